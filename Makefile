@@ -1,0 +1,112 @@
+# Everything below works from a fresh clone; `make` alone says what there is.
+# What is installed goes to .venv, with the versions of constraints.txt; a second call skips it.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+BENCH_VENV := .venv-bench
+LOCK_VENV := build/lock-venv
+RUNS := runs
+
+QUICKSTART_ASSETS := $(RUNS)/quickstart-assets
+QUICKSTART_CONFIG := launch/configs/quickstart.toml
+
+# Node.js comes with pyright's extra, so that nothing is fetched outside pip.
+DEV_REQUIREMENTS := '.[train,dev]' 'pyright[nodejs]'
+
+.PHONY: help quickstart drill test check format lint bench install lock clean
+
+help: ## Say what each target does
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+
+quickstart: $(VENV)/.train assets ## Train a small model by RL on two CPU cores, in a minute or two
+	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 \
+	    -m umbra.trainer $(QUICKSTART_CONFIG)
+
+drill: $(VENV)/.train assets ## The same training while engines are killed
+	OMP_NUM_THREADS=1 $(BIN)/python -m umbra.trainer.drill $(QUICKSTART_CONFIG) --run-dir $(RUNS)/drill
+
+.PHONY: assets
+assets: $(VENV)/.train ## Make the quickstart's model and data sets (once)
+	OMP_NUM_THREADS=1 $(BIN)/python -m umbra.trainer.quickstart $(QUICKSTART_ASSETS)
+
+test: static ## All that continuous integration runs (needs no GPU)
+	$(BIN)/python -m pytest -m "not gpu"
+
+check: static ## The two-minute part: format, lint, types, fast tests
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+format: $(VENV)/.dev ## Format the code and mend what ruff can
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+
+pyright: $(VENV)/.dev
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+mypy: $(VENV)/.dev
+	$(BIN)/mypy
+
+.PHONY: static pyright mypy
+# Two at a time: the type checkers take longest, and use one core each.
+static: $(VENV)/.dev
+	$(MAKE) --no-print-directory --output-sync=target -j2 lint pyright mypy
+
+bench: $(VENV)/.train $(BENCH_VENV)/.made ## Measure umbra beside its peers (installs them in .venv-bench)
+	mkdir -p $(RUNS)/bench
+	for what in rpc startup weights; do \
+	    $(BIN)/umbra bench $$what --peer-python $(BENCH_VENV)/bin/python --json \
+	        | tee $(RUNS)/bench/$$what.json; \
+	done
+	OMP_NUM_THREADS=1 $(BIN)/python tests/bench/engine_vs_transformers.py \
+	    | tee $(RUNS)/bench/engine.json
+
+install: $(VENV)/.dev ## Install umbra with its development tools in .venv
+
+$(VENV)/.made:
+	@$(PYTHON) -c 'import sys; sys.exit("umbra needs Python 3.11 or newer: make PYTHON=python3.11 ...") if sys.version_info < (3, 11) else None'
+	@echo "making $(VENV) with $$($(PYTHON) --version)"
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+# No build isolation: the build, too, uses the pinned setuptools.
+$(VENV)/.train: $(VENV)/.made pyproject.toml constraints.txt
+	@echo "installing umbra for training, pinned by constraints.txt"
+	$(PIP) install --quiet -c constraints.txt setuptools
+	$(PIP) install --quiet --no-build-isolation -c constraints.txt -e '.[train]'
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.train
+	@echo "installing development tools, pinned by constraints.txt"
+	$(PIP) install --quiet --no-build-isolation -c constraints.txt -e $(DEV_REQUIREMENTS)
+	touch $@
+
+$(BENCH_VENV)/.made: bench-requirements.txt
+	@echo "installing the peers that umbra is measured beside"
+	$(PYTHON) -m venv $(BENCH_VENV)
+	$(BENCH_VENV)/bin/python -m pip --disable-pip-version-check install --quiet -r bench-requirements.txt
+	touch $@
+
+# The newest versions that work together, from an environment of nothing else. A local version
+# such as 2.13.0+cpu is left out: which build of torch is meant is the package index's choice.
+lock: ## Renew constraints.txt: newest versions, torch stays
+	rm -rf $(LOCK_VENV)
+	$(PYTHON) -m venv $(LOCK_VENV)
+	$(LOCK_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --upgrade \
+	    setuptools torch==2.13.0 -e $(DEV_REQUIREMENTS)
+	( echo "# Made by 'make lock' with Python 3.11 on Linux: everything that umbra[train,dev] brings."; \
+	  $(LOCK_VENV)/bin/python -m pip freeze --all --exclude pip --exclude-editable \
+	      | sed -E 's/\+[A-Za-z0-9.]+$$//' ) > constraints.txt
+
+clean: ## Remove environments, caches and runs
+	rm -rf $(VENV) $(BENCH_VENV) build dist $(RUNS) src/*.egg-info .mypy_cache .ruff_cache .pytest_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""umbra: reinforcement-learning post-training of language models without Ray."""
