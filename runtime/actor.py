@@ -1,0 +1,141 @@
+"""What an actor is, and what it knows about itself.
+
+An actor is an object of any class, served in a process of its own. Its public methods are
+callable from other processes (see `umbra.runtime.server` for how each kind of method runs).
+Three optional methods take part in its life:
+
+    async __aenter__ / __aexit__   entered before the actor is announced, left at shutdown
+    async run()                    runs beside the calls; if it raises, the actor dies with it
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, Literal, Self
+
+from umbra.runtime.client import Client, Handle
+from umbra.runtime.errors import ConfigError
+from umbra.runtime.ref import ActorRef
+from umbra.runtime.restart import RestartPolicy
+from umbra.runtime.server import idempotent
+
+__all__ = ["ActorContext", "ActorSpec", "actor_context", "idempotent"]
+
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+Role = Literal["actor", "engine", "manager", "rollout"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorSpec:
+    """How to start an actor and what to do when it ends.
+
+    Attributes:
+        name: unique on the node; letters, digits, `-`, `_` and `.`.
+        target: `module:Class`.
+        kwargs: plain values for the constructor.
+        restart: what to do when the process ends.
+        essential: its final death fails the job; otherwise only calls to it fail.
+        start_timeout_s: from spawn to announced.
+        hung_limit_s: a process whose heartbeat thread is silent for so long is hung, and killed:
+            too short, and an overloaded machine loses healthy processes.
+        busy_limit_s: a loop that has not ticked for so long is hung, and the process killed.
+        grace_s: from SIGTERM to SIGKILL.
+        env: added to the environment.
+        sys_path: folders put in front of `sys.path`, for user code.
+        memory_limit_nbytes: resident memory at which the process is killed; 0 means none.
+        role: what the process is, for listings and logs.
+    """
+
+    name: str
+    target: str
+    kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    restart: RestartPolicy = field(default_factory=RestartPolicy)
+    essential: bool = True
+    start_timeout_s: float = 120.0
+    hung_limit_s: float = 15.0
+    busy_limit_s: float = 300.0
+    grace_s: float = 3.0
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
+    sys_path: tuple[str, ...] = ()
+    memory_limit_nbytes: int = 0
+    role: Role = "actor"
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name) or self.name == "supervisor":
+            raise ConfigError(
+                f"actor name {self.name!r}: use letters, digits, '-', '_' and '.', beginning with "
+                "a letter or digit, and not 'supervisor'"
+            )
+
+    def to_wire(self) -> dict[str, Any]:
+        """Plain data, the inverse of `from_wire`."""
+        return asdict(self)
+
+    @classmethod
+    def from_wire(cls, data: Mapping[str, Any]) -> Self:
+        """Raises TypeError where a field is unknown or missing."""
+        fields = dict(data)
+        fields["restart"] = RestartPolicy(**fields.get("restart", {}))
+        fields["sys_path"] = tuple(fields.get("sys_path", ()))
+        return cls(**fields)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorContext:
+    """What the actor running in this process knows about itself.
+
+    Attributes:
+        supervisor: the supervisor of this node.
+    """
+
+    name: str
+    incarnation: int
+    node_id: str
+    supervisor: Handle
+    client: Client
+
+    def connect(self, ref: ActorRef) -> Handle:
+        """A handle to another actor; it asks this node's supervisor when the peer is lost."""
+        return self.client.handle(ref, self.successor)
+
+    async def resolve(self, name: str, timeout_s: float, lost_incarnation: int = 0) -> ActorRef:
+        """The live incarnation of `name`, once there is one.
+
+        `lost_incarnation`: the one whose connection was lost, if any: its end may not have been
+        noticed yet, and it is not what the caller wants.
+
+        Raises:
+            ActorNotFound, ActorDied: no such actor, or it will not come back.
+            DeadlineExceeded: not up within `timeout_s`.
+        """
+        ref = await self.supervisor.call(
+            "resolve", name, timeout_s, lost_incarnation, timeout_s=timeout_s + 1.0
+        )
+        assert isinstance(ref, ActorRef)
+        return ref
+
+    async def successor(self, lost: ActorRef, timeout_s: float) -> ActorRef:
+        """The incarnation that replaces one that was lost."""
+        return await self.resolve(lost.name, timeout_s, lost.incarnation)
+
+
+_current: list[ActorContext] = []
+
+
+def actor_context() -> ActorContext:
+    """The context of the actor that this process serves.
+
+    Raises:
+        RuntimeError: this process is no actor.
+    """
+    if not _current:
+        raise RuntimeError("actor_context() is for code that runs inside an actor's process")
+    return _current[0]
+
+
+def set_actor_context(context: ActorContext) -> None:
+    """Called once, by the actor host."""
+    assert not _current, "one actor a process"
+    _current.append(context)

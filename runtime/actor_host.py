@@ -1,0 +1,219 @@
+"""The main program of an actor's process: `python -m umbra.runtime.actor_host READY_FD`.
+
+Standard input carries one msgpack map (the spec, the endpoints to bind, the job's keys); the
+outcome of the start goes to READY_FD as one msgpack map: `{"tcp_endpoint": ...}` or
+`{"error": type, "message": ..., "traceback": ...}`. End of file without either means the
+process died on the way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import inspect
+import logging
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+import msgpack
+import uvloop
+import zmq
+
+from umbra.runtime.actor import ActorContext, ActorSpec, set_actor_context
+from umbra.runtime.client import Client
+from umbra.runtime.errors import ConfigError, UmbraError
+from umbra.runtime.heartbeat import HeartbeatResponder, LoopTicker
+from umbra.runtime.prctl import become_subreaper, die_with_parent
+from umbra.runtime.process import PARENT_PID_VARIABLE
+from umbra.runtime.ref import ActorRef
+from umbra.runtime.security import CurveKeys
+from umbra.runtime.server import ActorServer
+
+logger = logging.getLogger(__name__)
+
+
+def load_target(target: str) -> type:
+    """Imports `module:Class`.
+
+    Raises:
+        ConfigError: the module or the class cannot be imported; says which and why.
+    """
+    module_name, _, class_name = target.partition(":")
+    if not module_name or not class_name:
+        raise ConfigError(f"actor target {target!r} must be written module:Class")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(
+            f"cannot import {module_name!r} for actor target {target!r}: {error}. "
+            "Install it, or name its folder in sys_path."
+        ) from error
+    found = getattr(module, class_name, None)
+    if not isinstance(found, type):
+        raise ConfigError(f"{module_name} ({module.__file__}) has no class {class_name!r}")
+    return found
+
+
+def make_target(target: str, kwargs: Mapping[str, Any]) -> Any:
+    """An instance of `module:Class`.
+
+    Raises:
+        ConfigError: it cannot be imported, or does not take these arguments; says what it takes.
+    """
+    kind = load_target(target)
+    try:
+        signature = inspect.signature(kind)
+    except ValueError:  # a class without one, such as one written in C
+        return kind(**kwargs)
+    try:
+        signature.bind(**kwargs)
+    except TypeError as error:
+        raise ConfigError(
+            f"{target}: {error}; it takes {', '.join(signature.parameters)}"
+        ) from None
+    return kind(**kwargs)
+
+
+class _Host:
+    """One actor process, from announcement to shutdown."""
+
+    def __init__(self, config: dict[str, Any], ready_fd: int) -> None:
+        self._spec = ActorSpec.from_wire(config["spec"])
+        self._config = config
+        self._ready_fd = ready_fd
+        keys = config["keys"]
+        self._keys = CurveKeys(public=keys[0], secret=keys[1]) if keys else None
+        self._announced = False
+
+    async def serve(self) -> None:
+        stop = asyncio.Event()
+        starting = asyncio.current_task()
+        assert starting is not None
+        _on_stop_signal(starting.cancel)
+        incarnation: int = self._config["incarnation"]
+        async with (
+            Client(self._config["node_id"], self._keys) as client,
+            contextlib.AsyncExitStack() as stack,
+        ):
+            supervisor = self._config["supervisor"]
+            assert isinstance(supervisor, ActorRef)
+            set_actor_context(
+                ActorContext(
+                    name=self._spec.name,
+                    incarnation=incarnation,
+                    node_id=self._config["node_id"],
+                    supervisor=client.handle(supervisor),
+                    client=client,
+                )
+            )
+            target = make_target(self._spec.target, self._spec.kwargs)
+            if hasattr(target, "__aenter__"):
+                await stack.enter_async_context(target)
+            context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+            # Not `term`, which would wait for ever for a socket whose server never ran.
+            stack.callback(context.destroy, linger=0)
+            server = ActorServer(target, incarnation)
+            tcp_endpoint = self._bind(server, context, stack)
+            ticker = LoopTicker()
+            stack.enter_context(
+                HeartbeatResponder(context, self._config["heartbeat"], incarnation, ticker)
+            )
+            _on_stop_signal(stop.set)
+            self._announce({"tcp_endpoint": tcp_endpoint})
+            await self._run_until(stop, server, ticker, target)
+
+    def _bind(
+        self,
+        server: ActorServer,
+        context: zmq.Context[zmq.Socket[bytes]],
+        stack: contextlib.AsyncExitStack,
+    ) -> str:
+        server.bind(context.socket(zmq.ROUTER), self._config["ipc_endpoint"])
+        if self._keys is None or not self._config["tcp_host"]:
+            return ""
+        stack.callback(self._keys.admit_only_job(context).stop)
+        socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+        self._keys.secure_server(socket)
+        return server.bind(socket, f"tcp://{self._config['tcp_host']}:*")
+
+    @staticmethod
+    async def _run_until(
+        stop: asyncio.Event, server: ActorServer, ticker: LoopTicker, target: object
+    ) -> None:
+        run: Any = getattr(target, "run", None)
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(server.run()), tasks.create_task(ticker.run())]
+            if run is not None:
+                running.append(tasks.create_task(_as_coroutine(run())))
+            await stop.wait()
+            logger.info("stopping")
+            for task in running:
+                task.cancel()
+
+    def _announce(self, outcome: dict[str, Any]) -> None:
+        if not self._announced:
+            self._announced = True
+            os.write(self._ready_fd, msgpack.packb(outcome))
+            os.close(self._ready_fd)
+
+    def announce_failure(self, error: BaseException) -> None:
+        self._announce(
+            {
+                "error": type(error).__qualname__,
+                "message": str(error),
+                # What umbra raises on purpose says it all in its message.
+                "traceback": ""
+                if isinstance(error, UmbraError)
+                else traceback.format_exc()[-16_000:],
+            }
+        )
+
+
+def _on_stop_signal(callback: Callable[[], object]) -> None:
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(signum, callback)
+
+
+async def _as_coroutine(awaitable: Coroutine[Any, Any, None]) -> None:
+    await awaitable
+
+
+def _unpack_config(data: bytes) -> dict[str, Any]:
+    config: dict[str, Any] = msgpack.unpackb(data)
+    config["supervisor"] = ActorRef(**config["supervisor"])
+    return config
+
+
+def main() -> None:
+    """Entry point; exits 1 after an error, which is in the log with its traceback."""
+    die_with_parent(int(os.environ[PARENT_PID_VARIABLE]))
+    become_subreaper()
+    ready_fd = int(sys.argv[1])
+    config = _unpack_config(sys.stdin.buffer.read())
+    os.set_inheritable(ready_fd, False)
+    logging.basicConfig(
+        level=config["log_level"],
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    sys.path[:0] = config["spec"]["sys_path"]
+    host = _Host(config, ready_fd)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(host.serve())
+    except asyncio.CancelledError:
+        logger.info("told to stop before it was up")
+        sys.exit(1)
+    except Exception as error:
+        host.announce_failure(error)
+        logger.exception("the actor died")
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

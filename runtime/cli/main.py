@@ -1,0 +1,96 @@
+"""The `umbra` command. Each subcommand loads what it needs only when it is called."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Final
+
+from umbra.runtime.errors import ConfigError, UmbraError
+
+_BENCH: Final = (
+    "Measures umbra beside bare pyzmq, Ray, Monarch and Xoscar, alternating, in one run. "
+    "rpc: calls between two processes. startup: from nothing to the first answered call. "
+    "weights: the shared-memory weight path beside a plain copy."
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; the exit status is 2 for wrong use, 1 for a failure, 130 for Ctrl-C."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return _run(arguments)
+    except ConfigError as error:
+        print(f"umbra: {error}", file=sys.stderr)
+        return 2
+    except UmbraError as error:
+        print(f"umbra: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("umbra: interrupted", file=sys.stderr)
+        return 130
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    match arguments.command:
+        case "bench":
+            from umbra.runtime.cli import bench
+
+            return bench.run(arguments)
+        case _:
+            raise AssertionError(arguments.command)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="umbra",
+        description="Reinforcement-learning post-training of language models without Ray.",
+    )
+    parser.add_argument("--version", action="version", version=f"umbra {_version()}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    _add_bench_arguments(
+        commands.add_parser("bench", help="measure umbra beside its peers", description=_BENCH)
+    )
+    return parser
+
+
+def _add_bench_arguments(bench: argparse.ArgumentParser) -> None:
+    bench.add_argument("what", choices=["rpc", "startup", "weights"])
+    bench.add_argument("--json", action="store_true", help="print one JSON object, nothing else")
+    bench.add_argument(
+        "--rounds", type=_positive, default=5, help="medians are over so many rounds (default 5)"
+    )
+    bench.add_argument(
+        "--peer-python",
+        metavar="PATH",
+        help="interpreter that has the peers (default: .venv-bench/bin/python, else this one)",
+    )
+    bench.add_argument(
+        "--megabytes",
+        type=_positive,
+        default=256,
+        help="of weights carried by `weights` (default 256)",
+    )
+
+
+def _positive(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return number
+
+
+def _version() -> str:
+    try:
+        return version("umbra-rl")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""What SPMD trainer code calls on all ranks together: weight syncs and batches.
+
+`SessionSync` is the way a `WeightPublisher` reaches the supervisor. `Rollouts` asks the rollout
+manager for batches, and serves catch-up syncs while it waits: an engine that was restarted
+holds no weights, and a batch that needs it would otherwise wait for a sync that waits for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from umbra.runtime.errors import DeadlineExceeded, ProtocolError
+from umbra.runtime.session import Session, SyncHandle
+
+ServeSync = Callable[[int], None]
+
+
+class SessionSync:
+    """`umbra.runtime.weights.publish.SyncSupervisor` over a session."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def sync_begin(
+        self,
+        pool: str,
+        version: int,
+        rank: int,
+        world_size: int,
+        manifest: dict[str, Any] | None,
+        timeout_s: float,
+    ) -> Mapping[str, Any]:
+        args = (pool, version, rank, world_size, manifest, timeout_s)
+        grant: Mapping[str, Any] = self._call("sync_begin", *args)
+        return grant
+
+    def sync_filled(
+        self, sync_id: str, rank: int, idx: int, regions: list[list[int | None]], timeout_s: float
+    ) -> None:
+        self._call("sync_filled", sync_id, rank, idx, regions, timeout_s)
+
+    def sync_end(self, sync_id: str, rank: int, timeout_s: float) -> Mapping[str, Any]:
+        report: Mapping[str, Any] = self._call("sync_end", sync_id, rank, timeout_s)
+        return report
+
+    def sync_abort(self, sync_id: str, rank: int, reason: str, timeout_s: float) -> None:
+        self._call("sync_abort", sync_id, rank, reason, timeout_s)
+
+    def _call(self, method: str, *args: object) -> Any:
+        timeout_s = args[-1]
+        assert isinstance(timeout_s, float | int)
+        # The supervisor's own deadline comes first: its error says which rank or engine is late.
+        return self._session.supervisor_call(method, *args, timeout_s=timeout_s + 2.0)
+
+
+class Rollouts:
+    """Batches from a rollout manager. Every rank has one and makes every call with the others."""
+
+    def __init__(self, session: Session, manager: str, timeout_s: float = 60.0) -> None:
+        self._rank = session.rank
+        self._manager: SyncHandle = session.actor(manager, timeout_s)
+
+    def next_batch(self, step: int, serve_sync: ServeSync, timeout_s: float) -> Mapping[str, Any]:
+        """This rank's part of the next batch of whole groups.
+
+        Args:
+            serve_sync: publishes the current weights again, to the engines that lack them; called
+                on all ranks or none with the version that is current.
+
+        Raises:
+            DeadlineExceeded: no batch in `timeout_s` seconds.
+            RewardError, RolloutError: why there can be none.
+            JobFailed: another rank or an essential process failed.
+        """
+        return self._collect("next_batch", "batch", (step,), serve_sync, timeout_s)
+
+    def evaluate(self, step: int, serve_sync: ServeSync, timeout_s: float) -> Mapping[str, Any]:
+        """Greedy accuracy over the held-out prompts, through the engines."""
+        return self._collect("evaluate", "eval", (step,), serve_sync, timeout_s)
+
+    def stats(self) -> Mapping[str, Any]:
+        """Counters of the manager. Any rank, alone."""
+        stats: Mapping[str, Any] = self._manager.call("stats")
+        return stats
+
+    def _collect(
+        self,
+        method: str,
+        kind: str,
+        args: tuple[object, ...],
+        serve_sync: ServeSync,
+        timeout_s: float,
+    ) -> Mapping[str, Any]:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                raise DeadlineExceeded(f"{method}{args}: no {kind} within {timeout_s:g} s")
+            reply: Mapping[str, Any] = self._manager.call(
+                method, self._rank, *args, timeout_s=remaining_s
+            )
+            if reply["kind"] == kind:
+                return reply
+            if reply["kind"] != "sync_wanted":
+                raise ProtocolError(f"{method} answered {reply['kind']!r}, not {kind!r}")
+            serve_sync(int(reply["version"]))

@@ -1,0 +1,118 @@
+"""The one place where umbra reads environment variables.
+
+| variable | set by | meaning |
+|---|---|---|
+| RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK | torchrun | who this process is; without RANK it is rank 0 of 1 |
+| TORCHELASTIC_RUN_ID, TORCHELASTIC_RESTART_COUNT, TORCHELASTIC_MAX_RESTARTS | torchrun | which job, how often its ranks were and may be restarted |
+| UMBRA_SOCKET_ROOT | user | folder for sockets, default /tmp/umbra-UID; must be node-local and short |
+| UMBRA_SECRET_FILE | user | file with the job's keys, default ~/.config/umbra/jobs/JOB |
+| UMBRA_LOG_LEVEL | user | level of umbra's own processes, default INFO |
+| UMBRA_ACTOR | supervisor | NAME#INCARNATION of the actor that a process belongs to |
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from umbra.runtime.errors import ConfigError
+from umbra.runtime.socketdir import default_root
+
+ACTOR_VARIABLE = "UMBRA_ACTOR"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchrunEnvironment:
+    """Who this process is among the trainer's ranks.
+
+    Attributes:
+        under_torchrun: whether torchrun started it; otherwise it is rank 0 of 1.
+        run_id: torchrun's rendezvous id, "none" by default.
+        incarnation: 1 at the first start, one more after each elastic restart.
+        may_restart: whether torchrun would start the ranks again if they failed.
+        owner_pid: the process the node's supervisor lives as long as: torchrun's agent.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    node_rank: int
+    run_id: str
+    incarnation: int
+    may_restart: bool
+    owner_pid: int
+    under_torchrun: bool
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str] = os.environ) -> Self:
+        """Raises ConfigError where a variable is missing or malformed."""
+        if "RANK" not in environ:
+            return cls(
+                rank=0,
+                local_rank=0,
+                world_size=1,
+                local_world_size=1,
+                node_rank=0,
+                run_id="single",
+                incarnation=1,
+                may_restart=False,
+                owner_pid=os.getpid(),
+                under_torchrun=False,
+            )
+        num_restarts = _read_int(environ, "TORCHELASTIC_RESTART_COUNT", default=0)
+        max_restarts = _read_int(environ, "TORCHELASTIC_MAX_RESTARTS", default=0)
+        return cls(
+            rank=_read_int(environ, "RANK"),
+            local_rank=_read_int(environ, "LOCAL_RANK"),
+            world_size=_read_int(environ, "WORLD_SIZE"),
+            local_world_size=_read_int(environ, "LOCAL_WORLD_SIZE"),
+            node_rank=_read_int(environ, "GROUP_RANK", default=0),
+            run_id=environ.get("TORCHELASTIC_RUN_ID", "none"),
+            incarnation=num_restarts + 1,
+            may_restart=num_restarts < max_restarts,
+            owner_pid=os.getppid(),
+            under_torchrun=True,
+        )
+
+
+def socket_root(environ: Mapping[str, str] = os.environ) -> Path:
+    """Folder that holds one directory of sockets per job and node."""
+    named = environ.get("UMBRA_SOCKET_ROOT")
+    return Path(named) if named else default_root()
+
+
+def secret_file(job: str, environ: Mapping[str, str] = os.environ) -> Path:
+    """File with the job's keys; outside the run directory, which is often shared."""
+    named = environ.get("UMBRA_SECRET_FILE")
+    return Path(named) if named else Path.home() / ".config" / "umbra" / "jobs" / job
+
+
+def is_secret_file_named(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the user, not umbra, looks after the file with the keys."""
+    return bool(environ.get("UMBRA_SECRET_FILE"))
+
+
+def log_level(environ: Mapping[str, str] = os.environ) -> int:
+    """Raises ConfigError where UMBRA_LOG_LEVEL is no level's name."""
+    name = environ.get("UMBRA_LOG_LEVEL", "INFO").upper()
+    levels = logging.getLevelNamesMapping()
+    if name not in levels:
+        raise ConfigError(f"UMBRA_LOG_LEVEL is {name!r}; allowed: {', '.join(sorted(levels))}")
+    return levels[name]
+
+
+def _read_int(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environ.get(name)
+    if text is None and default is not None:
+        return default
+    try:
+        return int(text or "")
+    except ValueError:
+        raise ConfigError(
+            f"environment variable {name} is {text!r}, not a number: start with torchrun"
+        ) from None

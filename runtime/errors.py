@@ -1,0 +1,126 @@
+"""Every error umbra raises on purpose.
+
+UmbraError
+├── ConfigError            a setting is wrong; the message names the key and what is allowed
+├── DataError              a data set, prompt or model directory is wrong
+├── ProtocolError          skew between peers or a bug; never retried
+├── TransportError
+│   ├── ConnectionLost     the peer went away before it answered
+│   └── DeadlineExceeded   no answer within the call's deadline
+├── ActorError
+│   ├── ActorNotFound      no actor of that name is (or will be) here
+│   ├── MailboxClosed      this end was closed while the call was pending
+│   └── ActorDied          the actor's process ended: exit status and last log lines
+├── RemoteError            the callee raised: its type, message and traceback as text
+├── EngineError
+│   ├── IllegalTransition  an engine was asked for something its state does not allow
+│   ├── EngineUnhealthy    an engine hangs or crashes in a loop
+│   └── WeightSyncError    weights did not arrive whole
+├── RolloutError
+│   └── RewardError        a reward function raised or returned something unusable
+└── JobFailed              another rank or an essential process failed; the message names it
+
+`retryable` says whether the same call may succeed later; the supervisor alone acts on it.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class UmbraError(Exception):
+    """Base of every error umbra raises on purpose."""
+
+    retryable: ClassVar[bool] = False
+
+
+class ConfigError(UmbraError):
+    """A setting is wrong. The message names the key and what is allowed."""
+
+
+class DataError(UmbraError):
+    """A data set, prompt, tokenizer or model directory cannot be used."""
+
+
+class ProtocolError(UmbraError):
+    """A peer sent something this side does not understand."""
+
+
+class TransportError(UmbraError):
+    """A message did not get through."""
+
+    retryable: ClassVar[bool] = True
+
+
+class ConnectionLost(TransportError):
+    """The peer went away before it answered; whether it acted is unknown."""
+
+
+class DeadlineExceeded(TransportError):
+    """No answer within the deadline of the call."""
+
+
+class ActorError(UmbraError):
+    """An actor cannot be called."""
+
+
+class ActorNotFound(ActorError):
+    """No actor of that name or incarnation is here."""
+
+
+class MailboxClosed(ActorError):
+    """This end was closed while the call was pending."""
+
+
+class ActorDied(ActorError):
+    """An actor's process ended; the message carries exit status and last log lines."""
+
+
+class RemoteError(UmbraError):
+    """The callee raised.
+
+    Attributes:
+        remote_type: qualified name of the remote exception, such as `builtins.ValueError`.
+        remote_message: its `str()`.
+        remote_traceback: the formatted remote traceback.
+    """
+
+    def __init__(self, remote_type: str, remote_message: str, remote_traceback: str) -> None:
+        self.remote_type = remote_type
+        self.remote_message = remote_message
+        self.remote_traceback = remote_traceback
+        super().__init__(remote_type, remote_message, remote_traceback)
+
+    def __str__(self) -> str:
+        text = f"{self.remote_type}: {self.remote_message}"
+        if self.remote_traceback:
+            text += f"\n--- remote traceback ---\n{self.remote_traceback.rstrip()}"
+        return text
+
+
+class EngineError(UmbraError):
+    """An engine cannot do what was asked."""
+
+
+class IllegalTransition(EngineError):
+    """An engine's lifecycle state does not allow the event."""
+
+
+class EngineUnhealthy(EngineError):
+    """An engine hangs or crashes in a loop."""
+
+
+class WeightSyncError(EngineError):
+    """Weights did not arrive whole at an engine."""
+
+
+class RolloutError(UmbraError):
+    """Rollouts cannot be produced."""
+
+
+class RewardError(RolloutError):
+    """A reward function raised, or returned something that is not one finite number a sample."""
+
+
+class JobFailed(UmbraError):
+    """Another rank, or a process the job cannot do without, failed; the message names it."""

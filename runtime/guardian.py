@@ -1,0 +1,166 @@
+"""The guardian: parent of the supervisor, and the end of everything below it.
+
+    python -I -S guardian.py OWNER_PIDFD READY_FD LOCK_FD SOCKET_DIR GRACE_S program [argument ...]
+
+Started by a node's local rank 0 (umbra.runtime.launch_guardian) in a session of its own. Standard
+library only, about 10 MB resident: it must outlive whatever takes the supervisor down.
+
+It starts `program ... --ready-fd READY_FD --guardian-pid PID` as the supervisor, with the same
+stdin, stdout and stderr, and then only waits:
+
+    owner ended, or SIGTERM/SIGINT/SIGHUP ──> SIGTERM to the supervisor, GRACE_S seconds for it
+    supervisor ended, or grace over       ──> SIGKILL every descendant, remove SOCKET_DIR, exit
+
+While the supervisor lives, orphans below it are its own (it is a subreaper too); once it has ended
+they all come here. Where the guardian alone is killed, the supervisor sees that by a pidfd and
+ends everything itself.
+
+Descriptors, all inherited: OWNER_PIDFD watches the process the job lives as long as (torchrun's
+agent); READY_FD is a pipe's write end that only the supervisor keeps, so that its reader gets
+either the supervisor's line or an end of file; LOCK_FD holds the socket directory's lock for as
+long as guardian or supervisor lives. Exit status: the supervisor's (128 + N for signal N).
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import time
+from typing import TYPE_CHECKING
+
+_KILL_DEADLINE_S = 60.0
+"""How long to keep killing what does not die. A process in uninterruptible sleep (a hung device
+or network file system) would hold the guardian for ever; one merely freeing memory needs seconds.
+"""
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+
+    from umbra.runtime import descendants, prctl
+else:
+    import importlib.util
+
+    def _sibling(name):  # noqa: ANN001, ANN202 -- types come from the imports above
+        path = os.path.join(os.path.dirname(os.path.abspath(__file__)), f"{name}.py")
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    # By path: there is no package here, and this folder on sys.path could shadow the library.
+    prctl, descendants = _sibling("prctl"), _sibling("descendants")
+
+
+def main() -> int:
+    """Guard one supervisor to its end; returns the exit status."""
+    owner_pidfd, ready_fd, lock_fd = (int(field) for field in sys.argv[1:4])
+    socket_dir, grace_s, program = sys.argv[4], float(sys.argv[5]), sys.argv[6:]
+    os.set_inheritable(owner_pidfd, False)
+    os.set_inheritable(lock_fd, True)
+    prctl.become_subreaper()
+    stop_fd = _catch_stop_signals()
+    try:
+        return _guard(program, ready_fd, owner_pidfd, stop_fd, grace_s)
+    except OSError as error:
+        _say(f"cannot guard {program[0]}: {error}")
+        return 127
+    finally:
+        _end_descendants()
+        remove_dir(socket_dir)
+
+
+def _guard(
+    program: list[str], ready_fd: int, owner_pidfd: int, stop_fd: int, grace_s: float
+) -> int:
+    pid = _start_supervisor(program, ready_fd)
+    pidfd = os.pidfd_open(pid)
+    ended = _wait_for([pidfd, owner_pidfd, stop_fd], timeout_s=None)
+    if pidfd not in ended:
+        reason = "the owner has ended" if owner_pidfd in ended else "told to stop"
+        _say(f"{reason}: supervisor {pid} has {grace_s:g} s to stop")
+        signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+        signal.pidfd_send_signal(pidfd, signal.SIGCONT)
+        _wait_for([pidfd], grace_s)
+    if os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        _say(f"supervisor {pid} is still there: killing it")
+        descendants.kill_tree(pid)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if code != 0:
+        _say(f"supervisor {pid} ended with status {code}")
+    return code if code >= 0 else 128 - code
+
+
+def remove_dir(path: str) -> None:
+    """Remove a directory and what it holds; a symbolic link in it is removed, not followed."""
+    for folder, dirnames, filenames in os.walk(path, topdown=False):
+        for name in filenames:
+            _remove(os.unlink, os.path.join(folder, name))
+        for name in dirnames:
+            entry = os.path.join(folder, name)
+            _remove(os.unlink if os.path.islink(entry) else os.rmdir, entry)
+    _remove(os.rmdir, path)
+
+
+def _start_supervisor(program: list[str], ready_fd: int) -> int:
+    argv = [*program, "--ready-fd", str(ready_fd), "--guardian-pid", str(os.getpid())]
+    pid = os.posix_spawnp(
+        argv[0],
+        argv,
+        os.environ,
+        setsid=True,
+        # This interpreter ignores both at start, and `exec` would hand that on.
+        setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],
+    )
+    os.close(ready_fd)
+    os.dup2(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC), 0)  # stdin may hold secrets.
+    return pid
+
+
+def _catch_stop_signals() -> int:
+    """A descriptor that becomes readable at SIGTERM, SIGINT or SIGHUP."""
+    stop_fd, wakeup_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(wakeup_fd, warn_on_full_buffer=False)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, _ignore)
+    return stop_fd
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """The wake-up descriptor tells."""
+
+
+def _wait_for(fds: list[int], timeout_s: float | None) -> list[int]:
+    poller = select.poll()
+    for fd in fds:
+        poller.register(fd, select.POLLIN)
+    return [fd for fd, _ in poller.poll(None if timeout_s is None else timeout_s * 1000)]
+
+
+def _end_descendants() -> None:
+    survivors = descendants.kill_all_descendants(_KILL_DEADLINE_S)
+    if survivors:
+        _say(f"could not end {survivors} within {_KILL_DEADLINE_S:g} s")
+
+
+def _remove(remove: Callable[[str], None], path: str) -> None:
+    try:
+        remove(path)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        _say(f"cannot remove {path}: {error.strerror}")
+
+
+def _say(text: str) -> None:
+    """One line to the log, which may be on a full disk or gone: that must not stop the guardian."""
+    try:
+        os.write(2, f"{time.strftime('%Y-%m-%d %H:%M:%S')} guardian: {text}\n".encode())
+    except OSError:
+        return
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,165 @@
+"""Starts a node's guardian, and with it the supervisor; called by local rank 0, blocking."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from umbra.runtime import guardian
+from umbra.runtime.child_log import ChildLog
+from umbra.runtime.errors import ConfigError, UmbraError
+from umbra.runtime.exit_status import ExitStatus
+from umbra.runtime.memory_file import open_memory_file
+from umbra.runtime.socketdir import SocketDir
+
+_MAX_READY_NBYTES = 64 * 1024
+
+
+class GuardianProcess:
+    """The guardian as its starter sees it. It outlives the starter: closing leaves it running."""
+
+    def __init__(self, popen: subprocess.Popen[bytes], ready_fd: int, log: ChildLog) -> None:
+        """Use `start_guardian`."""
+        self.pid = popen.pid
+        self._popen = popen
+        self._ready_fd = ready_fd
+        self._log = log
+
+    def wait_ready(self, timeout_s: float) -> dict[str, Any]:
+        """The JSON object the supervisor wrote as one line to its `--ready-fd`. Call it once.
+
+        Raises UmbraError with the log's last lines where it ended, or was not ready in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        line = b""
+        try:
+            while not line.endswith(b"\n"):
+                left_s = deadline - time.monotonic()
+                if left_s <= 0 or not _is_readable(self._ready_fd, left_s):
+                    raise UmbraError(self._explain(f"was not ready within {timeout_s:g} s"))
+                chunk = os.read(self._ready_fd, _MAX_READY_NBYTES)
+                if not chunk:
+                    raise UmbraError(self._explain("ended before it was ready"))
+                line += chunk
+            answer: dict[str, Any] = json.loads(line)
+            return answer
+        finally:
+            os.close(self._ready_fd)
+            self._ready_fd = -1
+
+    def wait(self, timeout_s: float) -> ExitStatus | None:
+        """Reap it once it has ended; None where it still runs after `timeout_s`."""
+        try:
+            return ExitStatus(self._popen.wait(timeout_s))
+        except subprocess.TimeoutExpired:
+            return None
+
+    def stop(self, timeout_s: float) -> ExitStatus | None:
+        """Ask it to end everything, and wait; for a start that came to nothing."""
+        if self._popen.poll() is None:
+            self._popen.terminate()
+        return self.wait(timeout_s)
+
+    def log_tail(self, max_lines: int = 20) -> str:
+        """The last lines of guardian and supervisor."""
+        return self._log.tail(max_lines)
+
+    def close(self) -> None:
+        """Let go of it. It goes on; where it has ended, it is reaped."""
+        if self._ready_fd >= 0:
+            os.close(self._ready_fd)
+            self._ready_fd = -1
+        if self._popen.poll() is None:
+            # Ours to reap no longer: it ends with its owner, after us.
+            self._popen.returncode = 0
+
+    def __enter__(self) -> GuardianProcess:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _explain(self, what: str) -> str:
+        tail = self._log.tail(20) or "(nothing)"
+        return f"the supervisor {what}; last lines of {self._log.path}:\n{tail}"
+
+
+def start_guardian(
+    supervisor_argv: Sequence[str],
+    *,
+    config: bytes,
+    socket_dir: SocketDir,
+    log_path: Path,
+    grace_s: float,
+    owner_pid: int | None = None,
+    env: Mapping[str, str] | None = None,
+) -> GuardianProcess:
+    """Start the guardian, which starts `supervisor_argv --ready-fd N --guardian-pid PID`.
+
+    `config` is the supervisor's stdin, so secrets are neither on a command line nor in an
+    environment. `owner_pid`: the process that the job lives as long as (None: our parent, which for
+    a rank is torchrun's agent). `grace_s`: the supervisor's time to stop once the owner has ended.
+    The guardian takes over `socket_dir` and removes it at the end.
+
+    Raises ConfigError where the owner has already ended or the log cannot be written.
+    """
+    log = ChildLog.begin(log_path, "guardian and supervisor")
+    with contextlib.ExitStack() as stack:
+        owner_pidfd = _open_owner(owner_pid, stack)
+        ready_fd, ready_write_fd = os.pipe()
+        stack.callback(os.close, ready_write_fd)
+        fds = (owner_pidfd, ready_write_fd, socket_dir.lock_fd)
+        interpreter = [sys.executable, "-I", "-S", guardian.__file__]
+        try:
+            popen = subprocess.Popen(
+                [
+                    *interpreter,
+                    *map(str, fds),
+                    str(socket_dir.path),
+                    str(grace_s),
+                    *supervisor_argv,
+                ],
+                env=env,
+                stdin=stack.enter_context(open_memory_file("config", config)),
+                stdout=stack.enter_context(log.open_for_child()),
+                stderr=subprocess.STDOUT,
+                pass_fds=fds,
+                start_new_session=True,
+            )
+        except OSError:
+            os.close(ready_fd)
+            raise
+    socket_dir.release()
+    return GuardianProcess(popen, ready_fd, log)
+
+
+def _open_owner(owner_pid: int | None, stack: contextlib.ExitStack) -> int:
+    pid = os.getppid() if owner_pid is None else owner_pid
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError as error:
+        raise ConfigError(f"the job's owner, process {pid}, has already ended") from error
+    stack.callback(os.close, pidfd)
+    if owner_pid is None and os.getppid() != pid:
+        raise ConfigError(f"our parent, process {pid}, has already ended")
+    return pidfd
+
+
+def _is_readable(fd: int, timeout_s: float) -> bool:
+    poller = select.poll()
+    poller.register(fd, select.POLLIN)
+    return bool(poller.poll(timeout_s * 1000))

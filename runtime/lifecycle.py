@@ -1,0 +1,298 @@
+"""The lifecycle of an engine: a pure state machine, kept by the supervisor.
+
+The supervisor applies an event *before* it asks an engine for anything, so an illegal request is
+refused before an engine sees it.
+
+    DEAD <──Died── any                      the supervisor learns that the process has ended
+     │
+     └──Restart──> STARTING
+                      │ Started
+                      v
+        ┌────> PENDING_WEIGHTS ───────Sleep───────────> ASLEEP(level)
+        │        │          ^                             ^    │
+        │   BeginUpdate  AbortUpdate                      │    │ Wake
+        │        v          │                             │    v
+    Invalidate  UPDATING(w) ┘                             │   WAKING(tags)
+        │        │          ^                             │    │ Woken
+        │   CommitUpdate  BeginUpdate                     │    ├──> PAUSED(v), weights were kept
+        │        v          │                             │    └──> PENDING_WEIGHTS, they were lost
+        └───── PAUSED(v) ───┴─────────────────Sleep───────┘
+                 │    ^
+              Resume Pause
+                 v    │
+               SERVING(v)
+
+- The version is what the engine holds for certain. It is lost where weights are freed (level 2),
+  touched (UPDATING) or disowned (Invalidate), and where the engine dies. SERVING has one always.
+- Weights and KV cache wake together or one after the other, so PAUSED and PENDING_WEIGHTS say which
+  parts are `awake`: Wake is legal there for the rest; an update needs the weights awake, Resume
+  needs both. In hybrid mode: Wake(weights), update, Wake(kv_cache), Resume.
+- An engine restarted while the trainer trains must free its memory too, so PENDING_WEIGHTS may
+  Sleep; it then wakes to PENDING_WEIGHTS, whatever the level.
+- Invalidate: the trainer that made the weights was restarted. A SERVING engine is paused first; in
+  ASLEEP and WAKING only the version goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Final, Literal, assert_never
+
+from umbra.runtime.errors import IllegalTransition
+
+Tag = Literal["weights", "kv_cache"]
+SleepLevel = Literal[1, 2]
+
+ALL_TAGS: Final[frozenset[Tag]] = frozenset({"weights", "kv_cache"})
+
+
+class EngineState(StrEnum):
+    STARTING = "STARTING"
+    PENDING_WEIGHTS = "PENDING_WEIGHTS"
+    UPDATING = "UPDATING"
+    PAUSED = "PAUSED"
+    SERVING = "SERVING"
+    ASLEEP = "ASLEEP"
+    WAKING = "WAKING"
+    DEAD = "DEAD"
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The engine answers; its parameters are allocated."""
+
+
+@dataclass(frozen=True, slots=True)
+class BeginUpdate:
+    """Its weights are about to be overwritten by those of `version`."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class CommitUpdate:
+    """All its weights are those of `version`, attested."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class AbortUpdate:
+    """The update ended half way: what it holds is unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """It stops generating."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """It generates, under the version it holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sleep:
+    """It frees memory: at level 1 weights are kept on the host, at level 2 they are lost."""
+
+    level: SleepLevel
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """It takes memory for `tags` again."""
+
+    tags: frozenset[Tag] = ALL_TAGS
+
+
+@dataclass(frozen=True, slots=True)
+class Woken:
+    """The wake that was asked for is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Invalidate:
+    """Its version means nothing any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """Its process has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """A new incarnation is being started."""
+
+
+Event = (
+    Started
+    | BeginUpdate
+    | CommitUpdate
+    | AbortUpdate
+    | Pause
+    | Resume
+    | Sleep
+    | Wake
+    | Woken
+    | Invalidate
+    | Died
+    | Restart
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLifecycle:
+    """Where one engine is; `apply` gives where it goes."""
+
+    state: EngineState = EngineState.STARTING
+    version: int | None = None
+    """The version it holds for certain."""
+    updating_to: int | None = None
+    """In UPDATING only: the version on its way."""
+    sleep_level: SleepLevel | None = None
+    """In ASLEEP only."""
+    awake: frozenset[Tag] = ALL_TAGS
+    """What has memory; none in ASLEEP."""
+    waking: frozenset[Tag] = frozenset()
+    """In WAKING only: what is taking memory."""
+
+    def apply(self, event: Event) -> EngineLifecycle:
+        """The lifecycle after `event`. Raises IllegalTransition naming both where not allowed."""
+        match event:
+            case Died():
+                self._require(event, *(state for state in EngineState if state != EngineState.DEAD))
+                return EngineLifecycle(state=EngineState.DEAD)
+            case Restart():
+                self._require(event, EngineState.DEAD)
+                return EngineLifecycle()
+            case Started():
+                self._require(event, EngineState.STARTING)
+                return replace(self, state=EngineState.PENDING_WEIGHTS)
+            case Pause():
+                self._require(event, EngineState.SERVING)
+                return replace(self, state=EngineState.PAUSED)
+            case Resume():
+                self._require(event, EngineState.PAUSED)
+                self._require_awake(event, ALL_TAGS)
+                return replace(self, state=EngineState.SERVING)
+            case BeginUpdate() | CommitUpdate() | AbortUpdate():
+                return self._update(event)
+            case Sleep() | Wake() | Woken():
+                return self._sleep(event)
+            case Invalidate():
+                return self._invalidate(event)
+            case _:
+                assert_never(event)
+
+    def _update(self, event: BeginUpdate | CommitUpdate | AbortUpdate) -> EngineLifecycle:
+        if isinstance(event, BeginUpdate):
+            self._require(event, EngineState.PENDING_WEIGHTS, EngineState.PAUSED)
+            self._require_awake(event, frozenset({"weights"}))
+            return replace(
+                self, state=EngineState.UPDATING, version=None, updating_to=event.version
+            )
+        self._require(event, EngineState.UPDATING)
+        if isinstance(event, AbortUpdate):
+            return replace(self, state=EngineState.PENDING_WEIGHTS, updating_to=None)
+        if event.version != self.updating_to:
+            raise IllegalTransition(
+                f"cannot commit version {event.version}: the update is to {self.updating_to}"
+            )
+        return replace(self, state=EngineState.PAUSED, version=event.version, updating_to=None)
+
+    def _sleep(self, event: Sleep | Wake | Woken) -> EngineLifecycle:
+        match event:
+            case Sleep(level=level):
+                self._require(event, EngineState.PENDING_WEIGHTS, EngineState.PAUSED)
+                return EngineLifecycle(
+                    state=EngineState.ASLEEP,
+                    version=self.version if level == 1 else None,
+                    sleep_level=level,
+                    awake=frozenset(),
+                )
+            case Wake(tags=tags):
+                self._require(
+                    event, EngineState.ASLEEP, EngineState.PAUSED, EngineState.PENDING_WEIGHTS
+                )
+                if not tags or not tags <= ALL_TAGS - self.awake:
+                    raise IllegalTransition(
+                        f"cannot wake {_names(tags)}: asleep are {_names(ALL_TAGS - self.awake)}"
+                    )
+                return replace(self, state=EngineState.WAKING, waking=tags, sleep_level=None)
+            case Woken():
+                self._require(event, EngineState.WAKING)
+                return replace(
+                    self,
+                    state=self._rest_state(self.version),
+                    awake=self.awake | self.waking,
+                    waking=frozenset(),
+                )
+
+    def _invalidate(self, event: Invalidate) -> EngineLifecycle:
+        self._require(
+            event,
+            EngineState.PENDING_WEIGHTS,
+            EngineState.PAUSED,
+            EngineState.ASLEEP,
+            EngineState.WAKING,
+        )
+        if self.state in (EngineState.ASLEEP, EngineState.WAKING):
+            return replace(self, version=None)
+        return replace(self, state=EngineState.PENDING_WEIGHTS, version=None)
+
+    @staticmethod
+    def _rest_state(version: int | None) -> EngineState:
+        return EngineState.PENDING_WEIGHTS if version is None else EngineState.PAUSED
+
+    def _require(self, event: Event, *allowed: EngineState) -> None:
+        if self.state not in allowed:
+            raise IllegalTransition(
+                f"{type(event).__name__} is not allowed in state {self}, only in "
+                f"{', '.join(allowed)}"
+            )
+
+    def _require_awake(self, event: Event, tags: frozenset[Tag]) -> None:
+        if not tags <= self.awake:
+            raise IllegalTransition(
+                f"{type(event).__name__} is not allowed in state {self}: it needs "
+                f"{_names(tags)} awake, but {_names(self.awake)} is"
+            )
+
+    def __str__(self) -> str:
+        """Such as PAUSED(3), ASLEEP(2), UPDATING(4), WAKING(weights)."""
+        match self.state:
+            case EngineState.PAUSED | EngineState.SERVING:
+                return f"{self.state}({self.version})"
+            case EngineState.UPDATING:
+                return f"{self.state}({self.updating_to})"
+            case EngineState.ASLEEP:
+                return f"{self.state}({self.sleep_level})"
+            case EngineState.WAKING:
+                return f"{self.state}({_names(self.waking)})"
+            case _:
+                return str(self.state)
+
+
+def catch_up(
+    lifecycles: Mapping[str, EngineLifecycle], current_version: int | None, ranks_waiting: bool
+) -> list[str]:
+    """Engines to bring to `current_version` by a sync of their own, in the mapping's order.
+
+    Exactly those in PENDING_WEIGHTS, and only while every rank waits for a batch (`ranks_waiting`),
+    since only then the trainer's weights are still those of the version and all ranks can serve it.
+    None before a first version exists: the first sync reaches every engine anyway.
+    """
+    if current_version is None or not ranks_waiting:
+        return []
+    return [
+        name
+        for name, lifecycle in lifecycles.items()
+        if lifecycle.state == EngineState.PENDING_WEIGHTS
+    ]
+
+
+def _names(tags: frozenset[Tag]) -> str:
+    return "+".join(sorted(tags)) or "nothing"

@@ -1,0 +1,158 @@
+"""A ZMQ socket driven by the running event loop through plain callbacks.
+
+`zmq.asyncio` wraps every receive in a future; here a readable socket is drained straight into
+`on_message`, and messages queued in one loop iteration leave together, which is what makes
+tens of thousands of small calls a second possible.
+
+Backpressure is not the socket's business: its high-water marks are 0 (ZMQ drops silently at
+them) and callers bound what they send (deadlines, credits).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import logging
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import zmq
+
+from umbra.runtime.wire import FRAME_MIN_NBYTES, Frame
+
+logger = logging.getLogger(__name__)
+
+# Messages handled before the loop gets a turn: higher starves timers, lower costs wake-ups.
+_DRAIN_LIMIT: Final = 256
+# Largest single ZMQ frame taken from a peer; a weight tensor never travels here.
+_MAX_FRAME_NBYTES: Final = 1 << 31
+
+_SEND_MORE: Final = zmq.NOBLOCK | zmq.SNDMORE
+
+OnMessage = Callable[[list[Frame]], None]
+
+
+class LoopSocket:
+    """Owns one ZMQ socket; the loop that created it is its only reader and writer.
+
+    `close()` is immediate: what is still unsent is dropped (linger 0), unless `linger_ms`.
+    """
+
+    def __init__(
+        self, socket: zmq.Socket[bytes], on_message: OnMessage, *, delivers: bool = True
+    ) -> None:
+        """`delivers`: whether messages are handed over from now on, or from `deliver()` on."""
+        self._socket = socket
+        # A ROUTER's messages begin with the peer's identity.
+        self._num_small_frames = 2 if socket.type == zmq.ROUTER else 1
+        self._on_message = on_message
+        self._loop = asyncio.get_running_loop()
+        self._unsent: collections.deque[Sequence[Frame]] = collections.deque()
+        self._closed = False
+        socket.sndhwm = 0
+        socket.rcvhwm = 0
+        socket.linger = 0
+        socket.maxmsgsize = _MAX_FRAME_NBYTES
+        self._fd = socket.fileno()
+        self._drain_scheduled = False
+        self._delivers = False
+        if delivers:
+            self.deliver()
+
+    @property
+    def raw(self) -> zmq.Socket[bytes]:
+        """The ZMQ socket, for bind, connect and options."""
+        return self._socket
+
+    def deliver(self) -> None:
+        """Begins to hand over messages; until then they wait in the socket."""
+        self._delivers = True
+        self._loop.add_reader(self._fd, self._drain)
+        # The descriptor announces nothing until a first look has found the socket empty.
+        self._drain_scheduled = True
+        self._loop.call_soon(self._drain)
+
+    def send(self, frames: Sequence[Frame]) -> None:
+        """Sends now, or as soon as a peer is connected. Order is kept.
+
+        Raises:
+            zmq.ZMQError: EHOSTUNREACH where a ROUTER's peer is gone.
+        """
+        if self._closed:
+            return
+        if self._unsent:
+            self._unsent.append(frames)
+            return
+        if not self._try_send(frames):
+            self._unsent.append(frames)
+        # A send may swallow the edge that announces input.
+        self._schedule_drain()
+
+    def _try_send(self, frames: Sequence[Frame]) -> bool:
+        try:
+            # ZMQ takes a whole message or none of it: only the first frame can be refused.
+            for frame in frames[:-1]:
+                self._socket.send(frame, _SEND_MORE, copy=len(frame) < FRAME_MIN_NBYTES)
+            frame = frames[-1]
+            self._socket.send(frame, zmq.NOBLOCK, copy=len(frame) < FRAME_MIN_NBYTES)
+        except zmq.Again:
+            return False
+        return True
+
+    def _schedule_drain(self) -> None:
+        if self._delivers and not self._drain_scheduled:
+            events = self._socket.getsockopt(zmq.EVENTS)
+            assert isinstance(events, int)
+            if events & zmq.POLLIN or (self._unsent and events & zmq.POLLOUT):
+                self._drain_scheduled = True
+                self._loop.call_soon(self._drain)
+
+    def _drain(self) -> None:
+        self._drain_scheduled = False
+        for _ in range(_DRAIN_LIMIT):
+            if self._closed:
+                return
+            if not self._handle_one():
+                break
+        if self._closed:
+            return
+        while self._unsent and self._try_send(self._unsent[0]):
+            self._unsent.popleft()
+        self._schedule_drain()
+
+    def drain_rest(self) -> None:
+        """Handles whatever has arrived, before a peer that was lost is given up."""
+        while not self._closed and self._handle_one():
+            pass
+
+    def _handle_one(self) -> bool:
+        try:
+            frames = self._receive()
+        except zmq.Again:
+            return False
+        try:
+            self._on_message(frames)
+        except Exception:
+            # A bug; but were it raised from here, input that ZMQ has announced would lie unread.
+            logger.exception("the handler of a message failed")
+        return True
+
+    def _receive(self) -> list[Frame]:
+        """One whole message; frames behind the header are views of ZMQ's own memory."""
+        socket = self._socket
+        frames: list[Frame] = [socket.recv(zmq.NOBLOCK)]
+        while socket.getsockopt(zmq.RCVMORE):
+            if len(frames) < self._num_small_frames:
+                frames.append(socket.recv())
+            else:
+                frames.append(socket.recv(copy=False).buffer)
+        return frames
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Closes the socket; idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._unsent.clear()
+        self._loop.remove_reader(self._fd)
+        self._socket.close(linger=linger_ms)

@@ -1,0 +1,110 @@
+"""Envelopes between callers and actors.
+
+An envelope is a msgpack list whose first element is its kind. Callers send CALL, CANCEL and
+CREDIT; actors send RESULT, ITEM, END, ERROR, REFUSED and PING. Several envelopes to one peer
+may share a ZMQ message. Each call has exactly one outcome: RESULT, END, ERROR or REFUSED, or
+what the caller decides by itself (deadline, cancellation, peer lost).
+
+    [CALL, call_id, incarnation, method, args, kwargs, timeout_ms, credits]
+    [CANCEL, call_id]          the caller no longer waits; the callee's task is cancelled
+    [CREDIT, call_id, n]       the caller can take n more items of a stream
+    [HELLO]                    asks for WELCOME
+    [WELCOME, incarnation, idempotent]  names of the methods that may be retried
+    [RESULT, call_id, value]
+    [ITEM, call_id, value]     one item of a stream
+    [END, call_id]             a stream is exhausted
+    [ERROR, call_id, type, message, traceback]
+    [REFUSED, call_id, reason] never ran: stale incarnation, unknown method
+    [PING]                     actor to caller: are you still there? (a lost peer is noticed)
+
+timeout_ms 0 means no deadline (streams only). credits 0 means a plain call.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from umbra.runtime.errors import ProtocolError
+
+CALL: Final = 0
+CANCEL: Final = 1
+CREDIT: Final = 2
+HELLO: Final = 3
+WELCOME: Final = 4
+RESULT: Final = 5
+ITEM: Final = 6
+END: Final = 7
+ERROR: Final = 8
+REFUSED: Final = 9
+PING: Final = 10
+
+FIELD_TYPES: Final[dict[int, tuple[type, ...]]] = {
+    CALL: (int, int, str, list, dict, int, int),
+    CANCEL: (int,),
+    CREDIT: (int, int),
+    HELLO: (),
+    WELCOME: (int, list),
+    RESULT: (int, object),
+    ITEM: (int, object),
+    END: (int,),
+    ERROR: (int, str, str, str),
+    REFUSED: (int, str),
+    PING: (),
+}
+
+
+class BadEnvelope(ProtocolError):
+    """One envelope is no good, but whose it is can be told, so its sender can be.
+
+    Attributes:
+        kind, call_id: the envelope's first two fields.
+    """
+
+    def __init__(self, message: str, kind: int, call_id: int) -> None:
+        self.kind = kind
+        self.call_id = call_id
+        super().__init__(message)
+
+
+_EXACT_TYPES: Final = {
+    kind: (int, *types) for kind, types in FIELD_TYPES.items() if object not in types
+}
+_VALUE_KINDS: Final = frozenset({RESULT, ITEM})
+
+
+def check_envelope(raw: Any) -> list[Any]:
+    """Returns `raw` if it is a well-formed envelope.
+
+    Raises:
+        ProtocolError: unknown kind, or fields of the wrong number or type; `BadEnvelope` where the
+            sender can be told.
+    """
+    # `type(raw) is not list` would make checkers take the items for unknown.
+    if raw.__class__ is not list or not raw:
+        raise ProtocolError("an envelope must be a non-empty list")
+    envelope: list[Any] = raw
+    kind = envelope[0]
+    if type(kind) is int:
+        if kind in _VALUE_KINDS:
+            if len(envelope) == 3 and type(envelope[1]) is int:
+                return envelope
+        elif tuple(map(type, envelope)) == _EXACT_TYPES.get(kind):
+            return envelope
+        if len(envelope) > 1 and type(envelope[1]) is int:
+            raise BadEnvelope(_what_is_wrong(envelope, kind), kind, envelope[1])
+    raise ProtocolError(_what_is_wrong(envelope, kind))
+
+
+def _what_is_wrong(envelope: list[Any], kind: Any) -> str:
+    expected = FIELD_TYPES.get(kind) if type(kind) is int else None
+    if expected is None:
+        return f"unknown envelope kind {kind!r}"
+    if len(envelope) != len(expected) + 1:
+        return f"envelope kind {kind}: {len(envelope) - 1} fields, not {len(expected)}"
+    fields = zip(envelope[1:], expected, strict=True)
+    wrong = [
+        f"a {type(value).__name__} where a {wanted.__name__} belongs"
+        for value, wanted in fields
+        if wanted is not object and type(value) is not wanted
+    ]
+    return f"envelope kind {kind}: {', '.join(wrong)}"

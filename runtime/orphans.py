@@ -1,0 +1,77 @@
+"""Ends what dead children left behind, while the living ones go on.
+
+Every child a supervisor starts is the subreaper of its own descendants (umbra.runtime.prctl), and
+so is the supervisor. A process that comes to the supervisor for adoption therefore had its last
+living ancestor below it die: it is an orphan, however it renamed or detached itself. Example:
+
+    engine-0 (pid 7) forks a worker (8), which forks a daemon (9, setsid) and exits: 9 goes to 7
+    SIGKILL 7: 9 comes to the supervisor, which knows 7 only by its exit: 9 is killed and reaped
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Collection
+
+from umbra.runtime import descendants, prctl
+from umbra.runtime.pid_watch import PidWatch
+from umbra.runtime.process import living_pids
+
+_logger = logging.getLogger(__name__)
+
+_LOOK_AGAIN_S = 0.02
+"""Longest wait between two looks: an orphan that forks meanwhile lives so much longer."""
+
+
+async def end_orphans(deadline_s: float, also_living: Collection[int] = ()) -> list[int]:
+    """SIGKILL and reap all orphans; returns when none is left, or the deadline's survivors.
+
+    Call it after each child's end, before its successor is started (which may need the memory), and
+    now and then besides. `also_living`: children that were not started by ChildProcess.
+    """
+    deadline = asyncio.get_running_loop().time() + deadline_s
+    while remaining := kill_orphans(also_living):
+        left_s = deadline - asyncio.get_running_loop().time()
+        if left_s <= 0:
+            _logger.warning("orphans %s did not end within %g s", remaining, deadline_s)
+            return remaining
+        await _wait_for_an_exit(remaining, min(left_s, _LOOK_AGAIN_S))
+    return []
+
+
+def kill_orphans(also_living: Collection[int] = ()) -> list[int]:
+    """One look without waiting: SIGKILL every orphan, reap those that have ended.
+
+    Returns the pids of those still to be reaped.
+    """
+    if not prctl.is_subreaper():
+        raise RuntimeError("only a subreaper gets orphans: call prctl.become_subreaper() at start")
+    spared = living_pids() | set(also_living)
+    killed = descendants.kill_tree_below(os.getpid(), spared=spared)
+    remaining: list[int] = []
+    for pid in descendants.child_pids(os.getpid()):
+        if pid not in spared and not _reap(pid):
+            remaining.append(pid)
+    if killed:
+        _logger.info("killed %d processes that a dead child left: %s", len(killed), sorted(killed))
+    return remaining
+
+
+def _reap(pid: int) -> bool:
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:
+        return True
+
+
+async def _wait_for_an_exit(pids: Collection[int], timeout_s: float) -> None:
+    ended = asyncio.Event()
+    with contextlib.ExitStack() as stack:
+        for pid in pids:
+            stack.enter_context(PidWatch(pid, ended.set))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await ended.wait()

@@ -1,0 +1,180 @@
+"""One engine of a pool, as the supervisor sees it: its actor, its lifecycle, calls to it.
+
+Every request first goes through the lifecycle, so an illegal one is refused before the engine
+sees it, and an engine that dies during a request is simply DEAD afterwards.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from umbra.runtime.client import Client, Handle
+from umbra.runtime.errors import EngineUnhealthy, UmbraError
+from umbra.runtime.lifecycle import (
+    AbortUpdate,
+    BeginUpdate,
+    CommitUpdate,
+    Died,
+    EngineLifecycle,
+    EngineState,
+    Event,
+    Invalidate,
+    Pause,
+    Restart,
+    Resume,
+    Sleep,
+    SleepLevel,
+    Started,
+    Tag,
+    Wake,
+    Woken,
+)
+from umbra.runtime.supervised import ActorState, SupervisedActor
+
+logger = logging.getLogger(__name__)
+
+
+class PoolEngine:
+    """Owned by its pool. `on_change` is called after every transition."""
+
+    def __init__(
+        self, actor: SupervisedActor, client: Client, on_change: Callable[[PoolEngine], None]
+    ) -> None:
+        self.actor = actor
+        self.lifecycle = EngineLifecycle()
+        self._client = client
+        self._on_change = on_change
+        self._handle: Handle | None = None
+
+    @property
+    def name(self) -> str:
+        return self.actor.spec.name
+
+    @property
+    def incarnation(self) -> int:
+        return self.actor.incarnation
+
+    @property
+    def state(self) -> EngineState:
+        return self.lifecycle.state
+
+    @property
+    def version(self) -> int | None:
+        return self.lifecycle.version
+
+    def describe(self) -> dict[str, Any]:
+        """The wire form of its state."""
+        return {
+            "engine": self.name,
+            "incarnation": self.incarnation,
+            "state": str(self.state),
+            "version": self.version,
+            "ref": self.actor.ref,
+            "num_restarts": self.actor.num_restarts,
+        }
+
+    def follow_actor(self) -> None:
+        """Takes over what happened to the process."""
+        if self.actor.state == ActorState.RUNNING and self.actor.ref is not None:
+            self._handle = self._client.handle(self.actor.ref)
+            if self.state == EngineState.DEAD:
+                self.apply(Restart())
+            self.apply(Started())
+        elif self.state != EngineState.DEAD:
+            if self._handle is not None:
+                self._client.drop(self._handle.ref, "its process ended")
+            self._handle = None
+            self.apply(Died())
+
+    def apply(self, event: Event) -> None:
+        """Raises IllegalTransition where the state does not allow the event."""
+        self.lifecycle = self.lifecycle.apply(event)
+        self._on_change(self)
+
+    def invalidate(self) -> None:
+        """Whatever version it holds means nothing any more."""
+        if self.lifecycle.version is not None:
+            self.apply(Invalidate())
+
+    def kill(self, reason: str) -> None:
+        """Ends this incarnation; the restart policy replaces it."""
+        logger.warning("killing %s#%d: %s", self.name, self.incarnation, reason)
+        self.actor.kill(reason)
+
+    # -- requests ------------------------------------------------------------------------
+
+    async def pause(self, mode: str, timeout_s: float) -> None:
+        """SERVING → PAUSED, once the engine has stopped generating."""
+        if self.state != EngineState.SERVING:
+            return
+        self.apply(Pause())
+        await self._request("pause", mode, timeout_s=timeout_s)
+
+    async def resume(self, timeout_s: float) -> None:
+        """PAUSED → SERVING."""
+        if self.state == EngineState.SERVING:
+            return
+        self.lifecycle.apply(Resume())  # refuses before the engine is asked
+        await self._request("resume", timeout_s=timeout_s)
+        self.apply(Resume())
+
+    async def sleep(self, level: SleepLevel, timeout_s: float) -> None:
+        """PAUSED or PENDING_WEIGHTS → ASLEEP."""
+        self.apply(Sleep(level))
+        await self._request("sleep", level, timeout_s=timeout_s)
+
+    async def wake(self, tags: Iterable[Tag], timeout_s: float) -> None:
+        """Wakes those of `tags` that are asleep."""
+        wanted = frozenset(tags) - self.lifecycle.awake
+        if not wanted:
+            return
+        self.apply(Wake(wanted))
+        await self._request("wake", sorted(wanted), timeout_s=timeout_s)
+        self.apply(Woken())
+
+    async def begin_update(
+        self, version: int, manifest: dict[str, Any], buckets: dict[str, Any], timeout_s: float
+    ) -> None:
+        """Tells it the layout to come; its weights stay as they are until `touch`."""
+        await self._request("begin_update", version, manifest, buckets, timeout_s=timeout_s)
+
+    def touch(self, version: int) -> None:
+        """→ UPDATING: from here on its weights are not those of any version."""
+        self.apply(BeginUpdate(version))
+
+    async def load_bucket(self, idx: int, timeout_s: float) -> dict[str, Any]:
+        """Returns once the engine has taken all it wants from bucket `idx`."""
+        loaded: dict[str, Any] = await self._request("load_bucket", idx, timeout_s=timeout_s)
+        return loaded
+
+    async def finish_update(
+        self, regions: list[list[int | None]], timeout_s: float
+    ) -> dict[str, Any]:
+        """The engine's attestation: count, nbytes, mismatches."""
+        attested: dict[str, Any] = await self._request(
+            "finish_update", regions, timeout_s=timeout_s
+        )
+        return attested
+
+    async def commit_update(self, version: int, timeout_s: float) -> None:
+        """UPDATING → PAUSED(version)."""
+        await self._request("commit_update", timeout_s=timeout_s)
+        self.apply(CommitUpdate(version))
+
+    async def abort_update(self, timeout_s: float) -> None:
+        """Ends the update; UPDATING → PENDING_WEIGHTS."""
+        if self.state == EngineState.UPDATING:
+            self.apply(AbortUpdate())
+        await self._request("abort_update", timeout_s=timeout_s)
+
+    async def _request(self, method: str, *args: object, timeout_s: float) -> Any:
+        if self._handle is None:
+            raise EngineUnhealthy(f"{self.name}#{self.incarnation} is not running")
+        incarnation = self.incarnation
+        try:
+            return await self._handle.call(method, *args, timeout_s=timeout_s)
+        except UmbraError as error:
+            label = f"{self.name}#{incarnation}"
+            raise EngineUnhealthy(f"{label} failed at {method}: {error}") from error

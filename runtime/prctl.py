@@ -1,0 +1,54 @@
+"""What a process tells the kernel about its parent and its orphans (Linux `prctl`).
+
+Standard library only: the guardian and the trampoline load this file by its path, with no package.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_PR_GET_CHILD_SUBREAPER = 37
+
+
+def die_with_parent(expected_parent_pid: int) -> None:
+    """Have the kernel SIGKILL this process when its parent ends. Call it first thing.
+
+    The signal follows the parent's *thread* that started us, so only a long-lived main thread may
+    start children. It survives `exec` (not of set-user-id programs); children do not inherit it.
+    Where the parent is already gone, as `expected_parent_pid` shows, this process exits at once.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != expected_parent_pid:
+        # The parent died before the call above, so the kernel will send no signal.
+        sys.stderr.write(f"parent {expected_parent_pid} has ended: exiting\n")
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def become_subreaper() -> None:
+    """Become the parent of every descendant whose own parent ends, whatever its session.
+
+    So a daemonised grandchild (double fork, setsid) stays below this process while it lives. It
+    survives `exec`; children do not inherit it, and keep being adopted by the nearest subreaper.
+    """
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def is_subreaper() -> bool:
+    """Whether orphaned descendants come to this process."""
+    flag = ctypes.c_int()
+    _prctl(_PR_GET_CHILD_SUBREAPER, ctypes.addressof(flag))
+    return flag.value != 0
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    zero = ctypes.c_ulong(0)
+    if libc.prctl(ctypes.c_int(option), ctypes.c_ulong(value), zero, zero, zero) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"prctl({option}, {value}): {os.strerror(code)}")

@@ -1,0 +1,87 @@
+"""Who may talk to this job over tcp: CURVE keys and the ZAP handler that admits only them.
+
+Every process of a job holds the same key pair, from a secret that travels by file (mode 0600)
+or inherited pipe, never by environment, argument or torchrun's store. CURVE alone would admit
+any client that knows how to speak it; the ZAP handler refuses every key but the job's own.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
+
+from umbra.runtime.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurveKeys:
+    """The job's key pair, Z85 text of 40 bytes each."""
+
+    public: bytes
+    secret: bytes
+
+    @classmethod
+    def generate(cls) -> Self:
+        public, secret = zmq.curve_keypair()
+        return cls(public=public, secret=secret)
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Reads the job's keys.
+
+        Raises:
+            ConfigError: no such file, others may read it, or it is no key pair.
+        """
+        try:
+            if path.stat().st_mode & 0o077:
+                raise ConfigError(f"{path} can be read by others: chmod 600 it")
+            public, secret = path.read_bytes().split()
+            if len(public) != 40 or len(secret) != 40:
+                raise ValueError("a key has 40 characters")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"no job keys in {path}: {error}") from error
+        return cls(public=public, secret=secret)
+
+    def save(self, path: Path) -> None:
+        """Writes the keys to a new file of mode 0600 (FileExistsError where there is one)."""
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        with os.fdopen(os.open(path, flags, 0o600), "wb") as file:
+            file.write(self.public + b"\n" + self.secret + b"\n")
+
+    def __repr__(self) -> str:
+        return f"CurveKeys(public={self.public!r})"
+
+    def secure_client(self, socket: zmq.Socket[bytes]) -> None:
+        """Makes `socket` present the job's key and accept only a server that holds it."""
+        socket.curve_publickey = self.public
+        socket.curve_secretkey = self.secret
+        socket.curve_serverkey = self.public
+
+    def secure_server(self, socket: zmq.Socket[bytes]) -> None:
+        """Makes `socket` a CURVE server; its context needs `admit_only_job` as well."""
+        socket.curve_secretkey = self.secret
+        socket.curve_publickey = self.public
+        socket.curve_server = True
+
+    def admit_only_job(self, context: zmq.Context[Any]) -> ThreadAuthenticator:
+        """Starts the ZAP handler of `context`; the caller stops it before ending the context."""
+        authenticator = ThreadAuthenticator(context)
+        authenticator.start()
+        authenticator.configure_curve_callback("*", credentials_provider=_OnlyKey(self.public))
+        return authenticator
+
+
+class _OnlyKey:
+    def __init__(self, public: bytes) -> None:
+        self._public = public
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        del domain
+        return (z85.encode(key) if len(key) == 32 else key) == self._public

@@ -1,0 +1,444 @@
+"""The synchronous face of umbra for SPMD code under torchrun.
+
+    with Session.from_torchrun(SessionConfig(run_dir=Path("runs/mine"))) as session:
+        if session.rank == 0:
+            session.spawn(ActorSpec(name="echo", target="my_module:Echo"))
+        echo = session.actor("echo")
+        print(echo.call("echo", "hello", timeout_s=5.0))
+
+Entering attaches this rank to its node's supervisor, which local rank 0 starts; leaving
+detaches, and once every local rank has left, the supervisor ends all it owns. A rank that
+leaves by an exception, or dies, makes every blocked call on the others raise `JobFailed`.
+Calls run on a background event-loop thread, so the caller's code stays plain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from umbra.runtime.actor import ActorSpec
+from umbra.runtime.client import Client, Handle
+from umbra.runtime.environment import (
+    TorchrunEnvironment,
+    is_secret_file_named,
+    log_level,
+    secret_file,
+    socket_root,
+)
+from umbra.runtime.errors import ConfigError, ConnectionLost, JobFailed, MailboxClosed, UmbraError
+from umbra.runtime.launch_guardian import GuardianProcess, start_guardian
+from umbra.runtime.loop_thread import LoopThread
+from umbra.runtime.pools import PoolSpec
+from umbra.runtime.prctl import die_with_parent
+from umbra.runtime.ref import ActorRef
+from umbra.runtime.security import CurveKeys
+from umbra.runtime.socketdir import SocketDir, is_in_use, socket_dir_path
+from umbra.runtime.supervisor_host import SupervisorConfig, supervisor_ref
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionConfig:
+    """Settings of a session.
+
+    Attributes:
+        run_dir: logs and `processes.json` go here; made if missing.
+        node_id: this host's name among the job's nodes; the host name by default.
+        tcp_host: address that other nodes reach this one by; "" where the job has one node.
+        attach_timeout_s: longest wait for the supervisor.
+        shutdown_grace_s: from the end of the job to SIGKILL of what is left.
+    """
+
+    run_dir: Path
+    node_id: str = ""
+    tcp_host: str = ""
+    attach_timeout_s: float = 60.0
+    shutdown_grace_s: float = 5.0
+
+
+class Session:
+    """One rank's attachment to its node's supervisor. A context manager."""
+
+    def __init__(
+        self,
+        config: SessionConfig,
+        environment: TorchrunEnvironment,
+        on_note: Callable[[str], None] | None = None,
+        on_failed: Callable[[JobFailed], None] | None = None,
+    ) -> None:
+        """Use `from_torchrun`."""
+        self._config = config
+        self._environment = environment
+        self._on_note = on_note or _log_note
+        self._on_failed = on_failed or self._log_failure
+        self._node_id = config.node_id or socket.gethostname()
+        self._job = f"{environment.run_id}-{environment.owner_pid}"
+        self._socket_dir = socket_dir_path(self._job, self._node_id, socket_root())
+        self._loop = LoopThread("umbra-session")
+        self._stack = contextlib.ExitStack()
+        self._attached = threading.Event()
+        self._supervisor_lost = False
+        self._guardian: GuardianProcess | None = None
+        self._client: Client
+        self._supervisor: Handle
+
+    @classmethod
+    def from_torchrun(
+        cls,
+        config: SessionConfig,
+        *,
+        on_note: Callable[[str], None] | None = None,
+        on_failed: Callable[[JobFailed], None] | None = None,
+    ) -> Self:
+        """Every rank calls it. Without torchrun the process is rank 0 of 1.
+
+        Args:
+            on_note: gets what an operator should see (engine died, restarted, caught up), one
+                line each, on the session's thread; logged by default.
+            on_failed: told, on the session's thread, that the job is lost; logged by default. What
+                waits in a call of the session gets the same error; a rank that is elsewhere has
+                only this.
+
+        Raises:
+            ConfigError: torchrun's environment is incomplete.
+        """
+        return cls(config, TorchrunEnvironment.read(), on_note, on_failed)
+
+    @property
+    def rank(self) -> int:
+        return self._environment.rank
+
+    @property
+    def local_rank(self) -> int:
+        return self._environment.local_rank
+
+    @property
+    def world_size(self) -> int:
+        return self._environment.world_size
+
+    @property
+    def incarnation(self) -> int:
+        """1 at the first start, one more after each elastic restart."""
+        return self._environment.incarnation
+
+    @property
+    def socket_dir(self) -> Path:
+        return self._socket_dir
+
+    # -- life ----------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            if self._environment.under_torchrun:
+                # A rank must not outlive torchrun's agent, which alone would end it.
+                die_with_parent(self._environment.owner_pid)
+            if self.local_rank == 0 and not is_in_use(self._socket_dir):
+                stack.callback(self._forget_keys)
+                self._guardian = stack.enter_context(self._start_supervisor())
+            stack.enter_context(self._loop)
+            self._client = self._loop.run(self._open_client())
+            stack.callback(self._close_client)
+            ref = supervisor_ref(self._node_id, self._socket_dir)
+            self._supervisor = self._client.handle(ref, awaits_start=True)
+            self._loop.start(self._follow_events())
+            try:
+                self._await_attached()
+            except BaseException:
+                if self._guardian is not None:
+                    self._guardian.stop(self._config.shutdown_grace_s + 5.0)
+                raise
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
+        try:
+            # An exit status of 0 is an orderly end, whatever it interrupts here.
+            is_exit = isinstance(error, SystemExit) and not error.code
+            if error is not None and not is_exit and not isinstance(error, JobFailed):
+                self._farewell("fail_job", f"rank {self.rank}", f"{type(error).__name__}: {error}")
+            self._farewell("detach", self.rank)
+        finally:
+            self._stack.close()
+
+    def _start_supervisor(self) -> GuardianProcess:
+        config = self._config
+        log_path = config.run_dir / "logs" / "supervisor.log"
+        secret = ""
+        if config.tcp_host:
+            secret = str(self._job_keys())
+        settings = SupervisorConfig(
+            node_id=self._node_id,
+            run_dir=str(config.run_dir.absolute()),
+            socket_dir=str(self._socket_dir),
+            tcp_host=config.tcp_host,
+            secret_file=secret,
+            log_level=log_level(),
+        )
+        owner = self._environment
+        with contextlib.ExitStack() as stack:
+            socket_dir = SocketDir.create(self._job, self._node_id, socket_root())
+            stack.enter_context(socket_dir)
+            guardian = start_guardian(
+                [sys.executable, "-m", "umbra.runtime.supervisor_host"],
+                config=settings.to_json(),
+                socket_dir=socket_dir,
+                log_path=log_path,
+                grace_s=config.shutdown_grace_s,
+                owner_pid=None if owner.under_torchrun else owner.owner_pid,
+            )
+            stack.pop_all()  # It looks after the directory from here on.
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(guardian)
+            stack.callback(guardian.stop, config.shutdown_grace_s + 5.0)
+            guardian.wait_ready(config.attach_timeout_s)
+            stack.pop_all()
+        return guardian
+
+    def _job_keys(self) -> Path:
+        path = secret_file(self._job)
+        if not path.exists():
+            CurveKeys.generate().save(path)
+        return path
+
+    def _forget_keys(self) -> None:
+        """Removes a file that only this job knew of."""
+        if self._config.tcp_host and not is_secret_file_named() and not self._is_outlived:
+            secret_file(self._job).unlink(missing_ok=True)
+
+    @property
+    def _is_outlived(self) -> bool:
+        """Whether the supervisor stays, for the ranks that torchrun starts in our place."""
+        return self._loop.failure is not None and self._environment.may_restart
+
+    async def _open_client(self) -> Client:
+        keys = None
+        if self._config.tcp_host:
+            keys = CurveKeys.load(secret_file(self._job))
+        return Client(self._node_id, keys)
+
+    def _close_client(self) -> None:
+        async def close() -> None:
+            self._client.close()
+
+        self._loop.run(close(), even_if_failed=True)
+        if self._guardian is not None and not self._is_outlived:
+            self._guardian.wait(self._config.shutdown_grace_s + 5.0)
+
+    async def _follow_events(self) -> None:
+        """Holds the attachment and acts on what the supervisor says."""
+        environment = self._environment
+        arguments = (
+            environment.rank,
+            environment.local_world_size,
+            os.getpid(),
+            environment.incarnation,
+            environment.may_restart,
+        )
+        try:
+            async with self._supervisor.stream("attach", *arguments, timeout_s=None) as events:
+                async for event in events:
+                    if event["kind"] == "attached":
+                        self._attached.set()
+                    elif event["kind"] == "failed":
+                        self._fail(JobFailed(event["message"]))
+                    elif event["kind"] == "note":
+                        self._on_note(event["text"])
+        except ConnectionLost:
+            self._fail(self._supervisor_loss())
+        except Exception as error:  # noqa: BLE001 -- nobody else would hear of it, and all wait
+            self._fail(JobFailed(f"rank {self.rank} lost its supervisor: {error!r}"))
+        finally:
+            self._attached.set()
+
+    def _fail(self, failure: JobFailed) -> None:
+        if self._loop.failure is None:
+            self._on_failed(failure)
+        self._loop.fail(failure)
+
+    def _log_failure(self, failure: JobFailed) -> None:
+        if not str(failure).startswith(f"rank {self.rank} failed"):
+            # Said at once: torchrun may end this rank before its traceback is out.
+            logger.error("rank %d: %s", self.rank, failure)
+
+    def _await_attached(self) -> None:
+        is_attached = self._attached.wait(self._config.attach_timeout_s)
+        if self._loop.failure is not None:
+            raise self._loop.failure
+        if not is_attached:
+            raise JobFailed(
+                f"rank {self.rank}: no supervisor on node {self._node_id} within "
+                f"{self._config.attach_timeout_s:g} s; local rank 0 starts it: see its output and "
+                f"{self._config.run_dir / 'logs' / 'supervisor.log'}"
+            )
+
+    def _supervisor_loss(self) -> JobFailed:
+        self._supervisor_lost = True
+        logs = self._config.run_dir / "logs" / "supervisor.log"
+        return JobFailed(
+            f"the supervisor of this node went away, and with it all processes it ran: it was "
+            f"killed (out of memory?) or crashed; {logs} has its last words"
+        )
+
+    def _farewell(self, method: str, *args: object) -> None:
+        """Says something to a supervisor that may be gone already."""
+        if self._supervisor_lost:
+            return
+        with contextlib.suppress(UmbraError):
+            self._loop.run(self._supervisor.call(method, *args, timeout_s=2.0), even_if_failed=True)
+
+    # -- calls ---------------------------------------------------------------------------
+
+    def supervisor_call(self, method: str, *args: object, timeout_s: float = 30.0) -> Any:
+        """Calls the supervisor of this node.
+
+        Raises:
+            JobFailed: the supervisor is gone, or the job is lost.
+            UmbraError: what the supervisor raised.
+        """
+        try:
+            return self._loop.run(self._supervisor.call(method, *args, timeout_s=timeout_s))
+        except ConnectionLost as error:
+            raise self._supervisor_loss() from error
+
+    def raise_if_lost(self, within_s: float = 0.0) -> None:
+        """Raises JobFailed where the job is lost, or gets known to be within so many seconds.
+
+        For a rank that meets a consequence (a collective broke, an actor does not answer) and
+        wants to name the cause, of which the supervisor tells in a moment.
+        """
+        self._loop.run(asyncio.sleep(within_s))
+
+    def spawn(self, spec: ActorSpec) -> SyncHandle:
+        """Starts an actor and waits until it serves. One rank calls it.
+
+        Raises:
+            RemoteError: ConfigError or ActorDied of the supervisor, with the actor's traceback.
+        """
+        wait_s = spec.start_timeout_s + spec.grace_s + 10.0
+        ref = self.supervisor_call("spawn", spec.to_wire(), timeout_s=wait_s)
+        return self._sync_handle(ref)
+
+    def actor(self, name: str, timeout_s: float = 60.0) -> SyncHandle:
+        """The actor of that name, once it is up. Any rank calls it."""
+        return self._sync_handle(self._loop.run(self._resolve(name, timeout_s)))
+
+    def connect(self, ref: ActorRef) -> SyncHandle:
+        """An actor whose reference came from elsewhere, such as another node."""
+        return self._sync_handle(ref)
+
+    def create_pool(self, spec: PoolSpec) -> Pool:
+        """Starts a pool's engines and waits until they are up. One rank calls it."""
+        wait_s = spec.start_timeout_s + 20.0
+        self.supervisor_call("create_pool", spec.to_wire(), timeout_s=wait_s)
+        return Pool(self, spec.name)
+
+    def pool(self, name: str) -> Pool:
+        """A pool that some rank has created."""
+        return Pool(self, name)
+
+    def _sync_handle(self, ref: ActorRef) -> SyncHandle:
+        return SyncHandle(self._loop, self._client.handle(ref, self._successor))
+
+    async def _successor(self, lost: ActorRef, timeout_s: float) -> ActorRef:
+        return await self._resolve(lost.name, timeout_s, lost.incarnation)
+
+    async def _resolve(self, name: str, timeout_s: float, lost_incarnation: int = 0) -> ActorRef:
+        ref = await self._supervisor.call(
+            "resolve", name, timeout_s, lost_incarnation, timeout_s=timeout_s + 1.0
+        )
+        if not isinstance(ref, ActorRef):
+            raise ConfigError(f"the supervisor knows no address of {name}")
+        return ref
+
+
+def _log_note(text: str) -> None:
+    logger.info("%s", text)
+
+
+class SyncHandle:
+    """Calls one actor from plain code; see `umbra.runtime.client.Handle` for the outcomes."""
+
+    def __init__(self, loop: LoopThread, handle: Handle) -> None:
+        self._loop = loop
+        self._handle = handle
+
+    @property
+    def ref(self) -> ActorRef:
+        return self._handle.ref
+
+    def call(self, method: str, /, *args: object, timeout_s: float = 30.0, **kwargs: object) -> Any:
+        """Calls `method` and waits for its outcome."""
+        return self._loop.run(self._handle.call(method, *args, timeout_s=timeout_s, **kwargs))
+
+    def stream(
+        self, method: str, /, *args: object, timeout_s: float | None = 30.0, credits: int = 16
+    ) -> Generator[Any, None, None]:
+        """Iterates over a stream; closing the generator cancels the callee's."""
+        opened = self._handle.stream(method, *args, timeout_s=timeout_s, credits=credits)
+        items = self._loop.run(opened.__aenter__())
+
+        async def take() -> Any:
+            return await anext(items)
+
+        async def leave() -> None:
+            await opened.__aexit__(None, None, None)
+
+        try:
+            while True:
+                try:
+                    item = self._loop.run(take())
+                except StopAsyncIteration:
+                    return
+                yield item
+        finally:
+            # A generator may outlive its session.
+            with contextlib.suppress(MailboxClosed):
+                self._loop.run(leave(), even_if_failed=True)
+
+
+class Pool:
+    """The engines of one pool, from the trainer's side. Any one rank calls; not collective."""
+
+    def __init__(self, session: Session, name: str) -> None:
+        self._session = session
+        self.name = name
+
+    def states(self) -> list[dict[str, Any]]:
+        """Per engine: `engine`, `incarnation`, `state`, `version`, `num_restarts`."""
+        states: list[dict[str, Any]] = self._session.supervisor_call("pool_states", self.name)
+        return states
+
+    def pause(self, mode: str = "abort", timeout_s: float = 60.0) -> None:
+        """Stops generation: `abort`, `keep` (freeze) or `drain` (finish first)."""
+        self._call("pool_pause", mode, timeout_s)
+
+    def resume(self, timeout_s: float = 60.0) -> None:
+        self._call("pool_resume", timeout_s)
+
+    def sleep(self, level: int = 2, timeout_s: float = 60.0) -> None:
+        """Frees memory: level 1 keeps weights on the host, level 2 drops them."""
+        self._call("pool_sleep", level, timeout_s)
+
+    def wake(self, tags: list[str], timeout_s: float = 60.0) -> None:
+        """Takes memory again: `weights`, `kv_cache`."""
+        self._call("pool_wake", tags, timeout_s)
+
+    def _call(self, method: str, *args: object) -> None:
+        timeout_s = args[-1]
+        assert isinstance(timeout_s, float)
+        self._session.supervisor_call(method, self.name, *args, timeout_s=timeout_s + 5.0)

@@ -1,0 +1,255 @@
+"""The node-local directory of a job's Unix sockets: /tmp/umbra-UID/JOB-NODE, mode 0700.
+
+Local and short, because a socket's path is limited to 107 bytes and network file systems hold no
+sockets. It holds files only, among them `owner`, whose lock (flock) says that the job lives: the
+kernel drops it with the last process that has it open, so a directory whose lock can be had is of
+a dead job, also one of another container that shares /tmp. Rules:
+
+- Who holds the lock of DIR/owner owns DIR, and nobody else removes or renames it.
+- A new directory is made under a hidden name, locked, then renamed: nobody meets it unlocked.
+- A dead one is locked, renamed to a hidden name, then removed: nobody meets half of it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+import secrets
+import shutil
+import stat
+import time
+from pathlib import Path
+from types import TracebackType
+
+from umbra.runtime.errors import ConfigError
+
+MAX_SOCKET_PATH_NBYTES = 100
+"""Sockets' paths stay below this: the kernel's limit is 107, and a library may add to a name."""
+
+_MAX_SLUG_CHARS = 24
+"""Characters kept of a job's and of a node's name. More: little room is left for actors' names.
+Fewer: people cannot tell directories apart. What is cut off is replaced by a digest."""
+
+_YOUNG_S = 60.0
+"""Hidden directories are left alone for so long: their maker may not hold the lock yet."""
+
+_LOOK_S = 0.2
+"""How long another process may take to look at a dead directory, which locks it for a moment."""
+
+_OWNER, _NEW, _DEAD = "owner", ".new-", ".dead-"
+
+
+class SocketDir:
+    """A job's socket directory on this node, owned through its lock.
+
+    The lock lives as long as any process has `lock_fd` open: hand it to the guardian, which keeps
+    it and removes the directory at the end, then `release()` it here.
+    """
+
+    def __init__(self, path: Path, lock_fd: int) -> None:
+        self.path = path
+        self.lock_fd = lock_fd
+
+    @classmethod
+    def create(cls, job: str, node: str, root: Path | None = None) -> SocketDir:
+        """Make the directory and lock it, after sweeping what dead jobs left.
+
+        Raises ConfigError where the root is unsafe or a living job of that name has the directory.
+        """
+        root = default_root() if root is None else root
+        _secure_root(root)
+        sweep(root)
+        path = socket_dir_path(job, node, root)
+        fresh = root / f"{_NEW}{secrets.token_hex(8)}"
+        try:
+            fresh.mkdir(mode=0o700)
+            lock_fd = _write_owner(fresh / _OWNER)
+        except OSError as error:
+            shutil.rmtree(fresh, ignore_errors=True)
+            raise ConfigError(f"cannot make a socket directory in {root}: {error}") from error
+        try:
+            _rename_when_free(fresh, path)
+        except OSError as error:
+            os.close(lock_fd)
+            shutil.rmtree(fresh, ignore_errors=True)
+            raise ConfigError(
+                f"cannot have socket directory {path} ({error.strerror}); {_describe_owner(path)}: "
+                "end that job, or give this one another job id"
+            ) from error
+        return cls(path, lock_fd)
+
+    def socket_path(self, name: str) -> Path:
+        """Where the socket `name` goes. Raises ConfigError where the path would be too long."""
+        if not re.fullmatch(r"[A-Za-z0-9_.#@+-]+", name) or name in (".", "..", _OWNER):
+            raise ConfigError(f"{name!r} cannot name a socket: use letters, digits and _.#@+-")
+        path = self.path / name
+        length = len(os.fsencode(path))
+        if length >= MAX_SOCKET_PATH_NBYTES:
+            raise ConfigError(
+                f"socket path {path} has {length} bytes, allowed are {MAX_SOCKET_PATH_NBYTES - 1}: "
+                "use a shorter socket root or actor name"
+            )
+        return path
+
+    def release(self) -> None:
+        """Close this process's copy of the lock; the directory stays."""
+        if self.lock_fd >= 0:
+            os.close(self.lock_fd)
+            self.lock_fd = -1
+
+    def remove(self) -> None:
+        """Remove the directory, then let go of the lock. Harmless where it is already gone."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.release()
+
+    def __enter__(self) -> SocketDir:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+
+def default_root() -> Path:
+    """/tmp/umbra-UID. Not $TMPDIR, which may be long, or differ between a job's processes."""
+    return Path(f"/tmp/umbra-{os.getuid()}")
+
+
+def socket_dir_path(job: str, node: str, root: Path | None = None) -> Path:
+    """Where the directory of `job` on `node` is: a function of the names, so all can find it."""
+    root = default_root() if root is None else root
+    path = root / f"{_slug(job)}-{_slug(node)}"
+    length = len(os.fsencode(path))
+    if length >= MAX_SOCKET_PATH_NBYTES - 20:
+        raise ConfigError(
+            f"socket root {root} is too long: {path} has {length} bytes, which leaves no room for "
+            f"names below {MAX_SOCKET_PATH_NBYTES} bytes; use a shorter root, such as /tmp/umbra"
+        )
+    return path
+
+
+def is_in_use(path: Path) -> bool:
+    """Whether a living job owns the socket directory at `path`."""
+    lock_fd = _lock_dead(path)
+    if lock_fd is None:
+        return (path / _OWNER).exists()
+    os.close(lock_fd)
+    return False
+
+
+def sweep(root: Path) -> list[Path]:
+    """Remove the directories of dead jobs under `root`; returns those removed."""
+    removed: list[Path] = []
+    for path in sorted(root.iterdir()):
+        is_hidden = path.name.startswith((_NEW, _DEAD))
+        if is_hidden and _age_s(path) < _YOUNG_S:
+            continue
+        lock_fd = _lock_dead(path)
+        if lock_fd is None:
+            if is_hidden and not (path / _OWNER).exists():
+                shutil.rmtree(path, ignore_errors=True)
+                removed.append(path)
+            continue
+        try:
+            grave = root / f"{_DEAD}{secrets.token_hex(8)}"
+            path.rename(grave)
+            shutil.rmtree(grave, ignore_errors=True)
+            removed.append(path)
+        except OSError:
+            continue  # Another sweep of this user was faster.
+        finally:
+            os.close(lock_fd)
+    return removed
+
+
+def _rename_when_free(fresh: Path, path: Path) -> None:
+    """Put `fresh` in place of what a dead namesake left. Raises OSError where one lives."""
+    deadline = time.monotonic() + _LOOK_S
+    while True:
+        try:
+            fresh.rename(path)
+            return
+        except OSError:
+            if time.monotonic() >= deadline:
+                raise
+        # Either a job lives there, or someone just looks at or sweeps a dead one: that is short.
+        time.sleep(_LOOK_S / 10)
+        sweep(fresh.parent)
+
+
+def _lock_dead(path: Path) -> int | None:
+    """The lock of the directory at `path`, if no living process has it; else None."""
+    try:
+        lock_fd = os.open(path / _OWNER, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(lock_fd), os.lstat(path / _OWNER)):
+            return lock_fd
+    except OSError:
+        pass  # Locked by the living, or removed by another sweep meanwhile.
+    os.close(lock_fd)
+    return None
+
+
+def _write_owner(path: Path) -> int:
+    """Make the owner file, locked; its text is for people only."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    lock_fd = os.open(path, flags, 0o600)
+    fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    text = f"made by pid {os.getpid()} at {time.strftime('%Y-%m-%d %H:%M:%S')}"
+    os.write(lock_fd, text.encode())
+    return lock_fd
+
+
+def _describe_owner(path: Path) -> str:
+    try:
+        return f"it was {(path / _OWNER).read_text()} by a job that still runs"
+    except OSError:
+        return "its owner is unknown"
+
+
+def _age_s(path: Path) -> float:
+    try:
+        return time.time() - path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _secure_root(root: Path) -> None:
+    """Make the root, or check that nobody else can reach into it."""
+    try:
+        root.mkdir(mode=0o700, exist_ok=True)
+        status = root.lstat()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot make socket root {root}: {error.strerror}; set another socket root"
+        ) from error
+    if not stat.S_ISDIR(status.st_mode):
+        raise ConfigError(f"socket root {root} is not a directory (a symbolic link is refused)")
+    if status.st_uid != os.getuid():
+        raise ConfigError(
+            f"socket root {root} belongs to uid {status.st_uid}, not {os.getuid()}: "
+            "remove it, or set another socket root"
+        )
+    if status.st_mode & 0o077:
+        raise ConfigError(
+            f"socket root {root} has mode {stat.S_IMODE(status.st_mode):o}, others could reach "
+            f"the sockets: chmod 700 {root}"
+        )
+
+
+def _slug(name: str) -> str:
+    """A short name safe in a path; different names give different slugs."""
+    kept = re.sub(r"[^A-Za-z0-9_.]", "_", name).lstrip(".")
+    if kept == name and 0 < len(name) <= _MAX_SLUG_CHARS:
+        return kept
+    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+    return f"{kept[: _MAX_SLUG_CHARS - 9]}_{digest}"

@@ -1,0 +1,349 @@
+"""One named actor under supervision, from its first start to its final end.
+
+    STARTING ──announced──▶ RUNNING ──ended──▶ (policy) ──▶ STARTING ...
+        └──── failed first start ───────────────┴─gives up─▶ FAILED
+    any ──stop()──▶ STOPPED
+
+`has_run` tells whether it ever served, `ended` is set once it has ended for good.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Final
+
+import msgpack
+import zmq
+
+from umbra.runtime.actor import ActorSpec
+from umbra.runtime.environment import ACTOR_VARIABLE
+from umbra.runtime.errors import ActorDied, DeadlineExceeded, UmbraError
+from umbra.runtime.exit_status import ExitStatus
+from umbra.runtime.orphans import end_orphans
+from umbra.runtime.process import ChildProcess
+from umbra.runtime.ref import ActorRef
+from umbra.runtime.restart import GiveUp, RestartTracker
+from umbra.runtime.watchdog import Watchdog
+
+logger = logging.getLogger(__name__)
+
+
+_ORPHAN_DEADLINE_S: Final = 10.0
+# From a lost connection to the end of its process, beyond the actor's own grace. Longer holds a
+# caller whose connection alone broke; shorter sends it back to a dying process.
+_LOST_PATIENCE_S: Final = 1.0
+# From a child's end to the end of the pipe it wrote to, where no one else holds that.
+_LAST_WORDS_S: Final = 0.2
+"""How long a dead actor's children may take to end. One that hangs in a driver is left to the
+supervisor's regular look rather than holding up the restart for ever."""
+
+
+class ActorState(StrEnum):
+    STARTING = "STARTING"
+    RUNNING = "RUNNING"
+    STOPPED = "STOPPED"
+    FAILED = "FAILED"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSettings:
+    """What every actor of a node is started with.
+
+    Attributes:
+        supervisor: where actors find their supervisor.
+        keys: public and secret CURVE key, or () where the job has no tcp.
+    """
+
+    node_id: str
+    socket_dir: Path
+    log_dir: Path
+    supervisor: ActorRef
+    tcp_host: str
+    keys: Sequence[bytes]
+    log_level: int
+
+
+class SupervisedActor:
+    """Owns the actor's process. `run()` lives until the actor has ended for good.
+
+    Args:
+        on_change: called on the loop after each change of `state`.
+        on_note: told, in one line, what an operator would want to know.
+        num_earlier: incarnations that other actors of this name have had.
+    """
+
+    def __init__(
+        self,
+        spec: ActorSpec,
+        node: NodeSettings,
+        context: zmq.Context[zmq.Socket[bytes]],
+        on_change: Callable[[SupervisedActor], None],
+        on_note: Callable[[str], None],
+        num_earlier: int = 0,
+    ) -> None:
+        self.spec = spec
+        self.state = ActorState.STARTING
+        self.incarnation = num_earlier
+        self.ref: ActorRef | None = None
+        self.pid = 0
+        self.failure = ""
+        self.has_run = False
+        self.ended = asyncio.Event()
+        self._num_earlier = num_earlier
+        self._node = node
+        self._context = context
+        self._on_change = on_change
+        self._on_note = on_note
+        self._kill_reason = ""
+        self._stop = asyncio.Event()
+        self._changed = asyncio.Condition()
+        self._child: ChildProcess | None = None
+
+    @property
+    def num_restarts(self) -> int:
+        return max(0, self.incarnation - self._num_earlier - 1)
+
+    def stop(self) -> None:
+        """Asks for the final end: SIGTERM, grace, SIGKILL. `run()` returns afterwards."""
+        self._stop.set()
+
+    def kill(self, reason: str) -> None:
+        """SIGKILLs this incarnation; the restart policy decides what follows."""
+        if self._child is not None and self._child.status is None:
+            self._kill_reason = reason
+            self._child.kill()
+
+    async def wait_running(self, timeout_s: float, lost_incarnation: int = 0) -> ActorRef:
+        """The live incarnation; `lost_incarnation` only if it turns out to live on.
+
+        A caller sees its connection close before the process is reaped, so it may ask too soon.
+
+        Raises:
+            ActorDied: it has ended for good; says how, with its last log lines.
+            DeadlineExceeded: not up in time.
+        """
+        try:
+            async with asyncio.timeout(timeout_s), self._changed:
+                if lost_incarnation == self.incarnation:
+                    await self._await_end_of_lost()
+                await self._changed.wait_for(lambda: self.state != ActorState.STARTING)
+        except TimeoutError:
+            raise DeadlineExceeded(f"{self.spec.name} was not up in {timeout_s:.3g} s") from None
+        if self.state != ActorState.RUNNING or self.ref is None:
+            raise ActorDied(self.failure or f"{self.spec.name} was stopped")
+        return self.ref
+
+    async def _await_end_of_lost(self) -> None:
+        """Until the incarnation has ended, as its lost connection tells; for its grace at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.spec.grace_s + _LOST_PATIENCE_S):
+                await self._changed.wait_for(lambda: self.state != ActorState.RUNNING)
+
+    async def run(self) -> None:
+        tracker = RestartTracker(self.spec.restart)
+        while not self._stop.is_set():
+            self.incarnation += 1
+            status, how = await self._run_incarnation()
+            if self._stop.is_set():
+                break
+            if not self.has_run:
+                await self._end(ActorState.FAILED, how)
+                return
+            decision = tracker.observe(status, time.monotonic())
+            if isinstance(decision, GiveUp):
+                final = ActorState.FAILED if decision.is_failure else ActorState.STOPPED
+                is_news = decision.reason != str(status)
+                await self._end(final, f"{how}\n{decision.reason}" if is_news else how)
+                return
+            first_line = how.splitlines()[0]
+            self._on_note(f"{first_line}; restarting it in {decision.delay_s:.2g} s")
+            await self._enter(ActorState.STARTING)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(decision.delay_s):
+                    await self._stop.wait()
+        await self._end(ActorState.STOPPED, f"{self.spec.name} was stopped")
+
+    async def _run_incarnation(self) -> tuple[ExitStatus, str]:
+        """One process from spawn to reaped; how it ended, in words with the last log lines."""
+        self._kill_reason = ""
+        label = f"{self.spec.name}#{self.incarnation}"
+        read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
+        try:
+            child = ChildProcess.spawn(
+                label,
+                [sys.executable, "-m", "umbra.runtime.actor_host", str(write_fd)],
+                env=self._environment(label),
+                log_path=self._node.log_dir / f"{self.spec.name}.log",
+                stdin_payload=self._host_config(),
+                pass_fds=(write_fd,),
+                binds_itself=True,
+            )
+        except UmbraError as error:
+            os.close(read_fd)
+            return ExitStatus(None), f"{label} could not be started: {error}"
+        finally:
+            os.close(write_fd)
+        async with child:
+            self._child, self.pid = child, child.pid
+            start_error = await self._await_announcement(read_fd, child)
+            if start_error:
+                status = await child.terminate(self.spec.grace_s)
+                # However politely it ends then, it has not done what it was started for.
+                status = ExitStatus(None) if status.is_success else status
+                return status, f"{label} failed to start: {start_error}"
+            self.has_run = True
+            await self._enter(ActorState.RUNNING)
+            await self._watch(child)
+            status = await child.terminate(self.spec.grace_s)
+        # What it forked must be gone before its successor needs the memory.
+        await end_orphans(deadline_s=_ORPHAN_DEADLINE_S)
+        how = child.describe_end()
+        if self._kill_reason:
+            how = f"{label} was killed: {self._kill_reason}\n{how}"
+        return status, how
+
+    async def _await_announcement(self, read_fd: int, child: ChildProcess) -> str:
+        """Waits until the actor serves; returns what went wrong, or ""."""
+        try:
+            async with asyncio.timeout(self.spec.start_timeout_s):
+                outcome = await self._read_outcome(read_fd, child)
+        except TimeoutError:
+            return (
+                f"not up within start_timeout_s = {self.spec.start_timeout_s:g}; last output:\n"
+                f"{child.log_tail()}"
+            )
+        if outcome is None:
+            if self._stop.is_set():
+                return "it was stopped"
+            return child.describe_end()
+        if "error" in outcome:
+            return f"{outcome['error']}: {outcome['message']}\n{outcome['traceback']}".rstrip()
+        self.ref = dataclasses.replace(self._make_ref(), tcp_endpoint=outcome["tcp_endpoint"])
+        return ""
+
+    async def _read_outcome(self, read_fd: int, child: ChildProcess) -> dict[str, Any] | None:
+        """What the child announces; None where it ended, or the actor is to stop, before that.
+
+        The pipe's end tells nothing: what the constructor forked may hold it open.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            reading = tasks.create_task(_read_object(read_fd))
+            ended = tasks.create_task(child.wait())
+            stopped = tasks.create_task(self._stop.wait())
+            waiting = (reading, ended, stopped)
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                # Its last words may still be on their way through the pipe.
+                await asyncio.wait((reading,), timeout=_LAST_WORDS_S)
+            outcome = reading.result() if reading.done() else None
+            if outcome is None or "error" in outcome:
+                # It ends by itself; how tells more than our SIGTERM would.
+                await asyncio.wait(
+                    (ended, stopped),
+                    timeout=self.spec.grace_s,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+            for task in waiting:
+                task.cancel()
+            return outcome
+
+    async def _watch(self, child: ChildProcess) -> None:
+        """Until the process ends, is to be stopped, or has to be killed."""
+        watchdog = Watchdog(
+            self._context,
+            self._heartbeat_endpoint(),
+            child.pid,
+            self.spec.hung_limit_s,
+            self.spec.busy_limit_s,
+            self.spec.memory_limit_nbytes,
+        )
+        async with asyncio.TaskGroup() as tasks:
+            verdict = tasks.create_task(watchdog.run())
+            ended = tasks.create_task(child.wait())
+            stopped = tasks.create_task(self._stop.wait())
+            waiting = (verdict, ended, stopped)
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if verdict.done() and not ended.done():
+                self.kill(verdict.result())
+            for task in waiting:
+                task.cancel()
+
+    async def _enter(self, state: ActorState) -> None:
+        if state != ActorState.RUNNING:
+            self.ref = None
+        async with self._changed:
+            self.state = state
+            self._changed.notify_all()
+        self._on_change(self)
+
+    async def _end(self, state: ActorState, how: str) -> None:
+        self.failure = how
+        await self._enter(state)
+        self.ended.set()
+
+    def _make_ref(self) -> ActorRef:
+        path = self._node.socket_dir / f"{self.spec.name}.{self.incarnation}"
+        return ActorRef(
+            name=self.spec.name,
+            incarnation=self.incarnation,
+            node_id=self._node.node_id,
+            ipc_endpoint=f"ipc://{path}",
+        )
+
+    def _heartbeat_endpoint(self) -> str:
+        return f"{self._make_ref().ipc_endpoint}.hb"
+
+    def _environment(self, label: str) -> dict[str, str]:
+        return {**os.environ, **self.spec.env, ACTOR_VARIABLE: label}
+
+    def _host_config(self) -> bytes:
+        ref = self._make_ref()
+        config = {
+            "spec": self.spec.to_wire(),
+            "incarnation": self.incarnation,
+            "node_id": self._node.node_id,
+            "ipc_endpoint": ref.ipc_endpoint,
+            "heartbeat": self._heartbeat_endpoint(),
+            "tcp_host": self._node.tcp_host,
+            "keys": list(self._node.keys),
+            "supervisor": {
+                field.name: getattr(self._node.supervisor, field.name)
+                for field in dataclasses.fields(self._node.supervisor)
+            },
+            "log_level": self._node.log_level,
+        }
+        packed: bytes = msgpack.packb(config)
+        return packed
+
+
+async def _read_object(fd: int) -> dict[str, Any] | None:
+    """One msgpack map from a pipe, without blocking the loop; None at its end. Closes it."""
+    loop = asyncio.get_running_loop()
+    unpacker = msgpack.Unpacker()
+    readable = asyncio.Event()
+    os.set_blocking(fd, False)
+    loop.add_reader(fd, readable.set)
+    try:
+        while True:
+            await readable.wait()
+            readable.clear()
+            with contextlib.suppress(BlockingIOError):
+                chunk = os.read(fd, 65536)
+                if not chunk:
+                    return None
+                unpacker.feed(chunk)
+            for outcome in unpacker:
+                found: dict[str, Any] = outcome
+                return found
+    finally:
+        loop.remove_reader(fd)
+        os.close(fd)

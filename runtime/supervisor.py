@@ -1,0 +1,446 @@
+"""The supervisor: the one process per node that owns every other process umbra starts there.
+
+It keeps actors running (`umbra.runtime.supervised`), engines in their lifecycle and in sync
+(`umbra.runtime.pools`), tells every attached rank when the job is lost, and leaves nothing
+behind. It is an actor itself: its public methods are its RPC face.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import time
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any, Final
+
+import zmq
+
+from umbra.runtime.actor import ActorSpec
+from umbra.runtime.client import Client
+from umbra.runtime.errors import ActorNotFound, ConfigError
+from umbra.runtime.lifecycle import SleepLevel, Tag
+from umbra.runtime.pid_watch import PidWatch
+from umbra.runtime.pools import EnginePool, PoolSpec
+from umbra.runtime.ref import ActorRef
+from umbra.runtime.server import idempotent
+from umbra.runtime.socketdir import MAX_SOCKET_PATH_NBYTES
+from umbra.runtime.supervised import ActorState, NodeSettings, SupervisedActor
+from umbra.runtime.weights.coordinator import SyncCoordinator
+from umbra.runtime.weights.memfd import FdServer, serve_fds
+
+logger = logging.getLogger(__name__)
+
+# Notes a rank has not read yet. A rank reads on a thread of its own, so only a stopped one
+# falls behind; then the oldest notes go, failures never.
+_MAX_UNREAD_EVENTS: Final = 1000
+# How much later than its connections a process's death may be noticed: longer delays every report
+# of a rank, shorter blames the wrong one on a busy machine.
+_BLAME_WAIT_S: Final = 0.5
+# Ending the old ranks' actors: their grace, and the reaping.
+_START_OVER_LIMIT_S: Final = 60.0
+# With no rank attached for so long (all of them failed, and none came back), the job is over.
+NO_RANK_LIMIT_S: Final = 60.0
+
+
+class _Rank:
+    """One attached rank and the events it has not read yet."""
+
+    def __init__(self, rank: int, pid: int) -> None:
+        self.rank = rank
+        self.pid = pid
+        self.events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+
+    def put(self, event: dict[str, Any]) -> None:
+        if self.events.qsize() < _MAX_UNREAD_EVENTS or event["kind"] != "note":
+            self.events.put_nowait(event)
+
+
+class Supervisor:
+    """Owns all actors and pools of a node. `run()` lives until `over` is set."""
+
+    def __init__(self, node: NodeSettings, run_dir: Path, client: Client) -> None:
+        self._node = node
+        self._run_dir = run_dir
+        self._client = client
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._actors: dict[str, SupervisedActor] = {}
+        self._pools: dict[str, EnginePool] = {}
+        self._ranks: dict[int, _Rank] = {}
+        self._farewells: set[int] = set()
+        self._rank_incarnation = 1
+        self._failure: dict[str, Any] | None = None
+        self._failed = asyncio.Event()
+        self._fd_socket = str(node.socket_dir / "fds")
+        self._fd_server: FdServer
+        self._tasks: asyncio.TaskGroup
+        self._lives: asyncio.TaskGroup
+        self._syncs: list[asyncio.Task[None]] = []
+        self._rank_came = asyncio.Event()
+        self._ranks_gone = asyncio.Event()
+        self._spawned = asyncio.Event()
+        self._last_incarnations: dict[str, int] = {}
+        self._started_over = asyncio.Event()
+        self._started_over.set()
+        self.over = asyncio.Event()
+
+    # -- ranks ---------------------------------------------------------------------------
+
+    async def attach(
+        self, rank: int, local_world_size: int, pid: int, incarnation: int, may_restart: bool
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """A rank's stream of events, open as long as the rank lives: its end is noticed here.
+
+        Events: {"kind": "attached"}, {"kind": "failed", "message"}, {"kind": "note", "text"}.
+        """
+        if incarnation > self._rank_incarnation:
+            self._rank_incarnation = incarnation
+            self._start_over()
+        async with asyncio.timeout(_START_OVER_LIMIT_S):
+            await self._started_over.wait()
+        me = _Rank(rank, pid)
+        self._ranks[rank] = me
+        self._farewells.discard(rank)
+        self._rank_came.set()
+        self._ranks_gone.clear()
+        me.put({"kind": "attached"})
+        if self._failure is not None:
+            me.put(self._failure)
+        # Its death is known here before its peers can report that their connections broke.
+        watch = PidWatch(pid, lambda: me.put({"kind": "gone"}))
+        try:
+            while True:
+                event = await me.events.get()
+                if event["kind"] in ("detached", "gone"):
+                    return
+                yield event
+        finally:
+            watch.close()
+            if self._ranks.get(rank) is me:
+                del self._ranks[rank]
+                self._on_rank_gone(me, local_world_size, may_restart)
+
+    def _start_over(self) -> None:
+        """Torchrun has restarted the ranks: what served the old ones ends, engines stay warm.
+
+        Their weights mean nothing any more, so they wait for a sync of the new ranks.
+        """
+        logger.info("the ranks were restarted (incarnation %d)", self._rank_incarnation)
+        self._failure = None
+        self._failed.clear()
+        self._farewells.clear()
+        self._started_over.clear()
+        self._tasks.create_task(self._stop_all_but_engines(), name="start-over")
+
+    async def _stop_all_but_engines(self) -> None:
+        others = [actor for actor in self._actors.values() if actor.spec.role != "engine"]
+        for actor in others:
+            actor.stop()
+        for pool in self._pools.values():
+            await pool.invalidate()
+        for actor in others:
+            await actor.ended.wait()
+            del self._actors[actor.spec.name]
+        self._started_over.set()
+
+    def detach(self, rank: int) -> None:
+        """A rank's farewell: its stream of events ends, and it is not missed."""
+        self._farewells.add(rank)
+        if rank in self._ranks:
+            self._ranks[rank].put({"kind": "detached"})
+
+    async def fail_job(self, who: str, message: str) -> None:
+        """A rank says that the job is lost. Every rank is told; the first failure counts.
+
+        A rank whose collective broke because another died is often faster than the news of that
+        death, so what is said waits a moment for it.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_BLAME_WAIT_S):
+                await self._failed.wait()
+        self._fail(who, message)
+
+    def _fail(self, who: str, message: str) -> None:
+        if self._failure is None:
+            self._failed.set()
+            logger.error("%s failed: %s", who, message)
+            self._failure = {"kind": "failed", "message": f"{who} failed: {message}"}
+            for rank in self._ranks.values():
+                rank.put(self._failure)
+
+    def end(self, who: str, why: str) -> None:
+        """Ends the job for a reason that lies outside it; ranks that wait are told."""
+        self._fail(who, why)
+        self.over.set()
+
+    def note(self, text: str) -> None:
+        """Puts one line where the person who runs the job sees it."""
+        logger.info("%s", text)
+        for rank in self._ranks.values():
+            rank.put({"kind": "note", "text": text})
+
+    def _on_rank_gone(self, gone: _Rank, local_world_size: int, may_restart: bool) -> None:
+        orderly = gone.rank in self._farewells
+        if not orderly:
+            for pool in self._pools.values():
+                pool.sync.rank_lost(gone.rank)
+            self._fail(
+                f"rank {gone.rank}",
+                f"its process (pid {gone.pid}) went away without a word: it was killed (out of "
+                "memory?) or crashed; what it printed last may tell",
+            )
+        if self._ranks:
+            return
+        self._rank_came.clear()
+        self._ranks_gone.set()
+        if self._failure is None:
+            is_over = len(self._farewells) >= local_world_size
+        else:
+            is_over = not may_restart
+        if is_over:
+            self.over.set()
+
+    # -- actors --------------------------------------------------------------------------
+
+    async def spawn(self, spec: dict[str, Any]) -> ActorRef:
+        """Starts an actor and waits until it serves.
+
+        Raises:
+            ConfigError: the spec is malformed or the name taken.
+            ActorDied: it did not come up; with its traceback or last log lines.
+        """
+        parsed = ActorSpec.from_wire(spec)
+        actor = self._start(parsed)
+        return await actor.wait_running(parsed.start_timeout_s + parsed.grace_s + 5.0)
+
+    async def stop(self, name: str, timeout_s: float) -> None:
+        """Ends an actor for good and waits until it is reaped."""
+        actor = self._actor(name)
+        actor.stop()
+        async with asyncio.timeout(timeout_s):
+            await actor.ended.wait()
+        del self._actors[name]
+
+    @idempotent
+    async def resolve(self, name: str, timeout_s: float, lost_incarnation: int = 0) -> ActorRef:
+        """The live incarnation of an actor; waits for one that is starting, or not spawned yet.
+
+        `lost_incarnation`: the caller has lost its connection to that one, whose end may not have
+        been noticed here; its successor is wanted.
+
+        Raises:
+            ActorNotFound, ActorDied, DeadlineExceeded.
+        """
+        deadline = time.monotonic() + timeout_s
+        if not lost_incarnation:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    while name not in self._actors:
+                        await self._spawned.wait()
+        actor = self._actor(name)
+        return await actor.wait_running(deadline - time.monotonic(), lost_incarnation)
+
+    @idempotent
+    def list_actors(self) -> list[dict[str, Any]]:
+        """Name, role, state, pid, incarnation and restarts of every actor."""
+        return [
+            {
+                "name": actor.spec.name,
+                "role": actor.spec.role,
+                "state": str(actor.state),
+                "pid": actor.pid,
+                "incarnation": actor.incarnation,
+                "num_restarts": actor.num_restarts,
+            }
+            for actor in self._actors.values()
+        ]
+
+    def _actor(self, name: str) -> SupervisedActor:
+        actor = self._actors.get(name)
+        if actor is None:
+            known = ", ".join(sorted(self._actors)) or "none"
+            raise ActorNotFound(
+                f"no actor {name!r} on node {self._node.node_id}; there are: {known}"
+            )
+        return actor
+
+    def _start(self, spec: ActorSpec) -> SupervisedActor:
+        known = self._actors.get(spec.name)
+        if known is not None and not known.ended.is_set():
+            raise ConfigError(f"an actor named {spec.name!r} exists already: choose another name")
+        path = self._node.socket_dir / f"{spec.name}.99999.hb"
+        if len(os.fsencode(path)) >= MAX_SOCKET_PATH_NBYTES:
+            raise ConfigError(f"actor name {spec.name!r} is too long for a socket: {path}")
+        actor = SupervisedActor(
+            spec,
+            self._node,
+            self._context,
+            self._on_actor_change,
+            self.note,
+            # A name that is used again goes on counting, or an old reference would fit it.
+            num_earlier=self._last_incarnations.get(spec.name, 0),
+        )
+        self._actors[spec.name] = actor
+        self._spawned.set()
+        self._spawned = asyncio.Event()
+        self._lives.create_task(actor.run(), name=f"actor:{spec.name}")
+        return actor
+
+    def _on_actor_change(self, actor: SupervisedActor) -> None:
+        self._last_incarnations[actor.spec.name] = actor.incarnation
+        self._write_processes()
+        for pool in self._pools.values():
+            pool.on_actor_change(actor)
+        # A first start that fails is the answer to `spawn`, not the job's failure.
+        if actor.state == ActorState.FAILED and actor.spec.essential and actor.has_run:
+            self._fail(actor.spec.name, actor.failure)
+
+    def _write_processes(self) -> None:
+        """RUN_DIR/processes.json: who is who, for people and scripts."""
+        path = self._run_dir / "processes.json"
+        temporary = path.with_suffix(".tmp")
+        try:
+            temporary.write_text(json.dumps({row.pop("name"): row for row in self.list_actors()}))
+            os.replace(temporary, path)
+        except OSError as error:
+            logger.warning("cannot write %s: %s", path, error)
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+
+    # -- pools ---------------------------------------------------------------------------
+
+    async def create_pool(self, spec: dict[str, Any]) -> None:
+        """Starts the engines of a pool and waits until each is up.
+
+        The same pool again (after an elastic restart) is the one whose engines are warm.
+
+        Raises:
+            ConfigError, ActorDied.
+        """
+        parsed = PoolSpec.from_wire(spec)
+        known = self._pools.get(parsed.name)
+        if known is not None:
+            if known.spec != parsed:
+                raise ConfigError(f"a pool named {parsed.name!r} exists, with other settings")
+            return
+        pool = EnginePool(
+            parsed, self._client, self.note, self._tasks, self._fd_server, self._fd_socket
+        )
+        sync = self._tasks.create_task(pool.sync.run())
+        self._syncs.append(sync)
+        self._pools[parsed.name] = pool
+        try:
+            for engine_spec in parsed.engine_specs():
+                pool.add(self._start(engine_spec))
+            await pool.wait_running()
+        except BaseException:
+            del self._pools[parsed.name]
+            self._syncs.remove(sync)
+            sync.cancel()
+            await pool.end()
+            raise
+
+    def _pool(self, name: str) -> EnginePool:
+        pool = self._pools.get(name)
+        if pool is None:
+            known = ", ".join(sorted(self._pools)) or "none"
+            raise ActorNotFound(f"no pool {name!r}; there are: {known}")
+        return pool
+
+    async def watch_pool(self, name: str) -> AsyncGenerator[dict[str, Any], None]:
+        """Engine states of a pool: first all of them, then every change (see `EnginePool`)."""
+        async for event in self._pool(name).watch():
+            yield event
+
+    @idempotent
+    def pool_states(self, name: str) -> list[dict[str, Any]]:
+        return self._pool(name).states()
+
+    @idempotent
+    def catch_up(self, name: str) -> dict[str, Any]:
+        """Which engines wait for which version, for ranks that wait for a batch.
+
+        Returns:
+            {"version": int | None, "engines": [[name, incarnation], ...]}
+        """
+        return self._pool(name).catch_up()
+
+    async def pool_pause(self, name: str, mode: str, timeout_s: float) -> None:
+        await self._pool(name).pause(mode, timeout_s)
+
+    async def pool_resume(self, name: str, timeout_s: float) -> None:
+        await self._pool(name).resume(timeout_s)
+
+    async def pool_sleep(self, name: str, level: SleepLevel, timeout_s: float) -> None:
+        await self._pool(name).sleep(level, timeout_s)
+
+    async def pool_wake(self, name: str, tags: list[Tag], timeout_s: float) -> None:
+        await self._pool(name).wake(tags, timeout_s)
+
+    # -- weight syncs: see `umbra.runtime.weights.coordinator` --------------------------------
+
+    async def sync_begin(
+        self,
+        pool: str,
+        version: int,
+        rank: int,
+        world_size: int,
+        manifest: dict[str, Any] | None,
+        timeout_s: float,
+    ) -> dict[str, Any]:
+        return await self._pool(pool).sync_begin(version, rank, world_size, manifest, timeout_s)
+
+    async def sync_filled(
+        self, sync_id: str, rank: int, idx: int, regions: list[list[int | None]], timeout_s: float
+    ) -> None:
+        async with asyncio.timeout(timeout_s):
+            await self._coordinator(sync_id).sync_filled(sync_id, rank, idx, regions)
+
+    async def sync_end(self, sync_id: str, rank: int, timeout_s: float) -> dict[str, Any]:
+        async with asyncio.timeout(timeout_s):
+            return await self._coordinator(sync_id).sync_end(sync_id, rank)
+
+    def sync_abort(self, sync_id: str, rank: int, reason: str, timeout_s: float) -> None:
+        del timeout_s
+        self._coordinator(sync_id).sync_abort(sync_id, rank, reason)
+
+    def _coordinator(self, sync_id: str) -> SyncCoordinator:
+        return self._pool(sync_id.rpartition("-")[0]).sync
+
+    # -- life ----------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Until the job is over; then ends every actor and returns."""
+        try:
+            async with (
+                serve_fds(self._fd_socket) as self._fd_server,
+                asyncio.TaskGroup() as self._tasks,
+            ):
+                async with asyncio.TaskGroup() as self._lives:
+                    await self._until_over()
+                    logger.info("the job is over: stopping %d actors", len(self._actors))
+                    for actor in self._actors.values():
+                        actor.stop()
+                for sync in self._syncs:
+                    sync.cancel()
+        finally:
+            self._context.destroy(linger=0)
+
+    async def _until_over(self) -> None:
+        """The job is over when told so, or when no rank has been attached for a while."""
+        abandoned = self._tasks.create_task(self._until_abandoned())
+        await self.over.wait()
+        abandoned.cancel()
+
+    async def _until_abandoned(self) -> None:
+        try:
+            while True:
+                async with asyncio.timeout(NO_RANK_LIMIT_S):
+                    await self._rank_came.wait()
+                await self._ranks_gone.wait()
+        except TimeoutError:
+            logger.error("no rank attached for %.0f s: giving up", NO_RANK_LIMIT_S)
+            self.over.set()

@@ -1,0 +1,168 @@
+"""The main program of the supervisor's process, started by the guardian.
+
+    python -m umbra.runtime.supervisor_host --ready-fd N --guardian-pid PID
+
+Standard input carries one JSON object (`SupervisorConfig`). Once it serves, it writes one line
+to the ready pipe. It ends when the job is over, at SIGTERM (the guardian's, when torchrun's
+agent has ended) or when the guardian dies; in each case every descendant is gone by then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Self
+
+import uvloop
+import zmq
+
+from umbra.runtime.client import Client
+from umbra.runtime.descendants import kill_all_descendants
+from umbra.runtime.errors import ConfigError
+from umbra.runtime.orphans import end_orphans
+from umbra.runtime.pid_watch import PidWatch
+from umbra.runtime.prctl import become_subreaper
+from umbra.runtime.ref import ActorRef
+from umbra.runtime.security import CurveKeys
+from umbra.runtime.server import ActorServer
+from umbra.runtime.supervised import NodeSettings
+from umbra.runtime.supervisor import Supervisor
+
+logger = logging.getLogger(__name__)
+
+_ORPHAN_LOOK_INTERVAL_S = 1.0
+"""Between two looks for what dead actors' children left. Longer: they live longer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisorConfig:
+    """What a rank tells the supervisor it starts.
+
+    Attributes:
+        tcp_host: address to offer to other nodes; "" for none (then no keys are needed).
+        secret_file: where the job's keys are; "" for none.
+    """
+
+    node_id: str
+    run_dir: str
+    socket_dir: str
+    tcp_host: str
+    secret_file: str
+    log_level: int
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Self:
+        return cls(**json.loads(data))
+
+
+def supervisor_ref(node_id: str, socket_dir: Path) -> ActorRef:
+    """Where the supervisor of a socket directory listens: known before it runs."""
+    endpoint = f"ipc://{socket_dir / 'supervisor'}"
+    return ActorRef(name="supervisor", incarnation=1, node_id=node_id, ipc_endpoint=endpoint)
+
+
+async def serve(config: SupervisorConfig, ready_fd: int, guardian_pid: int) -> None:
+    """Serves until the job is over."""
+    socket_dir = Path(config.socket_dir)
+    keys = CurveKeys.load(Path(config.secret_file)) if config.secret_file else None
+    ref = supervisor_ref(config.node_id, socket_dir)
+    node = NodeSettings(
+        node_id=config.node_id,
+        socket_dir=socket_dir,
+        log_dir=Path(config.run_dir) / "logs",
+        supervisor=ref,
+        tcp_host=config.tcp_host,
+        keys=() if keys is None else (keys.public, keys.secret),
+        log_level=config.log_level,
+    )
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    async with Client(config.node_id, keys) as client:
+        supervisor = Supervisor(node, Path(config.run_dir), client)
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(
+                signum, supervisor.end, "the supervisor", f"it was told to stop ({signum.name})"
+            )
+
+        def on_guardian_end() -> None:
+            # Without a guardian, the supervisor's own death would leave orphans.
+            supervisor.end(
+                "the guardian",
+                f"its process (pid {guardian_pid}) went away; nothing would clean up without it",
+            )
+
+        server = ActorServer(supervisor, ref.incarnation)
+        with contextlib.ExitStack() as stack:
+            # Not `term`, which would wait for ever for a socket whose server never ran.
+            stack.callback(context.destroy, linger=0)
+            stack.enter_context(PidWatch.of_parent(guardian_pid, on_guardian_end))
+            server.bind(context.socket(zmq.ROUTER), ref.ipc_endpoint)
+            tcp_endpoint = ""
+            if keys is not None and config.tcp_host:
+                stack.callback(keys.admit_only_job(context).stop)
+                socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+                keys.secure_server(socket)
+                try:
+                    tcp_endpoint = server.bind(socket, f"tcp://{config.tcp_host}:*")
+                except zmq.ZMQError as error:
+                    raise ConfigError(
+                        f"cannot listen on tcp_host {config.tcp_host!r}: {error.strerror}; "
+                        "use an address of this host that the other nodes reach"
+                    ) from error
+            os.write(ready_fd, json.dumps({"tcp_endpoint": tcp_endpoint}).encode() + b"\n")
+            os.close(ready_fd)
+            async with asyncio.TaskGroup() as tasks:
+                serving = tasks.create_task(server.run())
+                looking = tasks.create_task(_look_for_orphans())
+                try:
+                    await supervisor.run()
+                finally:
+                    serving.cancel()
+                    looking.cancel()
+
+
+async def _look_for_orphans() -> None:
+    while True:
+        await asyncio.sleep(_ORPHAN_LOOK_INTERVAL_S)
+        await end_orphans(deadline_s=10.0)
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ready-fd", type=int, required=True)
+    parser.add_argument("--guardian-pid", type=int, required=True)
+    arguments = parser.parse_args()
+    os.set_inheritable(arguments.ready_fd, False)
+    become_subreaper()
+    config = SupervisorConfig.from_json(sys.stdin.buffer.read())
+    logging.basicConfig(
+        level=config.log_level,
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve(config, arguments.ready_fd, arguments.guardian_pid))
+    except Exception:
+        logger.exception("the supervisor died")
+        sys.exit(1)
+    finally:
+        kill_all_descendants(deadline_s=30.0)
+        if os.getppid() != arguments.guardian_pid:
+            shutil.rmtree(config.socket_dir, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""Bytes on the wire: msgpack values with bounded sizes; numpy arrays travel as raw frames.
+
+One ZMQ message is `[header, frame 0, frame 1, ...]`. The header is one or more msgpack
+objects, each an envelope (see `umbra.runtime.messages`). An array of at least
+`FRAME_MIN_NBYTES` becomes a frame of its own and is neither copied nor scanned; smaller ones
+are inlined. Decoding never runs code: there is no pickle, and arrays may only hold numbers.
+
+A decoded array is a read-only view of the received frame.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
+
+import msgpack
+
+from umbra.runtime.errors import ProtocolError
+from umbra.runtime.messages import BadEnvelope
+from umbra.runtime.ref import ActorRef
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+Frame: TypeAlias = bytes | memoryview
+
+# Below this an array is cheaper to copy into the header; far above it, copying costs latency.
+FRAME_MIN_NBYTES: Final = 16 * 1024
+# One header holds a batch of calls. Larger is almost certainly a peer gone wrong; smaller would
+# refuse honest batches of prompts.
+HEADER_MAX_NBYTES: Final = 64 * 1024 * 1024
+# A single value in a header (string, binary, list, map).
+ITEM_MAX_LEN: Final = 32 * 1024 * 1024
+
+_EXT_REF: Final = 1
+_EXT_ARRAY: Final = 2
+_EXT_FRAME_ARRAY: Final = 3
+_ARRAY_KINDS: Final = frozenset("biuf")
+
+
+class Encoder:
+    """Packs values; collects the frames of large arrays on the side. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._frames: list[Frame] = []
+        self._packer = msgpack.Packer(default=self._pack_other, use_bin_type=True)
+
+    def encode(self, value: object) -> tuple[bytes, list[Frame]]:
+        """Returns the packed bytes and the frames they refer to by position.
+
+        Raises:
+            TypeError, ValueError, OverflowError: the value has no wire form.
+        """
+        try:
+            header = self._packer.pack(value)
+        except BaseException:
+            self._frames = []
+            self._packer.reset()
+            raise
+        if not self._frames:
+            return header, self._frames
+        frames, self._frames = self._frames, []
+        return header, frames
+
+    def _pack_other(self, value: object) -> msgpack.ExtType:
+        if isinstance(value, ActorRef):
+            fields = (
+                value.name,
+                value.incarnation,
+                value.node_id,
+                value.ipc_endpoint,
+                value.tcp_endpoint,
+            )
+            return msgpack.ExtType(_EXT_REF, msgpack.packb(fields))
+        if type(value).__module__ == "numpy" and hasattr(value, "__array_interface__"):
+            return self._pack_array(value)
+        if isinstance(value, memoryview):
+            data = cast("memoryview[int]", value)
+            return self._pack_array_bytes("|u1", (data.nbytes,), data)
+        raise TypeError(
+            f"cannot send a {type(value).__qualname__}: send plain data or numpy arrays"
+        )
+
+    def _pack_array(self, value: Any) -> msgpack.ExtType:
+        import numpy as np
+
+        array = np.ascontiguousarray(value).reshape(np.shape(value))
+        if array.dtype.kind not in _ARRAY_KINDS:
+            raise TypeError(f"cannot send an array of dtype {array.dtype}: only numbers travel")
+        return self._pack_array_bytes(array.dtype.str, array.shape, array.reshape(-1).data)
+
+    def _pack_array_bytes(
+        self, dtype: str, shape: tuple[int, ...], data: memoryview
+    ) -> msgpack.ExtType:
+        if data.nbytes < FRAME_MIN_NBYTES:
+            inline = msgpack.packb((dtype, shape, data.tobytes()))
+            return msgpack.ExtType(_EXT_ARRAY, inline)
+        self._frames.append(data.cast("B"))
+        by_frame = msgpack.packb((dtype, shape, len(self._frames) - 1))
+        return msgpack.ExtType(_EXT_FRAME_ARRAY, by_frame)
+
+
+class Decoder:
+    """Unpacks headers. Nothing of one header lives on to the next. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._frames: Sequence[Frame] = ()
+
+    def decode(self, header: Frame, frames: Sequence[Frame] = ()) -> Iterator[Any]:
+        """Yields the header's values in order.
+
+        Raises:
+            ProtocolError: the bytes are truncated, too large, too deep or not msgpack; values
+                yielded before are good. `BadEnvelope` where the sender can be told.
+        """
+        self._frames = frames
+        position = 0
+        try:
+            # A fresh one each time: what a truncated header leaves in an unpacker would become
+            # the beginning of the next message, which may be another peer's.
+            unpacker = self._unpacker(header)
+            while position < len(header):
+                value = unpacker.unpack()
+                position = unpacker.tell()
+                yield value
+        except Exception as error:
+            reason = "truncated" if isinstance(error, msgpack.OutOfData) else repr(error)
+            message = f"undecodable message: {reason}"
+            whose = _first_two_integers(header, position)
+            if whose is None:
+                raise ProtocolError(message) from error
+            raise BadEnvelope(message, *whose) from error
+        finally:
+            self._frames = ()
+
+    def _unpacker(self, header: Frame) -> msgpack.Unpacker:
+        unpacker = msgpack.Unpacker(
+            ext_hook=self._unpack_ext,
+            raw=False,
+            strict_map_key=True,
+            max_buffer_size=HEADER_MAX_NBYTES,
+            max_str_len=ITEM_MAX_LEN,
+            max_bin_len=ITEM_MAX_LEN,
+            max_ext_len=ITEM_MAX_LEN,
+            max_array_len=ITEM_MAX_LEN // 8,
+            max_map_len=ITEM_MAX_LEN // 8,
+        )
+        unpacker.feed(header)
+        return unpacker
+
+    def _unpack_ext(self, code: int, data: bytes) -> object:
+        match code:
+            case 1:
+                name, incarnation, node_id, ipc, tcp = msgpack.unpackb(data)
+                if not all(type(text) is str for text in (name, node_id, ipc, tcp)):
+                    raise ProtocolError("malformed actor reference")
+                return ActorRef(
+                    name=name,
+                    incarnation=int(incarnation),
+                    node_id=node_id,
+                    ipc_endpoint=ipc,
+                    tcp_endpoint=tcp,
+                )
+            case 2:
+                dtype, shape, inline = msgpack.unpackb(data)
+                return _as_array(dtype, shape, inline)
+            case 3:
+                dtype, shape, idx = msgpack.unpackb(data)
+                if type(idx) is not int or not 0 <= idx < len(self._frames):
+                    raise ProtocolError(f"array refers to frame {idx!r} of {len(self._frames)}")
+                return _as_array(dtype, shape, self._frames[idx])
+            case _:
+                raise ProtocolError(f"unknown extension type {code}")
+
+
+def _first_two_integers(header: Frame, position: int) -> tuple[int, int] | None:
+    """What an undecodable envelope begins with, if that much is good."""
+    unpacker = msgpack.Unpacker()
+    unpacker.feed(header[position : position + 32])
+    try:
+        unpacker.read_array_header()
+        kind, call_id = unpacker.unpack(), unpacker.unpack()
+    except Exception:  # noqa: BLE001 -- the bytes are bad already; how bad is of no interest
+        return None
+    if type(kind) is int and type(call_id) is int:
+        return kind, call_id
+    return None
+
+
+def _as_array(dtype: str, shape: list[int], data: Frame) -> NDArray[np.generic]:
+    import numpy as np
+
+    kind = np.dtype(dtype)
+    if kind.kind not in _ARRAY_KINDS:
+        raise ProtocolError(f"array of dtype {dtype!r} refused: only numbers travel")
+    array = np.frombuffer(data, dtype=kind).reshape(shape)
+    array.flags.writeable = False
+    return array
