@@ -1,0 +1,297 @@
+"""The supervisor's end of weight syncs: one coordinator per pool.
+
+    rank 0 ──sync_begin──┐                                     ┌── begin_update ──> engine a
+    rank 1 ──sync_begin──┴─> SyncCoordinator ── one SyncRun ───┴── begin_update ──> engine b
+
+The four `sync_*` calls are what ranks reach by RPC. Torch-free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+from umbra.runtime.errors import ProtocolError, WeightSyncError
+from umbra.runtime.lifecycle import EngineState
+from umbra.runtime.weights.image import NUM_BUFFERS, BucketGrid
+from umbra.runtime.weights.manifest import ALIGNMENT, Manifest, align
+from umbra.runtime.weights.memfd import FdServer, close_fds, create_buckets
+from umbra.runtime.weights.sync_events import Aborted, RankFilled, RankJoined
+from umbra.runtime.weights.sync_run import OpenedImage, SyncEngine, SyncRun
+from umbra.runtime.weights.transaction import Phase
+
+logger = logging.getLogger(__name__)
+
+_ABLE_STATES: Final = frozenset(
+    {EngineState.SERVING, EngineState.PAUSED, EngineState.PENDING_WEIGHTS, EngineState.ASLEEP}
+)
+_ANSWER_SHARE: Final = 0.9
+# The lease ends this part into a rank's patience, so that the rank hears why instead of timing out.
+_ENDED_KEPT: Final = 8
+# Ended syncs whose outcome late callers can still ask for.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncSettings:
+    """How a pool's syncs are done.
+
+    Attributes:
+        bucket_nbytes: size of each of the NUM_BUFFERS buffers, at most; smaller images take less.
+            Small buckets spend the time in messages, large ones leave the cache and hold memory.
+        attest_every: checksums on the first sync and on every so-manieth after it, and whenever
+            an engine takes part for the first time. Counts and bytes are checked always.
+        engine_timeout_s: longest a single request to an engine may take before it is replaced;
+            never more than half of what is left of the sync's time.
+        pause_mode: what happens to running generation: abort, keep or drain.
+        require_engine: a sync that reaches no engine fails. If False it commits the version, with
+            a warning, for engines to catch up with.
+    """
+
+    bucket_nbytes: int = 8 << 20
+    attest_every: int = 16
+    engine_timeout_s: float = 60.0
+    pause_mode: str = "abort"
+    require_engine: bool = True
+
+
+class SyncCoordinator:
+    """Serves the syncs of one pool, one after the other. `run()` lives until cancelled.
+
+    The supervisor keeps other operations on the pool (sleep, wake, pause) apart from syncs.
+    Owns the shared buckets: made for the first sync, kept for later ones, freed when `run` ends
+    or by `release`. `version` is the last committed one.
+
+    Args:
+        engines: all engines of the pool, in whatever state.
+        fd_server: where the buckets' descriptors are offered; it listens at `fd_socket`.
+        on_commit: told the version at the point of no return.
+    """
+
+    def __init__(
+        self,
+        pool: str,
+        engines: Callable[[], Iterable[SyncEngine]],
+        fd_server: FdServer,
+        fd_socket: str,
+        settings: SyncSettings | None = None,
+        on_commit: Callable[[int], None] | None = None,
+    ) -> None:
+        self.version: int | None = None
+        self._pool = pool
+        self._engines = engines
+        self._fd_server = fd_server
+        self._fd_socket = fd_socket
+        self._settings = settings or SyncSettings()
+        self._on_commit = on_commit
+        self._sync_ids = itertools.count(1)
+        self._bucket_ids = itertools.count(1)
+        self._fds: dict[str, int] = {}
+        self._bucket_nbytes = 0
+        self._num_syncs = 0
+        self._attested: set[tuple[str, int]] = set()
+        self._current: SyncRun | None = None
+        self._ended: collections.OrderedDict[str, SyncRun] = collections.OrderedDict()
+        self._to_start: asyncio.Queue[SyncRun] = asyncio.Queue()
+
+    @property
+    def pause_mode(self) -> str:
+        return self._settings.pause_mode
+
+    @property
+    def engine_timeout_s(self) -> float:
+        return self._settings.engine_timeout_s
+
+    @property
+    def is_syncing(self) -> bool:
+        return self._current is not None
+
+    async def run(self) -> None:
+        """Drives syncs until cancelled; an open one then fails at its ranks."""
+        try:
+            while True:
+                run = await self._to_start.get()
+                try:
+                    await run.run()
+                finally:
+                    self._ended[run.sync_id] = run
+                    self._current = None
+                    run.over.set()
+                    while len(self._ended) > _ENDED_KEPT:
+                        self._ended.popitem(last=False)
+        finally:
+            self.release()
+
+    def release(self) -> None:
+        """Frees the buckets; the next sync makes new ones. Not during a sync."""
+        self._fd_server.withdraw(list(self._fds))
+        close_fds(self._fds)
+        self._fds = {}
+        self._bucket_nbytes = 0
+
+    # -- what ranks call -----------------------------------------------------------------
+
+    async def sync_begin(
+        self, version: int, rank: int, world_size: int, manifest: object, timeout_s: float
+    ) -> dict[str, Any]:
+        """Returns once all ranks have called it; engines get ready while the ranks fill.
+
+        Collective: all ranks, with the same version. `manifest` comes from rank 0, else None.
+
+        Raises:
+            WeightSyncError: a rank is missing or disagrees, or no engine can take part.
+            ProtocolError: a malformed manifest.
+        """
+        layout = None if manifest is None else Manifest.from_wire(manifest)
+        deadline = time.monotonic() + timeout_s
+        run = await self._joinable_run(version, timeout_s)
+        run.shorten_lease((deadline - time.monotonic()) * _ANSWER_SHARE)
+        await run.join(
+            RankJoined(rank=rank, world_size=world_size, version=version, manifest=layout)
+        )
+        assert run.opened is not None
+        return {
+            "sync_id": run.sync_id,
+            "fd_socket": self._fd_socket,
+            "buckets": run.opened.buckets["names"],
+            "bucket_nbytes": run.opened.buckets["bucket_nbytes"],
+            "num_buckets": run.opened.num_buckets,
+            "attest": run.opened.attest,
+        }
+
+    async def sync_filled(self, sync_id: str, rank: int, idx: int, regions: object) -> None:
+        """A rank has written its part of bucket `idx`; returns once every engine has loaded it.
+
+        A rank may have `len(buckets)` of these calls open at once: bucket i + len(buckets) reuses
+        the memory of bucket i.
+
+        Raises:
+            WeightSyncError: the sync failed.
+            ProtocolError: malformed regions.
+        """
+        await self._find(sync_id).fill(RankFilled(rank, idx, _read_regions(regions)))
+
+    async def sync_end(self, sync_id: str, rank: int) -> dict[str, Any]:
+        """The report, once the version is committed and the engines serve it.
+
+        Raises:
+            WeightSyncError: the sync failed.
+        """
+        return await self._find(sync_id).end(rank)
+
+    def sync_abort(self, sync_id: str, rank: int, reason: str) -> None:
+        """A rank gives up: engines go back, the other ranks get an error. Too late: no effect."""
+        with suppress(WeightSyncError):
+            self._find(sync_id).feed(Aborted(f"rank {rank} gave up: {reason}"))
+
+    def rank_lost(self, rank: int, reason: str = "its process ended") -> None:
+        """A rank is gone: an open sync aborts."""
+        if self._current is not None:
+            self._current.feed(Aborted(f"rank {rank} is lost: {reason}"))
+
+    # -- what a run asks for -------------------------------------------------------------
+
+    def open_image(self, version: int, manifest: Manifest) -> OpenedImage:
+        """Chooses engines and makes the buckets: all able engines, or those that lack `version`."""
+        able = [engine for engine in self._engines() if engine.lifecycle.state in _ABLE_STATES]
+        if version == self.version:
+            able = [engine for engine in able if engine.lifecycle.version != version]
+        names = self._ensure_buckets(manifest)
+        is_due = self._num_syncs % self._settings.attest_every == 0
+        is_new = any((e.name, e.incarnation) not in self._attested for e in able)
+        return OpenedImage(
+            engines=able,
+            buckets={
+                "fd_socket": self._fd_socket,
+                "names": names,
+                "bucket_nbytes": self._bucket_nbytes,
+            },
+            num_buckets=BucketGrid(manifest.nbytes, self._bucket_nbytes).num_buckets,
+            attest=is_due or is_new,
+        )
+
+    def commit_version(self, version: int, run: SyncRun) -> None:
+        """The engines hold `version` for certain; from here on the sync cannot be undone."""
+        assert run.opened is not None
+        engines = run.transaction.live_engines
+        if run.opened.attest:
+            self._attested = {
+                (e.name, e.incarnation) for e in run.opened.engines if e.name in engines
+            } | self._attested
+        self._num_syncs += 1
+        self.version = version
+        if engines:
+            logger.info("pool %s: version %d is on %s", self._pool, version, ", ".join(engines))
+        else:
+            logger.warning(
+                "pool %s: version %d is on no engine yet: %s",
+                self._pool,
+                version,
+                run.transaction.failed or "none can take it now",
+            )
+        if self._on_commit is not None:
+            self._on_commit(version)
+
+    def _ensure_buckets(self, manifest: Manifest) -> list[str]:
+        wanted = min(align(self._settings.bucket_nbytes), max(align(manifest.nbytes), ALIGNMENT))
+        if wanted != self._bucket_nbytes:
+            self.release()
+            serial = next(self._bucket_ids)
+            names = [f"{self._pool}-{serial}-{idx}" for idx in range(NUM_BUFFERS)]
+            self._fds = create_buckets(names, wanted)
+            self._bucket_nbytes = wanted
+            self._fd_server.offer(self._fds)
+        return list(self._fds)
+
+    # -- private -------------------------------------------------------------------------
+
+    async def _joinable_run(self, version: int, timeout_s: float) -> SyncRun:
+        """The run that gathers ranks now; a new one once the previous has settled."""
+        try:
+            async with asyncio.timeout(timeout_s * _ANSWER_SHARE):
+                while self._current is not None and self._current.transaction.phase in (
+                    Phase.ABORTING,
+                    Phase.CLOSED,
+                ):
+                    await self._current.over.wait()
+                run = self._current or self._new_run(version)
+                await run.started.wait()
+                return run
+        except TimeoutError:
+            raise WeightSyncError(
+                f"pool {self._pool}: an earlier sync is still being undone after {timeout_s:.3g} s"
+            ) from None
+
+    def _new_run(self, version: int) -> SyncRun:
+        sync_id = f"{self._pool}-{next(self._sync_ids)}"
+        self._current = SyncRun(sync_id, version, self, self._settings.require_engine)
+        self._to_start.put_nowait(self._current)
+        return self._current
+
+    def _find(self, sync_id: str) -> SyncRun:
+        if self._current is not None and self._current.sync_id == sync_id:
+            return self._current
+        run = self._ended.get(sync_id)
+        if run is None:
+            raise WeightSyncError(f"pool {self._pool} knows no sync {sync_id!r}")
+        return run
+
+
+def _read_regions(raw: object) -> Sequence[tuple[int, int, int | None]]:
+    if not isinstance(raw, list):
+        raise ProtocolError(f"regions must be a list, got {type(raw).__name__}")
+    regions: list[tuple[int, int, int | None]] = []
+    items = cast("list[Any]", raw)
+    for item in items:
+        match item:
+            case [int(offset), int(nbytes), int() | None as checksum] if min(offset, nbytes) >= 0:
+                regions.append((offset, nbytes, checksum))
+            case _:
+                raise ProtocolError(f"a region is [offset, nbytes, checksum], got {item!r}"[:200])
+    return regions

@@ -1,0 +1,81 @@
+"""Cutting the flat image into buckets.
+
+Bucket i is the window [i * bucket_nbytes, (i + 1) * bucket_nbytes) of the image; it travels in
+memfd i % NUM_BUFFERS. An extent is a byte range of the image that one side holds in one piece of
+its own memory: a whole parameter in an engine, a shard in a rank. A piece is the part of an
+extent that falls into one bucket.
+
+    image    |--- w0 ---|.|---------------- w1 ----------------|...|- w2 -|
+    buckets  [     0     ][     1     ][     2     ][     3     ][     4 ...
+    pieces     w0:0  w1:0     w1:1         w1:2         w1:3      w2:4
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from umbra.runtime.weights.manifest import ALIGNMENT
+
+NUM_BUFFERS: Final = 4
+# Two would let filling overlap loading; the others hide the time that messages between rank,
+# supervisor and engine take (where cores are scarce, milliseconds). More hold memory for nothing.
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A contiguous byte range of the image, held by one tensor of this process."""
+
+    key: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What an extent puts into one bucket.
+
+    Attributes:
+        key: the extent's.
+        start: first byte within the extent.
+        bucket_start: first byte within the bucket.
+    """
+
+    key: int
+    start: int
+    bucket_start: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class BucketGrid:
+    """How an image of `image_nbytes` is cut. Always at least one bucket, maybe an empty one."""
+
+    image_nbytes: int
+    bucket_nbytes: int
+
+    def __post_init__(self) -> None:
+        if self.bucket_nbytes <= 0 or self.bucket_nbytes % ALIGNMENT:
+            raise ValueError(
+                f"bucket_nbytes must be a positive multiple of {ALIGNMENT}, "
+                f"got {self.bucket_nbytes}"
+            )
+
+    @property
+    def num_buckets(self) -> int:
+        return max(1, -(-self.image_nbytes // self.bucket_nbytes))
+
+    def cut(self, extents: Sequence[Extent]) -> list[list[Piece]]:
+        """The pieces of every bucket; a list per bucket, in the order of `extents`."""
+        buckets: list[list[Piece]] = [[] for _ in range(self.num_buckets)]
+        for extent in extents:
+            if extent.offset < 0 or extent.offset + extent.nbytes > self.image_nbytes:
+                raise ValueError(f"{extent} leaves the image of {self.image_nbytes} bytes")
+            start = 0
+            while start < extent.nbytes:
+                idx, bucket_start = divmod(extent.offset + start, self.bucket_nbytes)
+                nbytes = min(extent.nbytes - start, self.bucket_nbytes - bucket_start)
+                buckets[idx].append(Piece(extent.key, start, bucket_start, nbytes))
+                start += nbytes
+        return buckets

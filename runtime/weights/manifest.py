@@ -1,0 +1,213 @@
+"""What a sync carries: names, dtypes, shapes and places of tensors in one flat image.
+
+The image is virtual: nobody holds it whole. Every tensor starts at a multiple of `ALIGNMENT`, in
+row-major order, without strides; buckets are windows into the image (see `image`). Torch-free,
+because the supervisor checks manifests too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Self, cast
+
+from umbra.runtime.errors import ProtocolError
+
+ALIGNMENT: Final = 256
+# A multiple of every item size, so that neither a bucket nor a shard edge ever splits an element,
+# and of a GPU's memory transaction. Larger wastes image bytes on small tensors.
+
+MAX_TENSORS: Final = 1 << 20
+MAX_NAME_NBYTES: Final = 1024
+MAX_DIMS: Final = 64
+MAX_IMAGE_NBYTES: Final = 1 << 50
+# Bounds of what is accepted from another process; far above any real model.
+
+ITEMSIZES: Final[Mapping[str, int]] = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "uint16": 2,
+    "int16": 2,
+    "uint32": 4,
+    "int32": 4,
+    "uint64": 8,
+    "int64": 8,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "complex64": 8,
+    "complex128": 16,
+}
+"""Bytes of one element by dtype name (torch's name without `torch.`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorEntry:
+    """One tensor in the image.
+
+    Attributes:
+        shape: global shape; () for a 0-d tensor, any 0 for an empty one.
+        offset: first byte in the image, a multiple of `ALIGNMENT`.
+        nbytes: payload bytes, without the padding that follows.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.nbytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """The layout of an image. Says nothing of versions: a layout serves many.
+
+    Attributes:
+        entries: ordered by offset, disjoint.
+        aliases: further names of tied tensors -> the name in `entries` that carries the bytes.
+        nbytes: length of the image, padding included.
+    """
+
+    entries: tuple[TensorEntry, ...]
+    aliases: Mapping[str, str] = field(default_factory=dict[str, str])
+    nbytes: int
+
+    @classmethod
+    def layout(
+        cls,
+        tensors: Iterable[tuple[str, str, Sequence[int]]],
+        aliases: Mapping[str, str] | None = None,
+    ) -> Self:
+        """Places (name, dtype, shape) triples one after the other.
+
+        Raises:
+            ValueError: a repeated name, an unknown dtype, an alias of nothing.
+        """
+        entries: list[TensorEntry] = []
+        cursor = 0
+        for name, dtype, shape in tensors:
+            if dtype not in ITEMSIZES:
+                raise ValueError(f"tensor {name!r} has dtype {dtype!r}, which cannot be synced")
+            nbytes = math.prod(shape) * ITEMSIZES[dtype]
+            entries.append(
+                TensorEntry(
+                    name=name, dtype=dtype, shape=tuple(shape), offset=cursor, nbytes=nbytes
+                )
+            )
+            cursor = align(cursor + nbytes)
+        manifest = cls(entries=tuple(entries), aliases=dict(aliases or {}), nbytes=cursor)
+        manifest._check_names()
+        return manifest
+
+    @property
+    def payload_nbytes(self) -> int:
+        """Bytes of all tensors, without padding: what a complete sync delivers."""
+        return sum(entry.nbytes for entry in self.entries)
+
+    def to_wire(self) -> dict[str, Any]:
+        """Plain values for a message; `from_wire` is its inverse."""
+        return {
+            "tensors": [[e.name, e.dtype, list(e.shape), e.offset] for e in self.entries],
+            "aliases": dict(self.aliases),
+            "nbytes": self.nbytes,
+        }
+
+    @classmethod
+    def from_wire(cls, raw: object) -> Self:
+        """Checks and reads what `to_wire` made.
+
+        Raises:
+            ProtocolError: anything that is not a well-formed layout within the bounds.
+        """
+        fields = _typed(raw, dict, "manifest")
+        tensors = _typed(fields.get("tensors"), list, "manifest tensors")
+        aliases = _typed(fields.get("aliases"), dict, "manifest aliases")
+        nbytes = _bounded(fields.get("nbytes"), MAX_IMAGE_NBYTES, "manifest nbytes")
+        if len(tensors) > MAX_TENSORS or len(aliases) > MAX_TENSORS:
+            raise ProtocolError(
+                f"a manifest holds at most {MAX_TENSORS} tensors and as many aliases, "
+                f"got {len(tensors)} and {len(aliases)}"
+            )
+        entries = tuple(_read_entry(tensor) for tensor in tensors)
+        cursor = 0
+        for entry in entries:
+            if entry.offset % ALIGNMENT or entry.offset < cursor or entry.end > nbytes:
+                raise ProtocolError(
+                    f"tensor {entry.name!r} at [{entry.offset}, {entry.end}) is misaligned, "
+                    f"overlaps byte {cursor} or leaves the image of {nbytes} bytes"
+                )
+            cursor = entry.end
+        names = {_name(alias): _name(target) for alias, target in aliases.items()}
+        manifest = cls(entries=entries, aliases=names, nbytes=nbytes)
+        try:
+            manifest._check_names()
+        except ValueError as error:
+            raise ProtocolError(str(error)) from None
+        return manifest
+
+    def _check_names(self) -> None:
+        names = {entry.name for entry in self.entries}
+        if len(names) != len(self.entries):
+            raise ValueError(f"{len(self.entries)} tensors have only {len(names)} distinct names")
+        for alias, target in self.aliases.items():
+            if alias in names or target not in names:
+                raise ValueError(
+                    f"alias {alias!r} -> {target!r} must map a new name to the name of a tensor"
+                )
+
+
+def align(nbytes: int) -> int:
+    """`nbytes` rounded up to a multiple of `ALIGNMENT`."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _read_entry(raw: object) -> TensorEntry:
+    fields = _typed(raw, list, "tensor")
+    if len(fields) != 4:
+        raise ProtocolError(f"a tensor has 4 fields on the wire, got {len(fields)}")
+    name, dtype, shape = _name(fields[0]), fields[1], _typed(fields[2], list, "shape")
+    if not isinstance(dtype, str) or dtype not in ITEMSIZES:
+        raise ProtocolError(f"tensor {name!r} has unknown dtype {str(dtype)[:64]!r}")
+    if len(shape) > MAX_DIMS:
+        raise ProtocolError(
+            f"tensor {name!r} has {len(shape)} dims, at most {MAX_DIMS} are allowed"
+        )
+    sizes = tuple(_bounded(size, MAX_IMAGE_NBYTES, f"a size of {name!r}") for size in shape)
+    nbytes = math.prod(sizes) * ITEMSIZES[dtype]
+    offset = _bounded(fields[3], MAX_IMAGE_NBYTES, f"the offset of {name!r}")
+    return TensorEntry(name=name, dtype=dtype, shape=sizes, offset=offset, nbytes=nbytes)
+
+
+def _typed(raw: object, kind: type, what: str) -> Any:
+    if not isinstance(raw, kind):
+        raise ProtocolError(f"{what} must be a {kind.__name__}, got {type(raw).__name__}")
+    return cast("Any", raw)
+
+
+def _name(raw: object) -> str:
+    if (
+        not isinstance(raw, str)
+        or not 0 < len(raw.encode(errors="surrogatepass")) <= MAX_NAME_NBYTES
+    ):
+        raise ProtocolError(
+            f"a tensor name has 1 to {MAX_NAME_NBYTES} bytes, got {str(raw)[:64]!r}"
+        )
+    return raw
+
+
+def _bounded(raw: object, limit: int, what: str) -> int:
+    if not isinstance(raw, int) or isinstance(raw, bool) or not 0 <= raw <= limit:
+        raise ProtocolError(f"{what} must be an integer in [0, {limit}], got {str(raw)[:64]}")
+    return raw

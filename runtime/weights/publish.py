@@ -1,0 +1,254 @@
+"""The trainer's end of a sync: ranks copy their shards into shared buckets.
+
+rank 0  fill 0 | fill 1 | wait | fill 2 ...      each rank fills its own bytes of a bucket,
+rank 1  fill 0 | fill 1 | wait | fill 2 ...      no rank sees another's
+engine         | load 0        | load 1 ...      bucket i + 2 reuses the memory of bucket i
+"""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from umbra.runtime.errors import DeadlineExceeded, ProtocolError, UmbraError
+from umbra.runtime.weights.checksum import Checksummer
+from umbra.runtime.weights.image import BucketGrid, Extent, Piece
+from umbra.runtime.weights.memfd import MappedBucket, open_buckets
+from umbra.runtime.weights.shards import find_aliases, held_extent, local_part, wire_manifest
+from umbra.runtime.weights.views import bucket_bytes, flatten
+
+_ABORT_TIMEOUT_S: Final = 5.0
+# How long a failing rank tries to tell the supervisor; after that the lease ends the sync anyway.
+
+
+class SyncSupervisor(Protocol):
+    """The supervisor's sync calls, blocking; `Session.sync` implements them.
+
+    Every rank makes every call. Each raises `WeightSyncError` on all ranks when the sync failed.
+    `sync_filled` returns when all engines have loaded the bucket; as many calls of it as there are
+    buckets run at once, from threads.
+    """
+
+    def sync_begin(
+        self,
+        pool: str,
+        version: int,
+        rank: int,
+        world_size: int,
+        manifest: dict[str, Any] | None,
+        timeout_s: float,
+    ) -> Mapping[str, Any]: ...
+
+    def sync_filled(
+        self, sync_id: str, rank: int, idx: int, regions: list[list[int | None]], timeout_s: float
+    ) -> None: ...
+
+    def sync_end(self, sync_id: str, rank: int, timeout_s: float) -> Mapping[str, Any]: ...
+
+    def sync_abort(self, sync_id: str, rank: int, reason: str, timeout_s: float) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncReport:
+    """How a sync went.
+
+    Attributes:
+        engines: name -> {"nbytes": bytes loaded, "load_s": seconds spent loading}.
+        failed: name -> why this engine did not get the version; it is being replaced.
+        prepare_s, transfer_s, attest_s, resume_s: seconds of each phase.
+    """
+
+    version: int
+    engines: Mapping[str, Mapping[str, float]]
+    failed: Mapping[str, str]
+    prepare_s: float
+    transfer_s: float
+    attest_s: float
+    resume_s: float
+
+    @classmethod
+    def from_wire(cls, raw: Mapping[str, Any]) -> Self:
+        try:
+            return cls(**{name: raw[name] for name in cls.__slots__})
+        except KeyError as error:
+            raise ProtocolError(f"a sync report lacks {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """One tensor of this rank and the dtype it travels in."""
+
+    tensor: Tensor
+    wire_dtype: torch.dtype
+
+
+class WeightPublisher:
+    """Publishes one set of tensors. Every rank has one and calls `publish` with the others.
+
+    Plain tensors (buffers, unsharded modules) come from rank 0; DTensors from the rank that holds
+    the shard. The tensors are read in `publish` only, and must not change while it runs.
+
+    Args:
+        tensors: name -> parameter or buffer, plain or DTensor; the same names, shapes and order on
+            every rank. Updated in place between calls, never replaced.
+        wire_dtype: floating-point tensors travel in this dtype; None keeps each one's own.
+        aliases: further name -> name in `tensors` for tied parameters; None finds them by storage.
+        keep_dtype: names exempt from `wire_dtype`, such as rotary frequencies.
+    """
+
+    def __init__(
+        self,
+        supervisor: SyncSupervisor,
+        rank: int,
+        world_size: int,
+        tensors: Mapping[str, Tensor],
+        wire_dtype: torch.dtype | None = None,
+        aliases: Mapping[str, str] | None = None,
+        keep_dtype: Collection[str] = (),
+    ) -> None:
+        self._supervisor = supervisor
+        self._rank = rank
+        self._world_size = world_size
+        aliases = find_aliases(tensors) if aliases is None else aliases
+        self.manifest = wire_manifest(tensors, aliases, wire_dtype, frozenset(keep_dtype))
+        self._sources: list[_Source] = []
+        self._extents: list[Extent] = []
+        for entry in self.manifest.entries:
+            tensor = tensors[entry.name]
+            extent = held_extent(len(self._sources), entry, tensor, rank)
+            if extent is not None:
+                self._sources.append(_Source(tensor, getattr(torch, entry.dtype)))
+                self._extents.append(extent)
+        self._checksummer = Checksummer()
+
+    def publish(self, pool: str, version: int, timeout_s: float) -> SyncReport:
+        """Carries the tensors to the engines of `pool`; returns when they serve `version`.
+
+        Collective: all ranks. If `version` is the one the pool already has, only the engines that
+        lack it take part. Any failure here aborts the sync for every rank.
+
+        Raises:
+            WeightSyncError: no engine got the version, or a rank did not come or failed.
+            DeadlineExceeded: `timeout_s` seconds went by.
+        """
+        deadline = time.monotonic() + timeout_s
+        manifest = self.manifest.to_wire() if self._rank == 0 else None
+        grant = self._supervisor.sync_begin(
+            pool, version, self._rank, self._world_size, manifest, timeout_s
+        )
+        sync_id = str(grant["sync_id"])
+        # Leaving the executor waits for its calls, so a failure is told to the supervisor within.
+        with ThreadPoolExecutor(len(grant["buckets"]), "sync_filled") as calls:
+            try:
+                self._transfer(grant, calls, deadline)
+                report = self._supervisor.sync_end(sync_id, self._rank, _remaining_s(deadline))
+            except BaseException as error:
+                # The first error is the one to see; the lease covers a supervisor out of reach.
+                with suppress(UmbraError):
+                    self._supervisor.sync_abort(
+                        sync_id, self._rank, f"{type(error).__name__}: {error}", _ABORT_TIMEOUT_S
+                    )
+                raise
+        return SyncReport.from_wire(report)
+
+    def _transfer(
+        self, grant: Mapping[str, Any], calls: ThreadPoolExecutor, deadline: float
+    ) -> None:
+        bucket_nbytes = int(grant["bucket_nbytes"])
+        plan = BucketGrid(self.manifest.nbytes, bucket_nbytes).cut(self._extents)
+        if len(plan) != grant["num_buckets"]:
+            raise ProtocolError(
+                f"rank {self._rank} cuts its image into {len(plan)} buckets, "
+                f"rank 0's has {grant['num_buckets']}: their tensors differ"
+            )
+        buckets = open_buckets(
+            grant["fd_socket"], grant["buckets"], bucket_nbytes, _remaining_s(deadline)
+        )
+        try:
+            self._fill_buckets(grant, plan, buckets, calls, deadline)
+        finally:
+            for bucket in buckets:
+                bucket.close()
+
+    @torch.no_grad()
+    def _fill_buckets(
+        self,
+        grant: Mapping[str, Any],
+        plan: list[list[Piece]],
+        buckets: list[MappedBucket],
+        calls: ThreadPoolExecutor,
+        deadline: float,
+    ) -> None:
+        sync_id = str(grant["sync_id"])
+        reader = _ShardReader(self._sources)
+        checksummer = self._checksummer if grant["attest"] else None
+        memories = [bucket_bytes(bucket) for bucket in buckets]
+        loading: collections.deque[Future[None]] = collections.deque()
+        for idx, pieces in enumerate(plan):
+            if len(loading) == len(memories):
+                loading.popleft().result()  # the bucket that had this memory before
+            memory = memories[idx % len(memories)]
+            regions: list[list[int | None]] = []
+            for piece in pieces:
+                target = memory[piece.bucket_start : piece.bucket_start + piece.nbytes]
+                checksum = reader.read_into(piece, target, checksummer)
+                offset = self._extents[piece.key].offset + piece.start
+                regions.append([offset, piece.nbytes, checksum])
+            arguments = (sync_id, self._rank, idx, regions, _remaining_s(deadline))
+            loading.append(calls.submit(self._supervisor.sync_filled, *arguments))
+        for loaded in loading:
+            loaded.result()
+
+
+class _ShardReader:
+    """Reads pieces of shards as bytes of the wire dtype. Holds one contiguous copy at most."""
+
+    def __init__(self, sources: list[_Source]) -> None:
+        self._sources = sources
+        self._key = -1
+        self._flat = torch.empty(0)
+
+    def read_into(
+        self, piece: Piece, target: Tensor, checksummer: Checksummer | None
+    ) -> int | None:
+        """Writes the piece to `target`: uint8 [piece.nbytes].
+
+        Returns the checksum of the bytes as they are in the source, never of `target`: whatever
+        goes wrong in between shall show. None without a checksummer.
+        """
+        dtype = self._sources[piece.key].wire_dtype
+        flat = self._flat_shard(piece.key)
+        start = piece.start // dtype.itemsize
+        values = flat[start : start + piece.nbytes // dtype.itemsize]  # [piece elements]
+        if checksummer is None:
+            target.view(dtype).copy_(values)
+            return None
+        data = values.to(dtype).view(torch.uint8)  # [piece.nbytes]
+        if data.device.type == "cpu":
+            return checksummer.copy(data, target)
+        target.copy_(data)
+        return checksummer.of(data)
+
+    def _flat_shard(self, key: int) -> Tensor:
+        if key != self._key:
+            local = local_part(self._sources[key].tensor)
+            if local.is_complex():
+                local = local.resolve_conj()
+            self._flat = flatten(local.resolve_neg().contiguous())
+            self._key = key
+        return self._flat
+
+
+def _remaining_s(deadline: float) -> float:
+    remaining_s = deadline - time.monotonic()
+    if remaining_s <= 0:
+        raise DeadlineExceeded("the time for this sync is used up")
+    return remaining_s

@@ -1,0 +1,127 @@
+"""Which bytes of the image a rank holds.
+
+Legend: N rows of dim 0, world size W, rank r.
+
+FSDP2 cuts dim 0 as torch.chunk does: ceil(N / W) rows a rank, the last ones fewer or none. Rows of
+a row-major tensor are one byte range, so no rank needs another's part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from umbra.runtime.weights.image import Extent
+from umbra.runtime.weights.manifest import ITEMSIZES, Manifest, TensorEntry
+from umbra.runtime.weights.views import dtype_name
+
+
+def find_aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Names of tied tensors -> the first name that has the same storage, place and shape.
+
+    Works on local shards, also where a shard is empty, since those keep a storage of their own.
+    """
+    first: dict[tuple[object, ...], str] = {}
+    aliases: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        local = local_part(tensor)
+        key = (
+            local.untyped_storage()._cdata,  # pyright: ignore[reportPrivateUsage]
+            local.storage_offset(),
+            local.stride(),
+            local.dtype,
+            tuple(local.shape),
+            tuple(tensor.shape),
+        )
+        canonical = first.setdefault(key, name)
+        if canonical != name:
+            aliases[name] = canonical
+    return aliases
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of `tensor`, detached; shares memory with it."""
+    detached = tensor.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
+def rows_held(name: str, tensor: Tensor, rank: int) -> tuple[int, int] | None:
+    """The rows [start, stop) of dim 0 that this rank contributes; None for all dims, no cut.
+
+    A plain or replicated tensor comes whole from its first holder; the others contribute (0, 0).
+
+    Raises:
+        ValueError: a placement whose local part is not a run of rows.
+    """
+    if not isinstance(tensor, DTensor):
+        return None if rank == 0 else (0, 0)
+    coordinate = tensor.device_mesh.get_coordinate()
+    cut: tuple[int, int] | None = None
+    for mesh_dim, placement in enumerate(tensor.placements):
+        position = 0 if coordinate is None else coordinate[mesh_dim]
+        if coordinate is None or (isinstance(placement, Replicate) and position != 0):
+            return (0, 0)
+        if isinstance(placement, Replicate):
+            continue
+        if placement != Shard(0) or cut is not None:
+            raise ValueError(
+                f"tensor {name!r} has placements {tensor.placements}; weights can be published "
+                "from replicated tensors and from tensors sharded once, on dim 0"
+            )
+        num_rows = tensor.shape[0]
+        per_rank = math.ceil(num_rows / tensor.device_mesh.size(mesh_dim))
+        start = min(position * per_rank, num_rows)
+        cut = (start, min(start + per_rank, num_rows))
+    return cut
+
+
+def held_extent(key: int, entry: TensorEntry, tensor: Tensor, rank: int) -> Extent | None:
+    """The byte range of the image that this rank fills for `tensor`; None if it fills nothing.
+
+    Raises:
+        ValueError: an unusable placement, or a local part that is not what the placement says.
+    """
+    rows = rows_held(entry.name, tensor, rank)
+    if rows is None:
+        start, nbytes = 0, entry.nbytes
+    else:
+        row_nbytes = math.prod(entry.shape[1:]) * ITEMSIZES[entry.dtype]
+        start, nbytes = rows[0] * row_nbytes, (rows[1] - rows[0]) * row_nbytes
+    if nbytes == 0:
+        return None
+    local_nbytes = local_part(tensor).numel() * ITEMSIZES[entry.dtype]
+    if local_nbytes != nbytes:
+        raise ValueError(
+            f"tensor {entry.name!r}: rank {rank} should hold {nbytes} bytes of "
+            f"{entry.shape}, its local part has {local_nbytes}"
+        )
+    return Extent(key, entry.offset + start, nbytes)
+
+
+def wire_manifest(
+    tensors: Mapping[str, Tensor],
+    aliases: Mapping[str, str],
+    wire_dtype: torch.dtype | None,
+    keep_dtype: frozenset[str],
+) -> Manifest:
+    """The layout that every rank derives alike from global names, shapes and dtypes."""
+
+    def dtype_on_wire(name: str, tensor: Tensor) -> torch.dtype:
+        # Floats of one byte are codes of a quantised format: converting them changes meaning.
+        is_cast = tensor.is_floating_point() and tensor.dtype.itemsize > 1
+        if wire_dtype is None or not is_cast or name in keep_dtype:
+            return tensor.dtype
+        return wire_dtype
+
+    return Manifest.layout(
+        (
+            (name, dtype_name(dtype_on_wire(name, tensor)), tuple(tensor.shape))
+            for name, tensor in tensors.items()
+            if name not in aliases
+        ),
+        aliases,
+    )

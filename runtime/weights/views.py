@@ -1,0 +1,32 @@
+"""Views of tensors and buckets as bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from umbra.runtime.weights.memfd import MappedBucket
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.bfloat16` -> "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def flatten(tensor: Tensor) -> Tensor:
+    """The elements of a contiguous tensor as [N] with stride 1; shares memory with it.
+
+    reshape(-1) keeps odd strides where there is at most one element, and those cannot be viewed
+    as bytes.
+    """
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def bucket_bytes(bucket: MappedBucket) -> Tensor:
+    """The bucket's memory, uint8 [bucket_nbytes]; it stays mapped while the view lives.
+
+    By way of numpy, which holds on to the mapping. torch.frombuffer does not (2.13): closing the
+    mapping under it ends in a segmentation fault.
+    """
+    return torch.as_tensor(np.frombuffer(bucket.memory, dtype=np.uint8))
