@@ -1,0 +1,86 @@
+"""Which prompts a step uses, as groups of fresh trajectories."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from umbra.runtime.errors import DataError
+from umbra.runtime.rollout.config import RolloutConfig
+from umbra.runtime.rollout.group import Group
+from umbra.runtime.rollout.order import PromptOrder, trajectory_seed
+from umbra.runtime.rollout.prompts import Prompt, PromptSet
+from umbra.runtime.rollout.trajectory import Trajectory
+
+# Evaluation prompts that share one call of the reward function: fewer calls, coarser overlap.
+_EVAL_GROUP_SIZE: Final = 32
+
+
+class Admission:
+    """Makes the groups of a step. What step `s` uses depends on the seed and `s` alone.
+
+    Raises (on use):
+        DataError: a prompt that leaves no room for a completion.
+    """
+
+    def __init__(self, config: RolloutConfig) -> None:
+        self._config = config
+        self._train = PromptSet.open(config.prompts_path)
+        self._eval = PromptSet.open(config.eval_path) if config.eval_path else None
+        self._order = PromptOrder(len(self._train), config.seed, shuffle=config.shuffle)
+
+    def close(self) -> None:
+        self._train.close()
+        if self._eval is not None:
+            self._eval.close()
+
+    def training_groups(self, step: int) -> list[Group]:
+        """The `groups_per_step` groups of a step, going on into the next epoch as need be."""
+        first = step * self._config.groups_per_step
+        return [self._training_group(first + idx) for idx in range(self._config.groups_per_step)]
+
+    def _training_group(self, place: int) -> Group:
+        epoch, idx = self._order.at(place)
+        prompt = self._train[idx]
+        group_id = f"e{epoch}/{prompt.prompt_id}"
+        seeds = [
+            trajectory_seed(self._config.seed, epoch, idx, k)
+            for k in range(self._config.group_size)
+        ]
+        return Group(
+            group_id,
+            [self._trajectory(f"{group_id}/{k}", prompt, seed) for k, seed in enumerate(seeds)],
+        )
+
+    def evaluation_groups(self) -> list[Group]:
+        """Every held-out prompt once.
+
+        Raises:
+            DataError: no held-out set was configured.
+        """
+        if self._eval is None:
+            raise DataError("evaluation needs held-out prompts: rollout.eval_path is not set")
+        prompts = [self._eval[idx] for idx in range(len(self._eval))]
+        samples = [
+            self._trajectory(f"eval/{p.prompt_id}", p, trajectory_seed(self._config.seed, -1, i, 0))
+            for i, p in enumerate(prompts)
+        ]
+        return [
+            Group(f"eval/{start}", samples[start : start + _EVAL_GROUP_SIZE])
+            for start in range(0, len(samples), _EVAL_GROUP_SIZE)
+        ]
+
+    def _trajectory(self, sample_id: str, prompt: Prompt, seed: int) -> Trajectory:
+        config = self._config
+        if len(prompt.tokens) >= config.max_context_len:
+            raise DataError(
+                f"prompt {prompt.prompt_id!r} has {len(prompt.tokens)} tokens, which leaves no "
+                f"room for a completion in a context of {config.max_context_len}: drop or shorten "
+                "it, or raise max_context_len"
+            )
+        return Trajectory(
+            sample_id,
+            prompt,
+            seed,
+            budget=config.max_new_tokens,
+            max_context_len=config.max_context_len,
+        )

@@ -1,0 +1,114 @@
+"""Agent loops: user code that drives a trajectory through several generations.
+
+    async def run(ctx: AgentContext, sample: dict) -> float | None:
+        tokens = list(ctx.prompt_tokens)
+        while True:
+            answer = await ctx.generate(tokens)
+            tokens += answer
+            if not wants_tool(ctx.decode(answer)):
+                return None                      # the reward function scores it
+            tokens += ctx.encode(tool_result)    # given, not generated: not trained on
+
+Turns are appended as tokens; the text of a trajectory is never tokenised anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from umbra.runtime.errors import RewardError, RolloutError
+from umbra.runtime.rollout.task_host import UserThread
+from umbra.runtime.rollout.text import TextCodec
+from umbra.runtime.rollout.user_function import describe, load_function
+
+# generate(context [T] int32, max_new_tokens) -> {"tokens": [n] int32, "finish_reason": str}
+Generate = Callable[[Any, int | None], Awaitable[dict[str, Any]]]
+
+
+class AgentContext:
+    """What an agent loop gets. Belongs to one run of the loop.
+
+    Attributes:
+        sample: the data set's row.
+        prompt, prompt_tokens: as the data set has them.
+        finish_reason: of the last generation: "stop", or "length" where a budget ended it.
+    """
+
+    def __init__(
+        self,
+        sample: dict[str, Any],
+        prompt: str,
+        prompt_tokens: list[int],
+        codec: TextCodec,
+        generate: Generate,
+    ) -> None:
+        self.sample = sample
+        self.prompt = prompt
+        self.prompt_tokens = prompt_tokens
+        self.finish_reason = ""
+        self.encode = codec.encode
+        self.decode = codec.decode
+        self._generate = generate
+
+    async def generate(self, tokens: Sequence[int], max_new_tokens: int | None = None) -> list[int]:
+        """Generates on from `tokens` and returns the new ones; `tokens` is left as it is.
+
+        After the first call, `tokens` must begin with all tokens of the trajectory so far: the
+        last context and what was generated from it. What follows them counts as given.
+
+        Args:
+            max_new_tokens: at most so many; None for what the trajectory's budget leaves. When
+                nothing is left the answer is empty and `finish_reason` "length".
+
+        Raises:
+            RolloutError: `tokens` leaves the trajectory's path, or generation is impossible.
+        """
+        answer = await self._generate(np.asarray(tokens, np.int32), max_new_tokens)
+        self.finish_reason = answer["finish_reason"]
+        new_tokens: list[int] = answer["tokens"].tolist()
+        return new_tokens
+
+
+class AgentLoop:
+    """A user's agent loop, `module:function`."""
+
+    def __init__(self, target: str, thread: UserThread) -> None:
+        self.target = target
+        self._function = load_function(target, "agent loop")
+        self._thread = thread
+
+    async def run(self, context: AgentContext, sample_id: str, timeout_s: float) -> float | None:
+        """Runs the loop once; returns the reward it gives, if any.
+
+        Raises:
+            RolloutError: it raised, or took too long.
+            RewardError: it returned something that is neither None nor a finite number.
+        """
+        limit = asyncio.timeout(timeout_s)
+        try:
+            async with limit:
+                result = await self._thread.run_async(
+                    lambda: self._function(context, context.sample)
+                )
+        except (Exception, SystemExit) as error:  # user code: anything may come
+            if limit.expired():
+                raise RolloutError(
+                    f"agent loop {self.target} took longer than {timeout_s:.3g} s for sample "
+                    f"{sample_id}; give its tools deadlines or raise agent_timeout_s"
+                ) from None
+            raise RolloutError(
+                f"agent loop {self.target} raised {describe(error)} for sample {sample_id}; "
+                "catch what may fail inside the loop"
+            ) from error
+        if result is None:
+            return None
+        if isinstance(result, bool | int | float) and np.isfinite(result):
+            return float(result)
+        raise RewardError(
+            f"agent loop {self.target} returned {result!r} for sample {sample_id}; return a "
+            "finite number, or None to have the reward function score it"
+        )

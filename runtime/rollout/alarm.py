@@ -1,0 +1,27 @@
+"""A deadline for a condition that comes and goes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+
+class Alarm:
+    """Calls back once its condition has held for `delay_s` without a break. One loop's."""
+
+    def __init__(self, delay_s: float, on_expiry: Callable[[], None]) -> None:
+        self._delay_s = delay_s
+        self._on_expiry = on_expiry
+        self._timer: asyncio.TimerHandle | None = None
+
+    def watch(self, holds: bool) -> None:
+        """Says whether the condition holds now; the time runs from the first True on."""
+        if not holds and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        elif holds and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._delay_s, self._expire)
+
+    def _expire(self) -> None:
+        self._timer = None
+        self._on_expiry()

@@ -1,0 +1,101 @@
+"""The columnar batch of tokens that an engine streams once per tick.
+
+S: runs, N: tokens in them, F: finished requests. An example of two runs and one finish:
+
+    ids [7, 9]  positions [0, 4]  offsets [0, 2, 5]  versions [3, 3]
+    tokens [11, 12, 21, 22, 23]  logprobs [...]  finished_ids [9]  finish_reasons ["stop"]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from umbra.runtime.errors import ProtocolError
+
+_DTYPES: Final = {
+    "ids": np.int64,
+    "positions": np.int32,
+    "offsets": np.int32,
+    "tokens": np.int32,
+    "logprobs": np.float32,
+    "versions": np.int64,
+    "finished_ids": np.int64,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaBatch:
+    """One checked batch; the per-run columns as lists, because they are walked in Python.
+
+    Attributes:
+        ids, positions, versions: S request ids, completion offsets of each run's first token,
+            versions.
+        bounds: S + 1 offsets into tokens.
+        tokens, logprobs: [N] int32, [N] float32.
+        finishes: (request id, reason) of the F finished requests.
+    """
+
+    ids: list[int]
+    positions: list[int]
+    bounds: list[int]
+    versions: list[int]
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    finishes: list[tuple[int, str]]
+
+    @classmethod
+    def from_wire(cls, item: Mapping[str, Any]) -> DeltaBatch:
+        """Checks an engine's batch.
+
+        Raises:
+            ProtocolError: a column is missing, of another dtype or length, or inconsistent.
+        """
+        columns: dict[str, NDArray[Any]] = {}
+        for name, dtype in _DTYPES.items():
+            column = item.get(name)
+            if not isinstance(column, np.ndarray):
+                raise ProtocolError(f"delta column {name} is missing or no array")
+            array = cast(NDArray[Any], column)
+            if array.dtype != dtype or array.ndim != 1:
+                raise ProtocolError(f"delta column {name} must be 1-d {np.dtype(dtype)}")
+            columns[name] = array
+        reasons: list[Any] | None = item.get("finish_reasons")
+        if not isinstance(reasons, list):
+            raise ProtocolError("delta column finish_reasons must be a list")
+        texts = [str(reason) for reason in reasons]
+        _check_lengths(columns, len(texts))
+        return cls(
+            ids=columns["ids"].tolist(),
+            positions=columns["positions"].tolist(),
+            bounds=columns["offsets"].tolist(),
+            versions=columns["versions"].tolist(),
+            tokens=columns["tokens"],
+            logprobs=columns["logprobs"],
+            finishes=list(zip(columns["finished_ids"].tolist(), texts, strict=True)),
+        )
+
+
+def _check_lengths(columns: dict[str, NDArray[Any]], num_reasons: int) -> None:
+    num_runs, num_tokens = len(columns["ids"]), len(columns["tokens"])
+    wanted = {
+        "positions": num_runs,
+        "versions": num_runs,
+        "offsets": num_runs + 1,
+        "logprobs": num_tokens,
+        "finished_ids": num_reasons,
+    }
+    for name, length in wanted.items():
+        if len(columns[name]) != length:
+            raise ProtocolError(f"delta column {name}: {len(columns[name])} values, not {length}")
+    offsets = columns["offsets"]
+    if offsets[0] != 0 or offsets[-1] != num_tokens or bool((np.diff(offsets) < 0).any()):
+        raise ProtocolError(f"delta offsets {offsets.tolist()} do not cut {num_tokens} tokens")
+    if bool((columns["versions"] < 0).any()):
+        raise ProtocolError("a delta of tokens with a negative version")
+    if not bool(np.isfinite(columns["logprobs"]).all()):
+        raise ProtocolError("a delta with logprobs that are not finite")

@@ -1,0 +1,251 @@
+"""Which turn is where, and what a delta, a finish or an engine's death does to it.
+
+    submit -> waiting -> in flight on one engine -> on_end("stop" | "length")
+                 ^              |
+                 +--------------+  abort, error, lost tokens, death of the engine: the turn goes
+                                   on from prompt + tokens so far, on any serving engine
+
+Runs on one loop and never waits: links and fleet feed it events.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, Final, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from umbra.runtime.errors import EngineError, UmbraError
+from umbra.runtime.rollout.deltas import DeltaBatch
+from umbra.runtime.rollout.router import EngineId, Router
+from umbra.runtime.rollout.trajectory import TrajectoryState
+from umbra.runtime.rollout.turn import Turn
+
+logger = logging.getLogger(__name__)
+
+# A turn that engines fail this often is taken for the cause. Engines that die do not count.
+_MAX_TURN_ERRORS: Final = 3
+
+
+class RequestCarrier(Protocol):
+    """What an engine link offers; both return at once."""
+
+    def send(self, request: dict[str, Any]) -> None: ...
+
+    def withdraw(self, request_ids: list[int]) -> None: ...
+
+
+class Moved(NamedTuple):
+    """What an engine held when it was lost."""
+
+    num_trajectories: int
+    num_tokens: int
+
+
+class Dispatcher:
+    """Gives turns to engines and applies what comes back.
+
+    Args:
+        router: chooses engines.
+        on_failure: told of an error that no other engine would heal.
+    """
+
+    def __init__(self, router: Router, on_failure: Callable[[UmbraError], None]) -> None:
+        self._router = router
+        self._on_failure = on_failure
+        self._waiting: deque[Turn] = deque()  # bounded by what the manager admits
+        self._carriers: dict[EngineId, RequestCarrier] = {}
+        self._inflight: dict[EngineId, dict[int, Turn]] = {}
+        self._request_ids = itertools.count(1)
+        self.counters = {"gaps": 0, "repeats": 0, "aborts": 0, "engines_lost": 0, "late_runs": 0}
+
+    def submit(self, turn: Turn) -> None:
+        """Takes a turn; ends it at once where there is no room for a token."""
+        outcome = turn.outcome()
+        if outcome:
+            turn.on_end(turn, outcome)
+            return
+        self._waiting.append(turn)
+        self.pump()
+
+    def cancel(self, turns: Iterable[Turn]) -> None:
+        """Forgets turns wherever they are; engines stop working on them."""
+        dropped = set(turns)
+        self._waiting = deque(turn for turn in self._waiting if turn not in dropped)
+        for engine, inflight in self._inflight.items():
+            gone = [turn for turn in inflight.values() if turn in dropped]
+            for turn in gone:
+                self._take_back(engine, turn)
+            if gone:
+                self._carriers[engine].withdraw([turn.request_id for turn in gone])
+        self.pump()
+
+    def attach(self, engine: EngineId, carrier: RequestCarrier) -> None:
+        """An engine can be reached; it takes turns once `set_serving` says so."""
+        self._carriers[engine] = carrier
+        self._inflight[engine] = {}
+        self._router.set_serving(engine, False)
+
+    def set_serving(self, engine: EngineId, serving: bool) -> None:
+        if engine in self._carriers:
+            self._router.set_serving(engine, serving)
+            self.pump()
+
+    def detach(self, engine: EngineId) -> Moved:
+        """The engine is lost: what it held goes on elsewhere, oldest first."""
+        inflight = self._inflight.pop(engine, {})
+        del self._carriers[engine]
+        self._router.remove(engine)
+        turns = list(inflight.values())
+        for turn in reversed(turns):
+            self._requeue(turn)
+        self.pump()
+        self.counters["engines_lost"] += 1
+        return Moved(len(turns), sum(turn.trajectory.num_generated for turn in turns))
+
+    def hand_back(self, engine: EngineId, request_ids: Iterable[int]) -> None:
+        """The engine would not take these requests; it gets no others until its state changes."""
+        self._router.set_serving(engine, False)
+        inflight = self._inflight.get(engine, {})
+        for turn in [inflight[rid] for rid in request_ids if rid in inflight]:
+            self._take_back(engine, turn)
+            self._requeue(turn)
+        self.pump()
+
+    def fail(self, error: UmbraError) -> None:
+        self._on_failure(error)
+
+    def num_inflight(self, engine: EngineId) -> int:
+        return len(self._inflight.get(engine, ()))
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def pump(self) -> None:
+        """Gives waiting turns to engines while there is room."""
+        while self._waiting:
+            turn = self._waiting[0]
+            kin = turn.group.home if turn.group else None
+            engine = self._router.choose(turn.cost(), (turn.trajectory.home, kin))
+            if engine is None:
+                return
+            self._waiting.popleft()
+            turn.request_id = next(self._request_ids)
+            turn.unspent = turn.cost()
+            self._router.charge(engine, turn.unspent)
+            self._inflight[engine][turn.request_id] = turn
+            turn.trajectory.home = engine
+            turn.trajectory.state = TrajectoryState.RUNNING
+            if turn.group:
+                turn.group.home = engine
+            self._carriers[engine].send(turn.request())
+
+    def on_batch(self, engine: EngineId, batch: DeltaBatch) -> None:
+        """Applies what an engine streamed."""
+        inflight = self._inflight.get(engine)
+        if inflight is None:
+            return
+        for idx, request_id in enumerate(batch.ids):
+            turn = inflight.get(request_id)
+            if turn is None:
+                self.counters["late_runs"] += 1
+                continue
+            run = slice(batch.bounds[idx], batch.bounds[idx + 1])
+            self._on_run(
+                engine,
+                turn,
+                batch.positions[idx],
+                batch.tokens[run],
+                batch.logprobs[run],
+                batch.versions[idx],
+            )
+        for request_id, reason in batch.finishes:
+            turn = inflight.get(request_id)
+            if turn is not None:
+                self._on_finish(engine, turn, reason)
+        self.pump()
+
+    def _on_run(
+        self,
+        engine: EngineId,
+        turn: Turn,
+        position: int,
+        tokens: NDArray[np.int32],
+        logprobs: NDArray[np.float32],
+        version: int,
+    ) -> None:
+        missing = turn.trajectory.missing_before(position)
+        if missing > 0:
+            self.counters["gaps"] += 1
+            logger.warning(
+                "%s lost %d tokens of %s at position %d; they are generated again",
+                engine, missing, turn.trajectory.sample_id, turn.trajectory.completion_len,
+            )  # fmt: skip
+            self._carriers[engine].withdraw([turn.request_id])
+            self._retry(engine, turn, f"{missing} tokens were lost on the way")
+            return
+        if missing < 0:
+            self.counters["repeats"] += 1
+            tokens, logprobs = tokens[-missing:], logprobs[-missing:]
+        room = turn.room()
+        if len(tokens) > room:
+            tokens, logprobs = tokens[:room], logprobs[:room]
+        if len(tokens):
+            turn.trajectory.append_generated(tokens, logprobs, version)
+            self._router.progress(engine, len(tokens))
+            turn.unspent -= len(tokens)
+
+    def _on_finish(self, engine: EngineId, turn: Turn, reason: str) -> None:
+        outcome = turn.outcome()
+        if outcome:
+            self._take_back(engine, turn)
+            turn.on_end(turn, outcome)
+        elif reason == "abort":
+            self.counters["aborts"] += 1
+            self._take_back(engine, turn)
+            self._requeue(turn)
+        else:
+            self._retry(engine, turn, reason)
+
+    def _retry(self, engine: EngineId, turn: Turn, reason: str) -> None:
+        """Resumes a turn that an engine got wrong, a limited number of times."""
+        self._take_back(engine, turn)
+        turn.num_errors += 1
+        if turn.num_errors < _MAX_TURN_ERRORS:
+            self._requeue(turn)
+            return
+        self._on_failure(
+            EngineError(
+                f"{engine} failed {turn.trajectory.sample_id} after "
+                f"{turn.trajectory.completion_len} tokens, attempt {turn.num_errors} of "
+                f"{_MAX_TURN_ERRORS}: {reason!r} with {turn.room()} tokens left and no stop token "
+                "last; see the engine's log"
+            )
+        )
+
+    def _take_back(self, engine: EngineId, turn: Turn) -> None:
+        del self._inflight[engine][turn.request_id]
+        self._router.release(engine, turn.unspent)
+        turn.unspent = 0
+
+    def _requeue(self, turn: Turn) -> None:
+        outcome = turn.outcome()
+        if outcome:
+            turn.on_end(turn, outcome)
+            return
+        turn.trajectory.cut()
+        self._waiting.appendleft(turn)
+
+    def check_integrity(self) -> None:
+        """Asserts that every turn is in one place and that the router counts agree."""
+        self._router.check_integrity()
+        turns = [*self._waiting, *(t for held in self._inflight.values() for t in held.values())]
+        assert len(turns) == len({id(turn) for turn in turns})
+        for engine, held in self._inflight.items():
+            unspent = sum(turn.unspent for turn in held.values())
+            assert self._router.outstanding_tokens(engine) == unspent, (engine, unspent)

@@ -1,0 +1,146 @@
+"""Prompts of a data set, tokenised, in one file.
+
+A prompt file is a stream of msgpack maps {"id": str, "prompt": str, "tokens": bytes (int32,
+little endian), "row": map of the data set's columns}. It is written once and read by offset,
+so that a large data set costs address space, not memory.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgpack
+import numpy as np
+from numpy.typing import NDArray
+
+from umbra.runtime.errors import DataError
+
+_FIELDS: Final = {"id", "prompt", "tokens", "row"}
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt.
+
+    Attributes:
+        prompt_id: unique in its file.
+        text: what was tokenised.
+        tokens: [P] int32.
+        row: the data set's columns, for the reward function and agent loops.
+    """
+
+    prompt_id: str
+    text: str
+    tokens: NDArray[np.int32]
+    row: dict[str, Any]
+
+
+def write_prompts(path: str | os.PathLike[str], records: Iterable[Mapping[str, Any]]) -> int:
+    """Writes a prompt file, durably and all or nothing; returns the number of prompts.
+
+    Args:
+        records: maps {"id", "prompt", "tokens", "row"} as above.
+
+    Raises:
+        DataError: no prompts, an empty one, one id twice, or a row value without wire form.
+    """
+    target = Path(path)
+    scratch = target.with_name(f".{target.name}.{os.getpid()}")
+    seen: set[str] = set()
+    try:
+        with scratch.open("wb") as file:
+            for record in records:
+                if record["id"] in seen:
+                    raise DataError(f"prompt id {record['id']!r} occurs twice; ids are unique")
+                seen.add(record["id"])
+                file.write(_encode(record))
+            file.flush()
+            os.fsync(file.fileno())
+        if not seen:
+            raise DataError(f"{target}: a data set without prompts")
+        scratch.replace(target)
+    finally:
+        scratch.unlink(missing_ok=True)
+    return len(seen)
+
+
+def _encode(record: Mapping[str, Any]) -> bytes:
+    if set(record) != _FIELDS:
+        raise DataError(f"a prompt record has {sorted(_FIELDS)}, not {sorted(record)}")
+    if len(record["tokens"]) == 0:
+        raise DataError(f"prompt {record['id']!r} is empty: give it at least one token")
+    try:
+        return msgpack.packb(dict(record))
+    except (TypeError, ValueError, OverflowError):
+        for column, value in record["row"].items():
+            try:
+                msgpack.packb({column: value})
+            except (TypeError, ValueError, OverflowError) as error:
+                raise DataError(
+                    f"prompt {record['id']!r}: column {column!r} holds a "
+                    f"{type(value).__name__} that cannot travel ({error}); convert it to text, "
+                    "a number, a list or a map"
+                ) from None
+        raise
+
+
+class PromptSet:
+    """Prompts of one file, by index. Owns a read-only mapping of the file.
+
+    Raises (on `open` and on access):
+        DataError: no such file, no prompts in it, or a damaged one.
+    """
+
+    def __init__(self, path: Path, data: mmap.mmap, offsets: NDArray[np.int64]) -> None:
+        self.path = path
+        self._data = data
+        self._offsets = offsets  # [num_prompts + 1]
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> PromptSet:
+        """Maps a prompt file and finds its records."""
+        place = Path(path)
+        try:
+            with place.open("rb") as file:
+                if place.stat().st_size == 0:
+                    raise DataError(f"{place}: no prompts in it")
+                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise DataError(f"prompt file {place} cannot be read: {error.strerror}") from error
+        return cls(place, data, _record_offsets(place, data))
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def __getitem__(self, idx: int) -> Prompt:
+        start, stop = int(self._offsets[idx]), int(self._offsets[idx + 1])
+        record: Mapping[str, Any] = msgpack.unpackb(self._data[start:stop], strict_map_key=False)
+        if not isinstance(record, dict) or not record.keys() >= _FIELDS:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise DataError(f"{self.path}: record {idx} is not a prompt")
+        tokens = np.frombuffer(record["tokens"], "<i4").astype(np.int32)
+        return Prompt(record["id"], record["prompt"], tokens, record["row"])
+
+    def close(self) -> None:
+        self._data.close()
+
+
+def _record_offsets(path: Path, data: mmap.mmap) -> NDArray[np.int64]:
+    with path.open("rb") as file:
+        unpacker = msgpack.Unpacker(file, max_buffer_size=0)
+        offsets = [0]
+        try:
+            while True:
+                unpacker.skip()
+                offsets.append(unpacker.tell())
+        except msgpack.OutOfData:
+            pass
+        except ValueError as error:
+            raise DataError(f"{path}: damaged after record {len(offsets) - 1}: {error}") from error
+    if offsets[-1] != len(data):
+        raise DataError(f"{path}: damaged after record {len(offsets) - 1}: write it again")
+    return np.asarray(offsets, np.int64)

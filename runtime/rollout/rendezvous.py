@@ -1,0 +1,111 @@
+"""Where the ranks of a collective call meet, and get their answers together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from umbra.runtime.errors import RolloutError
+from umbra.runtime.rollout.alarm import Alarm
+
+
+class Round(NamedTuple):
+    """What the ranks ask for together."""
+
+    call: str
+    step: int
+    temperature: float
+
+    def __str__(self) -> str:
+        return f"{self.call}(step={self.step})"
+
+
+class Rendezvous:
+    """Holds the ranks of one round until all are answered alike.
+
+    Example of two ranks:
+        rank 0  wait(0, next_batch 3) ......................... resolve -> answer 0
+        rank 1          wait(1, next_batch 3)  (is_full) ...... resolve -> answer 1
+
+    Args:
+        timeout_s: the longest a round may lack a rank.
+    """
+
+    def __init__(self, world_size: int, timeout_s: float) -> None:
+        self._world_size = world_size
+        self._timeout_s = timeout_s
+        self._round: Round | None = None
+        self._slots: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._incomplete = Alarm(timeout_s, self._on_missing)
+
+    @property
+    def is_full(self) -> bool:
+        """All ranks are waiting."""
+        return len(self._slots) == self._world_size
+
+    def arrive(self, rank: int, wanted: Round) -> asyncio.Future[dict[str, Any]]:
+        """Enters a rank into the round; the future is its answer. Pass it to `wait`.
+
+        Raises:
+            RolloutError: the other ranks ask for something else; they get the error too.
+            ValueError: no such rank.
+        """
+        if not 0 <= rank < self._world_size:
+            raise ValueError(f"rank {rank} of {self._world_size}")
+        if self._round is not None and self._round != wanted and self._slots.keys() - {rank}:
+            others = ", ".join(str(other) for other in sorted(self._slots))
+            error = RolloutError(
+                f"rank {rank} called {wanted} while rank {others} called {self._round}: every "
+                "rank must make the same calls in the same order"
+            )
+            self.fail(error)
+            raise error
+        self._round = wanted
+        stale = self._slots.pop(rank, None)
+        if stale is not None and not stale.done():
+            stale.set_exception(RolloutError(f"rank {rank} called {wanted} anew"))
+        slot = self._slots[rank] = asyncio.get_running_loop().create_future()
+        self._incomplete.watch(not self.is_full)
+        return slot
+
+    async def wait(self, rank: int, slot: asyncio.Future[dict[str, Any]]) -> dict[str, Any]:
+        """A rank's answer. A caller that goes away leaves the round."""
+        try:
+            return await slot
+        finally:
+            if self._slots.get(rank) is slot:
+                del self._slots[rank]
+                self._close_if_empty()
+
+    def resolve(self, answers: Sequence[dict[str, Any]]) -> None:
+        """Answers every rank; only when `is_full`."""
+        assert self.is_full
+        assert len(answers) == self._world_size
+        slots, self._slots = self._slots, {}
+        self._close_if_empty()
+        for rank, slot in slots.items():
+            if not slot.done():
+                slot.set_result(answers[rank])
+
+    def fail(self, error: Exception) -> None:
+        """Answers the ranks that wait with an error."""
+        slots, self._slots = self._slots, {}
+        self._close_if_empty()
+        for slot in slots.values():
+            if not slot.done():
+                slot.set_exception(error)
+
+    def _close_if_empty(self) -> None:
+        if not self._slots:
+            self._round = None
+        self._incomplete.watch(bool(self._slots) and not self.is_full)
+
+    def _on_missing(self) -> None:
+        missing = sorted(set(range(self._world_size)) - self._slots.keys())
+        self.fail(
+            RolloutError(
+                f"rank {', '.join(map(str, missing))} did not call {self._round} within "
+                f"{self._timeout_s:.3g} s of the others: it hangs, died, or took another path"
+            )
+        )

@@ -1,0 +1,128 @@
+"""Calls the user's reward function and checks what it returns. G: samples in a call."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from umbra.runtime.errors import RewardError
+from umbra.runtime.rollout.task_host import UserThread
+from umbra.runtime.rollout.user_function import describe, load_function
+
+_SHOWN_SAMPLES: Final = 4
+
+
+class RewardFunction:
+    """`def reward(prompts, completions, **columns) -> list[float]`, or `async def`.
+
+    It gets G prompts, G completions and, for each column of the data set that it takes, a list
+    of G values. It must return G finite numbers.
+
+    Args:
+        target: `module:function`.
+        timeout_s: deadline of one call.
+
+    Raises (on a call):
+        RewardError: it raised, took too long, wants a column that is not there, or returned
+            something else than G finite numbers. Names function, samples, cause and remedy.
+    """
+
+    def __init__(self, target: str, thread: UserThread, timeout_s: float) -> None:
+        self.target = target
+        self._function: Callable[..., Any] = load_function(target, "reward function")
+        self._parameters = list(inspect.signature(self._function).parameters.values())
+        self._is_async = inspect.iscoroutinefunction(self._function) or (
+            inspect.iscoroutinefunction(getattr(self._function, "__call__", None))  # noqa: B004
+        )
+        self._thread = thread
+        self._timeout_s = timeout_s
+
+    async def __call__(
+        self,
+        sample_ids: Sequence[str],
+        prompts: list[str],
+        completions: list[str],
+        rows: Sequence[Mapping[str, Any]],
+    ) -> list[float]:
+        """G rewards."""
+        who = _name(sample_ids)
+        columns = self._columns(rows, who)
+        limit = asyncio.timeout(self._timeout_s)
+        try:
+            async with limit:
+                result = await self._call(prompts, completions, columns)
+        except (Exception, SystemExit) as error:  # user code: anything may come
+            if limit.expired():
+                raise RewardError(
+                    f"reward function {self.target} took longer than {self._timeout_s:.3g} s for "
+                    f"{who}; make it faster or raise reward_timeout_s"
+                ) from None
+            raise RewardError(
+                f"reward function {self.target} raised {describe(error)} for {who}; let it return "
+                "a number (such as 0.0) for samples it cannot judge"
+            ) from error
+        return self._checked(result, sample_ids)
+
+    async def _call(
+        self, prompts: list[str], completions: list[str], columns: dict[str, list[Any]]
+    ) -> Any:
+        def call() -> Any:
+            return self._function(prompts=prompts, completions=completions, **columns)
+
+        if self._is_async:
+            return await self._thread.run_async(call)
+        return await self._thread.run_sync(call)
+
+    def _columns(self, rows: Sequence[Mapping[str, Any]], who: str) -> dict[str, list[Any]]:
+        """The data set's columns that the function takes, one list each."""
+        present = set[str]().union(*rows) - {"prompts", "completions"}
+        parameters = self._parameters
+        if all(p.kind is not inspect.Parameter.VAR_KEYWORD for p in parameters):
+            wanted = {p.name for p in parameters} - {"prompts", "completions"}
+            needed = {p.name for p in parameters if p.default is inspect.Parameter.empty} & wanted
+            if needed - present:
+                raise RewardError(
+                    f"reward function {self.target} takes {sorted(needed - present)}, which the "
+                    f"data set lacks for {who}; its columns are {sorted(present)}"
+                )
+            present &= wanted
+        return {name: [row.get(name) for row in rows] for name in sorted(present)}
+
+    def _checked(self, result: Any, sample_ids: Sequence[str]) -> list[float]:
+        try:
+            values = list(result)
+        except TypeError:
+            raise RewardError(
+                f"reward function {self.target} returned {type(result).__name__} for "
+                f"{_name(sample_ids)}; return a list with one number for each completion"
+            ) from None
+        if len(values) != len(sample_ids):
+            raise RewardError(
+                f"reward function {self.target} returned {len(values)} rewards for "
+                f"{len(sample_ids)} completions ({_name(sample_ids)}); return one for each"
+            )
+        return [
+            self._number(value, sample_id)
+            for value, sample_id in zip(values, sample_ids, strict=True)
+        ]
+
+    def _number(self, value: Any, sample_id: str) -> float:
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise RewardError(
+                f"reward function {self.target} returned {value!r} for sample {sample_id}; "
+                "rewards must be finite numbers: return 0.0 for what cannot be judged"
+            )
+        return number
+
+
+def _name(sample_ids: Sequence[str]) -> str:
+    shown = ", ".join(sample_ids[:_SHOWN_SAMPLES])
+    more = len(sample_ids) - _SHOWN_SAMPLES
+    return f"samples {shown}" + (f" and {more} more" if more > 0 else "")

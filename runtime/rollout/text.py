@@ -1,0 +1,65 @@
+"""Text to tokens and back, with the model's own tokenizer, without torch where possible."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from umbra.runtime.errors import ConfigError, DataError
+
+
+class TextCodec:
+    """Wraps a tokenizer. Never adds special tokens; decoding leaves them out."""
+
+    def __init__(
+        self, encode: Callable[[str], list[int]], decode: Callable[[Sequence[int]], str]
+    ) -> None:
+        self.encode = encode
+        self.decode = decode
+
+    @classmethod
+    def open(cls, path: str) -> TextCodec:
+        """Opens a `tokenizer.json`, or the model directory that holds one.
+
+        Raises:
+            DataError: there is no tokenizer, or it is damaged.
+            ConfigError: neither `tokenizers` nor `transformers` is installed.
+        """
+        place = Path(path)
+        file = place / "tokenizer.json" if place.is_dir() else place
+        return cls._from_json(file) if file.is_file() else cls._from_transformers(place)
+
+    @classmethod
+    def _from_json(cls, file: Path) -> TextCodec:
+        try:
+            from tokenizers import Tokenizer
+        except ImportError as error:
+            raise ConfigError("rewards need `tokenizers`: pip install 'umbra-rl[train]'") from error
+        try:
+            tokenizer: Any = Tokenizer.from_file(str(file))
+        except Exception as error:  # tokenizers raises bare Exception
+            raise DataError(f"{file} is no usable tokenizer: {error}") from error
+        return cls(
+            lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
+            lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True),
+        )
+
+    @classmethod
+    def _from_transformers(cls, place: Path) -> TextCodec:
+        try:
+            import transformers
+        except ImportError as error:
+            raise ConfigError(
+                f"{place} has no tokenizer.json, and reading other kinds needs `transformers`: "
+                "pip install 'umbra-rl[train]'"
+            ) from error
+        auto: Any = transformers.AutoTokenizer
+        try:
+            tokenizer = auto.from_pretrained(str(place), local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise DataError(f"{place} holds no tokenizer: {error}") from error
+        return cls(
+            lambda text: tokenizer.encode(text, add_special_tokens=False),
+            lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True),
+        )

@@ -1,0 +1,70 @@
+"""One generation of a trajectory: what the manager asks of engines until it is complete."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from umbra.runtime.rollout.group import Group
+from umbra.runtime.rollout.trajectory import Trajectory
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Turn:
+    """A generation, over however many engines it takes.
+
+    Attributes:
+        trajectory: grows by it.
+        group: where its prompt may be cached; None where nothing is shared.
+        start, limit: completion lengths at which it began and beyond which it must not go.
+        temperature: 0 is greedy.
+        stop_token_ids: it ends after any of these.
+        on_end: told once, with "stop" or "length"; never after `Dispatcher.cancel`.
+        request_id: of the attempt in progress; each attempt has its own, so that late deltas
+            of an earlier one are recognised.
+        unspent: what is left of the tokens that the router was charged for the attempt.
+        num_errors: attempts that an engine failed.
+    """
+
+    trajectory: Trajectory
+    group: Group | None
+    start: int
+    limit: int
+    temperature: float
+    stop_token_ids: Sequence[int]
+    on_end: Callable[[Turn, str], None]
+    request_id: int = 0
+    unspent: int = 0
+    num_errors: int = 0
+
+    def room(self) -> int:
+        """Tokens it may still generate."""
+        return min(self.limit - self.trajectory.completion_len, self.trajectory.room())
+
+    def outcome(self) -> str:
+        """ "stop" or "length" once complete, else "".
+
+        Decided by the tokens, not by the engine's word: an engine may die between its last
+        token and the news of the finish.
+        """
+        tokens = self.trajectory.tokens
+        if len(tokens) > self.start and int(tokens[-1]) in self.stop_token_ids:
+            return "stop"
+        return "" if self.room() > 0 else "length"
+
+    def cost(self) -> int:
+        """Tokens an engine may have to process: context and remaining budget."""
+        return len(self.trajectory) + self.room()
+
+    def request(self) -> dict[str, Any]:
+        """The engine protocol's form of what is left to do."""
+        return {
+            "id": self.request_id,
+            "tokens": self.trajectory.context(),
+            "position": self.trajectory.completion_len,
+            "seed": self.trajectory.seed,
+            "max_new_tokens": self.room(),
+            "temperature": self.temperature,
+            "stop_token_ids": list(self.stop_token_ids),
+        }

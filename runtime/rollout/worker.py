@@ -1,0 +1,114 @@
+"""The rollout actor: runs user code (rewards, agent loops) in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Sequence
+from typing import Any, Final, Self
+
+from umbra.runtime.actor import actor_context
+from umbra.runtime.client import Handle
+from umbra.runtime.errors import ConfigError
+from umbra.runtime.rollout.agent import AgentContext, AgentLoop
+from umbra.runtime.rollout.reward import RewardFunction
+from umbra.runtime.rollout.task_host import TaskHost, UserThread
+from umbra.runtime.rollout.text import TextCodec
+
+_RESOLVE_TIMEOUT_S: Final = 10.0
+
+
+class RolloutWorker:
+    """Scores completions and runs agent loops. An actor; keeps no state between calls.
+
+    Args:
+        tokenizer_path: model directory or `tokenizer.json`.
+        reward: `module:function`, see `RewardFunction`; may be empty where agent loops give
+            every reward themselves.
+        sys_path: folders of user code, put in front of the import path.
+        agent: `module:function`, see `umbra.runtime.rollout.agent`.
+        reward_timeout_s: deadline of one call of the reward function.
+    """
+
+    def __init__(
+        self,
+        tokenizer_path: str,
+        reward: str,
+        sys_path: Sequence[str] = (),
+        agent: str | None = None,
+        reward_timeout_s: float = 120.0,
+    ) -> None:
+        sys.path[:0] = [folder for folder in sys_path if folder not in sys.path]
+        self._codec = TextCodec.open(tokenizer_path)
+        self._stack = contextlib.AsyncExitStack()
+        self._thread = UserThread("user-code")
+        self._reward = RewardFunction(reward, self._thread, reward_timeout_s) if reward else None
+        self._agent = AgentLoop(agent, self._thread) if agent else None
+        if self._reward is None and self._agent is None:
+            raise ConfigError("a rollout worker needs a reward function or an agent loop")
+        self._managers: dict[str, Handle] = {}
+
+    async def __aenter__(self) -> Self:
+        await self._stack.enter_async_context(self._thread)
+        self._calls_out = await self._stack.enter_async_context(TaskHost())
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._stack.aclose()
+
+    async def score(self, items: list[dict[str, Any]]) -> list[float]:
+        """Rewards of finished trajectories, in one call of the reward function.
+
+        Args:
+            items: maps {"sample_id", "prompt": str, "tokens": int32 completion, "row"}.
+
+        Raises:
+            RewardError: see `RewardFunction`.
+            ConfigError: no reward function is configured.
+        """
+        if self._reward is None:
+            raise ConfigError(
+                "an agent loop returned None, and no reward function is configured to score it"
+            )
+        completions = [self._codec.decode(item["tokens"].tolist()) for item in items]
+        return await self._reward(
+            [item["sample_id"] for item in items],
+            [item["prompt"] for item in items],
+            completions,
+            [item["row"] for item in items],
+        )
+
+    async def run_agent(self, item: dict[str, Any], timeout_s: float) -> float | None:
+        """Runs the agent loop for one trajectory; returns the reward it gives, if any.
+
+        Args:
+            item: map {"sample_id", "prompt", "tokens": int32 prompt, "row", "session": id under
+                which the manager knows the run, "manager": its name}.
+
+        Raises:
+            RolloutError, RewardError: see `AgentLoop`.
+        """
+        if self._agent is None:
+            raise ConfigError("rollouts are configured as agent loops, but no agent loop is given")
+        manager = await self._manager(item["manager"])
+
+        async def ask(tokens: Any, max_new_tokens: int | None) -> dict[str, Any]:
+            answer: dict[str, Any] = await manager.call(
+                "generate", item["session"], tokens, max_new_tokens, timeout_s=timeout_s
+            )
+            return answer
+
+        async def generate(tokens: Any, max_new_tokens: int | None) -> dict[str, Any]:
+            # the loop runs on the user thread; calls belong to the actor's loop
+            return await self._calls_out.run(lambda: ask(tokens, max_new_tokens))
+
+        context = AgentContext(
+            item["row"], item["prompt"], item["tokens"].tolist(), self._codec, generate
+        )
+        return await self._agent.run(context, item["sample_id"], timeout_s)
+
+    async def _manager(self, name: str) -> Handle:
+        if name not in self._managers:
+            ref = await actor_context().resolve(name, _RESOLVE_TIMEOUT_S)
+            self._managers[name] = actor_context().connect(ref)
+        return self._managers[name]
