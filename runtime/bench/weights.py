@@ -1,0 +1,215 @@
+"""How fast weights reach an engine, beside a plain copy of the same tensors.
+
+What is counted: `first_s` and `later_s` are the wall time of `WeightPublisher.publish` in a rank
+process with one thread: all calls to the supervisor, preparing the engine, filling the memfd
+buckets, loading them into the parameters of an engine process, attestation, commit. The first sync
+makes, clears and maps the buckets and compares checksums of every byte; later ones (every 16th
+excepted) compare counts and bytes. `attested_gb_per_s` is for a sync that compares checksums. The
+plain copy is `Tensor.copy_` of each tensor within the rank process, one thread, memory present.
+Not counted: starting processes, and the page faults of the engine's parameters, which an engine
+takes when it allocates them (`populate`), as the plain copy's destination has had them.
+
+Supervisor part (this process), rank and engine are new in every round; in a round, syncs and
+copies alternate. All numbers are medians over the rounds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import uvloop
+import zmq
+
+from umbra.runtime.client import Client, Handle
+from umbra.runtime.lifecycle import (
+    AbortUpdate,
+    BeginUpdate,
+    CommitUpdate,
+    EngineLifecycle,
+    EngineState,
+    Pause,
+    Resume,
+    Started,
+    Tag,
+)
+from umbra.runtime.ref import ActorRef
+from umbra.runtime.server import ActorServer
+from umbra.runtime.weights.coordinator import SyncCoordinator, SyncSettings
+from umbra.runtime.weights.memfd import serve_fds
+
+_ROUND_TIMEOUT_S: Final = 120.0
+_ROLES: Final = "umbra.runtime.bench.weights_roles"
+
+
+def run(rounds: int, total_nbytes: int) -> dict[str, Any]:
+    """Measures `rounds` rounds with about `total_nbytes` of tensors; keys as the module says."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        rows = [runner.run(_round(total_nbytes)) for _ in range(rounds)]
+    median = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
+    gigabytes = median["nbytes"] / 1e9
+    umbra = {
+        "gb_per_s": round(gigabytes / median["later_s"], 3),
+        "attested_gb_per_s": round(gigabytes / median["attested_s"], 3),
+        "first_s": round(median["first_s"], 4),
+        "later_s": round(median["later_s"], 4),
+    }
+    return {
+        "umbra": umbra,
+        "plain_copy": {"gb_per_s": round(gigabytes / median["copy_s"], 3)},
+        "ratio": round(median["copy_s"] / median["later_s"], 3),
+        "first_to_later": round(median["first_s"] / median["later_s"], 3),
+        "nbytes": int(median["nbytes"]),
+    }
+
+
+async def _round(total_nbytes: int) -> dict[str, float]:
+    with tempfile.TemporaryDirectory(prefix="umbra-bench-") as name:
+        folder = Path(name)
+        async with (
+            asyncio.timeout(_ROUND_TIMEOUT_S),
+            _process("engine", folder, total_nbytes) as engine,
+            _supervisor(folder),
+        ):
+            assert engine.stdout is not None
+            await engine.stdout.readline()
+            async with _process("rank", folder, total_nbytes) as rank:
+                output, _ = await rank.communicate()
+    facts: dict[str, float] = json.loads(output)
+    return facts
+
+
+@asynccontextmanager
+async def _process(
+    role: str, folder: Path, total_nbytes: int
+) -> AsyncGenerator[asyncio.subprocess.Process]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", _ROLES, role, str(folder), str(total_nbytes)),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+@asynccontextmanager
+async def _supervisor(folder: Path) -> AsyncGenerator[None]:
+    """Serves syncs at `folder`/supervisor while the block runs."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket_path = str(folder / "fds")
+    async with (
+        Client("here") as client,
+        serve_fds(socket_path) as fds,
+        asyncio.TaskGroup() as tasks,
+    ):
+        engine = _Engine(client.handle(_ref("engine", folder)))
+        coordinators = {
+            name: SyncCoordinator(name, lambda: [engine], fds, socket_path, settings)
+            for name, settings in {
+                "plain": SyncSettings(),
+                "attested": SyncSettings(attest_every=1),
+            }.items()
+        }
+        server = ActorServer(_Supervisor(coordinators), 1)
+        server.bind(context.socket(zmq.ROUTER), _ref("supervisor", folder).ipc_endpoint)
+        running = [tasks.create_task(server.run())]
+        running += [tasks.create_task(c.run()) for c in coordinators.values()]
+        try:
+            yield
+        finally:
+            for task in running:
+                task.cancel()
+    context.term()
+
+
+def _ref(name: str, folder: Path) -> ActorRef:
+    return ActorRef(name=name, incarnation=1, node_id="here", ipc_endpoint=f"ipc://{folder}/{name}")
+
+
+class _Supervisor:
+    """The sync calls of the supervisor, by pool."""
+
+    def __init__(self, coordinators: Mapping[str, SyncCoordinator]) -> None:
+        self._coordinators = coordinators
+
+    def _find(self, sync_id: str) -> SyncCoordinator:
+        return self._coordinators[sync_id.rpartition("-")[0]]
+
+    async def sync_begin(
+        self, pool: str, version: int, rank: int, world_size: int, manifest: Any, timeout_s: float
+    ) -> dict[str, Any]:
+        coordinator = self._coordinators[pool]
+        return await coordinator.sync_begin(version, rank, world_size, manifest, timeout_s)
+
+    async def sync_filled(self, sync_id: str, rank: int, idx: int, regions: Any) -> None:
+        await self._find(sync_id).sync_filled(sync_id, rank, idx, regions)
+
+    async def sync_end(self, sync_id: str, rank: int) -> dict[str, Any]:
+        return await self._find(sync_id).sync_end(sync_id, rank)
+
+    def sync_abort(self, sync_id: str, rank: int, reason: str) -> None:
+        self._find(sync_id).sync_abort(sync_id, rank, reason)
+
+
+class _Engine:
+    """The engine process as the coordinators see it. It never generates, so pausing is free."""
+
+    name = "engine"
+    incarnation = 1
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle = handle
+        self.lifecycle = EngineLifecycle().apply(Started())
+
+    async def pause(self, mode: str, timeout_s: float) -> None:
+        if self.lifecycle.state == EngineState.SERVING:
+            self.lifecycle = self.lifecycle.apply(Pause())
+
+    async def wake(self, tags: Sequence[Tag], timeout_s: float) -> None:
+        pass
+
+    async def resume(self, timeout_s: float) -> None:
+        self.lifecycle = self.lifecycle.apply(Resume())
+
+    async def begin_update(
+        self, version: int, manifest: dict[str, Any], buckets: dict[str, Any], timeout_s: float
+    ) -> None:
+        arguments = (version, manifest, buckets)
+        await self._handle.call("begin_update", *arguments, timeout_s=timeout_s)
+
+    def touch(self, version: int) -> None:
+        self.lifecycle = self.lifecycle.apply(BeginUpdate(version))
+
+    async def load_bucket(self, idx: int, timeout_s: float) -> dict[str, Any]:
+        loaded: dict[str, Any] = await self._handle.call("load_bucket", idx, timeout_s=timeout_s)
+        return loaded
+
+    async def finish_update(
+        self, regions: list[list[int | None]], timeout_s: float
+    ) -> dict[str, Any]:
+        found: dict[str, Any] = await self._handle.call(
+            "finish_update", regions, timeout_s=timeout_s
+        )
+        return found
+
+    async def commit_update(self, version: int, timeout_s: float) -> None:
+        await self._handle.call("commit_update", timeout_s=timeout_s)
+        self.lifecycle = self.lifecycle.apply(CommitUpdate(version))
+
+    async def abort_update(self, timeout_s: float) -> None:
+        await self._handle.call("abort_update", timeout_s=timeout_s)
+        if self.lifecycle.state == EngineState.UPDATING:
+            self.lifecycle = self.lifecycle.apply(AbortUpdate())
+
+    def kill(self, reason: str) -> None:
+        raise RuntimeError(f"the engine failed: {reason}")

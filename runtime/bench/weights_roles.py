@@ -1,0 +1,195 @@
+"""The processes of the weights benchmark: `python -m umbra.runtime.bench.weights_roles ROLE ...`.
+
+`engine` holds parameters and serves the steps of a sync; `rank` publishes and copies. Both talk to
+the supervisor part, which runs in the benchmark's own process, over the real RPC.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import uvloop
+import zmq
+from torch import Tensor
+
+from umbra.runtime.client import Client, Handle
+from umbra.runtime.loop_thread import LoopThread
+from umbra.runtime.ref import ActorRef
+from umbra.runtime.server import ActorServer
+from umbra.runtime.weights.publish import WeightPublisher
+from umbra.runtime.weights.receive import WeightReceiver, populate
+
+_TIMEOUT_S: Final = 60.0
+_SYNCS_A_ROUND: Final = 4
+
+
+def ref(name: str, folder: Path) -> ActorRef:
+    return ActorRef(name=name, incarnation=1, node_id="here", ipc_endpoint=f"ipc://{folder}/{name}")
+
+
+def model_tensors(total_nbytes: int) -> dict[str, Tensor]:
+    """Tensors of a decoder's shapes, bfloat16 with float32 norms, about `total_nbytes` in all."""
+    hidden = 1024
+    layer_nbytes = 2 * (4 * hidden * hidden + 3 * hidden * 3 * hidden) + 2 * 4 * hidden
+    num_layers = max(1, int(total_nbytes * 0.8) // layer_nbytes)
+    num_tokens = max(1, (total_nbytes - num_layers * layer_nbytes) // (2 * hidden))
+    shapes: dict[str, tuple[int, ...]] = {"embed": (num_tokens, hidden)}
+    for idx in range(num_layers):
+        shapes |= {f"layers.{idx}.{name}": (hidden, hidden) for name in ("q", "k", "v", "o")}
+        shapes |= {f"layers.{idx}.{name}": (3 * hidden, hidden) for name in ("gate", "up", "down")}
+        shapes |= {f"layers.{idx}.norm_{place}": (hidden,) for place in ("in", "post")}
+    return {
+        name: torch.full(
+            shape, float(len(name)), dtype=torch.float32 if len(shape) == 1 else torch.bfloat16
+        )
+        for name, shape in shapes.items()
+    }
+
+
+class BenchEngine:
+    """An engine without a model: parameters in memory, the steps of a sync in one thread."""
+
+    def __init__(self, total_nbytes: int) -> None:
+        tensors = model_tensors(total_nbytes)
+        self._parameters = {name: torch.empty_like(t) for name, t in tensors.items()}
+        populate(self._parameters.values())
+        self._thread = ThreadPoolExecutor(1)
+        self._receiver: WeightReceiver | None = None
+
+    async def begin_update(
+        self, version: int, manifest: dict[str, Any], buckets: dict[str, Any]
+    ) -> None:
+        def begin() -> WeightReceiver:
+            return WeightReceiver(manifest, buckets, self._parameters)
+
+        self._receiver = await asyncio.get_running_loop().run_in_executor(self._thread, begin)
+
+    async def load_bucket(self, idx: int) -> dict[str, int]:
+        assert self._receiver is not None
+        load = self._receiver.load_bucket
+        nbytes = await asyncio.get_running_loop().run_in_executor(self._thread, load, idx)
+        return {"nbytes": nbytes}
+
+    async def finish_update(self, regions: list[list[int | None]]) -> dict[str, Any]:
+        assert self._receiver is not None
+        finish = self._receiver.finish
+        return await asyncio.get_running_loop().run_in_executor(self._thread, finish, regions)
+
+    async def commit_update(self) -> None:
+        assert self._receiver is not None
+        self._receiver.close()
+
+    async def abort_update(self) -> None:
+        await self.commit_update()
+
+
+async def serve(target: object, name: str, folder: Path) -> None:
+    """Serves until cancelled; says "ready" on standard output."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    server = ActorServer(target, 1)
+    server.bind(context.socket(zmq.ROUTER), ref(name, folder).ipc_endpoint)
+    print("ready", flush=True)
+    await server.run()
+
+
+class RemoteSupervisor:
+    """`SyncSupervisor` over RPC, blocking, as a rank's session does it."""
+
+    def __init__(self, loop: LoopThread, handle: Handle) -> None:
+        self._loop = loop
+        self._handle = handle
+
+    def sync_begin(
+        self,
+        pool: str,
+        version: int,
+        rank: int,
+        world_size: int,
+        manifest: dict[str, Any] | None,
+        timeout_s: float,
+    ) -> Mapping[str, Any]:
+        args = (pool, version, rank, world_size, manifest, timeout_s)
+        grant: Mapping[str, Any] = self._call("sync_begin", *args)
+        return grant
+
+    def sync_filled(
+        self, sync_id: str, rank: int, idx: int, regions: list[list[int | None]], timeout_s: float
+    ) -> None:
+        self._call("sync_filled", sync_id, rank, idx, regions)
+
+    def sync_end(self, sync_id: str, rank: int, timeout_s: float) -> Mapping[str, Any]:
+        report: Mapping[str, Any] = self._call("sync_end", sync_id, rank)
+        return report
+
+    def sync_abort(self, sync_id: str, rank: int, reason: str, timeout_s: float) -> None:
+        self._call("sync_abort", sync_id, rank, reason)
+
+    def _call(self, method: str, *args: object) -> Any:
+        return self._loop.run(self._handle.call(method, *args, timeout_s=_TIMEOUT_S))
+
+
+def run_rank(folder: Path, total_nbytes: int) -> dict[str, Any]:
+    """One round: a first sync, then syncs and plain copies in turn, then one with checksums."""
+    tensors = model_tensors(total_nbytes)
+    copies = {name: tensor.clone() for name, tensor in tensors.items()}
+
+    async def connect() -> tuple[Client, Handle]:
+        client = Client("here")
+        return client, client.handle(ref("supervisor", folder))
+
+    async def disconnect(client: Client) -> None:
+        client.close()
+
+    with LoopThread("rpc") as loop:
+        client, handle = loop.run(connect())
+        publisher = WeightPublisher(RemoteSupervisor(loop, handle), 0, 1, tensors)
+
+        versions = itertools.count(1)
+
+        def sync(pool: str) -> float:
+            begun_at = time.perf_counter()
+            publisher.publish(pool, next(versions), _TIMEOUT_S)
+            return time.perf_counter() - begun_at
+
+        first_s = sync("plain")
+        later_s: list[float] = []
+        copy_s: list[float] = []
+        for _ in range(_SYNCS_A_ROUND):
+            begun_at = time.perf_counter()
+            for name, tensor in tensors.items():
+                copies[name].copy_(tensor)
+            copy_s.append(time.perf_counter() - begun_at)
+            later_s.append(sync("plain"))
+        attested_s = min(sync("attested") for _ in range(2))
+        loop.run(disconnect(client))
+    return {
+        "nbytes": publisher.manifest.payload_nbytes,
+        "first_s": first_s,
+        "later_s": statistics.median(later_s),
+        "attested_s": attested_s,
+        "copy_s": statistics.median(copy_s),
+    }
+
+
+def main() -> None:
+    role, folder, total_nbytes = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    torch.set_num_threads(1)
+    if role == "engine":
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve(BenchEngine(total_nbytes), "engine", folder))
+    else:
+        print(json.dumps(run_rank(folder, total_nbytes)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

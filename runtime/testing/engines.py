@@ -1,0 +1,43 @@
+"""Embedded engines for tests, each a supervised process."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+from umbra.runtime.actor import ActorSpec
+from umbra.runtime.session import Session, SyncHandle
+
+
+class EngineFactory:
+    """Starts embedded engines in a session, which ends them."""
+
+    def __init__(self, session: Session, model_dir: Path) -> None:
+        self._session = session
+        self._model_dir = model_dir
+        self._numbers = itertools.count()
+
+    def __call__(
+        self, model_dir: Path | None = None, *, name: str = "", **kwargs: Any
+    ) -> SyncHandle:
+        """An engine with the weights of `model_dir` (the tiny model by default), on the CPU.
+
+        `kwargs` are the engine's own, such as `max_num_seqs`. For a pool, whose engines get
+        their weights by a sync, use `session.create_pool`.
+        """
+        settings: dict[str, Any] = {
+            "model_path": str(model_dir or self._model_dir),
+            "max_context_len": 256,
+            "max_num_seqs": 8,
+            "tick_ms": 5.0,
+            "load_weights": True,
+            **kwargs,
+        }
+        spec = ActorSpec(
+            name=name or f"engine-{next(self._numbers)}",
+            target="umbra.engines.embedded.actor:EmbeddedEngine",
+            kwargs=settings,
+            role="engine",
+        )
+        return self._session.spawn(spec)

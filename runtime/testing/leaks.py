@@ -1,0 +1,345 @@
+"""What a test leaves behind: processes, descriptors, threads, shared memory.
+
+    check = LeakCheck()
+    ...
+    for leak in check.finish(grace_s=2.0):
+        print(leak)
+
+Both ends are one look at /proc, below a millisecond in a plain process and two to three where
+torch is loaded. Only where the looks differ is there a second, patient one: it collects garbage,
+waits for what ends by itself (exits, joins) and then names what is left.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import uvloop
+
+from umbra.runtime import descendants
+from umbra.runtime.descendants import Identity
+from umbra.runtime.prctl import become_subreaper
+
+# Between two looks while waiting for descriptors and shared memory, for which there is no event.
+_LOOK_AGAIN_S: Final = 0.02
+_KILL_WAIT_S: Final = 5.0
+_SHM_DIR: Final = "/dev/shm"
+# Opened once by a library and kept for the life of the process: not the test's doing.
+_PERMANENT_FILES: Final = ("/dev/urandom", "/dev/random", "/dev/nvidia", "/dev/kfd", "/dev/dri/")
+# Memory that libraries keep: for code they generate (ctypes callbacks, oneDNN kernels), and
+# semaphores (tqdm has a lock for all processes).
+_PERMANENT_MEMORY: Final = ("/memfd:libffi", "/memfd:xbyak", "/dev/shm/sem.")
+
+
+def prepare() -> None:
+    """Makes what the process keeps for ever before the first test can be blamed for it."""
+    # A daemonised grandchild then comes to us, and is seen, instead of vanishing to init.
+    become_subreaper()
+    # libuv opens a pipe with the first loop of a process and never closes it.
+    uvloop.new_event_loop().close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """What this process holds at one moment.
+
+    Attributes:
+        processes: all living descendants.
+        descriptors: (number, what it points to); a number that points elsewhere is another one.
+        mappings: (what, inode) of mapped anonymous files and of shared memory.
+        shared_memory: names in /dev/shm.
+    """
+
+    processes: frozenset[Identity]
+    descriptors: frozenset[tuple[int, str]]
+    threads: frozenset[threading.Thread]
+    mappings: frozenset[tuple[str, int]]
+    shared_memory: frozenset[str]
+
+    @classmethod
+    def take(cls) -> Look:
+        return cls(
+            processes=frozenset(descendants.living_descendants(os.getpid())),
+            descriptors=frozenset(_descriptors()),
+            threads=frozenset(_threads()),
+            mappings=frozenset(_mappings()),
+            shared_memory=frozenset(_shared_memory()),
+        )
+
+    def since(self, before: Look) -> Look:
+        """What is here and was not then."""
+        return Look(
+            processes=self.processes - before.processes,
+            descriptors=self.descriptors - before.descriptors,
+            threads=self.threads - before.threads,
+            mappings=self.mappings - before.mappings,
+            shared_memory=self.shared_memory - before.shared_memory,
+        )
+
+    def __bool__(self) -> bool:
+        return bool(
+            self.processes
+            or self.descriptors
+            or self.threads
+            or self.mappings
+            or self.shared_memory
+        )
+
+
+class LeakCheck:
+    """Compares what this process holds at its creation and at `finish()`."""
+
+    def __init__(self) -> None:
+        self._helpers = _helper_pids()
+        self._children = _children()
+        self._before = Look.take()
+
+    def finish(self, grace_s: float) -> list[str]:
+        """One line for each thing left; empty where all is as before.
+
+        Waits up to `grace_s` seconds for what is ending. Leaked processes are killed once they are
+        named, so that they do not disturb the next test.
+        """
+        if not self._new():
+            return []
+        gc.collect()
+        _end_zmq_collector()
+        deadline = time.monotonic() + grace_s
+        while new := self._new():
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                break
+            _wait_for_an_end(new, left_s)
+        lines = list(_describe(new))
+        self._kill(new.processes)
+        return lines
+
+    def _new(self) -> Look:
+        """What is new and somebody's fault."""
+        self._reap_adopted()
+        new = Look.take().since(self._before)
+        if not new:
+            return new
+        helpers = self._helpers | _helper_pids()
+        pipes = _helper_pipes()
+        return Look(
+            processes=frozenset(p for p in new.processes if p.pid not in helpers),
+            descriptors=frozenset(d for d in new.descriptors if d[0] not in pipes),
+            threads=frozenset(t for t in new.threads if not _is_permanent_thread(t)),
+            mappings=new.mappings,
+            shared_memory=frozenset(n for n in new.shared_memory if _may_be_ours(n)),
+        )
+
+    def _reap_adopted(self) -> None:
+        """Reaps new zombies: as a subreaper we inherit what others forked, and no one waits."""
+        for pid in descendants.child_pids(os.getpid()):
+            stat = descendants.process_stat(pid)
+            if (
+                stat is None
+                or not stat.has_ended
+                or Identity(pid, stat.start_ticks) in self._children
+            ):
+                continue
+            try:
+                os.waitpid(pid, os.WNOHANG)
+            except ChildProcessError:
+                continue
+
+    def _kill(self, leaked: frozenset[Identity]) -> None:
+        """Kills those that are not minded by a process from before the test."""
+        before = {identity.pid for identity in self._before.processes}
+        doomed = [pid for pid, ticks in leaked if not _is_below(pid, before) and _lives(pid, ticks)]
+        for pid in doomed:
+            descendants.send_signal(pid, signal.SIGKILL)
+        deadline = time.monotonic() + _KILL_WAIT_S
+        for pid in doomed:
+            descendants.wait_for_exits([pid], max(0.0, deadline - time.monotonic()))
+        self._reap_adopted()
+
+
+def _descriptors() -> Iterator[tuple[int, str]]:
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue  # The listing's own descriptor.
+        # A library's own data: matplotlib keeps its fonts open.
+        if not target.startswith(_PERMANENT_FILES) and "/site-packages/" not in target:
+            yield int(name), target
+
+
+def _threads() -> Iterator[threading.Thread]:
+    return (thread for thread in threading.enumerate() if thread.is_alive())
+
+
+def _mappings() -> Iterator[tuple[str, int]]:
+    with open("/proc/self/maps", "rb") as maps:
+        text = maps.read()
+    if b"/memfd:" not in text and b"/dev/shm/" not in text:
+        return
+    for line in text.splitlines():
+        if b"/memfd:" in line or b"/dev/shm/" in line:
+            fields = line.split(maxsplit=5)
+            name = fields[5].decode(errors="replace")
+            if not name.startswith(_PERMANENT_MEMORY):
+                yield name, int(fields[4])
+
+
+def _shared_memory() -> list[str]:
+    try:
+        return os.listdir(_SHM_DIR)
+    except OSError:
+        return []
+
+
+def _children() -> frozenset[Identity]:
+    """Direct children, zombies included."""
+    found: list[Identity] = []
+    for pid in descendants.child_pids(os.getpid()):
+        stat = descendants.process_stat(pid)
+        if stat is not None:
+            found.append(Identity(pid, stat.start_ticks))
+    return frozenset(found)
+
+
+def _helper_pids() -> frozenset[int]:
+    """Processes that `multiprocessing` starts once and keeps: not the test's doing."""
+    pids: set[int] = set()
+    tracker = sys.modules.get("multiprocessing.resource_tracker")
+    if tracker is not None:
+        pids.add(getattr(tracker._resource_tracker, "_pid", None) or 0)
+    forkserver = sys.modules.get("multiprocessing.forkserver")
+    if forkserver is not None:
+        pids.add(getattr(forkserver._forkserver, "_forkserver_pid", None) or 0)
+    return frozenset(pids - {0})
+
+
+def _helper_pipes() -> frozenset[int]:
+    """This process's ends of the pipes to those helpers."""
+    fds: set[int] = set()
+    tracker = sys.modules.get("multiprocessing.resource_tracker")
+    if tracker is not None:
+        fds.add(getattr(tracker._resource_tracker, "_fd", None) or -1)
+    forkserver = sys.modules.get("multiprocessing.forkserver")
+    if forkserver is not None:
+        fds.add(getattr(forkserver._forkserver, "_forkserver_alive_fd", None) or -1)
+    return frozenset(fds - {-1})
+
+
+def _is_permanent_thread(thread: threading.Thread) -> bool:
+    # Dummies stand for threads that native code made; tqdm keeps one monitor for ever.
+    kind = type(thread)
+    return kind.__name__ == "_DummyThread" or kind.__module__.startswith("tqdm")
+
+
+def _end_zmq_collector() -> None:
+    """Ends the thread that pyzmq starts with the first message it does not copy, and then keeps.
+
+    It has descriptors of its own, which tell nobody whose they are; it starts again when needed.
+    """
+    garbage = sys.modules.get("zmq.utils.garbage")
+    if garbage is not None and not garbage.gc.refs:
+        garbage.gc.stop()
+
+
+def _may_be_ours(name: str) -> bool:
+    """Whether a new file in /dev/shm belongs to this user and no process outside our tree has it.
+
+    The directory is shared by everyone on the machine, and does not tell who made a file.
+    """
+    path = f"{_SHM_DIR}/{name}"
+    try:
+        if os.lstat(path).st_uid != os.getuid():
+            return False
+    except OSError:
+        return False
+    ours = {os.getpid(), *(pid for pid, _ in descendants.living_descendants(os.getpid()))}
+    strangers = (int(pid) for pid in os.listdir("/proc") if pid.isdigit() and int(pid) not in ours)
+    return not any(_has_open(pid, path) for pid in strangers)
+
+
+def _has_open(pid: int, path: str) -> bool:
+    try:
+        with open(f"/proc/{pid}/maps", "rb") as maps:
+            if path.encode() in maps.read():
+                return True
+        names = os.listdir(f"/proc/{pid}/fd")
+        return any(os.readlink(f"/proc/{pid}/fd/{name}") == path for name in names)
+    except OSError:
+        return False
+
+
+def _wait_for_an_end(new: Look, timeout_s: float) -> None:
+    """Until a process or thread may have ended; a short while where there is none."""
+    if new.processes:
+        # In slices: a leaked thread's or descriptor's end should be seen as well.
+        descendants.wait_for_exits([pid for pid, _ in new.processes], min(timeout_s, 0.25))
+    elif new.threads:
+        next(iter(new.threads)).join(min(timeout_s, 0.25))
+    else:
+        select.select([], [], [], min(timeout_s, _LOOK_AGAIN_S))
+
+
+def _describe(leaked: Look) -> Iterator[str]:
+    for pid, _ in sorted(leaked.processes):
+        yield f"process {pid} (child of {_parent_of(pid)}): {_command(pid)}"
+    for thread in leaked.threads:
+        kind = "daemon thread" if thread.daemon else "thread"
+        yield f"{kind} {thread.name!r} ({_where(thread)})"
+    for number, target in sorted(leaked.descriptors):
+        yield f"descriptor {number} -> {target}"
+    mapped = {name for name, _ in leaked.mappings}
+    yield from (f"mapped memory {name}" for name in sorted(mapped))
+    yield from (f"shared memory {_SHM_DIR}/{name}" for name in sorted(leaked.shared_memory))
+
+
+def _parent_of(pid: int) -> str:
+    stat = descendants.process_stat(pid)
+    if stat is None:
+        return "?"
+    return "this process" if stat.parent_pid == os.getpid() else str(stat.parent_pid)
+
+
+def _command(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as cmdline:
+            words = cmdline.read().rstrip(b"\0").split(b"\0")
+    except OSError:
+        return "?"
+    text = " ".join(word.decode(errors="replace") for word in words)
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def _where(thread: threading.Thread) -> str:
+    """The innermost frame, which tells whose thread it is."""
+    frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
+    frame = frames.get(thread.ident or 0)
+    if frame is None:
+        return "not running"
+    return f"in {frame.f_code.co_name}, {frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _is_below(pid: int, ancestors: set[int]) -> bool:
+    """Whether one of `ancestors` is a parent, grandparent, ... of `pid`, below this process."""
+    while pid not in (0, 1, os.getpid()):
+        stat = descendants.process_stat(pid)
+        if stat is None:
+            return False
+        pid = stat.parent_pid
+        if pid in ancestors:
+            return True
+    return False
+
+
+def _lives(pid: int, start_ticks: int) -> bool:
+    stat = descendants.process_stat(pid)
+    return stat is not None and not stat.has_ended and stat.start_ticks == start_ticks

@@ -1,0 +1,101 @@
+"""Sessions for tests: rank 0 of 1 in the test's own process, each with its own supervisor."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from umbra.runtime.session import Session, SessionConfig
+
+if TYPE_CHECKING:
+    import pytest
+
+_TORCHRUN_VARIABLES: Final = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK",
+    "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS",
+)  # fmt: skip
+# A supervisor that is told to stop needs its actors' grace; one that hangs is a failure.
+_EMPTY_WAIT_S: Final = 10.0
+
+
+class SessionFactory:
+    """Opens sessions, closes them in reverse order, and checks that their sockets are gone.
+
+    Attributes:
+        sessions: those opened so far.
+        run_dirs: theirs, in the same order.
+        notes: what the supervisors told, one line each.
+    """
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sessions: list[Session] = []
+        self.run_dirs: list[Path] = []
+        self.notes: list[str] = []
+        self._folder = folder
+        self._monkeypatch = monkeypatch
+        # Not below pytest's folder: a socket's path may have 100 bytes.
+        self._root = Path(tempfile.mkdtemp(prefix="umbra-test-", dir="/tmp"))
+        self._stack = contextlib.ExitStack()
+
+    def __call__(
+        self,
+        *,
+        environ: dict[str, str] | None = None,
+        shutdown_grace_s: float = 3.0,
+        **settings: Any,
+    ) -> Session:
+        """An open session.
+
+        Args:
+            environ: variables of torchrun or umbra to set, for this session and later ones.
+            settings: fields of `SessionConfig`; `run_dir` is a new folder by default.
+        """
+        idx = len(self.run_dirs)
+        run_dir = settings.setdefault("run_dir", self._folder / f"run{idx}")
+        self.run_dirs.append(run_dir)
+        for name in _TORCHRUN_VARIABLES:
+            self._monkeypatch.delenv(name, raising=False)
+        # A root each: the directory is named after the process, which all of them share.
+        self._monkeypatch.setenv("UMBRA_SOCKET_ROOT", str(self._root / str(idx)))
+        self._monkeypatch.setenv("UMBRA_SECRET_FILE", str(self._folder / "job-keys"))
+        for name, value in (environ or {}).items():
+            self._monkeypatch.setenv(name, value)
+        config = SessionConfig(shutdown_grace_s=shutdown_grace_s, **settings)
+        session = Session.from_torchrun(config, on_note=self.notes.append)
+        self._stack.enter_context(session)
+        self.sessions.append(session)
+        return session
+
+    def close(self) -> None:
+        """Closes what is open now; the factory can go on."""
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self._stack.close()
+            left = self._wait_until_empty()
+            assert not left, f"socket directories were left: {left}"
+        finally:
+            shutil.rmtree(self._root, ignore_errors=True)
+
+    def _wait_until_empty(self) -> list[str]:
+        """Socket directories that are still there; the guardian removes them as its last act."""
+        deadline = time.monotonic() + _EMPTY_WAIT_S
+        while True:
+            left = [str(path) for root in self._root.iterdir() for path in root.iterdir()]
+            if not left or time.monotonic() > deadline:
+                return left
+            time.sleep(0.02)

@@ -1,0 +1,190 @@
+"""Runs a function in n processes with `torch.distributed` initialised, for tests.
+
+    def add_up(rank_offset: int) -> float:
+        total = torch.tensor(float(dist.get_rank() + rank_offset))
+        dist.all_reduce(total)
+        return total.item()
+
+    def test_sums_over_ranks(distributed_world: DistributedWorld) -> None:
+        assert distributed_world(add_up, 1, num_ranks=2) == [3.0, 3.0]
+
+Ranks find each other through a file, so no port is taken. The function is imported by name in
+each rank; arguments and results travel as umbra's wire values (plain data and numpy arrays).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from umbra.runtime import descendants
+from umbra.runtime.errors import UmbraError
+from umbra.runtime.exit_status import ExitStatus
+from umbra.runtime.testing.world_call import WorldCall, WorldOutcome
+
+# From the first rank's failure to the end of the others, which mostly fail with it, and whose
+# errors tell more than a kill would. Longer makes a failing test slow.
+_OTHERS_GRACE_S: Final = 2.0
+_STACK_DUMP_WAIT_S: Final = 0.5
+_OUTPUT_MAX_CHARS: Final = 4000
+
+
+class RankFailed(UmbraError):
+    """A rank raised, died or was late; the message brings its traceback and its last output.
+
+    Attributes:
+        rank: the first one that failed.
+    """
+
+    def __init__(self, rank: int, message: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class _Rank:
+    """One process of a world."""
+
+    def __init__(self, rank: int, call: WorldCall, folder: Path, env: Mapping[str, str]) -> None:
+        self.rank = rank
+        self.ended_at: float | None = None
+        self._outcome_path = folder / f"rank{rank}.outcome"
+        self._output_path = folder / f"rank{rank}.log"
+        call_path = folder / f"rank{rank}.call"
+        call_path.write_bytes(call.encode())
+        with self._output_path.open("wb") as output:
+            self.popen = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "umbra.runtime.testing.world_rank"),
+                    *(str(os.getpid()), str(call_path), str(self._outcome_path)),
+                ],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def poll(self) -> bool:
+        """Whether it has ended."""
+        if self.ended_at is None and self.popen.poll() is not None:
+            self.ended_at = time.monotonic()
+        return self.ended_at is not None
+
+    def kill(self) -> None:
+        if not self.poll():
+            descendants.kill_tree(self.popen.pid)
+            self.popen.wait(30.0)
+
+    def outcome(self) -> WorldOutcome:
+        """What the function did; says so where the process ended without telling."""
+        if self._outcome_path.exists():
+            return WorldOutcome.decode(self._outcome_path.read_bytes())
+        return WorldOutcome(error=f"its process {ExitStatus(self.popen.returncode)}")
+
+    def describe(self, outcome: WorldOutcome) -> str:
+        output = self._output_path.read_text(errors="replace")[-_OUTPUT_MAX_CHARS:].rstrip()
+        parts = [f"rank {self.rank}: {outcome.error}", outcome.traceback.rstrip()]
+        if output:
+            parts.append(f"its output:\n{output}")
+        return "\n".join(part for part in parts if part)
+
+
+class DistributedWorld:
+    """Callable: starts the ranks, waits, and returns their results in order of rank."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._numbers = itertools.count()
+
+    def __call__(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        num_ranks: int = 2,
+        timeout_s: float = 60.0,
+        backend: str = "gloo",
+        env: Mapping[str, str] | None = None,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Runs `function(*args, **kwargs)` on every rank.
+
+        Args:
+            timeout_s: for everything, imports included; also the process group's own limit.
+            env: added to the environment of the ranks.
+
+        Raises:
+            RankFailed: a rank raised, died, or was not done in time; all have ended by then.
+            ValueError: the function cannot be imported by name, such as a lambda.
+        """
+        folder = self._folder / f"world{next(self._numbers)}"
+        folder.mkdir()
+        call = WorldCall.of(
+            function, args, kwargs, str(folder / "store"), num_ranks, timeout_s, backend
+        )
+        with contextlib.ExitStack() as stack:
+            ranks: list[_Rank] = []
+            for rank in range(num_ranks):
+                member = _Rank(rank, call, folder, _environment(rank, num_ranks, env or {}))
+                stack.callback(member.kill)
+                ranks.append(member)
+            late = _wait(ranks, time.monotonic() + timeout_s)
+            if late:
+                _dump_stacks(late)
+        return _collect(ranks, {member.rank for member in late}, timeout_s)
+
+
+def _wait(ranks: Sequence[_Rank], deadline: float) -> list[_Rank]:
+    """Until all have ended, or soon after one has failed; returns those that were late."""
+    while True:
+        running = [member for member in ranks if not member.poll()]
+        failed = [member for member in ranks if member.popen.returncode]
+        if failed:
+            ends = [member.ended_at for member in failed if member.ended_at is not None]
+            deadline = min(deadline, min(ends) + _OTHERS_GRACE_S)
+        left_s = deadline - time.monotonic()
+        if not running or left_s <= 0:
+            return [] if failed else running
+        descendants.wait_for_exits([member.popen.pid for member in running], left_s)
+
+
+def _dump_stacks(late: Sequence[_Rank]) -> None:
+    """Has the ranks write the stacks of all their threads to their output."""
+    for member in late:
+        descendants.send_signal(member.popen.pid, signal.SIGUSR1)
+    pids = [member.popen.pid for member in late]
+    descendants.wait_for_exits(pids, _STACK_DUMP_WAIT_S)
+
+
+def _collect(ranks: Sequence[_Rank], late: set[int], timeout_s: float) -> list[Any]:
+    outcomes = [member.outcome() for member in ranks]
+    failed = [member for member in ranks if outcomes[member.rank].error]
+    if not failed:
+        return [outcome.value for outcome in outcomes]
+    for rank in late:
+        outcomes[rank] = WorldOutcome(error=f"was not done within {timeout_s:g} s")
+    # Who was killed with the others comes last; who failed first is the cause.
+    failed.sort(key=lambda member: (member.popen.returncode == -9, member.ended_at))
+    texts = [member.describe(outcomes[member.rank]) for member in failed]
+    raise RankFailed(failed[0].rank, "\n\n".join(texts))
+
+
+def _environment(rank: int, num_ranks: int, extra: Mapping[str, str]) -> dict[str, str]:
+    return {
+        "OMP_NUM_THREADS": "1",
+        # A host's own name may not resolve; all ranks are on this one.
+        "GLOO_SOCKET_IFNAME": "lo",
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        **extra,
+    }

@@ -1,0 +1,67 @@
+"""One rank of a test's world: `python -m umbra.runtime.testing.world_rank PARENT CALL OUTCOME`.
+
+It imports the function, initialises `torch.distributed` and writes what the function returned or
+raised to the file OUTCOME. SIGUSR1 makes it write the stacks of all threads to its output.
+"""
+
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+from umbra.runtime.prctl import die_with_parent
+from umbra.runtime.testing.world_call import WorldCall, WorldOutcome
+
+
+def main() -> None:
+    """Entry point; exits 1 where the function raised."""
+    die_with_parent(int(sys.argv[1]))
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    call = WorldCall.decode(Path(sys.argv[2]).read_bytes())
+    sys.path[:] = call.sys_path
+    try:
+        data = WorldOutcome(value=_run(call)).encode()
+        failed = False
+    except Exception as error:  # noqa: BLE001 -- the test's process gets it
+        text = f"{type(error).__name__}: {error}"
+        data = WorldOutcome(error=text, traceback=traceback.format_exc()).encode()
+        failed = True
+    path = Path(sys.argv[3])
+    partial = path.with_suffix(".partial")
+    partial.write_bytes(data)
+    partial.rename(path)
+    if failed:
+        # No orderly end: a process group in disarray may wait in its destructor.
+        sys.stdout.flush()
+        os._exit(1)
+
+
+def _run(call: WorldCall) -> object:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        call.backend,
+        init_method=f"file://{call.store_path}",
+        rank=int(os.environ["RANK"]),
+        world_size=call.num_ranks,
+        timeout=timedelta(seconds=call.timeout_s),
+    )
+    value = call.run()
+    # A rank that leaves early would break the connections others still use.
+    dist.barrier()
+    dist.destroy_process_group()
+    return value
+
+
+if __name__ == "__main__":
+    main()
