@@ -1,0 +1,80 @@
+"""The way of token deltas from an engine to its one consumer, on the engine's event loop.
+
+    engine ──put──▶ [batches] ──read──▶ consumer A
+                                        consumer B comes: A's stream ends, A's requests are
+                                        dropped, B reads from an empty queue
+
+A batch never outlives its consumer: each carries the epoch of the consumer it was made for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+
+from umbra.engines.deltas import DeltaBatch, empty_batch
+
+
+class DeltaStream:
+    """Owned by the engine; all calls are on its loop.
+
+    The queue is bounded by what its consumer has asked for: a few bytes for every token of
+    the requests in flight.
+
+    Args:
+        on_consumer_gone: drops all requests; called with the epoch that begins.
+    """
+
+    def __init__(self, on_consumer_gone: Callable[[int], None]) -> None:
+        self.epoch = 0
+        self._on_consumer_gone = on_consumer_gone
+        self._batches: deque[DeltaBatch] = deque()
+        self._changed = asyncio.Event()
+        self._error: Exception | None = None
+        self._num_consumers = 0
+        self._has_consumer = False
+
+    def put(self, batch: DeltaBatch, epoch: int) -> None:
+        """Queues a batch; drops it where its consumer has gone."""
+        if epoch == self.epoch:
+            self._batches.append(batch)
+            self._changed.set()
+
+    def fail(self, error: Exception) -> None:
+        """Ends this and every later stream with `error`."""
+        self._error = error
+        self._changed.set()
+
+    async def read(self) -> AsyncGenerator[DeltaBatch, None]:
+        """Yields an empty batch at once, to say that it is attached, then what comes.
+
+        Requests that came before the first consumer are its own. A second consumer ends the
+        first one's stream and starts with nothing. When the consumer goes, its requests do.
+        """
+        if self._has_consumer:
+            self._drop_requests()
+        self._num_consumers += 1
+        self._has_consumer = True
+        me = self._num_consumers
+        self._changed.set()
+        try:
+            yield empty_batch()
+            while True:
+                while me == self._num_consumers and self._batches:
+                    yield self._batches.popleft()
+                if me != self._num_consumers:
+                    return
+                if self._error is not None:
+                    raise self._error
+                self._changed.clear()
+                await self._changed.wait()
+        finally:
+            if me == self._num_consumers:
+                self._has_consumer = False
+                self._drop_requests()
+
+    def _drop_requests(self) -> None:
+        self.epoch += 1
+        self._batches.clear()
+        self._on_consumer_gone(self.epoch)

@@ -1,0 +1,273 @@
+"""An engine without a model: the whole protocol, made-up tokens, no torch.
+
+Target `umbra.engines.echo:EchoEngine`. The n-th completion token of a trajectory is a function
+of its seed and n alone (as the embedded engine's draws are), so an interrupted trajectory goes on
+exactly, on any engine. For tests, benchmarks and trying out a cluster.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from umbra.engines.delta_stream import DeltaStream
+from umbra.engines.deltas import DeltaBatch, DeltaBuffer
+from umbra.engines.echo_weights import EchoReceiver
+from umbra.engines.gate import EngineGate
+from umbra.engines.memory import resident_nbytes
+from umbra.engines.protocol import EngineStats, PauseMode
+from umbra.engines.requests import GenerationRequest, parse_request
+from umbra.engines.uniforms import uniforms
+from umbra.runtime.errors import ConfigError, WeightSyncError
+from umbra.runtime.lifecycle import SleepLevel, Tag
+
+_MAX_BURST: Final = 1024
+# Tokens of one request made at once where no speed is set, so that a long request still comes in
+# several batches.
+
+
+def echo_tokens(
+    seed: int, positions: npt.NDArray[np.int64], vocab_size: int
+) -> npt.NDArray[np.int32]:
+    """The completion tokens at `positions`, any shape, in [0, vocab_size)."""
+    draws = uniforms(np.full(positions.shape, seed, np.uint64), positions)
+    return (draws * vocab_size).astype(np.int32)
+
+
+class EchoEngine:
+    """Takes the embedded engine's settings too; of them model_path, dtype, device,
+    kv_cache_num_tokens and num_threads mean nothing here.
+
+    Args:
+        vocab_size: tokens are below it; a prompt with others is refused.
+        tokens_per_s: of each running request; None: as fast as it goes.
+        verify_checksums: check what a sync delivers (imports torch).
+        load_weights: serve as version 0 at once.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int = 256,
+        tokens_per_s: float | None = None,
+        verify_checksums: bool = False,
+        max_num_seqs: int = 256,
+        max_context_len: int = 4096,
+        tick_ms: float = 50.0,
+        load_weights: bool = False,
+        model_path: str = "",
+        dtype: str = "float32",
+        device: str = "cpu",
+        kv_cache_num_tokens: int | None = None,
+        num_threads: int = 1,
+    ) -> None:
+        if vocab_size < 1 or max_num_seqs < 1 or (tokens_per_s is not None and tokens_per_s <= 0):
+            raise ConfigError(
+                f"vocab_size={vocab_size}, max_num_seqs={max_num_seqs} and tokens_per_s="
+                f"{tokens_per_s} must be above 0"
+            )
+        self._vocab_size = vocab_size
+        self._tokens_per_s = tokens_per_s
+        self._verify_checksums = verify_checksums
+        self._max_num_seqs = max_num_seqs
+        self._max_context_len = max_context_len
+        self._tick_s = tick_ms / 1000
+        self._gate = EngineGate()
+        self._requests: dict[int, GenerationRequest] = {}  # the rest of each, in order of arrival
+        self._buffer = DeltaBuffer()
+        self._stream = DeltaStream(self._forget)
+        self._has_work = asyncio.Event()
+        self._is_quiet = asyncio.Event()  # a drain is over
+        self._receiver: EchoReceiver | None = None
+        self._num_tokens_total = 0
+        if load_weights:
+            self._gate.start_serving(0)
+
+    async def run(self) -> None:
+        """Makes tokens until cancelled."""
+        clock = asyncio.get_running_loop().time
+        while True:
+            await self._has_work.wait()
+            allowance, then = 0.0, clock()
+            while self._has_work.is_set():
+                if self._tokens_per_s is None:
+                    self._make_tokens(_MAX_BURST)
+                    await asyncio.sleep(0)  # lets requests and aborts in between two bursts
+                else:
+                    await asyncio.sleep(self._tick_s)  # stands for the time a model takes
+                    allowance += (clock() - then) * self._tokens_per_s
+                    then = clock()
+                    self._make_tokens(int(allowance))
+                    allowance -= int(allowance)
+
+    def _make_tokens(self, num_each: int) -> None:
+        """Up to `num_each` tokens for every request that has a place."""
+        if not self._gate.is_serving or num_each < 1:
+            return
+        for request in list(self._requests.values())[: self._max_num_seqs]:
+            count = min(num_each, request.max_new_tokens)
+            positions = np.arange(request.position, request.position + count)
+            tokens = echo_tokens(request.seed, positions, self._vocab_size)
+            stops = np.flatnonzero(np.isin(tokens, request.stop_token_ids))
+            if len(stops):
+                tokens = tokens[: stops[0] + 1]
+            self._buffer.add_runs(
+                ids=np.array([request.id]),
+                positions=positions[:1],
+                counts=np.array([len(tokens)]),
+                tokens=tokens,
+                logprobs=np.zeros(len(tokens), np.float32),
+                version=self._gate.version or 0,
+            )
+            self._num_tokens_total += len(tokens)
+            self._go_on(request, tokens, is_stopped=len(stops) > 0)
+        self._flush()
+        self._settle()
+
+    def _go_on(
+        self, request: GenerationRequest, tokens: npt.NDArray[np.int32], *, is_stopped: bool
+    ) -> None:
+        if is_stopped or len(tokens) == request.max_new_tokens:
+            del self._requests[request.id]
+            self._buffer.add_finish(request.id, "stop" if is_stopped else "length")
+        else:
+            self._requests[request.id] = request.resumed(np.append(request.tokens, tokens))
+
+    def _flush(self) -> None:
+        batch = self._buffer.take()
+        if batch is not None:
+            self._stream.put(batch, self._stream.epoch)
+
+    def _settle(self) -> None:
+        """Brings the events in line with the state; called after every change."""
+        if self._gate.is_draining and not self._requests:
+            self._gate.pause()
+        _assign(self._has_work, self._gate.is_serving and bool(self._requests))
+        _assign(self._is_quiet, not self._gate.is_draining)
+
+    def _forget(self, _epoch: int) -> None:
+        self._requests.clear()
+        self._buffer.clear()
+        self._settle()
+
+    # -- requests ------------------------------------------------------------------------
+
+    async def submit(self, requests: Sequence[Mapping[str, Any]]) -> None:
+        self._gate.admit()
+        parsed = [
+            parse_request(raw, max_context_len=self._max_context_len, vocab_size=self._vocab_size)
+            for raw in requests
+        ]
+        ids = [request.id for request in parsed]
+        taken = sorted(set(ids) & self._requests.keys())
+        if taken or len(set(ids)) < len(ids):
+            raise ValueError(f"request ids must be unique; already here: {taken or 'repeated'}")
+        self._requests.update(zip(ids, parsed, strict=True))
+        self._settle()
+
+    async def deltas(self) -> AsyncGenerator[DeltaBatch, None]:
+        async with aclosing(self._stream.read()) as batches:
+            async for batch in batches:
+                yield batch
+
+    async def abort(self, ids: Sequence[int] | None) -> int:
+        known = self._requests.keys()
+        wanted = list(known) if ids is None else [i for i in dict.fromkeys(ids) if i in known]
+        for request_id in wanted:
+            del self._requests[request_id]
+            self._buffer.add_finish(request_id, "abort")
+        self._flush()
+        self._settle()
+        return len(wanted)
+
+    async def pause(self, mode: PauseMode) -> None:
+        if mode not in ("abort", "keep", "drain"):
+            raise ValueError(f"pause mode must be abort, keep or drain, got {mode!r}")
+        if mode == "drain":
+            self._gate.drain()
+            self._settle()
+            await self._is_quiet.wait()
+            return
+        if mode == "abort":
+            await self.abort(None)
+        self._gate.pause()
+        self._settle()
+
+    async def resume(self) -> None:
+        self._gate.resume()
+        self._settle()
+
+    # -- memory: there is none, but the states are the same --------------------------------
+
+    async def sleep(self, level: SleepLevel) -> None:
+        if not self._requests:
+            self._gate.pause()
+        self._gate.sleep(level)
+        self._settle()
+
+    async def wake(self, tags: Sequence[Tag]) -> None:
+        if self._gate.wake(tags):
+            self._gate.woken()
+
+    # -- weights -------------------------------------------------------------------------
+
+    async def begin_update(
+        self, version: int, manifest: Mapping[str, Any], buckets: Mapping[str, Any]
+    ) -> None:
+        self._gate.begin_update(version, is_idle=not self._requests)
+        self._settle()
+        self._close_receiver()
+        self._receiver = await asyncio.to_thread(
+            EchoReceiver, manifest, buckets, verify=self._verify_checksums
+        )
+
+    async def load_bucket(self, idx: int) -> dict[str, int]:
+        return {"nbytes": self._open_receiver().load_bucket(idx)}
+
+    async def finish_update(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
+        return self._open_receiver().finish(regions)
+
+    async def commit_update(self) -> None:
+        self._open_receiver()
+        self._gate.commit_update()
+        self._close_receiver()
+
+    async def abort_update(self) -> None:
+        self._close_receiver()
+        self._gate.abort_update()
+
+    def _open_receiver(self) -> EchoReceiver:
+        if self._receiver is None:
+            raise WeightSyncError("no update is in progress; begin_update comes first")
+        return self._receiver
+
+    def _close_receiver(self) -> None:
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
+
+    async def stats(self) -> EngineStats:
+        version = self._gate.version
+        running = list(self._requests.values())[: self._max_num_seqs]
+        return EngineStats(
+            running=len(running),
+            waiting=len(self._requests) - len(running),
+            tokens_total=self._num_tokens_total,
+            kv_tokens_used=sum(len(request.tokens) for request in running),
+            version=-1 if version is None else version,
+            resident_nbytes=resident_nbytes(),
+            weights_nbytes=0,
+            kv_nbytes=0,
+        )
+
+
+def _assign(event: asyncio.Event, value: bool) -> None:
+    if value:
+        event.set()
+    else:
+        event.clear()

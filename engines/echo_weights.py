@@ -1,0 +1,85 @@
+"""The echo engine's end of a weight sync: takes every byte, keeps it only to check it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from umbra.runtime.errors import WeightSyncError
+from umbra.runtime.weights.image import BucketGrid, Extent
+from umbra.runtime.weights.manifest import Manifest
+from umbra.runtime.weights.memfd import open_buckets
+
+_OPEN_TIMEOUT_S = 10.0
+
+
+class EchoReceiver:
+    """One update. Owns the mapping of the buckets until `close`. Blocks for I/O when made.
+
+    Args:
+        verify: keep a copy of the image and check checksums, which imports torch.
+    """
+
+    def __init__(
+        self, manifest: Mapping[str, Any], buckets: Mapping[str, Any], *, verify: bool
+    ) -> None:
+        layout = Manifest.from_wire(manifest)
+        self._bucket_nbytes: int = buckets["bucket_nbytes"]
+        extents = [Extent(key, e.offset, e.nbytes) for key, e in enumerate(layout.entries)]
+        self._plan = BucketGrid(layout.nbytes, self._bucket_nbytes).cut(extents)
+        self._loaded: set[int] = set()
+        self._image = bytearray(len(self._plan) * self._bucket_nbytes) if verify else None
+        self._buckets = open_buckets(
+            buckets["fd_socket"], buckets["names"], self._bucket_nbytes, _OPEN_TIMEOUT_S
+        )
+
+    def load_bucket(self, idx: int) -> int:
+        """Payload bytes of bucket `idx`; each once, in any order."""
+        if idx in self._loaded or not 0 <= idx < len(self._plan):
+            raise WeightSyncError(
+                f"told to load bucket {idx} of {len(self._plan)}, "
+                f"{len(self._loaded)} are loaded already"
+            )
+        self._loaded.add(idx)
+        if self._image is not None:
+            start = idx * self._bucket_nbytes
+            bucket = self._buckets[idx % len(self._buckets)]
+            self._image[start : start + self._bucket_nbytes] = bucket.memory[:]
+        return sum(piece.nbytes for piece in self._plan[idx])
+
+    def finish(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
+        """Counts the regions, and checks them where a copy was kept."""
+        if len(self._loaded) != len(self._plan):
+            raise WeightSyncError(
+                f"{len(self._loaded)} of {len(self._plan)} buckets were loaded before attesting"
+            )
+        return {
+            "count": len(regions),
+            "nbytes": sum(region[1] or 0 for region in regions),
+            "mismatches": [] if self._image is None else _mismatches(self._image, regions),
+        }
+
+    def close(self) -> None:
+        for bucket in self._buckets:
+            bucket.close()
+        self._buckets = []
+
+
+def _mismatches(image: bytearray, regions: Sequence[Sequence[int | None]]) -> list[str]:
+    import torch
+
+    from umbra.runtime.weights.checksum import Checksummer
+
+    checksummer = Checksummer()
+    data = torch.frombuffer(image, dtype=torch.uint8)
+    found: list[str] = []
+    for offset, nbytes, checksum in regions:
+        if offset is None or nbytes is None or checksum is None:
+            continue
+        arrived = checksummer.of(data[offset : offset + nbytes])
+        if arrived != checksum:
+            found.append(
+                f"bytes [{offset}, {offset + nbytes}): sent {checksum:#018x}, "
+                f"arrived {arrived:#018x}"
+            )
+    return found

@@ -1,0 +1,182 @@
+"""The one thread that owns an engine's torch work, and the loop's way to it.
+
+event loop                               compute thread
+  run(job) ── jobs ─────────────────────▶ between two steps: job(worker)
+  future  ◀── call_soon_threadsafe ────── result or error
+  on_batch ◀─ call_soon_threadsafe ────── token deltas, at most one batch a tick
+  on_failure ◀ call_soon_threadsafe ───── a step raised: the thread has ended
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+from umbra.engines.deltas import DeltaBatch
+from umbra.engines.embedded.worker import EngineWorker
+from umbra.runtime.errors import EngineError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Job = Callable[[EngineWorker], Any]
+
+_STOP_TIMEOUT_S: Final = 10.0
+# A step in progress is waited for; longer than any sane step, shorter than a supervisor's patience.
+
+
+class ComputeThread:
+    """Owns the thread and, inside it, the worker. An async context manager.
+
+    Entering builds the worker in the thread and raises what that raises.
+
+    Args:
+        build: makes the worker; called in the thread.
+        on_batch: called on the loop with a batch and the epoch it belongs to.
+        on_failure: called on the loop, at most once.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], EngineWorker],
+        *,
+        tick_s: float,
+        on_batch: Callable[[DeltaBatch, int], None],
+        on_failure: Callable[[Exception], None],
+    ) -> None:
+        self._build = build
+        self._tick_s = tick_s
+        self._on_batch = on_batch
+        self._on_failure = on_failure
+        self._jobs: queue.SimpleQueue[tuple[Job, asyncio.Future[Any]] | None] = queue.SimpleQueue()
+        self._pending: set[asyncio.Future[Any]] = set()
+        self._error: Exception | None = None
+        self._epoch = 0  # of the consumer that batches are made for; set in the thread
+        self._thread = threading.Thread(target=self._main, name="engine-compute", daemon=True)
+
+    async def __aenter__(self) -> ComputeThread:
+        self._loop = asyncio.get_running_loop()
+        self._built: asyncio.Future[None] = self._loop.create_future()
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+        self._thread.start()
+        await self._built
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self._jobs.put(None)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_STOP_TIMEOUT_S):
+                await self._ended
+            self._thread.join(_STOP_TIMEOUT_S)
+
+    async def run(self, job: Callable[[EngineWorker], T]) -> T:
+        """Runs `job` in the thread between two steps. Once queued it runs, cancelled or not.
+
+        Raises:
+            EngineError: the thread has failed; carries its traceback.
+        """
+        if self._error is not None:
+            raise self._error
+        future: asyncio.Future[T] = self._loop.create_future()
+        self._pending.add(future)
+        future.add_done_callback(self._pending.discard)
+        self._jobs.put((job, future))
+        return await future
+
+    def post(self, job: Job) -> None:
+        """Queues `job` without waiting for it. Its errors are logged."""
+        future: asyncio.Future[Any] = self._loop.create_future()
+        future.add_done_callback(_log_error)
+        self._jobs.put((job, future))
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Drops all requests; later batches carry `epoch`."""
+
+        def forget(worker: EngineWorker) -> None:
+            worker.forget_requests()
+            self._epoch = epoch
+
+        self.post(forget)
+
+    # -- in the thread -------------------------------------------------------------------
+
+    def _main(self) -> None:
+        try:
+            worker = self._build()
+        except Exception as error:  # noqa: BLE001 - belongs to whoever enters
+            self._call_soon(_fail_future, self._built, error)
+        else:
+            self._call_soon(_set_result, self._built, None)
+            try:
+                self._serve(worker)
+            except Exception as error:  # a step failed: the engine is broken
+                logger.exception("the engine's compute thread failed")
+                self._call_soon(self._fail, error)
+        self._call_soon(_set_result, self._ended, None)
+
+    def _serve(self, worker: EngineWorker) -> None:
+        next_flush = 0.0
+        while True:
+            can_step = worker.can_step
+            while not can_step or not self._jobs.empty():
+                item = self._jobs.get()
+                if item is None:
+                    return
+                self._run_job(worker, *item)
+                can_step = worker.can_step
+                if not can_step and self._jobs.empty():
+                    self._flush(worker)
+            worker.step()
+            now = time.monotonic()
+            if now >= next_flush or not worker.can_step:
+                self._flush(worker)
+                next_flush = now + self._tick_s
+
+    def _flush(self, worker: EngineWorker) -> None:
+        batch = worker.take_deltas()
+        if batch is not None:
+            self._call_soon(self._on_batch, batch, self._epoch)
+
+    def _run_job(self, worker: EngineWorker, job: Job, future: asyncio.Future[Any]) -> None:
+        try:
+            result = job(worker)
+        except Exception as error:  # noqa: BLE001 - belongs to the caller
+            self._call_soon(_fail_future, future, error)
+        else:
+            self._call_soon(_set_result, future, result)
+
+    def _call_soon(self, callback: Callable[..., None], *args: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody is left to tell
+            self._loop.call_soon_threadsafe(callback, *args)
+
+    # -- on the loop ---------------------------------------------------------------------
+
+    def _fail(self, error: Exception) -> None:
+        reason = f"{type(error).__name__}: {error}"
+        failure = EngineError(f"the engine's compute thread failed: {reason}")
+        failure.__cause__ = error
+        self._error = failure
+        for future in list(self._pending):
+            _fail_future(future, failure)
+        self._on_failure(failure)
+
+
+def _set_result(future: asyncio.Future[Any], result: object) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _fail_future(future: asyncio.Future[Any], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)
+
+
+def _log_error(future: asyncio.Future[Any]) -> None:
+    if not future.cancelled() and future.exception() is not None:
+        logger.error("a posted job failed", exc_info=future.exception())

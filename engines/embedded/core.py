@@ -1,0 +1,295 @@
+"""The embedded engine without threads or sockets: requests in, token deltas out, step by step.
+
+One step admits what fits (prefill, first token), then gives every running sequence one more
+token (decode). All sequences of a step share one forward pass.
+
+B: sequences in a pass, V: vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from umbra.engines.deltas import DeltaBatch, DeltaBuffer
+from umbra.engines.embedded.kv_cache import KvCache
+from umbra.engines.embedded.model import DecoderModel
+from umbra.engines.embedded.rows import RowTable
+from umbra.engines.embedded.sampler import sample
+from umbra.engines.embedded.scheduler import Limits, plan_admission, plan_growth
+from umbra.engines.requests import GenerationRequest
+from umbra.engines.uniforms import uniforms
+
+Int64Array = npt.NDArray[np.int64]
+
+NOT_FINITE: Final = "error: the model's logits are not finite; its weights are broken"
+
+
+class EngineCore:
+    """Owns the queue, the row table and the KV cache; borrows the model. Not thread-safe.
+
+    Attributes:
+        version: of the weights; stamped on the tokens they make.
+    """
+
+    def __init__(self, model: DecoderModel, limits: Limits) -> None:
+        self.version = 0
+        self.num_tokens_total = 0
+        self._model = model
+        self._limits = limits
+        self._device = model.parameters.device
+        self._waiting: deque[GenerationRequest] = deque()
+        self._arrivals: dict[int, int] = {}  # request id -> place in the order of arrival
+        self._num_arrived = 0
+        self._rows = RowTable(max_rows=limits.max_num_seqs, max_context_len=limits.max_context_len)
+        self._deltas = DeltaBuffer()
+        self.cache = KvCache(
+            model.config,
+            num_tokens=limits.kv_cache_num_tokens,
+            dtype=model.parameters.dtype,
+            device=self._device,
+        )
+
+    @property
+    def num_running(self) -> int:
+        return self._rows.count
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting) or self._rows.count > 0
+
+    @property
+    def has_finishes(self) -> bool:
+        """Whether the next take carries a finish."""
+        return self._deltas.has_finishes
+
+    @property
+    def kv_tokens_used(self) -> int:
+        rows = self._rows
+        return int(rows.lens[: rows.count].sum())
+
+    def add(self, requests: Sequence[GenerationRequest]) -> None:
+        """Queues requests.
+
+        Raises:
+            ValueError: an id is in use; then none of them is queued.
+        """
+        ids = [request.id for request in requests]
+        taken = sorted(set(ids) & self._arrivals.keys())
+        if taken or len(set(ids)) < len(ids):
+            raise ValueError(f"request ids must be unique; already here: {taken or 'repeated'}")
+        for request in requests:
+            self._arrivals[request.id] = self._num_arrived
+            self._num_arrived += 1
+            self._waiting.append(request)
+
+    def abort(self, ids: Iterable[int] | None = None) -> int:
+        """Ends requests (None: all) with reason "abort"; tokens already sampled are delivered."""
+        wanted = self._arrivals.keys() if ids is None else self._arrivals.keys() & set(ids)
+        wanted = set(wanted)
+        kept: deque[GenerationRequest] = deque()
+        for request in self._waiting:
+            if request.id in wanted:
+                self._finish_id(request.id, "abort")
+            else:
+                kept.append(request)
+        self._waiting = kept
+        rows = self._rows
+        self._remove([(row, "abort") for row in range(rows.count) if int(rows.ids[row]) in wanted])
+        return len(wanted)
+
+    def forget(self) -> None:
+        """Drops all requests and undelivered deltas: nobody is left to read them."""
+        self.abort()
+        self._deltas.clear()
+
+    def set_version(self, version: int) -> None:
+        """Tokens sampled from here on carry `version`; a run never mixes two."""
+        self._cut_runs()
+        self.version = version
+
+    def take_deltas(self) -> DeltaBatch | None:
+        """All tokens and finishes since the last take."""
+        self._cut_runs()
+        return self._deltas.take()
+
+    def preempt_all(self) -> None:
+        """Puts all running requests back into the queue; their cache rows may then be lost."""
+        self._evict(list(range(self._rows.count)))
+
+    def step(self) -> None:
+        """One prefill if anything waits and fits, then one token for all that run."""
+        with torch.inference_mode():
+            if self._waiting:
+                self._admit()
+            if self._rows.count:
+                self._make_room()
+                self._decode()
+
+    # -- prefill -------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        rows, limits = self._rows, self._limits
+        free = limits.max_num_seqs - rows.count
+        heads = list(islice(self._waiting, free))
+        admission = plan_admission(
+            limits,
+            waiting_lens=[len(request.tokens) for request in heads],
+            num_running=rows.count,
+            longest_running=self._longest(),
+            capacity=self.cache.capacity,
+        )
+        if admission.count == 0:
+            return
+        self._resize(admission.capacity)
+        first = rows.count
+        requests = [self._waiting.popleft() for _ in range(admission.count)]
+        for request in requests:
+            rows.append(request, self._arrivals[request.id])
+        prompts, copies = _unique([request.tokens for request in requests])
+        lens = np.array([len(prompt) for prompt in prompts])
+        padded = np.zeros((len(prompts), int(lens.max())), np.int64)
+        for idx, prompt in enumerate(prompts):
+            padded[idx, : len(prompt)] = prompt
+        copies_tensor = None if copies is None else self._to_device(copies)
+        logits = self._model.prefill(
+            self._to_device(padded),
+            self._to_device(lens - 1),
+            self.cache,
+            first_row=first,
+            copies=copies_tensor,
+        )
+        if copies_tensor is not None:
+            logits = logits.index_select(0, copies_tensor)
+        self._sample(first, logits)
+
+    def _longest(self) -> int:
+        rows = self._rows
+        return int(rows.lens[: rows.count].max()) if rows.count else 0
+
+    def _resize(self, capacity: int) -> None:
+        kept = min(self._longest(), self.cache.capacity)
+        self.cache.set_capacity(capacity, num_rows=self._rows.count, num_tokens=kept)
+
+    # -- decode --------------------------------------------------------------------------
+
+    def _make_room(self) -> None:
+        """Every running row can take its last token's keys and values afterwards."""
+        rows = self._rows
+        if self._longest() <= self.cache.capacity:
+            return
+        growth = plan_growth(
+            self._limits,
+            lens=rows.lens[: rows.count].tolist(),
+            arrivals=rows.arrivals[: rows.count].tolist(),
+            capacity=self.cache.capacity,
+        )
+        self._evict(growth.evicted)
+        self._resize(growth.capacity)
+
+    def _evict(self, evicted: Sequence[int]) -> None:
+        """Running requests back to the head of the queue, the oldest first."""
+        rows = self._rows
+        if not evicted:
+            return
+        rows.cut_runs(np.array(evicted), self._deltas, self.version)
+        for row in sorted(evicted, key=lambda row: int(rows.arrivals[row]), reverse=True):
+            self._waiting.appendleft(rows.rest_of(row))
+        self._drop_rows(evicted)
+
+    def _decode(self) -> None:
+        rows = self._rows
+        lens = rows.lens[: rows.count]
+        token_ids = rows.tokens[rows.all_rows(), lens - 1].astype(np.int64)
+        logits = self._model.decode(
+            self._to_device(token_ids),
+            self._to_device(lens - 1),
+            self.cache,
+            span=int(lens.max()),
+        )
+        self._sample(0, logits)
+
+    # -- sampling and finishing ----------------------------------------------------------
+
+    def _sample(self, first: int, logits: Tensor) -> None:
+        """One token for each row from `first` on; logits are theirs, in order."""
+        rows = self._rows
+        chosen = slice(first, rows.count)
+        temperatures, is_greedy = rows.temperatures[chosen], rows.is_greedy[chosen]
+        draws = uniforms(rows.seeds[chosen], rows.lens[chosen] + rows.offsets[chosen])
+        sampled, sampled_logprobs = sample(
+            logits,
+            temperatures=(
+                None
+                if (temperatures == 1).all()
+                else self._to_device(temperatures[:, None]).to(logits.dtype)
+            ),
+            is_greedy=self._to_device(is_greedy) if is_greedy.any() else None,
+            uniforms=self._to_device(draws[:, None]),
+        )
+        tokens = sampled.cpu().numpy()
+        logprobs = sampled_logprobs.float().cpu().numpy()
+        self.num_tokens_total += len(tokens)
+        rows.push(first, tokens, logprobs)
+        stopped, ended = rows.finished(first, tokens)
+        is_broken = ~np.isfinite(logprobs)
+        if is_broken.any():
+            rows.lens[first : rows.count][is_broken] -= 1  # that token is not worth having
+        done = stopped | ended | is_broken
+        if done.any():
+            reasons = np.where(is_broken, NOT_FINITE, np.where(stopped, "stop", "length"))
+            self._remove([(first + int(idx), str(reasons[idx])) for idx in np.flatnonzero(done)])
+        if is_broken.any():
+            self.cache.clear_beyond((rows.lens[: rows.count] - 1).tolist())
+
+    def _remove(self, finished: Sequence[tuple[int, str]]) -> None:
+        """Ends running requests: (row, reason) each."""
+        if not finished:
+            return
+        numbers = [row for row, _ in finished]
+        self._rows.cut_runs(np.array(numbers), self._deltas, self.version)
+        for row, reason in finished:
+            self._finish_id(int(self._rows.ids[row]), reason)
+        self._drop_rows(numbers)
+
+    def _finish_id(self, request_id: int, reason: str) -> None:
+        del self._arrivals[request_id]
+        self._deltas.add_finish(request_id, reason)
+
+    def _drop_rows(self, numbers: Sequence[int]) -> None:
+        for source, target in self._rows.remove(numbers):
+            self.cache.move_row(source, target, num_tokens=int(self._rows.lens[target]))
+
+    def _cut_runs(self) -> None:
+        self._rows.cut_runs(self._rows.all_rows(), self._deltas, self.version)
+
+    def _to_device(self, array: npt.NDArray[np.generic]) -> Tensor:
+        return torch.as_tensor(array, device=self._device)  # shares memory on the CPU
+
+
+def _unique(
+    prompts: Sequence[npt.NDArray[np.int32]],
+) -> tuple[list[npt.NDArray[np.int32]], Int64Array | None]:
+    """Distinct prompts, and which of them each request has (None: all differ).
+
+    The samples of a group share a prompt; it is computed once.
+    """
+    known: dict[bytes, int] = {}
+    distinct: list[npt.NDArray[np.int32]] = []
+    copies = np.zeros(len(prompts), np.int64)
+    for idx, prompt in enumerate(prompts):
+        copies[idx] = known.setdefault(prompt.tobytes(), len(distinct))
+        if copies[idx] == len(distinct):
+            distinct.append(prompt)
+    return distinct, None if len(distinct) == len(prompts) else copies

@@ -1,0 +1,109 @@
+"""Reading a checkpoint: safetensors files, sharded or not, into parameters by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final, cast
+
+import torch
+from safetensors import SafetensorError, safe_open  # pyright: ignore[reportUnknownVariableType]
+from torch import Tensor
+
+from umbra.engines.embedded.parameters import Parameters
+from umbra.runtime.errors import ConfigError, DataError
+
+DTYPES: Final = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+}
+_READABLE: Final = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+_IGNORED_SUFFIXES: Final = (".rotary_emb.inv_freq",)  # buffers that old checkpoints carry
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """The torch dtype of an engine's `dtype` setting."""
+    if name not in DTYPES:
+        raise ConfigError(f"dtype {name!r} is not supported; allowed: {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def load_checkpoint(model_path: str, parameters: Parameters) -> None:
+    """Fills all parameters from `model_path`/*.safetensors, converting to their dtype.
+
+    Raises:
+        DataError: files or tensors are missing, unexpected, mis-shaped or of an unusable dtype.
+    """
+    missing = set(parameters.destinations)
+    with ExitStack() as stack:
+        for name, tensor, file in _tensors(model_path, stack):
+            if name.endswith(_IGNORED_SUFFIXES):
+                continue
+            target = parameters.destinations.get(parameters.aliases.get(name, name))
+            if target is None:
+                raise DataError(
+                    f"{file} holds {name!r}, which this architecture does not have; config.json "
+                    "and weights do not belong together"
+                )
+            _check(name, tensor, target, file)
+            if name in parameters.aliases:
+                continue  # a tied tensor that was written twice
+            target.copy_(tensor)
+            missing.discard(name)
+    if missing:
+        names = sorted(missing)
+        shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+        raise DataError(
+            f"{model_path} lacks {len(names)} tensors of the architecture in its config.json: "
+            f"{shown}"
+        )
+    parameters.refresh()
+
+
+def _check(name: str, tensor: Tensor, target: Tensor, file: Path) -> None:
+    if tensor.shape != target.shape:
+        raise DataError(
+            f"{file}: {name!r} has shape {tuple(tensor.shape)}, config.json asks for "
+            f"{tuple(target.shape)}"
+        )
+    if tensor.dtype not in _READABLE:
+        raise DataError(
+            f"{file}: {name!r} has dtype {tensor.dtype}; allowed: float16, bfloat16, float32, "
+            "float64 (quantised checkpoints are not supported)"
+        )
+
+
+def _tensors(model_path: str, stack: ExitStack) -> Iterator[tuple[str, Tensor, Path]]:
+    for file in _files(Path(model_path)):
+        try:
+            reader = cast(Any, stack.enter_context(safe_open(str(file), framework="pt")))
+            names: list[str] = list(reader.keys())
+            for name in names:
+                yield name, cast(Tensor, reader.get_tensor(name)), file
+        except (OSError, SafetensorError) as error:
+            raise DataError(f"{file} cannot be read: {error}") from error
+
+
+def _files(folder: Path) -> list[Path]:
+    """The checkpoint's files: those its index names, else every *.safetensors."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = set(json.loads(index.read_text())["weight_map"].values())
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise DataError(f"{index} cannot be read: {error!r}") from error
+        files = [folder / str(name) for name in sorted(names)]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    absent = [file.name for file in files if not file.is_file()]
+    if absent:
+        raise DataError(f"{index} names {absent}, which {folder} does not have")
+    if not files:
+        raise DataError(
+            f"{folder} holds no *.safetensors; save the model with save_pretrained (pickled "
+            "*.bin checkpoints are not read)"
+        )
+    return files

@@ -1,0 +1,168 @@
+"""The forward pass of Llama-like decoders (Llama, Qwen2, Qwen3) over a row KV cache.
+
+Few, large operations: at a fraction of a million parameters the cost of a step is the number of
+torch calls as much as their arithmetic.
+
+B: sequences, T: tokens a sequence (padded on the right), M: tokens in a flat batch, E: hidden
+size, H: query heads, K: key/value heads, G: query heads per key/value head, D: head dimension.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from umbra.engines.embedded.config import ModelConfig
+from umbra.engines.embedded.kv_cache import KvCache
+from umbra.engines.embedded.parameters import LayerParameters, Parameters
+from umbra.engines.embedded.rope import rope_tables
+
+
+class DecoderModel:
+    """Parameters and the two passes that use them. Call both under `torch.inference_mode()`."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        max_context_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.config = config
+        self.parameters = Parameters(config, dtype, device)
+        cosines, sines = rope_tables(
+            config.rope, head_dim=config.head_dim, num_positions=max_context_len, dtype=dtype
+        )
+        self._cosines, self._sines = cosines.to(device), sines.to(device)  # [P, 1, D]
+
+    def prefill(
+        self,
+        token_ids: Tensor,
+        last: Tensor,
+        cache: KvCache,
+        *,
+        first_row: int,
+        copies: Tensor | None,
+    ) -> Tensor:
+        """Runs whole prompts and fills cache rows from `first_row` on.
+
+        Args:
+            token_ids: [B, T] int64, padded on the right with any token.
+            last: [B] int64, index of each prompt's last token.
+            copies: [N] int64, which prompt each row gets (a group shares one), or None for
+                one row a prompt in their order.
+
+        Returns:
+            Logits after each prompt's last token, [B, V].
+        """
+        num_seqs, num_tokens = token_ids.shape
+        positions = torch.arange(num_tokens, device=token_ids.device).repeat(num_seqs)
+        rope = self._cosines.index_select(0, positions), self._sines.index_select(0, positions)
+        hidden = self.parameters.embedding.index_select(0, token_ids.flatten())
+        num_rows = num_seqs if copies is None else len(copies)
+        rows = slice(first_row, first_row + num_rows)
+        for idx, layer in enumerate(self.parameters.layers):
+            query, key, value = (
+                heads.view(num_seqs, num_tokens, -1, self.config.head_dim).transpose(1, 2)
+                for heads in self._project(layer, hidden, rope)
+            )
+            for cached, fresh in ((cache.keys[idx], key), (cache.values[idx], value)):
+                cached[rows, :, :num_tokens] = (
+                    fresh if copies is None else fresh.index_select(0, copies)
+                )
+            attended = F.scaled_dot_product_attention(
+                query, key, value, is_causal=True, enable_gqa=True
+            )
+            flat = attended.transpose(1, 2).reshape(num_seqs * num_tokens, -1)
+            hidden = self._finish_layer(layer, hidden, flat)
+        ends = torch.arange(num_seqs, device=last.device) * num_tokens + last
+        return self._logits(hidden.index_select(0, ends))
+
+    def decode(self, token_ids: Tensor, positions: Tensor, cache: KvCache, *, span: int) -> Tensor:
+        """Runs one token a sequence; sequence i is cache row i.
+
+        Args:
+            token_ids: [B] int64.
+            positions: [B] int64, each token's place in its sequence, below `span`.
+            span: tokens of the longest sequence, this step's included.
+
+        Returns:
+            Logits [B, V].
+        """
+        num_seqs, config = len(token_ids), self.config
+        num_groups = num_seqs * config.num_kv_heads
+        rope = self._cosines.index_select(0, positions), self._sines.index_select(0, positions)
+        starts = torch.arange(
+            0, num_groups * cache.capacity, cache.capacity, device=positions.device
+        )
+        slots = (starts.view(num_seqs, -1) + positions[:, None]).flatten()  # [B K]
+        mask = self._mask(positions, span)
+        scale = config.head_dim**-0.5
+        hidden = self.parameters.embedding.index_select(0, token_ids)
+        for idx, layer in enumerate(self.parameters.layers):
+            query, key, value = self._project(layer, hidden, rope)
+            cache.key_slots[idx].index_copy_(0, slots, key.reshape(num_groups, -1))
+            cache.value_slots[idx].index_copy_(0, slots, value.reshape(num_groups, -1))
+            keys = cache.key_groups[idx][:num_groups, :span]  # [B K, T, D]
+            values = cache.value_groups[idx][:num_groups, :span]
+            scores = torch.baddbmm(
+                mask,
+                query.reshape(num_groups, -1, config.head_dim),
+                keys.transpose(1, 2),
+                alpha=scale,
+            )  # [B K, G, T]
+            attended = torch.bmm(torch.softmax(scores, -1), values)
+            hidden = self._finish_layer(layer, hidden, attended.view(num_seqs, -1))
+        return self._logits(hidden)
+
+    def _mask(self, positions: Tensor, span: int) -> Tensor:
+        """[B K, 1, T]: 0 where a sequence has a token, -inf behind its end."""
+        columns = torch.arange(span, device=positions.device)
+        mask = torch.zeros(
+            (len(positions), span), dtype=self.parameters.dtype, device=positions.device
+        )
+        mask.masked_fill_(columns > positions[:, None], float("-inf"))
+        return mask.repeat_interleave(self.config.num_kv_heads, 0)[:, None]
+
+    def _project(
+        self, layer: LayerParameters, hidden: Tensor, rope: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries [M, H, D] and keys [M, K, D], and values [M, K, D]."""
+        config = self.config
+        qkv = F.linear(self._norm(hidden, layer.input_norm), layer.qkv, layer.qkv_bias)
+        heads = qkv.view(len(hidden), -1, config.head_dim)
+        num_rotated = config.num_heads + config.num_kv_heads
+        rotated, value = heads[:, :num_rotated], heads[:, num_rotated:]
+        if layer.qk_norm is not None:
+            rotated = self._norm(rotated, layer.qk_norm)
+        half_turned = rotated.roll(config.head_dim // 2, -1)
+        rotated = torch.mul(rotated, rope[0]).addcmul_(half_turned, rope[1])
+        return rotated[:, : config.num_heads], rotated[:, config.num_heads :], value
+
+    def _finish_layer(self, layer: LayerParameters, hidden: Tensor, attended: Tensor) -> Tensor:
+        """Output projection and MLP, both with their residuals."""
+        hidden = _add_linear(hidden, attended, layer.output, layer.output_bias)
+        gate_up = F.linear(self._norm(hidden, layer.post_norm), layer.gate_up, layer.gate_up_bias)
+        gate, up = gate_up.chunk(2, -1)
+        return _add_linear(hidden, F.silu(gate).mul_(up), layer.down, layer.down_bias)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(self._norm(hidden, self.parameters.final_norm), self.parameters.head)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Root-mean-square norm over the last dim, in float32 as transformers does it."""
+        if x.dtype == torch.float32 and weight.dim() == 1:
+            return F.rms_norm(x, (x.shape[-1],), weight, self.config.norm_eps)
+        wide = x.float()
+        variance = wide.pow(2).mean(-1, keepdim=True)
+        scaled = wide * torch.rsqrt(variance + self.config.norm_eps)
+        return weight * scaled.to(x.dtype)
+
+
+def _add_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """residual + x @ weight.T + bias, in one product where there is no bias."""
+    if bias is None:
+        return torch.addmm(residual, x, weight.t())
+    return residual + F.linear(x, weight, bias)

@@ -1,0 +1,163 @@
+"""The parameters of a decoder model: one arena, fused matrices, and views by Hugging Face name.
+
+Matrices that read the same input are fused (q, k, v; gate, up): fewer, larger products a step.
+Copying a checkpoint tensor into its view in `destinations` puts it, bit for bit, where the
+forward pass reads it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from umbra.engines.embedded.arena import Arena
+from umbra.engines.embedded.config import ModelConfig
+
+_ALIGNMENT_NBYTES = 256  # what the widest vector loads and CUDA's copies like
+
+
+@dataclass(slots=True)
+class LayerParameters:
+    """One decoder layer. E: hidden size, H: query heads, K: key/value heads, D: head dimension,
+    F: intermediate size."""
+
+    input_norm: Tensor  # [E]
+    qkv: Tensor  # [(H + 2K) D, E]
+    qkv_bias: Tensor | None  # [(H + 2K) D]
+    qk_norm: Tensor | None  # [H + K, D] q_norm and k_norm repeated; see Parameters.refresh
+    output: Tensor  # [E, H D]
+    output_bias: Tensor | None  # [E]
+    post_norm: Tensor  # [E]
+    gate_up: Tensor  # [2F, E]
+    gate_up_bias: Tensor | None  # [2F]
+    down: Tensor  # [E, F]
+    down_bias: Tensor | None  # [E]
+
+
+class Parameters:
+    """Owns the weights arena.
+
+    `destinations` maps every Hugging Face name to a contiguous view, `aliases` names of tied
+    tensors to the name that holds the bytes. Call `refresh()` after writing to any of them.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype = dtype
+        self.device = device
+        self._config = config
+        self._host_copy: Tensor | None = None
+        self._arena: Arena | None = None
+        self._build()  # on the meta device: counts bytes
+        self._arena = Arena(self._offset_nbytes, device)
+        self._arena.populate()
+        self._build()
+
+    @property
+    def arena(self) -> Arena:
+        assert self._arena is not None
+        return self._arena
+
+    def _build(self) -> None:
+        config, width = self._config, self._config.hidden_size
+        self._offset_nbytes = 0
+        self.destinations: dict[str, Tensor] = {}
+        self.aliases: dict[str, str] = {}
+        self.embedding = self._add("model.embed_tokens.weight", config.vocab_size, width)
+        self.layers = [self._layer(idx) for idx in range(config.num_layers)]
+        self.final_norm = self._add("model.norm.weight", width)
+        if config.has_tied_embeddings:
+            self.aliases["lm_head.weight"] = "model.embed_tokens.weight"
+            self.head = self.embedding
+        else:
+            self.head = self._add("lm_head.weight", config.vocab_size, width)
+
+    def refresh(self) -> None:
+        """Recomputes what is derived from the parameters."""
+        config = self._config
+        for idx, layer in enumerate(self.layers):
+            if layer.qk_norm is not None:
+                prefix = f"model.layers.{idx}.self_attn"
+                layer.qk_norm[: config.num_heads] = self.destinations[f"{prefix}.q_norm.weight"]
+                layer.qk_norm[config.num_heads :] = self.destinations[f"{prefix}.k_norm.weight"]
+
+    def release(self) -> None:
+        """Frees the memory; the weights are lost."""
+        self._host_copy = None
+        self.arena.release()
+
+    def move_to_host(self) -> None:
+        """Frees device memory, keeping the weights in host memory. On the CPU they stay."""
+        if self.device.type != "cpu" and self.arena.is_resident:
+            self._host_copy = self.arena.data.cpu()
+            self.arena.release()
+
+    def restore(self) -> None:
+        """Takes memory again, with the weights where `move_to_host` kept them, else zeros."""
+        self.arena.restore()
+        self.arena.populate()
+        if self._host_copy is not None:
+            self.arena.data.copy_(self._host_copy)
+            self._host_copy = None
+
+    def _layer(self, idx: int) -> LayerParameters:
+        config, width = self._config, self._config.hidden_size
+        prefix = f"model.layers.{idx}"
+        query_rows = config.num_heads * config.head_dim
+        kv_rows = config.num_kv_heads * config.head_dim
+        qkv = {
+            f"{prefix}.self_attn.q_proj": query_rows,
+            f"{prefix}.self_attn.k_proj": kv_rows,
+            f"{prefix}.self_attn.v_proj": kv_rows,
+        }
+        mlp_rows = config.intermediate_size
+        gate_up = {f"{prefix}.mlp.gate_proj": mlp_rows, f"{prefix}.mlp.up_proj": mlp_rows}
+        return LayerParameters(
+            input_norm=self._add(f"{prefix}.input_layernorm.weight", width),
+            qkv=self._add_fused(qkv, ".weight", width),
+            qkv_bias=self._add_fused(qkv, ".bias") if config.has_qkv_bias else None,
+            qk_norm=self._add_qk_norm(f"{prefix}.self_attn") if config.has_qk_norm else None,
+            output=self._add(f"{prefix}.self_attn.o_proj.weight", width, query_rows),
+            output_bias=(
+                self._add(f"{prefix}.self_attn.o_proj.bias", width)
+                if config.has_output_bias
+                else None
+            ),
+            post_norm=self._add(f"{prefix}.post_attention_layernorm.weight", width),
+            gate_up=self._add_fused(gate_up, ".weight", width),
+            gate_up_bias=self._add_fused(gate_up, ".bias") if config.has_mlp_bias else None,
+            down=self._add(f"{prefix}.mlp.down_proj.weight", width, mlp_rows),
+            down_bias=(
+                self._add(f"{prefix}.mlp.down_proj.bias", width) if config.has_mlp_bias else None
+            ),
+        )
+
+    def _add(self, name: str, *shape: int) -> Tensor:
+        tensor = self._carve(shape)
+        self.destinations[name] = tensor
+        return tensor
+
+    def _add_fused(self, rows: dict[str, int], suffix: str, *columns: int) -> Tensor:
+        fused = self._carve((sum(rows.values()), *columns))
+        row = 0
+        for name, num_rows in rows.items():
+            self.destinations[name + suffix] = fused[row : row + num_rows]
+            row += num_rows
+        return fused
+
+    def _add_qk_norm(self, prefix: str) -> Tensor:
+        config = self._config
+        self._add(f"{prefix}.q_norm.weight", config.head_dim)
+        self._add(f"{prefix}.k_norm.weight", config.head_dim)
+        return self._carve((config.num_heads + config.num_kv_heads, config.head_dim))
+
+    def _carve(self, shape: tuple[int, ...]) -> Tensor:
+        """The next stretch of the arena, or a stand-in while its size is being counted."""
+        offset_nbytes = self._offset_nbytes
+        size_nbytes = math.prod(shape) * self.dtype.itemsize
+        self._offset_nbytes += -(-size_nbytes // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
+        if self._arena is None:
+            return torch.empty(shape, dtype=self.dtype, device="meta")
+        return self._arena.view(offset_nbytes, shape, self.dtype)

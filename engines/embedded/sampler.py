@@ -1,0 +1,62 @@
+"""Choosing the next tokens, and the log-probability each was chosen with.
+
+B: sequences, V: vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+_MAX_CHUNK_ELEMENTS: Final = 1 << 25
+# Of logits worked on at once; the float64 sums take 8 bytes each. Larger raises peak memory,
+# smaller makes more steps.
+
+
+def sample(
+    logits: Tensor, *, temperatures: Tensor | None, is_greedy: Tensor | None, uniforms: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Inverse-CDF sampling, in float32, or float64 for float64 logits; sums in float64.
+
+    Args:
+        logits: [B, V].
+        temperatures: [B, 1] float, 1 where greedy; None when all are 1.
+        is_greedy: [B] bool; None when nothing is greedy.
+        uniforms: [B, 1] float64 in (0, 1).
+
+    Returns:
+        Tokens [B] int64 and logprobs [B] float32 or float64; NaN where logits are not finite.
+    """
+    num_seqs, vocab_size = logits.shape
+    step = max(1, _MAX_CHUNK_ELEMENTS // vocab_size)
+    if num_seqs <= step:
+        return _sample(logits, temperatures, is_greedy, uniforms)
+    chunks = [
+        _sample(
+            logits[start : start + step],
+            None if temperatures is None else temperatures[start : start + step],
+            None if is_greedy is None else is_greedy[start : start + step],
+            uniforms[start : start + step],
+        )
+        for start in range(0, num_seqs, step)
+    ]
+    return torch.cat([tokens for tokens, _ in chunks]), torch.cat([lps for _, lps in chunks])
+
+
+def _sample(
+    logits: Tensor, temperatures: Tensor | None, is_greedy: Tensor | None, uniforms: Tensor
+) -> tuple[Tensor, Tensor]:
+    if logits.dtype != torch.float64:
+        logits = logits.float()
+    if temperatures is not None:
+        logits = logits / temperatures
+    probabilities = torch.softmax(logits, -1)
+    sums = probabilities.cumsum(-1, dtype=torch.float64)
+    # The first token whose sum exceeds the target has a probability above zero.
+    tokens = torch.searchsorted(sums, uniforms * sums[:, -1:], right=True)
+    tokens = tokens.clamp_(max=logits.shape[-1] - 1)
+    if is_greedy is not None:
+        tokens = torch.where(is_greedy[:, None], logits.argmax(-1, keepdim=True), tokens)
+    return tokens[:, 0], probabilities.gather(1, tokens)[:, 0].log()

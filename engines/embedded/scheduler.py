@@ -1,0 +1,129 @@
+"""Who runs next, and how long a cache row must be: pure decisions, no tensors, no clock.
+
+Rows have one common capacity, which climbs and falls in steps with the longest running sequence.
+Fewer long rows fit than short ones, so a sequence that outgrows the capacity may cost others
+their row: they go back to the head of the queue and are recomputed later, exactly.
+
+Order is first come, first served: whoever does not fit blocks those behind, so nobody starves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from umbra.runtime.errors import ConfigError
+
+MIN_CAPACITY: Final = 64
+# Tokens of the shortest row. Smaller moves the cache more often while sequences grow; larger
+# spreads short sequences over more memory than they need.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What an engine may hold at once.
+
+    Attributes:
+        kv_cache_num_tokens: tokens of all rows together.
+        prefill_num_tokens: tokens (padding included) of one prefill batch. Larger stalls running
+            sequences longer and takes more memory, smaller makes more, less efficient batches.
+    """
+
+    max_num_seqs: int
+    max_context_len: int
+    kv_cache_num_tokens: int
+    prefill_num_tokens: int = 8192
+
+    def __post_init__(self) -> None:
+        for key in ("max_num_seqs", "max_context_len", "prefill_num_tokens"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"{key} must be at least 1, got {getattr(self, key)}")
+        if self.kv_cache_num_tokens < self.max_context_len:
+            raise ConfigError(
+                f"kv_cache_num_tokens={self.kv_cache_num_tokens} cannot hold one sequence of "
+                f"max_context_len={self.max_context_len}; raise the first or lower the second"
+            )
+
+    def capacity_for(self, num_tokens: int) -> int:
+        """The smallest row that holds `num_tokens`."""
+        assert num_tokens <= self.max_context_len
+        capacity = MIN_CAPACITY
+        while capacity < num_tokens:
+            capacity *= 2
+        return min(capacity, self.max_context_len)
+
+    def num_rows(self, capacity: int) -> int:
+        return min(self.max_num_seqs, self.kv_cache_num_tokens // capacity)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """The first `count` waiting requests start, on rows of `capacity` tokens."""
+
+    count: int
+    capacity: int
+
+
+def plan_admission(
+    limits: Limits,
+    *,
+    waiting_lens: Sequence[int],
+    num_running: int,
+    longest_running: int,
+    capacity: int,
+) -> Admission:
+    """How many of the queue's head start now.
+
+    Args:
+        waiting_lens: tokens of each waiting request, in order.
+        longest_running: tokens of the longest running sequence, 0 when none runs.
+        capacity: of the rows now.
+    """
+    count, longest = 0, longest_running
+    longest_prompt = 0
+    for num_tokens in waiting_lens:
+        longest_prompt = max(longest_prompt, num_tokens)
+        if count and longest_prompt * (count + 1) > limits.prefill_num_tokens:
+            break
+        candidate = max(longest, num_tokens)
+        needed = limits.capacity_for(candidate)
+        if num_running + count + 1 > limits.num_rows(needed):
+            break
+        count, longest = count + 1, candidate
+    if count == 0:
+        return Admission(count=0, capacity=capacity)
+    needed = limits.capacity_for(longest)
+    # Rows shrink only when that lets somebody in, because it moves the whole cache.
+    fits = needed <= capacity and num_running + count <= limits.num_rows(capacity)
+    return Admission(count=count, capacity=capacity if fits else needed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Growth:
+    """Rows become `capacity` tokens long after `evicted` (row numbers) have left."""
+
+    capacity: int
+    evicted: tuple[int, ...]
+
+
+def plan_growth(
+    limits: Limits, *, lens: Sequence[int], arrivals: Sequence[int], capacity: int
+) -> Growth:
+    """Makes room for sequences that outgrow the rows, at the price of the fewest evictions.
+
+    Args:
+        lens: tokens each running row must hold in the coming step.
+        arrivals: for each row, its place in the order of arrival.
+    """
+    outgrown = [row for row, num_tokens in enumerate(lens) if num_tokens > capacity]
+    if not outgrown:
+        return Growth(capacity=capacity, evicted=())
+    needed = limits.capacity_for(max(lens))
+    num_excess = len(lens) - limits.num_rows(needed)
+    if num_excess <= 0:
+        return Growth(capacity=needed, evicted=())
+    if len(outgrown) < num_excess:
+        return Growth(capacity=capacity, evicted=tuple(outgrown))
+    youngest_first = sorted(range(len(lens)), key=lambda row: arrivals[row], reverse=True)
+    return Growth(capacity=needed, evicted=tuple(youngest_first[:num_excess]))

@@ -1,0 +1,76 @@
+"""Settings of an embedded engine, and what they come to on this machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from umbra.engines.embedded.config import ModelConfig
+from umbra.engines.embedded.scheduler import Limits
+from umbra.engines.memory import physical_nbytes
+from umbra.runtime.errors import ConfigError
+
+_KV_SHARE_OF_GPU_MEMORY: Final = 0.8
+# Of a GPU's free memory, where no size was given. The rest is for activations and logits.
+_KV_SHARE_OF_HOST_MEMORY: Final = 0.5
+# Of a host's memory, where no size was given: a bound on what may be asked for, not what is taken.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddedConfig:
+    """Settings of an embedded engine.
+
+    Attributes:
+        kv_cache_num_tokens: of all sequences together. None: enough for max_num_seqs sequences
+            of max_context_len, but no more than most of a GPU's free memory, or half of a host's
+            (where it is taken only once used).
+        num_threads: for torch's operations on the CPU.
+        load_weights: read them from `model_path` and serve as version 0.
+    """
+
+    model_path: str
+    dtype: str
+    device: str
+    max_num_seqs: int
+    max_context_len: int
+    kv_cache_num_tokens: int | None
+    num_threads: int
+    load_weights: bool
+
+
+def parse_device(name: str) -> torch.device:
+    """Raises ConfigError where `name` is not a device of this machine."""
+    if name == "cpu":
+        return torch.device("cpu")
+    if name == "cuda" or name.startswith("cuda:"):
+        if not torch.cuda.is_available():
+            raise ConfigError(f"device {name!r}: this machine has no usable CUDA device; use 'cpu'")
+        return torch.device(name)
+    raise ConfigError(f"device {name!r} is not supported; allowed: cpu, cuda")
+
+
+def make_limits(
+    config: EmbeddedConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> Limits:
+    """Raises ConfigError where the settings contradict the model, each other or the machine."""
+    if config.max_context_len > model.max_position_embeddings:
+        raise ConfigError(
+            f"max_context_len={config.max_context_len} exceeds the model's "
+            f"max_position_embeddings={model.max_position_embeddings}"
+        )
+    num_tokens = config.kv_cache_num_tokens
+    if num_tokens is None:
+        token_nbytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype.itemsize
+        if device.type == "cuda":
+            usable_nbytes = torch.cuda.mem_get_info(device)[0] * _KV_SHARE_OF_GPU_MEMORY
+        else:
+            usable_nbytes = physical_nbytes() * _KV_SHARE_OF_HOST_MEMORY
+        wanted = config.max_num_seqs * config.max_context_len
+        num_tokens = min(wanted, int(usable_nbytes) // token_nbytes)
+    return Limits(
+        max_num_seqs=config.max_num_seqs,
+        max_context_len=config.max_context_len,
+        kv_cache_num_tokens=num_tokens,
+    )

@@ -1,0 +1,46 @@
+"""One weight update of the embedded engine, from begin to commit or abort."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from umbra.engines.embedded.parameters import Parameters
+from umbra.runtime.errors import WeightSyncError
+from umbra.runtime.weights.receive import WeightReceiver
+
+
+class WeightUpdate:
+    """Owns the receiver of the update in progress, if any."""
+
+    def __init__(self, parameters: Parameters) -> None:
+        self._parameters = parameters
+        self._receiver: WeightReceiver | None = None
+
+    def begin(self, manifest: Mapping[str, Any], buckets: Mapping[str, Any]) -> None:
+        """Raises WeightSyncError where names, shapes or dtypes are not this model's."""
+        self.close()
+        self._receiver = WeightReceiver(manifest, buckets, self._parameters.destinations)
+
+    def load_bucket(self, idx: int) -> dict[str, int]:
+        return {"nbytes": self._open_receiver().load_bucket(idx)}
+
+    def finish(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
+        return self._open_receiver().finish(regions)
+
+    def commit(self) -> None:
+        """Makes what was received the model's weights."""
+        self._open_receiver()
+        self._parameters.refresh()
+        self.close()
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
+
+    def _open_receiver(self) -> WeightReceiver:
+        if self._receiver is None:
+            raise WeightSyncError("no update is in progress; begin_update comes first")
+        return self._receiver

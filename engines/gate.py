@@ -1,0 +1,123 @@
+"""What an engine may do now: its own copy of the lifecycle that the supervisor keeps.
+
+Both sides apply the same pure state machine, so an engine driven without a supervisor, or by a
+faulty one, refuses what would corrupt it: serving without weights, overwriting weights in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from umbra.runtime.errors import EngineError
+from umbra.runtime.lifecycle import (
+    ALL_TAGS,
+    AbortUpdate,
+    BeginUpdate,
+    CommitUpdate,
+    EngineLifecycle,
+    EngineState,
+    Event,
+    Pause,
+    Resume,
+    Sleep,
+    SleepLevel,
+    Started,
+    Tag,
+    Wake,
+    Woken,
+)
+
+
+class EngineGate:
+    """Starts in PENDING_WEIGHTS. Every method raises IllegalTransition where it is not allowed."""
+
+    def __init__(self) -> None:
+        self._lifecycle = EngineLifecycle().apply(Started())
+        self._is_draining = False
+
+    @property
+    def state(self) -> EngineState:
+        return self._lifecycle.state
+
+    @property
+    def version(self) -> int | None:
+        """Of the weights held for certain."""
+        return self._lifecycle.version
+
+    @property
+    def awake(self) -> frozenset[Tag]:
+        return self._lifecycle.awake
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether requests make progress; while draining they still do."""
+        return self.state == EngineState.SERVING
+
+    @property
+    def is_draining(self) -> bool:
+        return self._is_draining
+
+    def admit(self) -> None:
+        """Raises EngineError unless new requests may come in."""
+        if not self.is_serving or self._is_draining:
+            state = "draining" if self._is_draining else str(self._lifecycle)
+            raise EngineError(f"the engine is {state} and takes no requests; wait until it serves")
+
+    def start_serving(self, version: int) -> None:
+        """Weights came from disk: PENDING_WEIGHTS → SERVING(version)."""
+        self._apply(BeginUpdate(version), CommitUpdate(version), Resume())
+
+    def drain(self) -> None:
+        """Lets running requests finish and admits no more, until `pause`."""
+        self._is_draining = self.is_serving
+
+    def pause(self) -> None:
+        self._is_draining = False
+        if self.is_serving:
+            self._apply(Pause())
+
+    def resume(self) -> None:
+        self._is_draining = False
+        if not self.is_serving:
+            self._apply(Resume())
+
+    def sleep(self, level: SleepLevel) -> None:
+        if level not in (1, 2):
+            raise ValueError(f"sleep level must be 1 or 2, got {level!r}")
+        self._apply(Sleep(level))
+
+    def wake(self, tags: Sequence[Tag]) -> frozenset[Tag]:
+        """Returns the tags that take memory now; follow with `woken`."""
+        unknown = set(tags) - ALL_TAGS
+        if unknown:
+            raise ValueError(f"unknown wake tags {sorted(unknown)}; allowed: {sorted(ALL_TAGS)}")
+        wanted = frozenset(tags) - self.awake
+        if wanted:
+            self._apply(Wake(wanted))
+        return wanted
+
+    def woken(self) -> None:
+        self._apply(Woken())
+
+    def begin_update(self, version: int, *, is_idle: bool) -> None:
+        """A serving engine that has nothing to do needs no pause first."""
+        if is_idle:
+            self.pause()
+        self._apply(BeginUpdate(version))
+
+    def commit_update(self) -> int:
+        """The version now held."""
+        version = self._lifecycle.updating_to
+        self._apply(CommitUpdate(-1 if version is None else version))
+        assert version is not None
+        return version
+
+    def abort_update(self) -> None:
+        if self.state == EngineState.UPDATING:
+            self._apply(AbortUpdate())
+
+    def _apply(self, *events: Event) -> None:
+        lifecycle = self._lifecycle
+        for event in events:
+            lifecycle = lifecycle.apply(event)
+        self._lifecycle = lifecycle

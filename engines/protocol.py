@@ -1,0 +1,88 @@
+"""What every engine actor offers; see the methods' promises. Torch-free.
+
+Life: PENDING_WEIGHTS until a first update is committed (or weights were loaded from disk), then
+as `umbra.runtime.lifecycle` says. Requests are taken while SERVING only: otherwise `submit`
+raises EngineError, and ValueError for a request that could never be served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any, Literal, Protocol, TypedDict
+
+from umbra.engines.deltas import DeltaBatch
+from umbra.runtime.lifecycle import SleepLevel, Tag
+
+PauseMode = Literal["abort", "keep", "drain"]
+
+
+class EngineStats(TypedDict):
+    """A snapshot; bytes are of this process (resident) and of what it holds now."""
+
+    running: int
+    waiting: int
+    tokens_total: int
+    kv_tokens_used: int
+    version: int  # -1: no weights held for certain
+    resident_nbytes: int
+    weights_nbytes: int
+    kv_nbytes: int
+
+
+class Engine(Protocol):
+    """The engine protocol. Every call is made by the supervisor or the rollout manager."""
+
+    async def submit(self, requests: Sequence[Mapping[str, Any]]) -> None:
+        """Takes all requests (see `umbra.engines.requests`) or, with an error, none."""
+        ...
+
+    def deltas(self) -> AsyncGenerator[DeltaBatch, None]:
+        """Batches of tokens and finishes, at most one a tick; one consumer at a time."""
+        ...
+
+    async def abort(self, ids: Sequence[int] | None) -> int:
+        """Ends requests (None: all) with reason "abort" after their sampled tokens; how many."""
+        ...
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Returns when nothing is generated any more: "abort" ends all requests, "keep" freezes
+        them with their KV cache, "drain" first lets them finish."""
+        ...
+
+    async def resume(self) -> None:
+        """Goes on generating under the version held."""
+        ...
+
+    async def sleep(self, level: SleepLevel) -> None:
+        """Frees memory: 1 keeps the weights on the host and frees the KV cache, 2 frees both."""
+        ...
+
+    async def wake(self, tags: Sequence[Tag]) -> None:
+        """Takes memory again for those of `tags` that sleep."""
+        ...
+
+    async def begin_update(
+        self, version: int, manifest: Mapping[str, Any], buckets: Mapping[str, Any]
+    ) -> None:
+        """From here on the weights are of no version until `commit_update`."""
+        ...
+
+    async def load_bucket(self, idx: int) -> dict[str, int]:
+        """Takes bucket `idx`; {"nbytes": bytes taken}."""
+        ...
+
+    async def finish_update(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
+        """Attests: {"count", "nbytes", "mismatches"} over [offset, nbytes, checksum] regions."""
+        ...
+
+    async def commit_update(self) -> None:
+        """The weights are those of the version given to `begin_update`."""
+        ...
+
+    async def abort_update(self) -> None:
+        """The update ends half way; another one must follow before anything is served."""
+        ...
+
+    async def stats(self) -> EngineStats:
+        """Counters and sizes."""
+        ...

@@ -1,0 +1,150 @@
+"""What a caller asks of an engine: one generation request, checked at the door.
+
+Torch-free: the echo engine and tests use it as well as the embedded engine.
+T: tokens of a request (prompt plus tokens generated so far).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
+
+REQUEST_KEYS: Final = frozenset(
+    {
+        "id",
+        "tokens",
+        "position",
+        "seed",
+        "max_new_tokens",
+        "temperature",
+        "stop_token_ids",
+    }
+)
+
+MIN_TEMPERATURE: Final = 1e-4
+# Colder than this, logits divided by it can leave the range of float32.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """A trajectory, or the rest of one: the next token is completion token `position`.
+
+    Sampling depends on (`seed`, completion position) only, so the rest of a cut trajectory is
+    asked for by the tokens so far and the position reached.
+    """
+
+    id: int
+    tokens: Int32Array  # [T]
+    position: int
+    seed: int
+    max_new_tokens: int
+    temperature: float  # 0: greedy
+    stop_token_ids: tuple[int, ...]
+
+    def resumed(self, tokens: Int32Array) -> GenerationRequest:
+        """The rest of this request once `tokens` (prompt and all tokens so far) are known."""
+        num_new = len(tokens) - len(self.tokens)
+        return replace(
+            self,
+            tokens=tokens,
+            position=self.position + num_new,
+            max_new_tokens=self.max_new_tokens - num_new,
+        )
+
+
+def parse_request(
+    raw: Mapping[str, Any], *, max_context_len: int, vocab_size: int | None
+) -> GenerationRequest:
+    """Checks one wire request.
+
+    Raises:
+        ValueError: a key is unknown, missing or out of range; the text names id, key and limit.
+    """
+    unknown = sorted(set(raw) - REQUEST_KEYS)
+    if unknown:
+        raise ValueError(
+            f"request {raw.get('id')!r}: unsupported keys {unknown}; allowed: "
+            f"{sorted(REQUEST_KEYS)} (truncated sampling such as top_p or top_k would make the "
+            "returned logprobs differ from the policy's)"
+        )
+    missing = sorted(REQUEST_KEYS - set(raw))
+    if missing:
+        raise ValueError(f"request {raw.get('id')!r}: missing keys {missing}")
+    request = GenerationRequest(
+        id=_integer(raw, "id", low=-(1 << 63), high=(1 << 63) - 1),
+        tokens=_tokens(raw, vocab_size),
+        position=_integer(raw, "position", low=0, high=(1 << 31) - 1),
+        seed=_integer(raw, "seed", low=0, high=(1 << 63) - 1),
+        max_new_tokens=_integer(raw, "max_new_tokens", low=1, high=(1 << 31) - 1),
+        temperature=_temperature(raw),
+        stop_token_ids=_stop_token_ids(raw),
+    )
+    total = len(request.tokens) + request.max_new_tokens
+    if total > max_context_len:
+        raise ValueError(
+            f"request {request.id}: {len(request.tokens)} tokens plus max_new_tokens="
+            f"{request.max_new_tokens} make {total}, more than max_context_len={max_context_len}; "
+            "shorten the prompt, lower max_new_tokens or raise max_context_len"
+        )
+    return request
+
+
+def _integer(raw: Mapping[str, Any], key: str, *, low: int, high: int) -> int:
+    number = raw[key]
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise ValueError(f"request {raw.get('id')!r}: {key} must be an integer, got {number!r}")
+    if not low <= number <= high:
+        raise ValueError(
+            f"request {raw.get('id')!r}: {key} must lie in [{low}, {high}], got {number}"
+        )
+    return number
+
+
+def _tokens(raw: Mapping[str, Any], vocab_size: int | None) -> Int32Array:
+    array = np.asarray(raw["tokens"])
+    if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
+        raise ValueError(
+            f"request {raw.get('id')!r}: tokens must be a non-empty list of integers, got shape "
+            f"{array.shape} of {array.dtype}"
+        )
+    low, high = int(array.min()), int(array.max())
+    if low < 0 or (vocab_size is not None and high >= vocab_size):
+        wrong = low if low < 0 else high
+        raise ValueError(
+            f"request {raw.get('id')!r}: token {wrong} is outside the model's vocabulary of "
+            f"{vocab_size}; the tokenizer and the model do not belong together"
+        )
+    return array.astype(np.int32, copy=False)
+
+
+def _temperature(raw: Mapping[str, Any]) -> float:
+    value = raw["temperature"]
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"request {raw.get('id')!r}: temperature must be a number, got {value!r}")
+    number = float(value)
+    if not math.isfinite(number) or (number != 0 and number < MIN_TEMPERATURE):
+        raise ValueError(
+            f"request {raw.get('id')!r}: temperature must be 0 (greedy), or finite and at least "
+            f"{MIN_TEMPERATURE}, got {number}"
+        )
+    return number
+
+
+def _stop_token_ids(raw: Mapping[str, Any]) -> tuple[int, ...]:
+    values = raw["stop_token_ids"]
+    try:
+        array = np.asarray(values, dtype=np.int64)
+    except (TypeError, ValueError, OverflowError):
+        array = np.zeros((0, 0), np.int64)
+    if array.ndim != 1 or (array.size and int(array.min()) < 0):
+        raise ValueError(
+            f"request {raw.get('id')!r}: stop_token_ids must be a list of token ids, got {values!r}"
+        )
+    return tuple(int(token) for token in array)
