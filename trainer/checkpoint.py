@@ -1,0 +1,219 @@
+"""Checkpoints: sharded by torch.distributed.checkpoint, complete or not there.
+
+    run.dir/checkpoints/step-000040/    __R_0.distcp of each rank R, .metadata, trainer.json,
+                                        and COMPLETE, written last
+
+Each rank writes its own shards. Any number of ranks can read them back. A directory without
+COMPLETE is the rest of an interrupted save; it is never read, and removed by the next save.
+Checkpoints are trusted input: their metadata is a pickle.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, cast
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from umbra.runtime.errors import ConfigError, UmbraError
+from umbra.trainer.files import (
+    RunDirectoryError,
+    describe_os_error,
+    sync_folder,
+    write_json,
+    writing,
+)
+from umbra.trainer.world import World, barrier, from_lead
+
+_COMPLETE: Final = "COMPLETE"
+_STATE_FILE: Final = "trainer.json"
+_MODEL: Final = "model."
+_OPTIMIZER: Final = "optimizer."
+_dcp: Final[Any] = dcp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerState:
+    """What a run needs besides tensors.
+
+    Attributes:
+        step: optimizer steps done.
+        version: version of the weights in the checkpoint.
+        world_size: ranks that wrote it; for information.
+        seed: `train.seed` of the run, which decides the order of prompts.
+    """
+
+    step: int
+    version: int
+    world_size: int
+    seed: int
+
+
+class CheckpointStore:
+    """The checkpoints of a run directory. Every rank has one; saving and loading are collective."""
+
+    def __init__(self, folder: Path, world: World, keep: int) -> None:
+        self.folder = folder
+        self._world = world
+        self._keep = keep
+
+    def save(
+        self,
+        state: TrainerState,
+        parameters: Mapping[str, nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+    ) -> Path:
+        """Writes a checkpoint and removes the oldest beyond `keep`; returns its directory.
+
+        Raises:
+            RunDirectoryError: disk full, read-only or the like, on every rank; earlier
+                checkpoints stay as they are.
+        """
+        target = self.folder / f"step-{state.step:06d}"
+        from_lead(self._world, lambda: self._make_room(target))
+        tensors = _tensors(parameters, optimizer) | _random_state(self._world.rank)
+        with _disk_trouble("write the checkpoint", target):
+            _dcp.save(tensors, checkpoint_id=target)
+        from_lead(self._world, lambda: self._complete(target, state))
+        return target
+
+    def load(
+        self, path: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
+    ) -> TrainerState:
+        """Puts a checkpoint into parameters and optimizer, in place.
+
+        Raises:
+            ConfigError: `path` is no complete checkpoint, or one of another model.
+            RunDirectoryError: it cannot be read.
+        """
+        state = read_trainer_state(path)
+        _start_moments(optimizer)
+        tensors = _tensors(parameters, optimizer)
+        random_state = _random_state(self._world.rank)
+        with _disk_trouble("read the checkpoint", path):
+            saved = _dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+            _check_fit(path, tensors, saved)
+            if random_state.keys() <= saved.keys():
+                tensors |= random_state
+            _dcp.load(tensors, checkpoint_id=path)
+        for value in random_state.values():
+            torch.set_rng_state(value)
+        barrier()
+        return state
+
+    def _make_room(self, target: Path) -> None:
+        """Removes rests of interrupted saves, `target` itself included."""
+        with writing("prepare the checkpoint", target):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for path in self.folder.glob("step-*"):
+                if path == target or not is_complete(path):
+                    shutil.rmtree(path)
+            target.mkdir()
+
+    def _complete(self, target: Path, state: TrainerState) -> None:
+        write_json(target / _STATE_FILE, asdict(state))
+        with writing("complete the checkpoint", target):
+            sync_folder(target)
+            (target / _COMPLETE).touch()
+            sync_folder(target)
+            sync_folder(self.folder)
+            for path in complete_checkpoints(self.folder)[: -self._keep]:
+                (path / _COMPLETE).unlink()  # first, lest half a checkpoint looks whole
+                shutil.rmtree(path)
+
+
+def is_complete(path: Path) -> bool:
+    return (path / _COMPLETE).exists()
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints, oldest step first."""
+    return sorted(path for path in folder.glob("step-*") if is_complete(path))
+
+
+def read_trainer_state(path: Path) -> TrainerState:
+    """The non-tensor part of a checkpoint.
+
+    Raises:
+        ConfigError: `path` is no complete checkpoint.
+    """
+    if not is_complete(path):
+        what = "is incomplete: its save was interrupted" if path.is_dir() else "does not exist"
+        raise ConfigError(f"checkpoint {path} {what}; choose another or set run.resume = 'auto'")
+    try:
+        return TrainerState(**json.loads((path / _STATE_FILE).read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"checkpoint {path}: {_STATE_FILE} is unusable: {error}") from error
+
+
+def _tensors(
+    parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
+) -> dict[str, Tensor]:
+    """Flat names to the live tensors (DTensors: each rank holds its part)."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    tensors: dict[str, Tensor] = {
+        f"{_MODEL}{name}": parameter.data for name, parameter in parameters.items()
+    }
+    for parameter, moments in cast(
+        "dict[nn.Parameter, dict[str, Tensor]]", optimizer.state
+    ).items():
+        for kind, value in moments.items():
+            tensors[f"{_OPTIMIZER}{names[id(parameter)]}.{kind}"] = value
+    return tensors
+
+
+def _start_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Gives AdamW the state it makes at its first step, to load into."""
+    for group in optimizer.param_groups:
+        for parameter in cast("list[nn.Parameter]", group["params"]):
+            state = cast("dict[str, Tensor]", optimizer.state[parameter])
+            if not state:
+                data = parameter.data
+                state["step"] = torch.zeros((), dtype=torch.float32, device=data.device)
+                state["exp_avg"] = torch.zeros_like(data)
+                state["exp_avg_sq"] = torch.zeros_like(data)
+
+
+def _random_state(rank: int) -> dict[str, Tensor]:
+    return {f"random.rank{rank}": torch.get_rng_state()}
+
+
+def _check_fit(path: Path, tensors: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
+    """Compares names and shapes before anything is overwritten."""
+    for name, tensor in tensors.items():
+        if name not in saved:
+            raise ConfigError(f"checkpoint {path} is of another model: it has no tensor {name}")
+        if (size := getattr(saved[name], "size", None)) is not None and size != tensor.shape:
+            raise ConfigError(
+                f"checkpoint {path} is of another model: {name} is {list(size)} there and "
+                f"{list(tensor.shape)} here"
+            )
+
+
+@contextmanager
+def _disk_trouble(what: str, path: Path) -> Generator[None]:
+    """Words what torch.distributed.checkpoint collects from the ranks."""
+    try:
+        with warnings.catch_warnings():
+            # With one rank torch says that it saves without a process group; that is meant.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield
+    except CheckpointException as error:
+        causes = [failure[0] for failure in error.failures.values()]
+        for cause in causes:
+            if isinstance(cause, OSError):
+                raise describe_os_error(what, path, cause) from error
+            if isinstance(cause, UmbraError):
+                raise cause from error
+        raise RunDirectoryError(f"cannot {what} {path}: {causes[0]}") from error
+    except OSError as error:
+        raise describe_os_error(what, path, error) from error

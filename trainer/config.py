@@ -1,0 +1,280 @@
+"""The settings of a training run: what a TOML config may say, and the defaults.
+
+Relative paths are taken from the current directory, as on any command line; the config file's
+own place does not matter. `umbra.trainer.config_file` reads a file and words the errors.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+Dtype = Literal["float32", "bfloat16", "float64"]
+# Text and TOML have no path or tuple type, so these two are not checked strictly.
+FilePath = Annotated[Path, Field(strict=False)]
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+Betas = Annotated[tuple[Share, Share], Field(strict=False)]
+
+
+def _check_function(spec: str) -> str:
+    module, colon, function = spec.partition(":")
+    parts = [*module.split("."), *function.split(".")]
+    if not colon or not all(part.isidentifier() for part in parts):
+        raise ValueError(f"a function is written as 'module:function', got {spec!r}")
+    return spec
+
+
+FunctionSpec = Annotated[str, AfterValidator(_check_function)]
+
+
+class Section(BaseModel):
+    """Base of all sections: immutable, no unknown keys, no silent conversions."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class RunSection(Section):
+    """`[run]`: where results go.
+
+    Attributes:
+        dir: metrics, logs, checkpoints, report and summary.json are written here.
+        resume: "never" starts anew; "auto" goes on from the newest complete checkpoint in
+            `dir` if there is one; otherwise the path of a checkpoint. A rank that torchrun
+            restarted always resumes.
+        overwrite: a fresh start may replace what an earlier run left in `dir`.
+        name: shown in progress and report; the directory's name where empty.
+    """
+
+    dir: FilePath = Path("runs/default")
+    resume: str = "never"
+    overwrite: bool = False
+    name: str = ""
+
+
+class ModelSection(Section):
+    """`[model]`: the policy.
+
+    Attributes:
+        path: a Hugging Face model directory with config, safetensors and tokenizer.
+        dtype: of computation, and of the weights engines get.
+        master_dtype: of parameters and optimizer state; default float32, or float64 where
+            `dtype` is.
+        attention: "packed" computes a group's common prompt once and pads nothing; "padded"
+            uses the model's own attention; "auto" takes packed where the model allows it.
+        fsdp_wrap: what FSDP gathers at a time: "layer" one decoder layer, "root" the whole
+            model (less communication, more memory), "auto" root below 64 M parameters.
+        activation_checkpointing: recompute activations in the backward pass to save memory.
+        trust_remote_code: run Python code that comes with the model directory.
+    """
+
+    path: FilePath
+    dtype: Dtype = "float32"
+    master_dtype: Dtype | None = None
+    attention: Literal["auto", "packed", "padded"] = "auto"
+    fsdp_wrap: Literal["auto", "layer", "root"] = "auto"
+    activation_checkpointing: bool = False
+    trust_remote_code: bool = False
+
+
+class DataSection(Section):
+    """`[data]`: prompts, as JSONL or Parquet.
+
+    Attributes:
+        train: prompts to train on.
+        eval: held-out prompts; without them nothing is evaluated.
+        format: "text": plain prompts in `prompt_column`; "chat": lists of {role, content} in
+            `messages_column`, rendered by the tokenizer's chat template; "auto": by which of
+            the two columns is there.
+        chat_template_kwargs: further variables of the chat template.
+        id_column: unique names of the prompts; without it, row numbers.
+        overlong: what to do with a prompt that leaves no room for `rollout.max_new_tokens`
+            in `pool.max_context_len`.
+        eval_limit: evaluate on the first so many held-out prompts; 0 is all.
+        shuffle: a new order each epoch, from `train.seed`.
+    """
+
+    train: FilePath
+    eval: FilePath | None = None
+    format: Literal["auto", "text", "chat"] = "auto"
+    prompt_column: str = "prompt"
+    messages_column: str = "messages"
+    chat_template_kwargs: dict[str, Any] = {}
+    id_column: str | None = None
+    overlong: Literal["error", "drop"] = "error"
+    eval_limit: Count = 0
+    shuffle: bool = True
+
+
+class RewardSection(Section):
+    """`[reward]`: a Python function, run in rollout worker processes.
+
+    Attributes:
+        function: "module:function", called as function(prompts, completions, **columns) with
+            lists of equal length; returns one finite number per completion. May be async.
+        timeout_s: for one call.
+        accuracy_threshold: a held-out answer counts as right from this reward on.
+        python_path: searched for the module, before the current directory.
+    """
+
+    function: FunctionSpec
+    timeout_s: Seconds = 120.0
+    accuracy_threshold: float = 1.0
+    python_path: list[FilePath] = []
+
+
+class RolloutSection(Section):
+    """`[rollout]`: how completions are made.
+
+    Attributes:
+        groups_per_step: prompts of one step.
+        group_size: completions of one prompt; advantages compare them.
+        max_new_tokens: budget of a completion (all turns together for agent loops).
+        temperature: of training rollouts. Evaluation is greedy.
+        stop_token_ids: end a completion, besides the model's own end-of-text tokens.
+        workers: processes that run rewards and agent loops.
+        agent: "module:function" of an agent loop; without, one generation per prompt.
+        agent_timeout_s: for one run of the agent loop.
+        timeout_s: how long ranks wait for a batch before the run is called stuck.
+    """
+
+    groups_per_step: Positive = 32
+    group_size: Positive = 8
+    max_new_tokens: Positive = 256
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    stop_token_ids: list[int] = []
+    workers: Positive = 1
+    agent: FunctionSpec | None = None
+    agent_timeout_s: Seconds = 600.0
+    timeout_s: Seconds = 1800.0
+
+
+class PoolSection(Section):
+    """`[pool]`: the inference engines.
+
+    Attributes:
+        engine: "embedded", "echo" (no model, for tests), "vllm", "sglang", or the
+            "module:Class" of another.
+        count: number of engines.
+        mode: "hybrid": engines and trainer take turns.
+        device: "auto" is cuda where the trainer runs on it.
+        max_num_seqs: completions an engine works on at a time.
+        max_context_len: longest prompt + completion; default the model's limit, at most 4096.
+        kv_cache_num_tokens: size of an engine's KV cache; the engine's choice by default.
+        tick_ms: how often engines report new tokens.
+        num_threads: CPU threads of an engine; default cores / engines.
+        engine_args: passed on to the engine unchanged.
+        sync_bucket_mib: size of the buffers weights travel in.
+        sync_timeout_s: for one weight sync, engine start-up included in the first.
+        max_restarts: of one engine within ten minutes; more fail the run.
+        memory_limit_mib: host memory of an engine's process, above which it is killed and
+            restarted; 0 is no limit.
+        hung_limit_s: an engine whose process does not react for so long is killed and restarted.
+    """
+
+    engine: str = "embedded"
+    count: Positive = 1
+    mode: Literal["hybrid"] = "hybrid"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    max_num_seqs: Positive = 256
+    max_context_len: Positive | None = None
+    kv_cache_num_tokens: Positive | None = None
+    tick_ms: Seconds = 50.0
+    num_threads: Positive | None = None
+    engine_args: dict[str, Any] = {}
+    sync_bucket_mib: Positive = 64
+    sync_timeout_s: Seconds = 600.0
+    max_restarts: Count = 5
+    memory_limit_mib: Count = 0
+    hung_limit_s: Seconds = 15.0
+
+
+class TrainSection(Section):
+    """`[train]`: the optimisation.
+
+    Attributes:
+        steps: optimizer steps of the whole run, those before a resume included.
+        learning_rate, schedule, warmup_steps, min_lr_ratio: see `umbra.trainer.optimizer`.
+        weight_decay, betas, eps: of AdamW.
+        max_grad_norm: gradients are scaled down to this norm; 0 switches clipping off.
+        micro_batches: per rank and step, of about equal cost; 0 goes by the next.
+        max_tokens_per_micro_batch: as many micro-batches as this cap of tokens asks for; 0 is
+            2048 on the CPU, whose caches hold about that, and 16384 on a GPU.
+        updates_per_batch: optimizer steps made from one batch; above 1 the later ones are
+            slightly off-policy, which the clipped ratio bounds.
+        clip_eps_low, clip_eps_high: the ratio is clipped to [1 - low, 1 + high].
+        advantage: "grpo" divides by the group's standard deviation; "dr_grpo" does not.
+        loss_aggregation: see `umbra.trainer.losses.token_weights`.
+        kl_coef: weight of the KL term to the starting model; 0 keeps no reference model.
+        kl_estimator: see `umbra.trainer.losses.kl_terms`.
+        log_entropy: measure the policy's entropy (one more pass over the logits).
+        eval_every: steps between evaluations, which also run before the first step and at
+            the end; 0 means only those two.
+        checkpoint_every: steps between checkpoints; 0 means only at the end.
+        keep_checkpoints: the newest so many stay.
+        export: write a Hugging Face directory at the end.
+        seed: of data order and sampling.
+        shutdown_grace_s: after SIGINT or SIGTERM, how long the step in progress may take to
+            end and be checkpointed.
+        device: "auto" is cuda where there is one.
+    """
+
+    steps: Positive
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-6
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: Count = 0
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    betas: Betas = (0.9, 0.999)
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
+    micro_batches: Count = 0
+    max_tokens_per_micro_batch: Count = 0
+    updates_per_batch: Positive = 1
+    clip_eps_low: Share = 0.2
+    clip_eps_high: Annotated[float, Field(ge=0)] = 0.2
+    advantage: Literal["grpo", "dr_grpo"] = "grpo"
+    loss_aggregation: Literal["token", "sequence", "constant"] = "token"
+    kl_coef: Annotated[float, Field(ge=0)] = 0.0
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    log_entropy: bool = True
+    eval_every: Count = 0
+    checkpoint_every: Count = 0
+    keep_checkpoints: Positive = 2
+    export: bool = True
+    seed: Count = 0
+    shutdown_grace_s: Seconds = 5.0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+
+class TrainerConfig(Section):
+    """A whole config file; each attribute is the section of its name."""
+
+    run: RunSection = RunSection()
+    model: ModelSection
+    data: DataSection
+    reward: RewardSection
+    rollout: RolloutSection = RolloutSection()
+    pool: PoolSection = PoolSection()
+    train: TrainSection
+
+    @property
+    def master_dtype(self) -> Dtype:
+        """Dtype of parameters and optimizer state."""
+        if self.model.master_dtype is not None:
+            return self.model.master_dtype
+        return "float64" if self.model.dtype == "float64" else "float32"
+
+    @property
+    def run_name(self) -> str:
+        """How the run is called in progress and report."""
+        return self.run.name or self.run.dir.absolute().name
+
+    @property
+    def samples_per_step(self) -> int:
+        """Completions of one step, over all ranks."""
+        return self.rollout.groups_per_step * self.rollout.group_size

@@ -1,0 +1,130 @@
+"""Reads a TOML config with command-line overrides, and words what is wrong with it."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+from pydantic import BaseModel, ValidationError
+
+from umbra.runtime.errors import ConfigError
+from umbra.trainer.config import TrainerConfig
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainerConfig:
+    """Reads `path` and puts `overrides` ("section.key=value", values as in TOML) over it.
+
+    Raises:
+        ConfigError: no such file, not TOML, a malformed override, or settings that are wrong:
+            one line for each, with its key, what is allowed, and a close match.
+    """
+    place = Path(path)
+    try:
+        values = tomllib.loads(place.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"config file {place.absolute()} cannot be read: {error.strerror}"
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {place} is not valid TOML: {error}") from error
+    for override in overrides:
+        _apply_override(values, override)
+    return parse_config(values, str(place))
+
+
+def parse_config(values: Mapping[str, Any], source: str = "config") -> TrainerConfig:
+    """Checks settings that are already a map of sections; raises ConfigError as `load_config`."""
+    try:
+        return TrainerConfig.model_validate(values)
+    except ValidationError as error:
+        problems = [_describe(problem) for problem in error.errors(include_url=False)]
+        raise ConfigError(f"{source}: " + "; ".join(problems)) from None
+
+
+def _apply_override(values: dict[str, Any], override: str) -> None:
+    dotted, equals, text = override.partition("=")
+    keys = dotted.strip().split(".")
+    if not equals or len(keys) < 2 or not all(keys):
+        raise ConfigError(f"override {override!r}: write it as section.key=value")
+    table = values
+    for key in keys[:-1]:
+        inner: Any = table.setdefault(key, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"override {override!r}: {key} is a value, not a section")
+        table = cast("dict[str, Any]", inner)
+    table[keys[-1]] = _parse_value(text.strip(), _annotation(keys))
+
+
+def _parse_value(text: str, annotation: Any) -> Any:
+    """A TOML value, or the bare text where it is none or text is what the key takes."""
+    is_quoted = text[:1] in {'"', "'"}
+    if not is_quoted and _takes_text(annotation):
+        return text
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _takes_text(annotation: Any) -> bool:
+    origin, options = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        return _takes_text(options[0])
+    if origin in (typing.Union, types.UnionType):
+        return any(_takes_text(option) for option in options)
+    return annotation is str or annotation is Path
+
+
+def _annotation(keys: Sequence[str]) -> Any:
+    model: Any = TrainerConfig
+    for key in keys:
+        if not (isinstance(model, type) and issubclass(model, BaseModel)):
+            return None
+        field = model.model_fields.get(key)
+        model = field.annotation if field else None
+    return model
+
+
+def _describe(problem: Any) -> str:
+    """One pydantic error as `key: what is wrong, what is allowed`."""
+    location: tuple[int | str, ...] = problem["loc"]
+    key = ".".join(str(part) for part in location)
+    match problem["type"]:
+        case "extra_forbidden":
+            return f"{key} is unknown{_close_match(location)}"
+        case "missing":
+            return f"{key} is missing"
+        case "literal_error":
+            return f"{key}: {_lower_first(problem['msg'])}{_close_literal(problem)}"
+        case "value_error":
+            return f"{key}: {problem['ctx']['error']}"
+        case _:
+            given = problem["input"]
+            shown = f", got {given!r}" if isinstance(given, str | int | float | bool) else ""
+            return f"{key}: {_lower_first(problem['msg'])}{shown}"
+
+
+def _close_match(location: tuple[int | str, ...]) -> str:
+    model: Any = TrainerConfig
+    for part in location[:-1]:
+        model = model.model_fields[part].annotation
+    known = list(model.model_fields)
+    close = difflib.get_close_matches(str(location[-1]), known, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f"{hint} (allowed: {', '.join(sorted(known))})"
+
+
+def _close_literal(problem: Any) -> str:
+    given, expected = str(problem["input"]), str(problem["ctx"]["expected"])
+    allowed = [word.strip("'") for word in expected.replace(" or ", ", ").split(", ")]
+    close = difflib.get_close_matches(given, allowed, n=1)
+    return f", got {given!r}" + (f"; did you mean {close[0]!r}?" if close else "")
+
+
+def _lower_first(text: str) -> str:
+    return text[:1].lower() + text[1:]

@@ -1,0 +1,8 @@
+"""`python -m umbra.trainer.drill CONFIG`: trains while engines are killed."""
+
+import sys
+
+from umbra.trainer.drill.command import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""Picks an engine of a running training and kills it in the middle of generating."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from umbra.runtime.supervised import ActorState
+from umbra.trainer.drill.watching import DrillError, wait_for
+from umbra.trainer.metrics import read_metrics
+
+_BUSY_SHARE: Final = 0.3
+"""Of one core: an engine that uses more of it is generating or loading weights; one that sleeps
+uses none."""
+
+_BUSY_WITHIN_S: Final = 60.0
+_STEPS_WITHIN_S: Final = 300.0
+_LOOK_S: Final = 0.01
+"""How long an engine is watched for that. Longer: a short generation is over before it is noticed.
+Shorter than the scheduler's tick (1 to 10 ms): the processor time used has not been counted yet."""
+
+_LATEST_IN_GENERATION: Final = 0.4
+"""Of the time a generation takes: killed later, the engine might have finished just before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill:
+    """An engine that was killed.
+
+    Attributes:
+        engine: its name.
+        step: the training step during which it was killed.
+        log_offset: length of the supervisor's log then, in bytes: what follows tells the rest.
+    """
+
+    engine: str
+    pid: int
+    step: int
+    log_offset: int
+
+
+def kill_an_engine(
+    training: subprocess.Popen[bytes], run_dir: Path, after_step: int, rng: random.Random
+) -> Kill:
+    """Waits until `after_step` steps are done, then sends SIGKILL to an engine that generates.
+
+    Raises:
+        DrillError: training ended or did not come so far in time, or no engine generated.
+    """
+
+    def look() -> dict[str, float] | None:
+        if training.poll() is not None:
+            raise DrillError(f"training ended before step {after_step}: {training.returncode}")
+        return _row_of(run_dir, after_step)
+
+    done = wait_for(f"step {after_step}", look, _STEPS_WITHIN_S)
+    engine, pid = rng.choice(sorted(_engines(run_dir).items()))
+    latest_s = _LATEST_IN_GENERATION * done.get("time/rollout_s", 0.0)
+    wait_for(
+        f"{engine} (pid {pid}) to generate",
+        lambda: _is_busy_for(pid, rng.uniform(0.0, latest_s)) or None,
+        timeout_s=_BUSY_WITHIN_S,
+    )
+    log_offset = supervisor_log(run_dir).stat().st_size
+    os.kill(pid, signal.SIGKILL)
+    num_done = int(read_metrics(run_dir / "metrics.jsonl")[-1]["step"])
+    return Kill(engine=engine, pid=pid, step=num_done + 1, log_offset=log_offset)
+
+
+def lines_about(run_dir: Path, kill: Kill) -> list[str]:
+    """What the supervisor logged about the engine's lives (NAME#INCARNATION) from its death on."""
+    with supervisor_log(run_dir).open("rb") as log:
+        log.seek(kill.log_offset)
+        lines = log.read().decode(errors="replace").splitlines()
+    return [line for line in lines if f"{kill.engine}#" in line]
+
+
+def supervisor_log(run_dir: Path) -> Path:
+    return run_dir / "logs" / "supervisor.log"
+
+
+def _row_of(run_dir: Path, step: int) -> dict[str, float] | None:
+    rows = read_metrics(run_dir / "metrics.jsonl")
+    return rows[-1] if rows and rows[-1]["step"] >= step else None
+
+
+def _engines(run_dir: Path) -> dict[str, int]:
+    """Pids of the engines that are up."""
+    processes: dict[str, dict[str, Any]] = json.loads((run_dir / "processes.json").read_text())
+    return {
+        name: process["pid"]
+        for name, process in processes.items()
+        if process["role"] == "engine" and process["state"] == ActorState.RUNNING
+    }
+
+
+def _is_busy_for(pid: int, duration_s: float) -> bool:
+    """Whether the process is busy now and still is after `duration_s`."""
+    if not _is_busy(pid):
+        return False
+    time.sleep(duration_s)
+    return _is_busy(pid)
+
+
+def _is_busy(pid: int) -> bool:
+    started, used = time.monotonic(), _cpu_s(pid)
+    time.sleep(_LOOK_S)
+    return _cpu_s(pid) - used > _BUSY_SHARE * (time.monotonic() - started)
+
+
+def _cpu_s(pid: int) -> float:
+    """Processor time of all threads so far, to the nanosecond where /proc/PID/stat has ticks."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9

@@ -1,0 +1,173 @@
+"""The training loop of one rank. All ranks run it in step.
+
+    publish(v) -> [evaluate] -> next_batch -> sleep the pool -> train -> v + 1 -> [checkpoint]
+
+Engines and trainer take turns (hybrid mode): engines sleep while the trainer computes, and get
+the new weights when they wake. The ranks agree on stopping where they meet anyway: before
+training on a batch, and after a step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from umbra.runtime.collective import Rollouts
+from umbra.runtime.session import Pool
+from umbra.runtime.weights.publish import SyncReport, WeightPublisher
+from umbra.trainer.batch import RankBatch
+from umbra.trainer.checkpoint import CheckpointStore, TrainerState
+from umbra.trainer.config import TrainerConfig
+from umbra.trainer.journal import Journal
+from umbra.trainer.optimizer import PolicyOptimizer
+from umbra.trainer.policy import Policy
+from umbra.trainer.run_dir import VersionCounter
+from umbra.trainer.services import POOL
+from umbra.trainer.signals import StopRequested, StopSignals
+from umbra.trainer.train_step import TrainStep
+from umbra.trainer.world import World, any_rank
+
+
+class TrainingLoop:
+    """Owns nothing: every part is made and closed by its caller.
+
+    Args:
+        step: optimizer steps done so far.
+    """
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        world: World,
+        *,
+        policy: Policy,
+        optimizer: PolicyOptimizer,
+        train_step: TrainStep,
+        rollouts: Rollouts,
+        pool: Pool,
+        publisher: WeightPublisher,
+        checkpoints: CheckpointStore,
+        versions: VersionCounter,
+        journal: Journal,
+        stop: StopSignals,
+        step: int,
+    ) -> None:
+        self._config = config
+        self._train = config.train
+        self._world = world
+        self._policy = policy
+        self._optimizer = optimizer
+        self._train_step = train_step
+        self._rollouts = rollouts
+        self._pool = pool
+        self._publisher = publisher
+        self._checkpoints = checkpoints
+        self._versions = versions
+        self._journal = journal
+        self._stop = stop
+        self._first_step = step
+        self._saved_step = step
+        self.step = step
+
+    def run(self) -> None:
+        """Trains until `train.steps`, or until the ranks agree to stop; checkpoints the end."""
+        while self.step < self._train.steps:
+            row = self._do_step()
+            if row is None:
+                break
+            self._journal.step_done(self.step, row)
+            if self._is_due(self._train.checkpoint_every):
+                self.save()
+            if any_rank(self._stop.requested):
+                break
+        else:
+            self._publish()
+            self._evaluate(is_last=True)
+        self.save()
+
+    def _do_step(self) -> dict[str, float] | None:
+        """One step; its metrics, or None where the ranks agreed to stop instead."""
+        started = time.perf_counter()
+        row = self._publish()
+        if self.step == self._first_step or self._is_due(self._train.eval_every):
+            self._evaluate()
+        asked = time.perf_counter()
+        columns = self._next_batch()
+        if any_rank(columns is None) or columns is None:
+            return None
+        got = time.perf_counter()
+        self._sleep_engines()
+        batch = RankBatch.from_columns(columns)
+        row |= {f"rollout/{name}": float(value) for name, value in batch.metrics.items()}
+        row |= {"time/rollout_s": got - asked, "time/sleep_s": time.perf_counter() - got}
+        row |= self._train_step.run(batch, self.step)
+        self.step += 1
+        row["time/step_s"] = time.perf_counter() - started
+        return row
+
+    def _publish(self) -> dict[str, float]:
+        """Gives the engines the weights as they are, under a new version."""
+        version = self._versions.next(self.step)
+        started = time.perf_counter()
+        report = self._sync(version)
+        return {
+            "sync/version": float(version),
+            "sync/prepare_s": report.prepare_s,
+            "sync/transfer_s": report.transfer_s,
+            "sync/attest_s": report.attest_s,
+            "sync/resume_s": report.resume_s,
+            "sync/failed_engines": float(len(report.failed)),
+            "time/sync_s": time.perf_counter() - started,
+        }
+
+    def _sync(self, version: int) -> SyncReport:
+        return self._publisher.publish(POOL, version, self._config.pool.sync_timeout_s)
+
+    def _serve_sync(self, version: int) -> None:
+        """An engine came up while this rank waits: the current version once more, for it."""
+        self._sync(version)
+
+    def _next_batch(self) -> Mapping[str, Any] | None:
+        """This rank's columns; None where a signal ended the wait."""
+        try:
+            with self._stop.interruptible():
+                return self._rollouts.next_batch(
+                    self.step, self._serve_sync, self._config.rollout.timeout_s
+                )
+        except StopRequested:
+            return None
+
+    def _sleep_engines(self) -> None:
+        if self._world.is_lead:
+            self._pool.sleep(2)
+        any_rank(False)  # no rank takes memory before the engines gave theirs back
+
+    def _evaluate(self, *, is_last: bool = False) -> None:
+        """Scores the held-out prompts; a signal ends it without a result."""
+        if self._config.data.eval is None:
+            return
+        try:
+            with self._stop.interruptible():
+                result = self._rollouts.evaluate(
+                    self.step, self._serve_sync, self._config.rollout.timeout_s
+                )
+        except StopRequested:
+            return
+        self._journal.evaluated(self.step, result, is_last=is_last)
+
+    def _is_due(self, every: int) -> bool:
+        return every > 0 and self.step % every == 0
+
+    def save(self) -> None:
+        """Checkpoints the state after the last step, unless that has been done. Collective."""
+        if self.step == self._saved_step:
+            return
+        state = TrainerState(
+            step=self.step,
+            version=self._versions.current,
+            world_size=self._world.world_size,
+            seed=self._train.seed,
+        )
+        self._checkpoints.save(state, self._policy.parameters, self._optimizer.adamw)
+        self._saved_step = self.step

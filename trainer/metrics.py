@@ -1,0 +1,92 @@
+"""The numbers of each step, as metrics.jsonl and TensorBoard events. Rank 0 writes them."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+from umbra.trainer.files import writing
+
+MetricsRow = Mapping[str, float]
+
+
+class MetricsLog:
+    """Appends one line a step to `folder`/metrics.jsonl, and events to `folder`/tensorboard.
+
+    A context manager; owns both files. Lines of steps that a resumed run will do again are cut.
+
+    Args:
+        first_step: the first step this run will log; later lines are from before a rollback.
+    """
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        self.path = folder / "metrics.jsonl"
+        self._folder = folder
+        self._first_step = first_step
+        self._stack = contextlib.ExitStack()
+        self._file: TextIO
+        self._events: Any = None
+
+    def __enter__(self) -> Self:
+        with writing("write", self.path):
+            _keep_steps_before(self.path, self._first_step)
+            self._file = self._stack.enter_context(self.path.open("a", encoding="utf-8"))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with writing("write", self.path):
+            if self._events is not None:
+                self._events.close()
+            self._stack.close()
+
+    def write(self, step: int, row: MetricsRow) -> None:
+        """Logs a step; flushed, so that a reader sees it at once.
+
+        Raises:
+            RunDirectoryError: the disk is full or the like.
+        """
+        line = {"step": step, "time": round(time.time(), 3), **row}
+        with writing("write", self.path):
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+            if self._events is None:
+                self._events = _open_events(self._folder / "tensorboard")
+            if self._events is not None:
+                for name, value in row.items():
+                    self._events.add_scalar(name, value, step)
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """All lines of a metrics.jsonl; a line torn by a crash is left out."""
+    rows: list[dict[str, float]] = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(ValueError):
+                rows.append(json.loads(line))
+    return rows
+
+
+def _keep_steps_before(path: Path, first_step: int) -> None:
+    rows = read_metrics(path)
+    kept = [row for row in rows if row["step"] < first_step]
+    path.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+
+
+def _open_events(folder: Path) -> Any:
+    """A SummaryWriter, or None where TensorBoard is not installed."""
+    try:
+        tensorboard: Any = importlib.import_module("torch.utils.tensorboard")
+    except ImportError:
+        return None
+    return tensorboard.SummaryWriter(str(folder), flush_secs=10)

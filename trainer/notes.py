@@ -1,0 +1,40 @@
+"""Lines for the person watching, from any thread, from before there is a progress display."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+
+
+class NoteBoard:
+    """Shows notes on stderr, or by what `shown_by` was given. Silent where `is_shown` is False."""
+
+    def __init__(self, *, is_shown: bool) -> None:
+        self._show: Callable[[str], None] = _print if is_shown else _ignore
+        self._lock = threading.Lock()
+
+    def put(self, text: str) -> None:
+        """Shows one line."""
+        with self._lock:
+            self._show(text)
+
+    @contextmanager
+    def shown_by(self, show: Callable[[str], None]) -> Generator[None]:
+        """Notes go to `show` inside the block."""
+        with self._lock:
+            former, self._show = self._show, show
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._show = former
+
+
+def _print(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _ignore(text: str) -> None:
+    del text

@@ -1,0 +1,131 @@
+"""Attention over packed rows, as an attention function of `transformers`.
+
+transformers hands every layer's queries, keys and values, and passes `packed` through from the
+model's call, so it works for any model that uses its attention interface with plain causal
+attention. L: packed rows; H, H_kv: heads; D: head dimension; B, C, K as in `packing`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from umbra.trainer.packing import AttentionBlock, PackedInputs, VarlenLayout
+
+PACKED_ATTENTION: Final = "umbra_packed"
+
+
+def register_packed_attention() -> None:
+    """Makes `attn_implementation=PACKED_ATTENTION` known to transformers."""
+    from transformers import AttentionInterface
+
+    interface: Any = AttentionInterface
+    interface.register(PACKED_ATTENTION, packed_attention)
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packed: PackedInputs,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """[1, H, L, D] queries and [1, H_kv, L, D] keys and values to [1, L, H, D]."""
+    assert attention_mask is None, "packed rows carry their own masks"
+    queries = _rows(query)  # [L, H * D]
+    keys, values = _rows(key), _rows(value)  # [L, H_kv * D]
+    heads = (query.shape[1], key.shape[1])
+    if isinstance(packed.attention, VarlenLayout):
+        output = _attend_varlen(packed.attention, queries, keys, values, heads, scaling)
+    else:
+        outputs = [
+            _attend(block, queries, keys, values, heads, scaling) for block in packed.attention
+        ]
+        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return output.view(1, query.shape[2], query.shape[1], query.shape[3]), None
+
+
+def _rows(heads_first: Tensor) -> Tensor:
+    """[1, H, L, D] to [L, H * D]; a view, as models transpose what was [1, L, H, D] in memory."""
+    return heads_first[0].transpose(0, 1).flatten(1)
+
+
+def _attend(
+    block: AttentionBlock,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    heads: tuple[int, int],
+    scaling: float | None,
+) -> Tensor:
+    """Output of a block's rows, [rows, H * D]."""
+    num_sequences, num_queries, num_keys = block.shape
+    num_heads, num_kv_heads = heads
+    if block.query_rows is None:
+        picked = queries[block.rows[0] : block.rows[1]]
+    else:
+        picked = queries.index_select(0, block.query_rows)
+    q = picked.view(num_sequences, num_queries, num_heads, -1).transpose(1, 2)
+    kv_shape = (num_sequences, num_keys, num_kv_heads, -1)
+    k = keys.index_select(0, block.key_rows).view(kv_shape).transpose(1, 2)
+    v = values.index_select(0, block.key_rows).view(kv_shape).transpose(1, 2)
+    out = F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=block.mask,
+        is_causal=block.mask is None,
+        scale=scaling,
+        enable_gqa=num_heads != num_kv_heads,
+    )  # [B, H, C, D]
+    flat = out.transpose(1, 2).reshape(num_sequences * num_queries, -1)
+    return flat if block.output_rows is None else flat.index_select(0, block.output_rows)
+
+
+def _attend_varlen(
+    layout: VarlenLayout,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    heads: tuple[int, int],
+    scaling: float | None,
+) -> Tensor:
+    """Output of all rows, [L, H * D], by the flash kernel for sequences of any length.
+
+    It aligns the causal triangle at the end of queries and keys, so that a completion, whose
+    keys begin with its prompt, sees all of that and itself up to each query.
+    """
+    from torch.nn.attention.varlen import varlen_attn  # the kernel is there on CUDA only
+
+    kernel: Any = varlen_attn
+    num_heads, num_kv_heads = heads
+    kv_shape = (len(layout.key_rows), num_kv_heads, -1)
+    k = keys.index_select(0, layout.key_rows).view(kv_shape)
+    v = values.index_select(0, layout.key_rows).view(kv_shape)
+    options: dict[str, Any] = {}
+    if num_heads != num_kv_heads:
+        if "enable_gqa" in inspect.signature(kernel).parameters:
+            options["enable_gqa"] = True
+        else:  # torch before 2.12
+            k, v = (x.repeat_interleave(num_heads // num_kv_heads, dim=1) for x in (k, v))
+    output: Tensor = kernel(
+        queries.view(len(queries), num_heads, -1),
+        k,
+        v,
+        layout.query_starts,
+        layout.key_starts,
+        layout.max_queries,
+        layout.max_keys,
+        scale=scaling,
+        window_size=(-1, 0),
+        **options,
+    )
+    return output.flatten(1)

@@ -1,0 +1,213 @@
+"""The model as training sees it: sharded over the ranks, giving log-probabilities of tokens.
+
+M: tokens to score; E: hidden size; V: vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final, Literal, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils import checkpoint as checkpointing
+
+from umbra.trainer.batch import MicroBatch, PaddedInputs
+from umbra.trainer.packing import PackedInputs
+
+# Logits of so many elements are made at a time (256 MiB in float32); where a micro-batch has
+# more, they are computed again in the backward pass instead of being kept.
+_MAX_LOGITS: Final = 1 << 26
+# Below this, gathering the whole model at once is cheaper than a collective for each layer.
+_ROOT_WRAP_MAX_PARAMETERS: Final = 64_000_000
+
+Wrap = Literal["auto", "layer", "root"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """Of each target under the policy. `logprobs`: [M], with gradient; `entropy`: [M] or None."""
+
+    logprobs: Tensor
+    entropy: Tensor | None
+
+
+class Policy:
+    """A causal language model, sharded by FSDP2 (`fully_shard`). Every rank has one.
+
+    Gradients are summed over ranks: each rank's loss is its share of the global loss.
+
+    Args:
+        model: parameters in their master dtype, on the CPU, the same on every rank.
+        is_packed: the model uses packed attention.
+        compute_dtype: of the forward and backward pass; parameters are cast as they are gathered.
+        wrap: see `ModelSection.fsdp_wrap`.
+        temperature: log-probabilities are those of softmax(logits / temperature).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        *,
+        is_packed: bool,
+        compute_dtype: torch.dtype,
+        wrap: Wrap = "auto",
+        temperature: float = 1.0,
+    ) -> None:
+        self.is_packed = is_packed
+        self.compute_dtype = compute_dtype
+        self._temperature = temperature
+        self._scorer = _Scorer(model)
+        num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        if wrap == "auto":
+            wrap = "root" if num_parameters <= _ROOT_WRAP_MAX_PARAMETERS else "layer"
+        self._wraps_layers = wrap == "layer"
+        dtype = next(model.parameters()).dtype
+        _shard(
+            self._scorer,
+            mesh,
+            self._wraps_layers,
+            None if dtype == compute_dtype else compute_dtype,
+        )
+        # FSDP swaps in gathered parameters during a pass; these objects are the lasting ones.
+        self._parameters = dict(model.named_parameters(remove_duplicate=False))
+        persistent = model.state_dict().keys() - self._parameters.keys()
+        self._buffers = {name: b for name, b in model.named_buffers() if name in persistent}
+        self.num_parameters = num_parameters
+
+    @property
+    def model(self) -> nn.Module:
+        """The Hugging Face model, with sharded parameters."""
+        return self._scorer.model
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Name -> sharded parameter (DTensor); tied ones once, under their first name."""
+        seen: dict[int, str] = {}
+        for name, parameter in self._parameters.items():
+            seen.setdefault(id(parameter), name)
+        return {name: self._parameters[name] for name in seen.values()}
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """What engines load, by its Hugging Face name; tied names stand for one tensor."""
+        return {**self._parameters, **self._buffers}
+
+    def freeze(self) -> Policy:
+        """Takes gradients away, as a reference model wants."""
+        for parameter in self._parameters.values():
+            parameter.requires_grad_(False)
+        return self
+
+    def scores(self, micro_batch: MicroBatch, *, with_entropy: bool = False) -> TokenScores:
+        """Log-probabilities of the micro-batch's targets. Collective."""
+        logprobs, entropy = self._scorer(
+            micro_batch.inputs, micro_batch.targets, self._temperature, with_entropy
+        )
+        return TokenScores(logprobs, entropy if with_entropy else None)
+
+    @torch.no_grad()
+    def reference_logprobs(self, micro_batch: MicroBatch) -> Tensor:
+        """[M], without gradient. Collective; leaves nothing gathered."""
+        logprobs = self.scores(micro_batch).logprobs
+        cast("FSDPModule", self._scorer).reshard()
+        return logprobs
+
+    def expect_backward(self, *, is_last: bool) -> None:
+        """Called before each micro-batch: gradients meet at the last one of a step.
+
+        With layers wrapped they are reduced each time: whole gradients would not fit.
+        """
+        if self._wraps_layers:
+            return
+        root = cast("FSDPModule", self._scorer)
+        root.set_is_last_backward(is_last)
+        root.set_requires_gradient_sync(is_last)
+        root.set_reshard_after_backward(is_last)
+
+
+class _Scorer(nn.Module):
+    """Decoder, head and log-probabilities as one module, so that FSDP gathers once for all."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self,
+        inputs: PackedInputs | PaddedInputs,
+        targets: Tensor,
+        temperature: float,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """[M] log-probabilities and [M] entropies (or nothing, [0])."""
+        model: Any = self.model
+        head = model.get_output_embeddings()
+        hidden = self._hidden(inputs).index_select(0, inputs.predicting)  # [M, E]
+        chunk_len = max(1, _MAX_LOGITS // head.weight.shape[0])
+        if len(targets) <= chunk_len:
+            return _score(head, hidden, targets, temperature, with_entropy)
+        recompute: Any = checkpointing
+        parts: list[tuple[Tensor, Tensor]] = []
+        for start in range(0, len(targets), chunk_len):
+            chunk = slice(start, start + chunk_len)
+            args = (head, hidden[chunk], targets[chunk], temperature, with_entropy)
+            parts.append(recompute.checkpoint(_score, *args, use_reentrant=False))
+        return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+
+    def _hidden(self, inputs: PackedInputs | PaddedInputs) -> Tensor:
+        """[rows, E] final hidden states."""
+        model: Any = self.model
+        decoder = model.get_decoder()
+        if isinstance(inputs, PaddedInputs):
+            output = decoder(input_ids=inputs.token_ids, use_cache=False)
+        else:
+            output = decoder(
+                input_ids=inputs.token_ids,
+                position_ids=inputs.position_ids,
+                use_cache=False,
+                packed=inputs,
+            )
+        return cast("Tensor", output.last_hidden_state).flatten(0, 1)
+
+
+def _score(
+    head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, with_entropy: bool
+) -> tuple[Tensor, Tensor]:
+    logits: Tensor = head(hidden)  # [M, V]
+    if logits.dtype.itemsize < torch.float32.itemsize:
+        logits = logits.float()
+    if temperature != 1.0:
+        logits = logits / temperature
+    every = logits.log_softmax(-1)  # [M, V]
+    logprobs = -F.nll_loss(every, targets, reduction="none")
+    with torch.no_grad():
+        entropy = -(every.exp() * every).sum(-1) if with_entropy else logits.new_empty(0)
+    return logprobs, entropy
+
+
+def _shard(
+    scorer: _Scorer, mesh: DeviceMesh, wraps_layers: bool, compute_dtype: torch.dtype | None
+) -> None:
+    precision = MixedPrecisionPolicy(
+        param_dtype=compute_dtype, reduce_dtype=None if compute_dtype is None else torch.float32
+    )
+    if wraps_layers:
+        for layer in _decoder_layers(scorer.model):
+            fully_shard(layer, mesh=mesh, mp_policy=precision)
+    fully_shard(scorer, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+    for module in scorer.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def _decoder_layers(model: nn.Module) -> Iterator[nn.Module]:
+    """The repeated blocks, by the class names that the model declares."""
+    names = cast("set[str]", set(getattr(model, "_no_split_modules", None) or ()))
+    return (module for module in model.modules() if type(module).__name__ in names)

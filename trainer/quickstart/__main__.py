@@ -1,0 +1,6 @@
+"""`python -m umbra.trainer.quickstart OUT_DIR`: makes the quickstart's model and data sets."""
+
+from umbra.trainer.quickstart.command import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""The run directory: what is where, starting anew or going on, and the version counter.
+
+run.dir/prompts.msgpack, eval_prompts.msgpack   tokenised data sets
+run.dir/metrics.jsonl, tensorboard/             numbers of each step
+run.dir/versions.jsonl                          weight versions and the steps they belong to
+run.dir/checkpoints/                            see `umbra.trainer.checkpoint`
+run.dir/export/                                 the trained model, Hugging Face format
+run.dir/summary.json, report.html, reward.png   at the end
+run.dir/logs/                                   output of every process umbra starts
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from umbra.runtime.errors import ConfigError
+from umbra.trainer.config import RunSection
+from umbra.trainer.files import check_writable, writing
+
+_EARLIER: Final = (
+    "metrics.jsonl",
+    "tensorboard",
+    "versions.jsonl",
+    "checkpoints",
+    "export",
+    "summary.json",
+    "report.html",
+    "reward.png",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """Paths of a run."""
+
+    path: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def export(self) -> Path:
+        return self.path / "export"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def versions(self) -> Path:
+        return self.path / "versions.jsonl"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def plot(self) -> Path:
+        return self.path / "reward.png"
+
+
+def check_run_dir(run: RunSection, rank: int, incarnation: int) -> None:
+    """Cheap checks that every rank makes before anything is started.
+
+    Raises:
+        RunDirectoryError: it cannot be written.
+        ConfigError: it holds another run, and the config does not say what to do with it.
+    """
+    check_writable(run.dir, rank)
+    starts_anew = run.resume == "never" and incarnation == 1
+    if starts_anew and not run.overwrite and (run.dir / "metrics.jsonl").exists():
+        raise ConfigError(
+            f"run.dir: {run.dir} holds an earlier run; go on with it (run.resume = 'auto'), "
+            "replace it (run.overwrite = true), or choose another directory"
+        )
+
+
+def begin_run(run: RunSection, incarnation: int) -> Path | None:
+    """The checkpoint to go on from, if any; clears the directory for a fresh start. Rank 0.
+
+    Raises:
+        ConfigError: `run.resume` names a checkpoint that is not there.
+    """
+    # Here, so that checking a config does not load torch.
+    from umbra.trainer.checkpoint import complete_checkpoints, read_trainer_state
+
+    if run.resume not in ("never", "auto"):
+        path = Path(run.resume)
+        read_trainer_state(path)
+        return path
+    if run.resume == "auto" or incarnation > 1:
+        found = complete_checkpoints(RunDir(run.dir).checkpoints)
+        if found:
+            return found[-1]
+    with writing("clear", run.dir):
+        for name in _EARLIER:
+            path = run.dir / name
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+    return None
+
+
+class VersionCounter:
+    """Weight versions of a run: each number is given once, also after a rollback.
+
+    Only rank 0 writes the file; all ranks count alike.
+    """
+
+    def __init__(self, path: Path, writes: bool) -> None:
+        self._path = path
+        self._writes = writes
+        self.current = 0
+
+    def start_after(self, at_least: int) -> None:
+        """Goes on behind every version in the file and behind `at_least`."""
+        self.current = max(at_least, _last_version(self._path))
+
+    def next(self, step: int) -> int:
+        """A new version: the weights after `step` optimizer steps."""
+        self.current += 1
+        if self._writes:
+            line = json.dumps({"version": self.current, "step": step})
+            with writing("write", self._path), self._path.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+        return self.current
+
+
+def _last_version(path: Path) -> int:
+    if not path.exists():
+        return 0
+    last = 0
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            last = max(last, int(json.loads(line)["version"]))
+        except (ValueError, KeyError, TypeError):
+            continue  # torn by a crash: it was never used
+    return last
+
+
+def process_age_s() -> float:
+    """Seconds since this process was started, the interpreter's start-up included."""
+    fields = Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    uptime_s = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
+    return uptime_s - started_s

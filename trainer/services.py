@@ -1,0 +1,210 @@
+"""The processes a run needs besides its ranks: engines, rollout manager, rollout workers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from umbra.runtime.actor import ActorSpec
+from umbra.runtime.errors import UmbraError
+from umbra.runtime.pools import PoolSpec
+from umbra.runtime.restart import RestartPolicy
+from umbra.runtime.session import Session
+from umbra.trainer.config import TrainerConfig
+from umbra.trainer.data import PromptFiles
+from umbra.trainer.tokenizer import read_model_config
+
+_Spec = TypeVar("_Spec", ActorSpec, PoolSpec)
+POOL: Final = "policy"
+MANAGER: Final = "rollouts"
+_ENGINES: Final = {
+    "embedded": "umbra.engines.embedded.actor:EmbeddedEngine",
+    "echo": "umbra.engines.echo:EchoEngine",
+    "vllm": "umbra.engines.vllm.actor:VllmEngine",
+    "sglang": "umbra.engines.sglang.actor:SglangEngine",
+}
+# Longest context assumed where the config names none: an engine's KV cache grows with it.
+_DEFAULT_CONTEXT_LEN: Final = 4096
+# Tokens of a micro-batch where the config says nothing. On a CPU more falls out of its caches and
+# less pays for Python; on a GPU more takes memory and less leaves it idle.
+_DEFAULT_TOKENS: Final = {"cpu": 2048, "cuda": 16384}
+# A worker runs user code, which may crash it for reasons that pass.
+_WORKER_RESTARTS: Final = RestartPolicy(mode="on_failure", max_restarts=5, window_s=600.0)
+# The manager holds the batch in memory: a new one would know nothing of it.
+_MANAGER_RESTARTS: Final = RestartPolicy(mode="never")
+
+
+class ServiceStarter:
+    """Starts the processes in the background while the ranks load the model. Rank 0 only.
+
+    Each `start_*` returns at once; `wait()` gives the first error, if any.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        config: TrainerConfig,
+        device_type: str,
+        executor: ThreadPoolExecutor,
+    ) -> None:
+        self._device_type = device_type
+        self._session = session
+        self._config = config
+        self._executor = executor
+        self._started: list[Future[Any]] = []
+
+    @classmethod
+    @contextmanager
+    def open(
+        cls, session: Session, config: TrainerConfig, device_type: str
+    ) -> Generator[ServiceStarter]:
+        """`device_type` is the trainer's. Owns the threads that wait for processes to come up.
+
+        They are not joined: what they wait for ends with the session at the latest.
+        """
+        executor = ThreadPoolExecutor(2 + config.rollout.workers, "umbra-start")
+        try:
+            yield cls(session, config, device_type, executor)
+        finally:
+            executor.shutdown(wait=False, cancel_futures=True)
+
+    def start_engines(self) -> None:
+        self._start(self._session.create_pool, engine_pool_spec(self._config, self._device_type))
+
+    def start_workers(self) -> None:
+        for spec in worker_specs(self._config):
+            self._start(self._session.spawn, spec)
+
+    def start_manager(
+        self, prompts: PromptFiles, stop_token_ids: list[int], world_size: int
+    ) -> None:
+        spec = manager_spec(self._config, prompts, stop_token_ids, world_size, self._device_type)
+        self._start(self._session.spawn, spec)
+
+    def _start(self, start: Callable[[_Spec], object], spec: _Spec) -> None:
+        future = self._executor.submit(start, spec)
+        future.add_done_callback(self._on_started)
+        self._started.append(future)
+
+    def _on_started(self, future: Future[object]) -> None:
+        """A process that cannot start is every rank's end, whatever they are busy with."""
+        error = None if future.cancelled() else future.exception()
+        if error is not None:
+            with contextlib.suppress(UmbraError):
+                self._session.supervisor_call("fail_job", "starting the run", str(error))
+
+    def wait(self) -> None:
+        """Returns when all that was started serves; raises what went wrong first."""
+        for future in self._started:
+            future.result()
+
+
+def engine_pool_spec(config: TrainerConfig, device_type: str) -> PoolSpec:
+    """The pool of engines that generate."""
+    pool = config.pool
+    cores = len(os.sched_getaffinity(0))
+    kwargs: dict[str, Any] = {
+        "model_path": str(config.model.path.absolute()),
+        "dtype": config.model.dtype,
+        "device": device_type if pool.device == "auto" else pool.device,
+        "max_num_seqs": pool.max_num_seqs,
+        "max_context_len": max_context_len(config),
+        "kv_cache_num_tokens": pool.kv_cache_num_tokens,
+        "tick_ms": pool.tick_ms,
+        "num_threads": pool.num_threads or max(1, cores // pool.count),
+        **pool.engine_args,
+    }
+    return PoolSpec(
+        name=POOL,
+        engine=_ENGINES.get(pool.engine, pool.engine),
+        count=pool.count,
+        mode=pool.mode,
+        kwargs=kwargs,
+        restart=RestartPolicy(mode="on_failure", max_restarts=pool.max_restarts, window_s=600.0),
+        start_timeout_s=pool.sync_timeout_s,
+        hung_limit_s=pool.hung_limit_s,
+        memory_limit_nbytes=pool.memory_limit_mib << 20,
+    )
+
+
+def worker_specs(config: TrainerConfig) -> list[ActorSpec]:
+    """The processes that run the user's reward function and agent loop."""
+    folders = [str(path.absolute()) for path in config.reward.python_path] + [str(Path.cwd())]
+    kwargs = {
+        "tokenizer_path": str(config.model.path.absolute()),
+        "reward": config.reward.function,
+        "sys_path": folders,
+        "agent": config.rollout.agent,
+        "reward_timeout_s": config.reward.timeout_s,
+    }
+    return [
+        ActorSpec(
+            name=name,
+            target="umbra.runtime.rollout.worker:RolloutWorker",
+            kwargs=kwargs,
+            restart=_WORKER_RESTARTS,
+            role="rollout",
+        )
+        for name in worker_names(config)
+    ]
+
+
+def worker_names(config: TrainerConfig) -> list[str]:
+    return [f"worker-{idx}" for idx in range(config.rollout.workers)]
+
+
+def manager_spec(
+    config: TrainerConfig,
+    prompts: PromptFiles,
+    stop_token_ids: list[int],
+    world_size: int,
+    device_type: str,
+) -> ActorSpec:
+    """The rollout manager; see `umbra.runtime.rollout.config` for its settings."""
+    rollout, train = config.rollout, config.train
+    settings: dict[str, Any] = {
+        "prompts_path": str(prompts.train_path.absolute()),
+        "eval_path": str(prompts.eval_path.absolute()) if prompts.eval_path else "",
+        "pool": POOL,
+        "world_size": world_size,
+        "groups_per_step": rollout.groups_per_step,
+        "group_size": rollout.group_size,
+        "max_new_tokens": rollout.max_new_tokens,
+        "max_context_len": max_context_len(config),
+        "rollout_actors": worker_names(config),
+        "temperature": rollout.temperature,
+        "stop_token_ids": stop_token_ids,
+        "seed": train.seed,
+        "shuffle": config.data.shuffle,
+        "num_micro_batches": max(1, train.micro_batches),
+        "max_tokens_per_micro_batch": 0
+        if train.micro_batches
+        else train.max_tokens_per_micro_batch or _DEFAULT_TOKENS[device_type],
+        "advantage": train.advantage,
+        "agent": rollout.agent is not None,
+        "accuracy_threshold": config.reward.accuracy_threshold,
+        "engine_timeout_s": config.pool.sync_timeout_s,
+        "reward_timeout_s": config.reward.timeout_s,
+        "agent_timeout_s": rollout.agent_timeout_s,
+        "max_inflight_per_engine": config.pool.max_num_seqs,
+    }
+    return ActorSpec(
+        name=MANAGER,
+        target="umbra.runtime.rollout.service:RolloutManager",
+        kwargs={"config": settings},
+        restart=_MANAGER_RESTARTS,
+        role="manager",
+    )
+
+
+def max_context_len(config: TrainerConfig) -> int:
+    """Longest prompt + completion: as configured, else the model's limit, at most 4096."""
+    if config.pool.max_context_len is not None:
+        return config.pool.max_context_len
+    limit = read_model_config(config.model.path).get("max_position_embeddings")
+    return min(limit, _DEFAULT_CONTEXT_LEN) if isinstance(limit, int) else _DEFAULT_CONTEXT_LEN

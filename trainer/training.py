@@ -1,0 +1,226 @@
+"""Puts a training run together: processes, data, model, loop, and what is left at the end."""
+
+from __future__ import annotations
+
+import contextlib
+from types import TracebackType
+from typing import Final
+
+import torch
+
+from umbra.runtime.collective import Rollouts, SessionSync
+from umbra.runtime.environment import TorchrunEnvironment
+from umbra.runtime.errors import ActorError, JobFailed, TransportError, UmbraError
+from umbra.runtime.session import Session
+from umbra.runtime.weights.publish import WeightPublisher
+from umbra.trainer.batch import MicroBatchBuilder
+from umbra.trainer.checkpoint import CheckpointStore
+from umbra.trainer.config import TrainerConfig
+from umbra.trainer.data import PromptBudget, prepare_prompts
+from umbra.trainer.export import export_policy
+from umbra.trainer.journal import Journal, closing_lines, finish
+from umbra.trainer.last_words import LastWords
+from umbra.trainer.loop import TrainingLoop
+from umbra.trainer.metrics import MetricsLog
+from umbra.trainer.model import load_causal_lm
+from umbra.trainer.notes import NoteBoard
+from umbra.trainer.optimizer import PolicyOptimizer
+from umbra.trainer.policy import Policy
+from umbra.trainer.progress import Progress
+from umbra.trainer.run_dir import RunDir, VersionCounter, begin_run
+from umbra.trainer.services import MANAGER, POOL, ServiceStarter, max_context_len
+from umbra.trainer.signals import StopSignals
+from umbra.trainer.tokenizer import PromptTokenizer, stop_token_ids
+from umbra.trainer.train_step import TrainStep
+from umbra.trainer.world import World, from_lead, pick_device
+
+# How long a rank that lost another one waits to be told which rank or process failed first. The
+# supervisor knows in milliseconds; a rank's own errors are announced so much later.
+_BLAME_TIMEOUT_S: Final = 1.0
+
+
+class Trainer:
+    """One rank's run. `run()` is collective and returns when training has ended."""
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        session: Session,
+        environment: TorchrunEnvironment,
+        stop: StopSignals,
+        notes: NoteBoard,
+        words: LastWords,
+    ) -> None:
+        self._config = config
+        self._session = session
+        self._environment = environment
+        self._stop = stop
+        self._notes = notes
+        self._words = words
+        self._place = RunDir(config.run.dir)
+        self._dtype: torch.dtype = getattr(torch, config.model.dtype)
+
+    def run(self) -> None:
+        """Trains as configured. Raises UmbraError on every rank where it cannot."""
+        config = self._config
+        with contextlib.ExitStack() as stack:
+            starter = self._begin_starting(stack)
+            world = stack.enter_context(World.join(self._environment, config.train.device))
+            stack.push(self._announce_failure)
+            resumed_from = from_lead(
+                world, lambda: begin_run(config.run, self._environment.incarnation)
+            )
+            from_lead(world, lambda: self._start_rollouts(starter, world))
+            policy, reference = self._load_policies(world)
+            optimizer = PolicyOptimizer(policy.parameters, config.train)
+            checkpoints = CheckpointStore(
+                self._place.checkpoints, world, config.train.keep_checkpoints
+            )
+            versions = VersionCounter(self._place.versions, writes=world.is_lead)
+            step = 0
+            if resumed_from is not None:
+                state = checkpoints.load(resumed_from, policy.parameters, optimizer.adamw)
+                step = state.step
+                versions.start_after(state.version)
+            from_lead(world, lambda: starter.wait() if starter else None)
+            journal = self._open_journal(stack, world, step)
+            loop = TrainingLoop(
+                config,
+                world,
+                policy=policy,
+                optimizer=optimizer,
+                train_step=TrainStep(
+                    policy, optimizer, self._builder(policy, world), config.train, reference
+                ),
+                rollouts=Rollouts(self._session, MANAGER),
+                pool=self._session.pool(POOL),
+                publisher=WeightPublisher(
+                    SessionSync(self._session),
+                    world.rank,
+                    world.world_size,
+                    policy.tensors,
+                    self._dtype,
+                ),
+                checkpoints=checkpoints,
+                versions=versions,
+                journal=journal,
+                stop=self._stop,
+                step=step,
+            )
+            self._stop.defer()
+            loop.run()
+            self._stop.disarm()
+            self._leave_results(world, policy, journal, loop.step)
+
+    def _announce_failure(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Tells the other ranks why, before they notice that their collectives break.
+
+        What breaks because another rank or process went away is that one's failure; then raises
+        JobFailed, which names it.
+        """
+        if isinstance(error, RuntimeError | ActorError | TransportError):
+            try:
+                self._session.raise_if_lost(_BLAME_TIMEOUT_S)
+            except JobFailed as failure:
+                raise failure from error
+        if isinstance(error, UmbraError):
+            self._words.tell(error)
+        if isinstance(error, Exception) and not isinstance(error, JobFailed):
+            with contextlib.suppress(UmbraError):
+                self._session.supervisor_call(
+                    "fail_job",
+                    f"rank {self._session.rank}",
+                    f"{type(error).__name__}: {error}",
+                    timeout_s=2.0,
+                )
+
+    def _begin_starting(self, stack: contextlib.ExitStack) -> ServiceStarter | None:
+        """Engines and workers take longest, so they start first. Rank 0 only."""
+        if self._session.rank != 0:
+            return None
+        device = pick_device(self._config.train.device, self._session.local_rank)
+        starter = stack.enter_context(ServiceStarter.open(self._session, self._config, device.type))
+        starter.start_engines()
+        starter.start_workers()
+        return starter
+
+    def _start_rollouts(self, starter: ServiceStarter | None, world: World) -> None:
+        """Tokenises the data and starts the manager. Rank 0."""
+        assert starter is not None
+        config = self._config
+        tokenizer = PromptTokenizer(
+            config.model.path, trust_remote_code=config.model.trust_remote_code
+        )
+        budget = PromptBudget(
+            max_context_len=max_context_len(config), max_new_tokens=config.rollout.max_new_tokens
+        )
+        prompts = prepare_prompts(
+            config.data, tokenizer, budget, folder=config.run.dir, min_prompts=world.world_size
+        )
+        stops = stop_token_ids(config.model.path, tokenizer, config.rollout.stop_token_ids)
+        starter.start_manager(prompts, stops, world.world_size)
+
+    def _load_policies(self, world: World) -> tuple[Policy, Policy | None]:
+        """The policy, and the frozen model it started from where a KL term needs it."""
+        policy = self._load_policy(world)
+        if self._config.train.kl_coef == 0.0:
+            return policy, None
+        return policy, self._load_policy(world).freeze()
+
+    def _load_policy(self, world: World) -> Policy:
+        config = self._config
+        model, is_packed = load_causal_lm(config.model, getattr(torch, config.master_dtype))
+        return Policy(
+            model,
+            world.mesh,
+            is_packed=is_packed,
+            compute_dtype=self._dtype,
+            wrap=config.model.fsdp_wrap,
+            temperature=config.rollout.temperature,
+        )
+
+    def _builder(self, policy: Policy, world: World) -> MicroBatchBuilder:
+        return MicroBatchBuilder(
+            packed=policy.is_packed,
+            dtype=self._dtype,
+            device=world.device,
+            aggregation=self._config.train.loss_aggregation,
+            max_new_tokens=self._config.rollout.max_new_tokens,
+            skips_neutral=self._config.train.kl_coef == 0.0,
+        )
+
+    def _open_journal(self, stack: contextlib.ExitStack, world: World, step: int) -> Journal:
+        config = self._config
+        if not world.is_lead:
+            return Journal(config, None, None)
+        log = stack.enter_context(MetricsLog(config.run.dir, first_step=step + 1))
+        progress = stack.enter_context(Progress(config.run_name, config.train.steps, step))
+        journal = Journal(config, log, progress)
+        stack.enter_context(self._notes.shown_by(journal.note))
+        return journal
+
+    def _leave_results(self, world: World, policy: Policy, journal: Journal, steps: int) -> None:
+        """Export, summary, plot and report."""
+        config = self._config
+        if config.train.export and not self._stop.requested:
+            export_policy(
+                policy, self._place.export, world, source=config.model.path, dtype=self._dtype
+            )
+        from_lead(world, lambda: self._report(journal, steps))
+
+    def _report(self, journal: Journal, steps: int) -> None:
+        states = self._session.pool(POOL).states()
+        summary = finish(
+            self._config,
+            journal,
+            steps=steps,
+            engine_restarts=sum(int(state["num_restarts"]) for state in states),
+            stopped_by=self._stop.name,
+        )
+        for line in closing_lines(summary):
+            journal.note(line)

@@ -1,0 +1,132 @@
+"""torch.distributed for the trainer: the ranks, their devices, and the few things they agree on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final, Literal, TypeVar, cast
+
+import torch
+import torch.distributed
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from umbra.runtime.environment import TorchrunEnvironment
+from umbra.runtime.errors import ConfigError, JobFailed, UmbraError
+
+T = TypeVar("T")
+# Longest wait of a rank for the others in a collective. Ranks that fail end the rest through the
+# session long before; this is for a network that swallows packets.
+_COLLECTIVE_TIMEOUT_S: Final = 1800.0
+_dist: Final[Any] = torch.distributed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """The ranks of a run. `mesh` has one axis, over all of them."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    mesh: DeviceMesh
+
+    @property
+    def is_lead(self) -> bool:
+        """Rank 0 writes files and reports."""
+        return self.rank == 0
+
+    @classmethod
+    @contextmanager
+    def join(
+        cls, environment: TorchrunEnvironment, device: Literal["auto", "cpu", "cuda"]
+    ) -> Generator[World]:
+        """Connects this rank to the others; every rank enters. Leaves the group on exit."""
+        place = pick_device(device, environment.local_rank)
+        limit_threads(environment.local_world_size)
+        backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
+        arguments: dict[str, Any] = {"timeout": timedelta(seconds=_COLLECTIVE_TIMEOUT_S)}
+        if place.type == "cuda":
+            torch.cuda.set_device(place)
+            # cuDNN's attention plans anew for every shape, and packed shapes differ every step.
+            torch.backends.cuda.enable_cudnn_sdp(False)
+            arguments["device_id"] = place
+        if not environment.under_torchrun:
+            arguments |= {"store": _dist.HashStore(), "rank": 0, "world_size": 1}
+        _dist.init_process_group(backend, **arguments)
+        try:
+            world_size = environment.world_size
+            mesh = init_device_mesh(place.type, (world_size,))
+            yield cls(rank=environment.rank, world_size=world_size, device=place, mesh=mesh)
+        finally:
+            _dist.destroy_process_group()
+
+
+def pick_device(wanted: Literal["auto", "cpu", "cuda"], local_rank: int) -> torch.device:
+    """This rank's device.
+
+    Raises:
+        ConfigError: cuda is wanted, and there is no GPU for this rank.
+    """
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "cpu" or (wanted == "auto" and num_gpus == 0):
+        return torch.device("cpu")
+    if local_rank >= num_gpus:
+        raise ConfigError(
+            f"train.device: local rank {local_rank} needs a GPU of its own, and this node shows "
+            f"{num_gpus}: start fewer ranks (--nproc-per-node), or set train.device = 'cpu'"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def limit_threads(local_world_size: int) -> None:
+    """Shares the node's cores among its ranks; more threads than cores cost more than they give.
+
+    Denormal numbers are flushed to zero: gradients are full of them, and each costs a hundred
+    times an ordinary multiplication on most CPUs.
+    """
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(max(1, cores // local_world_size))
+    torch.set_flush_denormal(True)
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """In place. Collective; does nothing where there is no process group."""
+    if _dist.is_initialized():
+        _dist.all_reduce(values)
+    return values
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether any rank says so. Collective."""
+    vote = torch.tensor([int(flag)])
+    return bool(sum_over_ranks(vote))
+
+
+def barrier() -> None:
+    """Waits for all ranks. Collective."""
+    any_rank(False)
+
+
+def from_lead(world: World, make: Callable[[], T]) -> T:
+    """What rank 0's `make()` returns, on every rank. Collective.
+
+    Where it raises, every rank raises: the same UmbraError, or JobFailed for any other error.
+    The value travels by torch.distributed's own object broadcast between the ranks of this job.
+    """
+    outcome: list[Any] = [None, None]
+    if world.is_lead:
+        try:
+            outcome[0] = make()
+        except UmbraError as error:
+            outcome[1] = error
+        except Exception as error:
+            outcome[1] = JobFailed(f"rank 0 failed: {type(error).__name__}: {error}")
+            _dist.broadcast_object_list(outcome, src=0)
+            raise
+    _dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise cast("UmbraError", outcome[1])
+    return cast("T", outcome[0])
