@@ -1,0 +1,75 @@
+"""The `umbra` command tells wrong use from failure, and says what to do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from umbra.runtime.cli.main import main
+
+
+def run_main(*argv: str) -> int:
+    try:
+        return main(argv)
+    except SystemExit as exit_:
+        return exit_.code if isinstance(exit_.code, int) else 1
+
+
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_main("--version") == 0
+
+    assert capsys.readouterr().out.startswith("umbra 0.")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "COMMAND"),
+        (["frobnicate"], "invalid choice: 'frobnicate'"),
+        (["bench"], "required: what"),
+        (["bench", "gpu"], "invalid choice: 'gpu'"),
+        (["bench", "rpc", "--rounds", "0"], "'0' is not a positive whole number"),
+        (["bench", "rpc", "--rounds", "many"], "'many' is not a positive whole number"),
+        (["bench", "rpc", "--fast"], "unrecognized arguments: --fast"),
+        (["bench", "rpc", "--peer-python", "/no/such/python"], "/no/such/python"),
+    ],
+)
+def test_wrong_use_exits_with_2_and_names_the_cause(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_main(*argv) == 2
+
+    output = capsys.readouterr()
+    assert message in output.err
+    assert output.out == ""
+
+
+def test_an_interpreter_that_fails_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\nexit 3\n")
+    broken.chmod(0o700)
+
+    assert run_main("bench", "startup", "--peer-python", str(broken)) == 2
+
+    assert str(broken) in capsys.readouterr().err
+
+
+@pytest.mark.process
+def test_the_command_loads_no_heavy_module_before_it_is_needed() -> None:
+    code = (
+        "import sys, umbra.runtime.cli.main as m\n"
+        "try: m.main(['--version'])\n"
+        "except SystemExit: pass\n"
+        "print(sorted({'torch', 'numpy', 'rich', 'pydantic'} & sys.modules.keys()))"
+    )
+
+    shown = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, check=True, timeout=30
+    )
+
+    assert shown.stdout.decode().splitlines()[-1] == "[]"

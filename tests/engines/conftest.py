@@ -1,0 +1,32 @@
+"""Fixtures shared by engine tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from model_factory import save_model
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> Iterator[None]:  # pyright: ignore[reportUnusedFunction]
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The directory of a random model of some kind, made once."""
+    folders: dict[str, Path] = {}
+
+    def get(kind: str) -> Path:
+        if kind not in folders:
+            folders[kind] = tmp_path_factory.mktemp(kind)
+            save_model(folders[kind], kind)
+        return folders[kind]
+
+    return get

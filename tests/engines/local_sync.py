@@ -1,0 +1,112 @@
+"""A weight sync to engines in this process, with the real publisher, buckets and receivers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from engine_runs import Engine
+from torch import Tensor
+
+from umbra.runtime.weights.image import BucketGrid
+from umbra.runtime.weights.manifest import Manifest
+from umbra.runtime.weights.memfd import close_fds, create_buckets, serve_fds
+from umbra.runtime.weights.publish import WeightPublisher
+
+DEADLINE_S = 20.0
+NAMES = ["bucket-0", "bucket-1"]
+
+
+class LocalSync:
+    """The supervisor's sync calls of one rank, driving one engine; blocks in the caller's thread.
+
+    Args:
+        tamper: called with the regions before they are attested.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        loop: asyncio.AbstractEventLoop,
+        fd_socket: str,
+        bucket_nbytes: int,
+        tamper: Callable[[list[list[int | None]]], None],
+    ) -> None:
+        self._engine = engine
+        self._loop = loop
+        self._tamper = tamper
+        self._regions: list[list[int | None]] = []
+        self._grant: dict[str, Any] = {
+            "fd_socket": fd_socket,
+            "names": NAMES,
+            "buckets": NAMES,
+            "bucket_nbytes": bucket_nbytes,
+        }
+        self.attested: dict[str, Any] = {}
+
+    def sync_begin(
+        self,
+        pool: str,
+        version: int,
+        rank: int,
+        world_size: int,
+        manifest: dict[str, Any] | None,
+        timeout_s: float,
+    ) -> Mapping[str, Any]:
+        assert manifest is not None
+        self._call(self._engine.begin_update(version, manifest, self._grant))
+        nbytes = Manifest.from_wire(manifest).nbytes
+        num_buckets = BucketGrid(nbytes, self._grant["bucket_nbytes"]).num_buckets
+        return self._grant | {"sync_id": "sync", "num_buckets": num_buckets, "attest": True}
+
+    def sync_filled(
+        self, sync_id: str, rank: int, idx: int, regions: list[list[int | None]], timeout_s: float
+    ) -> None:
+        self._regions += regions
+        self._call(self._engine.load_bucket(idx))
+
+    def sync_end(self, sync_id: str, rank: int, timeout_s: float) -> Mapping[str, Any]:
+        self._tamper(self._regions)
+        self.attested = self._call(self._engine.finish_update(self._regions))
+        if self.attested["mismatches"]:
+            self._call(self._engine.abort_update())
+        else:
+            self._call(self._engine.commit_update())
+            self._call(self._engine.resume())
+        report: dict[str, Any] = {"version": 0, "engines": {}, "failed": {}}
+        return report | dict.fromkeys(("prepare_s", "transfer_s", "attest_s", "resume_s"), 0.0)
+
+    def sync_abort(self, sync_id: str, rank: int, reason: str, timeout_s: float) -> None:
+        self._call(self._engine.abort_update())
+
+    def _call(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(DEADLINE_S)
+
+
+async def publish(
+    engine: Engine,
+    tensors: Mapping[str, Tensor],
+    version: int,
+    folder: Path,
+    *,
+    bucket_nbytes: int = 1 << 14,
+    tamper: Callable[[list[list[int | None]]], None] = lambda regions: None,
+) -> dict[str, Any]:
+    """Carries `tensors` to a paused (or fresh) engine and resumes it; what it attested."""
+    fds = create_buckets(NAMES, bucket_nbytes)
+    fd_socket = str(folder / "fds")
+    try:
+        async with serve_fds(fd_socket, fds):
+            loop = asyncio.get_running_loop()
+            sync = LocalSync(engine, loop, fd_socket, bucket_nbytes, tamper)
+            publisher = WeightPublisher(sync, 0, 1, tensors)
+            await asyncio.to_thread(publisher.publish, "pool", version, DEADLINE_S)
+    finally:
+        close_fds(fds)
+    return sync.attested
+
+
+def regions_nbytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

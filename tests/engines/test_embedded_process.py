@@ -1,0 +1,123 @@
+"""The embedded engine where it lives: in processes of their own, called over RPC."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_runs import Collector, wire_request
+
+from umbra.runtime.actor import ActorSpec
+from umbra.runtime.errors import RemoteError, UmbraError
+from umbra.runtime.restart import RestartPolicy
+from umbra.runtime.session import Session, SyncHandle
+
+pytestmark = pytest.mark.process
+
+VOCAB_SIZE = 97
+
+
+def spawn_engine(session: Session, name: str, folder: Path, **settings: Any) -> SyncHandle:
+    kwargs = {
+        "model_path": str(folder),
+        "dtype": "float64",
+        "max_context_len": 512,
+        "max_num_seqs": 32,
+        "load_weights": True,
+        "tick_ms": 5.0,
+    }
+    spec = ActorSpec(
+        name=name,
+        target="umbra.engines.embedded.actor:EmbeddedEngine",
+        kwargs=kwargs | settings,
+        essential=False,
+        restart=RestartPolicy(mode="never"),
+    )
+    return session.spawn(spec)
+
+
+def pid_of(session: Session, name: str) -> int:
+    (actor,) = (a for a in session.supervisor_call("list_actors") if a["name"] == name)
+    pid: int = actor["pid"]
+    return pid
+
+
+def read(engine: SyncHandle, collector: Collector, enough: Callable[[], bool]) -> None:
+    with closing(engine.stream("deltas", timeout_s=5.0)) as batches:
+        for batch in batches:
+            collector.apply(batch)
+            if enough():
+                return
+
+
+def test_a_killed_engine_s_trajectories_go_on_elsewhere_token_for_token(
+    umbra_session: Session, model_folder: Callable[[str], Path]
+) -> None:
+    folder = model_folder("qwen3")
+    first = spawn_engine(umbra_session, "first", folder)
+    second = spawn_engine(umbra_session, "second", folder, kv_cache_num_tokens=2048)
+    rng = np.random.default_rng(0)
+    requests = [
+        wire_request(
+            i,
+            rng.integers(0, VOCAB_SIZE, 20).tolist(),
+            max_new_tokens=300,
+            temperature=float(i % 2),
+        )
+        for i in range(24)
+    ]
+    whole, part, rest = Collector(), Collector(), Collector()
+    first.call("submit", requests)
+    read(first, whole, lambda: whole.num_finished() == len(requests))
+
+    first.call("submit", requests)
+    with pytest.raises(UmbraError):
+        read(first, part, lambda: kill_after(umbra_session, "first", part, 50))
+    second.call("submit", [cut(request, part[request["id"]].tokens) for request in requests])
+    read(second, rest, lambda: rest.num_finished() == len(requests))
+
+    for i in range(len(requests)):
+        assert 0 < len(part[i].tokens) < 300
+        assert part[i].tokens + rest[i].tokens == whole[i].tokens
+
+
+def kill_after(session: Session, name: str, collector: Collector, num_tokens: int) -> bool:
+    """Kills the engine once every request has some tokens; never enough."""
+    if len(collector.completions) == 24 and all(
+        len(c.tokens) >= num_tokens for c in collector.completions.values()
+    ):
+        os.kill(pid_of(session, name), signal.SIGKILL)
+    return False
+
+
+def cut(request: dict[str, Any], so_far: list[int]) -> dict[str, Any]:
+    return request | {
+        "tokens": np.append(request["tokens"], np.array(so_far, np.int32)),
+        "position": len(so_far),
+        "max_new_tokens": request["max_new_tokens"] - len(so_far),
+    }
+
+
+def test_a_wrong_request_reaches_its_caller_as_a_value_error(
+    umbra_session: Session, model_folder: Callable[[str], Path]
+) -> None:
+    engine = spawn_engine(umbra_session, "engine", model_folder("qwen3"))
+
+    with pytest.raises(RemoteError, match="top_p") as caught:
+        engine.call("submit", [wire_request(1, [1]) | {"top_p": 0.9}])
+
+    assert caught.value.remote_type == "builtins.ValueError"
+    assert engine.call("stats")["running"] == 0
+
+
+def test_a_model_that_cannot_be_loaded_fails_the_start_with_the_reason(
+    umbra_session: Session,
+) -> None:
+    with pytest.raises(UmbraError, match="'/nowhere' does not exist"):
+        spawn_engine(umbra_session, "engine", Path("/nowhere"))

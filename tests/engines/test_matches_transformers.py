@@ -1,0 +1,83 @@
+"""The same weights and tokens give the logits that transformers gives."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from engine_runs import forced_logprobs, load_model, make_core, make_request, run_to_end
+from model_factory import KINDS, make_model
+
+VOCAB_SIZE = 97
+TOLERANCES = {"float32": 1e-5, "float64": 1e-10}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_prefill_and_decode_give_the_logprobs_of_transformers(
+    model_folder: Callable[[str], Path], kind: str, dtype: str
+) -> None:
+    reference = make_model(kind).to(getattr(torch, dtype))
+    sequences = np.random.default_rng(0).integers(0, VOCAB_SIZE, (3, 100)).tolist()
+    with torch.no_grad():
+        expected = torch.log_softmax(reference(torch.tensor(sequences)).logits, -1)
+
+    found = forced_logprobs(load_model(model_folder(kind), dtype), sequences, num_prompt=70)
+
+    torch.testing.assert_close(found, expected[:, 69:], rtol=0, atol=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama3-rope-bias"])
+def test_bfloat16_follows_transformers_within_its_precision(
+    model_folder: Callable[[str], Path], kind: str
+) -> None:
+    reference = make_model(kind).bfloat16()
+    sequences = np.random.default_rng(0).integers(0, VOCAB_SIZE, (3, 60)).tolist()
+    with torch.no_grad():
+        expected = torch.softmax(reference(torch.tensor(sequences)).logits.float(), -1)
+
+    model = load_model(model_folder(kind), "bfloat16")
+    found = forced_logprobs(model, sequences, num_prompt=30).float().exp()
+
+    assert (found - expected[:, 29:]).abs().mean() < 2e-3
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_returned_logprobs_are_those_of_the_distribution_sampled_from(
+    model_folder: Callable[[str], Path], kind: str, temperature: float
+) -> None:
+    rng = np.random.default_rng(1)
+    requests = [
+        make_request(
+            i,
+            rng.integers(0, VOCAB_SIZE, rng.integers(1, 50)).tolist(),
+            max_new_tokens=int(rng.integers(1, 70)),
+            temperature=temperature,
+        )
+        for i in range(12)
+    ]
+
+    results = run_to_end(make_core(load_model(model_folder(kind), "float64")), requests)
+
+    reference = make_model(kind).double()
+    for request in requests:
+        completion = results[request.id]
+        assert completion.reason == "length"
+        assert len(completion.tokens) == request.max_new_tokens
+        tokens = torch.tensor([*request.tokens.tolist(), *completion.tokens])
+        with torch.no_grad():
+            logits = reference(tokens[None]).logits[0]
+        logprobs = torch.log_softmax(logits / (temperature or 1.0), -1)
+        logprobs = logprobs[len(request.tokens) - 1 : -1]
+        chosen = torch.tensor(completion.tokens)
+        expected = logprobs.gather(1, chosen[:, None])[:, 0]
+        found = torch.tensor(completion.logprobs, dtype=torch.float64)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)  # float32 on the wire
+        if temperature == 0:
+            assert torch.equal(logprobs.argmax(-1), chosen)

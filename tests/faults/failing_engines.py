@@ -1,0 +1,31 @@
+"""Engines that fail as a whole, at several points of their lives."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from umbra.engines.echo import EchoEngine
+
+
+class DiesAtStart:
+    """Its constructor ends the process, as a driver that aborts does."""
+
+    def __init__(self, **settings: Any) -> None:
+        print("CUDA driver version is insufficient", flush=True)
+        os._exit(5)
+
+
+class DiesInSync(EchoEngine):
+    """Comes up, and ends whenever it gets weights: a crash in a loop."""
+
+    async def load_bucket(self, idx: int) -> dict[str, int]:
+        os._exit(6)
+
+
+class DiesAtWork(EchoEngine):
+    """Takes weights, and ends with its first request: a crash in a loop."""
+
+    async def submit(self, requests: Sequence[Mapping[str, Any]]) -> None:
+        os._exit(7)

@@ -1,0 +1,316 @@
+"""Real training runs that are to go wrong: started with a deadline, watched, and searched for.
+
+    with start_run(folder, "train.steps=3") as run:
+        run.wait_for_step(1)
+        os.kill(run.pid_of("policy-0"), signal.SIGKILL)
+        ended = run.wait(30.0)  # also asserts that nothing is left behind
+    assert ended.status == 0
+
+Every process of a run, however indirectly it was started, has a mark in its environment, and its
+sockets are in a folder of its own; so what is left behind is known from what others run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from umbra.trainer.metrics import read_metrics
+
+T = TypeVar("T")
+
+MARK = "UMBRA_FAULT_RUN"
+HERE = Path(__file__).parent
+START_LIMIT_S = 90.0
+"""From the start to the first step: some eight seconds on two idle cores."""
+END_LIMIT_S = 10.0
+"""From a fault in a running training to the end of torchrun: a second or two on idle cores."""
+GONE_WITHIN_S = 5.0
+"""What is left of a run must be gone so soon after torchrun has ended, or was killed."""
+_LOOK_AGAIN_S = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a run ended.
+
+    Attributes:
+        status: exit status of torchrun; -N where signal N ended it.
+        output: of torchrun and all ranks.
+        at: `time.monotonic()` of the end, for durations.
+    """
+
+    status: int
+    output: str
+    at: float
+
+    def check_failed(self, *words: str, ranks: Sequence[int]) -> None:
+        """Asserts that each of these ranks named cause and remedy, in `words`, and no stack."""
+        assert self.status != 0, self.output
+        for rank in ranks:
+            error = self.error_of(rank)
+            for word in words:
+                assert word in error, f"rank {rank} does not say {word!r}:\n{self.output}"
+        said_by_ranks = self.output.partition("torch/distributed/run.py")[0]
+        assert said_by_ranks.count("Traceback") <= 1, self.output  # the one of torchrun itself
+
+    def error_of(self, rank: int) -> str:
+        """What a rank said went wrong; empty where it said nothing."""
+        found = re.findall(_ERROR_OF.format(rank=rank), self.output, re.MULTILINE)
+        assert len(found) <= 1, f"rank {rank} said more than one thing:\n{self.output}"
+        return str(found[0]) if found else ""
+
+
+# From the rank's name to the next rank's words or torchrun's own log lines.
+_ERROR_OF = r"^rank {rank}: ((?:.|\n)*?)(?=^rank \d|^[WEI]\d{{4}} |^Traceback|\Z)"
+
+
+class Run:
+    """One training under torchrun, or a single rank without it. Use `start_run`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: Sequence[str],
+        *,
+        num_ranks: int,
+        torchrun: Sequence[str],
+        environ: Mapping[str, str],
+    ) -> None:
+        self.run_dir = folder / "run"
+        self._output = folder / "output.txt"
+        self._token = secrets.token_hex(8)
+        self._socket_root = Path(tempfile.mkdtemp(prefix="umbra-f-", dir="/tmp"))
+        self._shared_memory = set(os.listdir("/dev/shm"))
+        command = [sys.executable, "-m", "torch.distributed.run", *torchrun]
+        command = [*command, "--nproc-per-node", str(num_ranks)] if num_ranks else [sys.executable]
+        with self._output.open("wb") as output:
+            self.process = subprocess.Popen(
+                [*command, "-m", "umbra.trainer", *settings],
+                cwd=folder,
+                env=_environment(self._socket_root, self._token) | dict(environ),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def output(self) -> str:
+        return self._output.read_text(errors="replace")
+
+    def wait(self, timeout_s: float = START_LIMIT_S) -> Ended:
+        """The end of torchrun, which has to come in time and to leave nothing behind."""
+        try:
+            status = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            listing = "\n".join(self.living())
+            raise AssertionError(
+                f"the run goes on after {timeout_s:g} s:\n{listing}\n{self.output}"
+            ) from None
+        ended = Ended(status=status, output=self.output, at=time.monotonic())
+        self._check_nothing_left()
+        return ended
+
+    # -- while it runs -------------------------------------------------------------------
+
+    def wait_for(self, what: str, look: Callable[[], T | None], timeout_s: float) -> T:
+        """The first value of `look` that is not None; the run must not end meanwhile."""
+        deadline = time.monotonic() + timeout_s
+        while (found := look()) is None:
+            ended = self.process.poll()
+            assert ended is None, f"it ended ({ended}) before {what}:\n{self.output}"
+            assert time.monotonic() < deadline, f"no {what} in {timeout_s:g} s:\n{self.output}"
+            time.sleep(_LOOK_AGAIN_S)
+        return found
+
+    def wait_for_step(self, step: int, timeout_s: float = START_LIMIT_S) -> None:
+        """Until that many steps are in metrics.jsonl."""
+        self.wait_for(f"step {step}", lambda: self.num_steps() >= step or None, timeout_s)
+
+    def num_steps(self) -> int:
+        rows = read_metrics(self.run_dir / "metrics.jsonl")
+        return max((int(row["step"]) for row in rows), default=0)
+
+    def actors(self) -> dict[str, dict[str, Any]]:
+        """What processes.json says."""
+        try:
+            found: dict[str, dict[str, Any]] = json.loads(
+                (self.run_dir / "processes.json").read_text()
+            )
+        except FileNotFoundError:
+            return {}
+        return found
+
+    def wait_for_restart(self, name: str, timeout_s: float = 30.0) -> None:
+        """Until an actor's second incarnation serves."""
+
+        def is_back() -> bool | None:
+            actor = self.actors()[name]
+            return (actor["incarnation"], actor["state"]) == (2, "RUNNING") or None
+
+        self.wait_for(f"{name}#2", is_back, timeout_s)
+
+    def pid_of(self, name: str) -> int:
+        """A rank ("rank 1"), "guardian", "supervisor", or an actor's name."""
+        if name.startswith("rank "):
+            wanted = f"RANK={name[5:]}"
+            return self._only(lambda pid: _is_rank(pid) and wanted in _variables(pid))
+        if name in ("guardian", "supervisor"):
+            word = {"guardian": "guardian.py", "supervisor": "umbra.runtime.supervisor_host"}[name]
+            # The supervisor's command line stands in the guardian's, too.
+            is_guardian = name == "guardian"
+            return self._only(
+                lambda pid: (
+                    any(part.endswith(word) for part in _command(pid))
+                    and any(part.endswith("guardian.py") for part in _command(pid)) == is_guardian
+                )
+            )
+        return int(self.actors()[name]["pid"])
+
+    def _only(self, is_it: Callable[[int], bool]) -> int:
+        found = [pid for pid in self._marked() if is_it(pid)]
+        assert len(found) == 1, (found, self.living())
+        return found[0]
+
+    # -- afterwards ----------------------------------------------------------------------
+
+    def living(self) -> list[str]:
+        """A line for each process of the run that is there."""
+        return [f"{pid}: {' '.join(_command(pid))}" for pid in self._marked()]
+
+    def _check_nothing_left(self) -> None:
+        """Asserts that processes, socket folders and shared memory are gone, or soon will be."""
+        deadline = time.monotonic() + GONE_WITHIN_S
+        while left := [*self.living(), *self._left_files()]:
+            assert time.monotonic() < deadline, "left behind:\n" + "\n".join(left)
+            time.sleep(_LOOK_AGAIN_S)
+
+    def _marked(self) -> list[int]:
+        wanted = f"{MARK}={self._token}"
+        pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+        return [pid for pid in pids if wanted in _variables(pid)]
+
+    def _left_files(self) -> list[str]:
+        folders = [str(path) for path in self._socket_root.iterdir()]
+        return folders + [
+            f"/dev/shm/{name}"
+            for name in set(os.listdir("/dev/shm")) - self._shared_memory
+            if name.startswith(("torch_", "umbra", "psm_", "sem."))
+        ]
+
+    def close(self) -> None:
+        """Ends what is there, whatever it is."""
+        for pid in [self.process.pid, *self._marked()]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        shutil.rmtree(self._socket_root, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def start_run(
+    folder: Path,
+    *settings: str,
+    num_ranks: int = 2,
+    torchrun: Sequence[str] = ("--standalone",),
+    environ: Mapping[str, str] | None = None,
+) -> Generator[Run]:
+    """A run whose config is `folder`/config.toml (see `write_config`), changed by `settings`.
+
+    Args:
+        num_ranks: 0 is one rank without torchrun, which starts faster.
+    """
+    run = Run(
+        folder,
+        ["config.toml", *settings],
+        num_ranks=num_ranks,
+        torchrun=torchrun,
+        environ=environ or {},
+    )
+    try:
+        yield run
+    finally:
+        run.close()
+
+
+def write_config(folder: Path, assets: Path) -> None:
+    """`folder`/config.toml: the smallest run there is, on the engine without a model."""
+    (folder / "config.toml").write_text(_CONFIG.format(assets=assets, here=HERE))
+
+
+_CONFIG = """
+[run]
+dir = "run"
+[model]
+path = "{assets}/model"
+[data]
+train = "{assets}/train.jsonl"
+[reward]
+function = "failing_rewards:zero"
+python_path = ["{here}"]
+[rollout]
+groups_per_step = 4
+group_size = 2
+max_new_tokens = 8
+[pool]
+engine = "echo"
+engine_args = {{vocab_size = 42}}
+max_context_len = 32
+tick_ms = 20.0
+num_threads = 1
+[train]
+steps = 2
+learning_rate = 1e-3
+log_entropy = false
+export = false
+"""
+
+
+def _environment(socket_root: Path, token: str) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("UMBRA_", "TORCHELASTIC_"))}
+    paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return kept | {
+        MARK: token,
+        "UMBRA_SOCKET_ROOT": str(socket_root),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
+
+
+def _variables(pid: int) -> list[str]:
+    """The environment a process was started with; empty where it is gone or a zombie."""
+    try:
+        text = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return []
+    return text.decode(errors="replace").split("\0")
+
+
+def _command(pid: int) -> list[str]:
+    try:
+        text = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return []
+    return text.decode(errors="replace").rstrip("\0").split("\0")
+
+
+def _is_rank(pid: int) -> bool:
+    return (
+        "umbra.trainer" in _command(pid)
+        and any(variable.startswith("RANK=") for variable in _variables(pid))
+        and "torch.distributed.run" not in _command(pid)
+    )

@@ -1,0 +1,91 @@
+"""Run directories that are read-only or full, and ports that are taken."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+from runs import start_run
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can mount a file system")
+
+
+@contextlib.contextmanager
+def mounted(place: Path, options: str, *, leave_nbytes: int | None = None) -> Generator[None]:
+    """A file system of its own at `place`, filled up except for `leave_nbytes`."""
+    place.mkdir()
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", place], check=False, capture_output=True
+    )
+    if mount.returncode != 0:
+        pytest.skip(f"cannot mount here: {mount.stderr.decode()}")
+    try:
+        if leave_nbytes is not None:
+            free = os.statvfs(place).f_bavail * os.statvfs(place).f_frsize
+            (place / "junk").write_bytes(bytes(free - leave_nbytes))
+        yield
+    finally:
+        subprocess.run(["umount", "-l", place], check=True)
+
+
+@needs_root
+def test_every_rank_says_that_the_run_directory_is_read_only(folder: Path) -> None:
+    with mounted(folder / "run", "size=1m,ro"), start_run(folder) as run:
+        ended = run.wait()
+
+    ended.check_failed(
+        "RunDirectoryError: cannot write to run: it is on a read-only file system",
+        "point run.dir to a place that can be written",
+        ranks=[0, 1],
+    )
+
+
+@needs_root
+def test_every_rank_says_that_a_checkpoint_fills_the_disk(folder: Path) -> None:
+    with mounted(folder / "run", "size=160k"), start_run(folder, "train.checkpoint_every=1") as run:
+        ended = run.wait()
+        checkpoints = list(run.run_dir.glob("checkpoints/*/COMPLETE"))
+
+    ended.check_failed(
+        "cannot write the checkpoint run/checkpoints/step-000001: the disk is full",
+        "free some space, lower train.keep_checkpoints, or point run.dir to another disk",
+        ranks=[0, 1],
+    )
+    assert not checkpoints
+
+
+@needs_root
+@pytest.mark.parametrize(
+    ("leave_nbytes", "what"), [(0, "write to run"), (8192, "write run/prompts.msgpack")]
+)
+def test_a_disk_that_is_full_from_the_start_is_named(
+    folder: Path, leave_nbytes: int, what: str
+) -> None:
+    with mounted(folder / "run", "size=1m", leave_nbytes=leave_nbytes):
+        with start_run(folder, num_ranks=0) as run:
+            ended = run.wait()
+        left = {path.name for path in run.run_dir.iterdir()}
+
+    assert ended.status == 1
+    ended.check_failed(f"cannot {what}: the disk is full: free some space", ranks=[0])
+    assert left <= {"junk", "logs", "processes.json"}
+
+
+def test_torchrun_names_a_master_port_that_is_taken(folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        options = ("--master-addr", "127.0.0.1", "--master-port", str(port))
+        with start_run(folder, torchrun=options) as run:
+            ended = run.wait()
+
+    assert ended.status == 1
+    assert f"port: {port}" in ended.output
+    assert "EADDRINUSE" in ended.output
+    assert not run.run_dir.exists()

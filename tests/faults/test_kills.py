@@ -1,0 +1,50 @@
+"""SIGKILL of each process that a run cannot do without: it ends, says why, and leaves nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from runs import END_LIMIT_S, GONE_WITHIN_S, start_run
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+LONG = "train.steps=100000"
+
+
+@pytest.mark.parametrize(
+    ("victim", "witnesses", "words"),
+    [
+        ("rank 0", [1], ["JobFailed: rank 0 failed", "killed (out of memory?) or crashed"]),
+        ("rank 1", [0], ["JobFailed: rank 1 failed", "killed (out of memory?) or crashed"]),
+        ("guardian", [0, 1], ["JobFailed: the guardian failed", "went away"]),
+        ("supervisor", [0, 1], ["the supervisor of this node went away", "logs/supervisor.log"]),
+        ("rollouts", [0, 1], ["JobFailed: rollouts failed", "killed by SIGKILL (9)"]),
+    ],
+)
+def test_a_killed_process_is_named_by_every_rank_that_lives(
+    folder: Path, victim: str, witnesses: list[int], words: list[str]
+) -> None:
+    with start_run(folder, LONG) as run:
+        run.wait_for_step(1)
+        pid = run.pid_of(victim)
+        killed = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        ended = run.wait()
+
+    assert ended.status == 1
+    ended.check_failed(*words, ranks=witnesses)
+    assert ended.at - killed < END_LIMIT_S
+
+
+def test_everything_ends_with_torchruns_agent(folder: Path) -> None:
+    with start_run(folder, LONG) as run:
+        run.wait_for_step(1)
+        assert len(run.living()) == 8  # agent, two ranks, guardian, supervisor, three actors
+        os.kill(run.process.pid, signal.SIGKILL)
+        ended = run.wait(GONE_WITHIN_S)
+
+    assert ended.status == -signal.SIGKILL

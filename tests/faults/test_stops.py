@@ -1,0 +1,118 @@
+"""SIGINT and SIGTERM: everything ends within 5 s, and nothing that was done is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from runs import Ended, Run, start_run
+
+from umbra.trainer.metrics import read_metrics
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+LIMIT_S = 5.0
+LONG = "train.steps=1000"
+
+
+def stop(run: Run, number: signal.Signals, *, whole_group: bool = False) -> Ended:
+    """Sends a signal to torchrun, or to all processes of its group, and sees to the end."""
+    sent = time.monotonic()
+    send = os.killpg if whole_group else os.kill
+    send(run.process.pid, number)
+    ended = run.wait()
+    assert ended.at - sent < LIMIT_S, ended.output
+    assert ended.status != 0
+    return ended
+
+
+def checkpoints(run: Run) -> list[str]:
+    return sorted(path.parent.name for path in run.run_dir.glob("checkpoints/*/COMPLETE"))
+
+
+def test_sigterm_to_torchrun_leaves_a_checkpoint_from_which_the_run_goes_on(folder: Path) -> None:
+    with start_run(folder, LONG) as run:
+        run.wait_for_step(2)
+        ended = stop(run, signal.SIGTERM)
+    num_steps = run.num_steps()
+
+    assert f"stopped by SIGTERM after {num_steps} steps" in ended.output
+    assert checkpoints(run) == [f"step-{num_steps:06d}"]
+
+    with start_run(folder, f"train.steps={num_steps + 1}", "run.resume=auto") as resumed:
+        assert resumed.wait().status == 0
+
+    rows = read_metrics(run.run_dir / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, num_steps + 2))
+    assert checkpoints(run)[-1] == f"step-{num_steps + 1:06d}"
+
+
+def test_ctrl_c_in_a_terminal_leaves_a_checkpoint(folder: Path) -> None:
+    with start_run(folder, LONG) as run:
+        run.wait_for_step(1)
+        ended = stop(run, signal.SIGINT, whole_group=True)
+
+    assert f"stopped by SIGINT after {run.num_steps()} steps" in ended.output
+    assert checkpoints(run) == [f"step-{run.num_steps():06d}"]
+
+
+def test_sigint_in_the_middle_of_the_first_step_ends_it(folder: Path) -> None:
+    slow = "pool.engine_args={vocab_size=42, tokens_per_s=0.01}"
+
+    with start_run(folder, LONG, slow) as run:
+        run.wait_for("the first sync", lambda: _has_synced(run), timeout_s=90.0)
+        ended = stop(run, signal.SIGINT)
+
+    assert "stopped by SIGINT after 0 steps" in ended.output
+    assert checkpoints(run) == []
+
+
+def test_sigterm_while_processes_start_ends_them(folder: Path) -> None:
+    with start_run(folder, LONG) as run:
+        run.wait_for("the first actor", lambda: run.actors() or None, timeout_s=60.0)
+        stop(run, signal.SIGTERM)
+
+    assert run.num_steps() == 0
+
+
+def test_a_stop_that_gets_lost_in_a_destructor_is_repeated() -> None:
+    code = """
+        import time
+        from umbra.trainer.signals import StopRequested, StopSignals
+
+        class Swallows:
+            def __del__(self):
+                print("ready", flush=True)
+                time.sleep(60)  # what a handler raises here is only printed
+
+        with StopSignals(grace_s=60) as stop:
+            stop.defer()
+            try:
+                with stop.interruptible():
+                    Swallows()
+                    time.sleep(60)
+            except StopRequested:
+                print("interrupted", flush=True)
+            stop.disarm()
+    """
+    program = [sys.executable, "-c", textwrap.dedent(code)]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        process.terminate()
+
+        output, errors = process.communicate(timeout=20)
+
+    assert output == b"interrupted\n"
+    assert b"Exception ignored in" in errors
+
+
+def _has_synced(run: Run) -> bool | None:
+    log = run.run_dir / "logs" / "supervisor.log"
+    return (log.exists() and "version 1 is on policy-0" in log.read_text()) or None

@@ -1,0 +1,62 @@
+"""Who imports what: heavy packages stay out of processes that have no use for them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+_FORBID = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {forbidden!r}:
+            raise ImportError(f"{{name}} must not be imported here")
+        return None
+sys.meta_path.insert(0, Refuse())
+import {module}
+"""
+
+_TRAINING_ONLY = {"torch", "transformers", "tokenizers", "safetensors", "matplotlib", "pyarrow"}
+
+
+def import_without(module: str, forbidden: set[str]) -> None:
+    code = _FORBID.format(forbidden=forbidden, module=module)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "umbra.runtime",
+        "umbra.runtime.supervisor",
+        "umbra.runtime.supervisor_host",
+        "umbra.runtime.actor_host",
+        "umbra.runtime.guardian",
+    ],
+)
+def test_a_supervisor_loads_neither_torch_nor_pydantic_nor_numpy(module: str) -> None:
+    import_without(module, {"pydantic", "pydantic_core", "numpy", *_TRAINING_ONLY})
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "umbra",
+        "umbra.runtime.session",
+        "umbra.runtime.rollout.service",
+        "umbra.runtime.cli.main",
+        "umbra.engines.echo",
+        "umbra.trainer.quickstart.task",
+    ],
+)
+def test_the_core_works_without_the_training_extra(module: str) -> None:
+    import_without(module, _TRAINING_ONLY)
+
+
+def test_a_rollout_worker_loads_no_torch() -> None:
+    import_without("umbra.runtime.rollout.worker", {"torch", "transformers"})

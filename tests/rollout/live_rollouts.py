@@ -1,0 +1,241 @@
+"""Real rollouts for tests: a supervised session, echo engines, a manager and reward workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+
+from umbra.runtime.actor import ActorSpec
+from umbra.runtime.collective import SessionSync
+from umbra.runtime.errors import RolloutError
+from umbra.runtime.pools import PoolSpec
+from umbra.runtime.restart import RestartPolicy
+from umbra.runtime.rollout.prompts import write_prompts
+from umbra.runtime.session import Session, SyncHandle
+from umbra.runtime.weights.publish import WeightPublisher
+
+VOCAB_SIZE = 64
+USER_CODE = Path(__file__).parent
+
+
+def write_tokenizer(path: Path) -> None:
+    """A tokenizer whose token i reads `t<i>`; token 0 is special."""
+    tokenizer: Any = Tokenizer(WordLevel({f"t{i}": i for i in range(VOCAB_SIZE)}, unk_token="t0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.add_special_tokens(["t0"])
+    tokenizer.save(str(path))
+
+
+class LiveRollouts:
+    """Starts everything, calls the manager as `world_size` ranks, publishes weights.
+
+    Args:
+        reward, agent: names in `user_rewards` and `user_agents`.
+        engine: settings of the echo engines.
+        config: changes to the manager's settings.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        folder: Path,
+        *,
+        num_engines: int = 2,
+        pool_mode: str = "standalone",
+        num_workers: int = 1,
+        world_size: int = 2,
+        reward: str = "length",
+        agent: str | None = None,
+        engine: dict[str, Any] | None = None,
+        config: dict[str, Any] | None = None,
+        num_prompts: int = 8,
+    ) -> None:
+        self.session = session
+        self.world_size = world_size
+        self.version = -1
+        self.num_syncs_served = 0
+        self._weights = {"w": torch.zeros(10)}
+        self._folder = folder
+        self._write_prompts(num_prompts)
+        restart = RestartPolicy(mode="on_failure", max_restarts=5, backoff_initial_s=0.05)
+        session.create_pool(
+            PoolSpec(
+                name="policy",
+                engine="umbra.engines.echo:EchoEngine",
+                count=num_engines,
+                mode=pool_mode,
+                kwargs={"vocab_size": VOCAB_SIZE, "tick_ms": 10.0, **(engine or {})},
+                restart=restart,
+            )
+        )
+        names = [f"rewards-{idx}" for idx in range(num_workers)]
+        for name in names:
+            session.spawn(self._worker_spec(name, reward, agent, restart))
+        self.manager: SyncHandle = session.spawn(
+            ActorSpec(
+                name="rollouts",
+                target="umbra.runtime.rollout.service:RolloutManager",
+                kwargs={"config": self._config(names, agent is not None, config or {})},
+            )
+        )
+
+    def _write_prompts(self, num_prompts: int) -> None:
+        write_tokenizer(self._folder / "tokenizer.json")
+        records: list[dict[str, Any]] = [
+            {
+                "id": f"p{i}",
+                "prompt": f"t{i + 1}",
+                "tokens": np.asarray([i + 1, 2, 3], "<i4").tobytes(),
+                "row": {"answer": f"t{i}", "marker": str(self._folder / "marker")},
+            }
+            for i in range(num_prompts)
+        ]
+        write_prompts(self._folder / "prompts.msgpack", records)
+
+    def _worker_spec(
+        self, name: str, reward: str, agent: str | None, restart: RestartPolicy
+    ) -> ActorSpec:
+        return ActorSpec(
+            name=name,
+            target="umbra.runtime.rollout.worker:RolloutWorker",
+            kwargs={
+                "tokenizer_path": str(self._folder),
+                "reward": f"user_rewards:{reward}" if reward else "",
+                "agent": f"user_agents:{agent}" if agent else None,
+                "sys_path": [str(USER_CODE)],
+            },
+            restart=restart,
+        )
+
+    def _config(
+        self, workers: Sequence[str], agent: bool, changes: dict[str, Any]
+    ) -> dict[str, Any]:
+        prompts = str(self._folder / "prompts.msgpack")
+        return {
+            "prompts_path": prompts,
+            "eval_path": prompts,
+            "pool": "policy",
+            "world_size": self.world_size,
+            "groups_per_step": 4,
+            "group_size": 4,
+            "max_new_tokens": 64,
+            "max_context_len": 256,
+            "rollout_actors": list(workers),
+            "agent": agent,
+            "rank_timeout_s": 10.0,
+            "engine_timeout_s": 30.0,
+            **changes,
+        }
+
+    # -- as the trainer ------------------------------------------------------------------
+
+    def publish(self, version: int) -> None:
+        """Brings the engines that lack it to `version`."""
+        self.version = version
+        publisher = WeightPublisher(SessionSync(self.session), 0, 1, self._weights)
+        publisher.publish("policy", version, 20.0)
+
+    def next_batch(self, step: int) -> list[dict[str, Any]]:
+        """Every rank's batch; serves syncs on the way, as `Rollouts` does."""
+        return self._collect("next_batch", step)
+
+    def evaluate(self, step: int) -> list[dict[str, Any]]:
+        return self._collect("evaluate", step)
+
+    def _collect(self, method: str, step: int) -> list[dict[str, Any]]:
+        while True:
+            answers = self.call_as_ranks(
+                lambda rank: self.manager.call(method, rank, step, timeout_s=60.0)
+            )
+            kinds = {answer["kind"] for answer in answers}
+            assert len(kinds) == 1, kinds
+            if kinds != {"sync_wanted"}:
+                return answers
+            assert {answer["version"] for answer in answers} == {self.version}
+            self.num_syncs_served += 1
+            self.publish(self.version)
+
+    def call_as_ranks(self, call: Callable[[int], Any]) -> list[Any]:
+        """What `call(rank)` gives for each rank, all at the same time."""
+        with ThreadPoolExecutor(self.world_size) as ranks:
+            return list(ranks.map(call, range(self.world_size)))
+
+    # -- looking and breaking ------------------------------------------------------------
+
+    def processes(self) -> dict[str, dict[str, Any]]:
+        rows: list[dict[str, Any]] = self.session.supervisor_call("list_actors")
+        return {row["name"]: row for row in rows}
+
+    def signal(self, name: str, signum: int) -> None:
+        os.kill(self.processes()[name]["pid"], signum)
+
+    def failure_of_next_batch(self, rank: int, step: int) -> RolloutError:
+        """The error that a rank gets instead of a batch."""
+        try:
+            answer = self.manager.call("next_batch", rank, step, timeout_s=60.0)
+        except RolloutError as error:
+            return error
+        raise AssertionError(f"rank {rank} got {answer['kind']} instead of an error")
+
+    def wait_for_tokens(self, num_tokens: int) -> None:
+        """Returns once the manager has so many tokens of the round in progress."""
+        while True:
+            progress = self.manager.call("stats")["progress"]
+            if progress is not None and progress["tokens"] >= num_tokens:
+                return
+
+
+@contextmanager
+def while_generating(
+    live: LiveRollouts, num_tokens: int, act: Callable[[], None]
+) -> Generator[None, None, None]:
+    """Acts, in another thread, once the round of the block has so many tokens."""
+
+    def wait_and_act() -> None:
+        live.wait_for_tokens(num_tokens)
+        act()
+
+    with ThreadPoolExecutor(1) as side:
+        acting = side.submit(wait_and_act)
+        yield
+        acting.result(10.0)
+
+
+@contextmanager
+def killing(live: LiveRollouts, name: str, *, after_tokens: int) -> Generator[None, None, None]:
+    """SIGKILLs a process once the round of the block has so many tokens."""
+    with while_generating(live, after_tokens, lambda: live.signal(name, signal.SIGKILL)):
+        yield
+
+
+def merged(batches: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """sample id -> {"tokens", "versions", "reward", "group", "finish_reason"} over all ranks."""
+    samples: dict[str, dict[str, Any]] = {}
+    for batch in batches:
+        bounds = batch["offsets"].tolist()
+        for idx, sample_id in enumerate(batch["sample_ids"]):
+            assert sample_id not in samples, "a sample on two ranks"
+            own = slice(bounds[idx], bounds[idx + 1])
+            mask = batch["mask"][own].astype(bool)
+            samples[sample_id] = {
+                "tokens": batch["tokens"][own].tolist(),
+                "completion": batch["tokens"][own][batch["prompt_lens"][idx] :].tolist(),
+                "versions": batch["versions"][own][mask].tolist(),
+                "mask": batch["mask"][own].tolist(),
+                "reward": float(batch["rewards"][idx]),
+                "advantage": float(batch["advantages"][idx]),
+                "group": batch["group_ids"][idx],
+                "finish_reason": batch["finish_reasons"][idx],
+            }
+    return samples

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rollout_samples import arrays, make_trajectory
+
+from umbra.runtime.errors import DataError
+from umbra.runtime.rollout.admission import Admission
+from umbra.runtime.rollout.batch import batch_metrics, rank_columns
+from umbra.runtime.rollout.batching import RankPlan
+from umbra.runtime.rollout.config import RolloutConfig
+from umbra.runtime.rollout.group import Group
+from umbra.runtime.rollout.prompts import write_prompts
+
+
+def two_groups() -> list[Group]:
+    first = make_trajectory([1, 2], sample_id="g/0")
+    first.append_generated(*arrays([10, 11], -0.5), 3)
+    first.extend_context(np.asarray([1, 2, 10, 11, 90], np.int32))
+    first.append_generated(*arrays([12], -0.25), 4)
+    first.finish("stop")
+    first.reward = 1.0
+    second = make_trajectory([1, 2, 3], sample_id="h/0")
+    second.append_generated(*arrays([20], -0.125), 4)
+    second.finish("length")
+    second.reward = 0.5
+    return [Group("g", [first]), Group("h", [second])]
+
+
+def test_columns_hold_every_token_with_its_origin() -> None:
+    groups = two_groups()
+
+    columns = rank_columns(groups, np.asarray([0.5, -0.5], np.float32), RankPlan([0, 1], [[0, 1]]))
+
+    assert columns["offsets"].tolist() == [0, 6, 10]
+    assert columns["prompt_lens"].tolist() == [2, 3]
+    assert columns["tokens"].tolist() == [1, 2, 10, 11, 90, 12, 1, 2, 3, 20]
+    assert columns["mask"].tolist() == [0, 0, 1, 1, 0, 1, 0, 0, 0, 1]
+    assert columns["logprobs"].tolist() == [0, 0, -0.5, -0.5, 0, -0.25, 0, 0, 0, -0.125]
+    assert columns["versions"].tolist() == [-1, -1, 3, 3, -1, 4, -1, -1, -1, 4]
+    assert columns["rewards"].tolist() == [1.0, 0.5]
+    assert columns["advantages"].tolist() == [0.5, -0.5]
+    assert columns["group_ids"] == ["g", "h"]
+    assert columns["sample_ids"] == ["g/0", "h/0"]
+    assert columns["finish_reasons"] == ["stop", "length"]
+    assert columns["micro_batches"] == [[0, 1]]
+    dtypes = {name: columns[name].dtype.name for name in ("tokens", "mask", "logprobs", "versions")}
+    assert dtypes == {
+        "tokens": "int32",
+        "mask": "uint8",
+        "logprobs": "float32",
+        "versions": "int64",
+    }
+
+
+def test_a_rank_without_samples_gets_empty_columns() -> None:
+    columns = rank_columns(two_groups(), np.zeros(2, np.float32), RankPlan([], [[]]))
+
+    assert columns["offsets"].tolist() == [0]
+    assert columns["tokens"].dtype == np.int32
+    assert columns["micro_batches"] == [[]]
+
+
+def test_metrics_are_of_the_whole_batch() -> None:
+    metrics = batch_metrics(two_groups(), gen_s=2.0)
+
+    assert metrics["reward_mean"] == 0.75
+    assert metrics["tokens"] == 4
+    assert metrics["tokens_per_s"] == 2
+    assert metrics["truncated_share"] == 0.5
+    assert metrics["segments_per_trajectory"] == 1.5
+    assert (metrics["version_min"], metrics["version_max"]) == (3, 4)
+    assert metrics["zero_variance_groups"] == 2
+
+
+def make_admission(folder: Path, *, max_context_len: int = 64) -> Admission:
+    path = folder / "prompts.msgpack"
+    records: list[dict[str, Any]] = [
+        {
+            "id": f"p{i}",
+            "prompt": f"{i}",
+            "tokens": np.arange(i + 1, dtype="<i4").tobytes(),
+            "row": {},
+        }
+        for i in range(5)
+    ]
+    write_prompts(path, records)
+    config = RolloutConfig(
+        prompts_path=str(path),
+        eval_path=str(path),
+        pool="policy",
+        world_size=1,
+        groups_per_step=3,
+        group_size=2,
+        max_new_tokens=8,
+        max_context_len=max_context_len,
+        rollout_actors=["rewards"],
+    )
+    return Admission(config)
+
+
+def test_steps_go_through_the_epochs_whichever_step_comes_first(tmp_path: Path) -> None:
+    admission = make_admission(tmp_path)
+
+    ids = [group.group_id for step in range(5) for group in admission.training_groups(step)]
+
+    assert len(set(ids)) == 15
+    assert sorted(i for i in ids if i.startswith("e1/")) == [f"e1/p{i}" for i in range(5)]
+    later = make_admission(tmp_path)
+    assert [group.group_id for group in later.training_groups(3)] == ids[9:12]
+    seeds = {s.seed for step in range(5) for g in admission.training_groups(step)
+             for s in g.trajectories}  # fmt: skip
+    assert len(seeds) == 30
+    admission.close()
+    later.close()
+
+
+def test_every_held_out_prompt_is_used_once(tmp_path: Path) -> None:
+    admission = make_admission(tmp_path)
+
+    samples = [s for group in admission.evaluation_groups() for s in group.trajectories]
+
+    assert [sample.sample_id for sample in samples] == [f"eval/p{i}" for i in range(5)]
+    admission.close()
+
+
+def test_a_prompt_without_room_for_a_completion_is_named(tmp_path: Path) -> None:
+    admission = make_admission(tmp_path, max_context_len=5)
+
+    with pytest.raises(DataError, match=r"prompt 'p4' has 5 tokens, .* in a context of 5: drop"):
+        admission.training_groups(1)
+
+    admission.close()

@@ -1,0 +1,348 @@
+"""The dispatcher against simulated engines that abort, die, lose and repeat tokens.
+
+The token at completion offset i of a trajectory is a hash of (seed, i), as with the embedded
+engine, so an interrupted trajectory must equal the uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rollout_samples import make_trajectory
+
+from umbra.runtime.errors import EngineError, ProtocolError, UmbraError
+from umbra.runtime.rollout.deltas import DeltaBatch
+from umbra.runtime.rollout.dispatch import Dispatcher
+from umbra.runtime.rollout.router import EngineId, Router
+from umbra.runtime.rollout.turn import Turn
+
+A, B = EngineId("a", 1), EngineId("b", 1)
+STOP = 0
+
+
+def token_at(seed: int, position: int) -> int:
+    return random.Random(f"{seed}:{position}").randrange(12)  # 0 is the stop token
+
+
+def expected_completion(seed: int, budget: int) -> list[int]:
+    tokens: list[int] = []
+    while len(tokens) < budget:
+        tokens.append(token_at(seed, len(tokens)))
+        if tokens[-1] == STOP:
+            break
+    return tokens
+
+
+def delta(
+    runs: Sequence[tuple[int, int, Sequence[int], int]], finishes: Sequence[tuple[int, str]] = ()
+) -> DeltaBatch:
+    """A batch of (request id, position, tokens, version) runs."""
+    tokens = [token for _, _, run, _ in runs for token in run]
+    bounds = np.cumsum([0, *(len(run) for _, _, run, _ in runs)])
+    return DeltaBatch.from_wire(
+        {
+            "ids": np.asarray([run[0] for run in runs], np.int64),
+            "positions": np.asarray([run[1] for run in runs], np.int32),
+            "offsets": bounds.astype(np.int32),
+            "tokens": np.asarray(tokens, np.int32),
+            "logprobs": np.full(len(tokens), -1.0, np.float32),
+            "versions": np.asarray([run[3] for run in runs], np.int64),
+            "finished_ids": np.asarray([finish[0] for finish in finishes], np.int64),
+            "finish_reasons": [finish[1] for finish in finishes],
+        }
+    )
+
+
+class Inbox:
+    """Records what an engine would receive."""
+
+    def __init__(self) -> None:
+        self.requests: list[dict[str, Any]] = []
+        self.withdrawn: list[int] = []
+
+    def send(self, request: dict[str, Any]) -> None:
+        self.requests.append(request)
+
+    def withdraw(self, request_ids: list[int]) -> None:
+        self.withdrawn += request_ids
+
+
+class Bench:
+    """A dispatcher, its ends and its failures."""
+
+    def __init__(self, max_inflight: int = 100) -> None:
+        self.failures: list[UmbraError] = []
+        self.ended: dict[str, str] = {}
+        self.dispatcher = Dispatcher(Router(max_inflight), self.failures.append)
+        self.inboxes: dict[EngineId, Inbox] = {}
+
+    def serve(self, engine: EngineId) -> Inbox:
+        inbox = self.inboxes[engine] = Inbox()
+        self.dispatcher.attach(engine, inbox)
+        self.dispatcher.set_serving(engine, True)
+        return inbox
+
+    def submit(self, sample_id: str = "s", *, seed: int = 1, budget: int = 20) -> Turn:
+        sample = make_trajectory([1, 2, 3], sample_id=sample_id, seed=seed, budget=budget)
+
+        def on_end(turn: Turn, reason: str) -> None:
+            assert turn.trajectory.sample_id not in self.ended, "ended twice"
+            self.ended[turn.trajectory.sample_id] = reason
+
+        turn = Turn(
+            trajectory=sample,
+            group=None,
+            start=0,
+            limit=budget,
+            temperature=1.0,
+            stop_token_ids=[STOP],
+            on_end=on_end,
+        )
+        self.dispatcher.submit(turn)
+        return turn
+
+
+def test_a_request_says_all_that_an_engine_needs() -> None:
+    bench = Bench()
+    inbox = bench.serve(A)
+
+    bench.submit(seed=99, budget=7)
+
+    request = inbox.requests[0]
+    assert request["tokens"].tolist() == [1, 2, 3]
+    assert request["tokens"].dtype == np.int32
+    del request["tokens"]
+    assert request == {
+        "id": 1,
+        "position": 0,
+        "seed": 99,
+        "max_new_tokens": 7,
+        "temperature": 1.0,
+        "stop_token_ids": [STOP],
+    }
+
+
+def test_a_dead_engines_turn_goes_on_elsewhere_with_its_tokens() -> None:
+    bench = Bench()
+    bench.serve(A)
+    turn = bench.submit(budget=5)
+    bench.dispatcher.on_batch(A, delta([(1, 0, [7, 8], 4)]))
+
+    moved = bench.dispatcher.detach(A)
+    inbox = bench.serve(B)
+
+    assert moved == (1, 2)
+    request = inbox.requests[0]
+    assert request["tokens"].tolist() == [1, 2, 3, 7, 8]
+    assert (request["position"], request["max_new_tokens"]) == (2, 3)
+    bench.dispatcher.on_batch(B, delta([(request["id"], 2, [9, 9, 9], 5)], [(2, "length")]))
+    assert bench.ended == {"s": "length"}
+    assert turn.trajectory.versions.tolist() == [4, 4, 5, 5, 5]
+    bench.dispatcher.check_integrity()
+
+
+def test_tokens_that_were_the_last_end_a_turn_though_the_engine_died() -> None:
+    bench = Bench()
+    bench.serve(A)
+    bench.submit("full", budget=2)
+    bench.submit("stopped", budget=9)
+    bench.dispatcher.on_batch(A, delta([(1, 0, [7, 8], 0), (2, 0, [5, STOP], 0)]))
+    assert bench.ended == {}
+
+    bench.dispatcher.detach(A)
+
+    assert bench.ended == {"full": "length", "stopped": "stop"}
+    assert bench.dispatcher.num_waiting == 0
+
+
+def test_an_abort_that_nobody_asked_for_is_resumed() -> None:
+    bench = Bench()
+    inbox = bench.serve(A)
+    bench.submit()
+
+    bench.dispatcher.on_batch(A, delta([(1, 0, [7], 0)], [(1, "abort")]))
+
+    assert [request["id"] for request in inbox.requests] == [1, 2]
+    assert inbox.requests[1]["position"] == 1
+    assert bench.dispatcher.counters["aborts"] == 1
+
+
+def test_lost_tokens_are_generated_again() -> None:
+    bench = Bench()
+    inbox = bench.serve(A)
+    turn = bench.submit()
+    bench.dispatcher.on_batch(A, delta([(1, 0, [7], 0)]))
+
+    bench.dispatcher.on_batch(A, delta([(1, 3, [9, 9], 0)]))
+    bench.dispatcher.on_batch(A, delta([(1, 5, [9], 0)], [(1, "length")]))
+
+    assert inbox.withdrawn == [1]
+    assert inbox.requests[1]["position"] == 1
+    assert turn.trajectory.tokens.tolist() == [7]
+    assert bench.dispatcher.counters == {
+        "gaps": 1, "repeats": 0, "aborts": 0, "engines_lost": 0, "late_runs": 1
+    }  # fmt: skip
+
+
+def test_repeated_tokens_count_once() -> None:
+    bench = Bench()
+    bench.serve(A)
+    turn = bench.submit()
+
+    bench.dispatcher.on_batch(A, delta([(1, 0, [7, 8], 0), (1, 0, [7, 8], 0), (1, 1, [8, 9], 0)]))
+
+    assert turn.trajectory.tokens.tolist() == [7, 8, 9]
+    assert bench.dispatcher.counters["repeats"] == 2
+    bench.dispatcher.check_integrity()
+
+
+def test_an_engine_that_overruns_the_budget_is_cut_short() -> None:
+    bench = Bench()
+    bench.serve(A)
+    turn = bench.submit(budget=2)
+
+    bench.dispatcher.on_batch(A, delta([(1, 0, [7, 8, 9], 0)], [(1, "length")]))
+
+    assert turn.trajectory.tokens.tolist() == [7, 8]
+    assert bench.ended == {"s": "length"}
+
+
+def test_a_finish_before_its_tokens_is_not_believed_and_fails_in_the_end() -> None:
+    bench = Bench()
+    inbox = bench.serve(A)
+    bench.submit()
+
+    for request_id in (1, 2, 3):
+        bench.dispatcher.on_batch(A, delta([], [(request_id, "stop")]))
+
+    assert len(inbox.requests) == 3
+    assert isinstance(bench.failures[0], EngineError)
+    assert "attempt 3 of 3: 'stop' with 20 tokens left" in str(bench.failures[0])
+
+
+def test_cancelled_turns_vanish_and_their_engine_is_told() -> None:
+    bench = Bench(max_inflight=1)
+    inbox = bench.serve(A)
+    turns = [bench.submit(f"s{i}", seed=i) for i in range(3)]
+
+    bench.dispatcher.cancel(turns[:2])
+
+    assert inbox.withdrawn == [1]
+    assert len(inbox.requests) == 2, "the third got the room of the first"
+    bench.dispatcher.on_batch(A, delta([(1, 0, [7], 0)], [(1, "abort")]))
+    assert bench.ended == {}
+    bench.dispatcher.check_integrity()
+
+
+def test_requests_that_an_engine_will_not_take_wait_for_one_that_serves() -> None:
+    bench = Bench()
+    bench.serve(A)
+    bench.submit()
+
+    bench.dispatcher.hand_back(A, [1])
+    assert bench.dispatcher.num_waiting == 1
+
+    bench.dispatcher.set_serving(A, True)
+    assert bench.dispatcher.num_waiting == 0
+    bench.dispatcher.check_integrity()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 12), st.integers(1, 6))
+def test_no_fault_changes_loses_or_repeats_a_token(
+    seed: int, num_turns: int, max_inflight: int
+) -> None:
+    chance = random.Random(seed)
+    bench = Bench(max_inflight)
+    lives = {"a": 1, "b": 1}
+    for name in lives:
+        bench.serve(EngineId(name, 1))
+    turns = [bench.submit(f"s{i}", seed=seed + i, budget=30) for i in range(num_turns)]
+
+    for tick in range(2000):
+        if len(bench.ended) == num_turns:
+            break
+        name = chance.choice(["a", "b"])
+        engine = EngineId(name, lives[name])
+        fault = chance.random()
+        if fault < 0.05:
+            lives[name] += 1
+            bench.dispatcher.detach(engine)
+            bench.serve(EngineId(name, lives[name]))
+        else:
+            bench.dispatcher.on_batch(engine, simulate_tick(bench, engine, chance, tick))
+        bench.dispatcher.check_integrity()
+
+    assert not bench.failures
+    for turn in turns:
+        wanted = expected_completion(turn.trajectory.seed, 30)
+        assert turn.trajectory.tokens.tolist() == wanted
+        reason = "stop" if wanted[-1] == STOP else "length"
+        assert bench.ended[turn.trajectory.sample_id] == reason
+        assert (np.diff(turn.trajectory.versions) >= 0).all()
+
+
+def simulate_tick(
+    bench: Bench, engine: EngineId, chance: random.Random, version: int
+) -> DeltaBatch:
+    """Some tokens for every request the engine knows, sometimes repeated or aborted."""
+    inbox = bench.inboxes[engine]
+    runs: list[tuple[int, int, Sequence[int], int]] = []
+    finishes: list[tuple[int, str]] = []
+    for request in list(inbox.requests):
+        at, seed = request["position"], request["seed"]
+        count = min(chance.randrange(4), request["max_new_tokens"])
+        tokens: list[int] = []
+        while len(tokens) < count and STOP not in tokens:
+            tokens.append(token_at(seed, at + len(tokens)))
+        if tokens:
+            runs.append((request["id"], at, tokens, version))
+            if chance.random() < 0.1:
+                runs.append((request["id"], at, tokens, version))
+        request["position"] += len(tokens)
+        request["max_new_tokens"] -= len(tokens)
+        if STOP in tokens:
+            finishes.append((request["id"], "stop"))
+        elif request["max_new_tokens"] == 0:
+            finishes.append((request["id"], "length"))
+        elif chance.random() < 0.1:
+            finishes.append((request["id"], "abort"))
+        else:
+            continue
+        inbox.requests.remove(request)
+    return delta(runs, finishes)
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        ("ids", None, "ids is missing"),
+        ("tokens", np.zeros(2, np.int64), "tokens must be 1-d int32"),
+        ("positions", np.zeros(2, np.int32), "positions: 2 values, not 1"),
+        ("offsets", np.asarray([0, 3], np.int32), "do not cut 2 tokens"),
+        ("versions", np.asarray([-1], np.int64), "negative version"),
+        ("logprobs", np.asarray([np.nan, 0], np.float32), "not finite"),
+        ("finish_reasons", ["stop"], "finished_ids: 0 values, not 1"),
+    ],
+)
+def test_a_malformed_batch_is_refused(column: str, value: object, message: str) -> None:
+    item: dict[str, Any] = {
+        "ids": np.asarray([1], np.int64),
+        "positions": np.zeros(1, np.int32),
+        "offsets": np.asarray([0, 2], np.int32),
+        "tokens": np.zeros(2, np.int32),
+        "logprobs": np.zeros(2, np.float32),
+        "versions": np.zeros(1, np.int64),
+        "finished_ids": np.zeros(0, np.int64),
+        "finish_reasons": [],
+    }
+    DeltaBatch.from_wire(item)
+
+    with pytest.raises(ProtocolError, match=message):
+        DeltaBatch.from_wire({**item, column: value})

@@ -1,0 +1,301 @@
+"""Rollouts with real processes: supervisor, echo engines, reward workers, manager."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from live_rollouts import VOCAB_SIZE, LiveRollouts, killing, merged, while_generating
+
+from umbra.engines.echo import echo_tokens
+from umbra.runtime.errors import RewardError
+from umbra.runtime.rollout.order import PromptOrder, trajectory_seed
+from umbra.runtime.session import Session
+from umbra.runtime.testing.sessions import SessionFactory
+
+pytestmark = pytest.mark.process
+
+
+def expected_completions(step: int, budget: int = 64) -> dict[str, list[int]]:
+    """What the echo engine makes of a step's samples when nothing interrupts it."""
+    order = PromptOrder(8, seed=0)
+    completions: dict[str, list[int]] = {}
+    for place in range(step * 4, step * 4 + 4):
+        epoch, idx = order.at(place)
+        for k in range(4):
+            seed = trajectory_seed(0, epoch, idx, k)
+            tokens = echo_tokens(seed, np.arange(budget), VOCAB_SIZE).tolist()
+            completions[f"e{epoch}/p{idx}/{k}"] = tokens
+    return completions
+
+
+def test_ranks_share_a_batch_of_whole_scored_groups(umbra_session: Session, tmp_path: Path) -> None:
+    live = LiveRollouts(umbra_session, tmp_path, config={"num_micro_batches": 2})
+    live.publish(3)
+
+    batches = live.next_batch(0)
+
+    samples = merged(batches)
+    completions = {name: sample["completion"] for name, sample in samples.items()}
+    assert completions == expected_completions(0)
+    assert Counter(sample["group"] for sample in samples.values()).keys() == {
+        name.rpartition("/")[0] for name in completions
+    }
+    assert all(set(sample["versions"]) == {3} for sample in samples.values())
+    assert all(sample["finish_reason"] == "length" for sample in samples.values())
+    for batch in batches:
+        assert batch["num_samples_global"] == 16
+        assert batch["loss_tokens_global"] == 16 * 64
+        assert batch["metrics"] == batches[0]["metrics"]
+        assert len(batch["micro_batches"]) == 2
+    rewards = [sample["reward"] for sample in samples.values()]
+    assert batches[0]["metrics"]["reward_mean"] == pytest.approx(np.mean(rewards))
+    for group in {sample["group"] for sample in samples.values()}:
+        advantages = [s["advantage"] for s in samples.values() if s["group"] == group]
+        assert sum(advantages) == pytest.approx(0, abs=1e-5)
+
+
+def test_a_killed_engine_loses_nothing(
+    umbra_session_factory: SessionFactory, tmp_path: Path
+) -> None:
+    session = umbra_session_factory()
+    live = LiveRollouts(session, tmp_path, engine={"tokens_per_s": 60.0})
+    live.publish(1)
+
+    with killing(live, "policy-0", after_tokens=100):
+        samples = merged(live.next_batch(2))
+
+    assert {name: s["completion"] for name, s in samples.items()} == expected_completions(2)
+    assert all(set(sample["versions"]) == {1} for sample in samples.values())
+    notes = [note for note in umbra_session_factory.notes if "was lost" in note]
+    assert len(notes) == 1, umbra_session_factory.notes
+    assert re.search(
+        r"policy-0#1 was lost \(.+\): \d+ trajectories keep their \d+ tokens and resume on "
+        r"policy-1#1$",
+        notes[0],
+    ), notes
+
+
+def test_a_pool_of_one_engine_that_is_killed_asks_the_ranks_for_weights(
+    umbra_session: Session, tmp_path: Path
+) -> None:
+    live = LiveRollouts(umbra_session, tmp_path, num_engines=1, engine={"tokens_per_s": 60.0})
+    live.publish(5)
+
+    with killing(live, "policy-0", after_tokens=100):
+        samples = merged(live.next_batch(0))
+
+    assert live.num_syncs_served == 1
+    assert {name: s["completion"] for name, s in samples.items()} == expected_completions(0)
+    assert live.manager.call("stats")["engines"] == "policy-0#2 SERVING"
+
+
+def test_a_sync_in_mid_generation_only_changes_versions(
+    umbra_session: Session, tmp_path: Path
+) -> None:
+    live = LiveRollouts(umbra_session, tmp_path, engine={"tokens_per_s": 60.0})
+    live.publish(1)
+
+    with while_generating(live, 100, lambda: live.publish(2)):
+        batches = live.next_batch(0)
+
+    samples = merged(batches)
+    assert {name: s["completion"] for name, s in samples.items()} == expected_completions(0)
+    versions = [sample["versions"] for sample in samples.values()]
+    assert all(sorted(v) == v for v in versions)
+    assert any(set(v) == {1, 2} for v in versions)
+    assert batches[0]["metrics"]["interruptions"] > 0
+    assert batches[0]["metrics"]["version_min"] == 1
+
+
+def test_engines_that_slept_serve_the_next_step(umbra_session: Session, tmp_path: Path) -> None:
+    live = LiveRollouts(umbra_session, tmp_path, pool_mode="hybrid")
+
+    for step in range(2):
+        live.publish(step)
+        samples = merged(live.next_batch(step))
+        umbra_session.pool("policy").sleep(2)
+
+        wanted = expected_completions(step)
+        assert {name: s["completion"] for name, s in samples.items()} == wanted
+        assert all(set(sample["versions"]) == {step} for sample in samples.values())
+
+
+def test_a_pause_in_mid_generation_is_waited_for(umbra_session: Session, tmp_path: Path) -> None:
+    live = LiveRollouts(umbra_session, tmp_path, engine={"tokens_per_s": 60.0})
+    live.publish(1)
+    pool = umbra_session.pool("policy")
+
+    def pause_and_resume() -> None:
+        for mode in ("abort", "keep", "drain"):
+            pool.pause(mode)
+            pool.resume()
+
+    with while_generating(live, 100, pause_and_resume):
+        samples = merged(live.next_batch(0))
+
+    assert {name: s["completion"] for name, s in samples.items()} == expected_completions(0)
+
+
+def test_a_stopped_engine_is_given_up_and_its_work_moved(
+    umbra_session: Session, tmp_path: Path
+) -> None:
+    live = LiveRollouts(
+        umbra_session,
+        tmp_path,
+        engine={"tokens_per_s": 60.0},
+        config={"delta_timeout_s": 0.5},
+    )
+    live.publish(1)
+
+    with while_generating(live, 100, lambda: live.signal("policy-1", signal.SIGSTOP)):
+        samples = merged(live.next_batch(1))
+
+    assert {name: s["completion"] for name, s in samples.items()} == expected_completions(1)
+    live.signal("policy-1", signal.SIGCONT)
+
+
+def test_held_out_prompts_are_scored_greedily(umbra_session: Session, tmp_path: Path) -> None:
+    live = LiveRollouts(
+        umbra_session, tmp_path, reward="starts_with_answer", config={"accuracy_threshold": 0.5}
+    )
+    live.publish(0)
+
+    answers = live.evaluate(0)
+
+    assert answers[0] == answers[1]
+    assert answers[0]["kind"] == "eval"
+    assert answers[0]["num_prompts"] == 8
+    assert answers[0]["tokens"] == 8 * 64
+    assert 0.0 <= answers[0]["accuracy"] == answers[0]["mean_reward"] <= 1.0
+
+
+def test_a_killed_rollout_worker_costs_nothing(umbra_session: Session, tmp_path: Path) -> None:
+    live = LiveRollouts(umbra_session, tmp_path, reward="dies_once", num_workers=1)
+    live.publish(0)
+
+    samples = merged(live.next_batch(0))
+
+    assert {sample["reward"] for sample in samples.values()} == {1.0}
+    assert live.processes()["rewards-0"]["num_restarts"] == 1
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        ("raises", r"reward function user_rewards:raises raised KeyError: 'no such answer'"),
+        ("nan_for_the_last", r"returned nan for sample e0/p\d/3; rewards must be finite"),
+        ("too_few", r"returned 3 rewards for 4 completions"),
+        ("dies_always", r"the reward of group e0/p\d saw 2 rollout actors die"),
+    ],
+)
+def test_a_bad_reward_fails_every_rank(
+    umbra_session: Session, tmp_path: Path, reward: str, message: str
+) -> None:
+    live = LiveRollouts(umbra_session, tmp_path, reward=reward, config={"max_worker_deaths": 1})
+    live.publish(0)
+
+    failures = live.call_as_ranks(lambda rank: live.failure_of_next_batch(rank, 0))
+    later = live.failure_of_next_batch(0, 1)
+
+    for failure in [*failures, later]:
+        assert isinstance(failure, RewardError)
+        assert re.search(message, str(failure)), failure
+
+
+def test_a_request_that_an_engine_refuses_fails_with_its_words(
+    umbra_session: Session, tmp_path: Path
+) -> None:
+    live = LiveRollouts(
+        umbra_session, tmp_path, engine={"max_context_len": 32}, config={"max_context_len": 64}
+    )
+    live.publish(0)
+
+    failures = live.call_as_ranks(lambda rank: live.failure_of_next_batch(rank, 0))
+
+    for failure in failures:
+        assert "refused a request: " in str(failure)
+        assert "32" in str(failure)
+
+
+def test_a_missing_rank_is_named(umbra_session: Session, tmp_path: Path) -> None:
+    live = LiveRollouts(umbra_session, tmp_path, config={"rank_timeout_s": 0.3})
+    live.publish(0)
+
+    failure = live.failure_of_next_batch(0, 7)
+
+    assert "rank 1 did not call next_batch(step=7) within 0.3 s" in str(failure)
+    assert merged(live.next_batch(7)), "all is well once both call"
+
+
+def test_a_pool_that_never_serves_is_named_with_its_states(
+    umbra_session: Session, tmp_path: Path
+) -> None:
+    live = LiveRollouts(umbra_session, tmp_path, config={"engine_timeout_s": 0.5})
+
+    failures = live.call_as_ranks(lambda rank: live.failure_of_next_batch(rank, 0))
+
+    for failure in failures:
+        assert "no engine of pool 'policy' has served for 0.5 s" in str(failure)
+        assert "policy-0#1 PENDING_WEIGHTS, policy-1#1 PENDING_WEIGHTS" in str(failure)
+
+
+def test_agent_turns_are_appended_as_tokens(umbra_session: Session, tmp_path: Path) -> None:
+    live = LiveRollouts(umbra_session, tmp_path, agent="two_turns", config={"max_new_tokens": 12})
+    live.publish(4)
+
+    samples = merged(live.next_batch(0))
+
+    for name, plain in expected_completions(0, budget=14).items():
+        sample = samples[name]
+        assert sample["completion"] == [*plain[:5], 7, 9, *plain[7:14]]
+        assert sample["mask"] == [0] * 3 + [1] * 5 + [0] * 2 + [1] * 7
+        assert sample["versions"] == [4] * 12
+        assert sample["finish_reason"] == "length"
+        assert sample["reward"] > 0
+
+
+def test_agent_loops_may_give_the_reward(umbra_session: Session, tmp_path: Path) -> None:
+    live = LiveRollouts(umbra_session, tmp_path, agent="own_reward", reward="")
+    live.publish(4)
+
+    samples = merged(live.next_batch(0))
+
+    assert all(0 <= sample["reward"] <= 3 for sample in samples.values())
+    assert all(len(sample["completion"]) == 3 for sample in samples.values())
+
+
+def test_an_agent_loop_whose_process_dies_runs_again(
+    umbra_session: Session, tmp_path: Path
+) -> None:
+    live = LiveRollouts(umbra_session, tmp_path, agent="dies_once", reward="", num_workers=2)
+    live.publish(4)
+
+    samples = merged(live.next_batch(0))
+
+    for name, plain in expected_completions(0, budget=10).items():
+        assert samples[name]["completion"] == plain
+        assert samples[name]["reward"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("agent", "message"),
+    [
+        ("raises", r"agent loop user_agents:raises raised LookupError: the tool is gone \(.*"),
+        ("retokenises", r"leave the trajectory at position 0 of 6: append each turn's tokens"),
+    ],
+)
+def test_a_failing_agent_loop_fails_every_rank(
+    umbra_session: Session, tmp_path: Path, agent: str, message: str
+) -> None:
+    live = LiveRollouts(umbra_session, tmp_path, agent=agent, reward="")
+    live.publish(0)
+
+    failures = live.call_as_ranks(lambda rank: live.failure_of_next_batch(rank, 0))
+
+    for failure in failures:
+        assert re.search(message, str(failure)), failure

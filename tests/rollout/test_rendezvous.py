@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from umbra.runtime.errors import RolloutError
+from umbra.runtime.rollout.alarm import Alarm
+from umbra.runtime.rollout.rendezvous import Rendezvous, Round
+from umbra.runtime.rollout.router import EngineId
+from umbra.runtime.rollout.sync_asks import SyncAsks
+
+STEP_3 = Round("next_batch", 3, 1.0)
+STEP_4 = Round("next_batch", 4, 1.0)
+
+
+async def call(ranks: Rendezvous, rank: int, wanted: Round) -> dict[str, Any]:
+    slot = ranks.arrive(rank, wanted)
+    return await ranks.wait(rank, slot)
+
+
+async def failure_of(ranks: Rendezvous, rank: int, wanted: Round) -> str:
+    with pytest.raises(RolloutError) as caught:
+        await call(ranks, rank, wanted)
+    return str(caught.value)
+
+
+def test_each_rank_gets_its_own_answer_once_all_are_here() -> None:
+    async def main() -> None:
+        ranks = Rendezvous(2, timeout_s=5)
+        async with asyncio.TaskGroup() as tasks:
+            first = tasks.create_task(call(ranks, 1, STEP_3))
+            await asyncio.sleep(0)
+            assert not ranks.is_full
+            second = tasks.create_task(call(ranks, 0, STEP_3))
+            await asyncio.sleep(0)
+            assert ranks.is_full
+            ranks.resolve([{"for": 0}, {"for": 1}])
+        assert (first.result(), second.result()) == ({"for": 1}, {"for": 0})
+        assert not ranks.is_full
+
+    asyncio.run(main())
+
+
+def test_missing_ranks_are_named() -> None:
+    async def main() -> None:
+        ranks = Rendezvous(4, timeout_s=0.02)
+        async with asyncio.TaskGroup() as tasks:
+            failures = [tasks.create_task(failure_of(ranks, rank, STEP_3)) for rank in (0, 2)]
+        for failure in failures:
+            assert "rank 1, 3 did not call next_batch(step=3) within 0.02 s" in failure.result()
+
+    asyncio.run(main())
+
+
+def test_ranks_that_disagree_fail_together() -> None:
+    async def main() -> None:
+        ranks = Rendezvous(2, timeout_s=5)
+        async with asyncio.TaskGroup() as tasks:
+            early = tasks.create_task(failure_of(ranks, 0, STEP_3))
+            await asyncio.sleep(0)
+            late = tasks.create_task(failure_of(ranks, 1, STEP_4))
+        text = "rank 1 called next_batch(step=4) while rank 0 called next_batch(step=3)"
+        assert text in early.result()
+        assert text in late.result()
+
+    asyncio.run(main())
+
+
+def test_a_rank_that_goes_away_leaves_the_round() -> None:
+    async def main() -> None:
+        ranks = Rendezvous(2, timeout_s=5)
+        async with asyncio.TaskGroup() as tasks:
+            waiting = tasks.create_task(call(ranks, 0, STEP_3))
+            await asyncio.sleep(0)
+            waiting.cancel()
+            await asyncio.sleep(0)
+            again = tasks.create_task(call(ranks, 0, STEP_4))
+            other = tasks.create_task(call(ranks, 1, STEP_4))
+            await asyncio.sleep(0)
+            ranks.resolve([{}, {}])
+        assert again.result() == other.result() == {}
+
+    asyncio.run(main())
+
+
+def test_a_rank_that_calls_anew_takes_its_place_again() -> None:
+    async def main() -> None:
+        ranks = Rendezvous(1, timeout_s=5)
+        async with asyncio.TaskGroup() as tasks:
+            stale = tasks.create_task(failure_of(ranks, 0, STEP_3))
+            await asyncio.sleep(0)
+            fresh = tasks.create_task(call(ranks, 0, STEP_3))
+            await asyncio.sleep(0)
+            ranks.resolve([{"for": 0}])
+        assert "anew" in stale.result()
+        assert fresh.result() == {"for": 0}
+
+    asyncio.run(main())
+
+
+def test_an_unknown_rank_is_refused() -> None:
+    async def main() -> None:
+        with pytest.raises(ValueError, match="rank 2 of 2"):
+            Rendezvous(2, timeout_s=5).arrive(2, STEP_3)
+
+    asyncio.run(main())
+
+
+def test_an_alarm_goes_off_only_after_an_unbroken_wait() -> None:
+    async def main() -> None:
+        fired = asyncio.Event()
+        alarm = Alarm(0.03, fired.set)
+        alarm.watch(True)
+        alarm.watch(False)
+        await asyncio.sleep(0.06)
+        assert not fired.is_set()
+
+        alarm.watch(True)
+        async with asyncio.timeout(5):
+            await fired.wait()
+
+    asyncio.run(main())
+
+
+def test_an_engine_without_weights_is_asked_for_once_until_its_state_changes() -> None:
+    asks = SyncAsks()
+    first, second = EngineId("a", 2), EngineId("b", 1)
+
+    assert asks.wanted([first]) == [first]
+    assert asks.wanted([first]) == []
+    assert asks.wanted([first, second]) == [second]
+
+    asks.observe([second])  # the first one is being updated
+    asks.observe([first, second])  # that failed
+    assert asks.wanted([first, second]) == [first]
+
+
+def test_a_new_life_of_an_engine_is_asked_for_anew() -> None:
+    asks = SyncAsks()
+    asks.wanted([EngineId("a", 1)])
+
+    assert asks.wanted([EngineId("a", 2)]) == [EngineId("a", 2)]

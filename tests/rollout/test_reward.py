@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import user_rewards
+
+from umbra.runtime.errors import ConfigError, RewardError
+from umbra.runtime.rollout.reward import RewardFunction
+from umbra.runtime.rollout.task_host import UserThread
+
+IDS = ["e0/p/0", "e0/p/1"]
+
+
+def score(
+    name: str,
+    rows: Sequence[dict[str, Any]] = ({"answer": "x"}, {"answer": "yy"}),
+    timeout_s: float = 5.0,
+) -> list[float]:
+    async def main() -> list[float]:
+        async with UserThread("user") as thread:
+            reward = RewardFunction(f"user_rewards:{name}", thread, timeout_s)
+            return await reward(IDS, ["p", "p"], ["x", "yyy"], rows)
+
+    return asyncio.run(main())
+
+
+def test_rewards_are_numbers_in_order() -> None:
+    assert score("length") == [1.0, 3.0]
+    assert score("slow_judge") == [1.0, 1.0]
+
+
+def test_only_the_columns_that_a_function_takes_are_given() -> None:
+    rows = [{"answer": "x", "extra": 1, "prompts": "?"}, {"answer": "z"}]
+
+    assert score("wants_answer", rows) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("raises", r"raised KeyError: 'no such answer' \(.*user_rewards.py:\d+ in raises\)"),
+        ("exits", "raised SystemExit: enough"),
+        ("stops", "raised RuntimeError: raised StopIteration"),
+        ("nan_for_the_last", "returned nan for sample e0/p/1; rewards must be finite"),
+        ("nothing_for_the_first", "returned None for sample e0/p/0"),
+        ("too_few", "returned 1 rewards for 2 completions"),
+        ("a_number", "returned float for samples e0/p/0, e0/p/1; return a list"),
+    ],
+)
+def test_a_bad_reward_is_explained(name: str, message: str) -> None:
+    with pytest.raises(RewardError, match=message) as caught:
+        score(name)
+
+    assert f"reward function user_rewards:{name}" in str(caught.value)
+
+
+def test_a_column_that_is_not_there_is_named() -> None:
+    with pytest.raises(RewardError, match=r"takes \['answer'\], which the data set lacks"):
+        score("wants_answer", [{"solution": "x"}, {"solution": "y"}])
+
+
+def test_a_reward_that_hangs_is_given_up() -> None:
+    with pytest.raises(RewardError, match=r"took longer than 0.05 s for samples e0/p/0, e0/p/1"):
+        score("hangs", timeout_s=0.05)
+
+    user_rewards.hang_is_over.set()
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("user_rewards", "must be written module:function"),
+        ("user_rewards:nope", "has no function 'nope'"),
+        ("no_such_module:f", "importing 'no_such_module' raised ModuleNotFoundError"),
+    ],
+)
+def test_a_reward_that_cannot_be_loaded_is_named(target: str, message: str) -> None:
+    async def main() -> None:
+        async with UserThread("user") as thread:
+            RewardFunction(target, thread, 1.0)
+
+    with pytest.raises(ConfigError, match=message):
+        asyncio.run(main())

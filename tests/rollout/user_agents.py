@@ -1,0 +1,52 @@
+"""Agent loops as users write them, good and bad. Tokens are words `t<i>`."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from umbra.runtime.rollout.agent import AgentContext
+
+
+async def two_turns(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
+    """Generates 5 tokens, reads the tool's 2, generates the rest; the reward function scores."""
+    tokens = [*ctx.prompt_tokens]
+    tokens += await ctx.generate(tokens, max_new_tokens=5)
+    tokens += ctx.encode("t7 t9")
+    tokens += await ctx.generate(tokens)
+    assert await ctx.generate(tokens) == []
+    assert ctx.finish_reason == "length"
+    return None
+
+
+async def own_reward(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
+    answer = await ctx.generate(ctx.prompt_tokens, max_new_tokens=3)
+    return float(len(ctx.decode(answer).split()))
+
+
+def die_the_first_time(marker: Path) -> None:
+    if not marker.exists():
+        marker.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+async def dies_once(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
+    """One of the loops kills the process, once, after its first generation."""
+    tokens = [*ctx.prompt_tokens]
+    tokens += await ctx.generate(tokens, max_new_tokens=5)
+    die_the_first_time(Path(sample["marker"]))
+    tokens += await ctx.generate(tokens, max_new_tokens=5)
+    return 1.0
+
+
+async def raises(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
+    await ctx.generate(ctx.prompt_tokens, max_new_tokens=3)
+    raise LookupError("the tool is gone")
+
+
+async def retokenises(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
+    await ctx.generate(ctx.prompt_tokens, max_new_tokens=3)
+    await ctx.generate([63, 62, 61, 60, 59, 58, 57])
+    return 0.0

@@ -1,0 +1,82 @@
+"""Reward functions as users write them, good and bad."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+hang_is_over = threading.Event()
+
+
+def length(prompts: list[str], completions: list[str], **columns: list[Any]) -> list[float]:
+    return [float(len(text)) for text in completions]
+
+
+def wants_answer(prompts: list[str], completions: list[str], answer: list[str]) -> list[bool]:
+    return [text.strip() == right for text, right in zip(completions, answer, strict=True)]
+
+
+def starts_with_answer(
+    prompts: list[str], completions: list[str], answer: list[str]
+) -> list[float]:
+    return [float(text.startswith(right)) for text, right in zip(completions, answer, strict=True)]
+
+
+async def slow_judge(prompts: list[str], completions: list[str], **_: Any) -> list[int]:
+    await asyncio.sleep(0.01)
+    return [1] * len(completions)
+
+
+def raises(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    raise KeyError("no such answer")
+
+
+def exits(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    sys.exit("enough")
+
+
+def stops(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    return [next(iter(list[float]()))]
+
+
+def nan_for_the_last(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    return [0.0] * (len(completions) - 1) + [math.nan]
+
+
+def nothing_for_the_first(prompts: list[str], completions: list[str], **_: Any) -> list[Any]:
+    return [None, *([0.0] * (len(completions) - 1))]
+
+
+def too_few(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    return [0.0] * (len(completions) - 1)
+
+
+def a_number(prompts: list[str], completions: list[str], **_: Any) -> float:
+    return 1.0
+
+
+def hangs(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    hang_is_over.wait(30)
+    return []
+
+
+def dies_once(prompts: list[str], completions: list[str], **columns: list[Any]) -> list[float]:
+    """Kills its process at the first call ever; `marker` is a column with a file's path."""
+    marker = Path(columns["marker"][0])
+    if not marker.exists():
+        marker.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [1.0] * len(completions)
+
+
+def dies_always(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(30)
+    return []

@@ -1,0 +1,55 @@
+"""A session that the tests of a module share, where none of them harms it: a start saved each."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from umbra.runtime.actor import ActorSpec
+from umbra.runtime.errors import ActorNotFound
+from umbra.runtime.session import Session, SyncHandle
+from umbra.runtime.testing.sessions import SessionFactory
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SessionFactory]:
+    """Its first session is open and stays so; `notes` are those of all tests so far."""
+    folder = tmp_path_factory.mktemp("shared")
+    with (
+        pytest.MonkeyPatch.context() as monkeypatch,
+        SessionFactory(folder, monkeypatch) as factory,
+    ):
+        factory()
+        yield factory
+
+
+@pytest.fixture
+def session(shared: SessionFactory) -> Session:
+    """The shared session. A test must leave it working."""
+    return shared.sessions[0]
+
+
+@pytest.fixture
+def spawn(session: Session) -> Iterator[Callable[[ActorSpec], SyncHandle]]:
+    """Starts actors in the shared session; they are stopped after the test."""
+    names: list[str] = []
+
+    def start(spec: ActorSpec) -> SyncHandle:
+        names.append(spec.name)
+        return session.spawn(spec)
+
+    yield start
+    for name in names:
+        with contextlib.suppress(ActorNotFound):
+            session.supervisor_call("stop", name, 10.0)
+
+
+@pytest.fixture
+def socket_root() -> Iterator[Path]:
+    """For UMBRA_SOCKET_ROOT of a process that a test starts; pytest's folders are too deep."""
+    with tempfile.TemporaryDirectory(prefix="umbra-test-", dir="/tmp") as folder:
+        yield Path(folder) / "s"

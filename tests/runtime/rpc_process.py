@@ -1,0 +1,155 @@
+"""A real actor process without a supervisor, for tests of calls between processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import msgpack
+import uvloop
+
+from umbra.runtime.actor import ActorSpec
+from umbra.runtime.client import Client, Handle
+from umbra.runtime.memory_file import open_memory_file
+from umbra.runtime.process import PARENT_PID_VARIABLE
+from umbra.runtime.ref import ActorRef
+
+PROGRAMS = Path(__file__).parent.parent / "programs"
+NODE = "node"
+START_TIMEOUT_S = 20.0
+TEST_TIMEOUT_S = 60.0
+
+T = TypeVar("T")
+
+
+class ActorProcess:
+    """One incarnation of an actor; a context manager, which ends it."""
+
+    def __init__(self, folder: Path, incarnation: int = 1, target: str = "rpc_probe:Probe") -> None:
+        self.ref = make_ref(folder, incarnation)
+        self.heartbeat_endpoint = f"{self.ref.ipc_endpoint}.hb"
+        self.log_path = folder / f"probe.{incarnation}.log"
+        self._config = _config(self.ref, self.heartbeat_endpoint, target)
+        self._popen: subprocess.Popen[bytes]
+
+    def __enter__(self) -> Self:
+        ready_fd, write_fd = os.pipe()
+        with self.log_path.open("wb") as log, open_memory_file("config", self._config) as config:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-m", "umbra.runtime.actor_host", str(write_fd)],
+                stdin=config,
+                stdout=log,
+                stderr=log,
+                pass_fds=[write_fd],
+                env={**os.environ, PARENT_PID_VARIABLE: str(os.getpid())},
+            )
+        os.close(write_fd)
+        with open(ready_fd, "rb") as pipe:
+            announced: dict[str, Any] = msgpack.unpackb(pipe.read() or b"\x80")
+        if "tcp_endpoint" not in announced:
+            self.end()
+            raise RuntimeError(f"not started: {announced}\n{self.log()}")
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.end()
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    def send_signal(self, number: int) -> None:
+        self._popen.send_signal(number)
+
+    def stop(self) -> None:
+        """SIGSTOP; returns once every thread has stopped."""
+        self.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOWAIT)
+
+    def wait(self) -> int:
+        return self._popen.wait(START_TIMEOUT_S)
+
+    def end(self) -> None:
+        """SIGTERM, and SIGKILL where that does not help."""
+        if self._popen.poll() is None:
+            self._popen.terminate()
+            self._popen.send_signal(signal.SIGCONT)
+        try:
+            self._popen.wait(5.0)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            self._popen.wait(START_TIMEOUT_S)
+
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+
+def make_ref(folder: Path, incarnation: int = 1) -> ActorRef:
+    endpoint = f"ipc://{folder / f'probe.{incarnation}'}"
+    return ActorRef(name="probe", incarnation=incarnation, node_id=NODE, ipc_endpoint=endpoint)
+
+
+def _config(ref: ActorRef, heartbeat_endpoint: str, target: str) -> bytes:
+    spec = ActorSpec(name=ref.name, target=target, sys_path=(str(PROGRAMS),))
+    supervisor = {
+        "name": "supervisor",
+        "incarnation": 1,
+        "node_id": NODE,
+        "ipc_endpoint": f"{ref.ipc_endpoint}.supervisor",
+        "tcp_endpoint": "",
+    }
+    config: bytes = msgpack.packb(
+        {
+            "spec": spec.to_wire(),
+            "incarnation": ref.incarnation,
+            "node_id": NODE,
+            "ipc_endpoint": ref.ipc_endpoint,
+            "heartbeat": heartbeat_endpoint,
+            "tcp_host": "",
+            "keys": [],
+            "supervisor": supervisor,
+            "log_level": 20,
+        }
+    )
+    return config
+
+
+def short_folder() -> tempfile.TemporaryDirectory[str]:
+    """For sockets: pytest's own folders are too deep for a Unix socket's path."""
+    return tempfile.TemporaryDirectory(prefix="umbra-rpc-")
+
+
+@asynccontextmanager
+async def connected(ref: ActorRef) -> AsyncGenerator[Handle]:
+    async with Client(NODE) as client:
+        yield client.handle(ref)
+
+
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    """On uvloop, as actors and sessions run; never longer than a minute."""
+
+    async def in_time() -> T:
+        async with asyncio.timeout(TEST_TIMEOUT_S):
+            return await coroutine
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(in_time())
+
+
+async def until(
+    condition: Callable[[], Awaitable[bool]], timeout_s: float = 10.0, what: str = "it"
+) -> None:
+    """For what can only be seen from outside by asking again."""
+    deadline = time.monotonic() + timeout_s
+    while not await condition():
+        assert time.monotonic() < deadline, f"{what} did not happen within {timeout_s} s"
+        await asyncio.sleep(0.01)

@@ -1,0 +1,123 @@
+"""Folders that cannot be used: each gives an error that names it and the remedy, at once."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from actor_specs import actor
+
+from umbra.runtime.errors import ActorDied, ConfigError
+from umbra.runtime.testing.sessions import SessionFactory
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "umbra-test", str(path)],
+        capture_output=True,
+        timeout=20,
+    )
+    if mounted.returncode != 0:
+        pytest.skip(f"cannot mount: {mounted.stderr.decode().strip()}")
+    yield path
+    subprocess.run(["umount", "--lazy", str(path)], check=True, timeout=20)
+
+
+def fill(disk: Path) -> None:
+    with (disk / "filling").open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(b"x" * 4096)
+        except OSError:
+            return
+
+
+def test_a_read_only_run_directory_is_named(
+    umbra_session_factory: SessionFactory, small_disk: Path
+) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True, timeout=20)
+
+    with pytest.raises(ConfigError, match=r"disk/run.*Read-only.*another run directory"):
+        umbra_session_factory(run_dir=small_disk / "run")
+
+
+def test_a_full_disk_is_named_at_the_start(
+    umbra_session_factory: SessionFactory, small_disk: Path
+) -> None:
+    fill(small_disk)
+
+    with pytest.raises(ConfigError, match=r"disk/run.*No space left.*make room"):
+        umbra_session_factory(run_dir=small_disk / "run")
+
+
+def test_a_disk_that_fills_up_later_spares_what_runs(
+    umbra_session_factory: SessionFactory, small_disk: Path
+) -> None:
+    session = umbra_session_factory(run_dir=small_disk / "run")
+    echo = session.spawn(actor("Echo"))
+    fill(small_disk)
+
+    with pytest.raises(ActorDied, match=r"cannot write log.*No space left.*make room"):
+        session.spawn(actor("Echo"))
+
+    assert echo.call("echo", 1) == 1
+    with pytest.raises(Exception, match="No space left on device"):
+        echo.call("write", "x" * 100_000)
+    assert echo.call("echo", 2) == 2
+
+
+def test_a_run_directory_that_is_a_file_is_named(
+    umbra_session_factory: SessionFactory, tmp_path: Path
+) -> None:
+    path = tmp_path / "taken"
+    path.touch()
+
+    with pytest.raises(ConfigError, match=r"taken/logs.*Not a directory"):
+        umbra_session_factory(run_dir=path)
+
+
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [(0o755, "chmod 700"), (None, "is not a directory|cannot make socket root")],
+)
+def test_a_socket_root_that_is_not_ours_alone_is_refused(
+    umbra_session_factory: SessionFactory, socket_root: Path, mode: int | None, message: str
+) -> None:
+    if mode is None:
+        socket_root.touch()
+    else:
+        socket_root.mkdir()
+        socket_root.chmod(mode)
+
+    with pytest.raises(ConfigError, match=message):
+        umbra_session_factory(environ={"UMBRA_SOCKET_ROOT": str(socket_root)})
+
+
+def test_a_socket_root_that_is_too_long_is_refused(
+    umbra_session_factory: SessionFactory, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"is too long.*use a shorter root"):
+        umbra_session_factory(environ={"UMBRA_SOCKET_ROOT": str(tmp_path / ("x" * 60))})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("UMBRA_LOG_LEVEL", "loud", "UMBRA_LOG_LEVEL is 'LOUD'; allowed: .*DEBUG"),
+        ("RANK", "0", "LOCAL_RANK is None, not a number: start with torchrun"),
+        ("RANK", "first", "RANK is 'first', not a number"),
+    ],
+)
+def test_a_malformed_variable_is_named(
+    umbra_session_factory: SessionFactory, name: str, value: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        umbra_session_factory(environ={name: value})

@@ -1,0 +1,208 @@
+"""Who may talk to a job: two nodes of it over tcp, and nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import zmq
+from actor_specs import PROGRAMS, actor
+from watching import tree
+
+from umbra.runtime.client import Client
+from umbra.runtime.errors import ActorNotFound, ConfigError, ConnectionLost, UmbraError
+from umbra.runtime.messages import HELLO
+from umbra.runtime.ref import ActorRef
+from umbra.runtime.security import CurveKeys
+from umbra.runtime.session import Session
+from umbra.runtime.testing.sessions import SessionFactory
+from umbra.runtime.wire import Encoder
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Session, ActorRef]]:
+    """This process as node `a`, and an actor of node `b`, another process's own node."""
+    folder = tmp_path_factory.mktemp("nodes")
+    with (
+        pytest.MonkeyPatch.context() as monkeypatch,
+        SessionFactory(folder, monkeypatch) as factory,
+    ):
+        here = factory(node_id="a", tcp_host="127.0.0.1")
+        there = subprocess.Popen(
+            [sys.executable, str(PROGRAMS / "node.py"), str(folder / "there"), "b"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        with there:
+            assert there.stdout is not None
+            ref = ActorRef(**json.loads(there.stdout.readline()))
+            # Here already, or the connection would count as the first caller's leak.
+            here.connect(ref).call("who", timeout_s=10.0)
+            yield here, ref
+            there.communicate(b"\n", timeout=20.0)
+
+
+@pytest.fixture
+def remote(nodes: tuple[Session, ActorRef]) -> ActorRef:
+    """An actor of node `b` that offers tcp."""
+    return nodes[1]
+
+
+@pytest.fixture
+def keys() -> CurveKeys:
+    """The job's, as its processes read them."""
+    return CurveKeys.load(Path(os.environ["UMBRA_SECRET_FILE"]))
+
+
+def call_from_node_a(keys: CurveKeys | None, ref: ActorRef, timeout_s: float = 5.0) -> object:
+    async def call() -> object:
+        async with Client("a", keys) as client:
+            return await client.handle(ref).call("who", timeout_s=timeout_s)
+
+    return asyncio.run(call())
+
+
+def knock(endpoint: str, configure: CurveKeys | None, server: CurveKeys) -> bool:
+    """Whether a plain ZMQ client gets any answer within a while."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.linger = 0
+    if configure is not None:
+        socket.curve_publickey, socket.curve_secretkey = configure.public, configure.secret
+        socket.curve_serverkey = server.public
+    socket.connect(endpoint)
+    socket.send(Encoder().encode((HELLO,))[0])  # Every actor answers it.
+    answered = bool(socket.poll(700))
+    context.destroy(linger=0)
+    return answered
+
+
+# -- two nodes -----------------------------------------------------------------------------
+
+
+def test_an_actor_calls_an_actor_of_another_node(nodes: tuple[Session, ActorRef]) -> None:
+    here, remote = nodes
+    local = here.spawn(actor("Echo"))
+
+    who = local.call("ask", remote, "who", timeout_s=10.0)
+
+    assert (who["node_id"], who["name"]) == ("b", "remote")
+    assert local.call("who")["node_id"] == "a"
+    assert remote.tcp_endpoint.startswith("tcp://127.0.0.1:")
+    here.supervisor_call("stop", local.ref.name, 10.0)
+
+
+def test_a_rank_calls_an_actor_of_another_node(nodes: tuple[Session, ActorRef]) -> None:
+    here, remote = nodes
+
+    assert here.connect(remote).call("who", timeout_s=10.0)["node_id"] == "b"
+
+
+def test_an_actor_without_tcp_says_so(remote: ActorRef, keys: CurveKeys) -> None:
+    with pytest.raises(ActorNotFound, match="no endpoint reachable from node a"):
+        call_from_node_a(keys, replace(remote, tcp_endpoint=""))
+
+
+def test_the_jobs_own_key_is_admitted(remote: ActorRef, keys: CurveKeys) -> None:
+    assert knock(remote.tcp_endpoint, keys, keys)
+    assert call_from_node_a(keys, remote)
+
+
+def test_another_key_is_refused(remote: ActorRef, keys: CurveKeys) -> None:
+    stranger = CurveKeys.generate()
+
+    assert not knock(remote.tcp_endpoint, stranger, keys)
+    with pytest.raises(ConnectionLost):
+        call_from_node_a(stranger, remote)
+    assert call_from_node_a(keys, remote)
+
+
+def test_a_stranger_that_knows_the_public_key_is_told_that_it_is_refused(
+    remote: ActorRef, keys: CurveKeys
+) -> None:
+    class Impostor(CurveKeys):
+        def secure_client(self, socket: zmq.Socket[bytes]) -> None:
+            super().secure_client(socket)
+            socket.curve_serverkey = keys.public
+
+    fresh = CurveKeys.generate()
+
+    with pytest.raises(ConnectionLost, match="refused this job's key"):
+        call_from_node_a(Impostor(public=fresh.public, secret=fresh.secret), remote)
+
+
+def test_a_client_without_curve_is_refused(remote: ActorRef, keys: CurveKeys) -> None:
+    assert not knock(remote.tcp_endpoint, None, keys)
+    with pytest.raises(UmbraError):
+        call_from_node_a(None, remote, timeout_s=0.7)
+    assert call_from_node_a(keys, remote)
+
+
+# -- secrets -------------------------------------------------------------------------------
+
+
+def test_the_secret_is_in_no_environment_and_on_no_command_line(
+    nodes: tuple[Session, ActorRef], keys: CurveKeys
+) -> None:
+    for pid in tree(os.getpid()):
+        for name in ("environ", "cmdline"):
+            assert keys.secret not in Path(f"/proc/{pid}/{name}").read_bytes()
+    mode = nodes[0].socket_dir.stat().st_mode
+    assert stat.S_IMODE(mode) == 0o700
+    assert stat.S_IMODE(Path(os.environ["UMBRA_SECRET_FILE"]).stat().st_mode) == 0o600
+
+
+def test_keys_are_saved_for_their_owner_only_and_shown_to_nobody(tmp_path: Path) -> None:
+    made = CurveKeys.generate()
+    path = tmp_path / "jobs" / "keys"
+
+    made.save(path)
+
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert CurveKeys.load(path) == made
+    assert made.secret.decode() not in repr(made)
+    with pytest.raises(FileExistsError):
+        made.save(path)
+    path.chmod(0o640)
+    with pytest.raises(ConfigError, match=r"can be read by others: chmod 600"):
+        CurveKeys.load(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"one", b"a b c", b"short keys"])
+def test_a_file_that_holds_no_keys_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "keys"
+    path.write_bytes(content)
+    path.chmod(0o600)
+
+    with pytest.raises(ConfigError, match=r"no job keys in .*keys"):
+        CurveKeys.load(path)
+
+
+def test_the_keys_a_job_made_for_itself_go_with_it(
+    umbra_session_factory: SessionFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    umbra_session_factory(tcp_host="127.0.0.1", environ={"UMBRA_SECRET_FILE": ""})
+    made = list((tmp_path / ".config" / "umbra" / "jobs").iterdir())
+
+    umbra_session_factory.close()
+
+    assert len(made) == 1
+    assert not made[0].exists()
+
+
+def test_an_address_this_host_does_not_have_is_named(
+    umbra_session_factory: SessionFactory,
+) -> None:
+    with pytest.raises(UmbraError, match=r"tcp_host.*203\.0\.113\.7"):
+        umbra_session_factory(tcp_host="203.0.113.7")

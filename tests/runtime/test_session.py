@@ -1,0 +1,269 @@
+"""A session's life: what it starts, says and leaves, and what ends with whom."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from actor_specs import PROGRAMS, actor
+from watching import all_end, kill, processes, supervisor_of, tree
+
+from umbra.runtime import descendants
+from umbra.runtime.errors import ActorDied, JobFailed, MailboxClosed, UmbraError
+from umbra.runtime.pools import PoolSpec
+from umbra.runtime.session import Session
+from umbra.runtime.testing.sessions import SessionFactory
+
+pytestmark = pytest.mark.process
+
+HEAVY = ["torch", "pydantic", "transformers"]
+
+
+def guardian_of(session: Session) -> int:
+    """The one of this process's children that was told the session's directory."""
+    for pid in descendants.child_pids(os.getpid()):
+        if str(session.socket_dir) in Path(f"/proc/{pid}/cmdline").read_text():
+            return pid
+    raise AssertionError(f"no guardian of {session.socket_dir}")
+
+
+# -- what it starts and says ---------------------------------------------------------------
+
+
+def test_neither_session_nor_supervisor_nor_plain_actor_loads_torch(
+    tmp_path: Path, socket_root: Path
+) -> None:
+    script = f"""
+import json, os, sys
+from pathlib import Path
+from umbra.runtime import ActorSpec, Session, SessionConfig
+with Session.from_torchrun(SessionConfig(run_dir=Path({str(tmp_path)!r}))) as session:
+    echo = session.spawn(ActorSpec(name="e", target="actors:Echo", sys_path=({str(PROGRAMS)!r},)))
+    from umbra.runtime.descendants import child_pids
+    (guardian,) = child_pids(os.getpid())
+    (supervisor,) = child_pids(guardian)
+    print(json.dumps({{
+        "session": [name for name in {[*HEAVY, "numpy"]!r} if name in sys.modules],
+        "actor": echo.call("loaded_modules", {HEAVY!r}),
+        "supervisor": [name for name in {[*HEAVY, "numpy"]!r}
+                       if "/" + name + "/" in Path(f"/proc/{{supervisor}}/maps").read_text()],
+    }}))
+"""
+    environment = {**os.environ, "UMBRA_SOCKET_ROOT": str(socket_root)}
+
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+
+    assert json.loads(done.stdout) == {"session": [], "actor": [], "supervisor": []}
+
+
+def test_without_torchrun_the_process_is_rank_0_of_1(session: Session) -> None:
+    assert (session.rank, session.local_rank, session.world_size) == (0, 0, 1)
+    assert session.incarnation == 1
+
+
+def test_processes_json_says_who_is_who(umbra_session_factory: SessionFactory) -> None:
+    session = umbra_session_factory()
+    echo = session.spawn(actor("Echo", "judge"))
+
+    rows = processes(umbra_session_factory.run_dirs[0])
+
+    assert rows["judge"]["pid"] == echo.call("who")["pid"]
+    assert rows["judge"]["state"] == "RUNNING"
+    assert rows["judge"]["incarnation"] == 1
+
+
+def test_two_jobs_at_once_do_not_know_each_other(umbra_session_factory: SessionFactory) -> None:
+    first, second = umbra_session_factory(), umbra_session_factory()
+
+    one = first.spawn(actor("Echo", "same-name"))
+    other = second.spawn(actor("Echo", "same-name"))
+
+    assert one.call("who")["pid"] != other.call("who")["pid"]
+    assert len(first.supervisor_call("list_actors")) == 1
+
+
+def test_leaving_ends_everything_at_once(umbra_session_factory: SessionFactory) -> None:
+    session = umbra_session_factory(shutdown_grace_s=30.0)
+    session.spawn(actor("Echo")).call("fork_family")
+    started = tree(guardian_of(session))
+
+    begin = time.monotonic()
+    with all_end(started, within_s=0.5):
+        umbra_session_factory.close()
+
+    assert len(started) >= 4
+    # No grace was waited out, on a machine as busy as may be.
+    assert time.monotonic() - begin < 10.0
+    assert not session.socket_dir.exists()
+
+
+def test_calls_on_a_session_that_was_left_say_so(umbra_session_factory: SessionFactory) -> None:
+    session = umbra_session_factory()
+    echo = session.spawn(actor("Echo"))
+    items = echo.stream("count", 100, credits=2)
+    assert next(items) == 0
+    umbra_session_factory.close()
+
+    with pytest.raises(UmbraError):
+        echo.call("echo", 1)
+    with pytest.raises(UmbraError):
+        session.supervisor_call("list_actors")
+    with pytest.raises(MailboxClosed):
+        list(items)
+
+
+def test_an_interrupt_ends_a_blocked_call(session: Session, spawn: Any) -> None:
+    echo = spawn(actor("Echo"))
+    me = threading.main_thread().ident
+    assert me is not None
+    timer = threading.Timer(0.3, signal.pthread_kill, (me, signal.SIGINT))
+    timer.start()
+
+    with pytest.raises(KeyboardInterrupt):
+        echo.call("sleep", 60.0, timeout_s=60.0)
+
+    timer.join()
+    assert echo.call("cancelled") == 1
+
+
+def test_a_supervisor_that_was_stopped_does_not_blame_its_actors(
+    session: Session, spawn: Any
+) -> None:
+    echo = spawn(actor("Echo", hung_limit_s=0.5))
+    supervisor = supervisor_of(guardian_of(session))
+
+    kill(supervisor, signal.SIGSTOP)
+    time.sleep(1.2)
+    kill(supervisor, signal.SIGCONT)
+
+    # Longer than the limit, so that a wrong verdict would have come.
+    time.sleep(0.8)
+    assert session.actor(echo.ref.name).call("who")["incarnation"] == 1
+
+
+def test_a_pool_whose_engines_cannot_start_says_why_and_leaves_nothing(session: Session) -> None:
+    pool = PoolSpec(name="pool", engine="umbra.engines.echo:NoSuchEngine", count=2)
+
+    with pytest.raises(ActorDied, match="has no class 'NoSuchEngine'"):
+        session.create_pool(pool)
+
+    rows = [row for row in session.supervisor_call("list_actors") if row["role"] == "engine"]
+    assert {row["state"] for row in rows} <= {"FAILED", "STOPPED"}
+
+
+# -- who dies, and what follows ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("victim", ["supervisor", "guardian"])
+def test_killing_supervisor_or_guardian_fails_the_job_and_leaves_nothing(
+    umbra_session: Session, victim: str
+) -> None:
+    echo = umbra_session.spawn(actor("Echo"))
+    echo.call("fork_family")
+    guardian = guardian_of(umbra_session)
+    started = tree(guardian)
+    pid = guardian if victim == "guardian" else supervisor_of(guardian)
+    killer = threading.Timer(0.2, kill, (pid,))
+    killer.start()
+
+    begin = time.monotonic()
+    with all_end(started, within_s=3.0):
+        with pytest.raises(
+            JobFailed, match=r"supervisor of this node went away|the guardian failed"
+        ):
+            echo.call("sleep", 60.0, timeout_s=60.0)
+        took_s = time.monotonic() - begin
+
+    killer.join()
+    assert took_s < 2.2
+    with pytest.raises(JobFailed):
+        umbra_session.supervisor_call("list_actors")
+    assert not umbra_session.socket_dir.exists()
+
+
+@contextlib.contextmanager
+def owner(
+    folder: Path, socket_root: Path
+) -> Generator[tuple[subprocess.Popen[bytes], dict[str, Any]]]:
+    """A process with a session of its own, and what it reports."""
+    environment = {**os.environ, "UMBRA_SOCKET_ROOT": str(socket_root)}
+    process = subprocess.Popen(
+        [sys.executable, str(PROGRAMS / "owner.py"), str(folder / "run")],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    with process:
+        try:
+            assert process.stdout is not None
+            yield process, json.loads(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+def pids_of(report: dict[str, Any]) -> list[int]:
+    return [pid for pid in report.values() if isinstance(pid, int)]
+
+
+def test_an_owner_that_is_killed_takes_everything_with_it(
+    tmp_path: Path, socket_root: Path
+) -> None:
+    with owner(tmp_path, socket_root) as (process, report), all_end(pids_of(report), within_s=5.0):
+        process.kill()
+
+    wait_until_gone(Path(report["socket_dir"]))
+
+
+def test_an_owner_that_leaves_ends_everything(tmp_path: Path, socket_root: Path) -> None:
+    with owner(tmp_path, socket_root) as (process, report), all_end(pids_of(report), within_s=5.0):
+        assert process.stdin is not None
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        assert process.wait(10.0) == 0
+
+    assert not Path(report["socket_dir"]).exists()
+
+
+def test_the_directory_of_a_dead_job_is_swept_by_the_next(
+    tmp_path: Path, socket_root: Path
+) -> None:
+    with owner(tmp_path, socket_root) as (process, report):
+        # Both at once, so that neither can clean up after the other: a power cut in small.
+        for name in ("guardian", "supervisor"):
+            kill(report[name], signal.SIGSTOP)
+        with all_end(pids_of(report), within_s=5.0):
+            for name in ("guardian", "supervisor", "daemon", "child", "actor"):
+                kill(report[name])
+            process.kill()
+    left = Path(report["socket_dir"])
+    assert left.exists()
+
+    with owner(tmp_path, socket_root) as (_, fresh):
+        assert not left.exists()
+        assert Path(fresh["socket_dir"]).exists()
+    wait_until_gone(Path(fresh["socket_dir"]))
+
+
+def wait_until_gone(path: Path, within_s: float = 5.0) -> None:
+    """The guardian, nobody's child here, removes the directory as its last act."""
+    deadline = time.monotonic() + within_s
+    while path.exists():
+        assert time.monotonic() < deadline, f"{path} is still there"
+        time.sleep(0.02)

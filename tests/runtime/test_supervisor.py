@@ -1,0 +1,101 @@
+"""Several ranks and their supervisor: who fails is named to all, and nothing is left."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from rank_processes import Ranks
+from watching import all_end, kill
+
+pytestmark = pytest.mark.process
+
+
+def assert_all_gone(socket_root: Path, within_s: float = 5.0) -> None:
+    """The guardian removes its directory as its last act."""
+    deadline = time.monotonic() + within_s
+    while left := list(socket_root.iterdir()):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.02)
+
+
+def test_every_rank_can_call_what_one_has_spawned(tmp_path: Path, socket_root: Path) -> None:
+    with Ranks(tmp_path, socket_root, 3, "leave", 0) as ranks:
+        assert ranks.wait() == [0, 0, 0]
+
+        assert len(ranks.events("met")) == 3
+    assert_all_gone(socket_root)
+
+
+@pytest.mark.parametrize("chosen", [0, 1])
+def test_a_rank_that_raises_is_named_to_the_others(
+    tmp_path: Path, socket_root: Path, chosen: int
+) -> None:
+    with Ranks(tmp_path, socket_root, 2, "raise", chosen) as ranks:
+        statuses = ranks.wait()
+
+        (failed,) = ranks.events("failed").values()
+        assert failed["message"] == f"rank {chosen} failed: ValueError: loss is NaN"
+        assert sorted(statuses) == [1, 3]
+    assert_all_gone(socket_root)
+
+
+@pytest.mark.parametrize("chosen", [0, 2])
+def test_a_rank_that_is_killed_is_named_to_the_others_within_seconds(
+    tmp_path: Path, socket_root: Path, chosen: int
+) -> None:
+    with Ranks(tmp_path, socket_root, 3, "block", 0) as ranks:
+        ranks.wait_for("met", 3)
+        pid = ranks.processes[chosen].pid
+
+        begin = time.monotonic()
+        with all_end(ranks.tree(), within_s=5.0):
+            kill(pid)
+            ranks.wait()
+
+        failed = ranks.events("failed")
+        assert len(failed) == 2
+        for event in failed.values():
+            assert f"rank {chosen} failed: its process (pid {pid}) went away" in event["message"]
+            assert event["at"] - begin < 3.0
+    assert_all_gone(socket_root)
+
+
+def test_a_rank_that_exits_with_an_error_status_fails_the_job(
+    tmp_path: Path, socket_root: Path
+) -> None:
+    with Ranks(tmp_path, socket_root, 2, "exit", 1) as ranks:
+        statuses = ranks.wait()
+
+        assert statuses == [3, 5]
+        assert "rank 1 failed: SystemExit: 5" in ranks.events("failed")[0]["message"]
+
+
+def test_an_actor_that_crashes_in_a_loop_fails_the_job_on_every_rank(
+    tmp_path: Path, socket_root: Path
+) -> None:
+    with Ranks(tmp_path, socket_root, 2, "crash", 0) as ranks:
+        assert ranks.wait() == [3, 3]
+
+        events = ranks.events("failed")
+        assert sorted(events) == [0, 1]
+        for event in events.values():
+            assert "echo#2" in event["message"]
+            assert "exited with status 9, after 1 restarts" in event["message"]
+
+
+def test_a_rank_may_leave_before_the_others(tmp_path: Path, socket_root: Path) -> None:
+    with Ranks(tmp_path, socket_root, 3, "early", 1) as ranks:
+        assert ranks.wait() == [0, 0, 0]
+
+        assert sorted(ranks.events("met again")) == [0, 2]
+
+
+@pytest.mark.parametrize("chosen", [0, 1])
+def test_a_rank_may_come_after_the_others_have_left(
+    tmp_path: Path, socket_root: Path, chosen: int
+) -> None:
+    with Ranks(tmp_path, socket_root, 2, "late", chosen) as ranks:
+        assert ranks.wait() == [0, 0]
+    assert_all_gone(socket_root)

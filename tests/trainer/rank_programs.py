@@ -1,0 +1,265 @@
+"""What the ranks of distributed tests do; imported by name in each rank.
+
+Arguments and results are umbra's wire values: plain data and numpy arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from training_models import make_model
+
+from umbra.runtime.errors import UmbraError
+from umbra.runtime.rollout.batching import GroupShape, plan_batch
+from umbra.trainer.batch import MicroBatchBuilder, RankBatch
+from umbra.trainer.checkpoint import CheckpointStore, TrainerState
+from umbra.trainer.config import ModelSection, TrainSection
+from umbra.trainer.export import export_policy
+from umbra.trainer.model import load_causal_lm
+from umbra.trainer.optimizer import PolicyOptimizer
+from umbra.trainer.packed_attention import PACKED_ATTENTION, register_packed_attention
+from umbra.trainer.policy import Policy, Wrap
+from umbra.trainer.train_step import TrainStep
+from umbra.trainer.world import World, from_lead, limit_threads
+
+GROUPS, GROUP_SIZE, MAX_NEW_TOKENS = 6, 4, 12
+# A large eps, because Adam divides by the gradient's own size: with the usual one, where a
+# gradient is almost zero, its rounding would show in full.
+TRAIN = TrainSection(
+    steps=20, learning_rate=0.1, eps=0.01, weight_decay=0.1, max_grad_norm=0.1, clip_eps_high=0.3
+)
+
+
+def make_policy(
+    world: World, *, packed: bool = True, wrap: Wrap = "root", kind: str = "qwen3"
+) -> Policy:
+    model = make_model(kind)
+    if packed:
+        register_packed_attention()
+        model.set_attn_implementation(PACKED_ATTENTION)
+    return Policy(
+        model, world.mesh, is_packed=packed, compute_dtype=torch.float32, wrap=wrap, temperature=0.9
+    )
+
+
+def rank_batch(world: World, seed: int, micro_batches: int) -> RankBatch:
+    """This rank's share of a random global batch, dealt as the rollout manager does."""
+    generator = np.random.default_rng(seed)
+    lens = generator.integers(1, MAX_NEW_TOKENS + 1, (GROUPS, GROUP_SIZE))
+    prompt_sizes: list[int] = generator.integers(2, 7, GROUPS).tolist()
+    prompts: list[NDArray[np.int64]] = [generator.integers(2, 64, size) for size in prompt_sizes]
+    rows: list[NDArray[np.int64]] = [
+        np.concatenate([prompts[group], generator.integers(2, 64, int(lens[group, idx]))])
+        for group in range(GROUPS)
+        for idx in range(GROUP_SIZE)
+    ]
+    advantages = generator.standard_normal(len(rows)).astype(np.float32)
+    logprobs = [-4 + 0.3 * generator.standard_normal(len(row)) for row in rows]
+    shapes = [GroupShape(len(prompts[group]), lens[group].tolist()) for group in range(GROUPS)]
+    plan = plan_batch(shapes, world.world_size, num_micro_batches=micro_batches)[world.rank]
+    prompt_lens = np.repeat([len(prompt) for prompt in prompts], GROUP_SIZE)[plan.samples]
+    mine = [rows[idx] for idx in plan.samples]
+    masks = [np.arange(len(row)) >= count for row, count in zip(mine, prompt_lens, strict=True)]
+    return RankBatch(
+        tokens=np.concatenate(mine).astype(np.int32),
+        offsets=np.cumsum([0, *map(len, mine)]).astype(np.int32),
+        prompt_lens=prompt_lens.astype(np.int32),
+        mask=np.concatenate(masks).astype(np.uint8),
+        logprobs=np.concatenate([logprobs[idx] for idx in plan.samples]).astype(np.float32),
+        rewards=np.zeros(len(mine), np.float32),
+        advantages=advantages[plan.samples],
+        micro_batches=plan.micro_batches,
+        num_tokens_global=int(lens.sum()),
+        num_samples_global=len(rows),
+        metrics={},
+    )
+
+
+def make_train_step(
+    world: World, policy: Policy, train: TrainSection, reference: Policy | None = None
+) -> tuple[TrainStep, PolicyOptimizer]:
+    optimizer = PolicyOptimizer(policy.parameters, train)
+    builder = MicroBatchBuilder(
+        packed=policy.is_packed,
+        dtype=torch.float32,
+        device=world.device,
+        aggregation=train.loss_aggregation,
+        max_new_tokens=MAX_NEW_TOKENS,
+    )
+    return TrainStep(policy, optimizer, builder, train, reference), optimizer
+
+
+Arrays = dict[str, NDArray[Any]]
+
+
+def run_all(calls: dict[str, list[Any]], device_type: str = "cpu") -> dict[str, Any]:
+    """Calls of programs in this module, `[name, *args]` each, one after the other, by their keys.
+
+    Starting a process costs more than most programs, so many share one.
+    """
+    device = torch.device("cpu")
+    if device_type == "cuda":
+        device = torch.device("cuda", dist.get_rank())
+        torch.cuda.set_device(device)
+    world = World(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        device=device,
+        mesh=init_device_mesh(device_type, (dist.get_world_size(),)),
+    )
+    limit_threads(local_world_size=64)
+    return {key: globals()[name](world, *args) for key, (name, *args) in calls.items()}
+
+
+def whole(tensor: Any) -> NDArray[Any]:
+    """All of a tensor that may be sharded. Collective."""
+    full: Any = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach().cpu().numpy().copy()
+
+
+def full_parameters(policy: Policy) -> Arrays:
+    return {name: whole(parameter.data) for name, parameter in policy.parameters.items()}
+
+
+def train_and_return_parameters(
+    world: World,
+    train: TrainSection,
+    num_steps: int,
+    *,
+    packed: bool = True,
+    wrap: Wrap = "root",
+    micro_batches: int = 1,
+) -> tuple[Arrays, list[dict[str, float]]]:
+    """Parameters after `num_steps` steps, whole, and the metrics of each step."""
+    policy = make_policy(world, packed=packed, wrap=wrap)
+    reference = make_policy(world, packed=packed, wrap=wrap).freeze() if train.kl_coef else None
+    train_step, _ = make_train_step(world, policy, train, reference)
+    metrics = [
+        train_step.run(rank_batch(world, seed, micro_batches), seed) for seed in range(num_steps)
+    ]
+    return full_parameters(policy), metrics
+
+
+def train_variant(world: World, changes: dict[str, Any], options: dict[str, Any]) -> Any:
+    """Three steps with changes to `TRAIN`; [parameters, metrics of each step]."""
+    return train_and_return_parameters(world, TRAIN.model_copy(update=changes), 3, **options)
+
+
+def half_precision_logprobs(world: World, packed: bool) -> NDArray[Any]:
+    """[M] of a fixed batch on one rank, computed in bfloat16; in the order of the batch."""
+    model = make_model(head_dim=16, hidden_size=64)
+    if packed:
+        register_packed_attention()
+        model.set_attn_implementation(PACKED_ATTENTION)
+    policy = Policy(model, world.mesh, is_packed=packed, compute_dtype=torch.bfloat16)
+    builder = MicroBatchBuilder(
+        packed=packed,
+        dtype=torch.bfloat16,
+        device=world.device,
+        aggregation="token",
+        max_new_tokens=MAX_NEW_TOKENS,
+    )
+    (micro_batch,) = builder.build(rank_batch(world, 3, 1))
+    scores = policy.scores(micro_batch)
+    torch.autograd.backward(scores.logprobs.sum())
+    return whole(scores.logprobs)
+
+
+def save_after_two_steps(world: World, folder: str) -> Arrays:
+    """Trains two steps and saves; returns what was saved."""
+    policy = make_policy(world)
+    train_step, optimizer = make_train_step(world, policy, TRAIN)
+    for seed in range(2):
+        train_step.run(rank_batch(world, seed, 1), seed)
+    state = TrainerState(step=2, version=7, world_size=world.world_size, seed=0)
+    CheckpointStore(Path(folder), world, keep=2).save(state, policy.parameters, optimizer.adamw)
+    return full_parameters(policy) | full_moments(policy, optimizer)
+
+
+def full_moments(policy: Policy, optimizer: PolicyOptimizer) -> Arrays:
+    return {
+        f"{name}.{kind}": whole(value)
+        for name, parameter in policy.parameters.items()
+        for kind, value in optimizer.adamw.state[parameter].items()
+    }
+
+
+def load_checkpoint(world: World, path: str) -> list[Any]:
+    """Loads into a policy with other weights; returns what was loaded."""
+    policy = make_policy(world)
+    for parameter in policy.parameters.values():
+        parameter.data.fill_(0.5)
+    _, optimizer = make_train_step(world, policy, TRAIN)
+    store = CheckpointStore(Path(path).parent, world, keep=2)
+    state = store.load(Path(path), policy.parameters, optimizer.adamw)
+    return [asdict(state), full_parameters(policy) | full_moments(policy, optimizer)]
+
+
+def load_into_another_model(world: World, path: str) -> str:
+    """What is said when a checkpoint does not fit."""
+    policy = make_policy(world, packed=False, kind="llama")
+    _, optimizer = make_train_step(world, policy, TRAIN)
+    store = CheckpointStore(Path(path).parent, world, keep=2)
+    return said_by(lambda: store.load(Path(path), policy.parameters, optimizer.adamw))
+
+
+def said_by(action: Callable[[], object]) -> str:
+    """The error that `action` raises, in words; "" where it does not."""
+    try:
+        action()
+    except UmbraError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def save_many(world: World, folder: str, steps: list[int], keep: int) -> None:
+    policy = make_policy(world)
+    _, optimizer = make_train_step(world, policy, TRAIN)
+    store = CheckpointStore(Path(folder), world, keep)
+    for step in steps:
+        state = TrainerState(step=step, version=step, world_size=world.world_size, seed=0)
+        store.save(state, policy.parameters, optimizer.adamw)
+
+
+def fail_to_save(world: World, folder: str) -> str:
+    """What is said when a checkpoint cannot be written."""
+    return said_by(lambda: save_many(world, folder, [1], keep=1))
+
+
+def fail_to_save_on_full_disk(world: World, folder: str) -> str:
+    """As `fail_to_save`, with the shards of rank 0 going to /dev/full, which is always full."""
+    original = Path.mkdir
+
+    def mkdir(self: Path, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if self.name.startswith("step-") and not any(self.iterdir()):
+            (self / "__0_0.distcp").symlink_to("/dev/full")
+
+    Path.mkdir = mkdir
+    try:
+        return fail_to_save(world, folder)
+    finally:
+        Path.mkdir = original
+
+
+def export_model(world: World, source: str, target: str, dtype: str) -> None:
+    """Loads the model directory, and exports it again."""
+    model, is_packed = load_causal_lm(ModelSection(path=Path(source)), torch.float32)
+    policy = Policy(model, world.mesh, is_packed=is_packed, compute_dtype=torch.float32)
+    export_policy(policy, Path(target), world, source=Path(source), dtype=getattr(torch, dtype))
+
+
+def raise_on_lead(world: World) -> str:
+    def fail() -> None:
+        raise UmbraError("only rank 0 knows")
+
+    return said_by(lambda: from_lead(world, fail))

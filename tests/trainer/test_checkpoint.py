@@ -1,0 +1,136 @@
+"""Checkpoints and exports, written and read by real ranks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rank_programs import run_all
+from training_models import make_model, save_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from umbra.runtime.errors import ConfigError
+from umbra.runtime.testing.world import DistributedWorld
+from umbra.trainer.checkpoint import complete_checkpoints, read_trainer_state
+
+pytestmark = pytest.mark.process
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What two ranks did in `folder`, and then one. Results by rank and name of the call."""
+
+    folder: Path
+    two: list[dict[str, Any]]
+    one: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for kind in ("qwen3", "llama"):
+        save_model(folder / kind, kind)
+        (folder / f"{kind}-export").mkdir()
+        (folder / f"{kind}-export" / "old").write_text("")
+    (folder / "many" / "step-000003").mkdir(parents=True)
+    (folder / "many" / "step-000003" / "__0_0.distcp").write_bytes(b"half")
+    (folder / "file").write_text("")
+    place = str(folder)
+    two_ranks = {
+        "save": ["save_after_two_steps", f"{place}/saved"],
+        "many": ["save_many", f"{place}/many", [10, 20, 30], 2],
+        "blocked": ["fail_to_save", f"{place}/file/checkpoints"],
+        "qwen3": ["export_model", f"{place}/qwen3", f"{place}/qwen3-export", "float32"],
+        "llama": ["export_model", f"{place}/llama", f"{place}/llama-export", "float32"],
+    }
+    one_rank = {
+        "load": ["load_checkpoint", f"{place}/saved/step-000002"],
+        "misfit": ["load_into_another_model", f"{place}/saved/step-000002"],
+        "full": ["fail_to_save_on_full_disk", f"{place}/full"],
+        "half": ["export_model", f"{place}/qwen3", f"{place}/half-export", "bfloat16"],
+    }
+    run = DistributedWorld(tmp_path_factory.mktemp("worlds"))
+    return Ran(
+        folder,
+        run(run_all, two_ranks, num_ranks=2, timeout_s=120.0),
+        run(run_all, one_rank, num_ranks=1, timeout_s=120.0)[0],
+    )
+
+
+def test_what_two_ranks_saved_one_rank_loads_bit_for_bit(ran: Ran) -> None:
+    before = ran.two[0]["save"]
+    state, after = ran.one["load"]
+
+    assert state == {"step": 2, "version": 7, "world_size": 2, "seed": 0}
+    assert before.keys() == after.keys()
+    assert any(name.endswith("exp_avg_sq") for name in before)
+    for name, array in before.items():
+        assert np.array_equal(array, after[name]), name
+
+
+def test_a_checkpoint_of_another_model_is_refused(ran: Ran) -> None:
+    assert ran.one["misfit"].startswith("ConfigError: checkpoint")
+    assert "of another model: it has no tensor model.lm_head.weight" in ran.one["misfit"]
+
+
+def test_an_incomplete_checkpoint_is_refused_by_name(ran: Ran, tmp_path: Path) -> None:
+    copy = tmp_path / "step-000002"
+    copy.mkdir()
+    for file in (ran.folder / "saved" / "step-000002").iterdir():
+        if file.name != "COMPLETE":
+            (copy / file.name).write_bytes(file.read_bytes())
+
+    with pytest.raises(ConfigError, match="step-000002 is incomplete"):
+        read_trainer_state(copy)
+    with pytest.raises(ConfigError, match="step-000099 does not exist"):
+        read_trainer_state(tmp_path / "step-000099")
+    assert complete_checkpoints(tmp_path) == []
+
+
+def test_the_newest_checkpoints_stay_and_rests_of_interrupted_saves_go(ran: Ran) -> None:
+    folder = ran.folder / "many"
+
+    assert sorted(path.name for path in folder.iterdir()) == ["step-000020", "step-000030"]
+    assert [path.name for path in complete_checkpoints(folder)] == ["step-000020", "step-000030"]
+
+
+def test_saving_where_nothing_can_be_written_says_so_on_every_rank(ran: Ran) -> None:
+    one, other = (rank["blocked"] for rank in ran.two)
+
+    assert one == other
+    assert one.startswith("RunDirectoryError: cannot prepare the checkpoint")
+    assert "a part of that path is a file" in one
+
+
+def test_a_full_disk_is_named_with_its_remedy(ran: Ran) -> None:
+    assert ran.one["full"].startswith("RunDirectoryError: cannot write the checkpoint")
+    assert "the disk is full" in ran.one["full"]
+    assert "train.keep_checkpoints" in ran.one["full"]
+    assert complete_checkpoints(ran.folder / "full") == []
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_an_export_is_the_same_model_to_transformers(ran: Ran, kind: str) -> None:
+    target = ran.folder / f"{kind}-export"
+
+    auto: Any = AutoModelForCausalLM
+    exported = auto.from_pretrained(str(target)).eval()
+    tokens = torch.arange(2, 20)[None]
+    assert torch.equal(exported(tokens).logits, make_model(kind)(tokens).logits)
+    tokenizers: Any = AutoTokenizer
+    assert tokenizers.from_pretrained(str(target))("1+1")["input_ids"] == [3, 39, 3]
+    assert not (target / "old").exists()
+    assert any(target.glob("*.safetensors"))
+
+
+def test_an_export_may_be_in_another_dtype(ran: Ran) -> None:
+    target = ran.folder / "half-export"
+
+    assert json.loads((target / "config.json").read_text())["dtype"] == "bfloat16"
+    auto: Any = AutoModelForCausalLM
+    assert auto.from_pretrained(str(target)).dtype == torch.bfloat16

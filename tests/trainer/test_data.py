@@ -1,0 +1,209 @@
+"""Data sets: what is read, and what is said about a bad one."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from training_models import CHARS, save_model, save_tokenizer
+
+from umbra.runtime.errors import DataError
+from umbra.runtime.rollout.prompts import PromptSet
+from umbra.trainer.config import DataSection
+from umbra.trainer.data import PromptBudget, PromptFiles, check_data_paths, prepare_prompts
+from umbra.trainer.tokenizer import PromptTokenizer, read_model_config, stop_token_ids
+
+Rows = Sequence[Mapping[str, Any]]
+BUDGET = PromptBudget(max_context_len=32, max_new_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_dir: Path) -> PromptTokenizer:
+    return PromptTokenizer(model_dir)
+
+
+def write_jsonl(path: Path, rows: Rows) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def prepare(
+    folder: Path, tokenizer: PromptTokenizer, rows: Rows, ranks: int = 1, **settings: Any
+) -> PromptFiles:
+    data = DataSection(train=write_jsonl(folder / "train.jsonl", rows), **settings)
+    return prepare_prompts(data, tokenizer, BUDGET, folder=folder, min_prompts=ranks)
+
+
+def ids(text: str) -> list[int]:
+    return [2 + CHARS.index(char) for char in text]
+
+
+def test_plain_prompts_keep_their_columns(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
+    rows = [{"prompt": "1+2=", "answer": "3"}, {"prompt": "2+2=", "answer": "4"}]
+
+    files = prepare(tmp_path, tokenizer, rows)
+
+    prompts = PromptSet.open(files.train_path)
+    assert (files.num_train, files.num_eval, files.eval_path) == (2, 0, None)
+    assert prompts[1].prompt_id == "1"
+    assert prompts[1].text == "2+2="
+    assert prompts[1].tokens.tolist() == ids("2+2=")
+    assert prompts[1].row == rows[1]
+    prompts.close()
+
+
+def test_messages_go_through_the_chat_template(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
+    rows = [{"messages": [{"role": "user", "content": "hi"}], "prompt": "unused"}]
+
+    files = prepare(tmp_path, tokenizer, rows)
+
+    prompts = PromptSet.open(files.train_path)
+    assert prompts[0].text == "u=hi a="
+    assert prompts[0].tokens.tolist() == ids("u=hi a=")
+    prompts.close()
+
+
+def test_parquet_is_read_like_jsonl(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
+    arrow: Any = importlib.import_module("pyarrow")
+    parquet: Any = importlib.import_module("pyarrow.parquet")
+    path = tmp_path / "train.parquet"
+    parquet.write_table(arrow.table({"prompt": ["1+1=", "9-1="], "n": [2, 8]}), path)
+
+    files = prepare_prompts(
+        DataSection(train=path), tokenizer, BUDGET, folder=tmp_path, min_prompts=1
+    )
+
+    prompts = PromptSet.open(files.train_path)
+    assert [(p.text, p.row["n"]) for p in (prompts[0], prompts[1])] == [("1+1=", 2), ("9-1=", 8)]
+    prompts.close()
+
+
+def test_held_out_prompts_can_be_limited(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
+    held_out = write_jsonl(tmp_path / "eval.jsonl", [{"prompt": str(i)} for i in range(5)])
+
+    files = prepare(tmp_path, tokenizer, [{"prompt": "1"}], eval=held_out, eval_limit=3)
+
+    assert files.num_eval == 3
+
+
+def test_prompts_may_have_ids_of_their_own(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
+    rows = [{"prompt": "1", "key": "one"}, {"prompt": "2", "key": "one"}]
+
+    with pytest.raises(DataError, match="'one' occurs twice"):
+        prepare(tmp_path, tokenizer, rows, id_column="key")
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "said"),
+    [
+        ([{"question": "1"}], {}, r"line 1.*'prompt' nor 'messages'.*'question'.*prompt_column"),
+        ([{"prompt": "1"}, {"prompt": 7}], {}, r"line 2.*int, not text"),
+        ([{"prompt": ""}], {}, r"line 1.*prompt is empty"),
+        ([{"messages": "hello"}], {}, r"line 1.*list of objects with 'role'"),
+        ([{"messages": [{"role": "user"}]}], {}, r"'content'"),
+        ([{"prompt": "1"}], {"format": "chat"}, r"line 1.*'messages'.*messages_column"),
+        ([{"prompt": "1"}], {"id_column": "key"}, r"line 1.*'key'"),
+        ([{"prompt": "1" * 25}], {}, r"25 tokens.*only 24 fit a context of 32.*'drop'"),
+        ([{"prompt": "1" * 25}], {"overlong": "drop"}, r"empty.*too long"),
+    ],
+)
+def test_a_bad_row_is_named_with_its_line(
+    tmp_path: Path, tokenizer: PromptTokenizer, rows: Rows, settings: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(DataError, match=said):
+        prepare(tmp_path, tokenizer, rows, **settings)
+
+
+def test_overlong_prompts_can_be_dropped(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
+    rows = [{"prompt": "1" * 25}, {"prompt": "1" * 24}]
+
+    assert prepare(tmp_path, tokenizer, rows, overlong="drop").num_train == 1
+
+
+def test_more_ranks_than_prompts_is_an_error(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
+    with pytest.raises(DataError, match=r"1 prompts for 4 ranks.*use 1 ranks or fewer"):
+        prepare(tmp_path, tokenizer, [{"prompt": "1"}], ranks=4)
+
+
+def test_a_budget_without_room_for_a_prompt_is_an_error(
+    tmp_path: Path, tokenizer: PromptTokenizer
+) -> None:
+    data = DataSection(train=write_jsonl(tmp_path / "train.jsonl", [{"prompt": "1"}]))
+    budget = PromptBudget(max_context_len=8, max_new_tokens=8)
+
+    with pytest.raises(DataError, match=r"max_new_tokens \(8\) leaves no room"):
+        prepare_prompts(data, tokenizer, budget, folder=tmp_path, min_prompts=1)
+
+
+def test_lines_that_are_not_objects_are_named(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"prompt": "1"}\n\n{"prompt": \n')
+
+    with pytest.raises(DataError, match="line 3: not JSON"):
+        prepare_prompts(DataSection(train=path), tokenizer, BUDGET, folder=tmp_path, min_prompts=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("none.jsonl", None, r"data.train: no file .*none.jsonl"),
+        ("empty.jsonl", "", r"empty.jsonl is empty"),
+        ("table.csv", "a,b", r"'.csv'.*\.jsonl.*\.parquet"),
+    ],
+)
+def test_unusable_files_are_named_before_anything_starts(
+    tmp_path: Path, name: str, content: str | None, said: str
+) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_text(content)
+
+    with pytest.raises(DataError, match=said):
+        check_data_paths(DataSection(train=path))
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path, model_dir: Path) -> None:
+    (tmp_path / "config.json").write_bytes((model_dir / "config.json").read_bytes())
+    save_tokenizer(tmp_path, first_id=60)
+
+    with pytest.raises(DataError, match=r"token id 100.*vocab_size 64"):
+        PromptTokenizer(tmp_path)
+
+
+def test_a_directory_without_tokenizer_is_named(tmp_path: Path, model_dir: Path) -> None:
+    (tmp_path / "config.json").write_bytes((model_dir / "config.json").read_bytes())
+
+    with pytest.raises(DataError, match="no usable tokenizer"):
+        PromptTokenizer(tmp_path)
+
+
+def test_a_missing_model_directory_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=f"model.path: no directory {tmp_path / 'none'}"):
+        read_model_config(tmp_path / "none")
+    with pytest.raises(DataError, match=r"config.json cannot be read"):
+        read_model_config(tmp_path)
+
+
+def test_stop_tokens_come_from_the_models_generation_settings(
+    tmp_path: Path, model_dir: Path, tokenizer: PromptTokenizer
+) -> None:
+    assert stop_token_ids(model_dir, tokenizer, [7]) == [1, 7]
+
+    (tmp_path / "config.json").write_text('{"eos_token_id": null}')
+    assert stop_token_ids(tmp_path, tokenizer) == [1]
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 3]}')
+    assert stop_token_ids(tmp_path, tokenizer) == [3, 5]
+
+
+def test_tokens_are_those_of_transformers(tokenizer: PromptTokenizer) -> None:
+    assert np.array_equal(tokenizer.encode("a1"), tokenizer.raw("a1")["input_ids"])

@@ -1,0 +1,114 @@
+"""Training on several ranks is training on one: real processes, gloo, FSDP2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from rank_programs import Arrays, run_all
+
+from umbra.runtime.testing.world import DistributedWorld
+
+pytestmark = pytest.mark.process
+
+# By variant: parameters and the metrics of each step.
+Outcomes = dict[str, tuple[Arrays, list[dict[str, float]]]]
+
+_WITH_KL: dict[str, Any] = {"kl_coef": 0.1, "updates_per_batch": 2}
+# Changes to the settings, and options of the run. All start from the same model and see the same
+# global batches.
+ON_ONE_RANK: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "token": ({}, {}),
+    "sequence": ({"loss_aggregation": "sequence"}, {}),
+    "constant": ({"loss_aggregation": "constant"}, {}),
+    "kl": (_WITH_KL, {}),
+}
+ON_TWO_RANKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "token": ({}, {}),
+    "layer": ({}, {"wrap": "layer"}),
+    "layer, accumulated": ({}, {"wrap": "layer", "micro_batches": 2}),
+    "accumulated": ({}, {"micro_batches": 4}),
+    "mostly empty micro-batches": ({}, {"micro_batches": 20}),
+    "sequence": ({"loss_aggregation": "sequence"}, {"micro_batches": 3}),
+    "constant": ({"loss_aggregation": "constant"}, {"micro_batches": 3}),
+    "kl, padded": (_WITH_KL, {"packed": False, "micro_batches": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    return train_all(tmp_path_factory, ON_ONE_RANK, 1)[0]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Outcomes]:
+    return train_all(tmp_path_factory, ON_TWO_RANKS, 2)
+
+
+def train_all(
+    folders: pytest.TempPathFactory,
+    variants: dict[str, tuple[dict[str, Any], dict[str, Any]]],
+    num_ranks: int,
+) -> list[Outcomes]:
+    run = DistributedWorld(folders.mktemp("world"))
+    calls = {name: ["train_variant", *arguments] for name, arguments in variants.items()}
+    return run(run_all, calls, num_ranks=num_ranks, timeout_s=120.0)
+
+
+def assert_same(one: Arrays, other: Arrays, tolerance: float) -> None:
+    assert one.keys() == other.keys()
+    for name, array in one.items():
+        np.testing.assert_allclose(array, other[name], atol=tolerance, rtol=0, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("single", "double"),
+    [
+        ("token", "token"),
+        ("token", "layer"),
+        ("token", "layer, accumulated"),
+        ("token", "accumulated"),
+        ("token", "mostly empty micro-batches"),
+        ("sequence", "sequence"),
+        ("constant", "constant"),
+        ("kl", "kl, padded"),
+    ],
+)
+def test_two_ranks_train_like_one(
+    one_rank: Outcomes, two_ranks: list[Outcomes], single: str, double: str
+) -> None:
+    alone, metrics_alone = one_rank[single]
+    together, metrics = two_ranks[0][double]
+
+    assert_same(alone, together, tolerance=1e-5)
+    for one, two in zip(metrics_alone, metrics, strict=True):
+        assert one.keys() == two.keys()
+        for name in one:
+            if name.startswith("train/"):
+                assert one[name] == pytest.approx(two[name], rel=1e-3, abs=1e-5), name
+
+
+def test_ranks_hold_the_same_parameters_and_report_the_same(
+    two_ranks: list[Outcomes],
+) -> None:
+    for name in ON_TWO_RANKS:
+        assert_same(two_ranks[0][name][0], two_ranks[1][name][0], tolerance=0.0)
+        for one, two in zip(two_ranks[0][name][1], two_ranks[1][name][1], strict=True):
+            assert {k: v for k, v in one.items() if k != "time/train_s"} == {
+                k: v for k, v in two.items() if k != "time/train_s"
+            }
+
+
+def test_training_moves_parameters_and_kl_is_measured(one_rank: Outcomes) -> None:
+    (plain, _), (with_kl, metrics) = one_rank["token"], one_rank["kl"]
+
+    assert max(float(np.abs(plain[name] - with_kl[name]).max()) for name in plain) > 1e-3
+    assert metrics[0]["train/reference_kl"] == 0.0
+    assert metrics[2]["train/reference_kl"] > 0.0
+
+
+def test_an_error_on_rank_0_is_every_ranks_error(distributed_world: DistributedWorld) -> None:
+    said = distributed_world(run_all, {"error": ["raise_on_lead"]}, num_ranks=2)
+
+    assert said == [{"error": "UmbraError: only rank 0 knows"}] * 2

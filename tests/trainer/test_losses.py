@@ -1,0 +1,143 @@
+"""Losses against plain loops that follow the papers' formulas. T: tokens of a sample."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor
+from training_models import listed
+
+from umbra.trainer.losses import Aggregation, KlEstimator, kl_terms, policy_loss, token_weights
+
+LENS = [3, 1, 5, 0, 2]
+MAX_NEW_TOKENS = 8
+
+
+def random_tokens(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Logprobs under the policy and under the behaviour policy, and advantages; [M] each."""
+    generator = torch.Generator().manual_seed(seed)
+    num_tokens = sum(LENS)
+    logprobs = -torch.rand(num_tokens, generator=generator) * 3
+    old = logprobs + 0.4 * torch.randn(num_tokens, generator=generator)
+    per_sample = torch.randn(len(LENS), generator=generator)
+    return logprobs, old, torch.repeat_interleave(per_sample, torch.tensor(LENS))
+
+
+def naive_objective(logp: float, old: float, advantage: float, low: float, high: float) -> float:
+    ratio = math.exp(logp - old)
+    clipped = min(max(ratio, 1 - low), 1 + high)
+    return min(ratio * advantage, clipped * advantage)
+
+
+def naive_weight(aggregation: Aggregation, length: int) -> float:
+    return {
+        "token": 1 / sum(LENS),
+        "sequence": 1 / (len(LENS) * max(length, 1)),
+        "constant": 1 / (len(LENS) * MAX_NEW_TOKENS),
+    }[aggregation]
+
+
+@pytest.mark.parametrize("aggregation", get_args(Aggregation))
+@pytest.mark.parametrize(("low", "high"), [(0.2, 0.2), (0.2, 0.28), (0.0, 5.0)])
+def test_policy_loss_is_the_papers_formula(
+    aggregation: Aggregation, low: float, high: float
+) -> None:
+    logprobs, old, advantages = random_tokens()
+    expected, place = 0.0, 0
+    for length in LENS:
+        for _ in range(length):
+            terms = (float(logprobs[place]), float(old[place]), float(advantages[place]))
+            expected -= naive_weight(aggregation, length) * naive_objective(*terms, low, high)
+            place += 1
+
+    weights = token_weights(
+        torch.tensor(LENS),
+        aggregation,
+        num_tokens_global=sum(LENS),
+        num_samples_global=len(LENS),
+        max_new_tokens=MAX_NEW_TOKENS,
+    )
+    result = policy_loss(logprobs, old, advantages, weights, clip_eps_low=low, clip_eps_high=high)
+
+    assert float(result.loss) == pytest.approx(expected, rel=1e-5)
+
+
+def test_weights_sum_to_one_over_tokens_and_over_samples() -> None:
+    lens = torch.tensor([4, 2])
+    settings: dict[str, Any] = {"num_tokens_global": 6, "num_samples_global": 2}
+    settings["max_new_tokens"] = 4
+
+    by_token = token_weights(lens, "token", **settings)
+    by_sequence = token_weights(lens, "sequence", **settings)
+
+    assert listed(by_token) == pytest.approx([1 / 6] * 6)
+    assert listed(by_sequence) == pytest.approx([1 / 8] * 4 + [1 / 4] * 2)
+
+
+def test_on_policy_gradient_is_that_of_advantage_times_logprob() -> None:
+    logprobs, _, advantages = random_tokens()
+    policy = logprobs.clone().requires_grad_()
+    weights = torch.full_like(logprobs, 0.1)
+
+    result = policy_loss(policy, logprobs, advantages, weights, clip_eps_low=0.2, clip_eps_high=0.2)
+    (gradient,) = torch.autograd.grad(result.loss, policy)
+
+    torch.testing.assert_close(gradient, -weights * advantages)
+    assert float(result.clipped) == 0.0
+    assert float(result.behaviour_kl) == pytest.approx(0.0)
+
+
+def test_the_clip_stops_gradient_only_where_it_would_go_further() -> None:
+    old = torch.zeros(4)
+    ratios = torch.tensor([1.5, 1.5, 0.5, 0.5])
+    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    policy = ratios.log().requires_grad_()
+
+    result = policy_loss(
+        policy, old, advantages, torch.ones(4), clip_eps_low=0.2, clip_eps_high=0.2
+    )
+    (gradient,) = torch.autograd.grad(result.loss, policy)
+
+    assert listed(gradient == 0) == [True, False, False, True]
+    assert float(result.clipped) == 2.0
+
+
+def test_higher_upper_clip_lets_good_rare_tokens_grow() -> None:
+    old, advantages, weights = torch.zeros(1), torch.ones(1), torch.ones(1)
+    policy = torch.tensor([math.log(1.25)], requires_grad=True)
+
+    def gradient(high: float) -> float:
+        result = policy_loss(policy, old, advantages, weights, clip_eps_low=0.2, clip_eps_high=high)
+        return float(torch.autograd.grad(result.loss, policy)[0])
+
+    assert gradient(0.2) == 0.0
+    assert gradient(0.28) == pytest.approx(-1.25)
+
+
+@pytest.mark.parametrize("estimator", get_args(KlEstimator))
+def test_kl_estimators_are_zero_for_equal_policies(estimator: KlEstimator) -> None:
+    logprobs, _, _ = random_tokens()
+
+    assert kl_terms(logprobs, logprobs, estimator).abs().max() == 0.0
+
+
+@pytest.mark.parametrize(("estimator", "tolerance"), [("k1", 0.01), ("k2", 0.02), ("k3", 0.01)])
+def test_kl_estimators_average_to_the_kl(estimator: KlEstimator, tolerance: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    policy = torch.randn(6, generator=generator).log_softmax(-1)
+    reference = (policy + 0.3 * torch.randn(6, generator=generator)).log_softmax(-1)
+    exact = float((policy.exp() * (policy - reference)).sum())
+
+    tokens = torch.multinomial(policy.exp(), 200_000, replacement=True, generator=generator)
+    estimate = kl_terms(policy[tokens], reference[tokens], estimator).mean()
+
+    assert float(estimate) == pytest.approx(exact, abs=tolerance)
+
+
+def test_k3_is_never_negative() -> None:
+    logprobs, reference, _ = random_tokens()
+
+    assert (kl_terms(logprobs, reference, "k3") >= 0).all()

@@ -1,0 +1,93 @@
+"""Loading the model that is trained, and what is said about one that cannot be."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training_models import make_model, save_model
+
+from umbra.runtime.errors import ConfigError, DataError
+from umbra.trainer.config import ModelSection
+from umbra.trainer.model import load_causal_lm
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen2"])
+def test_models_with_plain_causal_attention_are_packed(tmp_path: Path, kind: str) -> None:
+    save_model(tmp_path, kind)
+
+    model, is_packed = load_causal_lm(ModelSection(path=tmp_path), torch.float64)
+
+    assert is_packed
+    assert {p.dtype for p in model.parameters()} == {torch.float64}
+    for name, parameter in make_model(kind).named_parameters():
+        assert torch.equal(model.get_parameter(name), parameter.double()), name
+
+
+def test_sliding_windows_are_left_to_the_model(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_model(tmp_path, "mistral-window")
+
+    model, is_packed = load_causal_lm(ModelSection(path=tmp_path), torch.float32)
+
+    assert not is_packed
+    assert "sliding-window" in caplog.text
+    tokens = torch.arange(2, 22)[None]
+    expected = make_model("mistral-window")(tokens).logits
+    torch.testing.assert_close(model(tokens).logits, expected)
+    with pytest.raises(ConfigError, match=r"model.attention = 'packed' is not possible"):
+        load_causal_lm(ModelSection(path=tmp_path, attention="packed"), torch.float32)
+
+
+def test_incomplete_weights_are_named(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    safetensors: Any = importlib.import_module("safetensors.torch")
+    weights = safetensors.load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    safetensors.save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+
+    with pytest.raises(DataError, match=r"lack 1 tensors, such as model.layers.1.mlp.up_proj"):
+        load_causal_lm(ModelSection(path=tmp_path), torch.float32)
+
+
+def test_missing_weights_are_named(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+
+    with pytest.raises(DataError, match=f"model.path: {tmp_path} cannot be loaded"):
+        load_causal_lm(ModelSection(path=tmp_path), torch.float32)
+
+
+def test_a_model_that_changes_its_logits_is_refused(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    change_config(tmp_path, final_logit_softcapping=30.0)
+
+    with pytest.raises(ConfigError, match="sets final_logit_softcapping"):
+        load_causal_lm(ModelSection(path=tmp_path), torch.float32)
+
+
+def test_recomputed_activations_give_the_same_gradients(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    tokens = torch.arange(2, 22)[None]
+    gradients: list[torch.Tensor] = []
+    for recompute in (False, True):
+        section = ModelSection(
+            path=tmp_path, attention="padded", activation_checkpointing=recompute
+        )
+        model, _ = load_causal_lm(section, torch.float32)
+        torch.autograd.backward(model(tokens).logits.sum())
+        gradient = model.get_parameter("model.layers.0.mlp.up_proj.weight").grad
+        assert gradient is not None
+        gradients.append(gradient)
+
+    torch.testing.assert_close(gradients[0], gradients[1])

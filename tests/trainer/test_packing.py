@@ -1,0 +1,180 @@
+"""Packed and padded forward passes against the model itself, sample by sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from training_models import listed, make_model
+
+from umbra.trainer.batch import MicroBatchBuilder, RankBatch
+from umbra.trainer.packed_attention import PACKED_ATTENTION, register_packed_attention
+from umbra.trainer.packing import Sample, pack, packing_order
+from umbra.trainer.policy import _Scorer  # pyright: ignore[reportPrivateUsage]
+
+CPU = torch.device("cpu")
+
+
+def make_batch(samples: Sequence[tuple[Sequence[int], Sequence[int]]]) -> RankBatch:
+    """One micro-batch of (prompt, completion) pairs; every completion token is generated."""
+    rows = [np.asarray([*prompt, *completion], np.int32) for prompt, completion in samples]
+    masks = [np.r_[np.zeros(len(p)), np.ones(len(c))] for p, c in samples]
+    mask = np.concatenate(masks).astype(np.uint8)
+    count = len(samples)
+    return RankBatch(
+        tokens=np.concatenate(rows),
+        offsets=np.cumsum([0, *map(len, rows)]).astype(np.int32),
+        prompt_lens=np.asarray([len(p) for p, _ in samples], np.int32),
+        mask=mask,
+        logprobs=(np.arange(len(mask)) * mask).astype(np.float32),
+        rewards=np.zeros(count, np.float32),
+        advantages=np.arange(count, dtype=np.float32),
+        micro_batches=[list(range(count))],
+        num_tokens_global=int(mask.sum()),
+        num_samples_global=count,
+        metrics={},
+    )
+
+
+def builder(packed: bool) -> MicroBatchBuilder:
+    return MicroBatchBuilder(
+        packed=packed, dtype=torch.float32, device=CPU, aggregation="token", max_new_tokens=64
+    )
+
+
+def random_samples(
+    seed: int, prompt_lens: Sequence[int], lens: Sequence[int], group_size: int
+) -> list[tuple[list[int], list[int]]]:
+    generator = np.random.default_rng(seed)
+
+    def draw(count: int) -> list[int]:
+        return generator.integers(2, 64, count).tolist()
+
+    prompts = [draw(count) for count in prompt_lens]
+    return [(prompts[idx // group_size], draw(count)) for idx, count in enumerate(lens)]
+
+
+def reference_logprobs(model: Any, batch: RankBatch) -> dict[int, Tensor]:
+    """Target place in the batch's tokens -> logprob, each sample alone, with eager attention."""
+    found: dict[int, Tensor] = {}
+    for idx in range(len(batch.prompt_lens)):
+        start, stop = batch.offsets[idx], batch.offsets[idx + 1]
+        tokens = torch.as_tensor(batch.tokens[start:stop].astype(np.int64))
+        logprobs = model(input_ids=tokens[None]).logits[0].log_softmax(-1)
+        for place in range(int(batch.prompt_lens[idx]), len(tokens)):
+            found[int(start) + place] = logprobs[place - 1, tokens[place]]
+    return found
+
+
+CASES = {
+    "equal lengths": ([5, 5], [7] * 8, 4),
+    "mixed lengths": ([3, 9, 4], [1, 20, 2, 19, 7, 7, 1, 30, 12], 3),
+    "one prompt": ([6], [4, 9, 5, 8], 4),
+    "single tokens": ([1, 1], [1, 1], 1),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen2"])
+@pytest.mark.parametrize("packed", [True, False])
+def test_scores_and_gradients_are_those_of_the_model(kind: str, case: str, packed: bool) -> None:
+    batch = make_batch(random_samples(1, *CASES[case]))
+    model = make_model(kind)
+    expected = reference_logprobs(model, batch)
+    (micro_batch,) = builder(packed).build(batch)
+    places = listed(micro_batch.old_logprobs.long())  # `make_batch` numbers them
+    if packed:
+        register_packed_attention()
+        model.set_attn_implementation(PACKED_ATTENTION)
+
+    logprobs, entropy = _Scorer(model)(micro_batch.inputs, micro_batch.targets, 1.0, True)
+
+    wanted = torch.stack([expected[place] for place in places])
+    assert sorted(places) == sorted(expected)
+    torch.testing.assert_close(logprobs, wanted, atol=2e-5, rtol=1e-4)
+    assert (entropy >= 0).all()
+    weight: Tensor = model.get_input_embeddings().weight
+    (gradient,) = torch.autograd.grad(logprobs.sum(), weight)
+    (exact,) = torch.autograd.grad(wanted.sum(), weight)
+    torch.testing.assert_close(gradient, exact, atol=2e-4, rtol=1e-3)
+
+
+def test_advantages_follow_their_samples_into_packing_order() -> None:
+    batch = make_batch(random_samples(2, [3, 4], [2, 5, 1, 5], 2))
+
+    (micro_batch,) = builder(packed=True).build(batch)
+
+    owners = np.searchsorted(batch.offsets, micro_batch.old_logprobs.numpy(), side="right") - 1
+    assert listed(micro_batch.advantages) == owners.astype(float).tolist()
+    assert float(micro_batch.weights.sum()) == pytest.approx(1.0)
+
+
+def test_a_groups_prompt_is_packed_once() -> None:
+    samples = [
+        Sample(tokens=tokens, prompt_len=6, generated=np.arange(6, len(tokens)))
+        for tokens in (np.r_[np.arange(6), np.full(n, 9)].astype(np.int32) for n in (4, 3, 5))
+    ]
+
+    packed = pack([samples[idx] for idx in packing_order(samples)], torch.float32, CPU)
+
+    assert packed.token_ids.shape == (1, 6 + 4 + 3 + 2)
+    assert listed(packed.position_ids[0, :10]) == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+
+
+def test_tokens_of_tools_are_fed_but_not_trained_on() -> None:
+    batch = make_batch([([5, 6], [7, 8, 9, 10])])
+    batch.mask[3:5] = 0  # tokens 8 and 9 came from a tool
+    model = make_model()
+
+    (micro_batch,) = builder(packed=False).build(batch)
+
+    logprobs, _ = _Scorer(model)(micro_batch.inputs, micro_batch.targets, 1.0, False)
+    expected = reference_logprobs(model, batch)
+    assert listed(micro_batch.targets) == [7, 10]
+    torch.testing.assert_close(logprobs, torch.stack([expected[2], expected[5]]))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_an_empty_micro_batch_is_padding_without_weight(packed: bool) -> None:
+    batch = make_batch([([5], [6])])
+    empty: NDArray[np.uint8] = np.zeros(2, np.uint8)
+    batch.mask[:] = empty
+
+    (micro_batch,) = builder(packed).build(batch)
+
+    assert listed(micro_batch.weights) == [0.0]
+    assert micro_batch.targets.shape == (1,)
+
+
+def test_temperature_divides_the_logits() -> None:
+    batch = make_batch([([5, 6], [7, 8])])
+    model = make_model()
+    (micro_batch,) = builder(packed=False).build(batch)
+
+    logprobs, _ = _Scorer(model)(micro_batch.inputs, micro_batch.targets, 0.5, False)
+
+    logits = model(input_ids=torch.tensor([[5, 6, 7]])).logits[0, 1:]
+    expected = (logits / 0.5).log_softmax(-1)[[0, 1], [7, 8]]
+    torch.testing.assert_close(logprobs, expected)
+
+
+def test_many_logits_are_scored_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = make_batch(random_samples(3, [4], [9, 8], 2))
+    model = make_model()
+    weight: Tensor = model.get_input_embeddings().weight
+    (micro_batch,) = builder(packed=False).build(batch)
+    whole, _ = _Scorer(model)(micro_batch.inputs, micro_batch.targets, 1.0, False)
+    (expected,) = torch.autograd.grad(whole.sum(), weight)
+
+    monkeypatch.setattr("umbra.trainer.policy._MAX_LOGITS", 64 * 5)
+    chunked, entropy = _Scorer(model)(micro_batch.inputs, micro_batch.targets, 1.0, True)
+
+    torch.testing.assert_close(chunked, whole)
+    assert entropy.shape == whole.shape
+    (gradient,) = torch.autograd.grad(chunked.sum(), weight)
+    torch.testing.assert_close(gradient, expected)

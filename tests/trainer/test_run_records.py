@@ -1,0 +1,267 @@
+"""Run directory, metrics, progress, report and summary."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from umbra.runtime.errors import ConfigError
+from umbra.trainer.config import RunSection, TrainerConfig
+from umbra.trainer.config_file import parse_config
+from umbra.trainer.files import RunDirectoryError, check_writable, write_text, writing
+from umbra.trainer.journal import Journal, closing_lines, finish
+from umbra.trainer.metrics import MetricsLog, read_metrics
+from umbra.trainer.notes import NoteBoard
+from umbra.trainer.progress import Progress, format_duration, format_step
+from umbra.trainer.report import reward_ends
+from umbra.trainer.run_dir import VersionCounter, begin_run, check_run_dir, process_age_s
+
+ROW = {
+    "rollout/reward_mean": 0.4312,
+    "rollout/tokens_per_s": 17_234.0,
+    "time/rollout_s": 0.351,
+    "time/sync_s": 0.02,
+    "time/train_s": 0.184,
+    "time/step_s": 0.6,
+    "train/loss": -0.01,
+}
+
+
+def make_config(folder: Path) -> TrainerConfig:
+    return parse_config(
+        {
+            "run": {"dir": str(folder), "name": "a <test>"},
+            "model": {"path": "m"},
+            "data": {"train": "t.jsonl", "eval": "e.jsonl"},
+            "reward": {"function": "r:f"},
+            "train": {"steps": 4, "export": False},
+        }
+    )
+
+
+def evaluation(accuracy: float) -> dict[str, Any]:
+    return {
+        "accuracy": accuracy,
+        "mean_reward": accuracy,
+        "completion_len_mean": 3.0,
+        "num_prompts": 8,
+    }
+
+
+# -- metrics -----------------------------------------------------------------------------
+
+
+def test_metrics_are_one_json_line_a_step_and_tensorboard_events(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path, first_step=1) as log:
+        log.write(1, ROW)
+        log.write(2, ROW)
+
+        assert [row["step"] for row in read_metrics(log.path)] == [1, 2]  # before it is closed
+
+    assert read_metrics(tmp_path / "metrics.jsonl")[0]["rollout/reward_mean"] == 0.4312
+    assert any((tmp_path / "tensorboard").glob("events.out.tfevents.*"))
+
+
+def test_a_resumed_run_replaces_the_steps_it_does_again(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path, first_step=1) as log:
+        for step in (1, 2, 3):
+            log.write(step, {"run": 1.0})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "ru')  # torn by a crash
+
+    with MetricsLog(tmp_path, first_step=3) as log:
+        log.write(3, {"run": 2.0})
+
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [(row["step"], row["run"]) for row in rows] == [(1, 1.0), (2, 1.0), (3, 2.0)]
+
+
+# -- progress ----------------------------------------------------------------------------
+
+
+def test_a_step_is_one_line_with_reward_speed_times_and_eta() -> None:
+    assert format_step(12, 100, ROW, eta_s=52.4) == (
+        "step  12/100  reward 0.431  17.2k tok/s  gen 0.35s  sync 0.02s  train 0.18s  eta 0:52"
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (727, "12:07"), (12_300, "3:25:00")]
+)
+def test_durations_are_short(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text
+
+
+def test_progress_goes_to_a_plain_stream_line_by_line() -> None:
+    stream = io.StringIO()
+
+    with Progress("run", 2, 0, stream) as progress:
+        progress.step_done(1, ROW)
+        progress.note("engine policy-0 died")
+        progress.step_done(2, ROW)
+
+    lines = stream.getvalue().splitlines()
+    assert [line[:8] for line in lines] == ["step 1/2", "  engine", "step 2/2"]
+    assert lines[-1].endswith("eta 0:00")
+
+
+def test_notes_reach_whoever_shows_them(capsys: pytest.CaptureFixture[str]) -> None:
+    shown: list[str] = []
+    board, silent = NoteBoard(is_shown=True), NoteBoard(is_shown=False)
+
+    board.put("early")
+    silent.put("never")
+    with board.shown_by(shown.append):
+        board.put("inside")
+    board.put("late")
+
+    assert shown == ["inside"]
+    assert capsys.readouterr().err.splitlines() == ["early", "late"]
+
+
+# -- the end -----------------------------------------------------------------------------
+
+
+def test_the_end_leaves_summary_plot_and_report(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    with MetricsLog(tmp_path, first_step=1) as log:
+        journal = Journal(config, log, None)
+        journal.evaluated(0, evaluation(0.25), is_last=False)
+        for step in range(1, 5):
+            journal.step_done(step, ROW | {"rollout/reward_mean": step / 4})
+        journal.evaluated(4, evaluation(0.875), is_last=True)
+
+    summary = finish(config, journal, steps=4, engine_restarts=1, stopped_by="")
+
+    written = json.loads((tmp_path / "summary.json").read_text())
+    assert (written["accuracy_before"], written["accuracy_after"]) == (0.25, 0.875)
+    assert (written["steps"], written["engine_restarts"]) == (4, 1)
+    assert written["wall_s"] > 0
+    assert (written["reward_first"], written["reward_last"]) == (0.25, 1.0)
+    assert (tmp_path / "reward.png").read_bytes()[:4] == b"\x89PNG"
+    page = (tmp_path / "report.html").read_text()
+    assert "a &lt;test&gt;" in page
+    assert "data:image/png;base64," in page
+    assert "0.875" in page
+    assert "held-out accuracy 0.250 before, 0.875 after" in closing_lines(summary)
+
+
+def test_a_stopped_run_leaves_a_summary_only(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+
+    summary = finish(
+        config, Journal(config, None, None), steps=2, engine_restarts=0, stopped_by="SIGTERM"
+    )
+
+    assert summary.accuracy_after is None
+    assert json.loads((tmp_path / "summary.json").read_text())["stopped_by"] == "SIGTERM"
+    assert not (tmp_path / "report.html").exists()
+    assert closing_lines(summary)[0].startswith("stopped by SIGTERM after 2 steps")
+
+
+def test_a_resumed_run_remembers_the_accuracy_before(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    with MetricsLog(tmp_path, first_step=1) as log:
+        Journal(config, log, None).evaluated(0, evaluation(0.25), is_last=False)
+
+    with MetricsLog(tmp_path, first_step=3) as log:
+        journal = Journal(config, log, None)
+        journal.evaluated(2, evaluation(0.5), is_last=False)
+
+    assert journal.accuracy_before == 0.25
+
+
+def test_reward_ends_are_means_of_a_tenth() -> None:
+    rows = [{"step": float(i), "rollout/reward_mean": float(i)} for i in range(20)]
+
+    assert reward_ends(rows) == (0.5, 18.5)
+    assert reward_ends([{"step": 0.0, "eval/accuracy": 1.0}]) == (None, None)
+
+
+# -- the directory -----------------------------------------------------------------------
+
+
+def test_an_earlier_run_is_not_replaced_unasked(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("{}")
+
+    with pytest.raises(ConfigError, match=r"holds an earlier run.*'auto'.*overwrite"):
+        check_run_dir(RunSection(dir=tmp_path), rank=0, incarnation=1)
+
+    check_run_dir(RunSection(dir=tmp_path, overwrite=True), rank=0, incarnation=1)
+    check_run_dir(RunSection(dir=tmp_path, resume="auto"), rank=0, incarnation=1)
+    check_run_dir(RunSection(dir=tmp_path), rank=0, incarnation=2)
+
+
+def test_a_fresh_start_clears_what_an_earlier_run_left_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step-000002").mkdir(parents=True)
+    (tmp_path / "metrics.jsonl").write_text("{}")
+    (tmp_path / "notes.txt").write_text("mine")
+
+    assert begin_run(RunSection(dir=tmp_path, overwrite=True), incarnation=1) is None
+
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_auto_resumes_from_the_newest_complete_checkpoint(tmp_path: Path) -> None:
+    for name, complete in (("step-000002", True), ("step-000010", True), ("step-000012", False)):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        if complete:
+            (tmp_path / "checkpoints" / name / "COMPLETE").touch()
+
+    newest = tmp_path / "checkpoints" / "step-000010"
+    assert begin_run(RunSection(dir=tmp_path, resume="auto"), incarnation=1) == newest
+    assert begin_run(RunSection(dir=tmp_path), incarnation=2) == newest
+
+
+def test_a_named_checkpoint_must_be_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="step-9 does not exist"):
+        begin_run(RunSection(dir=tmp_path, resume=str(tmp_path / "step-9")), incarnation=1)
+
+
+def test_versions_are_never_given_twice(tmp_path: Path) -> None:
+    path = tmp_path / "versions.jsonl"
+    first = VersionCounter(path, writes=True)
+    assert [first.next(0), first.next(1), first.next(2)] == [1, 2, 3]
+    with path.open("a") as file:
+        file.write('{"version": 9')  # torn
+
+    resumed = VersionCounter(path, writes=False)
+    resumed.start_after(2)
+
+    assert resumed.next(1) == 4
+    assert json.loads(path.read_text().splitlines()[2]) == {"version": 3, "step": 2}
+
+
+def test_a_directory_that_cannot_be_written_is_named_with_a_remedy(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    with pytest.raises(RunDirectoryError, match=r"file/run: a part of that path is a file"):
+        check_writable(tmp_path / "file" / "run", rank=0)
+
+
+def test_a_full_disk_is_named_with_a_remedy() -> None:
+    path = Path("/dev/full")
+
+    with (
+        pytest.raises(RunDirectoryError, match="cannot write /dev/full: the disk is full"),
+        writing("write", path),
+        path.open("w") as file,
+    ):
+        file.write("x")
+
+
+def test_files_are_replaced_whole(tmp_path: Path) -> None:
+    write_text(tmp_path / "a.txt", "old")
+
+    write_text(tmp_path / "a.txt", "new")
+
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+    assert (tmp_path / "a.txt").read_text() == "new"
+
+
+def test_the_age_of_this_process_is_known() -> None:
+    assert 0 < process_age_s() < 3600 * 24

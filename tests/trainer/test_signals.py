@@ -1,0 +1,173 @@
+"""What a signal does to a rank, in processes of their own."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import pytest
+
+from umbra.trainer.signals import StopSignals
+
+pytestmark = pytest.mark.process
+
+PREAMBLE = """
+import os, signal, sys, time
+from umbra.trainer.signals import StopRequested, StopSignals
+def say(text): print(text, flush=True)
+"""
+
+
+@contextmanager
+def rank(code: str) -> Generator[subprocess.Popen[str]]:
+    """A process that runs `code`, which has said "ready"."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", PREAMBLE + textwrap.dedent(code)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == "ready\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def rest_of(process: subprocess.Popen[str]) -> str:
+    output, _ = process.communicate(timeout=20)
+    return output
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_deferred_signal_is_seen_at_the_step_boundary(number: signal.Signals) -> None:
+    code = """
+        with StopSignals(grace_s=20) as stop:
+            stop.defer()
+            say("ready")
+            while not stop.requested:
+                time.sleep(0.01)
+            say(stop.name)
+            stop.disarm()
+    """
+    with rank(code) as process:
+        process.send_signal(number)
+
+        assert rest_of(process) == f"{number.name}\n"
+        assert process.returncode == 0
+
+
+def test_a_signal_ends_an_interruptible_wait() -> None:
+    code = """
+        with StopSignals(grace_s=20) as stop:
+            stop.defer()
+            try:
+                with stop.interruptible():
+                    say("ready")
+                    time.sleep(30)
+            except StopRequested:
+                say("interrupted")
+            try:
+                with stop.interruptible():
+                    say("never")
+            except StopRequested:
+                say("at once")
+    """
+    with rank(code) as process:
+        process.terminate()
+
+        assert rest_of(process) == "interrupted\nat once\n"
+
+
+def test_before_there_is_something_to_save_a_signal_ends_the_process() -> None:
+    code = """
+        with StopSignals(grace_s=20):
+            try:
+                say("ready")
+                time.sleep(30)
+            finally:
+                say("cleaned up")
+    """
+    with rank(code) as process:
+        process.terminate()
+
+        assert rest_of(process) == "cleaned up\n"
+        assert process.returncode == 128 + signal.SIGTERM
+
+
+def test_a_step_longer_than_the_grace_is_cut() -> None:
+    code = """
+        with StopSignals(grace_s=0.2) as stop:
+            stop.defer()
+            try:
+                say("ready")
+                time.sleep(30)
+            finally:
+                say("cleaned up")
+    """
+    with rank(code) as process:
+        process.terminate()
+
+        assert rest_of(process) == "cleaned up\n"
+        assert process.returncode == 128 + signal.SIGTERM
+
+
+def test_a_rank_that_hangs_outside_python_is_ended() -> None:
+    """A mutex locked twice waits in C, where no handler runs: the last resort's thread acts."""
+    code = """
+        import ctypes
+        lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
+        with StopSignals(grace_s=0.2) as stop:
+            stop.defer()
+            lock(mutex)
+            say("ready")
+            lock(mutex)
+    """
+    with rank(code) as process:
+        started = time.monotonic()
+        process.terminate()
+
+        process.wait(timeout=20)
+        assert process.returncode == 128 + signal.SIGTERM
+        assert time.monotonic() - started < 10
+
+
+def test_a_second_signal_a_second_later_is_immediate() -> None:
+    code = """
+        with StopSignals(grace_s=20) as stop:
+            stop.defer()
+            say("ready")
+            while not stop.requested:
+                time.sleep(0.01)
+            say("first")
+            time.sleep(30)
+    """
+    with rank(code) as process:
+        process.terminate()
+        assert process.stdout is not None
+        assert process.stdout.readline() == "first\n"
+        process.terminate()  # torchrun passes on what the terminal sent too: the same request
+        time.sleep(1.2)
+        assert process.poll() is None
+
+        process.terminate()
+
+        process.wait(timeout=20)
+        assert process.returncode == 128 + signal.SIGTERM
+
+
+def test_handlers_are_restored() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+
+    with StopSignals(grace_s=1.0) as stop:
+        assert signal.getsignal(signal.SIGTERM) not in before
+        assert not stop.requested
+
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before

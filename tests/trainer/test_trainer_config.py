@@ -1,0 +1,145 @@
+"""The config file and what is said about a wrong one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from umbra.runtime.errors import ConfigError
+from umbra.trainer.config import TrainerConfig
+from umbra.trainer.config_file import load_config, parse_config
+
+MINIMAL: dict[str, Any] = {
+    "model": {"path": "models/tiny"},
+    "data": {"train": "train.jsonl"},
+    "reward": {"function": "rewards:score"},
+    "train": {"steps": 10},
+}
+
+TOML = """
+[model]
+path = "models/tiny"
+[data]
+train = "train.jsonl"
+[reward]
+function = "rewards:score"
+[train]
+steps = 10
+betas = [0.9, 0.95]
+"""
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    path = tmp_path / "config.toml"
+    path.write_text(TOML)
+    return path
+
+
+def test_a_minimal_config_gets_defaults(config_file: Path) -> None:
+    config = load_config(config_file)
+
+    assert config.train.steps == 10
+    assert config.train.betas == (0.9, 0.95)
+    assert config.pool.engine == "embedded"
+    assert config.model.path == Path("models/tiny")
+    assert config.master_dtype == "float32"
+
+
+def test_overrides_win_and_keep_text_as_text(config_file: Path) -> None:
+    overrides = ["train.steps=3", "run.dir=2024", "pool.engine=echo", "data.eval=held/out.jsonl"]
+
+    config = load_config(config_file, [*overrides, "pool.engine_args={vocab_size=64}"])
+
+    assert config.train.steps == 3
+    assert config.run.dir == Path("2024")
+    assert config.pool.engine == "echo"
+    assert config.data.eval == Path("held/out.jsonl")
+    assert config.pool.engine_args == {"vocab_size": 64}
+
+
+def test_an_override_may_make_a_new_section(config_file: Path) -> None:
+    assert load_config(config_file, ["rollout.group_size=4"]).rollout.group_size == 4
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("train.stepz=3", ["train.stepz is unknown", "did you mean 'steps'?", "learning_rate"]),
+        ("trian.steps=3", ["trian is unknown", "did you mean 'train'?"]),
+        ("train.steps=many", ["train.steps", "integer", "'many'"]),
+        ("train.steps=0", ["train.steps", "greater than or equal to 1"]),
+        ("train.steps=2.5", ["train.steps", "integer", "2.5"]),
+        ("train.learning_rate=true", ["train.learning_rate", "number", "True"]),
+        ("train.learning_rate=nan", ["train.learning_rate", "finite"]),
+        ("train.advantage=grop", ["train.advantage", "'grpo' or 'dr_grpo'", "did you mean 'grpo'"]),
+        ("model.dtype=float16", ["model.dtype", "'float32', 'bfloat16' or 'float64'"]),
+        ("train.betas=[0.9, 1.5]", ["train.betas.1", "less than 1"]),
+        ("reward.function=score", ["reward.function", "'module:function'"]),
+        ("rollout.temperature=0", ["rollout.temperature", "greater than 0"]),
+        ("train=3", ["section.key=value"]),
+        ("train.steps", ["section.key=value"]),
+        ("train.steps.more=3", ["steps is a value, not a section"]),
+    ],
+)
+def test_a_wrong_setting_names_key_and_what_is_allowed(
+    config_file: Path, override: str, said: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_config(config_file, [override])
+
+    for text in said:
+        assert text in str(raised.value)
+
+
+def test_all_wrong_settings_are_named_at_once(config_file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"pool\.count.*train\.steps"):
+        load_config(config_file, ["train.steps=0", "pool.count=0"])
+
+
+def test_a_missing_setting_is_named() -> None:
+    values = {name: table for name, table in MINIMAL.items() if name != "model"}
+
+    with pytest.raises(ConfigError, match="model is missing"):
+        parse_config(values)
+
+
+def test_a_missing_file_names_its_absolute_path(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=str(tmp_path / "none.toml")):
+        load_config(tmp_path / "none.toml")
+
+
+def test_broken_toml_names_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text("[train]\nsteps =\n")
+
+    with pytest.raises(ConfigError, match="line 2"):
+        load_config(path)
+
+
+def test_master_dtype_follows_float64() -> None:
+    double = parse_config(MINIMAL | {"model": {"path": "m", "dtype": "float64"}})
+    half = parse_config(MINIMAL | {"model": {"path": "m", "dtype": "bfloat16"}})
+
+    assert (double.master_dtype, half.master_dtype) == ("float64", "float32")
+
+
+def test_every_setting_is_documented() -> None:
+    for name, section in TrainerConfig.model_fields.items():
+        kind: Any = section.annotation
+        for key in kind.model_fields:
+            assert key in kind.__doc__, f"[{name}] {key} is not in the docstring of {kind.__name__}"
+
+
+def test_reading_a_config_loads_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys, umbra.trainer.config_file\n"
+        "heavy = {'torch', 'transformers', 'numpy'} & sys.modules.keys()\n"
+        "sys.exit(', '.join(heavy) or None)"
+    )
+
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)

@@ -1,0 +1,170 @@
+"""Whole training runs under torchrun: ranks, supervisor, engines, manager, workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_models import save_model
+
+from umbra.trainer.metrics import read_metrics
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+CONFIG = """
+[run]
+dir = "{folder}/run"
+[model]
+path = "{folder}/model"
+[data]
+train = "{folder}/train.jsonl"
+eval = "{folder}/eval.jsonl"
+[reward]
+function = "digit_rewards:low_digits"
+accuracy_threshold = 0.5
+python_path = ["{tests}"]
+[rollout]
+groups_per_step = 8
+group_size = 4
+max_new_tokens = 8
+[pool]
+count = {engines}
+max_num_seqs = 64
+tick_ms = 5.0
+[train]
+steps = 4
+learning_rate = 0.01
+eval_every = 2
+checkpoint_every = 2
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_model(tmp_path / "model", initializer_range=0.02)
+    for name, count in (("train", 64), ("eval", 16)):
+        rows = [{"prompt": f"{name} {idx}=", "answer": "low"} for idx in range(count)]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    return tmp_path
+
+
+def write_config(folder: Path, engines: int = 1) -> Path:
+    path = folder / "config.toml"
+    path.write_text(CONFIG.format(folder=folder, tests=Path(__file__).parent, engines=engines))
+    return path
+
+
+def start(config: Path, num_ranks: int, *overrides: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(num_ranks), "-m", "umbra.trainer", str(config), *overrides]
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=config.parent,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+def run(config: Path, num_ranks: int, *overrides: str) -> str:
+    """Runs to the end; returns the output."""
+    process = start(config, num_ranks, *overrides)
+    try:
+        output, _ = process.communicate(timeout=150)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0, output
+    return output
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "run" / "summary.json").read_text())
+
+
+def test_a_run_learns_and_goes_on_with_another_number_of_ranks(folder: Path) -> None:
+    config = write_config(folder, engines=2)
+
+    output = run(config, 2)
+
+    summary = read_summary(folder)
+    assert "step 4/4  reward" in output
+    assert summary["steps"] == 4
+    assert summary["engine_restarts"] == 0
+    assert summary["accuracy_before"] is not None
+    assert summary["accuracy_after"] is not None
+    assert summary["reward_last"] > summary["reward_first"]
+    for name in ("report.html", "reward.png", "export/model.safetensors", "metrics.jsonl"):
+        assert (folder / "run" / name).exists(), name
+    steps = [row for row in read_metrics(folder / "run/metrics.jsonl") if "train/loss" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4]
+    # Behaviour logprobs of the engines are the policy's own: the first update is on-policy.
+    assert all(abs(row["train/ratio_mean"] - 1) < 1e-3 for row in steps)
+    assert all(row["train/clipped_share"] == 0 for row in steps)
+    evaluations = read_metrics(folder / "run/metrics.jsonl")
+    assert [r["step"] for r in evaluations if "eval/accuracy" in r] == [0, 2, 4]
+
+    run(config, 1, "run.resume=auto", "train.steps=6")
+
+    resumed = read_summary(folder)
+    assert resumed["steps"] == 6
+    assert resumed["accuracy_before"] == summary["accuracy_before"]
+    rows = read_metrics(folder / "run/metrics.jsonl")
+    assert [row["step"] for row in rows if "train/loss" in row] == [1, 2, 3, 4, 5, 6]
+    versions = [row["sync/version"] for row in rows if "sync/version" in row]
+    assert versions == sorted(set(versions))
+
+
+def test_a_run_of_the_same_seed_is_the_same_run(folder: Path) -> None:
+    config = write_config(folder)
+
+    def losses(name: str) -> list[float]:
+        run(config, 1, f"run.dir={folder}/{name}", "train.steps=2", "train.eval_every=0")
+        return [
+            row["train/loss"]
+            for row in read_metrics(folder / name / "metrics.jsonl")
+            if "train/loss" in row
+        ]
+
+    assert losses("one") == pytest.approx(losses("two"), abs=1e-6)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_torchrun_ends_the_run_with_a_checkpoint(
+    folder: Path, number: signal.Signals
+) -> None:
+    process = start(write_config(folder), 2, "train.steps=100000", "train.eval_every=0")
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            if line.startswith("step "):
+                break
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.wait()
+
+    summary = read_summary(folder)
+    assert summary["stopped_by"] == number.name, output
+    checkpoint = folder / "run/checkpoints" / f"step-{summary['steps']:06d}"
+    assert (checkpoint / "COMPLETE").exists()
+
+
+def test_an_error_of_the_reward_is_said_by_every_rank(folder: Path) -> None:
+    (folder / "bad.py").write_text("def bad(prompts, completions, **columns): return [0.0]\n")
+
+    process = start(write_config(folder), 2, "reward.function=bad:bad")
+    output, _ = process.communicate(timeout=100)
+
+    assert process.returncode != 0
+    for rank in (0, 1):
+        assert f"rank {rank}: RewardError: reward function bad:bad returned 1 rewards" in output

@@ -1,0 +1,246 @@
+"""A pool in one process: the real coordinator, memfds and receivers, engines in threads."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import tempfile
+import threading
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from umbra.runtime.errors import EngineUnhealthy, UmbraError
+from umbra.runtime.lifecycle import (
+    AbortUpdate,
+    BeginUpdate,
+    CommitUpdate,
+    Died,
+    EngineLifecycle,
+    EngineState,
+    Event,
+    Pause,
+    Resume,
+    Sleep,
+    SleepLevel,
+    Started,
+    Tag,
+    Wake,
+    Woken,
+)
+from umbra.runtime.loop_thread import LoopThread
+from umbra.runtime.weights.coordinator import SyncCoordinator, SyncSettings
+from umbra.runtime.weights.memfd import serve_fds
+from umbra.runtime.weights.receive import WeightReceiver
+from umbra.runtime.weights.views import flatten
+
+
+class ThreadEngine:
+    """An engine that only has weights. Loads in a thread, as real engines do.
+
+    Faults are set by tests: `fail_at` and `hang_at` name a request or (load_bucket, idx).
+    `log` holds the requests in order.
+    """
+
+    def __init__(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        self.name = name
+        self.incarnation = 1
+        self.lifecycle = EngineLifecycle().apply(Started())
+        self.destinations = dict(tensors)
+        self.log: list[str] = []
+        self.fail_at: object = None
+        self.hang_at: object = None
+        self.corrupt_after_load: int | None = None
+        self.hanging = asyncio.Event()
+        self.killed: str | None = None
+        self._receiver: WeightReceiver | None = None
+
+    def apply(self, event: Event) -> None:
+        self.lifecycle = self.lifecycle.apply(event)
+
+    async def pause(self, mode: str, timeout_s: float) -> None:
+        if self.lifecycle.state == EngineState.SERVING:
+            self.apply(Pause())
+            await self._request(f"pause {mode}")
+
+    async def wake(self, tags: Sequence[Tag], timeout_s: float) -> None:
+        wanted: frozenset[Tag] = frozenset(tags) - self.lifecycle.awake
+        if wanted:
+            self.apply(Wake(wanted))
+            await self._request(f"wake {'+'.join(sorted(wanted))}")
+            self.apply(Woken())
+
+    async def resume(self, timeout_s: float) -> None:
+        await self._request("resume")
+        self.apply(Resume())
+
+    async def begin_update(
+        self, version: int, manifest: dict[str, Any], buckets: dict[str, Any], timeout_s: float
+    ) -> None:
+        await self._request("begin_update")
+        self._receiver = await asyncio.to_thread(
+            WeightReceiver, manifest, buckets, self.destinations
+        )
+
+    def touch(self, version: int) -> None:
+        self.apply(BeginUpdate(version))
+
+    async def load_bucket(self, idx: int, timeout_s: float) -> dict[str, Any]:
+        await self._request(("load_bucket", idx))
+        assert self._receiver is not None
+        nbytes = await asyncio.to_thread(self._receiver.load_bucket, idx)
+        if self.corrupt_after_load == idx:
+            first = next(t for t in self.destinations.values() if t.numel())
+            flatten(first).view(torch.uint8)[0] ^= 1
+        return {"nbytes": nbytes}
+
+    async def finish_update(
+        self, regions: list[list[int | None]], timeout_s: float
+    ) -> dict[str, Any]:
+        await self._request("finish_update")
+        assert self._receiver is not None
+        return await asyncio.to_thread(self._receiver.finish, regions)
+
+    async def commit_update(self, version: int, timeout_s: float) -> None:
+        await self._request("commit_update")
+        self._close()
+        self.apply(CommitUpdate(version))
+
+    async def abort_update(self, timeout_s: float) -> None:
+        await self._request("abort_update")
+        self._close()
+        if self.lifecycle.state == EngineState.UPDATING:
+            self.apply(AbortUpdate())
+
+    def kill(self, reason: str) -> None:
+        self.killed = reason
+        self._close()
+        self.apply(Died())
+
+    def sleep(self, level: SleepLevel) -> None:
+        if self.lifecycle.state == EngineState.SERVING:
+            self.apply(Pause())
+        self.apply(Sleep(level))
+
+    def _close(self) -> None:
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
+
+    async def _request(self, what: object) -> None:
+        self.log.append(what if isinstance(what, str) else "load_bucket")
+        if what == self.hang_at:
+            self.hanging.set()
+            await asyncio.Event().wait()
+        if what == self.fail_at:
+            raise EngineUnhealthy(f"{self.name} failed at {what}, as told")
+
+
+class LocalSupervisor:
+    """The blocking sync calls of one rank thread, straight to a coordinator on a loop thread."""
+
+    def __init__(self, loop: LoopThread, coordinator: SyncCoordinator) -> None:
+        self._loop = loop
+        self.coordinator = coordinator
+
+    def sync_begin(
+        self,
+        pool: str,
+        version: int,
+        rank: int,
+        world_size: int,
+        manifest: dict[str, Any] | None,
+        timeout_s: float,
+    ) -> Mapping[str, Any]:
+        return self._loop.run(
+            self.coordinator.sync_begin(version, rank, world_size, manifest, timeout_s)
+        )
+
+    def sync_filled(
+        self, sync_id: str, rank: int, idx: int, regions: list[list[int | None]], timeout_s: float
+    ) -> None:
+        self._loop.run(self.coordinator.sync_filled(sync_id, rank, idx, regions))
+
+    def sync_end(self, sync_id: str, rank: int, timeout_s: float) -> Mapping[str, Any]:
+        return self._loop.run(self.coordinator.sync_end(sync_id, rank))
+
+    def sync_abort(self, sync_id: str, rank: int, reason: str, timeout_s: float) -> None:
+        async def abort() -> None:
+            self.coordinator.sync_abort(sync_id, rank, reason)
+
+        self._loop.run(abort())
+
+
+@asynccontextmanager
+async def coordinated(
+    engines: Sequence[ThreadEngine], settings: SyncSettings
+) -> AsyncGenerator[SyncCoordinator]:
+    """A coordinator that runs while the block does."""
+    with tempfile.TemporaryDirectory(prefix="umbra-test-") as folder:
+        path = str(Path(folder) / "fds")
+        async with serve_fds(path) as server, asyncio.TaskGroup() as tasks:
+            coordinator = SyncCoordinator("pool", lambda: engines, server, path, settings)
+            running = tasks.create_task(coordinator.run())
+            try:
+                yield coordinator
+            finally:
+                running.cancel()
+
+
+@contextmanager
+def local_pool(
+    engines: Sequence[ThreadEngine], settings: SyncSettings
+) -> Generator[LocalSupervisor]:
+    """The same for code that is not asynchronous."""
+    with LoopThread("local-pool") as loop:
+        context = coordinated(engines, settings)
+        coordinator = loop.run(context.__aenter__())
+        try:
+            yield LocalSupervisor(loop, coordinator)
+        finally:
+            loop.run(context.__aexit__(None, None, None))
+
+
+_versions = itertools.count(1)
+
+
+def next_version() -> int:
+    return next(_versions)
+
+
+def empty_like(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous destinations of the same shapes, filled with a pattern that is in no source."""
+    destinations: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        made = torch.empty(tensor.shape, dtype=tensor.dtype)
+        flatten(made).view(torch.uint8).fill_(0xA5)
+        destinations[name] = made
+    return destinations
+
+
+def raw_bytes(tensor: Tensor) -> bytes:
+    """The bytes in row-major order; NaN payloads and signs of zero included."""
+    return flatten(tensor.contiguous()).view(torch.uint8).numpy().tobytes()
+
+
+def in_threads(*calls: Any) -> list[Any]:
+    """Runs the calls at once; each one's result or the UmbraError it raised."""
+    outcomes: list[Any] = [None] * len(calls)
+
+    def run(idx: int) -> None:
+        try:
+            outcomes[idx] = calls[idx]()
+        except UmbraError as error:
+            outcomes[idx] = error
+
+    threads = [threading.Thread(target=run, args=(idx,)) for idx in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+        assert not thread.is_alive()
+    return outcomes
