@@ -74,13 +74,16 @@ class AgentSessions:
             raise ValueError("generate() needs at least one token and max_new_tokens of 1 or more")
         trajectory.extend_context(context)
         start = trajectory.completion_len
-        ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
 
         def on_end(_turn: Turn, reason: str) -> None:
-            if not ended.done():
-                ended.set_result(reason)
+            # Here and not after the wait, when the trajectory may have been started over.
+            trajectory.finish_reason = reason
+            if not answer.done():
+                tokens = trajectory.tokens[start:].copy()
+                answer.set_result({"tokens": tokens, "finish_reason": reason})
 
-        session.turn = Turn(
+        turn = session.turn = Turn(
             trajectory=trajectory,
             group=session.group,
             start=start,
@@ -89,13 +92,11 @@ class AgentSessions:
             stop_token_ids=self._stop_token_ids,
             on_end=on_end,
         )
-        turn = session.turn
         try:
             self._dispatcher.submit(turn)
-            reason = await ended
+            return await answer
+        except asyncio.CancelledError:  # the caller went away: its tokens must not come later
+            self._dispatcher.cancel([turn])
+            raise
         finally:
             session.turn = None
-            if not ended.done():
-                self._dispatcher.cancel([turn])
-        trajectory.finish_reason = reason
-        return {"tokens": trajectory.tokens[start:].copy(), "finish_reason": reason}
