@@ -103,25 +103,30 @@ class LoopThread:
             return
         self._jobs.add(job)
         job.task = self._tasks.create_task(self._settle(job))
+        job.task.add_done_callback(lambda _task: self._finish(job))
 
     @staticmethod
     def _cancel(job: _Job[Any]) -> None:
         if job.task is not None:
             job.task.cancel()
 
-    async def _settle(self, job: _Job[Any]) -> None:
+    @staticmethod
+    async def _settle(job: _Job[Any]) -> None:
         try:
             job.result.set_result(await job.coroutine)
-        except asyncio.CancelledError:
-            if self._failure is not None and job.essential:
-                job.result.set_exception(self._failure)
-            else:
-                job.result.cancel()
-            raise
         except Exception as error:  # noqa: BLE001 -- the calling thread gets it
             job.result.set_exception(error)
-        finally:
-            self._jobs.discard(job)
+
+    def _finish(self, job: _Job[Any]) -> None:
+        """Ends a job that was cancelled, perhaps before its first step."""
+        self._jobs.discard(job)
+        job.coroutine.close()
+        if job.result.done():
+            return
+        if self._failure is not None and job.essential:
+            job.result.set_exception(self._failure)
+        else:
+            job.result.cancel()
 
     def _serve(self) -> None:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
