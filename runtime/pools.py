@@ -46,7 +46,7 @@ class PoolSpec:
         kwargs: for the engine's constructor.
         on_update: what a sync does to running generation: abort (resumed under the new weights),
             keep (frozen, goes on) or drain (finished first).
-        bucket_nbytes: size of each of the two buffers that weights travel in.
+        bucket_nbytes: size of each of the four buffers that weights travel in, see SyncSettings.
     """
 
     name: str
@@ -62,7 +62,7 @@ class PoolSpec:
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     memory_limit_nbytes: int = 0
     on_update: str = "abort"
-    bucket_nbytes: int = 32 << 20
+    bucket_nbytes: int = 8 << 20
 
     def __post_init__(self) -> None:
         if self.count < 1:

@@ -168,7 +168,7 @@ class PoolSection(Section):
         tick_ms: how often engines report new tokens.
         num_threads: CPU threads of an engine; default cores / engines.
         engine_args: passed on to the engine unchanged.
-        sync_bucket_mib: size of the buffers weights travel in.
+        sync_bucket_mib: size of each of the four buffers that weights travel in.
         sync_timeout_s: for one weight sync, engine start-up included in the first.
         max_restarts: of one engine within ten minutes; more fail the run.
         memory_limit_mib: host memory of an engine's process, above which it is killed and
@@ -186,7 +186,7 @@ class PoolSection(Section):
     tick_ms: Seconds = 50.0
     num_threads: Positive | None = None
     engine_args: dict[str, Any] = {}
-    sync_bucket_mib: Positive = 64
+    sync_bucket_mib: Positive = 8
     sync_timeout_s: Seconds = 600.0
     max_restarts: Count = 5
     memory_limit_mib: Count = 0

@@ -61,7 +61,9 @@ class LastWords:
             if self._is_told:
                 return
             self._is_told = True
-            print(f"{self._who}: {_describe(error)}", file=sys.stderr, flush=True)
+            # One write: ranks share stderr, and print() may write the line's end apart.
+            sys.stderr.write(f"{self._who}: {_describe(error)}\n")
+            sys.stderr.flush()
         if logging.getLogger().isEnabledFor(logging.DEBUG):
             traceback.print_exception(error)
 
