@@ -51,7 +51,7 @@ def load_target(target: str) -> type:
     except ImportError as error:
         raise ConfigError(
             f"cannot import {module_name!r} for actor target {target!r}: {error}. "
-            "Install it, or name its folder in sys_path."
+            "Install it, or put its folder on PYTHONPATH."
         ) from error
     found = getattr(module, class_name, None)
     if not isinstance(found, type):

@@ -131,6 +131,16 @@ class ChildProcess:
         if self.status is None:
             descendants.kill_tree(self.pid)
 
+    def has_ended(self) -> bool:
+        """Looks at the process itself: it may have ended without being reaped yet."""
+        if self.status is not None:
+            return True
+        try:
+            found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return True
+        return found is not None
+
     def send_signal(self, number: int) -> None:
         """Nothing where it has ended."""
         if self.status is None:
@@ -144,7 +154,7 @@ class ChildProcess:
         """Such as `engine-0#1 (pid 7) killed by SIGKILL (9)`, with the log's last lines."""
         text = f"{self.name} (pid {self.pid}) {self.status or 'still runs'}"
         tail = self.log_tail(max_lines)
-        return f"{text}; last output:\n{tail}" if tail else text
+        return f"{text}\nlast output:\n{tail}" if tail else text
 
     async def __aenter__(self) -> ChildProcess:
         return self

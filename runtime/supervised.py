@@ -117,9 +117,12 @@ class SupervisedActor:
         self._stop.set()
 
     def kill(self, reason: str) -> None:
-        """SIGKILLs this incarnation; the restart policy decides what follows."""
-        if self._child is not None and self._child.status is None:
-            self._kill_reason = reason
+        """SIGKILLs this incarnation; the restart policy decides what follows.
+
+        Nothing where it has ended by itself; of several reasons the first counts.
+        """
+        if self._child is not None and not self._child.has_ended():
+            self._kill_reason = self._kill_reason or reason
             self._child.kill()
 
     async def wait_running(self, timeout_s: float, lost_incarnation: int = 0) -> ActorRef:

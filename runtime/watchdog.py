@@ -83,6 +83,7 @@ class Watchdog:
             if nbytes > self._memory_limit_nbytes:
                 return (
                     f"{nbytes / 2**20:.0f} MiB resident, above its memory limit of "
-                    f"{self._memory_limit_nbytes / 2**20:.0f} MiB: raise the limit or its batch"
+                    f"{self._memory_limit_nbytes / 2**20:.0f} MiB: raise the "
+                    "limit (pool.memory_limit_mib for engines) or give it smaller batches"
                 )
         return ""

@@ -29,7 +29,16 @@ def _check_function(spec: str) -> str:
     return spec
 
 
+def _check_engine(spec: str) -> str:
+    if spec not in ("embedded", "echo") and ":" not in spec:
+        raise ValueError(
+            f"there is no engine {spec!r}; use 'embedded', 'echo' or the 'module:Class' of another"
+        )
+    return spec
+
+
 FunctionSpec = Annotated[str, AfterValidator(_check_function)]
+EngineSpec = Annotated[str, AfterValidator(_check_engine)]
 
 
 class Section(BaseModel):
@@ -157,8 +166,7 @@ class PoolSection(Section):
     """`[pool]`: the inference engines.
 
     Attributes:
-        engine: "embedded", "echo" (no model, for tests), "vllm", "sglang", or the
-            "module:Class" of another.
+        engine: "embedded", "echo" (no model, for tests), or the "module:Class" of another.
         count: number of engines.
         mode: "hybrid": engines and trainer take turns.
         device: "auto" is cuda where the trainer runs on it.
@@ -176,7 +184,7 @@ class PoolSection(Section):
         hung_limit_s: an engine whose process does not react for so long is killed and restarted.
     """
 
-    engine: str = "embedded"
+    engine: EngineSpec = "embedded"
     count: Positive = 1
     mode: Literal["hybrid"] = "hybrid"
     device: Literal["auto", "cpu", "cuda"] = "auto"

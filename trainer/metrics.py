@@ -45,7 +45,8 @@ class MetricsLog:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        with writing("write", self.path):
+        # What made the run end is the error to see, not that these files cannot be ended well.
+        with writing("write", self.path) if error is None else contextlib.suppress(OSError):
             if self._events is not None:
                 self._events.close()
             self._stack.close()

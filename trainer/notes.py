@@ -33,7 +33,9 @@ class NoteBoard:
 
 
 def _print(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    # One write: ranks share stderr, and print() may write the line's end apart.
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
 
 
 def _ignore(text: str) -> None:

@@ -70,7 +70,9 @@ class Progress:
         if self._bar is not None:
             self._bar.console.print(line, highlight=True, markup=False, soft_wrap=True)
         else:
-            print(line, file=self._stream, flush=True)
+            # One write: ranks share stderr, and print() may write the line's end apart.
+            self._stream.write(f"{line}\n")
+            self._stream.flush()
 
 
 def format_step(step: int, total: int, row: Mapping[str, float], eta_s: float) -> str:

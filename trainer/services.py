@@ -22,11 +22,9 @@ from umbra.trainer.tokenizer import read_model_config
 _Spec = TypeVar("_Spec", ActorSpec, PoolSpec)
 POOL: Final = "policy"
 MANAGER: Final = "rollouts"
-_ENGINES: Final = {
+_ENGINES: Final[dict[str, str]] = {
     "embedded": "umbra.engines.embedded.actor:EmbeddedEngine",
     "echo": "umbra.engines.echo:EchoEngine",
-    "vllm": "umbra.engines.vllm.actor:VllmEngine",
-    "sglang": "umbra.engines.sglang.actor:SglangEngine",
 }
 # Longest context assumed where the config names none: an engine's KV cache grows with it.
 _DEFAULT_CONTEXT_LEN: Final = 4096

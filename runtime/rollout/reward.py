@@ -58,7 +58,7 @@ class RewardFunction:
             if limit.expired():
                 raise RewardError(
                     f"reward function {self.target} took longer than {self._timeout_s:.3g} s for "
-                    f"{who}; make it faster or raise reward_timeout_s"
+                    f"{who}; make it faster or raise timeout_s of [reward]"
                 ) from None
             raise RewardError(
                 f"reward function {self.target} raised {describe(error)} for {who}; let it return "

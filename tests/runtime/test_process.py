@@ -276,7 +276,7 @@ def test_the_log_is_kept_over_incarnations_and_the_tail_is_of_the_last(
         assert child.log_tail() == "out 2\nerr 2"
         assert child.log_tail(1) == "err 2"
         assert child.describe_end() == (
-            f"x#2 (pid {child.pid}) exited with status 1; last output:\nout 2\nerr 2"
+            f"x#2 (pid {child.pid}) exited with status 1\nlast output:\nout 2\nerr 2"
         )
 
     run(body())
