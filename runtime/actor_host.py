@@ -51,7 +51,7 @@ def load_target(target: str) -> type:
     except ImportError as error:
         raise ConfigError(
             f"cannot import {module_name!r} for actor target {target!r}: {error}. "
-            "Install it, or put its folder on PYTHONPATH."
+            "Install it, or put its folder on PYTHONPATH or in the spec's sys_path."
         ) from error
     found = getattr(module, class_name, None)
     if not isinstance(found, type):
