@@ -17,9 +17,6 @@ RUNS := runs
 QUICKSTART_ASSETS := $(RUNS)/quickstart-assets
 QUICKSTART_CONFIG := launch/configs/quickstart.toml
 
-# Node.js comes with pyright's extra, so that nothing is fetched outside pip.
-DEV_REQUIREMENTS := '.[train,dev]' 'pyright[nodejs]'
-
 .PHONY: help quickstart drill test check format lint bench install lock clean
 
 help: ## Say what each target does
@@ -87,7 +84,7 @@ $(VENV)/.train: $(VENV)/.made pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.train
 	@echo "installing development tools, pinned by constraints.txt"
-	$(PIP) install --quiet --no-build-isolation -c constraints.txt -e $(DEV_REQUIREMENTS)
+	$(PIP) install --quiet --no-build-isolation -c constraints.txt -e '.[train,dev]'
 	touch $@
 
 $(BENCH_VENV)/.made: bench-requirements.txt
@@ -102,7 +99,7 @@ lock: ## Renew constraints.txt: newest versions, torch stays
 	rm -rf $(LOCK_VENV)
 	$(PYTHON) -m venv $(LOCK_VENV)
 	$(LOCK_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --upgrade \
-	    setuptools torch==2.13.0 -e $(DEV_REQUIREMENTS)
+	    setuptools torch==2.13.0 -e '.[train,dev]'
 	( echo "# Made by 'make lock' with Python 3.11 on Linux: everything that umbra[train,dev] brings."; \
 	  $(LOCK_VENV)/bin/python -m pip freeze --all --exclude pip --exclude-editable \
 	      | sed -E 's/\+[A-Za-z0-9.]+$$//' ) > constraints.txt

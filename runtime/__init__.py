@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from umbra.runtime.actor import ActorSpec, actor_context, idempotent
     from umbra.runtime.pools import PoolSpec
-    from umbra.runtime.ref import ActorRef
     from umbra.runtime.restart import RestartPolicy
+    from umbra.runtime.rpc.ref import ActorRef
     from umbra.runtime.session import Pool, Session, SessionConfig, SyncHandle
 
 __all__ = [

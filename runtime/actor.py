@@ -1,7 +1,7 @@
 """What an actor is, and what it knows about itself.
 
 An actor is an object of any class, served in a process of its own. Its public methods are
-callable from other processes (see `umbra.runtime.server` for how each kind of method runs).
+callable from other processes (see `umbra.runtime.rpc.server` for how each kind of method runs).
 Three optional methods take part in its life:
 
     async __aenter__ / __aexit__   entered before the actor is announced, left at shutdown
@@ -15,11 +15,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal, Self
 
-from umbra.runtime.client import Client, Handle
 from umbra.runtime.errors import ConfigError
-from umbra.runtime.ref import ActorRef
 from umbra.runtime.restart import RestartPolicy
-from umbra.runtime.server import idempotent
+from umbra.runtime.rpc.client import Client, Handle
+from umbra.runtime.rpc.ref import ActorRef
+from umbra.runtime.rpc.server import idempotent
 
 __all__ = ["ActorContext", "ActorSpec", "actor_context", "idempotent"]
 

@@ -25,14 +25,14 @@ import uvloop
 import zmq
 
 from umbra.runtime.actor import ActorContext, ActorSpec, set_actor_context
-from umbra.runtime.client import Client
 from umbra.runtime.errors import ConfigError, UmbraError
 from umbra.runtime.heartbeat import HeartbeatResponder, LoopTicker
-from umbra.runtime.prctl import become_subreaper, die_with_parent
-from umbra.runtime.process import PARENT_PID_VARIABLE
-from umbra.runtime.ref import ActorRef
-from umbra.runtime.security import CurveKeys
-from umbra.runtime.server import ActorServer
+from umbra.runtime.process.child import PARENT_PID_VARIABLE
+from umbra.runtime.process.prctl import become_subreaper, die_with_parent
+from umbra.runtime.rpc.client import Client
+from umbra.runtime.rpc.ref import ActorRef
+from umbra.runtime.rpc.security import CurveKeys
+from umbra.runtime.rpc.server import ActorServer
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from umbra.runtime.client import Client, Handle
 from umbra.runtime.errors import EngineUnhealthy, UmbraError
 from umbra.runtime.lifecycle import (
     AbortUpdate,
@@ -31,6 +30,7 @@ from umbra.runtime.lifecycle import (
     Wake,
     Woken,
 )
+from umbra.runtime.rpc.client import Client, Handle
 from umbra.runtime.supervised import ActorState, SupervisedActor
 
 logger = logging.getLogger(__name__)

@@ -15,11 +15,11 @@ from functools import partial
 from typing import Any, Final, Self
 
 from umbra.runtime.actor import ActorSpec
-from umbra.runtime.client import Client
 from umbra.runtime.errors import ConfigError, EngineError, WeightSyncError
 from umbra.runtime.lifecycle import EngineState, SleepLevel, Tag, catch_up
 from umbra.runtime.pool_engine import PoolEngine
 from umbra.runtime.restart import RestartPolicy
+from umbra.runtime.rpc.client import Client
 from umbra.runtime.supervised import ActorState, SupervisedActor
 from umbra.runtime.weights.coordinator import SyncCoordinator, SyncSettings
 from umbra.runtime.weights.memfd import FdServer

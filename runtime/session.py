@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from umbra.runtime.actor import ActorSpec
-from umbra.runtime.client import Client, Handle
 from umbra.runtime.environment import (
     TorchrunEnvironment,
     is_secret_file_named,
@@ -36,12 +35,13 @@ from umbra.runtime.environment import (
     socket_root,
 )
 from umbra.runtime.errors import ConfigError, ConnectionLost, JobFailed, MailboxClosed, UmbraError
-from umbra.runtime.launch_guardian import GuardianProcess, start_guardian
-from umbra.runtime.loop_thread import LoopThread
 from umbra.runtime.pools import PoolSpec
-from umbra.runtime.prctl import die_with_parent
-from umbra.runtime.ref import ActorRef
-from umbra.runtime.security import CurveKeys
+from umbra.runtime.process.launch_guardian import GuardianProcess, start_guardian
+from umbra.runtime.process.prctl import die_with_parent
+from umbra.runtime.rpc.client import Client, Handle
+from umbra.runtime.rpc.loop_thread import LoopThread
+from umbra.runtime.rpc.ref import ActorRef
+from umbra.runtime.rpc.security import CurveKeys
 from umbra.runtime.socketdir import SocketDir, is_in_use, socket_dir_path
 from umbra.runtime.supervisor_host import SupervisorConfig, supervisor_ref
 
@@ -371,7 +371,7 @@ def _log_note(text: str) -> None:
 
 
 class SyncHandle:
-    """Calls one actor from plain code; see `umbra.runtime.client.Handle` for the outcomes."""
+    """Calls one actor from plain code; see `umbra.runtime.rpc.client.Handle` for the outcomes."""
 
     def __init__(self, loop: LoopThread, handle: Handle) -> None:
         self._loop = loop

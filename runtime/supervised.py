@@ -27,11 +27,11 @@ import zmq
 from umbra.runtime.actor import ActorSpec
 from umbra.runtime.environment import ACTOR_VARIABLE
 from umbra.runtime.errors import ActorDied, DeadlineExceeded, UmbraError
-from umbra.runtime.exit_status import ExitStatus
-from umbra.runtime.orphans import end_orphans
-from umbra.runtime.process import ChildProcess
-from umbra.runtime.ref import ActorRef
+from umbra.runtime.process.child import ChildProcess
+from umbra.runtime.process.exit_status import ExitStatus
+from umbra.runtime.process.orphans import end_orphans
 from umbra.runtime.restart import GiveUp, RestartTracker
+from umbra.runtime.rpc.ref import ActorRef
 from umbra.runtime.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)

@@ -20,13 +20,13 @@ from typing import Any, Final
 import zmq
 
 from umbra.runtime.actor import ActorSpec
-from umbra.runtime.client import Client
 from umbra.runtime.errors import ActorNotFound, ConfigError
 from umbra.runtime.lifecycle import SleepLevel, Tag
-from umbra.runtime.pid_watch import PidWatch
 from umbra.runtime.pools import EnginePool, PoolSpec
-from umbra.runtime.ref import ActorRef
-from umbra.runtime.server import idempotent
+from umbra.runtime.process.pid_watch import PidWatch
+from umbra.runtime.rpc.client import Client
+from umbra.runtime.rpc.ref import ActorRef
+from umbra.runtime.rpc.server import idempotent
 from umbra.runtime.socketdir import MAX_SOCKET_PATH_NBYTES
 from umbra.runtime.supervised import ActorState, NodeSettings, SupervisedActor
 from umbra.runtime.weights.coordinator import SyncCoordinator

@@ -25,15 +25,15 @@ from typing import Self
 import uvloop
 import zmq
 
-from umbra.runtime.client import Client
-from umbra.runtime.descendants import kill_all_descendants
 from umbra.runtime.errors import ConfigError
-from umbra.runtime.orphans import end_orphans
-from umbra.runtime.pid_watch import PidWatch
-from umbra.runtime.prctl import become_subreaper
-from umbra.runtime.ref import ActorRef
-from umbra.runtime.security import CurveKeys
-from umbra.runtime.server import ActorServer
+from umbra.runtime.process.descendants import kill_all_descendants
+from umbra.runtime.process.orphans import end_orphans
+from umbra.runtime.process.pid_watch import PidWatch
+from umbra.runtime.process.prctl import become_subreaper
+from umbra.runtime.rpc.client import Client
+from umbra.runtime.rpc.ref import ActorRef
+from umbra.runtime.rpc.security import CurveKeys
+from umbra.runtime.rpc.server import ActorServer
 from umbra.runtime.supervised import NodeSettings
 from umbra.runtime.supervisor import Supervisor
 

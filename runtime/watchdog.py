@@ -9,9 +9,9 @@ from typing import Final
 import msgpack
 import zmq
 
-from umbra.runtime.loop_socket import LoopSocket
-from umbra.runtime.process import resident_nbytes
-from umbra.runtime.wire import Frame
+from umbra.runtime.process.child import resident_nbytes
+from umbra.runtime.rpc.loop_socket import LoopSocket
+from umbra.runtime.rpc.wire import Frame
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from umbra.runtime.descendants import kill_all_descendants
 from umbra.runtime.errors import UmbraError
+from umbra.runtime.process.descendants import kill_all_descendants
 
 _PROGRAM_TIMEOUT_S: Final = 120.0
 """Start, measurements and end of one system. Ray needs 15 s on two cores; one that hangs holds
@@ -89,7 +89,7 @@ def run_program(
 ) -> dict[str, Any]:
     """Starts the program, waits for its end and returns its facts; leaves no process behind.
 
-    This process must be a subreaper (`umbra.runtime.prctl`) with no other children.
+    This process must be a subreaper (`umbra.runtime.process.prctl`) with no other children.
 
     Raises:
         BenchError: it failed, or took too long.

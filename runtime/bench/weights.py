@@ -28,7 +28,6 @@ from typing import Any, Final
 import uvloop
 import zmq
 
-from umbra.runtime.client import Client, Handle
 from umbra.runtime.lifecycle import (
     AbortUpdate,
     BeginUpdate,
@@ -40,8 +39,9 @@ from umbra.runtime.lifecycle import (
     Started,
     Tag,
 )
-from umbra.runtime.ref import ActorRef
-from umbra.runtime.server import ActorServer
+from umbra.runtime.rpc.client import Client, Handle
+from umbra.runtime.rpc.ref import ActorRef
+from umbra.runtime.rpc.server import ActorServer
 from umbra.runtime.weights.coordinator import SyncCoordinator, SyncSettings
 from umbra.runtime.weights.memfd import serve_fds
 

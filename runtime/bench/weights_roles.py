@@ -22,10 +22,10 @@ import uvloop
 import zmq
 from torch import Tensor
 
-from umbra.runtime.client import Client, Handle
-from umbra.runtime.loop_thread import LoopThread
-from umbra.runtime.ref import ActorRef
-from umbra.runtime.server import ActorServer
+from umbra.runtime.rpc.client import Client, Handle
+from umbra.runtime.rpc.loop_thread import LoopThread
+from umbra.runtime.rpc.ref import ActorRef
+from umbra.runtime.rpc.server import ActorServer
 from umbra.runtime.weights.publish import WeightPublisher
 from umbra.runtime.weights.receive import WeightReceiver, populate
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from umbra.runtime.errors import ConfigError
-from umbra.runtime.prctl import become_subreaper
+from umbra.runtime.process.prctl import become_subreaper
 
 _DEFAULT_PEER_PYTHON: Final = Path(".venv-bench/bin/python")
 _TRY_TIMEOUT_S: Final = 30.0

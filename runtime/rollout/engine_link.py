@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Coroutine
 from typing import Any, Final
 
-from umbra.runtime.client import Handle
 from umbra.runtime.errors import (
     ConnectionLost,
     DeadlineExceeded,
@@ -27,6 +26,7 @@ from umbra.runtime.rollout.deltas import DeltaBatch
 from umbra.runtime.rollout.dispatch import Dispatcher
 from umbra.runtime.rollout.error_groups import first_leaf
 from umbra.runtime.rollout.router import EngineId
+from umbra.runtime.rpc.client import Handle
 
 logger = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ from typing import Any, Final
 from umbra.runtime.actor import ActorContext
 from umbra.runtime.errors import ConnectionLost, UmbraError
 from umbra.runtime.lifecycle import EngineState
-from umbra.runtime.ref import ActorRef
 from umbra.runtime.rollout.config import RolloutConfig
 from umbra.runtime.rollout.dispatch import Dispatcher, Moved
 from umbra.runtime.rollout.engine_link import EngineLink
 from umbra.runtime.rollout.router import EngineId
+from umbra.runtime.rpc.ref import ActorRef
 
 logger = logging.getLogger(__name__)
 

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from typing import Any, Final, Self
 
 from umbra.runtime.actor import actor_context
-from umbra.runtime.client import Handle
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.rollout.agent import AgentContext, AgentLoop
 from umbra.runtime.rollout.reward import RewardFunction
 from umbra.runtime.rollout.task_host import TaskHost, UserThread
 from umbra.runtime.rollout.text import TextCodec
+from umbra.runtime.rpc.client import Handle
 
 _RESOLVE_TIMEOUT_S: Final = 10.0
 

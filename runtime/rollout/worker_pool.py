@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from umbra.runtime.actor import ActorContext
-from umbra.runtime.client import Handle
 from umbra.runtime.errors import (
     ConnectionLost,
     DeadlineExceeded,
@@ -25,7 +24,8 @@ from umbra.runtime.errors import (
     RolloutError,
     UmbraError,
 )
-from umbra.runtime.ref import ActorRef
+from umbra.runtime.rpc.client import Handle
+from umbra.runtime.rpc.ref import ActorRef
 
 logger = logging.getLogger(__name__)
 

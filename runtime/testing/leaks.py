@@ -25,9 +25,9 @@ from typing import Final
 
 import uvloop
 
-from umbra.runtime import descendants
-from umbra.runtime.descendants import Identity
-from umbra.runtime.prctl import become_subreaper
+from umbra.runtime.process import descendants
+from umbra.runtime.process.descendants import Identity
+from umbra.runtime.process.prctl import become_subreaper
 
 # Between two looks while waiting for descriptors and shared memory, for which there is no event.
 _LOOK_AGAIN_S: Final = 0.02

@@ -25,9 +25,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from umbra.runtime import descendants
 from umbra.runtime.errors import UmbraError
-from umbra.runtime.exit_status import ExitStatus
+from umbra.runtime.process import descendants
+from umbra.runtime.process.exit_status import ExitStatus
 from umbra.runtime.testing.world_call import WorldCall, WorldOutcome
 
 # From the first rank's failure to the end of the others, which mostly fail with it, and whose

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import msgpack
 
-from umbra.runtime.wire import Decoder, Encoder
+from umbra.runtime.rpc.wire import Decoder, Encoder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ import traceback
 from datetime import timedelta
 from pathlib import Path
 
-from umbra.runtime.prctl import die_with_parent
+from umbra.runtime.process.prctl import die_with_parent
 from umbra.runtime.testing.world_call import WorldCall, WorldOutcome
 
 

@@ -36,7 +36,7 @@ def import_without(module: str, forbidden: set[str]) -> None:
         "umbra.runtime.supervisor",
         "umbra.runtime.supervisor_host",
         "umbra.runtime.actor_host",
-        "umbra.runtime.guardian",
+        "umbra.runtime.process.guardian",
     ],
 )
 def test_a_supervisor_loads_neither_torch_nor_pydantic_nor_numpy(module: str) -> None:

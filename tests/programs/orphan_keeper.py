@@ -14,9 +14,9 @@ import signal
 import sys
 from pathlib import Path
 
-from umbra.runtime import descendants, prctl
-from umbra.runtime.orphans import end_orphans, kill_orphans
-from umbra.runtime.process import ChildProcess, living_pids
+from umbra.runtime.process import descendants, prctl
+from umbra.runtime.process.child import ChildProcess, living_pids
+from umbra.runtime.process.orphans import end_orphans, kill_orphans
 
 FAMILY = str(Path(__file__).with_name("family.py"))
 MEMBERS = ["child", "daemon", "stopped", "deaf"]

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from umbra.runtime.actor import ActorSpec
-from umbra.runtime.descendants import child_pids
+from umbra.runtime.process.descendants import child_pids
 from umbra.runtime.session import Session, SessionConfig
 
 

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import uvloop
 
-from umbra.runtime import descendants, prctl
-from umbra.runtime.pid_watch import PidWatch
-from umbra.runtime.process import ChildProcess
+from umbra.runtime.process import descendants, prctl
+from umbra.runtime.process.child import ChildProcess
+from umbra.runtime.process.pid_watch import PidWatch
 
 
 async def run(mode: str, ready_fd: int, guardian_pid: int) -> None:

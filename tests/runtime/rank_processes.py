@@ -16,7 +16,7 @@ from typing import Any, Self
 from actor_specs import PROGRAMS
 from watching import DEADLINE_S
 
-from umbra.runtime import descendants
+from umbra.runtime.process import descendants
 
 
 class Ranks:

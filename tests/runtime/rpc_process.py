@@ -18,10 +18,10 @@ import msgpack
 import uvloop
 
 from umbra.runtime.actor import ActorSpec
-from umbra.runtime.client import Client, Handle
-from umbra.runtime.memory_file import open_memory_file
-from umbra.runtime.process import PARENT_PID_VARIABLE
-from umbra.runtime.ref import ActorRef
+from umbra.runtime.process.child import PARENT_PID_VARIABLE
+from umbra.runtime.process.memory_file import open_memory_file
+from umbra.runtime.rpc.client import Client, Handle
+from umbra.runtime.rpc.ref import ActorRef
 
 PROGRAMS = Path(__file__).parent.parent / "programs"
 NODE = "node"

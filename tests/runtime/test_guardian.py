@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from umbra.runtime import guardian
 from umbra.runtime.errors import ConfigError, UmbraError
-from umbra.runtime.exit_status import ExitStatus
-from umbra.runtime.launch_guardian import GuardianProcess, start_guardian
+from umbra.runtime.process import guardian
+from umbra.runtime.process.exit_status import ExitStatus
+from umbra.runtime.process.launch_guardian import GuardianProcess, start_guardian
 from umbra.runtime.socketdir import SocketDir, is_in_use
 
 pytestmark = pytest.mark.process

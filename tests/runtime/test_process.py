@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 import uvloop
 
-from umbra.runtime import descendants, prctl
-from umbra.runtime.child_log import ChildLog
 from umbra.runtime.errors import ActorError, ConfigError
-from umbra.runtime.exit_status import ExitStatus
-from umbra.runtime.orphans import kill_orphans
-from umbra.runtime.pid_watch import PidWatch
-from umbra.runtime.process import ChildProcess, living_pids, resident_nbytes
+from umbra.runtime.process import descendants, prctl
+from umbra.runtime.process.child import ChildProcess, living_pids, resident_nbytes
+from umbra.runtime.process.child_log import ChildLog
+from umbra.runtime.process.exit_status import ExitStatus
+from umbra.runtime.process.orphans import kill_orphans
+from umbra.runtime.process.pid_watch import PidWatch
 
 pytestmark = pytest.mark.process
 
@@ -436,8 +436,8 @@ def test_a_strange_process_name_does_not_confuse_the_parser(tmp_path: Path) -> N
 def test_the_layer_imports_nothing_heavy() -> None:
     code = (
         "import sys\n"
-        "import umbra.runtime.lifecycle, umbra.runtime.restart, umbra.runtime.launch_guardian\n"
-        "import umbra.runtime.orphans\n"
+        "import umbra.runtime.lifecycle, umbra.runtime.restart\n"
+        "import umbra.runtime.process.launch_guardian, umbra.runtime.process.orphans\n"
         "print(sorted({'torch', 'numpy', 'pydantic'} & set(sys.modules)))"
     )
 

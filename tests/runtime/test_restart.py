@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from umbra.runtime.errors import ConfigError
-from umbra.runtime.exit_status import ExitStatus
+from umbra.runtime.process.exit_status import ExitStatus
 from umbra.runtime.restart import GiveUp, Restart, RestartPolicy, RestartTracker
 
 CRASH = ExitStatus(-signal.SIGKILL)

@@ -20,7 +20,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rpc_process import ActorProcess, connected, make_ref, run, short_folder, until
 
-from umbra.runtime.client import Client, Handle
 from umbra.runtime.errors import (
     ActorNotFound,
     ConfigError,
@@ -30,9 +29,10 @@ from umbra.runtime.errors import (
     ProtocolError,
     RemoteError,
 )
-from umbra.runtime.messages import CALL, CANCEL, CREDIT, HELLO, RESULT
-from umbra.runtime.ref import ActorRef
-from umbra.runtime.server import ActorServer
+from umbra.runtime.rpc.client import Client, Handle
+from umbra.runtime.rpc.messages import CALL, CANCEL, CREDIT, HELLO, RESULT
+from umbra.runtime.rpc.ref import ActorRef
+from umbra.runtime.rpc.server import ActorServer
 
 pytestmark = pytest.mark.process
 

@@ -17,14 +17,14 @@ import zmq
 from actor_specs import PROGRAMS, actor
 from watching import tree
 
-from umbra.runtime.client import Client
 from umbra.runtime.errors import ActorNotFound, ConfigError, ConnectionLost, UmbraError
-from umbra.runtime.messages import HELLO
-from umbra.runtime.ref import ActorRef
-from umbra.runtime.security import CurveKeys
+from umbra.runtime.rpc.client import Client
+from umbra.runtime.rpc.messages import HELLO
+from umbra.runtime.rpc.ref import ActorRef
+from umbra.runtime.rpc.security import CurveKeys
+from umbra.runtime.rpc.wire import Encoder
 from umbra.runtime.session import Session
 from umbra.runtime.testing.sessions import SessionFactory
-from umbra.runtime.wire import Encoder
 
 pytestmark = pytest.mark.process
 

@@ -18,9 +18,9 @@ import pytest
 from actor_specs import PROGRAMS, actor
 from watching import all_end, kill, processes, supervisor_of, tree
 
-from umbra.runtime import descendants
 from umbra.runtime.errors import ActorDied, JobFailed, MailboxClosed, UmbraError
 from umbra.runtime.pools import PoolSpec
+from umbra.runtime.process import descendants
 from umbra.runtime.session import Session
 from umbra.runtime.testing.sessions import SessionFactory
 
@@ -49,7 +49,7 @@ from pathlib import Path
 from umbra.runtime import ActorSpec, Session, SessionConfig
 with Session.from_torchrun(SessionConfig(run_dir=Path({str(tmp_path)!r}))) as session:
     echo = session.spawn(ActorSpec(name="e", target="actors:Echo", sys_path=({str(PROGRAMS)!r},)))
-    from umbra.runtime.descendants import child_pids
+    from umbra.runtime.process.descendants import child_pids
     (guardian,) = child_pids(os.getpid())
     (supervisor,) = child_pids(guardian)
     print(json.dumps({{

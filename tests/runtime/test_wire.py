@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from umbra.runtime.errors import ProtocolError
-from umbra.runtime.messages import (
+from umbra.runtime.rpc.messages import (
     CALL,
     CANCEL,
     CREDIT,
@@ -31,8 +31,8 @@ from umbra.runtime.messages import (
     BadEnvelope,
     check_envelope,
 )
-from umbra.runtime.ref import ActorRef
-from umbra.runtime.wire import FRAME_MIN_NBYTES, Decoder, Encoder, Frame
+from umbra.runtime.rpc.ref import ActorRef
+from umbra.runtime.rpc.wire import FRAME_MIN_NBYTES, Decoder, Encoder, Frame
 
 DTYPES = ["?", *"bBhHiIlLqQ", *"efdg", "<i4", ">i4", ">f8", ">u2"]
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Generator, Iterable
 from pathlib import Path
 
-from umbra.runtime import descendants
+from umbra.runtime.process import descendants
 
 DEADLINE_S = 20.0
 

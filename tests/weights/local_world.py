@@ -32,7 +32,7 @@ from umbra.runtime.lifecycle import (
     Wake,
     Woken,
 )
-from umbra.runtime.loop_thread import LoopThread
+from umbra.runtime.rpc.loop_thread import LoopThread
 from umbra.runtime.weights.coordinator import SyncCoordinator, SyncSettings
 from umbra.runtime.weights.memfd import serve_fds
 from umbra.runtime.weights.receive import WeightReceiver

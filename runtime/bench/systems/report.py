@@ -19,8 +19,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from umbra.runtime.descendants import kill_all_descendants, living_descendants
-from umbra.runtime.prctl import become_subreaper
+from umbra.runtime.process.descendants import kill_all_descendants, living_descendants
+from umbra.runtime.process.prctl import become_subreaper
 
 _KILL_DEADLINE_S = 10.0
 """For what a system leaves behind when it is shut down: it takes milliseconds to end."""

@@ -20,7 +20,7 @@ from umbra.runtime.bench.timing import (
     summarise,
     workers,
 )
-from umbra.runtime.client import Client, Handle
+from umbra.runtime.rpc.client import Client, Handle
 from umbra.runtime.session import Session, SessionConfig, SyncHandle
 
 _CALL_TIMEOUT_S = 20.0

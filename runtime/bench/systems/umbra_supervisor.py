@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from umbra.runtime.bench.systems.report import Task, run_program
-from umbra.runtime.descendants import child_pids
-from umbra.runtime.launch_guardian import GuardianProcess, start_guardian
-from umbra.runtime.process import resident_nbytes
+from umbra.runtime.process.child import resident_nbytes
+from umbra.runtime.process.descendants import child_pids
+from umbra.runtime.process.launch_guardian import GuardianProcess, start_guardian
 from umbra.runtime.socketdir import SocketDir
 from umbra.runtime.supervisor_host import SupervisorConfig
 

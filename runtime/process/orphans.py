@@ -1,7 +1,7 @@
 """Ends what dead children left behind, while the living ones go on.
 
-Every child a supervisor starts is the subreaper of its own descendants (umbra.runtime.prctl), and
-so is the supervisor. A process that comes to the supervisor for adoption therefore had its last
+Every child a supervisor starts is the subreaper of its own descendants (`prctl`), and so is
+the supervisor. A process that comes to the supervisor for adoption therefore had its last
 living ancestor below it die: it is an orphan, however it renamed or detached itself. Example:
 
     engine-0 (pid 7) forks a worker (8), which forks a daemon (9, setsid) and exits: 9 goes to 7
@@ -16,9 +16,9 @@ import logging
 import os
 from collections.abc import Collection
 
-from umbra.runtime import descendants, prctl
-from umbra.runtime.pid_watch import PidWatch
-from umbra.runtime.process import living_pids
+from umbra.runtime.process import descendants, prctl
+from umbra.runtime.process.child import living_pids
+from umbra.runtime.process.pid_watch import PidWatch
 
 _logger = logging.getLogger(__name__)
 

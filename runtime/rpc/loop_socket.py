@@ -18,7 +18,7 @@ from typing import Final
 
 import zmq
 
-from umbra.runtime.wire import FRAME_MIN_NBYTES, Frame
+from umbra.runtime.rpc.wire import FRAME_MIN_NBYTES, Frame
 
 logger = logging.getLogger(__name__)
 

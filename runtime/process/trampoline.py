@@ -15,7 +15,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from umbra.runtime import prctl
+    from umbra.runtime.process import prctl
 else:
     import importlib.util
 

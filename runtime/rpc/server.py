@@ -23,8 +23,8 @@ from typing import Any, Final, TypeVar, cast
 import zmq
 
 from umbra.runtime.errors import ProtocolError
-from umbra.runtime.loop_socket import LoopSocket
-from umbra.runtime.messages import (
+from umbra.runtime.rpc.loop_socket import LoopSocket
+from umbra.runtime.rpc.messages import (
     CALL,
     CANCEL,
     CREDIT,
@@ -39,8 +39,8 @@ from umbra.runtime.messages import (
     BadEnvelope,
     check_envelope,
 )
-from umbra.runtime.outbox import Outbox
-from umbra.runtime.wire import Decoder, Frame
+from umbra.runtime.rpc.outbox import Outbox
+from umbra.runtime.rpc.wire import Decoder, Frame
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 Standard library only: the guardian loads this file by its path, with no package.
 
 A descendant is found by parentage, never by name, session or environment: with a subreaper above
-it (umbra.runtime.prctl) no fork, setsid or renamed process can leave its ancestor's tree.
+it (umbra.runtime.process.prctl) no fork, setsid or renamed process can leave its ancestor's tree.
 """
 
 from __future__ import annotations

@@ -16,20 +16,20 @@ from typing import Any, Final, Self
 
 import zmq
 
-from umbra.runtime.connection import Connection, ItemStream
 from umbra.runtime.errors import (
     ActorNotFound,
     ConnectionLost,
     DeadlineExceeded,
     MailboxClosed,
 )
-from umbra.runtime.messages import (
+from umbra.runtime.rpc.connection import Connection, ItemStream
+from umbra.runtime.rpc.messages import (
     CALL,
     CANCEL,
     CREDIT,
 )
-from umbra.runtime.ref import ActorRef
-from umbra.runtime.security import CurveKeys
+from umbra.runtime.rpc.ref import ActorRef
+from umbra.runtime.rpc.security import CurveKeys
 
 # (the lost ref, seconds left) -> the incarnation that replaces it
 Resolver = Callable[[ActorRef, float], Awaitable[ActorRef]]

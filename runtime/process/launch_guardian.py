@@ -14,11 +14,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from umbra.runtime import guardian
-from umbra.runtime.child_log import ChildLog
 from umbra.runtime.errors import ConfigError, UmbraError
-from umbra.runtime.exit_status import ExitStatus
-from umbra.runtime.memory_file import open_memory_file
+from umbra.runtime.process import guardian
+from umbra.runtime.process.child_log import ChildLog
+from umbra.runtime.process.exit_status import ExitStatus
+from umbra.runtime.process.memory_file import open_memory_file
 from umbra.runtime.socketdir import SocketDir
 
 _MAX_READY_NBYTES = 64 * 1024

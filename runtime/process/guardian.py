@@ -2,8 +2,8 @@
 
     python -I -S guardian.py OWNER_PIDFD READY_FD LOCK_FD SOCKET_DIR GRACE_S program [argument ...]
 
-Started by a node's local rank 0 (umbra.runtime.launch_guardian) in a session of its own. Standard
-library only, about 10 MB resident: it must outlive whatever takes the supervisor down.
+Started by a node's local rank 0 (`launch_guardian`) in a session of its own. Standard library only,
+about 10 MB resident: it must outlive whatever takes the supervisor down.
 
 It starts `program ... --ready-fd READY_FD --guardian-pid PID` as the supervisor, with the same
 stdin, stdout and stderr, and then only waits:
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
-    from umbra.runtime import descendants, prctl
+    from umbra.runtime.process import descendants, prctl
 else:
     import importlib.util
 

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from umbra.runtime.wire import Encoder, Frame
+from umbra.runtime.rpc.wire import Encoder, Frame
 
 # A batch this large goes out at once: waiting longer saves nothing and delays its first call.
 _FLUSH_NBYTES: Final = 64 * 1024

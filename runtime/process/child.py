@@ -4,9 +4,9 @@
         status = await child.wait()
 
 Every child dies with this process (parent-death signal) and is the subreaper of what it forks
-(umbra.runtime.prctl). So whatever a *living* child's descendants do, they stay below it; a process
-that comes to this one for adoption had an ancestor that has died, and umbra.runtime.orphans ends
-it: no environment, name or session has to be believed.
+(`prctl`). So whatever a *living* child's descendants do, they stay below it; a process that comes
+to this one for adoption had an ancestor that has died, and `orphans` ends it: no environment, name
+or session has to be believed.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
-from umbra.runtime import descendants, trampoline
-from umbra.runtime.child_log import ChildLog
 from umbra.runtime.errors import ActorError
-from umbra.runtime.exit_status import ExitStatus
-from umbra.runtime.memory_file import open_memory_file
-from umbra.runtime.pid_watch import PidWatch
+from umbra.runtime.process import descendants, trampoline
+from umbra.runtime.process.child_log import ChildLog
+from umbra.runtime.process.exit_status import ExitStatus
+from umbra.runtime.process.memory_file import open_memory_file
+from umbra.runtime.process.pid_watch import PidWatch
 
 PARENT_PID_VARIABLE = "UMBRA_PARENT_PID"
 """Set for every child: the pid it passes to `prctl.die_with_parent`."""

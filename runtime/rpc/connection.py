@@ -1,6 +1,6 @@
 """One connection to one incarnation of an actor: what has been sent on it and not been answered.
 
-`umbra.runtime.client` opens connections and follows an actor to its next incarnation.
+`umbra.runtime.rpc.client` opens connections and follows an actor to its next incarnation.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from umbra.runtime.errors import (
     RemoteError,
     UmbraError,
 )
-from umbra.runtime.loop_socket import LoopSocket
-from umbra.runtime.messages import (
+from umbra.runtime.rpc.loop_socket import LoopSocket
+from umbra.runtime.rpc.messages import (
     CALL,
     CANCEL,
     END,
@@ -39,10 +39,10 @@ from umbra.runtime.messages import (
     BadEnvelope,
     check_envelope,
 )
-from umbra.runtime.outbox import Outbox
-from umbra.runtime.ref import ActorRef
-from umbra.runtime.security import CurveKeys
-from umbra.runtime.wire import Decoder, Frame
+from umbra.runtime.rpc.outbox import Outbox
+from umbra.runtime.rpc.ref import ActorRef
+from umbra.runtime.rpc.security import CurveKeys
+from umbra.runtime.rpc.wire import Decoder, Frame
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""Processes of a node: started, watched, and ended together with all they fork."""

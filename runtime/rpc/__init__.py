@@ -1,0 +1,1 @@
+"""Calls between processes: msgpack over ZMQ, one outcome a call."""
