@@ -25,6 +25,7 @@ from umbra.engines.requests import GenerationRequest, parse_request
 from umbra.engines.uniforms import uniforms
 from umbra.runtime.errors import ConfigError, WeightSyncError
 from umbra.runtime.lifecycle import SleepLevel, Tag
+from umbra.runtime.weights.memfd import BucketMappings
 
 _MAX_BURST: Final = 1024
 # Tokens of one request made at once where no speed is set, so that a long request still comes in
@@ -84,6 +85,7 @@ class EchoEngine:
         self._has_work = asyncio.Event()
         self._is_quiet = asyncio.Event()  # a drain is over
         self._receiver: EchoReceiver | None = None
+        self._mappings = BucketMappings()
         self._num_tokens_total = 0
         if load_weights:
             self._gate.start_serving(0)
@@ -208,6 +210,8 @@ class EchoEngine:
         if not self._requests:
             self._gate.pause()
         self._gate.sleep(level)
+        self._receiver = None
+        self._mappings.close()
         self._settle()
 
     async def wake(self, tags: Sequence[Tag]) -> None:
@@ -221,9 +225,8 @@ class EchoEngine:
     ) -> None:
         self._gate.begin_update(version, is_idle=not self._requests)
         self._settle()
-        self._close_receiver()
         self._receiver = await asyncio.to_thread(
-            EchoReceiver, manifest, buckets, verify=self._verify_checksums
+            EchoReceiver, manifest, buckets, self._mappings, verify=self._verify_checksums
         )
 
     async def load_bucket(self, idx: int) -> dict[str, int]:
@@ -235,21 +238,16 @@ class EchoEngine:
     async def commit_update(self) -> None:
         self._open_receiver()
         self._gate.commit_update()
-        self._close_receiver()
+        self._receiver = None
 
     async def abort_update(self) -> None:
-        self._close_receiver()
+        self._receiver = None
         self._gate.abort_update()
 
     def _open_receiver(self) -> EchoReceiver:
         if self._receiver is None:
             raise WeightSyncError("no update is in progress; begin_update comes first")
         return self._receiver
-
-    def _close_receiver(self) -> None:
-        if self._receiver is not None:
-            self._receiver.close()
-            self._receiver = None
 
     async def stats(self) -> EngineStats:
         version = self._gate.version

@@ -8,20 +8,25 @@ from typing import Any
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.weights.image import BucketGrid, Extent
 from umbra.runtime.weights.manifest import Manifest
-from umbra.runtime.weights.memfd import open_buckets
+from umbra.runtime.weights.memfd import BucketMappings
 
 _OPEN_TIMEOUT_S = 10.0
 
 
 class EchoReceiver:
-    """One update. Owns the mapping of the buckets until `close`. Blocks for I/O when made.
+    """One update. Blocks for I/O when made.
 
     Args:
         verify: keep a copy of the image and check checksums, which imports torch.
     """
 
     def __init__(
-        self, manifest: Mapping[str, Any], buckets: Mapping[str, Any], *, verify: bool
+        self,
+        manifest: Mapping[str, Any],
+        buckets: Mapping[str, Any],
+        mappings: BucketMappings,
+        *,
+        verify: bool,
     ) -> None:
         layout = Manifest.from_wire(manifest)
         self._bucket_nbytes: int = buckets["bucket_nbytes"]
@@ -29,7 +34,7 @@ class EchoReceiver:
         self._plan = BucketGrid(layout.nbytes, self._bucket_nbytes).cut(extents)
         self._loaded: set[int] = set()
         self._image = bytearray(len(self._plan) * self._bucket_nbytes) if verify else None
-        self._buckets = open_buckets(
+        self._buckets = mappings.open(
             buckets["fd_socket"], buckets["names"], self._bucket_nbytes, _OPEN_TIMEOUT_S
         )
 
@@ -59,24 +64,18 @@ class EchoReceiver:
             "mismatches": [] if self._image is None else _mismatches(self._image, regions),
         }
 
-    def close(self) -> None:
-        for bucket in self._buckets:
-            bucket.close()
-        self._buckets = []
-
 
 def _mismatches(image: bytearray, regions: Sequence[Sequence[int | None]]) -> list[str]:
     import torch
 
-    from umbra.runtime.weights.checksum import Checksummer
+    from umbra.runtime.weights.checksum import checksum_of
 
-    checksummer = Checksummer()
     data = torch.frombuffer(image, dtype=torch.uint8)
     found: list[str] = []
     for offset, nbytes, checksum in regions:
         if offset is None or nbytes is None or checksum is None:
             continue
-        arrived = checksummer.of(data[offset : offset + nbytes])
+        arrived = checksum_of(data[offset : offset + nbytes])
         if arrived != checksum:
             found.append(
                 f"bytes [{offset}, {offset + nbytes}): sent {checksum:#018x}, "

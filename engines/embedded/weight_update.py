@@ -7,20 +7,23 @@ from typing import Any
 
 from umbra.engines.embedded.parameters import Parameters
 from umbra.runtime.errors import WeightSyncError
+from umbra.runtime.weights.memfd import BucketMappings
 from umbra.runtime.weights.receive import WeightReceiver
 
 
 class WeightUpdate:
-    """Owns the receiver of the update in progress, if any."""
+    """Owns the receiver of the update in progress, if any, and the mapping of the buckets."""
 
     def __init__(self, parameters: Parameters) -> None:
         self._parameters = parameters
+        self._mappings = BucketMappings()
         self._receiver: WeightReceiver | None = None
 
     def begin(self, manifest: Mapping[str, Any], buckets: Mapping[str, Any]) -> None:
         """Raises WeightSyncError where names, shapes or dtypes are not this model's."""
-        self.close()
-        self._receiver = WeightReceiver(manifest, buckets, self._parameters.destinations)
+        self._receiver = WeightReceiver(
+            manifest, buckets, self._parameters.destinations, self._mappings
+        )
 
     def load_bucket(self, idx: int) -> dict[str, int]:
         return {"nbytes": self._open_receiver().load_bucket(idx)}
@@ -32,13 +35,16 @@ class WeightUpdate:
         """Makes what was received the model's weights."""
         self._open_receiver()
         self._parameters.refresh()
-        self.close()
+        self.abort()
 
-    def close(self) -> None:
+    def abort(self) -> None:
         """Idempotent."""
-        if self._receiver is not None:
-            self._receiver.close()
-            self._receiver = None
+        self._receiver = None
+
+    def unmap(self) -> None:
+        """Gives the buckets' memory back; the next update maps it again."""
+        self.abort()
+        self._mappings.close()
 
     def _open_receiver(self) -> WeightReceiver:
         if self._receiver is None:

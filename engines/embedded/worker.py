@@ -123,6 +123,7 @@ class EngineWorker:
         if not self._core.has_work:
             self._gate.pause()
         self._gate.sleep(level)
+        self._update.unmap()
         self._core.preempt_all()
         self._core.cache.release()
         if level == 2:
@@ -161,7 +162,7 @@ class EngineWorker:
         self._core.set_version(self._gate.commit_update())
 
     def abort_update(self) -> None:
-        self._update.close()
+        self._update.abort()
         self._gate.abort_update()
 
     def stats(self) -> EngineStats:

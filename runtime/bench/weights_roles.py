@@ -26,6 +26,7 @@ from umbra.runtime.rpc.client import Client, Handle
 from umbra.runtime.rpc.loop_thread import LoopThread
 from umbra.runtime.rpc.ref import ActorRef
 from umbra.runtime.rpc.server import ActorServer
+from umbra.runtime.weights.memfd import BucketMappings
 from umbra.runtime.weights.publish import WeightPublisher
 from umbra.runtime.weights.receive import WeightReceiver, populate
 
@@ -64,13 +65,14 @@ class BenchEngine:
         self._parameters = {name: torch.empty_like(t) for name, t in tensors.items()}
         populate(self._parameters.values())
         self._thread = ThreadPoolExecutor(1)
+        self._mappings = BucketMappings()
         self._receiver: WeightReceiver | None = None
 
     async def begin_update(
         self, version: int, manifest: dict[str, Any], buckets: dict[str, Any]
     ) -> None:
         def begin() -> WeightReceiver:
-            return WeightReceiver(manifest, buckets, self._parameters)
+            return WeightReceiver(manifest, buckets, self._parameters, self._mappings)
 
         self._receiver = await asyncio.get_running_loop().run_in_executor(self._thread, begin)
 
@@ -86,8 +88,7 @@ class BenchEngine:
         return await asyncio.get_running_loop().run_in_executor(self._thread, finish, regions)
 
     async def commit_update(self) -> None:
-        assert self._receiver is not None
-        self._receiver.close()
+        self._receiver = None
 
     async def abort_update(self) -> None:
         await self.commit_update()

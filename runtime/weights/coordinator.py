@@ -12,6 +12,7 @@ import asyncio
 import collections
 import itertools
 import logging
+import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -43,8 +44,8 @@ class SyncSettings:
     """How a pool's syncs are done.
 
     Attributes:
-        bucket_nbytes: size of each of the NUM_BUFFERS buffers, at most; smaller images take less.
-            Small buckets spend the time in messages, large ones leave the cache and hold memory.
+        bucket_nbytes: size of each of the NUM_BUFFERS buffers. Small buckets spend the time in
+            messages, large ones leave the cache and hold memory.
         attest_every: checksums on the first sync and on every so-manieth after it, and whenever
             an engine takes part for the first time. Counts and bytes are checked always.
         engine_timeout_s: longest a single request to an engine may take before it is replaced;
@@ -54,7 +55,7 @@ class SyncSettings:
             a warning, for engines to catch up with.
     """
 
-    bucket_nbytes: int = 8 << 20
+    bucket_nbytes: int = 16 << 20
     attest_every: int = 16
     engine_timeout_s: float = 60.0
     pause_mode: str = "abort"
@@ -65,8 +66,8 @@ class SyncCoordinator:
     """Serves the syncs of one pool, one after the other. `run()` lives until cancelled.
 
     The supervisor keeps other operations on the pool (sleep, wake, pause) apart from syncs.
-    Owns the shared buckets: made for the first sync, kept for later ones, freed when `run` ends
-    or by `release`. `version` is the last committed one.
+    Owns the shared buckets: made when `run` begins (engines need longer to start), freed when it
+    ends. `version` is the last committed one.
 
     Args:
         engines: all engines of the pool, in whatever state.
@@ -91,9 +92,8 @@ class SyncCoordinator:
         self._settings = settings or SyncSettings()
         self._on_commit = on_commit
         self._sync_ids = itertools.count(1)
-        self._bucket_ids = itertools.count(1)
         self._fds: dict[str, int] = {}
-        self._bucket_nbytes = 0
+        self._why_no_buckets = ""
         self._num_syncs = 0
         self._attested: set[tuple[str, int]] = set()
         self._current: SyncRun | None = None
@@ -115,8 +115,11 @@ class SyncCoordinator:
     async def run(self) -> None:
         """Drives syncs until cancelled; an open one then fails at its ranks."""
         try:
+            await self._make_buckets()
             while True:
                 run = await self._to_start.get()
+                if not self._fds:
+                    await self._make_buckets()  # there may be memory now
                 try:
                     await run.run()
                 finally:
@@ -126,14 +129,25 @@ class SyncCoordinator:
                     while len(self._ended) > _ENDED_KEPT:
                         self._ended.popitem(last=False)
         finally:
-            self.release()
+            self._fd_server.withdraw(list(self._fds))
+            close_fds(self._fds)
+            self._fds = {}
 
-    def release(self) -> None:
-        """Frees the buckets; the next sync makes new ones. Not during a sync."""
-        self._fd_server.withdraw(list(self._fds))
-        close_fds(self._fds)
-        self._fds = {}
-        self._bucket_nbytes = 0
+    async def _make_buckets(self) -> None:
+        """In a thread. Where it fails, the next sync tells why."""
+        token = secrets.token_hex(4)  # names are for ever: peers keep what they have mapped
+        names = [f"{self._pool}-{token}-{idx}" for idx in range(NUM_BUFFERS)]
+        nbytes = align(self._settings.bucket_nbytes)
+        making = asyncio.get_running_loop().run_in_executor(None, create_buckets, names, nbytes)
+        try:
+            self._fds = await asyncio.shield(making)
+        except WeightSyncError as error:
+            self._why_no_buckets = str(error)
+        except asyncio.CancelledError:
+            with suppress(WeightSyncError):
+                close_fds(await making)
+            raise
+        self._fd_server.offer(self._fds)
 
     # -- what ranks call -----------------------------------------------------------------
 
@@ -198,21 +212,25 @@ class SyncCoordinator:
     # -- what a run asks for -------------------------------------------------------------
 
     def open_image(self, version: int, manifest: Manifest) -> OpenedImage:
-        """Chooses engines and makes the buckets: all able engines, or those that lack `version`."""
+        """Chooses the engines: all able ones, or those that lack `version`."""
         able = [engine for engine in self._engines() if engine.lifecycle.state in _ABLE_STATES]
         if version == self.version:
             able = [engine for engine in able if engine.lifecycle.version != version]
-        names = self._ensure_buckets(manifest)
+        if not self._fds:
+            raise WeightSyncError(self._why_no_buckets)
+        bucket_nbytes = min(
+            align(self._settings.bucket_nbytes), max(align(manifest.nbytes), ALIGNMENT)
+        )
         is_due = self._num_syncs % self._settings.attest_every == 0
         is_new = any((e.name, e.incarnation) not in self._attested for e in able)
         return OpenedImage(
             engines=able,
             buckets={
                 "fd_socket": self._fd_socket,
-                "names": names,
-                "bucket_nbytes": self._bucket_nbytes,
+                "names": list(self._fds),
+                "bucket_nbytes": bucket_nbytes,
             },
-            num_buckets=BucketGrid(manifest.nbytes, self._bucket_nbytes).num_buckets,
+            num_buckets=BucketGrid(manifest.nbytes, bucket_nbytes).num_buckets,
             attest=is_due or is_new,
         )
 
@@ -237,17 +255,6 @@ class SyncCoordinator:
             )
         if self._on_commit is not None:
             self._on_commit(version)
-
-    def _ensure_buckets(self, manifest: Manifest) -> list[str]:
-        wanted = min(align(self._settings.bucket_nbytes), max(align(manifest.nbytes), ALIGNMENT))
-        if wanted != self._bucket_nbytes:
-            self.release()
-            serial = next(self._bucket_ids)
-            names = [f"{self._pool}-{serial}-{idx}" for idx in range(NUM_BUFFERS)]
-            self._fds = create_buckets(names, wanted)
-            self._bucket_nbytes = wanted
-            self._fd_server.offer(self._fds)
-        return list(self._fds)
 
     # -- private -------------------------------------------------------------------------
 

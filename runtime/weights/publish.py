@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from umbra.runtime.errors import DeadlineExceeded, ProtocolError, UmbraError
-from umbra.runtime.weights.checksum import Checksummer
+from umbra.runtime.weights.checksum import checksum_of, copy_with_checksum
 from umbra.runtime.weights.image import BucketGrid, Extent, Piece
-from umbra.runtime.weights.memfd import MappedBucket, open_buckets
+from umbra.runtime.weights.memfd import BucketMappings, MappedBucket
 from umbra.runtime.weights.shards import find_aliases, held_extent, local_part, wire_manifest
 from umbra.runtime.weights.views import bucket_bytes, flatten
 
@@ -127,7 +127,7 @@ class WeightPublisher:
             if extent is not None:
                 self._sources.append(_Source(tensor, getattr(torch, entry.dtype)))
                 self._extents.append(extent)
-        self._checksummer = Checksummer()
+        self._mappings = BucketMappings()
 
     def publish(self, pool: str, version: int, timeout_s: float) -> SyncReport:
         """Carries the tensors to the engines of `pool`; returns when they serve `version`.
@@ -169,14 +169,10 @@ class WeightPublisher:
                 f"rank {self._rank} cuts its image into {len(plan)} buckets, "
                 f"rank 0's has {grant['num_buckets']}: their tensors differ"
             )
-        buckets = open_buckets(
+        buckets = self._mappings.open(
             grant["fd_socket"], grant["buckets"], bucket_nbytes, _remaining_s(deadline)
         )
-        try:
-            self._fill_buckets(grant, plan, buckets, calls, deadline)
-        finally:
-            for bucket in buckets:
-                bucket.close()
+        self._fill_buckets(grant, plan, buckets, calls, deadline)
 
     @torch.no_grad()
     def _fill_buckets(
@@ -189,7 +185,7 @@ class WeightPublisher:
     ) -> None:
         sync_id = str(grant["sync_id"])
         reader = _ShardReader(self._sources)
-        checksummer = self._checksummer if grant["attest"] else None
+        attest = bool(grant["attest"])
         memories = [bucket_bytes(bucket) for bucket in buckets]
         loading: collections.deque[Future[None]] = collections.deque()
         for idx, pieces in enumerate(plan):
@@ -199,7 +195,7 @@ class WeightPublisher:
             regions: list[list[int | None]] = []
             for piece in pieces:
                 target = memory[piece.bucket_start : piece.bucket_start + piece.nbytes]
-                checksum = reader.read_into(piece, target, checksummer)
+                checksum = reader.read_into(piece, target, attest)
                 offset = self._extents[piece.key].offset + piece.start
                 regions.append([offset, piece.nbytes, checksum])
             arguments = (sync_id, self._rank, idx, regions, _remaining_s(deadline))
@@ -216,26 +212,24 @@ class _ShardReader:
         self._key = -1
         self._flat = torch.empty(0)
 
-    def read_into(
-        self, piece: Piece, target: Tensor, checksummer: Checksummer | None
-    ) -> int | None:
+    def read_into(self, piece: Piece, target: Tensor, attest: bool) -> int | None:
         """Writes the piece to `target`: uint8 [piece.nbytes].
 
         Returns the checksum of the bytes as they are in the source, never of `target`: whatever
-        goes wrong in between shall show. None without a checksummer.
+        goes wrong in between shall show. None unless `attest`.
         """
         dtype = self._sources[piece.key].wire_dtype
         flat = self._flat_shard(piece.key)
         start = piece.start // dtype.itemsize
         values = flat[start : start + piece.nbytes // dtype.itemsize]  # [piece elements]
-        if checksummer is None:
+        if not attest:
             target.view(dtype).copy_(values)
             return None
         data = values.to(dtype).view(torch.uint8)  # [piece.nbytes]
         if data.device.type == "cpu":
-            return checksummer.copy(data, target)
+            return copy_with_checksum(data, target)
         target.copy_(data)
-        return checksummer.of(data)
+        return checksum_of(data)
 
     def _flat_shard(self, key: int) -> Tensor:
         if key != self._key:

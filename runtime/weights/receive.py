@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import os
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
@@ -13,31 +12,32 @@ import torch
 from torch import Tensor
 
 from umbra.runtime.errors import ProtocolError, WeightSyncError
-from umbra.runtime.weights.checksum import Checksummer
+from umbra.runtime.weights.checksum import checksum_of
 from umbra.runtime.weights.image import BucketGrid, Extent, Piece
 from umbra.runtime.weights.manifest import Manifest, TensorEntry
-from umbra.runtime.weights.memfd import open_buckets
+from umbra.runtime.weights.memfd import BucketMappings
 from umbra.runtime.weights.pages import populate_range
 from umbra.runtime.weights.views import bucket_bytes, dtype_name, flatten
 
 MAX_MISMATCHES: Final = 32
 # Reported by name; a wrong layout would otherwise list every tensor of the model.
 _ATTEST_THREADS: Final = 4
-# One core reads about 9 GB/s here, memory several times that; beyond four little is gained.
+# A core sums faster than it reads from memory; beyond four little is gained.
 _OPEN_TIMEOUT_S: Final = 10.0
 
 
 class WeightReceiver:
-    """Receives one version. Made at begin_update, closed after commit or abort.
+    """Receives one version. Made at begin_update, dropped after commit or abort.
 
-    Blocks; an engine calls it from the thread that owns its parameters. Owns the mapping of the
-    buckets, not the parameters.
+    Blocks; an engine calls it from the thread that owns its parameters. Owns neither these nor
+    the mapping of the buckets.
 
     Args:
         manifest: the wire form that came with begin_update.
         buckets: {"fd_socket": path, "names": [...], "bucket_nbytes": int} from begin_update.
         destinations: name -> parameter or buffer of this engine, any strides. Must be exactly the
             names of the manifest; of tied names any one, several sharing memory, or copies.
+        mappings: the engine's; kept from one version to the next.
 
     Raises:
         WeightSyncError: names, shapes or dtypes disagree; nothing was touched.
@@ -48,6 +48,7 @@ class WeightReceiver:
         manifest: Manifest | Mapping[str, Any],
         buckets: Mapping[str, Any],
         destinations: Mapping[str, Tensor],
+        mappings: BucketMappings,
         timeout_s: float = _OPEN_TIMEOUT_S,
     ) -> None:
         layout = manifest if isinstance(manifest, Manifest) else Manifest.from_wire(manifest)
@@ -55,7 +56,7 @@ class WeightReceiver:
         extents = [Extent(key, e.offset, e.nbytes) for key, e in enumerate(layout.entries)]
         self._plan = BucketGrid(layout.nbytes, buckets["bucket_nbytes"]).cut(extents)
         self._loaded: set[int] = set()
-        self._buckets = open_buckets(
+        self._buckets = mappings.open(
             buckets["fd_socket"], buckets["names"], buckets["bucket_nbytes"], timeout_s
         )
 
@@ -100,12 +101,6 @@ class WeightReceiver:
         mismatches = _verify(checks)
         return {"count": len(regions), "nbytes": nbytes, "mismatches": mismatches}
 
-    def close(self) -> None:
-        """Unmaps the buckets. Idempotent."""
-        for bucket in self._buckets:
-            bucket.close()
-        self._buckets = []
-
     def _locate(
         self, regions: Sequence[Sequence[int | None]]
     ) -> Iterator[tuple[_Target, int, int, int | None]]:
@@ -146,10 +141,10 @@ class _Target:
             for tensor in self._staged:
                 tensor.copy_(self._staging)
 
-    def check(self, start: int, nbytes: int, checksum: int, checksummer: Checksummer) -> str | None:
+    def check(self, start: int, nbytes: int, checksum: int) -> str | None:
         """None, or what is wrong with bytes [start, start + nbytes) of the parameters."""
         for tensor in self._tensors:
-            found = checksummer.of(_as_bytes(tensor.contiguous())[start : start + nbytes])
+            found = checksum_of(_as_bytes(tensor.contiguous())[start : start + nbytes])
             if found != checksum:
                 return (
                     f"{self.entry.name} bytes [{start}, {start + nbytes}): "
@@ -202,13 +197,10 @@ def _match(
 def _verify(checks: list[tuple[_Target, int, int, int]]) -> list[str]:
     """The mismatches, found by a few threads (the sums run without the interpreter lock)."""
     num_threads = max(1, min(_ATTEST_THREADS, os.cpu_count() or 1, len(checks)))
-    local = threading.local()
 
     def check(item: tuple[_Target, int, int, int]) -> str | None:
-        if not hasattr(local, "checksummer"):
-            local.checksummer = Checksummer()
         target, start, nbytes, checksum = item
-        return target.check(start, nbytes, checksum, local.checksummer)
+        return target.check(start, nbytes, checksum)
 
     with ThreadPoolExecutor(num_threads, thread_name_prefix="attest") as pool:
         found = [text for text in pool.map(check, checks) if text is not None]

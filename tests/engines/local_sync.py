@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from umbra.runtime.weights.memfd import close_fds, create_buckets, serve_fds
 from umbra.runtime.weights.publish import WeightPublisher
 
 DEADLINE_S = 20.0
-NAMES = ["bucket-0", "bucket-1"]
+_serials = itertools.count()  # the name of a bucket is for ever
 
 
 class LocalSync:
@@ -31,6 +32,7 @@ class LocalSync:
         engine: Engine,
         loop: asyncio.AbstractEventLoop,
         fd_socket: str,
+        names: list[str],
         bucket_nbytes: int,
         tamper: Callable[[list[list[int | None]]], None],
     ) -> None:
@@ -40,8 +42,8 @@ class LocalSync:
         self._regions: list[list[int | None]] = []
         self._grant: dict[str, Any] = {
             "fd_socket": fd_socket,
-            "names": NAMES,
-            "buckets": NAMES,
+            "names": names,
+            "buckets": names,
             "bucket_nbytes": bucket_nbytes,
         }
         self.attested: dict[str, Any] = {}
@@ -95,12 +97,13 @@ async def publish(
     tamper: Callable[[list[list[int | None]]], None] = lambda regions: None,
 ) -> dict[str, Any]:
     """Carries `tensors` to a paused (or fresh) engine and resumes it; what it attested."""
-    fds = create_buckets(NAMES, bucket_nbytes)
+    serial = next(_serials)
+    fds = create_buckets([f"bucket-{serial}-{idx}" for idx in range(2)], bucket_nbytes)
     fd_socket = str(folder / "fds")
     try:
         async with serve_fds(fd_socket, fds):
             loop = asyncio.get_running_loop()
-            sync = LocalSync(engine, loop, fd_socket, bucket_nbytes, tamper)
+            sync = LocalSync(engine, loop, fd_socket, list(fds), bucket_nbytes, tamper)
             publisher = WeightPublisher(sync, 0, 1, tensors)
             await asyncio.to_thread(publisher.publish, "pool", version, DEADLINE_S)
     finally:

@@ -34,7 +34,7 @@ from umbra.runtime.lifecycle import (
 )
 from umbra.runtime.rpc.loop_thread import LoopThread
 from umbra.runtime.weights.coordinator import SyncCoordinator, SyncSettings
-from umbra.runtime.weights.memfd import serve_fds
+from umbra.runtime.weights.memfd import BucketMappings, serve_fds
 from umbra.runtime.weights.receive import WeightReceiver
 from umbra.runtime.weights.views import flatten
 
@@ -57,6 +57,7 @@ class ThreadEngine:
         self.corrupt_after_load: int | None = None
         self.hanging = asyncio.Event()
         self.killed: str | None = None
+        self._mappings = BucketMappings()
         self._receiver: WeightReceiver | None = None
 
     def apply(self, event: Event) -> None:
@@ -83,7 +84,7 @@ class ThreadEngine:
     ) -> None:
         await self._request("begin_update")
         self._receiver = await asyncio.to_thread(
-            WeightReceiver, manifest, buckets, self.destinations
+            WeightReceiver, manifest, buckets, self.destinations, self._mappings
         )
 
     def touch(self, version: int) -> None:
@@ -126,10 +127,12 @@ class ThreadEngine:
             self.apply(Pause())
         self.apply(Sleep(level))
 
+    def unmap(self) -> None:
+        self._close()
+        self._mappings.close()
+
     def _close(self) -> None:
-        if self._receiver is not None:
-            self._receiver.close()
-            self._receiver = None
+        self._receiver = None
 
     async def _request(self, what: object) -> None:
         self.log.append(what if isinstance(what, str) else "load_bucket")
