@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import math
 import os
 import sys
@@ -39,19 +40,29 @@ def exits(prompts: list[str], completions: list[str], **columns: Column) -> list
 def leaves_a_daemon(prompts: list[str], completions: list[str], **columns: Column) -> list[float]:
     """Starts a daemon once: double fork, a session of its own, an empty environment.
 
-    Its pid is written to the file that DAEMON_PID_FILE names.
+    Once any call has returned, its pid is in the file that DAEMON_PID_FILE names.
     """
     path = os.environ["DAEMON_PID_FILE"]
-    if not os.path.exists(path):
-        middle = os.fork()
-        if middle == 0:
-            os.setsid()
-            if os.fork() == 0:
-                with open(f"{path}.new", "w") as file:
-                    file.write(str(os.getpid()))
-                os.rename(f"{path}.new", path)
-                pause = "import signal; signal.pause()"
-                os.execve(sys.executable, [sys.executable, "-ISc", pause], {})
-            os._exit(0)
-        os.waitpid(middle, 0)
+    with open(f"{path}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # calls may overlap
+        if not os.path.exists(path):
+            _start_daemon(path)
     return zero(prompts, completions)
+
+
+def _start_daemon(pid_file: str) -> None:
+    """Returns once its pid is in the file."""
+    read_fd, write_fd = os.pipe()
+    middle = os.fork()
+    if middle == 0:
+        os.setsid()
+        if os.fork() == 0:
+            with open(pid_file, "w") as file:
+                file.write(str(os.getpid()))
+            pause = "import signal; signal.pause()"
+            os.execve(sys.executable, [sys.executable, "-ISc", pause], {})
+        os._exit(0)
+    os.close(write_fd)
+    os.waitpid(middle, 0)
+    os.read(read_fd, 1)  # until the daemon, too, has closed its end, by its exec
+    os.close(read_fd)

@@ -36,8 +36,11 @@ MARK = "UMBRA_FAULT_RUN"
 HERE = Path(__file__).parent
 START_LIMIT_S = 90.0
 """From the start to the first step: some eight seconds on two idle cores."""
+BAD_INPUT_LIMIT_S = 30.0
+"""From the start to the end for bad input: under nine seconds on two idle cores, most of which go
+into torch's import."""
 END_LIMIT_S = 10.0
-"""From a fault in a running training to the end of torchrun: a second or two on idle cores."""
+"""From a fault in a running training to the end of it all: a second or two on idle cores."""
 GONE_WITHIN_S = 5.0
 """What is left of a run must be gone so soon after torchrun has ended, or was killed."""
 _LOOK_AGAIN_S = 0.02
@@ -50,22 +53,29 @@ class Ended:
     Attributes:
         status: exit status of torchrun; -N where signal N ended it.
         output: of torchrun and all ranks.
-        at: `time.monotonic()` of the end, for durations.
+        gone_at: `time.monotonic()` when nothing was left of it, for durations.
+        num_ranks: as given to `start_run`.
     """
 
     status: int
     output: str
-    at: float
+    gone_at: float
+    num_ranks: int
 
-    def check_failed(self, *words: str, ranks: Sequence[int]) -> None:
-        """Asserts that each of these ranks named cause and remedy, in `words`, and no stack."""
+    def check_failed(self, *words: str, ranks: Sequence[int] | None = None) -> None:
+        """Asserts that each rank named cause and remedy, in `words`, and that none printed a stack.
+
+        Args:
+            ranks: those that have to say so; None: all.
+        """
         assert self.status != 0, self.output
-        for rank in ranks:
+        for rank in range(max(1, self.num_ranks)) if ranks is None else ranks:
             error = self.error_of(rank)
             for word in words:
                 assert word in error, f"rank {rank} does not say {word!r}:\n{self.output}"
-        said_by_ranks = self.output.partition("torch/distributed/run.py")[0]
-        assert said_by_ranks.count("Traceback") <= 1, self.output  # the one of torchrun itself
+        torchruns = re.findall(_STACK_OF_TORCHRUN, self.output, re.MULTILINE)
+        assert len(torchruns) <= min(1, self.num_ranks), self.output
+        assert self.output.count("Traceback") == len(torchruns), self.output
 
     def error_of(self, rank: int) -> str:
         """What a rank said went wrong; empty where it said nothing."""
@@ -76,6 +86,11 @@ class Ended:
 
 # From the rank's name to the next rank's words or torchrun's own log lines.
 _ERROR_OF = r"^rank {rank}: ((?:.|\n)*?)(?=^rank \d|^[WEI]\d{{4}} |^Traceback|\Z)"
+# What torchrun prints of itself where a rank has failed; a rank's own stack begins otherwise.
+_STACK_OF_TORCHRUN = (
+    r'^Traceback \(most recent call last\):\n(?:  File "<frozen runpy>", .*\n)*'
+    r'  File ".*/torch/distributed/run\.py", '
+)
 
 
 class Run:
@@ -91,6 +106,7 @@ class Run:
         environ: Mapping[str, str],
     ) -> None:
         self.run_dir = folder / "run"
+        self.num_ranks = num_ranks
         self._output = folder / "output.txt"
         self._token = secrets.token_hex(8)
         self._socket_root = Path(tempfile.mkdtemp(prefix="umbra-f-", dir="/tmp"))
@@ -121,9 +137,9 @@ class Run:
             raise AssertionError(
                 f"the run goes on after {timeout_s:g} s:\n{listing}\n{self.output}"
             ) from None
-        ended = Ended(status=status, output=self.output, at=time.monotonic())
         self._check_nothing_left()
-        return ended
+        gone_at = time.monotonic()
+        return Ended(status=status, output=self.output, gone_at=gone_at, num_ranks=self.num_ranks)
 
     # -- while it runs -------------------------------------------------------------------
 
@@ -156,16 +172,18 @@ class Run:
         return found
 
     def wait_for_restart(self, name: str, timeout_s: float = 30.0) -> None:
-        """Until an actor's second incarnation serves."""
+        """Until a later incarnation of an actor than the first serves."""
 
         def is_back() -> bool | None:
             actor = self.actors()[name]
-            return (actor["incarnation"], actor["state"]) == (2, "RUNNING") or None
+            return (actor["incarnation"] >= 2 and actor["state"] == "RUNNING") or None
 
-        self.wait_for(f"{name}#2", is_back, timeout_s)
+        self.wait_for(f"a successor of {name}#1", is_back, timeout_s)
 
     def pid_of(self, name: str) -> int:
-        """A rank ("rank 1"), "guardian", "supervisor", or an actor's name."""
+        """Of "torchrun", a rank ("rank 1"), "guardian", "supervisor", or an actor by its name."""
+        if name == "torchrun":
+            return self.process.pid
         if name.startswith("rank "):
             wanted = f"RANK={name[5:]}"
             return self._only(lambda pid: _is_rank(pid) and wanted in _variables(pid))

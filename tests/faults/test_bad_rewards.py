@@ -2,61 +2,66 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
-from runs import start_run
+from runs import BAD_INPUT_LIMIT_S, start_run
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 
 def test_every_rank_says_what_the_reward_raised_and_where(folder: Path) -> None:
     with start_run(folder, "reward.function=failing_rewards:raises") as run:
-        ended = run.wait()
+        ended = run.wait(BAD_INPUT_LIMIT_S)
 
     ended.check_failed(
         "RewardError: reward function failing_rewards:raises raised ValueError: no digit",
         "failing_rewards.py:",
         "let it return a number",
-        ranks=[0, 1],
     )
 
 
 @pytest.mark.parametrize(
-    ("function", "words"),
+    ("num_ranks", "function", "words"),
     [
-        ("returns_nan", ["returned nan for sample e0/", "return 0.0 for what cannot be judged"]),
-        ("one_too_few", ["returned 1 rewards for 2 completions", "return one for each"]),
-        ("needs_solution", ["takes ['solution'], which the data set lacks", "'answer', 'prompt'"]),
+        (2, "returns_nan", ["returned nan for sample e0/", "return 0.0 for what cannot be judged"]),
+        (0, "one_too_few", ["returned 1 rewards for 2 completions", "return one for each"]),
+        (
+            0,
+            "needs_solution",
+            ["takes ['solution'], which the data set lacks", "'answer', 'prompt'"],
+        ),
     ],
 )
-def test_an_unusable_reward_is_explained(folder: Path, function: str, words: list[str]) -> None:
+def test_an_unusable_reward_is_explained(
+    folder: Path, num_ranks: int, function: str, words: list[str]
+) -> None:
     target = f"failing_rewards:{function}"
 
-    with start_run(folder, f"reward.function={target}", num_ranks=0) as run:
-        ended = run.wait()
+    with start_run(folder, f"reward.function={target}", num_ranks=num_ranks) as run:
+        ended = run.wait(BAD_INPUT_LIMIT_S)
 
     assert ended.status == 1
-    ended.check_failed(f"RewardError: reward function {target}", *words, ranks=[0])
+    ended.check_failed(f"RewardError: reward function {target}", *words)
 
 
 def test_every_rank_says_that_the_reward_cannot_be_imported(folder: Path) -> None:
     with start_run(folder, "reward.function=no_such_module:reward") as run:
-        ended = run.wait()
+        ended = run.wait(BAD_INPUT_LIMIT_S)
 
     ended.check_failed(
         "reward function 'no_such_module:reward'",
         "No module named 'no_such_module'",
         "name its folder in the config (reward.python_path)",
-        ranks=[0, 1],
     )
 
 
 def test_a_reward_that_ends_its_process_each_time_is_named_as_the_cause(folder: Path) -> None:
     with start_run(folder, "reward.function=failing_rewards:exits", num_ranks=0) as run:
-        ended = run.wait()
+        ended = run.wait(BAD_INPUT_LIMIT_S)
 
     assert ended.status == 1
-    ended.check_failed("the reward of group e0/", "saw 3 rollout actors die", ranks=[0])
-    assert "worker-0#1 (pid" in ended.output
-    assert "exited with status 3; restarting it" in ended.output
+    ended.check_failed("the reward of group e0/", "saw 3 rollout actors die")
+    note = r"worker-0#1 \(pid \d+\) exited with status 3; restarting it in [\d.]+ s$"
+    assert re.search(note, ended.output, re.MULTILINE), ended.output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 STEPS = 4000
 LONG = f"train.steps={STEPS}"
+KILLED = r"killed by SIGKILL \(9\); restarting it in [\d.]+ s$"
 
 
 def check_goes_on(run: Run) -> None:
@@ -30,25 +32,31 @@ def test_a_killed_engine_comes_back(folder: Path) -> None:
 
     with start_run(folder, LONG, *settings) as run:
         run.wait_for_step(1)
-        os.kill(run.pid_of("policy-1"), signal.SIGKILL)
+        killed = run.pid_of("policy-1")
+        os.kill(killed, signal.SIGKILL)
         run.wait_for_restart("policy-1")
-        run.wait_for("news of it", lambda: _says(run, "policy-1#2 serves again"), timeout_s=30.0)
+        assert _is_gone(killed)
+        run.wait_for("news of it", lambda: _says(run, r"policy-1#2 serves again"), timeout_s=30.0)
         check_goes_on(run)
 
-    assert "policy-1#1" in run.output
+    assert _says(run, rf"policy-1#1 \(pid {killed}\) {KILLED}"), run.output
 
 
 def test_a_stopped_engine_counts_as_hung_and_is_replaced(folder: Path) -> None:
     with start_run(folder, LONG, "pool.hung_limit_s=1.5") as run:
         run.wait_for_step(1)
+        stopped_pid = run.pid_of("policy-0")
         stopped = time.monotonic()
-        os.kill(run.pid_of("policy-0"), signal.SIGSTOP)
+        os.kill(stopped_pid, signal.SIGSTOP)
+        run.wait_for("its end", lambda: _is_gone(stopped_pid), timeout_s=10.0)
+        assert time.monotonic() - stopped > 1.0
         run.wait_for_restart("policy-0")
-        assert 1.0 < time.monotonic() - stopped < 10.0
+        # The limit holds for its successors as well: on a busy machine it need not be the second.
+        again = r"policy-0#([2-9]|\d{2,}) serves again"
+        run.wait_for("news of it", lambda: _says(run, again), timeout_s=30.0)
         check_goes_on(run)
 
-    assert "policy-0#1 was killed: no heartbeat for" in run.output
-    assert "policy-0#2 serves again" in run.output
+    assert _says(run, r"policy-0#1 was killed: no heartbeat for"), run.output
 
 
 def test_a_killed_worker_comes_back_and_what_its_reward_forked_is_gone(folder: Path) -> None:
@@ -60,12 +68,32 @@ def test_a_killed_worker_comes_back_and_what_its_reward_forked_is_gone(folder: P
         run.wait_for_step(1)
         daemon = int(pid_file.read_text())
         os.kill(daemon, 0)  # it is there
-        os.kill(run.pid_of("worker-0"), signal.SIGKILL)
+        killed = run.pid_of("worker-0")
+        os.kill(killed, signal.SIGKILL)
         run.wait_for("the daemon's end", lambda: _is_gone(daemon), timeout_s=5.0)
         run.wait_for_restart("worker-0")
+        assert _is_gone(killed)
         check_goes_on(run)
 
-    assert "killed by SIGKILL (9); restarting it" in run.output
+    assert _says(run, rf"worker-0#1 \(pid {killed}\) {KILLED}"), run.output
+
+
+def test_a_killed_child_of_a_reward_disturbs_nothing(folder: Path) -> None:
+    pid_file = folder / "daemon-pid"
+    reward = "reward.function=failing_rewards:leaves_a_daemon"
+    environ = {"DAEMON_PID_FILE": str(pid_file)}
+
+    with start_run(folder, LONG, reward, environ=environ) as run:
+        run.wait_for_step(1)
+        daemon = int(pid_file.read_text())
+        os.kill(daemon, signal.SIGKILL)
+        run.wait_for("the daemon's end", lambda: _has_ended(daemon), timeout_s=5.0)
+        check_goes_on(run)
+        incarnations = {actor["incarnation"] for actor in run.actors().values()}
+
+    assert incarnations == {1}
+    assert _is_gone(daemon)
+    assert not _says(run, "restarting it"), run.output
 
 
 def test_what_a_reward_forked_ends_with_the_run(folder: Path) -> None:
@@ -80,9 +108,18 @@ def test_what_a_reward_forked_ends_with_the_run(folder: Path) -> None:
     assert _is_gone(int(pid_file.read_text()))
 
 
-def _says(run: Run, words: str) -> bool | None:
-    return words in run.output or None
+def _says(run: Run, pattern: str) -> bool | None:
+    return re.search(pattern, run.output, re.MULTILINE) is not None or None
 
 
 def _is_gone(pid: int) -> bool | None:
     return not Path(f"/proc/{pid}").exists() or None
+
+
+def _has_ended(pid: int) -> bool | None:
+    """Gone, or a zombie that its parent, which lives on, has not reaped."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return True
+    return stat.rpartition(")")[2].split()[0] == "Z" or None
