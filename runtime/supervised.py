@@ -210,7 +210,7 @@ class SupervisedActor:
         # What it forked must be gone before its successor needs the memory.
         await end_orphans(deadline_s=_ORPHAN_DEADLINE_S)
         how = child.describe_end()
-        if self._kill_reason:
+        if self._kill_reason and status.signal_name == "SIGKILL":
             how = f"{label} was killed: {self._kill_reason}\n{how}"
         return status, how
 
