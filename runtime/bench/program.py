@@ -26,7 +26,7 @@ _PROGRAM_TIMEOUT_S: Final = 120.0
 the benchmark for so long."""
 _KILL_DEADLINE_S: Final = 10.0
 _MAX_ERROR_LINES: Final = 15
-_PEER_FILES: Final = ("bench", "descendants.py", "prctl.py")
+_PEER_FILES: Final = ("bench", "process")
 
 
 class BenchError(UmbraError):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from umbra.runtime.bench.program import linked_package
 from umbra.runtime.bench.rounds import median_of
 from umbra.runtime.bench.timing import gathers, measure_throughput, summarise, workers
 
@@ -124,3 +125,17 @@ def test_throughput_is_that_of_the_fastest_way_of_calling() -> None:
     rate = facts["calls_per_s"]
     assert isinstance(rate, int)
     assert 1000 < rate <= 50 / 0.002
+
+
+def test_a_peers_interpreter_needs_nothing_of_ours_installed() -> None:
+    with linked_package() as folder:
+        done = subprocess.run(
+            [sys.executable, "-S", "-c", "import umbra.runtime.bench.systems.report"],
+            env={"PYTHONPATH": str(folder)},
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+
+    assert done.returncode == 0, done.stderr
