@@ -164,7 +164,9 @@ def run_trl(
     """The same for TRL."""
     command = [str(python), str(HERE / "trl_steps.py"), str(folder / "model"), str(prompts)]
     command += [str(folder / "trl"), str(steps + _WARMUP_STEPS), str(max_new_tokens)]
-    output = _run(command, folder, dict(os.environ))
+    # All cores, whatever the caller's shell says.
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    output = _run(command, folder, environment)
     report = json.loads(output.splitlines()[-1])
     return list(report["step_s"])[_WARMUP_STEPS - 1 :]
 
