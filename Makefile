@@ -11,13 +11,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 BENCH_VENV := .venv-bench
+TRL_VENV := .venv-trl
 LOCK_VENV := build/lock-venv
 RUNS := runs
 
 QUICKSTART_ASSETS := $(RUNS)/quickstart-assets
 QUICKSTART_CONFIG := launch/configs/quickstart.toml
 
-.PHONY: help quickstart drill test check format lint bench install lock clean
+.PHONY: help quickstart drill test check format lint bench bench-trl install lock clean
 
 help: ## Say what each target does
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -67,6 +68,10 @@ bench: $(VENV)/.train $(BENCH_VENV)/.made ## Measure umbra beside its peers (ins
 	OMP_NUM_THREADS=1 $(BIN)/python tests/bench/engine_vs_transformers.py \
 	    | tee $(RUNS)/bench/engine.json
 
+bench-trl: $(VENV)/.train ## Measure a GRPO step beside TRL's (installs it in .venv-trl; a quarter of an hour)
+	mkdir -p $(RUNS)/bench
+	$(BIN)/python tests/bench/grpo_vs_trl.py $(TRL_VENV) | tee $(RUNS)/bench/grpo.json
+
 install: $(VENV)/.dev ## Install umbra with its development tools in .venv
 
 $(VENV)/.made:
@@ -105,5 +110,5 @@ lock: ## Renew constraints.txt: newest versions, torch stays
 	      | sed -E 's/\+[A-Za-z0-9.]+$$//' ) > constraints.txt
 
 clean: ## Remove environments, caches and runs
-	rm -rf $(VENV) $(BENCH_VENV) build dist $(RUNS) src/*.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(BENCH_VENV) $(TRL_VENV) build dist $(RUNS) src/*.egg-info .mypy_cache .ruff_cache .pytest_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
