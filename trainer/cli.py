@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import sys
@@ -19,6 +20,7 @@ from umbra.trainer.data import check_data_paths
 from umbra.trainer.last_words import LastWords
 from umbra.trainer.notes import NoteBoard
 from umbra.trainer.run_dir import check_run_dir, process_age_s
+from umbra.trainer.run_lock import RunLock
 from umbra.trainer.signals import StopSignals
 from umbra.trainer.tokenizer import read_model_config
 
@@ -104,6 +106,7 @@ def _run(config: TrainerConfig, environment: TorchrunEnvironment, words: LastWor
     settings = SessionConfig(run_dir=config.run.dir, shutdown_grace_s=grace_s)
     with (
         words,
+        RunLock(config.run.dir) if environment.rank == 0 else contextlib.nullcontext(),
         StopSignals(grace_s) as stop,
         Session.from_torchrun(settings, on_note=notes.put, on_failed=words.job_failed) as session,
     ):

@@ -99,6 +99,7 @@ class DataSection(Section):
         format: "text": plain prompts in `prompt_column`; "chat": lists of {role, content} in
             `messages_column`, rendered by the tokenizer's chat template; "auto": by which of
             the two columns is there.
+        prompt_column, messages_column: where the prompts are.
         chat_template_kwargs: further variables of the chat template.
         id_column: unique names of the prompts; without it, row numbers.
         overlong: what to do with a prompt that leaves no room for `rollout.max_new_tokens`
@@ -166,7 +167,8 @@ class PoolSection(Section):
     """`[pool]`: the inference engines.
 
     Attributes:
-        engine: "embedded", "echo" (no model, for tests), or the "module:Class" of another.
+        engine: "embedded", "echo" (no model, for tests: give it the model's vocab_size in
+            `engine_args`), or the "module:Class" of another.
         count: number of engines.
         mode: "hybrid": engines and trainer take turns.
         device: "auto" is cuda where the trainer runs on it.

@@ -106,6 +106,8 @@ def closing_lines(summary: Summary) -> list[str]:
     """What is printed last."""
     how = f"stopped by {summary.stopped_by} after" if summary.stopped_by else "done:"
     lines = [f"{how} {summary.steps} steps in {summary.wall_s:.1f} s"]
+    if summary.stopped_by and summary.steps:
+        lines.append("go on with run.resume=auto")
     if summary.accuracy_before is not None and summary.accuracy_after is not None:
         lines.append(
             f"held-out accuracy {summary.accuracy_before:.3f} before, "

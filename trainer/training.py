@@ -202,6 +202,10 @@ class Trainer:
         progress = stack.enter_context(Progress(config.run_name, config.train.steps, step))
         journal = Journal(config, log, progress)
         stack.enter_context(self._notes.shown_by(journal.note))
+        if step:
+            journal.note(f"goes on after step {step}")
+        elif config.run.resume == "auto":
+            journal.note(f"no complete checkpoint in {self._place.checkpoints}: starts anew")
         return journal
 
     def _leave_results(self, world: World, policy: Policy, journal: Journal, steps: int) -> None:

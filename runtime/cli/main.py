@@ -70,8 +70,8 @@ def _add_bench_arguments(bench: argparse.ArgumentParser) -> None:
     bench.add_argument(
         "--megabytes",
         type=_positive,
-        default=256,
-        help="of weights carried by `weights` (default 256)",
+        default=1024,
+        help="of weights carried by `weights` (default 1024)",
     )
 
 

@@ -79,15 +79,18 @@ class RewardFunction:
     def _columns(self, rows: Sequence[Mapping[str, Any]], who: str) -> dict[str, list[Any]]:
         """The data set's columns that the function takes, one list each."""
         present = set[str]().union(*rows) - {"prompts", "completions"}
-        parameters = self._parameters
-        if all(p.kind is not inspect.Parameter.VAR_KEYWORD for p in parameters):
-            wanted = {p.name for p in parameters} - {"prompts", "completions"}
-            needed = {p.name for p in parameters if p.default is inspect.Parameter.empty} & wanted
-            if needed - present:
-                raise RewardError(
-                    f"reward function {self.target} takes {sorted(needed - present)}, which the "
-                    f"data set lacks for {who}; its columns are {sorted(present)}"
-                )
+        kinds = inspect.Parameter
+        named = [
+            p for p in self._parameters if p.kind not in (kinds.VAR_KEYWORD, kinds.VAR_POSITIONAL)
+        ]
+        wanted = {p.name for p in named} - {"prompts", "completions"}
+        needed = {p.name for p in named if p.default is kinds.empty} & wanted
+        if needed - present:
+            raise RewardError(
+                f"reward function {self.target} takes {sorted(needed - present)}, which the "
+                f"data set lacks for {who}; its columns are {sorted(present)}"
+            )
+        if all(p.kind is not kinds.VAR_KEYWORD for p in self._parameters):
             present &= wanted
         return {name: [row.get(name) for row in rows] for name in sorted(present)}
 

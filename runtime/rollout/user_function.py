@@ -27,7 +27,7 @@ def load_function(target: str, what: str) -> Callable[..., Any]:
     except Exception as error:  # a user's module may raise anything while it is imported
         raise ConfigError(
             f"{what} {target!r}: importing {module_name!r} raised {describe(error)}. "
-            "Install it, or name its folder in the config (reward.python_path)."
+            "Install it, have it in the current folder, or name its folder in reward.python_path."
         ) from error
     function = getattr(module, function_name, None)
     if not callable(function):

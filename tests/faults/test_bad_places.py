@@ -13,6 +13,8 @@ import pytest
 from run_assets import NUM_PROMPTS, write_rows
 from runs import BAD_INPUT_LIMIT_S, start_run
 
+from umbra.trainer.run_lock import RunLock
+
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can mount a file system")
@@ -34,6 +36,19 @@ def mounted(place: Path, options: str, *, leave_nbytes: int | None = None) -> Ge
         yield
     finally:
         subprocess.run(["umount", "-l", place], check=True)
+
+
+def test_a_run_directory_in_which_another_run_works_is_refused(folder: Path) -> None:
+    (folder / "run").mkdir()
+    with RunLock(folder / "run"), start_run(folder, "run.overwrite=true") as run:
+        ended = run.wait(BAD_INPUT_LIMIT_S)
+
+    ended.check_failed(
+        f"ConfigError: run.dir: run is in use by process {os.getpid()} on {socket.gethostname()}",
+        "wait for its end, or choose another directory",
+        ranks=[0],
+    )
+    assert {path.name for path in run.run_dir.iterdir()} == {".lock"}
 
 
 @needs_root
@@ -89,7 +104,7 @@ def test_a_disk_that_the_prompts_fill_is_named(folder: Path) -> None:
 
     assert ended.status == 1
     ended.check_failed("cannot write run/prompts.msgpack: the disk is full: free some space")
-    assert left <= {"logs", "processes.json"}
+    assert left <= {"logs", "processes.json", ".lock"}
 
 
 def test_torchrun_names_a_master_port_that_is_taken(folder: Path) -> None:

@@ -53,7 +53,7 @@ def test_every_rank_says_that_the_reward_cannot_be_imported(folder: Path) -> Non
     ended.check_failed(
         "reward function 'no_such_module:reward'",
         "No module named 'no_such_module'",
-        "name its folder in the config (reward.python_path)",
+        "name its folder in reward.python_path",
     )
 
 

@@ -57,9 +57,10 @@ def test_a_bad_reward_is_explained(name: str, message: str) -> None:
     assert f"reward function user_rewards:{name}" in str(caught.value)
 
 
-def test_a_column_that_is_not_there_is_named() -> None:
+@pytest.mark.parametrize("name", ["wants_answer", "wants_answer_among_others"])
+def test_a_column_that_is_not_there_is_named(name: str) -> None:
     with pytest.raises(RewardError, match=r"takes \['answer'\], which the data set lacks"):
-        score("wants_answer", [{"solution": "x"}, {"solution": "y"}])
+        score(name, [{"solution": "x"}, {"solution": "y"}])
 
 
 def test_a_reward_that_hangs_is_given_up() -> None:

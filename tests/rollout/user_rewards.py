@@ -23,6 +23,12 @@ def wants_answer(prompts: list[str], completions: list[str], answer: list[str]) 
     return [text.strip() == right for text, right in zip(completions, answer, strict=True)]
 
 
+def wants_answer_among_others(
+    prompts: list[str], completions: list[str], answer: list[str], **columns: list[Any]
+) -> list[bool]:
+    return wants_answer(prompts, completions, answer)
+
+
 def starts_with_answer(
     prompts: list[str], completions: list[str], answer: list[str]
 ) -> list[float]:

@@ -1,0 +1,66 @@
+"""docs/configuration.md says of every setting what trainer/config.py says."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import PydanticUndefined
+
+from umbra.trainer.config import TrainerConfig
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
+
+_HEAD = """# Configuration
+
+`torchrun --nproc-per-node N -m umbra.trainer CONFIG.toml [section.key=value ...]`: a TOML file, and
+changes to it on the command line. Paths are taken from the current folder. An unknown key or a
+wrong value is an error that names it. Required settings have no default.
+"""
+
+
+def document() -> str:
+    """The whole of it, from the docstrings and defaults of the sections."""
+    parts = [_HEAD]
+    for name, field in TrainerConfig.model_fields.items():
+        section: Any = field.annotation
+        summary = inspect.getdoc(section).split("\n")[0].partition(": ")[2]
+        parts.append(f"\n## [{name}]\n\n{summary[0].upper()}{summary[1:]}\n")
+        parts.append("\n| key | default | what it is |\n|---|---|---|\n")
+        texts = _attributes(inspect.getdoc(section) or "")
+        for key, setting in section.model_fields.items():
+            is_required = setting.default is PydanticUndefined
+            default = "required" if is_required else f"`{_toml(setting.get_default())}`"
+            parts.append(f"| `{key}` | {default} | {texts[key]} |\n")
+    return "".join(parts)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str | Path):
+        return f'"{value}"'
+    if value is None:
+        return "unset"
+    return str(list(value)) if isinstance(value, tuple) else str(value)
+
+
+def _attributes(docstring: str) -> dict[str, str]:
+    """name -> text of the docstring's "Attributes:"; "a, b: text" stands for both."""
+    found: dict[str, str] = {}
+    block = docstring.partition("Attributes:\n")[2]
+    for entry in re.split(r"\n(?=    \S)", "\n" + block):
+        names, _, text = entry.strip().partition(": ")
+        for name in names.split(", "):
+            found[name] = " ".join(text.split()).replace("|", "\\|")
+    return found
+
+
+def test_the_document_is_what_the_code_says() -> None:
+    assert DOCUMENT.read_text() == document(), "run: python tests/docs/test_configuration.py"
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(document())
