@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, cast
@@ -236,10 +236,11 @@ class EngineWorker:
         return EngineLoaded(engine.name, _integer(loaded, "nbytes"))
 
     @contextmanager
-    def _watching(self, patience: asyncio.Timeout) -> Iterator[None]:
+    def _watching(self, patience: asyncio.Timeout) -> Generator[None]:
         """Sets the timeout of a load anew whenever it moves; while it waits for ranks, to never."""
         loop, num_buckets = asyncio.get_running_loop(), self._image.num_buckets
         progress, num_seen = self._image.progress, 0
+        timer: asyncio.TimerHandle | None = None
 
         def look() -> None:
             nonlocal num_seen, timer
@@ -258,11 +259,12 @@ class EngineWorker:
                 patience.reschedule(ends_at)
                 timer = loop.call_later(_WATCH_INTERVAL_S, look)
 
-        timer = loop.call_later(_WATCH_INTERVAL_S, look)
+        look()
         try:
             yield
         finally:
-            timer.cancel()
+            if timer is not None:
+                timer.cancel()
 
     async def _resume(self, timeout_s: float) -> None:
         await self._engine.wake(["kv_cache"], timeout_s)

@@ -56,6 +56,7 @@ class ThreadEngine:
         self.hang_at: str | None = None
         self.corrupts_after_load = False
         self.hanging = asyncio.Event()
+        self._has_died = asyncio.Event()
         self.killed: str | None = None
         self._mappings = BucketMappings()
         self._receiver: WeightReceiver | None = None
@@ -117,6 +118,11 @@ class ThreadEngine:
         if self.lifecycle.state == EngineState.UPDATING:
             self.apply(AbortUpdate())
 
+    async def die(self) -> None:
+        """Ends what hangs, as the end of a process does."""
+        self.apply(Died())
+        self._has_died.set()
+
     def kill(self, reason: str) -> None:
         self.killed = reason
         self._close()
@@ -138,7 +144,8 @@ class ThreadEngine:
         self.log.append(what)
         if what == self.hang_at:
             self.hanging.set()
-            await asyncio.Event().wait()
+            await self._has_died.wait()
+            raise EngineUnhealthy(f"{self.name}: its process ended")
         if what == self.fail_at:
             raise EngineUnhealthy(f"{self.name} failed at {what}, as told")
 
