@@ -29,6 +29,9 @@ from umbra.runtime.weights.memfd import MappedBucket, create_buckets, receive_fd
 _WORD_NBYTES: Final = 4
 _STRIDE: Final = 16  # words: each one has a cache line of its own
 _LONGEST_WAIT_S: Final = 0.05
+_SPIN_S: Final = 0.001
+# A wait begins with this much of polling, which lets others run: a thread that only ever sleeps is
+# woken on the core of the one that wakes it, and the two copy in turn instead of at once.
 
 
 def _nothing() -> None:
@@ -177,16 +180,21 @@ class SyncProgress:
     ) -> bool:
         """Until the word is at least `least` or the word `gone` is set; False when aborted."""
         address = self._address(word)
+        sleeps_from = time.monotonic() + _SPIN_S
         while not self.is_aborted:
             value = self._words[word]
             if value >= least or (gone is not None and self._words[gone]):
                 futex.order(address)  # what the value stands for is read or overwritten after it
                 return True
-            left_s = deadline - time.monotonic()
+            now = time.monotonic()
+            left_s = deadline - now
             if left_s <= 0:
                 raise DeadlineExceeded(
                     f"{value} of at least {least} buckets are done and the time is used up"
                 )
+            if now < sleeps_from:
+                os.sched_yield()
+                continue
             futex.wait(address, value, min(left_s, _LONGEST_WAIT_S))
             if self._words[word] == value:
                 while_waiting()

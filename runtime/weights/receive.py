@@ -201,12 +201,18 @@ def _verify(checks: list[tuple[_Target, int, int, int]]) -> list[str]:
     """The mismatches, found by a few threads (the sums run without the interpreter lock)."""
     num_threads = max(1, min(_ATTEST_THREADS, os.cpu_count() or 1, len(checks)))
 
-    def check(item: tuple[_Target, int, int, int]) -> str | None:
-        target, start, nbytes, checksum = item
-        return target.check(start, nbytes, checksum)
+    def check_every_nth(first: int) -> list[tuple[int, str]]:
+        wrong: list[tuple[int, str]] = []
+        for idx in range(first, len(checks), num_threads):
+            target, start, nbytes, checksum = checks[idx]
+            text = target.check(start, nbytes, checksum)
+            if text is not None:
+                wrong.append((idx, text))
+        return wrong
 
     with ThreadPoolExecutor(num_threads, thread_name_prefix="attest") as pool:
-        found = [text for text in pool.map(check, checks) if text is not None]
+        by_thread = list(pool.map(check_every_nth, range(num_threads)))
+    found = [text for _, text in sorted(wrong for part in by_thread for wrong in part)]
     if len(found) > MAX_MISMATCHES:
         return [*found[:MAX_MISMATCHES], f"and {len(found) - MAX_MISMATCHES} more"]
     return found
