@@ -59,7 +59,7 @@ class SyncSettings:
             a warning, for engines to catch up with.
     """
 
-    bucket_nbytes: int = 4 << 20
+    bucket_nbytes: int = 2 << 20
     attest_every: int = 16
     engine_timeout_s: float = 60.0
     pause_mode: str = "abort"
