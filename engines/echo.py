@@ -91,7 +91,14 @@ class EchoEngine:
             self._gate.start_serving(0)
 
     async def run(self) -> None:
-        """Makes tokens until cancelled."""
+        """Makes tokens until cancelled; a load that waits for ranks then ends too."""
+        try:
+            await self._make_tokens_forever()
+        finally:
+            if self._receiver is not None:
+                self._receiver.stop()
+
+    async def _make_tokens_forever(self) -> None:
         clock = asyncio.get_running_loop().time
         while True:
             await self._has_work.wait()
@@ -229,8 +236,8 @@ class EchoEngine:
             EchoReceiver, manifest, buckets, self._mappings, verify=self._verify_checksums
         )
 
-    async def load_bucket(self, idx: int) -> dict[str, int]:
-        return {"nbytes": self._open_receiver().load_bucket(idx)}
+    async def load(self) -> dict[str, int]:
+        return {"nbytes": await asyncio.to_thread(self._open_receiver().load)}
 
     async def finish_update(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
         return self._open_receiver().finish(regions)

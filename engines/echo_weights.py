@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.weights.image import BucketGrid, Extent
 from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.memfd import BucketMappings
+from umbra.runtime.weights.progress import EngineEnd
 
 _OPEN_TIMEOUT_S = 10.0
 
@@ -32,32 +32,34 @@ class EchoReceiver:
         self._bucket_nbytes: int = buckets["bucket_nbytes"]
         extents = [Extent(key, e.offset, e.nbytes) for key, e in enumerate(layout.entries)]
         self._plan = BucketGrid(layout.nbytes, self._bucket_nbytes).cut(extents)
-        self._loaded: set[int] = set()
         self._image = bytearray(len(self._plan) * self._bucket_nbytes) if verify else None
         self._buckets = mappings.open(
             buckets["fd_socket"], buckets["names"], self._bucket_nbytes, _OPEN_TIMEOUT_S
         )
+        self._end = EngineEnd(buckets, _OPEN_TIMEOUT_S)
 
-    def load_bucket(self, idx: int) -> int:
-        """Payload bytes of bucket `idx`; each once, in any order."""
-        if idx in self._loaded or not 0 <= idx < len(self._plan):
-            raise WeightSyncError(
-                f"told to load bucket {idx} of {len(self._plan)}, "
-                f"{len(self._loaded)} are loaded already"
-            )
-        self._loaded.add(idx)
-        if self._image is not None:
-            start = idx * self._bucket_nbytes
-            bucket = self._buckets[idx % len(self._buckets)]
-            self._image[start : start + self._bucket_nbytes] = bucket.memory[:]
-        return sum(piece.nbytes for piece in self._plan[idx])
+    def load(self) -> int:
+        """Takes all buckets as they are filled, once; their payload bytes. Blocks.
+
+        Raises:
+            WeightSyncError: the sync was given up.
+        """
+        nbytes = 0
+        for idx in self._end.buckets(len(self._plan)):
+            if self._image is not None:
+                start = idx * self._bucket_nbytes
+                bucket = self._buckets[idx % len(self._buckets)]
+                self._image[start : start + self._bucket_nbytes] = bucket.memory[:]
+            nbytes += sum(piece.nbytes for piece in self._plan[idx])
+        return nbytes
+
+    def stop(self) -> None:
+        """Ends a `load` that waits, from another thread."""
+        self._end.stop()
 
     def finish(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
         """Counts the regions, and checks them where a copy was kept."""
-        if len(self._loaded) != len(self._plan):
-            raise WeightSyncError(
-                f"{len(self._loaded)} of {len(self._plan)} buckets were loaded before attesting"
-            )
+        self._end.check_all_loaded(len(self._plan))
         return {
             "count": len(regions),
             "nbytes": sum(region[1] or 0 for region in regions),

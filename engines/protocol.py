@@ -67,8 +67,12 @@ class Engine(Protocol):
         """From here on the weights are of no version until `commit_update`."""
         ...
 
-    async def load_bucket(self, idx: int) -> dict[str, int]:
-        """Takes bucket `idx`; {"nbytes": bytes taken}."""
+    async def load(self) -> dict[str, int]:
+        """Takes every bucket as soon as all ranks have filled it; {"nbytes": bytes taken}.
+
+        Called once an update. Raises WeightSyncError when the sync is given up, with weights
+        half written; `abort_update` follows.
+        """
         ...
 
     async def finish_update(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:

@@ -23,6 +23,9 @@ class SessionSync:
     def __init__(self, session: Session) -> None:
         self._session = session
 
+    def check(self) -> None:
+        self._session.raise_if_lost()
+
     def sync_begin(
         self,
         pool: str,
@@ -37,9 +40,9 @@ class SessionSync:
         return grant
 
     def sync_filled(
-        self, sync_id: str, rank: int, idx: int, regions: list[list[int | None]], timeout_s: float
+        self, sync_id: str, rank: int, regions: list[list[int | None]], timeout_s: float
     ) -> None:
-        self._call("sync_filled", sync_id, rank, idx, regions, timeout_s)
+        self._call("sync_filled", sync_id, rank, regions, timeout_s)
 
     def sync_end(self, sync_id: str, rank: int, timeout_s: float) -> Mapping[str, Any]:
         report: Mapping[str, Any] = self._call("sync_end", sync_id, rank, timeout_s)

@@ -144,9 +144,9 @@ class PoolEngine:
         """→ UPDATING: from here on its weights are not those of any version."""
         self.apply(BeginUpdate(version))
 
-    async def load_bucket(self, idx: int, timeout_s: float) -> dict[str, Any]:
-        """Returns once the engine has taken all it wants from bucket `idx`."""
-        loaded: dict[str, Any] = await self._request("load_bucket", idx, timeout_s=timeout_s)
+    async def load(self, timeout_s: float) -> dict[str, Any]:
+        """Returns once the engine has taken all it wants from every bucket."""
+        loaded: dict[str, Any] = await self._request("load", timeout_s=timeout_s)
         return loaded
 
     async def finish_update(

@@ -394,10 +394,10 @@ class Supervisor:
         return await self._pool(pool).sync_begin(version, rank, world_size, manifest, timeout_s)
 
     async def sync_filled(
-        self, sync_id: str, rank: int, idx: int, regions: list[list[int | None]], timeout_s: float
+        self, sync_id: str, rank: int, regions: list[list[int | None]], timeout_s: float
     ) -> None:
         async with asyncio.timeout(timeout_s):
-            await self._coordinator(sync_id).sync_filled(sync_id, rank, idx, regions)
+            await self._coordinator(sync_id).sync_filled(sync_id, rank, regions)
 
     async def sync_end(self, sync_id: str, rank: int, timeout_s: float) -> dict[str, Any]:
         async with asyncio.timeout(timeout_s):

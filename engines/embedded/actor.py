@@ -129,8 +129,8 @@ class EmbeddedEngine:
     ) -> None:
         await self._thread.run(lambda worker: worker.begin_update(version, manifest, buckets))
 
-    async def load_bucket(self, idx: int) -> dict[str, int]:
-        return await self._thread.run(lambda worker: worker.load_bucket(idx))
+    async def load(self) -> dict[str, int]:
+        return await self._thread.run(lambda worker: worker.load())
 
     async def finish_update(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
         return await self._thread.run(lambda worker: worker.finish_update(regions))

@@ -57,6 +57,7 @@ class ComputeThread:
         self._jobs: queue.SimpleQueue[tuple[Job, asyncio.Future[Any]] | None] = queue.SimpleQueue()
         self._pending: set[asyncio.Future[Any]] = set()
         self._error: Exception | None = None
+        self._worker: EngineWorker | None = None
         self._epoch = 0  # of the consumer that batches are made for; set in the thread
         self._thread = threading.Thread(target=self._main, name="engine-compute", daemon=True)
 
@@ -70,6 +71,8 @@ class ComputeThread:
 
     async def __aexit__(self, *exc_info: object) -> None:
         self._jobs.put(None)
+        if self._worker is not None:
+            self._worker.end_waits()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STOP_TIMEOUT_S):
                 await self._ended
@@ -108,7 +111,7 @@ class ComputeThread:
 
     def _main(self) -> None:
         try:
-            worker = self._build()
+            worker = self._worker = self._build()
         except Exception as error:  # noqa: BLE001 - belongs to whoever enters
             self._call_soon(_fail_future, self._built, error)
         else:

@@ -25,8 +25,15 @@ class WeightUpdate:
             manifest, buckets, self._parameters.destinations, self._mappings
         )
 
-    def load_bucket(self, idx: int) -> dict[str, int]:
-        return {"nbytes": self._open_receiver().load_bucket(idx)}
+    def load(self) -> dict[str, int]:
+        """Blocks until the ranks have sent everything."""
+        return {"nbytes": self._open_receiver().load()}
+
+    def stop(self) -> None:
+        """Ends a `load` that waits, from another thread."""
+        receiver = self._receiver
+        if receiver is not None:
+            receiver.stop()
 
     def finish(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
         return self._open_receiver().finish(regions)

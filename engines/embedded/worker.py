@@ -1,6 +1,7 @@
 """The embedded engine as one synchronous object: model, core, lifecycle and weight updates.
 
-Everything here runs in the compute thread; nothing waits. See `actor` for the async face.
+Everything here runs in the compute thread but `end_waits`; only `load` waits, for the ranks. See
+`actor` for the async face.
 """
 
 from __future__ import annotations
@@ -151,8 +152,13 @@ class EngineWorker:
         self._gate.begin_update(version, is_idle=not self._core.has_work)
         self._update.begin(manifest, buckets)
 
-    def load_bucket(self, idx: int) -> dict[str, int]:
-        return self._update.load_bucket(idx)
+    def load(self) -> dict[str, int]:
+        """Waits for ranks; nothing else is done meanwhile."""
+        return self._update.load()
+
+    def end_waits(self) -> None:
+        """Has a `load` that waits raise WeightSyncError soon. From any thread."""
+        self._update.stop()
 
     def finish_update(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
         return self._update.finish(regions)

@@ -151,8 +151,8 @@ class _Supervisor:
         coordinator = self._coordinators[pool]
         return await coordinator.sync_begin(version, rank, world_size, manifest, timeout_s)
 
-    async def sync_filled(self, sync_id: str, rank: int, idx: int, regions: Any) -> None:
-        await self._find(sync_id).sync_filled(sync_id, rank, idx, regions)
+    async def sync_filled(self, sync_id: str, rank: int, regions: Any) -> None:
+        await self._find(sync_id).sync_filled(sync_id, rank, regions)
 
     async def sync_end(self, sync_id: str, rank: int) -> dict[str, Any]:
         return await self._find(sync_id).sync_end(sync_id, rank)
@@ -190,8 +190,8 @@ class _Engine:
     def touch(self, version: int) -> None:
         self.lifecycle = self.lifecycle.apply(BeginUpdate(version))
 
-    async def load_bucket(self, idx: int, timeout_s: float) -> dict[str, Any]:
-        loaded: dict[str, Any] = await self._handle.call("load_bucket", idx, timeout_s=timeout_s)
+    async def load(self, timeout_s: float) -> dict[str, Any]:
+        loaded: dict[str, Any] = await self._handle.call("load", timeout_s=timeout_s)
         return loaded
 
     async def finish_update(

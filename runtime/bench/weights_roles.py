@@ -76,10 +76,10 @@ class BenchEngine:
 
         self._receiver = await asyncio.get_running_loop().run_in_executor(self._thread, begin)
 
-    async def load_bucket(self, idx: int) -> dict[str, int]:
+    async def load(self) -> dict[str, int]:
         assert self._receiver is not None
-        load = self._receiver.load_bucket
-        nbytes = await asyncio.get_running_loop().run_in_executor(self._thread, load, idx)
+        load = self._receiver.load
+        nbytes = await asyncio.get_running_loop().run_in_executor(self._thread, load)
         return {"nbytes": nbytes}
 
     async def finish_update(self, regions: list[list[int | None]]) -> dict[str, Any]:
@@ -110,6 +110,9 @@ class RemoteSupervisor:
         self._loop = loop
         self._handle = handle
 
+    def check(self) -> None:
+        pass
+
     def sync_begin(
         self,
         pool: str,
@@ -124,9 +127,9 @@ class RemoteSupervisor:
         return grant
 
     def sync_filled(
-        self, sync_id: str, rank: int, idx: int, regions: list[list[int | None]], timeout_s: float
+        self, sync_id: str, rank: int, regions: list[list[int | None]], timeout_s: float
     ) -> None:
-        self._call("sync_filled", sync_id, rank, idx, regions)
+        self._call("sync_filled", sync_id, rank, regions)
 
     def sync_end(self, sync_id: str, rank: int, timeout_s: float) -> Mapping[str, Any]:
         report: Mapping[str, Any] = self._call("sync_end", sync_id, rank)

@@ -6,7 +6,6 @@ Not cryptographic: it finds what copies get wrong. Measured on one core of an AM
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Final
 
 import xxhash
@@ -18,21 +17,19 @@ _CHUNK_NBYTES: Final = 1 << 18
 
 def checksum_of(data: Tensor) -> int:
     """The checksum of `data`: uint8 [N], contiguous, on any device."""
-    return xxhash.xxh3_64_intdigest(data.cpu().numpy())
+    return xxhash.xxh3_64_intdigest(data.cpu().numpy().data)
 
 
 def copy_with_checksum(source: Tensor, destination: Tensor) -> int:
     """Copies `source` to `destination` (both uint8 [N], on the CPU); the checksum of `source`.
 
-    Chunk by chunk, so that the source is read from memory once.
+    Chunk by chunk, so that the source is read from memory once; by way of numpy, whose views cost
+    less than half of what tensors do.
     """
     digest = xxhash.xxh3_64()
-    for chunk, target in zip(_chunks(source), _chunks(destination), strict=True):
-        digest.update(chunk.numpy())
-        target.copy_(chunk)
+    data, target = source.numpy(), destination.numpy()
+    for start in range(0, len(data), _CHUNK_NBYTES):
+        chunk = data[start : start + _CHUNK_NBYTES]
+        digest.update(chunk.data)
+        target[start : start + _CHUNK_NBYTES] = chunk
     return digest.intdigest()
-
-
-def _chunks(data: Tensor) -> Iterator[Tensor]:
-    for start in range(0, data.numel(), _CHUNK_NBYTES):
-        yield data[start : start + _CHUNK_NBYTES]

@@ -12,6 +12,7 @@ import asyncio
 import collections
 import itertools
 import logging
+import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -24,8 +25,10 @@ from umbra.runtime.lifecycle import EngineState
 from umbra.runtime.weights.image import NUM_BUFFERS, BucketGrid
 from umbra.runtime.weights.manifest import ALIGNMENT, Manifest, align
 from umbra.runtime.weights.memfd import FdServer, close_fds, create_buckets
+from umbra.runtime.weights.progress import SyncProgress
 from umbra.runtime.weights.sync_events import Aborted, RankFilled, RankJoined
-from umbra.runtime.weights.sync_run import OpenedImage, SyncEngine, SyncRun
+from umbra.runtime.weights.sync_run import SyncRun
+from umbra.runtime.weights.sync_worker import OpenedImage, SyncEngine
 from umbra.runtime.weights.transaction import Phase
 
 logger = logging.getLogger(__name__)
@@ -44,18 +47,19 @@ class SyncSettings:
     """How a pool's syncs are done.
 
     Attributes:
-        bucket_nbytes: size of each of the NUM_BUFFERS buffers. Small buckets spend the time in
-            messages, large ones leave the cache and hold memory.
+        bucket_nbytes: size of each of the NUM_BUFFERS buffers. All together should stay in the
+            last-level cache, so that only the tensors themselves go through memory; smaller ones
+            spend the time in waking each other.
         attest_every: checksums on the first sync and on every so-manieth after it, and whenever
             an engine takes part for the first time. Counts and bytes are checked always.
-        engine_timeout_s: longest a single request to an engine may take before it is replaced;
-            never more than half of what is left of the sync's time.
+        engine_timeout_s: longest a single request to an engine may take, or its load stand still,
+            before it is replaced; never more than half of what is left of the sync's time.
         pause_mode: what happens to running generation: abort, keep or drain.
         require_engine: a sync that reaches no engine fails. If False it commits the version, with
             a warning, for engines to catch up with.
     """
 
-    bucket_nbytes: int = 16 << 20
+    bucket_nbytes: int = 2 << 20
     attest_every: int = 16
     engine_timeout_s: float = 60.0
     pause_mode: str = "abort"
@@ -93,6 +97,7 @@ class SyncCoordinator:
         self._on_commit = on_commit
         self._sync_ids = itertools.count(1)
         self._fds: dict[str, int] = {}
+        self._progress: tuple[str, int, SyncProgress] | None = None  # name, descriptor, mapping
         self._why_no_buckets = ""
         self._num_syncs = 0
         self._attested: set[tuple[str, int]] = set()
@@ -123,6 +128,7 @@ class SyncCoordinator:
                 try:
                     await run.run()
                 finally:
+                    self._close_progress()
                     self._ended[run.sync_id] = run
                     self._current = None
                     run.over.set()
@@ -175,21 +181,19 @@ class SyncCoordinator:
             "fd_socket": self._fd_socket,
             "buckets": run.opened.buckets["names"],
             "bucket_nbytes": run.opened.buckets["bucket_nbytes"],
+            "progress": run.opened.buckets["progress"],
             "num_buckets": run.opened.num_buckets,
             "attest": run.opened.attest,
         }
 
-    async def sync_filled(self, sync_id: str, rank: int, idx: int, regions: object) -> None:
-        """A rank has written its part of bucket `idx`; returns once every engine has loaded it.
-
-        A rank may have `len(buckets)` of these calls open at once: bucket i + len(buckets) reuses
-        the memory of bucket i.
+    async def sync_filled(self, sync_id: str, rank: int, regions: object) -> None:
+        """A rank has written its part of every bucket; returns once every engine has loaded all.
 
         Raises:
             WeightSyncError: the sync failed.
             ProtocolError: malformed regions.
         """
-        await self._find(sync_id).fill(RankFilled(rank, idx, _read_regions(regions)))
+        await self._find(sync_id).fill(RankFilled(rank, _read_regions(regions)))
 
     async def sync_end(self, sync_id: str, rank: int) -> dict[str, Any]:
         """The report, once the version is committed and the engines serve it.
@@ -211,8 +215,12 @@ class SyncCoordinator:
 
     # -- what a run asks for -------------------------------------------------------------
 
-    def open_image(self, version: int, manifest: Manifest) -> OpenedImage:
-        """Chooses the engines: all able ones, or those that lack `version`."""
+    def open_image(self, version: int, manifest: Manifest, num_ranks: int) -> OpenedImage:
+        """Chooses the engines: all able ones, or those that lack `version`.
+
+        Raises:
+            WeightSyncError: the system has no memory or descriptors for a sync.
+        """
         able = [engine for engine in self._engines() if engine.lifecycle.state in _ABLE_STATES]
         if version == self.version:
             able = [engine for engine in able if engine.lifecycle.version != version]
@@ -223,13 +231,16 @@ class SyncCoordinator:
         )
         is_due = self._num_syncs % self._settings.attest_every == 0
         is_new = any((e.name, e.incarnation) not in self._attested for e in able)
+        name, progress = self._open_progress(num_ranks, len(able))
         return OpenedImage(
             engines=able,
             buckets={
                 "fd_socket": self._fd_socket,
                 "names": list(self._fds),
                 "bucket_nbytes": bucket_nbytes,
+                "progress": {"name": name, "num_ranks": num_ranks, "num_engines": len(able)},
             },
+            progress=progress,
             num_buckets=BucketGrid(manifest.nbytes, bucket_nbytes).num_buckets,
             attest=is_due or is_new,
         )
@@ -257,6 +268,22 @@ class SyncCoordinator:
             self._on_commit(version)
 
     # -- private -------------------------------------------------------------------------
+
+    def _open_progress(self, num_ranks: int, num_engines: int) -> tuple[str, SyncProgress]:
+        """A control block for the run that is open, offered until `_close_progress`."""
+        name = f"{self._pool}-{secrets.token_hex(4)}-progress"
+        fd, progress = SyncProgress.create(name, num_ranks, num_engines)
+        self._progress = (name, fd, progress)
+        self._fd_server.offer({name: fd})
+        return name, progress
+
+    def _close_progress(self) -> None:
+        if self._progress is not None:
+            name, fd, progress = self._progress
+            self._progress = None
+            self._fd_server.withdraw([name])
+            progress.close()
+            os.close(fd)
 
     async def _joinable_run(self, version: int, timeout_s: float) -> SyncRun:
         """The run that gathers ranks now; a new one once the previous has settled."""

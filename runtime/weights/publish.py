@@ -2,15 +2,16 @@
 
 rank 0  fill 0 | fill 1 | wait | fill 2 ...      each rank fills its own bytes of a bucket,
 rank 1  fill 0 | fill 1 | wait | fill 2 ...      no rank sees another's
-engine         | load 0        | load 1 ...      bucket i + 2 reuses the memory of bucket i
+engine         | load 0        | load 1 ...      with two buffers; bucket i + 2 has that of i
+
+Who is how far is in shared memory (`umbra.runtime.weights.progress`); the supervisor is told once,
+when this rank has filled everything.
 """
 
 from __future__ import annotations
 
-import collections
 import time
 from collections.abc import Collection, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, Self
@@ -18,10 +19,11 @@ from typing import Any, Final, Protocol, Self
 import torch
 from torch import Tensor
 
-from umbra.runtime.errors import DeadlineExceeded, ProtocolError, UmbraError
+from umbra.runtime.errors import DeadlineExceeded, ProtocolError, UmbraError, WeightSyncError
 from umbra.runtime.weights.checksum import checksum_of, copy_with_checksum
 from umbra.runtime.weights.image import BucketGrid, Extent, Piece
 from umbra.runtime.weights.memfd import BucketMappings, MappedBucket
+from umbra.runtime.weights.progress import SyncProgress
 from umbra.runtime.weights.shards import find_aliases, held_extent, local_part, wire_manifest
 from umbra.runtime.weights.views import bucket_bytes, flatten
 
@@ -33,9 +35,12 @@ class SyncSupervisor(Protocol):
     """The supervisor's sync calls, blocking; `Session.sync` implements them.
 
     Every rank makes every call. Each raises `WeightSyncError` on all ranks when the sync failed.
-    `sync_filled` returns when all engines have loaded the bucket; as many calls of it as there are
-    buckets run at once, from threads.
+    `sync_filled` returns when all ranks have filled and all engines have loaded everything.
     """
+
+    def check(self) -> None:
+        """Raises where the job is lost; called while a rank waits for buckets."""
+        ...
 
     def sync_begin(
         self,
@@ -48,7 +53,7 @@ class SyncSupervisor(Protocol):
     ) -> Mapping[str, Any]: ...
 
     def sync_filled(
-        self, sync_id: str, rank: int, idx: int, regions: list[list[int | None]], timeout_s: float
+        self, sync_id: str, rank: int, regions: list[list[int | None]], timeout_s: float
     ) -> None: ...
 
     def sync_end(self, sync_id: str, rank: int, timeout_s: float) -> Mapping[str, Any]: ...
@@ -61,7 +66,7 @@ class SyncReport:
     """How a sync went.
 
     Attributes:
-        engines: name -> {"nbytes": bytes loaded, "load_s": seconds spent loading}.
+        engines: name -> {"nbytes": bytes loaded, "load_s": seconds that took, waits included}.
         failed: name -> why this engine did not get the version; it is being replaced.
         prepare_s, transfer_s, attest_s, resume_s: seconds of each phase.
     """
@@ -145,23 +150,24 @@ class WeightPublisher:
             pool, version, self._rank, self._world_size, manifest, timeout_s
         )
         sync_id = str(grant["sync_id"])
-        # Leaving the executor waits for its calls, so a failure is told to the supervisor within.
-        with ThreadPoolExecutor(len(grant["buckets"]), "sync_filled") as calls:
-            try:
-                self._transfer(grant, calls, deadline)
-                report = self._supervisor.sync_end(sync_id, self._rank, _remaining_s(deadline))
-            except BaseException as error:
-                # The first error is the one to see; the lease covers a supervisor out of reach.
-                with suppress(UmbraError):
-                    self._supervisor.sync_abort(
-                        sync_id, self._rank, f"{type(error).__name__}: {error}", _ABORT_TIMEOUT_S
-                    )
-                raise
+        try:
+            regions = self._transfer(grant, deadline)
+            if regions is not None:
+                arguments = (sync_id, self._rank, regions, _remaining_s(deadline))
+                self._supervisor.sync_filled(*arguments)
+            # Of a sync that was given up, this raises the reason.
+            report = self._supervisor.sync_end(sync_id, self._rank, _remaining_s(deadline))
+        except BaseException as error:
+            # The first error is the one to see; the lease covers a supervisor out of reach.
+            with suppress(UmbraError):
+                self._supervisor.sync_abort(
+                    sync_id, self._rank, f"{type(error).__name__}: {error}", _ABORT_TIMEOUT_S
+                )
+            raise
         return SyncReport.from_wire(report)
 
-    def _transfer(
-        self, grant: Mapping[str, Any], calls: ThreadPoolExecutor, deadline: float
-    ) -> None:
+    def _transfer(self, grant: Mapping[str, Any], deadline: float) -> list[list[int | None]] | None:
+        """Fills all buckets; the regions, or None where the sync was given up meanwhile."""
         bucket_nbytes = int(grant["bucket_nbytes"])
         plan = BucketGrid(self.manifest.nbytes, bucket_nbytes).cut(self._extents)
         if len(plan) != grant["num_buckets"]:
@@ -169,39 +175,42 @@ class WeightPublisher:
                 f"rank {self._rank} cuts its image into {len(plan)} buckets, "
                 f"rank 0's has {grant['num_buckets']}: their tensors differ"
             )
-        buckets = self._mappings.open(
-            grant["fd_socket"], grant["buckets"], bucket_nbytes, _remaining_s(deadline)
-        )
-        self._fill_buckets(grant, plan, buckets, calls, deadline)
+        fd_socket = str(grant["fd_socket"])
+        left_s = _remaining_s(deadline)
+        buckets = self._mappings.open(fd_socket, grant["buckets"], bucket_nbytes, left_s)
+        try:
+            progress = SyncProgress.receive(fd_socket, grant["progress"], left_s)
+        except WeightSyncError:
+            return None  # it is offered as long as the sync lasts
+        try:
+            return self._fill_buckets(plan, buckets, progress, bool(grant["attest"]), deadline)
+        finally:
+            progress.close()
 
     @torch.no_grad()
     def _fill_buckets(
         self,
-        grant: Mapping[str, Any],
         plan: list[list[Piece]],
         buckets: list[MappedBucket],
-        calls: ThreadPoolExecutor,
+        progress: SyncProgress,
+        attest: bool,
         deadline: float,
-    ) -> None:
-        sync_id = str(grant["sync_id"])
+    ) -> list[list[int | None]] | None:
         reader = _ShardReader(self._sources)
-        attest = bool(grant["attest"])
         memories = [bucket_bytes(bucket) for bucket in buckets]
-        loading: collections.deque[Future[None]] = collections.deque()
+        regions: list[list[int | None]] = []
         for idx, pieces in enumerate(plan):
-            if len(loading) == len(memories):
-                loading.popleft().result()  # the bucket that had this memory before
+            num_needed = idx + 1 - len(memories)  # then the memory of bucket idx is free again
+            if not progress.wait_loaded(num_needed, deadline, self._supervisor.check):
+                return None
             memory = memories[idx % len(memories)]
-            regions: list[list[int | None]] = []
             for piece in pieces:
                 target = memory[piece.bucket_start : piece.bucket_start + piece.nbytes]
                 checksum = reader.read_into(piece, target, attest)
                 offset = self._extents[piece.key].offset + piece.start
                 regions.append([offset, piece.nbytes, checksum])
-            arguments = (sync_id, self._rank, idx, regions, _remaining_s(deadline))
-            loading.append(calls.submit(self._supervisor.sync_filled, *arguments))
-        for loaded in loading:
-            loaded.result()
+            progress.set_filled(self._rank, idx + 1)
+        return regions
 
 
 class _ShardReader:

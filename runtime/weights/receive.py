@@ -17,6 +17,7 @@ from umbra.runtime.weights.image import BucketGrid, Extent, Piece
 from umbra.runtime.weights.manifest import Manifest, TensorEntry
 from umbra.runtime.weights.memfd import BucketMappings
 from umbra.runtime.weights.pages import populate_range
+from umbra.runtime.weights.progress import EngineEnd
 from umbra.runtime.weights.views import bucket_bytes, dtype_name, flatten
 
 MAX_MISMATCHES: Final = 32
@@ -34,7 +35,8 @@ class WeightReceiver:
 
     Args:
         manifest: the wire form that came with begin_update.
-        buckets: {"fd_socket": path, "names": [...], "bucket_nbytes": int} from begin_update.
+        buckets: {"fd_socket": path, "names": [...], "bucket_nbytes": int} from begin_update, with
+            what `EngineEnd` wants.
         destinations: name -> parameter or buffer of this engine, any strides. Must be exactly the
             names of the manifest; of tied names any one, several sharing memory, or copies.
         mappings: the engine's; kept from one version to the next.
@@ -55,26 +57,30 @@ class WeightReceiver:
         self._targets = [_Target(entry, group) for entry, group in _match(layout, destinations)]
         extents = [Extent(key, e.offset, e.nbytes) for key, e in enumerate(layout.entries)]
         self._plan = BucketGrid(layout.nbytes, buckets["bucket_nbytes"]).cut(extents)
-        self._loaded: set[int] = set()
         self._buckets = mappings.open(
             buckets["fd_socket"], buckets["names"], buckets["bucket_nbytes"], timeout_s
         )
+        self._end = EngineEnd(buckets, timeout_s)
 
-    def load_bucket(self, idx: int) -> int:
-        """Copies bucket `idx` into the parameters; the bytes copied. Each once, in any order."""
-        if idx in self._loaded or not 0 <= idx < len(self._plan):
-            raise WeightSyncError(
-                f"told to load bucket {idx} of {len(self._plan)}, "
-                f"{len(self._loaded)} are loaded already"
-            )
-        self._loaded.add(idx)
-        memory = bucket_bytes(self._buckets[idx % len(self._buckets)])
+    def load(self) -> int:
+        """Copies all buckets into the parameters as ranks fill them; the bytes copied. Once.
+
+        Raises:
+            WeightSyncError: the sync was given up; the parameters are half written.
+        """
+        memories = [bucket_bytes(bucket) for bucket in self._buckets]
         nbytes = 0
         with torch.no_grad():
-            for piece in self._plan[idx]:
-                self._targets[piece.key].write(piece, memory)
-                nbytes += piece.nbytes
+            for idx in self._end.buckets(len(self._plan)):
+                memory = memories[idx % len(memories)]
+                for piece in self._plan[idx]:
+                    self._targets[piece.key].write(piece, memory)
+                    nbytes += piece.nbytes
         return nbytes
+
+    def stop(self) -> None:
+        """Ends a `load` that waits, from another thread."""
+        self._end.stop()
 
     def finish(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
         """Checks every region [image offset, nbytes, checksum or None] in the parameters.
@@ -86,10 +92,7 @@ class WeightReceiver:
             WeightSyncError: not every bucket was loaded.
             ProtocolError: a region is not inside one tensor.
         """
-        if len(self._loaded) != len(self._plan):
-            raise WeightSyncError(
-                f"{len(self._loaded)} of {len(self._plan)} buckets were loaded before attesting"
-            )
+        self._end.check_all_loaded(len(self._plan))
         for target in self._targets:
             target.settle()
         nbytes = 0
@@ -198,12 +201,18 @@ def _verify(checks: list[tuple[_Target, int, int, int]]) -> list[str]:
     """The mismatches, found by a few threads (the sums run without the interpreter lock)."""
     num_threads = max(1, min(_ATTEST_THREADS, os.cpu_count() or 1, len(checks)))
 
-    def check(item: tuple[_Target, int, int, int]) -> str | None:
-        target, start, nbytes, checksum = item
-        return target.check(start, nbytes, checksum)
+    def check_every_nth(first: int) -> list[tuple[int, str]]:
+        wrong: list[tuple[int, str]] = []
+        for idx in range(first, len(checks), num_threads):
+            target, start, nbytes, checksum = checks[idx]
+            text = target.check(start, nbytes, checksum)
+            if text is not None:
+                wrong.append((idx, text))
+        return wrong
 
     with ThreadPoolExecutor(num_threads, thread_name_prefix="attest") as pool:
-        found = [text for text in pool.map(check, checks) if text is not None]
+        by_thread = list(pool.map(check_every_nth, range(num_threads)))
+    found = [text for _, text in sorted(wrong for part in by_thread for wrong in part)]
     if len(found) > MAX_MISMATCHES:
         return [*found[:MAX_MISMATCHES], f"and {len(found) - MAX_MISMATCHES} more"]
     return found

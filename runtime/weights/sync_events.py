@@ -22,19 +22,16 @@ class RankJoined:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """After `Open`: these engines take part and the image is cut into so many buckets."""
+    """After `Open`: these engines take part."""
 
     engines: Sequence[str]
-    num_buckets: int
-    num_buffers: int
 
 
 @dataclass(frozen=True, slots=True)
 class RankFilled:
-    """A rank has written its part of bucket `idx`; regions are (offset, nbytes, checksum)."""
+    """A rank has written its part of all buckets; regions are (offset, nbytes, checksum)."""
 
     rank: int
-    idx: int
     regions: Sequence[tuple[int, int, int | None]]
 
 
@@ -47,8 +44,9 @@ class EnginePrepared:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoaded:
+    """It has taken what it wants from all buckets."""
+
     engine: str
-    idx: int
     nbytes: int
 
 
@@ -94,7 +92,10 @@ class Aborted:
 
 @dataclass(frozen=True, slots=True)
 class LeaseExpired:
+    """`progress` says who has come how far in the transfer, for the message."""
+
     lease_s: float
+    progress: str
 
 
 Event = (
@@ -117,9 +118,10 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Choose engines and make the buckets; answer with `Opened`."""
+    """Choose engines and make the control block; answer with `Opened`."""
 
     manifest: Manifest
+    num_ranks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,24 +131,19 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True)
 class GrantBegin:
-    """Every rank may fill bucket 0: sync_begin returns."""
+    """Every rank may fill buckets: sync_begin returns."""
 
 
 @dataclass(frozen=True, slots=True)
-class GrantFill:
-    """Every engine has loaded bucket `idx`, its memory may be filled again: sync_filled returns."""
-
-    rank: int
-    idx: int
+class GrantFilled:
+    """Every rank has filled and every engine has loaded everything: sync_filled returns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`is_first`: from here on the engine's weights are those of no version."""
+    """Load all buckets. From here on the engine's weights are those of no version."""
 
     engine: str
-    idx: int
-    is_first: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +176,7 @@ class Revert:
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """Kill and replace the engine."""
+    """Kill and replace the engine; the ranks wait for it no more."""
 
     engine: str
     reason: str
@@ -187,7 +184,10 @@ class Discard:
 
 @dataclass(frozen=True, slots=True)
 class FailRanks:
-    """Every call of every rank, waiting or to come, raises `WeightSyncError(reason)`."""
+    """Every call of every rank, waiting or to come, raises `WeightSyncError(reason)`.
+
+    Nobody fills or loads any more.
+    """
 
     reason: str
 
@@ -206,7 +206,7 @@ Action = (
     Open
     | Prepare
     | GrantBegin
-    | GrantFill
+    | GrantFilled
     | Load
     | Attest
     | CommitVersion

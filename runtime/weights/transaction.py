@@ -2,21 +2,20 @@
 
 Pure: no clock, task or socket. `umbra.runtime.weights.sync_run` feeds it and does what it says.
 
-    GATHERING ──all ranks joined──> OPENING ──Opened──> TRANSFERRING ──all loaded──┐
+    GATHERING ──all ranks joined──> OPENING ──Opened──> TRANSFERRING ──all done────┐
                                                                                    v
              CLOSED <──all resumed── COMMITTING <──all attested── ATTESTING <──────┘
 
     any state before COMMITTING ──Aborted, LeaseExpired, no engine left──> ABORTING ──> CLOSED
 
-An engine that fails is discarded and the rest go on. In TRANSFERRING, with two buffers:
-
-    rank fills    0   1       2       3        a rank may fill i + 2 once all engines loaded i
-    engine          prepare   0   1   2        an engine is told to load i once all ranks filled i
+An engine that fails is discarded and the rest go on. In TRANSFERRING an engine is told to load as
+soon as it is prepared. Which bucket may be filled or loaded next, ranks and engines tell each other
+(`umbra.runtime.weights.progress`); here arrives that one of them is done with all.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import assert_never
 
@@ -40,7 +39,7 @@ from umbra.runtime.weights.sync_events import (
     Event,
     FailRanks,
     GrantBegin,
-    GrantFill,
+    GrantFilled,
     LeaseExpired,
     Load,
     Open,
@@ -69,6 +68,7 @@ class Stage(StrEnum):
 
     PREPARING = "prepare"
     LOADING = "load all buckets"
+    LOADED = "be asked to attest"
     ATTESTING = "attest"
     ATTESTED = "commit"
     COMMITTED = "resume"
@@ -76,28 +76,8 @@ class Stage(StrEnum):
 
 
 @dataclass(slots=True)
-class _Progress:
-    """Which buckets are done. They may finish in any order; `num` counts those without a gap."""
-
-    num: int = 0
-    ahead: set[int] = field(default_factory=set[int])
-
-    def add(self, idx: int) -> bool:
-        """False where it was done before."""
-        if idx < self.num or idx in self.ahead:
-            return False
-        self.ahead.add(idx)
-        while self.num in self.ahead:
-            self.ahead.remove(self.num)
-            self.num += 1
-        return True
-
-
-@dataclass(slots=True)
 class _Engine:
     stage: Stage = Stage.PREPARING
-    num_issued: int = 0
-    loaded: _Progress = field(default_factory=_Progress)
     nbytes: int = 0
 
 
@@ -117,11 +97,9 @@ class SyncTransaction:
         self.failed: dict[str, str] = {}
         self._require_engine = require_engine
         self._world_size = 0
-        self._filled: dict[int, _Progress] = {}
-        self._waiting_fill: list[tuple[int, int]] = []  # (rank, idx)
+        self._joined: set[int] = set()
+        self._filled: set[int] = set()
         self._engines: dict[str, _Engine] = {}
-        self._num_buckets = 0
-        self._num_buffers = 0
 
     @property
     def live_engines(self) -> list[str]:
@@ -144,7 +122,8 @@ class SyncTransaction:
             case Aborted():
                 return self._abort(event.reason)
             case LeaseExpired():
-                return self._abort(f"not done within {event.lease_s:.3g} s: {self._laggards()}")
+                laggards = self._laggards(event.progress)
+                return self._abort(f"not done within {event.lease_s:.3g} s: {laggards}")
             case EngineFailed():
                 return self._on_failed(event)
             case (
@@ -172,40 +151,33 @@ class SyncTransaction:
                 f"{event.world_size} ranks, the others version {self.version} "
                 f"as {expected_size}"
             )
-        if event.rank in self._filled or not 0 <= event.rank < expected_size:
+        if event.rank in self._joined or not 0 <= event.rank < expected_size:
             return self._abort(
                 f"rank {event.rank} of {expected_size} came twice or is none of them"
             )
         self._world_size = expected_size
-        self._filled[event.rank] = _Progress()
+        self._joined.add(event.rank)
         self.manifest = event.manifest or self.manifest
-        if len(self._filled) < expected_size:
+        if len(self._joined) < expected_size:
             return []
         if self.manifest is None:
             return self._abort("no rank brought a manifest; rank 0 must")
         self.phase = Phase.OPENING
-        return [Open(self.manifest)]
+        return [Open(self.manifest, expected_size)]
 
     def _on_opened(self, event: Opened) -> list[Action]:
         if self.phase != Phase.OPENING:
             return []
         self.phase = Phase.TRANSFERRING
-        self._num_buckets = event.num_buckets
-        self._num_buffers = event.num_buffers
         self._engines = {name: _Engine() for name in event.engines}
         return [*(Prepare(name) for name in event.engines), GrantBegin(), *self._advance()]
 
     def _on_filled(self, event: RankFilled) -> list[Action]:
         if self.phase != Phase.TRANSFERRING:
-            return self._abort(f"rank {event.rank} filled a bucket in phase {self.phase.name}")
-        limit = min(self._num_buckets, self._num_loaded() + self._num_buffers)
-        progress = self._filled.get(event.rank)
-        if progress is None or not event.idx < limit or not progress.add(event.idx):
-            return self._abort(
-                f"rank {event.rank} filled bucket {event.idx} out of turn: buckets below {limit} "
-                f"may be filled, each once"
-            )
-        self._waiting_fill.append((event.rank, event.idx))
+            return self._abort(f"rank {event.rank} filled its buckets in phase {self.phase.name}")
+        if event.rank not in self._joined or event.rank in self._filled:
+            return self._abort(f"rank {event.rank} filled its buckets twice or never joined")
+        self._filled.add(event.rank)
         self.regions.extend(event.regions)
         return self._advance()
 
@@ -223,15 +195,17 @@ class SyncTransaction:
     ) -> list[Action]:
         match event:
             case EngineLoaded():
-                engine.loaded.add(event.idx)
-                engine.nbytes += event.nbytes
+                engine.stage = Stage.LOADED
+                engine.nbytes = event.nbytes
             case EngineAttested():
                 wrong = self._check_attestation(event)
                 if wrong and self.phase == Phase.ATTESTING:
                     return self._on_failed(EngineFailed(event.engine, wrong))
                 engine.stage = Stage.ATTESTED
             case EnginePrepared():
-                engine.stage = Stage.LOADING
+                if self.phase == Phase.TRANSFERRING:
+                    engine.stage = Stage.LOADING
+                    return [Load(event.engine)]
             case EngineCommitted():
                 engine.stage = Stage.COMMITTED
                 return [Resume(event.engine)]
@@ -265,8 +239,8 @@ class SyncTransaction:
         """Goes on as far as what is known allows."""
         if self._require_engine and not self._engines and self.phase < Phase.ABORTING:
             return self._give_up()
-        if self.phase == Phase.TRANSFERRING:
-            return self._transfer()
+        if self.phase == Phase.TRANSFERRING and self._is_transferred():
+            return self._finish_transfer()
         if self.phase == Phase.ATTESTING and self._all_at(Stage.ATTESTED):
             self.phase = Phase.COMMITTING
             commits: list[Action] = [Commit(name) for name in self._engines]
@@ -279,30 +253,8 @@ class SyncTransaction:
             return [Close()]
         return []
 
-    def _transfer(self) -> list[Action]:
-        num_filled = self._num_filled()
-        num_loaded = self._num_loaded()
-        actions: list[Action] = []
-        for name, engine in self._engines.items():
-            if engine.stage == Stage.LOADING:
-                indices = range(engine.num_issued, num_filled)
-                actions += [Load(name, idx, is_first=idx == 0) for idx in indices]
-                engine.num_issued = num_filled
-        granted = [(rank, idx) for rank, idx in self._waiting_fill if idx < num_loaded]
-        self._waiting_fill = [waiting for waiting in self._waiting_fill if waiting not in granted]
-        actions += [GrantFill(rank, idx) for rank, idx in granted]
-        if num_filled == num_loaded == self._num_buckets and self._all_at(Stage.LOADING):
-            actions += self._finish_transfer()
-        return actions
-
-    def _num_filled(self) -> int:
-        """Buckets that every rank has filled."""
-        return min((progress.num for progress in self._filled.values()), default=0)
-
-    def _num_loaded(self) -> int:
-        """Buckets that every engine has loaded; without engines, those that are filled."""
-        engines = self._engines.values()
-        return min((engine.loaded.num for engine in engines), default=self._num_filled())
+    def _is_transferred(self) -> bool:
+        return self._filled == self._joined and self._all_at(Stage.LOADED)
 
     def _finish_transfer(self) -> list[Action]:
         assert self.manifest is not None
@@ -313,7 +265,7 @@ class SyncTransaction:
         for engine in self._engines.values():
             engine.stage = Stage.ATTESTING
         attests: list[Action] = [Attest(name) for name in self._engines]
-        return attests or self._advance()
+        return [GrantFilled(), *(attests or self._advance())]
 
     def _all_at(self, stage: Stage) -> bool:
         return all(engine.stage == stage for engine in self._engines.values())
@@ -332,19 +284,18 @@ class SyncTransaction:
         if self.phase >= Phase.COMMITTING:
             return []  # too late: the engines hold the version, and will say so
         self.phase = Phase.ABORTING
-        reverts = [Revert(name, engine.num_issued > 0) for name, engine in self._engines.items()]
+        reverts = [
+            Revert(name, is_touched=engine.stage != Stage.PREPARING)
+            for name, engine in self._engines.items()
+        ]
         return [FailRanks(reason), *reverts, *self._advance()]
 
-    def _laggards(self) -> str:
+    def _laggards(self, progress: str) -> str:
         if self.phase == Phase.GATHERING:
-            missing = sorted(set(range(self._world_size)) - self._filled.keys())
+            missing = sorted(set(range(self._world_size)) - self._joined)
             return f"ranks {missing} of {self._world_size} did not publish version {self.version}"
-        least = self._num_filled()
-        slow_ranks = [rank for rank, filled in self._filled.items() if filled.num == least]
-        slow_engines = [
-            f"{name} (has yet to {engine.stage})" for name, engine in self._engines.items()
-        ]
-        return (
-            f"{self.phase.name.lower()}; {least} of {self._num_buckets} buckets filled by all "
-            f"ranks (slowest: {slow_ranks}); waiting engines: {', '.join(slow_engines) or 'none'}"
-        )
+        engines = [f"{name} (has yet to {e.stage})" for name, e in self._engines.items()]
+        slow = f"waiting engines: {', '.join(engines) or 'none'}"
+        if self.phase == Phase.TRANSFERRING:
+            slow = f"not filled by ranks {sorted(self._joined - self._filled)}; {slow}; {progress}"
+        return f"{self.phase.name.lower()}; {slow}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from umbra.runtime.weights.image import BucketGrid
 from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.memfd import close_fds, create_buckets, serve_fds
+from umbra.runtime.weights.progress import SyncProgress
 from umbra.runtime.weights.publish import WeightPublisher
 
 DEADLINE_S = 20.0
@@ -33,6 +35,7 @@ class LocalSync:
         loop: asyncio.AbstractEventLoop,
         fd_socket: str,
         names: list[str],
+        progress: str,
         bucket_nbytes: int,
         tamper: Callable[[list[list[int | None]]], None],
     ) -> None:
@@ -45,8 +48,19 @@ class LocalSync:
             "names": names,
             "buckets": names,
             "bucket_nbytes": bucket_nbytes,
+            "progress": {
+                "name": progress,
+                "num_ranks": 1,
+                "num_engines": 1,
+                "engine": 0,
+                "timeout_s": DEADLINE_S,
+            },
         }
+        self._loading: Future[dict[str, int]]
         self.attested: dict[str, Any] = {}
+
+    def check(self) -> None:
+        pass
 
     def sync_begin(
         self,
@@ -59,15 +73,16 @@ class LocalSync:
     ) -> Mapping[str, Any]:
         assert manifest is not None
         self._call(self._engine.begin_update(version, manifest, self._grant))
+        self._loading = asyncio.run_coroutine_threadsafe(self._engine.load(), self._loop)
         nbytes = Manifest.from_wire(manifest).nbytes
         num_buckets = BucketGrid(nbytes, self._grant["bucket_nbytes"]).num_buckets
         return self._grant | {"sync_id": "sync", "num_buckets": num_buckets, "attest": True}
 
     def sync_filled(
-        self, sync_id: str, rank: int, idx: int, regions: list[list[int | None]], timeout_s: float
+        self, sync_id: str, rank: int, regions: list[list[int | None]], timeout_s: float
     ) -> None:
-        self._regions += regions
-        self._call(self._engine.load_bucket(idx))
+        self._regions = regions
+        self._loading.result(DEADLINE_S)
 
     def sync_end(self, sync_id: str, rank: int, timeout_s: float) -> Mapping[str, Any]:
         self._tamper(self._regions)
@@ -99,11 +114,13 @@ async def publish(
     """Carries `tensors` to a paused (or fresh) engine and resumes it; what it attested."""
     serial = next(_serials)
     fds = create_buckets([f"bucket-{serial}-{idx}" for idx in range(2)], bucket_nbytes)
+    fds |= create_buckets([f"progress-{serial}"], SyncProgress.nbytes_needed(1, 1))
+    *names, progress = fds
     fd_socket = str(folder / "fds")
     try:
         async with serve_fds(fd_socket, fds):
             loop = asyncio.get_running_loop()
-            sync = LocalSync(engine, loop, fd_socket, list(fds), bucket_nbytes, tamper)
+            sync = LocalSync(engine, loop, fd_socket, names, progress, bucket_nbytes, tamper)
             publisher = WeightPublisher(sync, 0, 1, tensors)
             await asyncio.to_thread(publisher.publish, "pool", version, DEADLINE_S)
     finally:

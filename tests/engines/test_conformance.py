@@ -409,7 +409,7 @@ def test_the_steps_of_an_update_come_in_order(make_engine: MakeEngine) -> None:
         engine = make_engine()
         async with running(engine):
             with pytest.raises(WeightSyncError, match="begin_update comes first"):
-                await engine.load_bucket(0)
+                await engine.load()
             with pytest.raises(WeightSyncError, match="begin_update comes first"):
                 await engine.commit_update()
             await engine.abort_update()

@@ -20,7 +20,7 @@ class DiesAtStart:
 class DiesInSync(EchoEngine):
     """Comes up, and ends whenever it gets weights: a crash in a loop."""
 
-    async def load_bucket(self, idx: int) -> dict[str, int]:
+    async def load(self) -> dict[str, int]:
         os._exit(6)
 
 

@@ -42,8 +42,8 @@ from umbra.runtime.weights.views import flatten
 class ThreadEngine:
     """An engine that only has weights. Loads in a thread, as real engines do.
 
-    Faults are set by tests: `fail_at` and `hang_at` name a request or (load_bucket, idx).
-    `log` holds the requests in order.
+    Faults are set by tests: `fail_at` and `hang_at` name a request. `log` holds the requests in
+    order.
     """
 
     def __init__(self, name: str, tensors: Mapping[str, Tensor]) -> None:
@@ -52,10 +52,11 @@ class ThreadEngine:
         self.lifecycle = EngineLifecycle().apply(Started())
         self.destinations = dict(tensors)
         self.log: list[str] = []
-        self.fail_at: object = None
-        self.hang_at: object = None
-        self.corrupt_after_load: int | None = None
+        self.fail_at: str | None = None
+        self.hang_at: str | None = None
+        self.corrupts_after_load = False
         self.hanging = asyncio.Event()
+        self._has_died = asyncio.Event()
         self.killed: str | None = None
         self._mappings = BucketMappings()
         self._receiver: WeightReceiver | None = None
@@ -90,11 +91,11 @@ class ThreadEngine:
     def touch(self, version: int) -> None:
         self.apply(BeginUpdate(version))
 
-    async def load_bucket(self, idx: int, timeout_s: float) -> dict[str, Any]:
-        await self._request(("load_bucket", idx))
+    async def load(self, timeout_s: float) -> dict[str, Any]:
+        await self._request("load")
         assert self._receiver is not None
-        nbytes = await asyncio.to_thread(self._receiver.load_bucket, idx)
-        if self.corrupt_after_load == idx:
+        nbytes = await asyncio.to_thread(self._receiver.load)
+        if self.corrupts_after_load:
             first = next(t for t in self.destinations.values() if t.numel())
             flatten(first).view(torch.uint8)[0] ^= 1
         return {"nbytes": nbytes}
@@ -117,6 +118,11 @@ class ThreadEngine:
         if self.lifecycle.state == EngineState.UPDATING:
             self.apply(AbortUpdate())
 
+    async def die(self) -> None:
+        """Ends what hangs, as the end of a process does."""
+        self.apply(Died())
+        self._has_died.set()
+
     def kill(self, reason: str) -> None:
         self.killed = reason
         self._close()
@@ -134,11 +140,12 @@ class ThreadEngine:
     def _close(self) -> None:
         self._receiver = None
 
-    async def _request(self, what: object) -> None:
-        self.log.append(what if isinstance(what, str) else "load_bucket")
+    async def _request(self, what: str) -> None:
+        self.log.append(what)
         if what == self.hang_at:
             self.hanging.set()
-            await asyncio.Event().wait()
+            await self._has_died.wait()
+            raise EngineUnhealthy(f"{self.name}: its process ended")
         if what == self.fail_at:
             raise EngineUnhealthy(f"{self.name} failed at {what}, as told")
 
@@ -149,6 +156,9 @@ class LocalSupervisor:
     def __init__(self, loop: LoopThread, coordinator: SyncCoordinator) -> None:
         self._loop = loop
         self.coordinator = coordinator
+
+    def check(self) -> None:
+        pass
 
     def sync_begin(
         self,
@@ -164,9 +174,9 @@ class LocalSupervisor:
         )
 
     def sync_filled(
-        self, sync_id: str, rank: int, idx: int, regions: list[list[int | None]], timeout_s: float
+        self, sync_id: str, rank: int, regions: list[list[int | None]], timeout_s: float
     ) -> None:
-        self._loop.run(self.coordinator.sync_filled(sync_id, rank, idx, regions))
+        self._loop.run(self.coordinator.sync_filled(sync_id, rank, regions))
 
     def sync_end(self, sync_id: str, rank: int, timeout_s: float) -> Mapping[str, Any]:
         return self._loop.run(self.coordinator.sync_end(sync_id, rank))

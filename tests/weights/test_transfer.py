@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -176,7 +178,7 @@ def test_an_engine_with_another_model_is_refused(
 def test_corruption_after_the_copy_is_found() -> None:
     sources = {"a": torch.randn(1000), "b": torch.randn(10)}
     broken, sound = (ThreadEngine(name, empty_like(sources)) for name in ("broken", "sound"))
-    broken.corrupt_after_load = 2
+    broken.corrupts_after_load = True
     with local_pool([broken, sound], SMALL) as supervisor:
         report = publish(supervisor, sources)
 
@@ -189,7 +191,7 @@ def test_corruption_after_the_copy_is_found() -> None:
 def test_corruption_in_every_engine_fails_the_sync() -> None:
     sources = {"a": torch.randn(1000)}
     engine = ThreadEngine("engine", empty_like(sources))
-    engine.corrupt_after_load = 0
+    engine.corrupts_after_load = True
     with (
         local_pool([engine], SMALL) as supervisor,
         pytest.raises(WeightSyncError, match=r"no engine is left.*sent 0x.*arrived 0x"),
@@ -238,7 +240,13 @@ def test_twenty_syncs_leave_no_descriptors_and_no_memory() -> None:
     sources = {"a": torch.randn(3_000_000), "b": torch.randn(1000, 77).t()}
     engine = ThreadEngine("engine", empty_like(sources))
 
+    def settle(supervisor: LocalSupervisor) -> None:
+        deadline = time.monotonic() + 5.0
+        while supervisor.coordinator.is_syncing and time.monotonic() < deadline:
+            time.sleep(0.01)
+
     def usage() -> tuple[int, int, int]:
+        gc.collect()  # earlier tests' mappings, held by tracebacks
         with open("/proc/self/status", encoding="ascii") as status:
             fields = dict(line.split(":", 1) for line in status)
         rss_kb, shmem_kb = (int(fields[key].split()[0]) for key in ("VmRSS", "RssShmem"))
@@ -247,9 +255,11 @@ def test_twenty_syncs_leave_no_descriptors_and_no_memory() -> None:
     before = usage()
     with local_pool([engine], SyncSettings(bucket_nbytes=4 << 20)) as supervisor:
         publish(supervisor, sources)
+        settle(supervisor)
         after_first = usage()
         for _ in range(20):
             publish(supervisor, sources)
+        settle(supervisor)
         after_last = usage()
     engine.unmap()  # what an engine keeps mapped between syncs is its own
     at_end = usage()

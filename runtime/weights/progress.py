@@ -1,0 +1,255 @@
+"""How far a sync has come, in shared memory: ranks and engines tell each other, bucket by bucket.
+
+A message to the supervisor and on takes milliseconds where cores are busy, longer than a bucket
+that stays in the cache takes to copy. So the control block of a sync, a memfd of its own, holds
+32-bit words, each written by one process only:
+
+    word                written by      means
+    abort               supervisor      1: the sync is given up
+    filled[rank]        that rank       buckets it has filled
+    loaded[engine]      that engine     buckets it has loaded
+    dismissed[engine]   supervisor      1: it is gone, nobody waits for it
+
+Each sync has a new one, so whoever is late from an earlier sync disturbs nobody. Every wait is
+made of short ones: a wake that was missed costs one of these. Torch-free.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, Self
+
+from umbra.runtime.errors import DeadlineExceeded, WeightSyncError
+from umbra.runtime.weights import futex
+from umbra.runtime.weights.memfd import MappedBucket, create_buckets, receive_fd
+
+_WORD_NBYTES: Final = 4
+_STRIDE: Final = 16  # words: each one has a cache line of its own
+_LONGEST_WAIT_S: Final = 0.05
+_SPIN_S: Final = 0.001
+# A wait begins with this much of polling, which lets others run: a thread that only ever sleeps is
+# woken on the core of the one that wakes it, and the two copy in turn instead of at once.
+
+
+def _nothing() -> None:
+    """For waits that nothing but the control block can end."""
+
+
+class SyncProgress:
+    """One control block, mapped. Owns the mapping; after `close` it is cut off from the others.
+
+    Args:
+        fd: a memfd of `nbytes_needed`, all zero at first. Not kept.
+    """
+
+    def __init__(self, fd: int, num_ranks: int, num_engines: int) -> None:
+        self._num_ranks = num_ranks
+        self._num_engines = num_engines
+        nbytes = self.nbytes_needed(num_ranks, num_engines)
+        self._mapping = MappedBucket(fd, nbytes)
+        array = ctypes.c_uint32 * (nbytes // _WORD_NBYTES)
+        # An aligned word is read and written in one access.
+        self._words: ctypes.Array[ctypes.c_uint32] = array.from_buffer(self._mapping.memory)
+
+    @classmethod
+    def create(cls, name: str, num_ranks: int, num_engines: int) -> tuple[int, Self]:
+        """A new control block: its descriptor, which the caller owns, and the mapping.
+
+        Raises:
+            WeightSyncError: the system has no memory or descriptors for it.
+        """
+        fds = create_buckets([name], cls.nbytes_needed(num_ranks, num_engines))
+        return fds[name], cls(fds[name], num_ranks, num_engines)
+
+    @classmethod
+    def receive(cls, socket_path: str, wire: Mapping[str, Any], timeout_s: float) -> Self:
+        """The one that the supervisor offers; `wire` is its {"name", "num_ranks", "num_engines"}.
+
+        Raises:
+            ConnectionLost, DeadlineExceeded, WeightSyncError: as `receive_fd`.
+        """
+        fd = receive_fd(socket_path, wire["name"], timeout_s)
+        try:
+            return cls(fd, wire["num_ranks"], wire["num_engines"])
+        finally:
+            os.close(fd)
+
+    @staticmethod
+    def nbytes_needed(num_ranks: int, num_engines: int) -> int:
+        return (1 + num_ranks + 2 * num_engines) * _STRIDE * _WORD_NBYTES
+
+    def close(self) -> None:
+        """Unmaps it; nobody may be waiting. Idempotent: what is written later reaches nobody."""
+        self._words = type(self._words)(*self._words)
+        self._mapping.close()
+
+    # -- ranks and engines ---------------------------------------------------------------
+
+    @property
+    def is_aborted(self) -> bool:
+        return self._words[0] != 0
+
+    def set_filled(self, rank: int, num_buckets: int) -> None:
+        """The rank has filled so many buckets; what it wrote to them is seen by all."""
+        self._publish(self._filled(rank), num_buckets)
+
+    def set_loaded(self, engine: int, num_buckets: int) -> None:
+        """The engine has loaded so many buckets and reads them no more."""
+        self._publish(self._loaded(engine), num_buckets)
+
+    def wait_filled(
+        self, num_buckets: int, deadline: float, while_waiting: Callable[[], None] = _nothing
+    ) -> bool:
+        """Until every rank has filled so many buckets; False where the sync is given up.
+
+        Args:
+            deadline: on the clock of `time.monotonic`.
+            while_waiting: called about every 50 ms in which nothing happens; may raise.
+
+        Raises:
+            DeadlineExceeded: the deadline has passed.
+        """
+        for rank in range(self._num_ranks):
+            word = self._filled(rank)
+            if not self._wait(word, num_buckets, None, deadline, while_waiting):
+                return False
+        return True
+
+    def wait_loaded(
+        self, num_buckets: int, deadline: float, while_waiting: Callable[[], None] = _nothing
+    ) -> bool:
+        """As `wait_filled`, until every engine that is not dismissed has loaded so many."""
+        for engine in range(self._num_engines):
+            word, gone = self._loaded(engine), self._dismissed(engine)
+            if not self._wait(word, num_buckets, gone, deadline, while_waiting):
+                return False
+        return True
+
+    # -- the supervisor ------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """The sync is given up: every wait ends."""
+        self._words[0] = 1
+        for rank in range(self._num_ranks):
+            futex.wake(self._address(self._filled(rank)))
+        for engine in range(self._num_engines):
+            futex.wake(self._address(self._loaded(engine)))
+
+    def dismiss(self, engine: int) -> None:
+        """Nobody waits for this engine any more; it must not be loading."""
+        self._words[self._dismissed(engine)] = 1
+        futex.wake(self._address(self._loaded(engine)))
+
+    def num_filled(self) -> list[int]:
+        """Of each rank."""
+        return [self._words[self._filled(rank)] for rank in range(self._num_ranks)]
+
+    def num_loaded(self, engine: int) -> int:
+        return self._words[self._loaded(engine)]
+
+    # -- words ---------------------------------------------------------------------------
+
+    def _filled(self, rank: int) -> int:
+        return (1 + rank) * _STRIDE
+
+    def _loaded(self, engine: int) -> int:
+        return (1 + self._num_ranks + engine) * _STRIDE
+
+    def _dismissed(self, engine: int) -> int:
+        return (1 + self._num_ranks + self._num_engines + engine) * _STRIDE
+
+    def _address(self, word: int) -> int:
+        return ctypes.addressof(self._words) + word * _WORD_NBYTES
+
+    def _publish(self, word: int, value: int) -> None:
+        address = self._address(word)
+        futex.order(address)  # what the value stands for comes before it
+        self._words[word] = value
+        futex.wake(address)
+
+    def _wait(
+        self,
+        word: int,
+        least: int,
+        gone: int | None,
+        deadline: float,
+        while_waiting: Callable[[], None],
+    ) -> bool:
+        """Until the word is at least `least` or the word `gone` is set; False when aborted."""
+        address = self._address(word)
+        sleeps_from = time.monotonic() + _SPIN_S
+        while not self.is_aborted:
+            value = self._words[word]
+            if value >= least or (gone is not None and self._words[gone]):
+                futex.order(address)  # what the value stands for is read or overwritten after it
+                return True
+            now = time.monotonic()
+            left_s = deadline - now
+            if left_s <= 0:
+                raise DeadlineExceeded(
+                    f"{value} of at least {least} buckets are done and the time is used up"
+                )
+            if now < sleeps_from:
+                os.sched_yield()
+                continue
+            futex.wait(address, value, min(left_s, _LONGEST_WAIT_S))
+            if self._words[word] == value:
+                while_waiting()
+        return False
+
+
+class EngineEnd:
+    """One engine's end of the control block, unmapped when dropped. Blocks in `buckets`.
+
+    Args:
+        wire: what came with begin_update: "fd_socket", and "progress" with the control block's
+            name and sizes, the "engine" number of this engine and "timeout_s", the seconds that
+            the sync may still take.
+    """
+
+    def __init__(self, wire: Mapping[str, Any], timeout_s: float) -> None:
+        progress: Mapping[str, Any] = wire["progress"]
+        self._deadline = time.monotonic() + float(progress["timeout_s"])
+        self._engine = int(progress["engine"])
+        self._progress = SyncProgress.receive(wire["fd_socket"], progress, timeout_s)
+        self._is_stopped = False
+        self.num_loaded = 0
+
+    def buckets(self, num_buckets: int) -> Iterator[int]:
+        """Every bucket once all ranks have filled it. Asking for the next says it is loaded.
+
+        Raises:
+            WeightSyncError: the sync was given up, its time is over, or `stop` was called.
+        """
+        if self.num_loaded:
+            raise WeightSyncError("the buckets of this update were loaded before")
+        for idx in range(num_buckets):
+            try:
+                is_filled = self._progress.wait_filled(idx + 1, self._deadline, self._check_stop)
+            except DeadlineExceeded:
+                raise WeightSyncError(
+                    f"bucket {idx} of {num_buckets} was not filled in the time of the sync"
+                ) from None
+            if not is_filled:
+                raise WeightSyncError(f"the sync was given up before bucket {idx} was filled")
+            yield idx
+            self.num_loaded = idx + 1
+            self._progress.set_loaded(self._engine, self.num_loaded)
+
+    def check_all_loaded(self, num_buckets: int) -> None:
+        """Raises WeightSyncError unless so many were loaded."""
+        if self.num_loaded != num_buckets:
+            raise WeightSyncError(
+                f"{self.num_loaded} of {num_buckets} buckets were loaded before attesting"
+            )
+
+    def stop(self) -> None:
+        """Ends `buckets` within 50 ms. From any thread."""
+        self._is_stopped = True
+
+    def _check_stop(self) -> None:
+        if self._is_stopped:
+            raise WeightSyncError("the engine is being stopped")

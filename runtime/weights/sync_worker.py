@@ -1,0 +1,311 @@
+"""One engine in a sync: makes the requests that the transaction wants, one after the other.
+
+So a revert never overtakes a load that is still copying. While an engine loads, its word in the
+control block is watched: one that stands still though there are buckets to load has failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, cast
+
+from umbra.runtime.errors import ProtocolError, UmbraError, WeightSyncError
+from umbra.runtime.lifecycle import EngineLifecycle, EngineState, Tag
+from umbra.runtime.weights.progress import SyncProgress
+from umbra.runtime.weights.sync_events import (
+    Action,
+    Attest,
+    Close,
+    Commit,
+    EngineAttested,
+    EngineCommitted,
+    EngineFailed,
+    EngineLoaded,
+    EnginePrepared,
+    EngineResumed,
+    EngineReverted,
+    Event,
+    Load,
+    Prepare,
+    Resume,
+    Revert,
+)
+from umbra.runtime.weights.transaction import Phase, SyncTransaction
+
+logger = logging.getLogger(__name__)
+
+_SETTLE_TIMEOUT_S: Final = 10.0
+# For each call after the decision (commit, resume, revert), whatever is left of the lease: too
+# short kills engines that were only slow, too long holds back the next sync. Also how much longer
+# than the lease a load may take to hear that the sync is given up.
+_WATCH_INTERVAL_S: Final = 0.1
+_LEAST_PATIENCE_S: Final = 3 * _WATCH_INTERVAL_S
+
+
+class SyncEngine(Protocol):
+    """An engine as the supervisor sees it. Calls raise `UmbraError` where they fail.
+
+    `begin_update` leaves the weights as they are; `touch` is told, before `load`, that they are
+    about to be those of no version (lifecycle BeginUpdate). `load` returns when every bucket is
+    loaded, and fails soon after the sync's control block says that the sync is given up.
+    `abort_update` ends the update; the lifecycle loses the version only if it was touched.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def incarnation(self) -> int: ...
+    @property
+    def lifecycle(self) -> EngineLifecycle: ...
+
+    async def pause(self, mode: str, timeout_s: float) -> None: ...
+    async def wake(self, tags: Sequence[Tag], timeout_s: float) -> None: ...
+    async def resume(self, timeout_s: float) -> None: ...
+    async def begin_update(
+        self, version: int, manifest: dict[str, Any], buckets: dict[str, Any], timeout_s: float
+    ) -> None: ...
+    def touch(self, version: int) -> None: ...
+    async def load(self, timeout_s: float) -> Mapping[str, Any]: ...
+    async def finish_update(
+        self, regions: list[list[int | None]], timeout_s: float
+    ) -> Mapping[str, Any]: ...
+    async def commit_update(self, version: int, timeout_s: float) -> None: ...
+    async def abort_update(self, timeout_s: float) -> None: ...
+    def kill(self, reason: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedImage:
+    """What the coordinator provides once the layout is known.
+
+    Attributes:
+        buckets: for engines: fd_socket, names, bucket_nbytes, progress (name, num_ranks,
+            num_engines); engines are numbered as they stand in `engines`.
+        progress: the control block, mapped; the host closes it after the run.
+    """
+
+    engines: Sequence[SyncEngine]
+    buckets: dict[str, Any]
+    progress: SyncProgress
+    num_buckets: int
+    attest: bool
+
+
+class Lease:
+    """The time a sync may take. It never has an end later than one it had before."""
+
+    def __init__(self) -> None:
+        self.length_s = float("inf")
+        self.changed = asyncio.Event()
+        self._end = float("inf")
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self._end - time.monotonic())
+
+    def shorten(self, length_s: float) -> None:
+        """It ends `length_s` from now, or earlier as before."""
+        end = time.monotonic() + length_s
+        if end < self._end:
+            self._end, self.length_s = end, length_s
+            self.changed.set()
+
+
+class EngineWorker:
+    """Feeds what comes of every request to the transaction, by `feed`.
+
+    Args:
+        number: the engine's in the control block.
+        engine_timeout_s: longest that a request may take, and that a load may stand still.
+    """
+
+    def __init__(
+        self,
+        engine: SyncEngine,
+        number: int,
+        *,
+        image: OpenedImage,
+        transaction: SyncTransaction,
+        lease: Lease,
+        feed: Callable[[Event], None],
+        pause_mode: str,
+        engine_timeout_s: float,
+    ) -> None:
+        self.number = number
+        self.load_s = 0.0
+        self.prepared_at = 0.0
+        self._engine = engine
+        self._incarnation = engine.incarnation
+        self._was_serving = engine.lifecycle.state == EngineState.SERVING
+        self._image = image
+        self._transaction = transaction
+        self._lease = lease
+        self._feed = feed
+        self._pause_mode = pause_mode
+        self._engine_timeout_s = engine_timeout_s
+        self._requests: asyncio.Queue[Action] = asyncio.Queue()
+
+    def request(self, action: Action) -> None:
+        """Queues a request; `Close` ends `run`."""
+        self._requests.put_nowait(action)
+
+    def discard(self, reason: str) -> None:
+        """Kills the engine that took part, and has the ranks go on without it."""
+        self.request(Close())
+        engine = self._engine
+        is_same = engine.incarnation == self._incarnation
+        if is_same and engine.lifecycle.state != EngineState.DEAD:
+            engine.kill(f"weight sync: {reason}")
+        self._image.progress.dismiss(self.number)  # killed first: it reads no bucket any more
+
+    async def run(self) -> None:
+        """Makes the requests in order until `Close` or a failure."""
+        while not isinstance(request := await self._requests.get(), Close):
+            await self._carry_out(request)
+
+    async def _carry_out(self, request: Action) -> None:
+        name, what = self._engine.name, type(request).__name__
+        timeout_s = self._timeout_s()
+        try:
+            self._check_incarnation()
+            async with asyncio.timeout(timeout_s) as patience:
+                event = await self._perform(request, timeout_s, patience)
+        except TimeoutError:
+            reason = f"no answer or no progress within {timeout_s:.3g} s"
+        except UmbraError as error:
+            if isinstance(request, Load) and self._image.progress.is_aborted:
+                return  # it was told to stop; the revert that follows finds out how it is
+            reason = str(error)
+        except Exception as error:  # an engine must not end the supervisor
+            logger.exception("%s of %s broke", what, name)
+            reason = repr(error)
+        else:
+            self._feed(event)
+            return
+        self._feed(EngineFailed(name, f"{what.lower()}: {reason}"))
+
+    async def _perform(self, request: Action, timeout_s: float, patience: asyncio.Timeout) -> Event:
+        engine = self._engine
+        match request:
+            case Prepare():
+                await self._prepare(timeout_s)
+                return EnginePrepared(engine.name)
+            case Load():
+                return await self._load(patience)
+            case Attest():
+                regions: list[list[int | None]] = [list(r) for r in self._transaction.regions]
+                found = await engine.finish_update(regions, timeout_s)
+                return _read_attestation(engine.name, found)
+            case Commit():
+                await engine.commit_update(self._transaction.version, timeout_s)
+                return EngineCommitted(engine.name)
+            case Resume():
+                await self._resume(timeout_s)
+                return EngineResumed(engine.name)
+            case Revert():
+                await engine.abort_update(timeout_s)
+                if self._was_serving and not request.is_touched:
+                    await self._resume(timeout_s)
+                return EngineReverted(engine.name)
+            case _:
+                raise AssertionError(f"{request} is not for an engine")
+
+    async def _prepare(self, timeout_s: float) -> None:
+        assert self._transaction.manifest is not None
+        engine, version = self._engine, self._transaction.version
+        await engine.pause(self._pause_mode, timeout_s)
+        await engine.wake(["weights"], timeout_s)
+        own = {"engine": self.number, "timeout_s": self._lease.left_s + _SETTLE_TIMEOUT_S}
+        buckets = self._image.buckets | {"progress": self._image.buckets["progress"] | own}
+        manifest = self._transaction.manifest.to_wire()
+        await engine.begin_update(version, manifest, buckets, timeout_s)
+        self.prepared_at = time.monotonic()
+
+    async def _load(self, patience: asyncio.Timeout) -> Event:
+        engine = self._engine
+        engine.touch(self._transaction.version)
+        begun_at = time.monotonic()
+        with self._watching(patience):
+            loaded = await engine.load(self._lease.left_s + _SETTLE_TIMEOUT_S)
+        self.load_s = time.monotonic() - begun_at
+        return EngineLoaded(engine.name, _integer(loaded, "nbytes"))
+
+    @contextmanager
+    def _watching(self, patience: asyncio.Timeout) -> Generator[None]:
+        """Sets the timeout of a load anew whenever it moves; while it waits for ranks, to never."""
+        loop, num_buckets = asyncio.get_running_loop(), self._image.num_buckets
+        progress, num_seen = self._image.progress, 0
+        timer: asyncio.TimerHandle | None = None
+
+        def look() -> None:
+            nonlocal num_seen, timer
+            num_loaded, num_filled = progress.num_loaded(self.number), min(progress.num_filled())
+            ends_at = patience.when()
+            limit_s = max(_LEAST_PATIENCE_S, self._timeout_s())
+            if progress.is_aborted:
+                limit = loop.time() + _SETTLE_TIMEOUT_S
+                ends_at = limit if ends_at is None else min(ends_at, limit)
+            elif num_loaded == num_filled < num_buckets:
+                ends_at = None
+            elif ends_at is None or num_loaded != num_seen:
+                ends_at = loop.time() + limit_s
+            num_seen = num_loaded
+            if not patience.expired():
+                patience.reschedule(ends_at)
+                timer = loop.call_later(_WATCH_INTERVAL_S, look)
+
+        look()
+        try:
+            yield
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+    async def _resume(self, timeout_s: float) -> None:
+        await self._engine.wake(["kv_cache"], timeout_s)
+        await self._engine.resume(timeout_s)
+
+    def _check_incarnation(self) -> None:
+        engine = self._engine
+        if engine.incarnation != self._incarnation:
+            raise WeightSyncError(
+                f"incarnation {self._incarnation} of {engine.name} took part, "
+                f"now there is {engine.incarnation}"
+            )
+
+    def _timeout_s(self) -> float:
+        """How long an engine may take: never so long that its failure would take the rest along."""
+        if self._transaction.phase >= Phase.COMMITTING:
+            return _SETTLE_TIMEOUT_S
+        return min(self._engine_timeout_s, self._lease.left_s / 2)
+
+
+def _read_attestation(engine: str, found: object) -> EngineAttested:
+    mismatches = _fields(found).get("mismatches")
+    if not isinstance(mismatches, list):
+        raise ProtocolError(f"engine {engine} attested without a list of mismatches")
+    texts = cast("list[Any]", mismatches)
+    return EngineAttested(
+        engine=engine,
+        count=_integer(found, "count"),
+        nbytes=_integer(found, "nbytes"),
+        mismatches=[str(text) for text in texts],
+    )
+
+
+def _integer(answer: object, key: str) -> int:
+    value = _fields(answer).get(key)
+    if not isinstance(value, int):
+        raise ProtocolError(f"an engine answered {key}={value!r} where a number belongs")
+    return value
+
+
+def _fields(answer: object) -> Mapping[str, Any]:
+    if not isinstance(answer, Mapping):
+        raise ProtocolError(f"an engine answered {type(answer).__name__}, expected a map")
+    return cast("Mapping[str, Any]", answer)

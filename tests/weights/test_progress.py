@@ -1,0 +1,211 @@
+"""The control block of a sync: waits and wakes between processes, and every way a wait ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from umbra.runtime.errors import DeadlineExceeded, JobFailed, WeightSyncError
+from umbra.runtime.weights.memfd import serve_fds
+from umbra.runtime.weights.progress import EngineEnd, SyncProgress
+
+NUM_RANKS, NUM_ENGINES = 2, 2
+FAR_S = 20.0
+
+# Fills as rank 0 whatever the engines have room for, two buckets ahead of them, 200 in all.
+FILLING_RANK = """
+import sys, time
+from umbra.runtime.weights.progress import SyncProgress
+progress = SyncProgress(int(sys.argv[1]), 1, 1)
+for idx in range(200):
+    assert progress.wait_loaded(idx - 1, time.monotonic() + 20.0)
+    progress.set_filled(0, idx + 1)
+"""
+
+
+@dataclass
+class Block:
+    fd: int
+    progress: SyncProgress
+
+    def peer(self) -> SyncProgress:
+        """Another mapping, as another process has it."""
+        return SyncProgress(self.fd, NUM_RANKS, NUM_ENGINES)
+
+
+@pytest.fixture
+def block() -> Iterator[Block]:
+    fd, progress = SyncProgress.create("block", NUM_RANKS, NUM_ENGINES)
+    yield Block(fd, progress)
+    progress.close()
+    os.close(fd)
+
+
+def later(seconds: float, call: object, *args: object) -> threading.Timer:
+    timer = threading.Timer(seconds, call, args)  # pyright: ignore[reportArgumentType]
+    timer.start()
+    return timer
+
+
+def test_two_processes_follow_each_other() -> None:
+    fd, progress = SyncProgress.create("two", 1, 1)
+    command = [sys.executable, "-c", FILLING_RANK, str(fd)]
+    with subprocess.Popen(command, pass_fds=[fd]) as rank:
+        most_ahead = 0
+        for idx in range(200):
+            assert progress.wait_filled(idx + 1, time.monotonic() + FAR_S)
+            most_ahead = max(most_ahead, progress.num_filled()[0] - idx)
+            progress.set_loaded(0, idx + 1)
+        assert rank.wait(FAR_S) == 0
+    assert 1 <= most_ahead <= 2
+    progress.close()
+    os.close(fd)
+
+
+def test_a_wait_is_for_every_rank(block: Block) -> None:
+    rank = block.peer()
+    rank.set_filled(0, 5)
+    later(0.1, rank.set_filled, 1, 1)
+    begun_at = time.monotonic()
+
+    assert block.progress.wait_filled(1, begun_at + FAR_S)
+
+    assert 0.05 < time.monotonic() - begun_at < 2.0
+    assert block.progress.num_filled() == [5, 1]
+
+
+def test_an_abort_ends_waits_soon(block: Block) -> None:
+    supervisor = block.peer()
+    ended: list[tuple[bool, float]] = []
+
+    def wait() -> None:
+        is_filled = block.progress.wait_filled(1, time.monotonic() + FAR_S)
+        ended.append((is_filled, time.monotonic()))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    time.sleep(0.1)
+    aborted_at = time.monotonic()
+    supervisor.abort()
+    thread.join(FAR_S)
+
+    assert ended[0][0] is False
+    assert ended[0][1] - aborted_at < 0.2
+    assert not block.progress.wait_loaded(0, time.monotonic() + FAR_S)
+
+
+def test_a_deadline_ends_a_wait(block: Block) -> None:
+    begun_at = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match="0 of at least 1"):
+        block.progress.wait_loaded(1, begun_at + 0.2)
+    assert 0.15 < time.monotonic() - begun_at < 1.0
+
+
+def test_the_slowest_engine_holds_back_the_ranks_and_a_dismissed_one_does_not(
+    block: Block,
+) -> None:
+    engines = block.peer()
+    engines.set_loaded(0, 7)
+    engines.set_loaded(1, 3)
+    assert block.progress.wait_loaded(3, time.monotonic() + FAR_S)
+    with pytest.raises(DeadlineExceeded):
+        block.progress.wait_loaded(4, time.monotonic() + 0.1)
+
+    later(0.1, engines.dismiss, 1)
+
+    assert block.progress.wait_loaded(7, time.monotonic() + FAR_S)
+    with pytest.raises(DeadlineExceeded):
+        block.progress.wait_loaded(8, time.monotonic() + 0.1)
+
+
+def test_a_wait_looks_around_now_and_then(block: Block) -> None:
+    num_looks = 0
+
+    def look() -> None:
+        nonlocal num_looks
+        num_looks += 1
+        if num_looks == 3:
+            raise JobFailed("rank 7 failed")
+
+    begun_at = time.monotonic()
+    with pytest.raises(JobFailed):
+        block.progress.wait_loaded(1, begun_at + FAR_S, look)
+    assert time.monotonic() - begun_at < 2.0
+
+
+def test_a_closed_block_reaches_nobody(block: Block) -> None:
+    late = block.peer()
+    late.close()
+    late.set_filled(0, 1)
+    late.abort()
+    late.close()
+
+    assert late.is_aborted
+    assert not block.progress.is_aborted
+    assert block.progress.num_filled() == [0, 0]
+
+
+def test_a_descriptor_that_is_too_small_is_refused() -> None:
+    fd, progress = SyncProgress.create("small", 1, 1)
+    with pytest.raises(WeightSyncError, match="expected"):
+        SyncProgress(fd, 500, 500)
+    progress.close()
+    os.close(fd)
+
+
+class TestEngineEnd:
+    @staticmethod
+    def make(block: Block, folder: Path, timeout_s: float = FAR_S) -> EngineEnd:
+        """Engine 1 of the block, received as an engine does."""
+        sizes = {"num_ranks": NUM_RANKS, "num_engines": NUM_ENGINES}
+        own = {"name": "block", "engine": 1, "timeout_s": timeout_s}
+        socket_path = str(folder / "fds")
+
+        async def receive() -> EngineEnd:
+            async with serve_fds(socket_path, {"block": block.fd}):
+                wire = {"fd_socket": socket_path, "progress": sizes | own}
+                return await asyncio.to_thread(EngineEnd, wire, 5.0)
+
+        return asyncio.run(receive())
+
+    def test_a_bucket_counts_when_the_next_is_asked_for(self, block: Block, tmp_path: Path) -> None:
+        end = self.make(block, tmp_path)
+        for rank in range(NUM_RANKS):
+            block.progress.set_filled(rank, 2)
+        buckets = end.buckets(2)
+
+        assert next(buckets) == 0
+        assert block.progress.num_loaded(1) == 0
+        assert next(buckets) == 1
+        assert block.progress.num_loaded(1) == 1
+        with pytest.raises(WeightSyncError, match="1 of 2 buckets"):
+            end.check_all_loaded(2)
+        assert list(buckets) == []
+        assert block.progress.num_loaded(1) == 2
+        end.check_all_loaded(2)
+        with pytest.raises(WeightSyncError, match="before"):
+            next(end.buckets(2))
+
+    def test_what_ends_it(self, block: Block, tmp_path: Path) -> None:
+        hasty = self.make(block, tmp_path, timeout_s=0.1)
+        with pytest.raises(WeightSyncError, match="bucket 0 of 3 was not filled in the time"):
+            next(hasty.buckets(3))
+
+        stopped = self.make(block, tmp_path)
+        later(0.1, stopped.stop)
+        with pytest.raises(WeightSyncError, match="being stopped"):
+            next(stopped.buckets(3))
+
+        given_up = self.make(block, tmp_path)
+        later(0.1, block.progress.abort)
+        with pytest.raises(WeightSyncError, match="given up"):
+            next(given_up.buckets(3))

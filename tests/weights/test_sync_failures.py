@@ -1,0 +1,221 @@
+"""Syncs in which a rank or an engine fails, dies or is late while buckets travel."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.weights.local_world import (
+    LocalSupervisor,
+    ThreadEngine,
+    empty_like,
+    in_threads,
+    local_pool,
+    next_version,
+    raw_bytes,
+)
+from torch import Tensor
+
+from umbra.runtime.errors import DeadlineExceeded, JobFailed, WeightSyncError
+from umbra.runtime.lifecycle import EngineState
+from umbra.runtime.weights.coordinator import SyncSettings
+from umbra.runtime.weights.publish import SyncReport, WeightPublisher
+
+SMALL = SyncSettings(bucket_nbytes=512, attest_every=1, engine_timeout_s=10.0)
+
+
+@pytest.fixture
+def sources() -> dict[str, Tensor]:
+    """Many more buckets than there are buffers."""
+    return {"a": torch.randn(4000), "b": torch.randn(77, 5)}
+
+
+def publish(supervisor: LocalSupervisor, tensors: dict[str, Tensor], **options: Any) -> SyncReport:
+    arguments: dict[str, Any] = {"rank": 0, "world_size": 1, "timeout_s": 20.0} | options
+    publisher = WeightPublisher(supervisor, arguments["rank"], arguments["world_size"], tensors)
+    return publisher.publish("pool", arguments.get("version", 1), arguments["timeout_s"])
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+class SecondRank:
+    """Rank 1 of 2, which joins and then does nothing, on the coordinator's own loop."""
+
+    def __init__(self, supervisor: LocalSupervisor, version: int) -> None:
+        self.supervisor = supervisor
+        self.version = version
+        self.grant: dict[str, Any] | None = None
+
+    def join(self) -> None:
+        arguments = ("pool", self.version, 1, 2, None, 20.0)
+        self.grant = dict(self.supervisor.sync_begin(*arguments))
+
+    def die(self) -> None:
+        async def lose() -> None:
+            self.supervisor.coordinator.rank_lost(1)
+
+        self.supervisor._loop.run(lose())  # pyright: ignore[reportPrivateUsage]
+
+
+def test_a_rank_that_dies_in_mid_transfer_frees_engine_and_ranks(
+    sources: dict[str, Tensor],
+) -> None:
+    engine = ThreadEngine("engine", empty_like(sources))
+    with local_pool([engine], SMALL) as supervisor:
+        rank = SecondRank(supervisor, version := next_version())
+        died_at: list[float] = []
+
+        def die_when_the_engine_waits() -> None:
+            rank.join()
+            until(lambda: "load" in engine.log)
+            time.sleep(0.1)  # rank 0 has used up the buffers, the engine waits for rank 1
+            died_at.append(time.monotonic())
+            rank.die()
+
+        outcomes = in_threads(
+            lambda: publish(supervisor, sources, rank=0, world_size=2, version=version),
+            die_when_the_engine_waits,
+        )
+        freed_after_s = time.monotonic() - died_at[0]
+        until(lambda: not supervisor.coordinator.is_syncing)
+        assert engine.lifecycle.state == EngineState.PENDING_WEIGHTS
+        assert engine.killed is None
+
+        publish(supervisor, sources, version=next_version())
+
+    assert isinstance(outcomes[0], WeightSyncError)
+    assert "rank 1 is lost" in str(outcomes[0])
+    assert freed_after_s < 1.0
+    assert engine.lifecycle.state == EngineState.SERVING
+
+
+def test_an_engine_that_dies_in_mid_transfer_does_not_hold_the_others(
+    sources: dict[str, Tensor],
+) -> None:
+    broken, sound = (ThreadEngine(name, empty_like(sources)) for name in ("broken", "sound"))
+    broken.hang_at = "load"
+    with local_pool([broken, sound], SMALL) as supervisor:
+
+        def die_when_the_rank_waits() -> None:
+            until(broken.hanging.is_set)
+            time.sleep(0.1)  # the buffers are used up
+            supervisor._loop.run(broken.die())  # pyright: ignore[reportPrivateUsage]
+
+        report, _ = in_threads(lambda: publish(supervisor, sources), die_when_the_rank_waits)
+
+    assert list(report.engines) == ["sound"]
+    assert "its process ended" in report.failed["broken"]
+    assert sound.lifecycle.state == EngineState.SERVING
+    assert raw_bytes(sound.destinations["a"]) == raw_bytes(sources["a"])
+
+
+def test_an_engine_that_stands_still_is_replaced(sources: dict[str, Tensor]) -> None:
+    stuck, sound = (ThreadEngine(name, empty_like(sources)) for name in ("stuck", "sound"))
+    stuck.hang_at = "load"
+    impatient = SyncSettings(bucket_nbytes=512, engine_timeout_s=0.5)
+    begun_at = time.monotonic()
+    with local_pool([stuck, sound], impatient) as supervisor:
+        report = publish(supervisor, sources)
+
+    assert 0.4 < time.monotonic() - begun_at < 5.0
+    assert list(report.engines) == ["sound"]
+    assert "load: no answer or no progress within 0.5 s" in report.failed["stuck"]
+    assert stuck.killed is not None
+
+
+def test_a_slow_rank_is_not_the_fault_of_an_engine(sources: dict[str, Tensor]) -> None:
+    class Slow(LocalSupervisor):
+        def sync_begin(self, *args: Any, **kwargs: Any) -> Any:
+            grant = super().sync_begin(*args, **kwargs)
+            time.sleep(1.0)
+            return grant
+
+    engine = ThreadEngine("engine", empty_like(sources))
+    impatient = SyncSettings(bucket_nbytes=512, engine_timeout_s=0.4)
+    with local_pool([engine], impatient) as plain:
+        slow = Slow(plain._loop, plain.coordinator)  # pyright: ignore[reportPrivateUsage]
+        report = publish(slow, sources)
+
+    assert list(report.engines) == ["engine"]
+    assert engine.killed is None
+
+
+def test_a_rank_that_never_fills_ends_the_sync_by_its_lease(sources: dict[str, Tensor]) -> None:
+    engine = ThreadEngine("engine", empty_like(sources))
+    with local_pool([engine], SMALL) as supervisor:
+        rank = SecondRank(supervisor, version := next_version())
+        outcomes = in_threads(
+            lambda: publish(
+                supervisor, sources, rank=0, world_size=2, version=version, timeout_s=1.0
+            ),
+            rank.join,
+        )
+        until(lambda: not supervisor.coordinator.is_syncing)
+
+    assert isinstance(outcomes[0], WeightSyncError)
+    assert "not filled by ranks [0, 1]" in str(outcomes[0])
+    assert "ranks filled [4, 0]" in str(outcomes[0])
+    assert engine.lifecycle.state == EngineState.PENDING_WEIGHTS
+    assert engine.killed is None
+
+
+def test_a_rank_that_waits_hears_that_the_job_is_lost(sources: dict[str, Tensor]) -> None:
+    lost = threading.Event()
+
+    class Losable(LocalSupervisor):
+        def check(self) -> None:
+            if lost.is_set():
+                raise JobFailed("the supervisor is gone")
+
+    engine = ThreadEngine("engine", empty_like(sources))
+    engine.hang_at = "load"
+    with local_pool([engine], SMALL) as plain:
+        losable = Losable(plain._loop, plain.coordinator)  # pyright: ignore[reportPrivateUsage]
+
+        def lose() -> None:
+            until(engine.hanging.is_set)
+            lost.set()
+
+        begun_at = time.monotonic()
+        outcomes = in_threads(lambda: publish(losable, sources), lose)
+
+    assert isinstance(outcomes[0], JobFailed)
+    assert time.monotonic() - begun_at < 5.0
+
+
+def test_a_rank_cannot_say_twice_that_it_is_done(sources: dict[str, Tensor]) -> None:
+    class Twice(LocalSupervisor):
+        def sync_filled(self, *args: Any, **kwargs: Any) -> None:
+            super().sync_filled(*args, **kwargs)
+            super().sync_filled(*args, **kwargs)
+
+    engine = ThreadEngine("engine", empty_like(sources))
+    engine.hang_at = "finish_update"
+    with local_pool([engine], SMALL) as plain:
+        twice = Twice(plain._loop, plain.coordinator)  # pyright: ignore[reportPrivateUsage]
+        with pytest.raises(WeightSyncError, match="in phase ATTESTING"):
+            publish(twice, sources, timeout_s=3.0)
+
+
+def test_a_deadline_of_the_rank_alone_ends_its_wait(sources: dict[str, Tensor]) -> None:
+    class Unbounded(LocalSupervisor):
+        """Asks for a lease that outlives the rank's own patience."""
+
+        def sync_begin(self, *args: Any, **kwargs: Any) -> Any:
+            return super().sync_begin(*args[:-1], timeout_s=60.0)
+
+    engine = ThreadEngine("engine", empty_like(sources))
+    engine.hang_at = "load"
+    with local_pool([engine], SMALL) as plain:
+        unbounded = Unbounded(plain._loop, plain.coordinator)  # pyright: ignore[reportPrivateUsage]
+        with pytest.raises(DeadlineExceeded, match="the time is used up"):
+            publish(unbounded, sources, timeout_s=0.5)
