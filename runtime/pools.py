@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, Final, Self
 
 from umbra.runtime.actor import ActorSpec
-from umbra.runtime.errors import ConfigError, EngineError, WeightSyncError
+from umbra.runtime.errors import ConfigError, DeadlineExceeded, EngineError, WeightSyncError
 from umbra.runtime.lifecycle import EngineState, SleepLevel, Tag, catch_up
 from umbra.runtime.pool_engine import PoolEngine
 from umbra.runtime.restart import RestartPolicy
@@ -62,7 +62,7 @@ class PoolSpec:
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     memory_limit_nbytes: int = 0
     on_update: str = "abort"
-    bucket_nbytes: int = 16 << 20
+    bucket_nbytes: int = 4 << 20
 
     def __post_init__(self) -> None:
         if self.count < 1:
@@ -211,19 +211,23 @@ class EnginePool:
     # -- operations on all engines -------------------------------------------------------
 
     async def pause(self, mode: str, timeout_s: float) -> None:
-        await self._all({EngineState.SERVING}, lambda engine: engine.pause(mode, timeout_s))
+        await self._after_sync(timeout_s)
+        await self._pause(mode, timeout_s)
 
     async def resume(self, timeout_s: float) -> None:
+        await self._after_sync(timeout_s)
         await self._all({EngineState.PAUSED}, lambda engine: engine.resume(timeout_s))
 
     async def sleep(self, level: SleepLevel, timeout_s: float) -> None:
         """Frees memory; engines that serve are paused (mode `abort`) first."""
+        await self._after_sync(timeout_s)
         self._sleep_level = level
-        await self.pause("abort", timeout_s)
+        await self._pause("abort", timeout_s)
         sleepy = {EngineState.PAUSED, EngineState.PENDING_WEIGHTS}
         await self._all(sleepy, lambda engine: engine.sleep(level, timeout_s))
 
     async def wake(self, tags: list[Tag], timeout_s: float) -> None:
+        await self._after_sync(timeout_s)
         self._sleep_level = None
         drowsy = {EngineState.ASLEEP, EngineState.PAUSED, EngineState.PENDING_WEIGHTS}
         await self._all(drowsy, lambda engine: engine.wake(tags, timeout_s))
@@ -231,9 +235,23 @@ class EnginePool:
     async def invalidate(self) -> None:
         """Disowns the version: the trainer that made the weights was restarted."""
         self.sync.version = None
-        await self.pause("abort", _SETTLE_TIMEOUT_S)
+        await self._pause("abort", _SETTLE_TIMEOUT_S)
         for engine in self.engines.values():
             engine.invalidate()
+
+    async def _after_sync(self, timeout_s: float) -> None:
+        """A rank may have a sync's outcome, and go on, a moment before the sync is settled."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.sync.wait_settled()
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"pool {self.spec.name}: a weight sync is under way and did not end within "
+                f"{timeout_s:.3g} s; other operations wait for it"
+            ) from None
+
+    async def _pause(self, mode: str, timeout_s: float) -> None:
+        await self._all({EngineState.SERVING}, lambda engine: engine.pause(mode, timeout_s))
 
     async def _all(
         self, states: set[EngineState], request: Callable[[PoolEngine], Awaitable[None]]

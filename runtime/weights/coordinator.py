@@ -117,6 +117,11 @@ class SyncCoordinator:
     def is_syncing(self) -> bool:
         return self._current is not None
 
+    async def wait_settled(self) -> None:
+        """Until no sync is under way."""
+        while self._current is not None:
+            await self._current.over.wait()
+
     async def run(self) -> None:
         """Drives syncs until cancelled; an open one then fails at its ranks."""
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ def document() -> str:
     parts = [_HEAD]
     for name, field in TrainerConfig.model_fields.items():
         section: Any = field.annotation
-        summary = inspect.getdoc(section).split("\n")[0].partition(": ")[2]
+        summary = (inspect.getdoc(section) or "").split("\n")[0].partition(": ")[2]
         parts.append(f"\n## [{name}]\n\n{summary[0].upper()}{summary[1:]}\n")
         parts.append("\n| key | default | what it is |\n|---|---|---|\n")
         texts = _attributes(inspect.getdoc(section) or "")
@@ -37,14 +38,8 @@ def document() -> str:
     return "".join(parts)
 
 
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str | Path):
-        return f'"{value}"'
-    if value is None:
-        return "unset"
-    return str(list(value)) if isinstance(value, tuple) else str(value)
+def _toml(value: object) -> str:
+    return "unset" if value is None else json.dumps(value, default=str)
 
 
 def _attributes(docstring: str) -> dict[str, str]:

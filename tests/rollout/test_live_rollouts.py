@@ -5,17 +5,21 @@ from __future__ import annotations
 import re
 import signal
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from live_rollouts import VOCAB_SIZE, LiveRollouts, killing, merged, while_generating
 
 from umbra.engines.echo import echo_tokens
-from umbra.runtime.errors import RewardError
+from umbra.runtime.collective import SessionSync
+from umbra.runtime.errors import DeadlineExceeded, RewardError
 from umbra.runtime.rollout.order import PromptOrder, trajectory_seed
 from umbra.runtime.session import Session
 from umbra.runtime.testing.sessions import SessionFactory
+from umbra.runtime.weights.publish import WeightPublisher
 
 pytestmark = pytest.mark.process
 
@@ -299,3 +303,29 @@ def test_a_failing_agent_loop_fails_every_rank(
 
     for failure in failures:
         assert re.search(message, str(failure)), failure
+
+
+def pause_again_and_again(session: Session) -> None:
+    while True:
+        session.supervisor_call("pool_pause", "policy", "abort", 0.2)
+
+
+def test_a_pool_is_left_alone_while_a_sync_is_under_way(
+    umbra_session: Session, tmp_path: Path
+) -> None:
+    live = LiveRollouts(umbra_session, tmp_path)
+    live.publish(0)
+    weights = {"w": torch.zeros(10)}
+    first, second = (
+        WeightPublisher(SessionSync(umbra_session), rank, 2, weights) for rank in range(2)
+    )
+
+    with ThreadPoolExecutor(1) as side:
+        waiting = side.submit(first.publish, "policy", 1, 20.0)
+        with pytest.raises(DeadlineExceeded, match="a weight sync is under way"):
+            pause_again_and_again(umbra_session)
+        second.publish("policy", 1, 20.0)
+        waiting.result(10.0)
+
+    live.session.supervisor_call("pool_pause", "policy", "abort", 5.0)
+    assert {state["state"] for state in live.session.pool("policy").states()} == {"PAUSED"}
