@@ -19,8 +19,8 @@ from typing import Final
 from umbra.runtime.weights.manifest import ALIGNMENT
 
 NUM_BUFFERS: Final = 4
-# Two would let filling overlap loading; the others hide the time that messages between rank,
-# supervisor and engine take (where cores are scarce, milliseconds). More hold memory for nothing.
+# Two would let filling overlap loading; the others give a process that was put off its core time to
+# come back before the other runs out of buckets. More would leave the cache.
 
 
 @dataclass(frozen=True, slots=True)
