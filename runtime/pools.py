@@ -62,7 +62,7 @@ class PoolSpec:
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     memory_limit_nbytes: int = 0
     on_update: str = "abort"
-    bucket_nbytes: int = 4 << 20
+    bucket_nbytes: int = 2 << 20
 
     def __post_init__(self) -> None:
         if self.count < 1:

@@ -196,7 +196,7 @@ class PoolSection(Section):
     tick_ms: Seconds = 50.0
     num_threads: Positive | None = None
     engine_args: dict[str, Any] = {}
-    sync_bucket_mib: Positive = 4
+    sync_bucket_mib: Positive = 2
     sync_timeout_s: Seconds = 600.0
     max_restarts: Count = 5
     memory_limit_mib: Count = 0
