@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -132,12 +131,20 @@ def test_the_plugin_imports_nothing_heavy() -> None:
 
 
 def test_a_clean_check_takes_milliseconds() -> None:
-    from umbra.runtime.testing.leaks import LeakCheck
+    """In a process of its own: how much this one has mapped depends on the tests before."""
+    script = """
+import time, torch
+from umbra.runtime.testing.leaks import LeakCheck
 
-    took_s: list[float] = []
-    for _ in range(20):
-        start = time.process_time()
-        assert LeakCheck().finish(grace_s=0.0) == []
-        took_s.append(time.process_time() - start)
+took_s = []
+for _ in range(20):
+    start = time.process_time()
+    assert LeakCheck().finish(grace_s=0.0) == []
+    took_s.append(time.process_time() - start)
+print(min(took_s))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
 
-    assert min(took_s) < 0.005
+    assert float(done.stdout) < 0.005
