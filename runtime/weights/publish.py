@@ -166,6 +166,10 @@ class WeightPublisher:
             raise
         return SyncReport.from_wire(report)
 
+    def close(self) -> None:
+        """Unmaps the buckets, which `publish` keeps mapped and would map anew. Idempotent."""
+        self._mappings.close()
+
     def _transfer(self, grant: Mapping[str, Any], deadline: float) -> list[list[int | None]] | None:
         """Fills all buckets; the regions, or None where the sync was given up meanwhile."""
         bucket_nbytes = int(grant["bucket_nbytes"])

@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import pytest
 import torch
-from tests.weights.local_world import (
+from local_world import (
     LocalSupervisor,
     ThreadEngine,
     empty_like,
@@ -36,8 +37,9 @@ def sources() -> dict[str, Tensor]:
 
 def publish(supervisor: LocalSupervisor, tensors: dict[str, Tensor], **options: Any) -> SyncReport:
     arguments: dict[str, Any] = {"rank": 0, "world_size": 1, "timeout_s": 20.0} | options
-    publisher = WeightPublisher(supervisor, arguments["rank"], arguments["world_size"], tensors)
-    return publisher.publish("pool", arguments.get("version", 1), arguments["timeout_s"])
+    rank, world_size = arguments["rank"], arguments["world_size"]
+    with closing(WeightPublisher(supervisor, rank, world_size, tensors)) as publisher:
+        return publisher.publish("pool", arguments.get("version", 1), arguments["timeout_s"])
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:

@@ -6,13 +6,14 @@ import gc
 import os
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.weights.local_world import (
+from local_world import (
     LocalSupervisor,
     ThreadEngine,
     empty_like,
@@ -74,9 +75,17 @@ def supervisor(engine: ThreadEngine) -> Iterator[LocalSupervisor]:
         yield supervisor
 
 
+@pytest.fixture(autouse=True)
+def unmapped(engine: ThreadEngine) -> Iterator[None]:
+    """What an engine keeps mapped between syncs ends with the test."""
+    yield
+    engine.unmap()
+    gc.collect()  # a view that is part of a cycle keeps the memory mapped
+
+
 def publish(supervisor: LocalSupervisor, tensors: dict[str, Tensor], **options: Any) -> SyncReport:
-    publisher = WeightPublisher(supervisor, 0, 1, tensors, **options)
-    return publisher.publish("pool", next_version(), timeout_s=20.0)
+    with closing(WeightPublisher(supervisor, 0, 1, tensors, **options)) as publisher:
+        return publisher.publish("pool", next_version(), timeout_s=20.0)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
