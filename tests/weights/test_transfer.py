@@ -88,6 +88,7 @@ def publish(supervisor: LocalSupervisor, tensors: dict[str, Tensor], **options: 
         return publisher.publish("pool", next_version(), timeout_s=20.0)
 
 
+@pytest.mark.allow_leaks("views of the last examples' buckets may wait to be collected")
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(drawn_tensors)
 def test_any_layout_arrives_bit_for_bit(
