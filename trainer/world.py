@@ -53,7 +53,13 @@ class World:
             # cuDNN's attention plans anew for every shape, and packed shapes differ every step.
             torch.backends.cuda.enable_cudnn_sdp(False)
             arguments["device_id"] = place
-        if not environment.under_torchrun:
+        if environment.under_torchrun:
+            # torchrun's store lives on over an elastic restart: without a prefix, a rank may read
+            # where a rank of the life before was listening.
+            store, rank, world_size = next(_dist.rendezvous("env://"))
+            store = _dist.PrefixStore(f"umbra-{environment.incarnation}", store)
+            arguments |= {"store": store, "rank": rank, "world_size": world_size}
+        else:
             arguments |= {"store": _dist.HashStore(), "rank": 0, "world_size": 1}
         _dist.init_process_group(backend, **arguments)
         try:
