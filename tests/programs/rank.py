@@ -73,7 +73,9 @@ def take_part(session: Session, scenario: str, chosen: bool) -> None:
 
 
 def say(**fields: object) -> None:
-    print(json.dumps({"rank": int(os.environ["RANK"]), **fields}), flush=True)
+    # One write: torchrun starts ranks with -u, and print would then write the newline by itself.
+    sys.stdout.write(json.dumps({"rank": int(os.environ["RANK"]), **fields}) + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":
