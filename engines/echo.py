@@ -95,8 +95,7 @@ class EchoEngine:
         try:
             await self._make_tokens_forever()
         finally:
-            if self._receiver is not None:
-                self._receiver.stop()
+            self._leave_update()
 
     async def _make_tokens_forever(self) -> None:
         clock = asyncio.get_running_loop().time
@@ -217,7 +216,7 @@ class EchoEngine:
         if not self._requests:
             self._gate.pause()
         self._gate.sleep(level)
-        self._receiver = None
+        self._leave_update()
         self._mappings.close()
         self._settle()
 
@@ -245,11 +244,16 @@ class EchoEngine:
     async def commit_update(self) -> None:
         self._open_receiver()
         self._gate.commit_update()
-        self._receiver = None
+        self._leave_update()
 
     async def abort_update(self) -> None:
-        self._receiver = None
+        self._leave_update()
         self._gate.abort_update()
+
+    def _leave_update(self) -> None:
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            receiver.close()
 
     def _open_receiver(self) -> EchoReceiver:
         if self._receiver is None:

@@ -53,9 +53,9 @@ class EchoReceiver:
             nbytes += sum(piece.nbytes for piece in self._plan[idx])
         return nbytes
 
-    def stop(self) -> None:
-        """Ends a `load` that waits, from another thread."""
-        self._end.stop()
+    def close(self) -> None:
+        """Leaves the sync; a `load` that waits in another thread ends. Idempotent."""
+        self._end.close()
 
     def finish(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
         """Counts the regions, and checks them where a copy was kept."""

@@ -18,13 +18,13 @@ from umbra.engines.embedded.core import EngineCore
 from umbra.engines.embedded.loading import load_checkpoint, parse_dtype
 from umbra.engines.embedded.model import DecoderModel
 from umbra.engines.embedded.settings import EmbeddedConfig, make_limits, parse_device
-from umbra.engines.embedded.weight_update import WeightUpdate
 from umbra.engines.gate import EngineGate
 from umbra.engines.memory import resident_nbytes
 from umbra.engines.protocol import EngineStats, PauseMode
 from umbra.engines.requests import parse_request
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.lifecycle import SleepLevel, Tag
+from umbra.runtime.weights.receive import WeightReceiver
 
 
 class EngineWorker:
@@ -46,7 +46,7 @@ class EngineWorker:
         # After the model: on a GPU the cache gets a share of what is left.
         self._limits = make_limits(config, model_config, dtype, device)
         self._core = EngineCore(self._model, self._limits)
-        self._update = WeightUpdate(self._model.parameters)
+        self._receiver = WeightReceiver(self._model.parameters.destinations)
         self._gate = EngineGate()
         self._on_drained: list[Callable[[], None]] = []
         if config.load_weights:
@@ -124,7 +124,7 @@ class EngineWorker:
         if not self._core.has_work:
             self._gate.pause()
         self._gate.sleep(level)
-        self._update.unmap()
+        self._receiver.close()
         self._core.preempt_all()
         self._core.cache.release()
         if level == 2:
@@ -150,25 +150,27 @@ class EngineWorker:
     ) -> None:
         """Frozen requests keep their KV cache, so they go on with keys of the older weights."""
         self._gate.begin_update(version, is_idle=not self._core.has_work)
-        self._update.begin(manifest, buckets)
+        self._receiver.begin(manifest, buckets)
 
     def load(self) -> dict[str, int]:
         """Waits for ranks; nothing else is done meanwhile."""
-        return self._update.load()
+        return {"nbytes": self._receiver.load()}
 
     def end_waits(self) -> None:
         """Has a `load` that waits raise WeightSyncError soon. From any thread."""
-        self._update.stop()
+        self._receiver.stop()
 
     def finish_update(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
-        return self._update.finish(regions)
+        return self._receiver.finish(regions)
 
     def commit_update(self) -> None:
-        self._update.commit()
-        self._core.set_version(self._gate.commit_update())
+        version = self._gate.commit_update()
+        self._receiver.end()
+        self._model.parameters.refresh()
+        self._core.set_version(version)
 
     def abort_update(self) -> None:
-        self._update.abort()
+        self._receiver.end()
         self._gate.abort_update()
 
     def stats(self) -> EngineStats:

@@ -12,7 +12,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
@@ -26,9 +26,9 @@ from umbra.runtime.rpc.client import Client, Handle
 from umbra.runtime.rpc.loop_thread import LoopThread
 from umbra.runtime.rpc.ref import ActorRef
 from umbra.runtime.rpc.server import ActorServer
-from umbra.runtime.weights.memfd import BucketMappings
+from umbra.runtime.weights.destination import populate
 from umbra.runtime.weights.publish import WeightPublisher
-from umbra.runtime.weights.receive import WeightReceiver, populate
+from umbra.runtime.weights.receive import WeightReceiver
 
 _TIMEOUT_S: Final = 60.0
 _SYNCS_A_ROUND: Final = 4
@@ -62,36 +62,31 @@ class BenchEngine:
 
     def __init__(self, total_nbytes: int) -> None:
         tensors = model_tensors(total_nbytes)
-        self._parameters = {name: torch.empty_like(t) for name, t in tensors.items()}
-        populate(self._parameters.values())
+        parameters = {name: torch.empty_like(t) for name, t in tensors.items()}
+        populate(parameters.values())
         self._thread = ThreadPoolExecutor(1)
-        self._mappings = BucketMappings()
-        self._receiver: WeightReceiver | None = None
+        self._receiver = WeightReceiver(parameters)
 
     async def begin_update(
         self, version: int, manifest: dict[str, Any], buckets: dict[str, Any]
     ) -> None:
-        def begin() -> WeightReceiver:
-            return WeightReceiver(manifest, buckets, self._parameters, self._mappings)
-
-        self._receiver = await asyncio.get_running_loop().run_in_executor(self._thread, begin)
+        await self._run(self._receiver.begin, manifest, buckets)
 
     async def load(self) -> dict[str, int]:
-        assert self._receiver is not None
-        load = self._receiver.load
-        nbytes = await asyncio.get_running_loop().run_in_executor(self._thread, load)
-        return {"nbytes": nbytes}
+        return {"nbytes": await self._run(self._receiver.load)}
 
     async def finish_update(self, regions: list[list[int | None]]) -> dict[str, Any]:
-        assert self._receiver is not None
-        finish = self._receiver.finish
-        return await asyncio.get_running_loop().run_in_executor(self._thread, finish, regions)
+        found: dict[str, Any] = await self._run(self._receiver.finish, regions)
+        return found
 
     async def commit_update(self) -> None:
-        self._receiver = None
+        await self._run(self._receiver.end)
 
     async def abort_update(self) -> None:
         await self.commit_update()
+
+    async def _run(self, work: Callable[..., Any], *args: object) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
 
 
 async def serve(target: object, name: str, folder: Path) -> None:

@@ -82,7 +82,9 @@ class SyncProgress:
         return (1 + num_ranks + 2 * num_engines) * _STRIDE * _WORD_NBYTES
 
     def close(self) -> None:
-        """Unmaps it; nobody may be waiting. Idempotent: what is written later reaches nobody."""
+        """Unmaps it. Idempotent. What is written later reaches nobody, and what others write is not
+        seen any more: a thread that waits does so until its deadline or `while_waiting` ends it.
+        """
         self._words = type(self._words)(*self._words)
         self._mapping.close()
 
@@ -202,7 +204,7 @@ class SyncProgress:
 
 
 class EngineEnd:
-    """One engine's end of the control block, unmapped when dropped. Blocks in `buckets`.
+    """One engine's end of the control block. Blocks in `buckets`. Owns the mapping until `close`.
 
     Args:
         wire: what came with begin_update: "fd_socket", and "progress" with the control block's
@@ -249,6 +251,11 @@ class EngineEnd:
     def stop(self) -> None:
         """Ends `buckets` within 50 ms. From any thread."""
         self._is_stopped = True
+
+    def close(self) -> None:
+        """As `stop`; cut off from the others from here on. Idempotent."""
+        self.stop()
+        self._progress.close()
 
     def _check_stop(self) -> None:
         if self._is_stopped:

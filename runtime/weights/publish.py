@@ -133,6 +133,8 @@ class WeightPublisher:
                 self._sources.append(_Source(tensor, getattr(torch, entry.dtype)))
                 self._extents.append(extent)
         self._mappings = BucketMappings()
+        self._wire = self.manifest.to_wire()
+        self._plan: tuple[int, list[list[Piece]]] | None = None  # for buckets of this size
 
     def publish(self, pool: str, version: int, timeout_s: float) -> SyncReport:
         """Carries the tensors to the engines of `pool`; returns when they serve `version`.
@@ -145,7 +147,7 @@ class WeightPublisher:
             DeadlineExceeded: `timeout_s` seconds went by.
         """
         deadline = time.monotonic() + timeout_s
-        manifest = self.manifest.to_wire() if self._rank == 0 else None
+        manifest = self._wire if self._rank == 0 else None
         grant = self._supervisor.sync_begin(
             pool, version, self._rank, self._world_size, manifest, timeout_s
         )
@@ -173,7 +175,7 @@ class WeightPublisher:
     def _transfer(self, grant: Mapping[str, Any], deadline: float) -> list[list[int | None]] | None:
         """Fills all buckets; the regions, or None where the sync was given up meanwhile."""
         bucket_nbytes = int(grant["bucket_nbytes"])
-        plan = BucketGrid(self.manifest.nbytes, bucket_nbytes).cut(self._extents)
+        plan = self._plan_for(bucket_nbytes)
         if len(plan) != grant["num_buckets"]:
             raise ProtocolError(
                 f"rank {self._rank} cuts its image into {len(plan)} buckets, "
@@ -190,6 +192,12 @@ class WeightPublisher:
             return self._fill_buckets(plan, buckets, progress, bool(grant["attest"]), deadline)
         finally:
             progress.close()
+
+    def _plan_for(self, bucket_nbytes: int) -> list[list[Piece]]:
+        if self._plan is None or self._plan[0] != bucket_nbytes:
+            grid = BucketGrid(self.manifest.nbytes, bucket_nbytes)
+            self._plan = bucket_nbytes, grid.cut(self._extents)
+        return self._plan[1]
 
     @torch.no_grad()
     def _fill_buckets(

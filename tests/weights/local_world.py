@@ -34,7 +34,7 @@ from umbra.runtime.lifecycle import (
 )
 from umbra.runtime.rpc.loop_thread import LoopThread
 from umbra.runtime.weights.coordinator import SyncCoordinator, SyncSettings
-from umbra.runtime.weights.memfd import BucketMappings, serve_fds
+from umbra.runtime.weights.memfd import serve_fds
 from umbra.runtime.weights.receive import WeightReceiver
 from umbra.runtime.weights.views import flatten
 
@@ -50,7 +50,8 @@ class ThreadEngine:
         self.name = name
         self.incarnation = 1
         self.lifecycle = EngineLifecycle().apply(Started())
-        self.destinations = dict(tensors)
+        self._receiver = WeightReceiver({})
+        self.destinations = tensors
         self.log: list[str] = []
         self.fail_at: str | None = None
         self.hang_at: str | None = None
@@ -58,8 +59,17 @@ class ThreadEngine:
         self.hanging = asyncio.Event()
         self._has_died = asyncio.Event()
         self.killed: str | None = None
-        self._mappings = BucketMappings()
-        self._receiver: WeightReceiver | None = None
+
+    @property
+    def destinations(self) -> dict[str, Tensor]:
+        """Its parameters, which a test may replace between syncs."""
+        return self._destinations
+
+    @destinations.setter
+    def destinations(self, tensors: Mapping[str, Tensor]) -> None:
+        self._destinations = dict(tensors)
+        self._receiver.close()
+        self._receiver = WeightReceiver(self._destinations)
 
     def apply(self, event: Event) -> None:
         self.lifecycle = self.lifecycle.apply(event)
@@ -84,16 +94,13 @@ class ThreadEngine:
         self, version: int, manifest: dict[str, Any], buckets: dict[str, Any], timeout_s: float
     ) -> None:
         await self._request("begin_update")
-        self._receiver = await asyncio.to_thread(
-            WeightReceiver, manifest, buckets, self.destinations, self._mappings
-        )
+        await asyncio.to_thread(self._receiver.begin, manifest, buckets)
 
     def touch(self, version: int) -> None:
         self.apply(BeginUpdate(version))
 
     async def load(self, timeout_s: float) -> dict[str, Any]:
         await self._request("load")
-        assert self._receiver is not None
         nbytes = await asyncio.to_thread(self._receiver.load)
         if self.corrupts_after_load:
             first = next(t for t in self.destinations.values() if t.numel())
@@ -104,17 +111,16 @@ class ThreadEngine:
         self, regions: list[list[int | None]], timeout_s: float
     ) -> dict[str, Any]:
         await self._request("finish_update")
-        assert self._receiver is not None
         return await asyncio.to_thread(self._receiver.finish, regions)
 
     async def commit_update(self, version: int, timeout_s: float) -> None:
         await self._request("commit_update")
-        self._close()
+        self._receiver.end()
         self.apply(CommitUpdate(version))
 
     async def abort_update(self, timeout_s: float) -> None:
         await self._request("abort_update")
-        self._close()
+        self._receiver.end()
         if self.lifecycle.state == EngineState.UPDATING:
             self.apply(AbortUpdate())
 
@@ -125,7 +131,7 @@ class ThreadEngine:
 
     def kill(self, reason: str) -> None:
         self.killed = reason
-        self._close()
+        self._receiver.end()
         self.apply(Died())
 
     def sleep(self, level: SleepLevel) -> None:
@@ -134,11 +140,7 @@ class ThreadEngine:
         self.apply(Sleep(level))
 
     def unmap(self) -> None:
-        self._close()
-        self._mappings.close()
-
-    def _close(self) -> None:
-        self._receiver = None
+        self._receiver.close()
 
     async def _request(self, what: str) -> None:
         self.log.append(what)

@@ -8,7 +8,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -164,7 +165,8 @@ def test_a_descriptor_that_is_too_small_is_refused() -> None:
 
 class TestEngineEnd:
     @staticmethod
-    def make(block: Block, folder: Path, timeout_s: float = FAR_S) -> EngineEnd:
+    @contextmanager
+    def made(block: Block, folder: Path, timeout_s: float = FAR_S) -> Generator[EngineEnd]:
         """Engine 1 of the block, received as an engine does."""
         sizes = {"num_ranks": NUM_RANKS, "num_engines": NUM_ENGINES}
         own = {"name": "block", "engine": 1, "timeout_s": timeout_s}
@@ -175,37 +177,40 @@ class TestEngineEnd:
                 wire = {"fd_socket": socket_path, "progress": sizes | own}
                 return await asyncio.to_thread(EngineEnd, wire, 5.0)
 
-        return asyncio.run(receive())
+        with closing(asyncio.run(receive())) as end:
+            yield end
 
     def test_a_bucket_counts_when_the_next_is_asked_for(self, block: Block, tmp_path: Path) -> None:
-        end = self.make(block, tmp_path)
         for rank in range(NUM_RANKS):
             block.progress.set_filled(rank, 2)
-        buckets = end.buckets(2)
+        with self.made(block, tmp_path) as end:
+            buckets = end.buckets(2)
 
-        assert next(buckets) == 0
-        assert block.progress.num_loaded(1) == 0
-        assert next(buckets) == 1
-        assert block.progress.num_loaded(1) == 1
-        with pytest.raises(WeightSyncError, match="1 of 2 buckets"):
+            assert next(buckets) == 0
+            assert block.progress.num_loaded(1) == 0
+            assert next(buckets) == 1
+            assert block.progress.num_loaded(1) == 1
+            with pytest.raises(WeightSyncError, match="1 of 2 buckets"):
+                end.check_all_loaded(2)
+            assert list(buckets) == []
+            assert block.progress.num_loaded(1) == 2
             end.check_all_loaded(2)
-        assert list(buckets) == []
-        assert block.progress.num_loaded(1) == 2
-        end.check_all_loaded(2)
-        with pytest.raises(WeightSyncError, match="before"):
-            next(end.buckets(2))
+            with pytest.raises(WeightSyncError, match="before"):
+                next(end.buckets(2))
 
     def test_what_ends_it(self, block: Block, tmp_path: Path) -> None:
-        hasty = self.make(block, tmp_path, timeout_s=0.1)
-        with pytest.raises(WeightSyncError, match="bucket 0 of 3 was not filled in the time"):
+        with (
+            self.made(block, tmp_path, timeout_s=0.1) as hasty,
+            pytest.raises(WeightSyncError, match="bucket 0 of 3 was not filled in the time"),
+        ):
             next(hasty.buckets(3))
 
-        stopped = self.make(block, tmp_path)
-        later(0.1, stopped.stop)
-        with pytest.raises(WeightSyncError, match="being stopped"):
-            next(stopped.buckets(3))
-
-        given_up = self.make(block, tmp_path)
-        later(0.1, block.progress.abort)
-        with pytest.raises(WeightSyncError, match="given up"):
-            next(given_up.buckets(3))
+        for end_it, why in (
+            (EngineEnd.stop, "being stopped"),
+            (EngineEnd.close, "being stopped"),
+            (lambda _: block.progress.abort(), "given up"),
+        ):
+            with self.made(block, tmp_path) as waiting:
+                later(0.1, end_it, waiting)
+                with pytest.raises(WeightSyncError, match=why):
+                    next(waiting.buckets(3))
