@@ -37,7 +37,7 @@ assets: $(VENV)/.train ## Make the quickstart's model and data sets (once)
 test: static ## All that continuous integration runs (needs no GPU)
 	$(BIN)/python -m pytest -m "not gpu"
 
-check: static ## The faster part: format, lint, types, all tests but slow ones
+check: static ## The two-minute part: format, lint, types, all tests but slow ones
 	$(BIN)/python -m pytest -m "not slow and not gpu"
 
 format: $(VENV)/.dev ## Format the code and mend what ruff can

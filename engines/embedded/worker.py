@@ -164,6 +164,7 @@ class EngineWorker:
         return self._receiver.finish(regions)
 
     def commit_update(self) -> None:
+        self._receiver.check_open()
         version = self._gate.commit_update()
         self._receiver.end()
         self._model.parameters.refresh()

@@ -100,6 +100,7 @@ class LeakCheck:
 
     def __init__(self) -> None:
         self._helpers = _helper_pids()
+        self._has_cuda = _has_cuda()
         self._children = _children()
         self._before = Look.take()
 
@@ -131,6 +132,9 @@ class LeakCheck:
             return new
         helpers = self._helpers | _helper_pids()
         pipes = _helper_pipes()
+        if _has_cuda() and not self._has_cuda:
+            # The first test that uses CUDA gets its context, which stays with the process.
+            pipes |= {number for number, _ in new.descriptors}
         return Look(
             processes=frozenset(p for p in new.processes if p.pid not in helpers),
             descriptors=frozenset(d for d in new.descriptors if d[0] not in pipes),
@@ -233,6 +237,12 @@ def _helper_pipes() -> frozenset[int]:
     if forkserver is not None:
         fds.add(getattr(forkserver._forkserver, "_forkserver_alive_fd", None) or -1)
     return frozenset(fds - {-1})
+
+
+def _has_cuda() -> bool:
+    """Whether this process has a CUDA context, which keeps pipes and eventfds of its own."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.cuda.is_initialized()
 
 
 def _is_permanent_thread(thread: threading.Thread) -> bool:

@@ -38,6 +38,7 @@ def peerless_python(tmp_path: Path) -> str:
     return str(script)
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_rpc_measures_umbra_beside_zmq_and_reports_absent_peers_as_null(
     tmp_path: Path, peerless_python: str
@@ -59,6 +60,7 @@ def test_rpc_measures_umbra_beside_zmq_and_reports_absent_peers_as_null(
     assert 10 < result["umbra"]["resident_mb"] < 500
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_startup_measures_the_supervisor_and_prints_a_table(
     tmp_path: Path, peerless_python: str

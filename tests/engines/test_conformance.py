@@ -341,6 +341,7 @@ def test_a_new_consumer_replaces_the_old(make_engine: MakeEngine) -> None:
     run_async(body)
 
 
+@pytest.mark.slow
 def test_nothing_is_served_before_weights_came(make_engine: MakeEngine, tmp_path: Path) -> None:
     async def body() -> None:
         engine = make_engine(load_weights=False)
@@ -381,6 +382,7 @@ def test_an_update_that_fails_its_checksums_is_never_served(
     run_async(body)
 
 
+@pytest.mark.slow
 def test_versions_follow_updates_and_frozen_requests_go_on(
     make_engine: MakeEngine, tmp_path: Path
 ) -> None:

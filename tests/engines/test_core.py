@@ -68,6 +68,7 @@ def alone(model: DecoderModel) -> Collector:
     return results
 
 
+@pytest.mark.slow
 def test_a_batch_gives_every_request_what_it_gets_alone(
     model: DecoderModel, alone: Collector
 ) -> None:
@@ -96,6 +97,7 @@ def test_a_short_cache_preempts_and_recomputes_exactly(
     assert evictions, "the cache was not short"
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_interrupted_at_random_and_resubmitted_goes_on_token_for_token(

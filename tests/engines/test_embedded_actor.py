@@ -191,6 +191,7 @@ def test_the_echo_engine_needs_no_torch() -> None:
     assert run_program(IMPORTS.format(module="umbra.engines.echo")) == []
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_the_embedded_engine_needs_no_transformers() -> None:
     loaded = run_program(IMPORTS.format(module="umbra.engines.embedded.actor"))
@@ -257,6 +258,7 @@ def big_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize("level", [1, 2])
 def test_sleep_gives_memory_back_to_the_operating_system(big_model: Path, level: int) -> None:

@@ -56,6 +56,7 @@ def read(engine: SyncHandle, collector: Collector, enough: Callable[[], bool]) -
                 return
 
 
+@pytest.mark.slow
 def test_a_killed_engine_s_trajectories_go_on_elsewhere_token_for_token(
     umbra_session: Session, model_folder: Callable[[str], Path]
 ) -> None:
@@ -104,6 +105,7 @@ def cut(request: dict[str, Any], so_far: list[int]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_a_wrong_request_reaches_its_caller_as_a_value_error(
     umbra_session: Session, model_folder: Callable[[str], Path]
 ) -> None:
@@ -116,6 +118,7 @@ def test_a_wrong_request_reaches_its_caller_as_a_value_error(
     assert engine.call("stats")["running"] == 0
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_loaded_fails_the_start_with_the_reason(
     umbra_session: Session,
 ) -> None:

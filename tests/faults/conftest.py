@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from run_assets import write_assets
-from runs import write_config
+from whole_runs import write_config
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from run_assets import write_rows
-from runs import BAD_INPUT_LIMIT_S, start_run
+from whole_runs import BAD_INPUT_LIMIT_S, start_run
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 

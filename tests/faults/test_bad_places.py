@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from run_assets import NUM_PROMPTS, write_rows
-from runs import BAD_INPUT_LIMIT_S, start_run
+from whole_runs import BAD_INPUT_LIMIT_S, start_run
 
 from umbra.trainer.run_lock import RunLock
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from runs import BAD_INPUT_LIMIT_S, start_run
+from whole_runs import BAD_INPUT_LIMIT_S, start_run
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 

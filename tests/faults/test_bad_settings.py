@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from runs import BAD_INPUT_LIMIT_S, start_run
+from whole_runs import BAD_INPUT_LIMIT_S, start_run
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 

@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from runs import start_run
+from whole_runs import start_run
 
 from umbra.trainer.metrics import read_metrics
 

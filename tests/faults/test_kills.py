@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from runs import END_LIMIT_S, GONE_WITHIN_S, start_run
+from whole_runs import END_LIMIT_S, GONE_WITHIN_S, start_run
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 

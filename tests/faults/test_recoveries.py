@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from runs import Run, start_run
+from whole_runs import Run, start_run
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 

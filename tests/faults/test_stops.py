@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from runs import Ended, Run, start_run
+from whole_runs import Ended, Run, start_run
 
 from umbra.trainer.metrics import read_metrics
 

@@ -51,6 +51,7 @@ def test_a_fixed_number_of_micro_batches_holds_every_sample_once(
     assert len(plans[0].micro_batches) <= num_micro_batches
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @example([GroupShape(2, [0, 0])], 1, 1)
 @given(GROUPS, st.integers(1, 8), st.integers(1, 2000))

@@ -37,6 +37,7 @@ def expected_completions(step: int, budget: int = 64) -> dict[str, list[int]]:
     return completions
 
 
+@pytest.mark.slow
 def test_ranks_share_a_batch_of_whole_scored_groups(umbra_session: Session, tmp_path: Path) -> None:
     live = LiveRollouts(umbra_session, tmp_path, config={"num_micro_batches": 2})
     live.publish(3)
@@ -63,6 +64,7 @@ def test_ranks_share_a_batch_of_whole_scored_groups(umbra_session: Session, tmp_
         assert sum(advantages) == pytest.approx(0, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_killed_engine_loses_nothing(
     umbra_session_factory: SessionFactory, tmp_path: Path
 ) -> None:
@@ -84,6 +86,7 @@ def test_a_killed_engine_loses_nothing(
     ), notes
 
 
+@pytest.mark.slow
 def test_a_pool_of_one_engine_that_is_killed_asks_the_ranks_for_weights(
     umbra_session: Session, tmp_path: Path
 ) -> None:
@@ -98,6 +101,7 @@ def test_a_pool_of_one_engine_that_is_killed_asks_the_ranks_for_weights(
     assert live.manager.call("stats")["engines"] == "policy-0#2 SERVING"
 
 
+@pytest.mark.slow
 def test_a_sync_in_mid_generation_only_changes_versions(
     umbra_session: Session, tmp_path: Path
 ) -> None:
@@ -116,6 +120,7 @@ def test_a_sync_in_mid_generation_only_changes_versions(
     assert batches[0]["metrics"]["version_min"] == 1
 
 
+@pytest.mark.slow
 def test_engines_that_slept_serve_the_next_step(umbra_session: Session, tmp_path: Path) -> None:
     live = LiveRollouts(umbra_session, tmp_path, pool_mode="hybrid")
 
@@ -129,6 +134,7 @@ def test_engines_that_slept_serve_the_next_step(umbra_session: Session, tmp_path
         assert all(set(sample["versions"]) == {step} for sample in samples.values())
 
 
+@pytest.mark.slow
 def test_a_pause_in_mid_generation_is_waited_for(umbra_session: Session, tmp_path: Path) -> None:
     live = LiveRollouts(umbra_session, tmp_path, engine={"tokens_per_s": 60.0})
     live.publish(1)
@@ -145,6 +151,7 @@ def test_a_pause_in_mid_generation_is_waited_for(umbra_session: Session, tmp_pat
     assert {name: s["completion"] for name, s in samples.items()} == expected_completions(0)
 
 
+@pytest.mark.slow
 def test_a_stopped_engine_is_given_up_and_its_work_moved(
     umbra_session: Session, tmp_path: Path
 ) -> None:
@@ -163,6 +170,7 @@ def test_a_stopped_engine_is_given_up_and_its_work_moved(
     live.signal("policy-1", signal.SIGCONT)
 
 
+@pytest.mark.slow
 def test_held_out_prompts_are_scored_greedily(umbra_session: Session, tmp_path: Path) -> None:
     live = LiveRollouts(
         umbra_session, tmp_path, reward="starts_with_answer", config={"accuracy_threshold": 0.5}
@@ -178,6 +186,7 @@ def test_held_out_prompts_are_scored_greedily(umbra_session: Session, tmp_path: 
     assert 0.0 <= answers[0]["accuracy"] == answers[0]["mean_reward"] <= 1.0
 
 
+@pytest.mark.slow
 def test_a_killed_rollout_worker_costs_nothing(umbra_session: Session, tmp_path: Path) -> None:
     live = LiveRollouts(umbra_session, tmp_path, reward="dies_once", num_workers=1)
     live.publish(0)
@@ -188,6 +197,7 @@ def test_a_killed_rollout_worker_costs_nothing(umbra_session: Session, tmp_path:
     assert live.processes()["rewards-0"]["num_restarts"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
@@ -211,6 +221,7 @@ def test_a_bad_reward_fails_every_rank(
         assert re.search(message, str(failure)), failure
 
 
+@pytest.mark.slow
 def test_a_request_that_an_engine_refuses_fails_with_its_words(
     umbra_session: Session, tmp_path: Path
 ) -> None:
@@ -226,6 +237,7 @@ def test_a_request_that_an_engine_refuses_fails_with_its_words(
         assert "32" in str(failure)
 
 
+@pytest.mark.slow
 def test_a_missing_rank_is_named(umbra_session: Session, tmp_path: Path) -> None:
     live = LiveRollouts(umbra_session, tmp_path, config={"rank_timeout_s": 0.3})
     live.publish(0)
@@ -236,6 +248,7 @@ def test_a_missing_rank_is_named(umbra_session: Session, tmp_path: Path) -> None
     assert merged(live.next_batch(7)), "all is well once both call"
 
 
+@pytest.mark.slow
 def test_a_pool_that_never_serves_is_named_with_its_states(
     umbra_session: Session, tmp_path: Path
 ) -> None:
@@ -248,6 +261,7 @@ def test_a_pool_that_never_serves_is_named_with_its_states(
         assert "policy-0#1 PENDING_WEIGHTS, policy-1#1 PENDING_WEIGHTS" in str(failure)
 
 
+@pytest.mark.slow
 def test_agent_turns_are_appended_as_tokens(umbra_session: Session, tmp_path: Path) -> None:
     live = LiveRollouts(umbra_session, tmp_path, agent="two_turns", config={"max_new_tokens": 12})
     live.publish(4)
@@ -263,6 +277,7 @@ def test_agent_turns_are_appended_as_tokens(umbra_session: Session, tmp_path: Pa
         assert sample["reward"] > 0
 
 
+@pytest.mark.slow
 def test_agent_loops_may_give_the_reward(umbra_session: Session, tmp_path: Path) -> None:
     live = LiveRollouts(umbra_session, tmp_path, agent="own_reward", reward="")
     live.publish(4)
@@ -273,6 +288,7 @@ def test_agent_loops_may_give_the_reward(umbra_session: Session, tmp_path: Path)
     assert all(len(sample["completion"]) == 3 for sample in samples.values())
 
 
+@pytest.mark.slow
 def test_an_agent_loop_whose_process_dies_runs_again(
     umbra_session: Session, tmp_path: Path
 ) -> None:
@@ -286,6 +302,7 @@ def test_an_agent_loop_whose_process_dies_runs_again(
         assert samples[name]["reward"] == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("agent", "message"),
     [
@@ -310,6 +327,7 @@ def pause_again_and_again(session: Session) -> None:
         session.supervisor_call("pool_pause", "policy", "abort", 0.2)
 
 
+@pytest.mark.slow
 def test_a_pool_is_left_alone_while_a_sync_is_under_way(
     umbra_session: Session, tmp_path: Path
 ) -> None:

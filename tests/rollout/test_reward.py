@@ -70,6 +70,7 @@ def test_a_reward_that_hangs_is_given_up() -> None:
     user_rewards.hang_is_over.set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "message"),
     [

@@ -330,6 +330,7 @@ def test_restarts_are_told(session: Session, shared: SessionFactory, spawn: Spaw
 # -- hung, busy, too large -----------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_stopped_actor_counts_as_hung_and_is_replaced(
     session: Session, shared: SessionFactory, spawn: Spawn
 ) -> None:
@@ -343,6 +344,7 @@ def test_a_stopped_actor_counts_as_hung_and_is_replaced(
     assert told(shared, echo, "no heartbeat for")
 
 
+@pytest.mark.slow
 def test_a_blocked_loop_is_busy_not_hung(spawn: Spawn) -> None:
     echo = spawn(actor("Echo", hung_limit_s=0.4, busy_limit_s=60.0))
 
@@ -350,6 +352,7 @@ def test_a_blocked_loop_is_busy_not_hung(spawn: Spawn) -> None:
     assert echo.call("who")["incarnation"] == 1
 
 
+@pytest.mark.slow
 def test_a_loop_blocked_for_too_long_is_replaced(
     session: Session, shared: SessionFactory, spawn: Spawn
 ) -> None:
@@ -362,6 +365,7 @@ def test_a_loop_blocked_for_too_long_is_replaced(
     assert told(shared, echo, "busy_limit_s = 0.3")
 
 
+@pytest.mark.slow
 def test_an_actor_above_its_memory_limit_is_replaced_and_the_limit_named(
     session: Session, shared: SessionFactory, spawn: Spawn
 ) -> None:

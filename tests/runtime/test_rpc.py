@@ -88,6 +88,7 @@ def test_values_come_back_from_every_kind_of_method(shared: ActorProcess) -> Non
     run(main())
 
 
+@pytest.mark.slow
 def test_ten_thousand_pipelined_calls_are_all_answered_with_their_own_value(
     shared: ActorProcess,
 ) -> None:
@@ -231,6 +232,7 @@ def test_a_result_without_a_wire_form_is_an_error_at_once(shared: ActorProcess, 
     assert time.monotonic() - before < 10.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "argument",
     [{1, 2}, 1 << 70, {1: "one"}, {"a": {2: 3}}, "\udc80", bytes(33 << 20), ["x" * (9 << 20)] * 8],
@@ -351,6 +353,7 @@ def test_a_call_cancelled_before_it_began_leaves_no_coroutine_behind(actor: Acto
     assert "never awaited" not in actor.log()
 
 
+@pytest.mark.slow
 def test_a_callee_that_cleans_up_slowly_may_finish(actor: ActorProcess) -> None:
     async def main() -> None:
         async with connected(actor.ref) as probe:
@@ -365,6 +368,7 @@ def test_a_callee_that_cleans_up_slowly_may_finish(actor: ActorProcess) -> None:
     run(main())
 
 
+@pytest.mark.slow
 def test_a_stopped_callers_call_ends_at_its_deadline(actor: ActorProcess) -> None:
     with RawSocket(actor.ref) as socket:
         socket.send(msgpack.packb([CALL, 1, 1, "sleep", [3600], {}, 200, 0]))
@@ -410,6 +414,7 @@ def test_a_killed_peer_is_lost_at_once(actor: ActorProcess) -> None:
     run(main())
 
 
+@pytest.mark.slow
 def test_an_answer_given_before_the_end_is_not_lost(folder: Path) -> None:
     async def main(actor: ActorProcess) -> None:
         async with connected(actor.ref) as probe:
@@ -459,6 +464,7 @@ def test_an_actor_that_is_gone_is_lost_at_once_for_new_callers_too(actor: ActorP
     run(main())
 
 
+@pytest.mark.slow
 def test_a_vanished_callers_call_is_cancelled(actor: ActorProcess) -> None:
     async def main() -> None:
         async with connected(actor.ref) as probe:
@@ -529,6 +535,7 @@ class Restarter:
         return self.current.ref
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_stale_answers", [0, 2])
 def test_an_idempotent_call_is_retried_on_the_next_incarnation(
     folder: Path, num_stale_answers: int
@@ -660,6 +667,7 @@ def test_streams_carry_large_arrays(shared: ActorProcess) -> None:
     run(main())
 
 
+@pytest.mark.slow
 def test_a_slow_reader_slows_the_writer(actor: ActorProcess) -> None:
     credits = 8
 
@@ -860,6 +868,7 @@ def test_a_good_call_behind_a_bad_one_in_another_message_is_answered(shared: Act
 # -- heartbeats --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_heartbeats_tell_idle_blocked_and_stopped_apart(actor: ActorProcess) -> None:
     async def main() -> None:
         context = zmq.asyncio.Context()

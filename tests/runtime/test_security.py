@@ -90,6 +90,7 @@ def knock(endpoint: str, configure: CurveKeys | None, server: CurveKeys) -> bool
 # -- two nodes -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_actor_calls_an_actor_of_another_node(nodes: tuple[Session, ActorRef]) -> None:
     here, remote = nodes
     local = here.spawn(actor("Echo"))
@@ -201,6 +202,7 @@ def test_the_keys_a_job_made_for_itself_go_with_it(
     assert not made[0].exists()
 
 
+@pytest.mark.slow
 def test_an_address_this_host_does_not_have_is_named(
     umbra_session_factory: SessionFactory,
 ) -> None:

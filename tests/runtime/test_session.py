@@ -40,6 +40,7 @@ def guardian_of(session: Session) -> int:
 # -- what it starts and says ---------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_neither_session_nor_supervisor_nor_plain_actor_loads_torch(
     tmp_path: Path, socket_root: Path
 ) -> None:
@@ -89,6 +90,7 @@ def test_processes_json_says_who_is_who(umbra_session_factory: SessionFactory) -
     assert rows["judge"]["incarnation"] == 1
 
 
+@pytest.mark.slow
 def test_two_jobs_at_once_do_not_know_each_other(umbra_session_factory: SessionFactory) -> None:
     first, second = umbra_session_factory(), umbra_session_factory()
 
@@ -143,6 +145,7 @@ def test_an_interrupt_ends_a_blocked_call(session: Session, spawn: Any) -> None:
     assert echo.call("cancelled") == 1
 
 
+@pytest.mark.slow
 def test_a_supervisor_that_was_stopped_does_not_blame_its_actors(
     session: Session, spawn: Any
 ) -> None:
@@ -241,6 +244,7 @@ def test_an_owner_that_leaves_ends_everything(tmp_path: Path, socket_root: Path)
     assert not Path(report["socket_dir"]).exists()
 
 
+@pytest.mark.slow
 def test_the_directory_of_a_dead_job_is_swept_by_the_next(
     tmp_path: Path, socket_root: Path
 ) -> None:

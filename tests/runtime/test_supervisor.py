@@ -28,6 +28,7 @@ def test_every_rank_can_call_what_one_has_spawned(tmp_path: Path, socket_root: P
     assert_all_gone(socket_root)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chosen", [0, 1])
 def test_a_rank_that_raises_is_named_to_the_others(
     tmp_path: Path, socket_root: Path, chosen: int
@@ -62,6 +63,7 @@ def test_a_rank_that_is_killed_is_named_to_the_others_within_seconds(
     assert_all_gone(socket_root)
 
 
+@pytest.mark.slow
 def test_a_rank_that_exits_with_an_error_status_fails_the_job(
     tmp_path: Path, socket_root: Path
 ) -> None:
@@ -85,6 +87,7 @@ def test_an_actor_that_crashes_in_a_loop_fails_the_job_on_every_rank(
             assert "exited with status 9, after 1 restarts" in event["message"]
 
 
+@pytest.mark.slow
 def test_a_rank_may_leave_before_the_others(tmp_path: Path, socket_root: Path) -> None:
     with Ranks(tmp_path, socket_root, 3, "early", 1) as ranks:
         assert ranks.wait() == [0, 0, 0]
@@ -92,6 +95,7 @@ def test_a_rank_may_leave_before_the_others(tmp_path: Path, socket_root: Path) -
         assert sorted(ranks.events("met again")) == [0, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chosen", [0, 1])
 def test_a_rank_may_come_after_the_others_have_left(
     tmp_path: Path, socket_root: Path, chosen: int

@@ -51,6 +51,7 @@ def wait_for(output: Path, event: str) -> None:
     poll(lambda: read_events([output], event), 2, event)
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_ends_the_job_and_is_named(tmp_path: Path, socket_root: Path) -> None:
     with torchrun(tmp_path, socket_root, "raise", "1") as (process, output):
         assert process.wait(DEADLINE_S) == 1

@@ -15,10 +15,12 @@ import world_functions
 pytestmark = pytest.mark.process
 
 
+@pytest.mark.slow
 def test_every_rank_runs_and_results_come_in_order(distributed_world: DistributedWorld) -> None:
     assert distributed_world(world_functions.add_up, 1, num_ranks=3) == [6.0, 6.0, 6.0]
 
 
+@pytest.mark.slow
 def test_arrays_travel_both_ways(distributed_world: DistributedWorld) -> None:
     values = np.arange(10_000, dtype=np.float32)
 
@@ -27,6 +29,7 @@ def test_arrays_travel_both_ways(distributed_world: DistributedWorld) -> None:
     np.testing.assert_array_equal(doubled, values * 2)
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_is_named_with_its_traceback(
     distributed_world: DistributedWorld,
 ) -> None:
@@ -37,11 +40,13 @@ def test_a_rank_that_raises_is_named_with_its_traceback(
     assert "in raise_on\n" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_is_named_with_its_output(distributed_world: DistributedWorld) -> None:
     with pytest.raises(RankFailed, match=r"killed by SIGKILL \(9\)(.|\n)*about to die"):
         distributed_world(world_functions.die_on, 1)
 
 
+@pytest.mark.slow
 def test_a_late_rank_is_ended_and_its_stack_shown(distributed_world: DistributedWorld) -> None:
     with pytest.raises(RankFailed, match="was not done within 2 s") as caught:
         distributed_world(world_functions.sleep_on, 0, num_ranks=1, timeout_s=2.0)
@@ -50,6 +55,7 @@ def test_a_late_rank_is_ended_and_its_stack_shown(distributed_world: Distributed
     assert re.search(r'File ".*world_rank.py", line \d+ in main', str(caught.value))
 
 
+@pytest.mark.slow
 def test_what_cannot_travel_is_refused_by_name(distributed_world: DistributedWorld) -> None:
     with pytest.raises(RankFailed, match="TypeError: cannot send a Tensor"):
         distributed_world(world_functions.return_a_tensor, num_ranks=1)

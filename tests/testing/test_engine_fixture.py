@@ -20,6 +20,7 @@ def test_the_model_directory_is_complete_and_cached(tiny_model_dir: Path) -> Non
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
 
 
+@pytest.mark.slow
 def test_an_embedded_engine_generates(embedded_engine: EngineFactory) -> None:
     engine = embedded_engine()
     deltas = engine.stream("deltas", timeout_s=20.0)

@@ -94,6 +94,7 @@ REPORTED = {
 }
 
 
+@pytest.mark.slow
 def test_a_leaking_test_is_reported_and_a_clean_one_passes(pytester: pytest.Pytester) -> None:
     pytester.makeini("[pytest]\numbra_check_leaks = true\numbra_leak_grace_s = 0.6\n")
     pytester.makepyfile(test_leaky=LEAKY_TESTS)
@@ -108,6 +109,7 @@ def test_a_leaking_test_is_reported_and_a_clean_one_passes(pytester: pytest.Pyte
     result.assert_outcomes(passed=10, errors=len(REPORTED))
 
 
+@pytest.mark.slow
 def test_nothing_is_checked_unless_asked_for(pytester: pytest.Pytester) -> None:
     pytester.makepyfile("KEPT = []\ndef test_leak():\n    KEPT.append(open(__file__))\n")
 
@@ -130,6 +132,7 @@ def test_the_plugin_imports_nothing_heavy() -> None:
     assert done.stdout == "[]\n"
 
 
+@pytest.mark.slow
 def test_a_clean_check_takes_milliseconds() -> None:
     """In a process of its own: how much this one has mapped depends on the tests before."""
     script = """

@@ -62,6 +62,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     )
 
 
+@pytest.mark.slow
 def test_what_two_ranks_saved_one_rank_loads_bit_for_bit(ran: Ran) -> None:
     before = ran.two[0]["save"]
     state, after = ran.one["load"]

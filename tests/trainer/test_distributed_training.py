@@ -62,6 +62,7 @@ def assert_same(one: Arrays, other: Arrays, tolerance: float) -> None:
         np.testing.assert_allclose(array, other[name], atol=tolerance, rtol=0, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("single", "double"),
     [
@@ -108,6 +109,7 @@ def test_training_moves_parameters_and_kl_is_measured(one_rank: Outcomes) -> Non
     assert metrics[2]["train/reference_kl"] > 0.0
 
 
+@pytest.mark.slow
 def test_an_error_on_rank_0_is_every_ranks_error(distributed_world: DistributedWorld) -> None:
     said = distributed_world(run_all, {"error": ["raise_on_lead"]}, num_ranks=2)
 

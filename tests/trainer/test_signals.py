@@ -119,6 +119,7 @@ def test_a_step_longer_than_the_grace_is_cut() -> None:
         assert process.returncode == 128 + signal.SIGTERM
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_outside_python_is_ended() -> None:
     """A mutex locked twice waits in C, where no handler runs: the last resort's thread acts."""
     code = """
@@ -139,6 +140,7 @@ def test_a_rank_that_hangs_outside_python_is_ended() -> None:
         assert time.monotonic() - started < 10
 
 
+@pytest.mark.slow
 def test_a_second_signal_a_second_later_is_immediate() -> None:
     code = """
         with StopSignals(grace_s=20) as stop:

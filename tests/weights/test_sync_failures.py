@@ -68,6 +68,7 @@ class SecondRank:
         self.supervisor._loop.run(lose())  # pyright: ignore[reportPrivateUsage]
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_in_mid_transfer_frees_engine_and_ranks(
     sources: dict[str, Tensor],
 ) -> None:
@@ -120,6 +121,7 @@ def test_an_engine_that_dies_in_mid_transfer_does_not_hold_the_others(
     assert raw_bytes(sound.destinations["a"]) == raw_bytes(sources["a"])
 
 
+@pytest.mark.slow
 def test_an_engine_that_stands_still_is_replaced(sources: dict[str, Tensor]) -> None:
     stuck, sound = (ThreadEngine(name, empty_like(sources)) for name in ("stuck", "sound"))
     stuck.hang_at = "load"
@@ -134,6 +136,7 @@ def test_an_engine_that_stands_still_is_replaced(sources: dict[str, Tensor]) -> 
     assert stuck.killed is not None
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_not_the_fault_of_an_engine(sources: dict[str, Tensor]) -> None:
     class Slow(LocalSupervisor):
         def sync_begin(self, *args: Any, **kwargs: Any) -> Any:
@@ -151,6 +154,7 @@ def test_a_slow_rank_is_not_the_fault_of_an_engine(sources: dict[str, Tensor]) -
     assert engine.killed is None
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_fills_ends_the_sync_by_its_lease(sources: dict[str, Tensor]) -> None:
     engine = ThreadEngine("engine", empty_like(sources))
     with local_pool([engine], SMALL) as supervisor:
@@ -208,6 +212,7 @@ def test_a_rank_cannot_say_twice_that_it_is_done(sources: dict[str, Tensor]) -> 
             publish(twice, sources, timeout_s=3.0)
 
 
+@pytest.mark.slow
 def test_a_deadline_of_the_rank_alone_ends_its_wait(sources: dict[str, Tensor]) -> None:
     class Unbounded(LocalSupervisor):
         """Asks for a lease that outlives the rank's own patience."""

@@ -90,6 +90,7 @@ def publish(supervisor: LocalSupervisor, tensors: dict[str, Tensor], **options: 
         return publisher.publish("pool", next_version(), timeout_s=20.0)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(drawn_tensors)
 def test_any_layout_arrives_bit_for_bit(
@@ -127,6 +128,7 @@ def test_tied_tensors_travel_once_and_reach_every_name(
     assert torch.equal(engine.destinations["embed"], embedding)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [("embed", "norm"), ("head", "norm")])
 def test_an_engine_may_have_any_one_of_the_tied_names(
     supervisor: LocalSupervisor, engine: ThreadEngine, names: tuple[str, str]
