@@ -78,6 +78,7 @@ def test_a_batch_gives_every_request_what_it_gets_alone(
     assert {c.reason for c in results.completions.values()} == {"stop", "length"}
 
 
+@pytest.mark.slow
 def test_a_short_cache_preempts_and_recomputes_exactly(
     model: DecoderModel, alone: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:

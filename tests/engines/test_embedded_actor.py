@@ -107,6 +107,7 @@ def test_a_wrong_setting_fails_the_start_by_name(
     run_async(body)
 
 
+@pytest.mark.slow
 def test_broken_weights_end_requests_with_an_error_not_the_engine(
     model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -63,6 +63,10 @@ class Echo:
     def fail(self, message: str) -> None:
         raise ValueError(message)
 
+    def die(self) -> None:
+        """Is killed in the middle of a call."""
+        os.kill(os.getpid(), signal.SIGKILL)
+
     def leave(self, status: int) -> None:
         """Ends the process without a word."""
         os._exit(status)

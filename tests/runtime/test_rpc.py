@@ -106,6 +106,7 @@ def test_ten_thousand_pipelined_calls_are_all_answered_with_their_own_value(
     assert run(main()) == list(range(num_calls))
 
 
+@pytest.mark.slow
 def test_calls_of_one_caller_run_in_the_order_they_were_made(actor: ActorProcess) -> None:
     async def main() -> list[int]:
         async with connected(actor.ref) as probe:

@@ -58,6 +58,7 @@ def test_a_full_disk_is_named_at_the_start(
         umbra_session_factory(run_dir=small_disk / "run")
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_later_spares_what_runs(
     umbra_session_factory: SessionFactory, small_disk: Path
 ) -> None:

@@ -103,6 +103,7 @@ def test_an_actor_calls_an_actor_of_another_node(nodes: tuple[Session, ActorRef]
     here.supervisor_call("stop", local.ref.name, 10.0)
 
 
+@pytest.mark.slow
 def test_a_rank_calls_an_actor_of_another_node(nodes: tuple[Session, ActorRef]) -> None:
     here, remote = nodes
 
@@ -119,6 +120,7 @@ def test_the_jobs_own_key_is_admitted(remote: ActorRef, keys: CurveKeys) -> None
     assert call_from_node_a(keys, remote)
 
 
+@pytest.mark.slow
 def test_another_key_is_refused(remote: ActorRef, keys: CurveKeys) -> None:
     stranger = CurveKeys.generate()
 
@@ -142,6 +144,7 @@ def test_a_stranger_that_knows_the_public_key_is_told_that_it_is_refused(
         call_from_node_a(Impostor(public=fresh.public, secret=fresh.secret), remote)
 
 
+@pytest.mark.slow
 def test_a_client_without_curve_is_refused(remote: ActorRef, keys: CurveKeys) -> None:
     assert not knock(remote.tcp_endpoint, None, keys)
     with pytest.raises(UmbraError):

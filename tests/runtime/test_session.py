@@ -234,6 +234,7 @@ def test_an_owner_that_is_killed_takes_everything_with_it(
     wait_until_gone(Path(report["socket_dir"]))
 
 
+@pytest.mark.slow
 def test_an_owner_that_leaves_ends_everything(tmp_path: Path, socket_root: Path) -> None:
     with owner(tmp_path, socket_root) as (process, report), all_end(pids_of(report), within_s=5.0):
         assert process.stdin is not None

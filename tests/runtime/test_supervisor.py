@@ -20,6 +20,7 @@ def assert_all_gone(socket_root: Path, within_s: float = 5.0) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_every_rank_can_call_what_one_has_spawned(tmp_path: Path, socket_root: Path) -> None:
     with Ranks(tmp_path, socket_root, 3, "leave", 0) as ranks:
         assert ranks.wait() == [0, 0, 0]
@@ -42,6 +43,7 @@ def test_a_rank_that_raises_is_named_to_the_others(
     assert_all_gone(socket_root)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chosen", [0, 2])
 def test_a_rank_that_is_killed_is_named_to_the_others_within_seconds(
     tmp_path: Path, socket_root: Path, chosen: int
@@ -74,6 +76,7 @@ def test_a_rank_that_exits_with_an_error_status_fails_the_job(
         assert "rank 1 failed: SystemExit: 5" in ranks.events("failed")[0]["message"]
 
 
+@pytest.mark.slow
 def test_an_actor_that_crashes_in_a_loop_fails_the_job_on_every_rank(
     tmp_path: Path, socket_root: Path
 ) -> None:

@@ -18,7 +18,7 @@ from umbra.runtime.errors import ConfigError
 from umbra.runtime.testing.world import DistributedWorld
 from umbra.trainer.checkpoint import complete_checkpoints, read_trainer_state
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,6 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     )
 
 
-@pytest.mark.slow
 def test_what_two_ranks_saved_one_rank_loads_bit_for_bit(ran: Ran) -> None:
     before = ran.two[0]["save"]
     state, after = ran.one["load"]
@@ -74,6 +73,7 @@ def test_what_two_ranks_saved_one_rank_loads_bit_for_bit(ran: Ran) -> None:
         assert np.array_equal(array, after[name]), name
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_model_is_refused(ran: Ran) -> None:
     assert ran.one["misfit"].startswith("ConfigError: checkpoint")
     assert "of another model: it has no tensor model.lm_head.weight" in ran.one["misfit"]

@@ -10,7 +10,7 @@ from rank_programs import Arrays, run_all
 
 from umbra.runtime.testing.world import DistributedWorld
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 # By variant: parameters and the metrics of each step.
 Outcomes = dict[str, tuple[Arrays, list[dict[str, float]]]]
@@ -62,7 +62,6 @@ def assert_same(one: Arrays, other: Arrays, tolerance: float) -> None:
         np.testing.assert_allclose(array, other[name], atol=tolerance, rtol=0, err_msg=name)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("single", "double"),
     [
@@ -90,6 +89,7 @@ def test_two_ranks_train_like_one(
                 assert one[name] == pytest.approx(two[name], rel=1e-3, abs=1e-5), name
 
 
+@pytest.mark.slow
 def test_ranks_hold_the_same_parameters_and_report_the_same(
     two_ranks: list[Outcomes],
 ) -> None:
@@ -101,6 +101,7 @@ def test_ranks_hold_the_same_parameters_and_report_the_same(
             }
 
 
+@pytest.mark.slow
 def test_training_moves_parameters_and_kl_is_measured(one_rank: Outcomes) -> None:
     (plain, _), (with_kl, metrics) = one_rank["token"], one_rank["kl"]
 
@@ -109,7 +110,6 @@ def test_training_moves_parameters_and_kl_is_measured(one_rank: Outcomes) -> Non
     assert metrics[2]["train/reference_kl"] > 0.0
 
 
-@pytest.mark.slow
 def test_an_error_on_rank_0_is_every_ranks_error(distributed_world: DistributedWorld) -> None:
     said = distributed_world(run_all, {"error": ["raise_on_lead"]}, num_ranks=2)
 
