@@ -216,7 +216,16 @@ class TrainSection(Section):
             2048 on the CPU, whose caches hold about that, and 16384 on a GPU.
         updates_per_batch: optimizer steps made from one batch; above 1 the later ones are
             slightly off-policy, which the clipped ratio bounds.
+        loss: "clipped" is PPO's: the policy's ratio to the policy that made the tokens, clipped.
+            "decoupled" is for tokens that older weights made: the ratio to the policy at the
+            beginning of the step, clipped, times an importance weight, the ratio of that policy
+            to the one that made the tokens. Where the two are the same, so are the losses.
         clip_eps_low, clip_eps_high: the ratio is clipped to [1 - low, 1 + high].
+        importance_cap: for loss = "decoupled": importance weights above it are limited; a large
+            one, such as 1e9, limits none.
+        importance_above_cap: "truncate" sets importance weights above the cap to the cap; "mask"
+            leaves their tokens out.
+        importance_floor: tokens of importance weights below it are left out; 0 leaves none out.
         advantage: "grpo" divides by the group's standard deviation; "dr_grpo" does not.
         loss_aggregation: see `umbra.trainer.losses.token_weights`.
         kl_coef: weight of the KL term to the starting model; 0 keeps no reference model.
@@ -245,8 +254,12 @@ class TrainSection(Section):
     micro_batches: Count = 0
     max_tokens_per_micro_batch: Count = 0
     updates_per_batch: Positive = 1
+    loss: Literal["clipped", "decoupled"] = "clipped"
     clip_eps_low: Share = 0.2
     clip_eps_high: Annotated[float, Field(ge=0)] = 0.2
+    importance_cap: Annotated[float, Field(ge=1)] = 2.0
+    importance_above_cap: Literal["truncate", "mask"] = "truncate"
+    importance_floor: Share = 0.0
     advantage: Literal["grpo", "dr_grpo"] = "grpo"
     loss_aggregation: Literal["token", "sequence", "constant"] = "token"
     kl_coef: Annotated[float, Field(ge=0)] = 0.0

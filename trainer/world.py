@@ -105,6 +105,13 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     return values
 
 
+def max_over_ranks(values: Tensor) -> Tensor:
+    """In place. Collective; does nothing where there is no process group."""
+    if _dist.is_initialized():
+        _dist.all_reduce(values, op=_dist.ReduceOp.MAX)
+    return values
+
+
 def any_rank(flag: bool) -> bool:
     """Whether any rank says so. Collective."""
     vote = torch.tensor([int(flag)])

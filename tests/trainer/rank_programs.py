@@ -88,14 +88,18 @@ def make_train_step(
     world: World, policy: Policy, train: TrainSection, reference: Policy | None = None
 ) -> tuple[TrainStep, PolicyOptimizer]:
     optimizer = PolicyOptimizer(policy.parameters, train)
-    builder = MicroBatchBuilder(
+    builder = make_builder(world, policy, train)
+    return TrainStep(policy, optimizer, builder, train, reference), optimizer
+
+
+def make_builder(world: World, policy: Policy, train: TrainSection) -> MicroBatchBuilder:
+    return MicroBatchBuilder(
         packed=policy.is_packed,
         dtype=torch.float32,
         device=world.device,
         aggregation=train.loss_aggregation,
         max_new_tokens=MAX_NEW_TOKENS,
     )
-    return TrainStep(policy, optimizer, builder, train, reference), optimizer
 
 
 Arrays = dict[str, NDArray[Any]]
@@ -106,18 +110,23 @@ def run_all(calls: dict[str, list[Any]], device_type: str = "cpu") -> dict[str, 
 
     Starting a process costs more than most programs, so many share one.
     """
+    world = make_world(device_type)
+    return {key: globals()[name](world, *args) for key, (name, *args) in calls.items()}
+
+
+def make_world(device_type: str = "cpu") -> World:
+    """This process's world, on one thread."""
     device = torch.device("cpu")
     if device_type == "cuda":
         device = torch.device("cuda", dist.get_rank())
         torch.cuda.set_device(device)
-    world = World(
+    limit_threads(local_world_size=64)
+    return World(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
         device=device,
         mesh=init_device_mesh(device_type, (dist.get_world_size(),)),
     )
-    limit_threads(local_world_size=64)
-    return {key: globals()[name](world, *args) for key, (name, *args) in calls.items()}
 
 
 def whole(tensor: Any) -> NDArray[Any]:

@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.process, pytest.mark.slow]
 Outcomes = dict[str, tuple[Arrays, list[dict[str, float]]]]
 
 _WITH_KL: dict[str, Any] = {"kl_coef": 0.1, "updates_per_batch": 2}
+_DECOUPLED: dict[str, Any] = {"loss": "decoupled", "updates_per_batch": 2}
 # Changes to the settings, and options of the run. All start from the same model and see the same
 # global batches.
 ON_ONE_RANK: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -23,6 +24,7 @@ ON_ONE_RANK: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sequence": ({"loss_aggregation": "sequence"}, {}),
     "constant": ({"loss_aggregation": "constant"}, {}),
     "kl": (_WITH_KL, {}),
+    "decoupled": (_DECOUPLED, {}),
 }
 ON_TWO_RANKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "token": ({}, {}),
@@ -33,6 +35,8 @@ ON_TWO_RANKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sequence": ({"loss_aggregation": "sequence"}, {"micro_batches": 3}),
     "constant": ({"loss_aggregation": "constant"}, {"micro_batches": 3}),
     "kl, padded": (_WITH_KL, {"packed": False, "micro_batches": 2}),
+    "decoupled, accumulated": (_DECOUPLED, {"micro_batches": 3}),
+    "decoupled, layer": (_DECOUPLED, {"wrap": "layer", "micro_batches": 20}),
 }
 
 
@@ -73,6 +77,8 @@ def assert_same(one: Arrays, other: Arrays, tolerance: float) -> None:
         ("sequence", "sequence"),
         ("constant", "constant"),
         ("kl", "kl, padded"),
+        ("decoupled", "decoupled, accumulated"),
+        ("decoupled", "decoupled, layer"),
     ],
 )
 def test_two_ranks_train_like_one(

@@ -123,6 +123,22 @@ def test_a_run_learns_and_goes_on_with_another_number_of_ranks(folder: Path) -> 
     assert versions == sorted(set(versions))
 
 
+def test_a_run_with_the_decoupled_loss_goes_on_from_its_checkpoint(folder: Path) -> None:
+    config = write_config(folder)
+    decoupled = ["train.loss=decoupled", "train.updates_per_batch=2", "train.eval_every=0"]
+
+    run(config, 1, *decoupled, "train.steps=2")
+    run(config, 2, *decoupled, "train.steps=3", "run.resume=auto")
+
+    rows = read_metrics(folder / "run/metrics.jsonl")
+    steps = [row for row in rows if "train/loss" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3]
+    # Engines and trainer take turns, so no token is old.
+    assert all(abs(row["train/importance_mean"] - 1) < 1e-3 for row in steps)
+    assert all(abs(row["train/importance_max"] - 1) < 1e-3 for row in steps)
+    assert all(row["train/importance_limited_share"] == 0 for row in steps)
+
+
 def test_a_run_of_the_same_seed_is_the_same_run(folder: Path) -> None:
     config = write_config(folder)
 

@@ -1,0 +1,249 @@
+"""What ranks do in tests of off-policy training; imported by name in each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rank_programs import (
+    TRAIN,
+    Arrays,
+    full_parameters,
+    make_builder,
+    make_policy,
+    make_train_step,
+    make_world,
+    rank_batch,
+    whole,
+)
+
+from umbra.engines.embedded.config import load_model_config
+from umbra.engines.embedded.core import EngineCore
+from umbra.engines.embedded.loading import load_checkpoint
+from umbra.engines.embedded.model import DecoderModel
+from umbra.engines.embedded.scheduler import Limits
+from umbra.engines.requests import GenerationRequest
+from umbra.trainer.batch import MicroBatchBuilder, RankBatch
+from umbra.trainer.checkpoint import CheckpointStore, TrainerState
+from umbra.trainer.config import ModelSection, TrainSection
+from umbra.trainer.losses import ImportanceLimits, decoupled_loss
+from umbra.trainer.model import load_causal_lm
+from umbra.trainer.optimizer import PolicyOptimizer
+from umbra.trainer.policy import Policy
+from umbra.trainer.world import World
+
+PROMPTS = [[5, 9, 33], [7], [12, 60, 3, 3, 41, 8, 20], [30, 31]]
+SAMPLES_PER_PROMPT, MAX_NEW_TOKENS, MAX_CONTEXT_LEN = 4, 40, 128
+
+
+def run_all(calls: dict[str, list[Any]]) -> dict[str, Any]:
+    """Calls of programs in this module, `[name, *args]` each, one after the other."""
+    world = make_world()
+    return {key: globals()[name](world, *args) for key, (name, *args) in calls.items()}
+
+
+def changed(changes: dict[str, Any]) -> TrainSection:
+    return TRAIN.model_copy(update=changes)
+
+
+def train_steps(world: World, changes: dict[str, Any], num_micro_batches: int) -> list[Any]:
+    """Three steps on tokens of another policy: parameters, metrics, and the model's passes."""
+    policy = make_policy(world)
+    passes = 0
+
+    def count(*_: object) -> None:
+        nonlocal passes
+        passes += 1
+
+    model: Any = policy.model
+    model.get_decoder().register_forward_hook(count)
+    train_step, _ = make_train_step(world, policy, changed(changes))
+    metrics = [
+        train_step.run(rank_batch(world, seed, num_micro_batches), seed) for seed in range(3)
+    ]
+    return [full_parameters(policy), metrics, passes]
+
+
+def train_by_hand(world: World, changes: dict[str, Any], num_micro_batches: int) -> Arrays:
+    """`train_steps` as the papers have it: the proximal policy has a pass of its own."""
+    train = changed(changes)
+    policy = make_policy(world)
+    builder = make_builder(world, policy, train)
+    optimizer = PolicyOptimizer(policy.parameters, train)
+    for seed in range(3):
+        micro_batches = builder.build(rank_batch(world, seed, num_micro_batches))
+        proximal = [policy.reference_logprobs(micro_batch) for micro_batch in micro_batches]
+        for _ in range(train.updates_per_batch):
+            for idx, micro_batch in enumerate(micro_batches):
+                policy.expect_backward(is_last=idx == len(micro_batches) - 1)
+                result = decoupled_loss(
+                    policy.scores(micro_batch).logprobs,
+                    proximal[idx],
+                    micro_batch.old_logprobs,
+                    micro_batch.advantages,
+                    micro_batch.weights,
+                    clip_eps_low=train.clip_eps_low,
+                    clip_eps_high=train.clip_eps_high,
+                    limits=ImportanceLimits(cap=train.importance_cap),
+                )
+                torch.autograd.backward(result.loss)
+            optimizer.step(seed)
+    return full_parameters(policy)
+
+
+def train_on_policy(world: World, changes: dict[str, Any], num_micro_batches: int) -> list[Any]:
+    """Three steps, each on tokens of the policy as it is; [parameters, metrics of each step]."""
+    train = changed(changes)
+    policy = make_policy(world)
+    builder = make_builder(world, policy, train)
+    train_step, _ = make_train_step(world, policy, train)
+    metrics: list[dict[str, float]] = []
+    for seed in range(3):
+        batch = rank_batch(world, seed, num_micro_batches)
+        own = replace(batch, logprobs=recomputed(policy, builder, batch))
+        metrics.append(train_step.run(own, seed))
+    return [full_parameters(policy), metrics]
+
+
+def recomputed(policy: Policy, builder: MicroBatchBuilder, batch: RankBatch) -> NDArray[np.float32]:
+    """The batch's logprobs under the policy, in the batch's order; 0 where not generated."""
+    numbered = replace(batch, logprobs=np.arange(len(batch.tokens), dtype=np.float32))
+    found = np.zeros(len(batch.tokens), np.float32)
+    for micro_batch in builder.build(numbered):
+        places = micro_batch.old_logprobs.long().numpy()
+        counted = whole(micro_batch.weights) > 0  # not so in padding
+        found[places[counted]] = whole(policy.reference_logprobs(micro_batch))[counted]
+    return found
+
+
+def resume_after_two_steps(world: World, changes: dict[str, Any], folder: str) -> list[Arrays]:
+    """Parameters after three steps at a stretch, and with a checkpoint between."""
+    train = changed(changes)
+    policy = make_policy(world)
+    train_step, optimizer = make_train_step(world, policy, train)
+    for seed in range(2):
+        train_step.run(rank_batch(world, seed, 2), seed)
+    store = CheckpointStore(Path(folder), world, keep=1)
+    state = TrainerState(step=2, version=2, world_size=world.world_size, seed=0)
+    store.save(state, policy.parameters, optimizer.adamw)
+    train_step.run(rank_batch(world, 2, 2), 2)
+
+    resumed = make_policy(world)
+    train_step, optimizer = make_train_step(world, resumed, train)
+    store.load(Path(folder) / "step-000002", resumed.parameters, optimizer.adamw)
+    train_step.run(rank_batch(world, 2, 2), 2)
+    return [full_parameters(policy), full_parameters(resumed)]
+
+
+@dataclass(slots=True)
+class _Generated:
+    tokens: list[int]
+    prompt_len: int
+    logprobs: list[float] = field(default_factory=list[float])
+    versions: list[int] = field(default_factory=list[int])
+
+
+def generate_and_recompute(
+    world: World, folders: list[str], temperature: float, attention: str
+) -> Arrays:
+    """An engine's logprobs of what it generated, and the trainer's of the same tokens.
+
+    The engine gets the weights of the next of `folders` in mid-generation, as version 1.
+
+    Returns:
+        "versions", "engine", and the trainer's with the weights of each version: "0" and "1".
+    """
+    samples = _generate(folders, temperature)
+    batch = _as_batch(samples)
+    arrays: Arrays = {
+        "versions": np.concatenate([sample.versions for sample in samples]),
+        "engine": batch.logprobs[batch.mask == 1],
+    }
+    for version, folder in enumerate(folders):
+        section = ModelSection.model_validate({"path": folder, "attention": attention})
+        model, is_packed = load_causal_lm(section, torch.float32)
+        policy = Policy(
+            model,
+            world.mesh,
+            is_packed=is_packed,
+            compute_dtype=torch.float32,
+            temperature=temperature,
+        )
+        builder = make_builder(world, policy, TRAIN)
+        arrays[str(version)] = recomputed(policy, builder, batch)[batch.mask == 1]
+    return arrays
+
+
+def _generate(folders: Sequence[str], temperature: float) -> list[_Generated]:
+    model = DecoderModel(
+        load_model_config(folders[0]),
+        max_context_len=MAX_CONTEXT_LEN,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    limits = Limits(
+        max_num_seqs=16, max_context_len=MAX_CONTEXT_LEN, kv_cache_num_tokens=16 * MAX_CONTEXT_LEN
+    )
+    core = EngineCore(model, limits)
+    prompts = [prompt for prompt in PROMPTS for _ in range(SAMPLES_PER_PROMPT)]
+    samples = [_Generated(list(prompt), len(prompt)) for prompt in prompts]
+    core.add(
+        [
+            GenerationRequest(
+                id=idx,
+                tokens=np.array(prompt, np.int32),
+                position=0,
+                seed=100 + idx,
+                max_new_tokens=MAX_NEW_TOKENS - idx,
+                temperature=temperature,
+                stop_token_ids=(1,),
+            )
+            for idx, prompt in enumerate(prompts)
+        ]
+    )
+    for version, folder in enumerate(folders):
+        core.preempt_all()  # what was computed with other weights is computed again
+        load_checkpoint(folder, model.parameters)
+        core.set_version(version)
+        num_steps = 0
+        while core.has_work and (version == len(folders) - 1 or num_steps < MAX_NEW_TOKENS // 3):
+            core.step()
+            num_steps += 1
+    _collect(core, samples)
+    return samples
+
+
+def _collect(core: EngineCore, samples: Sequence[_Generated]) -> None:
+    deltas = core.take_deltas()
+    assert deltas is not None
+    bounds = deltas["offsets"].tolist()
+    for run, idx in enumerate(deltas["ids"]):
+        sample, span = samples[int(idx)], slice(bounds[run], bounds[run + 1])
+        sample.tokens += deltas["tokens"][span].tolist()
+        sample.logprobs += deltas["logprobs"][span].tolist()
+        sample.versions += [int(deltas["versions"][run])] * (span.stop - span.start)
+
+
+def _as_batch(samples: Sequence[_Generated]) -> RankBatch:
+    masks = [np.arange(len(sample.tokens)) >= sample.prompt_len for sample in samples]
+    mask = np.concatenate(masks).astype(np.uint8)
+    logprobs = np.zeros(len(mask), np.float32)
+    logprobs[mask == 1] = np.concatenate([sample.logprobs for sample in samples])
+    return RankBatch(
+        tokens=np.concatenate([sample.tokens for sample in samples]).astype(np.int32),
+        offsets=np.cumsum([0, *(len(sample.tokens) for sample in samples)]).astype(np.int32),
+        prompt_lens=np.array([sample.prompt_len for sample in samples], np.int32),
+        mask=mask,
+        logprobs=logprobs,
+        rewards=np.zeros(len(samples), np.float32),
+        advantages=np.ones(len(samples), np.float32),
+        micro_batches=[list(range(0, len(samples), 2)), list(range(1, len(samples), 2))],
+        num_tokens_global=int(mask.sum()),
+        num_samples_global=len(samples),
+        metrics={},
+    )
