@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
-import inspect
 import logging
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgpack
@@ -25,7 +23,7 @@ import uvloop
 import zmq
 
 from umbra.runtime.actor import ActorContext, ActorSpec, set_actor_context
-from umbra.runtime.errors import ConfigError, UmbraError
+from umbra.runtime.errors import UmbraError
 from umbra.runtime.heartbeat import HeartbeatResponder, LoopTicker
 from umbra.runtime.process.child import PARENT_PID_VARIABLE
 from umbra.runtime.process.prctl import become_subreaper, die_with_parent
@@ -33,50 +31,9 @@ from umbra.runtime.rpc.client import Client
 from umbra.runtime.rpc.ref import ActorRef
 from umbra.runtime.rpc.security import CurveKeys
 from umbra.runtime.rpc.server import ActorServer
+from umbra.runtime.target import make_target
 
 logger = logging.getLogger(__name__)
-
-
-def load_target(target: str) -> type:
-    """Imports `module:Class`.
-
-    Raises:
-        ConfigError: the module or the class cannot be imported; says which and why.
-    """
-    module_name, _, class_name = target.partition(":")
-    if not module_name or not class_name:
-        raise ConfigError(f"actor target {target!r} must be written module:Class")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ConfigError(
-            f"cannot import {module_name!r} for actor target {target!r}: {error}. "
-            "Install it, or put its folder on PYTHONPATH or in the spec's sys_path."
-        ) from error
-    found = getattr(module, class_name, None)
-    if not isinstance(found, type):
-        raise ConfigError(f"{module_name} ({module.__file__}) has no class {class_name!r}")
-    return found
-
-
-def make_target(target: str, kwargs: Mapping[str, Any]) -> Any:
-    """An instance of `module:Class`.
-
-    Raises:
-        ConfigError: it cannot be imported, or does not take these arguments; says what it takes.
-    """
-    kind = load_target(target)
-    try:
-        signature = inspect.signature(kind)
-    except ValueError:  # a class without one, such as one written in C
-        return kind(**kwargs)
-    try:
-        signature.bind(**kwargs)
-    except TypeError as error:
-        raise ConfigError(
-            f"{target}: {error}; it takes {', '.join(signature.parameters)}"
-        ) from None
-    return kind(**kwargs)
 
 
 class _Host:

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from umbra.runtime.engine_names import ENGINE_TARGETS
+
 Dtype = Literal["float32", "bfloat16", "float64"]
 # Text and TOML have no path or tuple type, so these two are not checked strictly.
 FilePath = Annotated[Path, Field(strict=False)]
@@ -30,9 +32,10 @@ def _check_function(spec: str) -> str:
 
 
 def _check_engine(spec: str) -> str:
-    if spec not in ("embedded", "echo") and ":" not in spec:
+    if spec not in ENGINE_TARGETS and ":" not in spec:
+        names = ", ".join(repr(name) for name in ENGINE_TARGETS)
         raise ValueError(
-            f"there is no engine {spec!r}; use 'embedded', 'echo' or the 'module:Class' of another"
+            f"there is no engine {spec!r}; use {names} or the 'module:Class' of another"
         )
     return spec
 

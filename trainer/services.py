@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from umbra.runtime.actor import ActorSpec
+from umbra.runtime.engine_names import engine_target
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.pools import PoolSpec
 from umbra.runtime.restart import RestartPolicy
@@ -22,10 +23,6 @@ from umbra.trainer.tokenizer import read_model_config
 _Spec = TypeVar("_Spec", ActorSpec, PoolSpec)
 POOL: Final = "policy"
 MANAGER: Final = "rollouts"
-_ENGINES: Final[dict[str, str]] = {
-    "embedded": "umbra.engines.embedded.actor:EmbeddedEngine",
-    "echo": "umbra.engines.echo:EchoEngine",
-}
 # Longest context assumed where the config names none: an engine's KV cache grows with it.
 _DEFAULT_CONTEXT_LEN: Final = 4096
 # Tokens of a micro-batch where the config says nothing. On a CPU more falls out of its caches and
@@ -119,7 +116,7 @@ def engine_pool_spec(config: TrainerConfig, device_type: str) -> PoolSpec:
     }
     return PoolSpec(
         name=POOL,
-        engine=_ENGINES.get(pool.engine, pool.engine),
+        engine=engine_target(pool.engine),
         count=pool.count,
         mode=pool.mode,
         kwargs=kwargs,

@@ -1,0 +1,16 @@
+"""The short names of umbra's own engines, and the actor targets that they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+ENGINE_TARGETS: Final[Mapping[str, str]] = {
+    "embedded": "umbra.engines.embedded.actor:EmbeddedEngine",
+    "echo": "umbra.engines.echo:EchoEngine",
+}
+
+
+def engine_target(engine: str) -> str:
+    """The `module:Class` of an engine given by its short name or by that itself."""
+    return ENGINE_TARGETS.get(engine, engine)
