@@ -171,7 +171,8 @@ class PoolSection(Section):
 
     Attributes:
         engine: "embedded", "echo" (no model, for tests: give it the model's vocab_size in
-            `engine_args`), or the "module:Class" of another.
+            `engine_args`), "faulty" (another one that fails on purpose, see docs/faults.md), or
+            the "module:Class" of another.
         count: number of engines.
         mode: "hybrid": engines and trainer take turns.
         device: "auto" is cuda where the trainer runs on it.

@@ -22,6 +22,7 @@ from umbra.engines.embedded.kv_cache import KvCache
 from umbra.engines.embedded.loading import load_checkpoint, parse_dtype
 from umbra.engines.embedded.model import DecoderModel
 from umbra.engines.embedded.scheduler import Limits
+from umbra.engines.faulty.actor import FaultyEngine
 from umbra.engines.requests import GenerationRequest
 
 DEADLINE_S = 60.0
@@ -156,14 +157,14 @@ def take(core: EngineCore, collector: Collector) -> None:
         collector.apply(batch)
 
 
-Engine = EchoEngine | EmbeddedEngine
+Engine = EchoEngine | EmbeddedEngine | FaultyEngine
 
 
 @asynccontextmanager
 async def running(engine: Engine) -> AsyncGenerator[None]:
     """What the actor host does: enters the engine and runs it."""
     async with AsyncExitStack() as stack:
-        if isinstance(engine, EmbeddedEngine):
+        if not isinstance(engine, EchoEngine):
             await stack.enter_async_context(engine)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         task = tasks.create_task(engine.run())

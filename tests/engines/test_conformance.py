@@ -20,13 +20,14 @@ from torch import Tensor
 
 from umbra.engines.echo import EchoEngine
 from umbra.engines.embedded.actor import EmbeddedEngine
+from umbra.engines.faulty.actor import FaultyEngine
 from umbra.runtime.errors import EngineError, IllegalTransition, WeightSyncError
 
 VOCAB_SIZE = 97
 MakeEngine = Callable[..., Engine]
 
 
-@pytest.fixture(params=["echo", "embedded"])
+@pytest.fixture(params=["echo", "embedded", "faulty"])
 def make_engine(request: pytest.FixtureRequest, model_folder: Callable[[str], Path]) -> MakeEngine:
     """Makes an engine that serves version 0 unless told otherwise, slow enough to interrupt."""
 
@@ -36,9 +37,10 @@ def make_engine(request: pytest.FixtureRequest, model_folder: Callable[[str], Pa
             return EchoEngine(
                 vocab_size=VOCAB_SIZE, tokens_per_s=2000.0, verify_checksums=True, **settings
             )
-        return EmbeddedEngine(
-            model_path=str(model_folder("qwen3")), dtype="float64", max_num_seqs=16, **settings
-        )
+        settings |= {"model_path": str(model_folder("qwen3")), "dtype": "float64"}
+        if request.param == "faulty":
+            return FaultyEngine(inner="embedded", max_num_seqs=16, **settings)
+        return EmbeddedEngine(max_num_seqs=16, **settings)
 
     return make
 

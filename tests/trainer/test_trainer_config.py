@@ -85,7 +85,10 @@ def test_an_override_may_make_a_new_section(config_file: Path) -> None:
         ("model.dtype=float16", ["model.dtype", "'float32', 'bfloat16' or 'float64'"]),
         ("train.betas=[0.9, 1.5]", ["train.betas.1", "less than 1"]),
         ("reward.function=score", ["reward.function", "'module:function'"]),
-        ("pool.engine=embeded", ["pool.engine", "'embedded', 'echo' or the 'module:Class'"]),
+        (
+            "pool.engine=embeded",
+            ["pool.engine", "'embedded', 'echo', 'faulty' or the 'module:Class'"],
+        ),
         ("rollout.temperature=0", ["rollout.temperature", "greater than 0"]),
         ("train=3", ["section.key=value"]),
         ("train.steps", ["section.key=value"]),

@@ -1,0 +1,206 @@
+"""An engine that fails on purpose, at points known from a seed: it wraps any other engine.
+
+Target `umbra.engines.faulty.actor:FaultyEngine`. For chaos tests, and for trying out agent loops
+and settings: with the same seed, a life of an engine goes wrong at the same tokens again.
+
+    manager ◀── deltas, falsified or late ── FaultyEngine ◀── deltas ── inner engine
+            ─── calls, some refused ───────▶              ─── calls ──▶
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing
+from types import TracebackType
+from typing import Any, Self, assert_never
+
+from umbra.engines.deltas import DeltaBatch
+from umbra.engines.faulty.false_deltas import first_halves, without_run
+from umbra.engines.faulty.fault import parse_faults
+from umbra.engines.faulty.schedule import DueFault, FaultSchedule
+from umbra.engines.protocol import Engine, EngineStats, PauseMode
+from umbra.runtime.actor import actor_context
+from umbra.runtime.engine_names import engine_target
+from umbra.runtime.errors import ConfigError, EngineError
+from umbra.runtime.lifecycle import SleepLevel, Tag
+from umbra.runtime.target import make_target
+
+logger = logging.getLogger(__name__)
+
+
+class FaultyEngine:
+    """Owns the inner engine, which is entered, run and left with it.
+
+    Args:
+        inner: the engine that does the work: a short name, or its "module:Class".
+        seed: of the points at which faults come; engines and incarnations differ anyway.
+        faults: tables, see `umbra.engines.faulty.fault.Fault`.
+        settings: the inner engine's own.
+    """
+
+    def __init__(
+        self, *, inner: str = "embedded", seed: int = 0, faults: object = (), **settings: Any
+    ) -> None:
+        if type(seed) is not int:
+            raise ConfigError(f"seed must be a whole number, got {seed!r}")
+        engine, incarnation = _own_life()
+        self._schedule = FaultSchedule(
+            parse_faults(faults), seed=seed, engine=engine, incarnation=incarnation
+        )
+        self._inner: Engine = make_target(engine_target(inner), settings)
+        self._entered = AsyncExitStack()
+        self._silent_until = 0.0  # loop time; a stall outlives the stream that met it
+        self._hold_s = 0.0
+
+    async def __aenter__(self) -> Self:
+        inner: Any = self._inner
+        if hasattr(inner, "__aenter__"):
+            await self._entered.enter_async_context(inner)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool | None:
+        return await self._entered.__aexit__(kind, error, trace)
+
+    async def run(self) -> None:
+        """As the inner engine's, where it has one."""
+        inner: Any = self._inner
+        if hasattr(inner, "run"):
+            await inner.run()
+
+    # -- deltas --------------------------------------------------------------------------
+
+    async def deltas(self) -> AsyncGenerator[DeltaBatch, None]:
+        async with aclosing(self._inner.deltas()) as batches:
+            async for batch in batches:
+                for passed in self._falsify(batch):
+                    await self._hold()
+                    yield passed
+
+    def _falsify(self, batch: DeltaBatch) -> list[DeltaBatch]:
+        """What is sent instead of the batch. One without tokens is left alone."""
+        passed = [batch]
+        if len(batch["tokens"]):
+            for due in self._schedule.on_batch(len(batch["tokens"])):
+                passed = self._inject(due, passed)
+        return passed
+
+    def _inject(self, due: DueFault, batches: list[DeltaBatch]) -> list[DeltaBatch]:
+        self._log(due)
+        fault = due.fault
+        match fault.kind:
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "stall":
+                self._silent_until = asyncio.get_running_loop().time() + fault.for_s
+            case "slow":
+                self._hold_s = fault.for_s
+            case "drop":
+                return [] if fault.what == "batch" else [_lose_run(b, due.draw) for b in batches]
+            case "repeat":
+                early = batches if fault.what == "batch" else [first_halves(b) for b in batches]
+                return early + batches
+            case "error":
+                raise _error(due)
+            case _:
+                assert_never(fault.kind)
+        return batches
+
+    async def _hold(self) -> None:
+        left_s = self._silent_until - asyncio.get_running_loop().time()
+        if max(self._hold_s, left_s) > 0:
+            await asyncio.sleep(max(self._hold_s, left_s))
+
+    # -- calls ---------------------------------------------------------------------------
+
+    def _may_fail(self, call: str) -> None:
+        due = self._schedule.on_call(call)
+        if due is not None:
+            self._log(due)
+            raise _error(due)
+
+    def _log(self, due: DueFault) -> None:
+        logger.warning(
+            "injecting a fault: %s at token %d (due at %d)",
+            due.fault,
+            self._schedule.num_tokens,
+            due.point,
+        )
+
+    async def submit(self, requests: Sequence[Mapping[str, Any]]) -> None:
+        self._may_fail("submit")
+        await self._inner.submit(requests)
+
+    async def abort(self, ids: Sequence[int] | None) -> int:
+        self._may_fail("abort")
+        return await self._inner.abort(ids)
+
+    async def pause(self, mode: PauseMode) -> None:
+        self._may_fail("pause")
+        await self._inner.pause(mode)
+
+    async def resume(self) -> None:
+        self._may_fail("resume")
+        await self._inner.resume()
+
+    async def sleep(self, level: SleepLevel) -> None:
+        self._may_fail("sleep")
+        await self._inner.sleep(level)
+
+    async def wake(self, tags: Sequence[Tag]) -> None:
+        self._may_fail("wake")
+        await self._inner.wake(tags)
+
+    async def begin_update(
+        self, version: int, manifest: Mapping[str, Any], buckets: Mapping[str, Any]
+    ) -> None:
+        self._may_fail("begin_update")
+        await self._inner.begin_update(version, manifest, buckets)
+
+    async def load(self) -> dict[str, int]:
+        self._may_fail("load")
+        return await self._inner.load()
+
+    async def finish_update(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
+        self._may_fail("finish_update")
+        return await self._inner.finish_update(regions)
+
+    async def commit_update(self) -> None:
+        self._may_fail("commit_update")
+        await self._inner.commit_update()
+
+    async def abort_update(self) -> None:
+        self._may_fail("abort_update")
+        await self._inner.abort_update()
+
+    async def stats(self) -> EngineStats:
+        self._may_fail("stats")
+        return await self._inner.stats()
+
+
+def _own_life() -> tuple[str, int]:
+    """Name and incarnation of the actor that this is."""
+    try:
+        context = actor_context()
+    except RuntimeError:  # made by hand, outside any actor
+        return "engine", 1
+    return context.name, context.incarnation
+
+
+def _lose_run(batch: DeltaBatch, draw: float) -> DeltaBatch:
+    num_runs = len(batch["ids"])
+    return without_run(batch, int(draw * num_runs)) if num_runs else batch
+
+
+def _error(due: DueFault) -> EngineError:
+    return EngineError(f"a fault was injected: {due.fault}, due at token {due.point}")

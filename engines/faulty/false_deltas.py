@@ -1,0 +1,46 @@
+"""Batches of deltas as a bad way would deliver them: a run lost, or tokens sent again.
+
+S: runs in a batch, N: tokens in a batch.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from umbra.engines.deltas import DeltaBatch, Int32Array
+
+
+def without_run(batch: DeltaBatch, run: int) -> DeltaBatch:
+    """The batch without one of its runs; all finishes stay, that of its request too."""
+    counts = np.diff(batch["offsets"])  # [S]
+    counts[run] = 0
+    return _shortened(batch, counts, np.arange(len(counts)) != run)
+
+
+def first_halves(batch: DeltaBatch) -> DeltaBatch:
+    """The first half of every run, no finish: the whole batch then begins at earlier offsets."""
+    counts = (np.diff(batch["offsets"]) + 1) // 2  # [S]
+    halves = _shortened(batch, counts, np.ones(len(counts), np.bool_))
+    halves["finished_ids"] = np.zeros(0, np.int64)
+    halves["finish_reasons"] = []
+    return halves
+
+
+def _shortened(batch: DeltaBatch, counts: Int32Array, keeps: npt.NDArray[np.bool_]) -> DeltaBatch:
+    """The first `counts` [S] tokens of the runs in `keeps` [S]; the others' counts are 0."""
+    lengths = np.diff(batch["offsets"])
+    within_run = np.arange(len(batch["tokens"])) - np.repeat(batch["offsets"][:-1], lengths)  # [N]
+    has_token = within_run < np.repeat(counts, lengths)  # [N]
+    offsets = np.zeros(int(keeps.sum()) + 1, np.int32)
+    np.cumsum(counts[keeps], out=offsets[1:])
+    return DeltaBatch(
+        ids=batch["ids"][keeps],
+        positions=batch["positions"][keeps],
+        offsets=offsets,
+        tokens=batch["tokens"][has_token],
+        logprobs=batch["logprobs"][has_token],
+        versions=batch["versions"][keeps],
+        finished_ids=batch["finished_ids"],
+        finish_reasons=batch["finish_reasons"],
+    )

@@ -1,0 +1,234 @@
+"""The wrapper in this process, around the engine without a model: all faults but the signals."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import aclosing
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_runs import Collector, run_async, running, wire_request
+
+from umbra.engines.deltas import DeltaBatch
+from umbra.engines.echo import EchoEngine, echo_tokens
+from umbra.engines.faulty.actor import FaultyEngine
+from umbra.engines.faulty.fault import CALLS
+from umbra.runtime.errors import ConfigError, EngineError
+
+VOCAB_SIZE = 97
+BURST = 1024
+LENGTH = 2 * BURST + 500
+
+
+def make_faulty(*faults: dict[str, Any], **settings: Any) -> FaultyEngine:
+    """Makes BURST tokens of each request at once: a request of LENGTH takes three batches."""
+    echo: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "load_weights": True}
+    return FaultyEngine(inner="echo", faults=list(faults), **(echo | settings))
+
+
+def requests(count: int) -> list[dict[str, Any]]:
+    return [wire_request(i, [1, 2, 3], max_new_tokens=LENGTH) for i in range(count)]
+
+
+def whole(request_id: int) -> list[int]:
+    return echo_tokens(1000 + request_id, np.arange(LENGTH), VOCAB_SIZE).tolist()
+
+
+async def read_all(engine: FaultyEngine, count: int) -> list[DeltaBatch]:
+    """Every batch up to the last finish."""
+    batches: list[DeltaBatch] = []
+    await engine.submit(requests(count))
+    num_finished = 0
+    async with aclosing(engine.deltas()) as stream:
+        while num_finished < count:
+            batches.append(await anext(stream))
+            num_finished += len(batches[-1]["finished_ids"])
+    return batches
+
+
+def read_with(*faults: dict[str, Any], count: int = 3) -> list[DeltaBatch]:
+    batches: list[DeltaBatch] = []
+
+    async def body() -> None:
+        engine = make_faulty(*faults)
+        async with running(engine):
+            batches.extend(await read_all(engine, count))
+
+    run_async(body)
+    return batches
+
+
+def num_tokens(batches: list[DeltaBatch]) -> int:
+    return sum(len(batch["tokens"]) for batch in batches)
+
+
+def starts(batches: list[DeltaBatch], request_id: int) -> list[int]:
+    """Where the runs of a request begin, in the order of arrival."""
+    return [
+        int(position)
+        for batch in batches
+        for request, position in zip(batch["ids"], batch["positions"], strict=True)
+        if request == request_id
+    ]
+
+
+def test_without_faults_all_is_the_inner_engine_s() -> None:
+    collector = Collector()
+
+    for batch in read_with():
+        collector.apply(batch)
+
+    assert [collector[i].tokens for i in range(3)] == [whole(i) for i in range(3)]
+
+
+def test_a_dropped_batch_is_gone_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    batches = read_with({"kind": "drop", "after_tokens": 1000})
+
+    assert [starts(batches, i) for i in range(3)] == [[BURST, 2 * BURST]] * 3
+    (record,) = caplog.records
+    assert record.getMessage() == "injecting a fault: drop (batch) at token 3072 (due at 1000)"
+    assert record.levelno == logging.WARNING
+
+
+def test_a_dropped_run_is_of_one_request() -> None:
+    batches = read_with({"kind": "drop", "what": "run", "after_tokens": 1})
+
+    positions = sorted(starts(batches, i) for i in range(3))
+    assert positions == [[0, BURST, 2 * BURST]] * 2 + [[BURST, 2 * BURST]]
+
+
+def test_a_repeated_batch_comes_twice() -> None:
+    batches = read_with({"kind": "repeat", "after_tokens": 3 * BURST + 1})
+
+    assert [starts(batches, i) for i in range(3)] == [[0, BURST, BURST, 2 * BURST]] * 3
+    assert num_tokens(batches) == 3 * (LENGTH + BURST)
+
+
+def test_tokens_come_again_from_earlier_offsets() -> None:
+    batches = read_with({"kind": "repeat", "what": "earlier", "after_tokens": 1}, count=1)
+
+    _, first, second, *_ = batches
+    assert first["positions"].tolist() == second["positions"].tolist() == [0]
+    assert first["tokens"].tolist() == whole(0)[: BURST // 2]
+    assert second["tokens"].tolist() == whole(0)[:BURST]
+
+
+def test_several_faults_at_one_point_come_in_the_order_of_the_settings() -> None:
+    batches = read_with(
+        {"kind": "repeat", "after_tokens": 1},
+        {"kind": "drop", "what": "run", "after_tokens": 1},
+        count=1,
+    )
+
+    assert starts(batches, 0) == [BURST, 2 * BURST], "the run is gone from both"
+
+
+def test_a_stall_is_of_the_engine_not_of_one_stream() -> None:
+    async def body() -> None:
+        stall = {"kind": "stall", "for_s": 0.4, "after_tokens": 1}
+        engine = make_faulty(stall, tokens_per_s=100.0)
+        clock = asyncio.get_running_loop().time
+        async with running(engine):
+            await engine.submit(requests(2))
+            async with aclosing(engine.deltas()) as batches:
+                await anext(batches)
+                then = clock()
+                with pytest.raises(TimeoutError):
+                    async with asyncio.timeout(0.1):
+                        await anext(batches)
+            assert (await engine.stats())["running"] == 0, "the consumer's requests go with it"
+
+            async with aclosing(engine.deltas()) as batches:
+                greeting = await anext(batches)
+
+            assert len(greeting["ids"]) == 0
+            assert clock() - then >= 0.4
+
+    run_async(body)
+
+
+def test_a_slow_engine_holds_back_every_batch_from_its_point_on() -> None:
+    arrivals: list[float] = []
+
+    async def body() -> None:
+        engine = make_faulty({"kind": "slow", "for_s": 0.1, "after_tokens": 0})
+        clock = asyncio.get_running_loop().time
+        async with running(engine):
+            await engine.submit(requests(1))
+            async with aclosing(engine.deltas()) as batches:
+                async for batch in batches:
+                    arrivals.append(clock())
+                    if len(batch["finished_ids"]):
+                        return
+
+    run_async(body)
+    assert len(arrivals) == 4, "the greeting and three batches"
+    assert min(after - before for before, after in pairwise(arrivals)) > 0.09
+
+
+ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "submit": ([],),
+    "abort": (None,),
+    "pause": ("abort",),
+    "sleep": (1,),
+    "wake": (["weights"],),
+    "begin_update": (1, {}, {}),
+    "finish_update": ([],),
+}
+
+
+@pytest.mark.parametrize("call", [call for call in CALLS if call != "deltas"])
+def test_a_call_that_fails_does_not_reach_the_engine(call: str) -> None:
+    async def body() -> None:
+        engine = make_faulty({"kind": "error", "call": call, "after_tokens": 0})
+        method: Callable[..., Any] = getattr(engine, call)
+        async with running(engine):
+            with pytest.raises(EngineError, match=rf"a fault was injected: error \({call}\)"):
+                await method(*ARGUMENTS.get(call, ()))
+
+            assert num_tokens(await read_all(engine, 1)) == LENGTH, "it serves as before"
+            assert (await engine.stats())["version"] == 0
+
+    run_async(body)
+
+
+def test_a_stream_can_fail_and_begin_again() -> None:
+    async def body() -> None:
+        engine = make_faulty({"kind": "error", "call": "deltas", "after_tokens": 1})
+        async with running(engine):
+            with pytest.raises(EngineError, match=r"error \(deltas\), due at token 1"):
+                await read_all(engine, 1)
+
+            assert num_tokens(await read_all(engine, 1)) == LENGTH
+
+    run_async(body)
+
+
+def test_the_inner_engine_is_named_where_it_cannot_be_made() -> None:
+    with pytest.raises(ConfigError, match=r"EchoEngine: .*'speed'; it takes vocab_size"):
+        make_faulty(speed=1)
+    with pytest.raises(ConfigError, match="cannot import 'nope'"):
+        FaultyEngine(inner="nope:Engine")
+    with pytest.raises(ConfigError, match="seed must be a whole number, got 'seven'"):
+        make_faulty(seed="seven")
+
+
+def test_an_engine_with_nothing_but_the_protocol_can_be_wrapped() -> None:
+    async def body() -> None:
+        engine = FaultyEngine(inner=f"{__name__}:BareEngine", vocab_size=VOCAB_SIZE)
+        async with engine, asyncio.TaskGroup() as tasks:
+            await tasks.create_task(engine.run())
+            assert (await engine.stats())["version"] == -1
+
+    run_async(body)
+
+
+class BareEngine:
+    """Neither entered nor run; the rest is the echo engine's."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.stats = EchoEngine(**settings).stats
