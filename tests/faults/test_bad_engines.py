@@ -37,6 +37,11 @@ def test_every_rank_says_that_the_engine_cannot_be_imported(folder: Path) -> Non
             ["dtype 'float16' is not supported; allowed: float32, bfloat16, float64"],
         ),
         (
+            0,
+            ["pool.engine=faulty", 'pool.engine_args={inner="echo", faults=[{kind="explode"}]}'],
+            ["ConfigError: faults[0].kind is 'explode'; allowed: kill, stop, stall"],
+        ),
+        (
             2,
             ["pool.engine=failing_engines:DiesAtStart"],
             ["exited with status 5", "CUDA driver version is insufficient"],

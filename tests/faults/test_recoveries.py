@@ -42,6 +42,28 @@ def test_a_killed_engine_comes_back(folder: Path) -> None:
     assert _says(run, rf"policy-1#1 \(pid {killed}\) {KILLED}"), run.output
 
 
+def test_a_run_goes_on_through_injected_faults(folder: Path) -> None:
+    faults = (
+        '{kind="kill", after_tokens=100, lives=[1]}, '
+        '{kind="drop", what="run", every_tokens=40, times=2, lives=[1]}, '
+        '{kind="error", call="load", after_tokens=150, lives=[2]}'
+    )
+    arguments = f'pool.engine_args={{inner="echo", vocab_size=42, faults=[{faults}]}}'
+
+    with start_run(folder, "train.steps=8", "pool.engine=faulty", arguments) as run:
+        ended = run.wait()
+
+    assert ended.status == 0, ended.output
+    assert run.num_steps() == 8
+    assert re.search(rf"policy-0#1 \(pid \d+\) {KILLED}", ended.output, re.MULTILINE), ended.output
+    assert (
+        "policy-0#2 was killed: weight sync: load: policy-0#2 failed at load: a fault"
+        in ended.output
+    )
+    log = (run.run_dir / "logs" / "policy-0.log").read_text()
+    assert "injecting a fault: drop (run) at token" in log
+
+
 def test_a_stopped_engine_counts_as_hung_and_is_replaced(folder: Path) -> None:
     with start_run(folder, LONG, "pool.hung_limit_s=1.5") as run:
         run.wait_for_step(1)

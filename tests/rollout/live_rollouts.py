@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,6 +43,8 @@ class LiveRollouts:
     Args:
         reward, agent: names in `user_rewards` and `user_agents`.
         engine: settings of the echo engines.
+        pool: changes to the PoolSpec, such as other engines than echo.
+        weights: what `publish` carries; by default a tensor of no use.
         config: changes to the manager's settings.
     """
 
@@ -58,6 +60,8 @@ class LiveRollouts:
         reward: str = "length",
         agent: str | None = None,
         engine: dict[str, Any] | None = None,
+        pool: dict[str, Any] | None = None,
+        weights: Mapping[str, torch.Tensor] | None = None,
         config: dict[str, Any] | None = None,
         num_prompts: int = 8,
     ) -> None:
@@ -65,19 +69,17 @@ class LiveRollouts:
         self.world_size = world_size
         self.version = -1
         self.num_syncs_served = 0
-        self._weights = {"w": torch.zeros(10)}
+        self._weights = weights or {"w": torch.zeros(10)}
         self._folder = folder
         self._write_prompts(num_prompts)
         restart = RestartPolicy(mode="on_failure", max_restarts=5, backoff_initial_s=0.05)
+        spec: dict[str, Any] = {
+            "engine": "umbra.engines.echo:EchoEngine",
+            "kwargs": {"vocab_size": VOCAB_SIZE, "tick_ms": 10.0, **(engine or {})},
+            **(pool or {}),
+        }
         session.create_pool(
-            PoolSpec(
-                name="policy",
-                engine="umbra.engines.echo:EchoEngine",
-                count=num_engines,
-                mode=pool_mode,
-                kwargs={"vocab_size": VOCAB_SIZE, "tick_ms": 10.0, **(engine or {})},
-                restart=restart,
-            )
+            PoolSpec(name="policy", count=num_engines, mode=pool_mode, restart=restart, **spec)
         )
         names = [f"rewards-{idx}" for idx in range(num_workers)]
         for name in names:
@@ -220,7 +222,7 @@ def killing(live: LiveRollouts, name: str, *, after_tokens: int) -> Generator[No
 
 
 def merged(batches: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """sample id -> {"tokens", "versions", "reward", "group", "finish_reason"} over all ranks."""
+    """sample id -> its tokens, versions, logprobs, reward, group and so on, over all ranks."""
     samples: dict[str, dict[str, Any]] = {}
     for batch in batches:
         bounds = batch["offsets"].tolist()
@@ -232,6 +234,7 @@ def merged(batches: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
                 "tokens": batch["tokens"][own].tolist(),
                 "completion": batch["tokens"][own][batch["prompt_lens"][idx] :].tolist(),
                 "versions": batch["versions"][own][mask].tolist(),
+                "logprobs": batch["logprobs"][own][mask].tolist(),
                 "mask": batch["mask"][own].tolist(),
                 "reward": float(batch["rewards"][idx]),
                 "advantage": float(batch["advantages"][idx]),
