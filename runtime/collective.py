@@ -65,10 +65,14 @@ class Rollouts:
         self._rank = session.rank
         self._manager: SyncHandle = session.actor(manager, timeout_s)
 
-    def next_batch(self, step: int, serve_sync: ServeSync, timeout_s: float) -> Mapping[str, Any]:
+    def next_batch(
+        self, step: int, version: int, serve_sync: ServeSync, timeout_s: float
+    ) -> Mapping[str, Any]:
         """This rank's part of the next batch of whole groups.
 
         Args:
+            step: optimizer steps done; says that earlier batches have been trained on.
+            version: of the weights after these, which were published last.
             serve_sync: publishes the current weights again, to the engines that lack them; called
                 on all ranks or none with the version that is current.
 
@@ -77,7 +81,7 @@ class Rollouts:
             RewardError, RolloutError: why there can be none.
             JobFailed: another rank or an essential process failed.
         """
-        return self._collect("next_batch", "batch", (step,), serve_sync, timeout_s)
+        return self._collect("next_batch", "batch", (step, version), serve_sync, timeout_s)
 
     def evaluate(self, step: int, serve_sync: ServeSync, timeout_s: float) -> Mapping[str, Any]:
         """Greedy accuracy over the held-out prompts, through the engines."""

@@ -133,7 +133,10 @@ class TrainingLoop:
         try:
             with self._stop.interruptible():
                 return self._rollouts.next_batch(
-                    self.step, self._serve_sync, self._config.rollout.timeout_s
+                    self.step,
+                    self._versions.current,
+                    self._serve_sync,
+                    self._config.rollout.timeout_s,
                 )
         except StopRequested:
             return None

@@ -1,4 +1,4 @@
-"""Which prompts a step uses, as groups of fresh trajectories."""
+"""Prompts as groups of fresh trajectories."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _EVAL_GROUP_SIZE: Final = 32
 
 
 class Admission:
-    """Makes the groups of a step. What step `s` uses depends on the seed and `s` alone.
+    """Makes groups. Which prompt has which place in the order depends on the seed alone.
 
     Raises (on use):
         DataError: a prompt that leaves no room for a completion.
@@ -33,12 +33,8 @@ class Admission:
         if self._eval is not None:
             self._eval.close()
 
-    def training_groups(self, step: int) -> list[Group]:
-        """The `groups_per_step` groups of a step, going on into the next epoch as need be."""
-        first = step * self._config.groups_per_step
-        return [self._training_group(first + idx) for idx in range(self._config.groups_per_step)]
-
-    def _training_group(self, place: int) -> Group:
+    def training_group(self, place: int) -> Group:
+        """The group of a place in the endless order, epoch after epoch."""
         epoch, idx = self._order.at(place)
         prompt = self._train[idx]
         group_id = f"e{epoch}/{prompt.prompt_id}"

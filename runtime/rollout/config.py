@@ -10,6 +10,8 @@ from typing import Any, Final, cast
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.rollout.advantages import ADVANTAGE_KINDS
 
+HAND_OUT_ORDERS: Final = ("in_order", "first_done")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutConfig:
@@ -32,6 +34,16 @@ class RolloutConfig:
             is set.
         max_tokens_per_micro_batch: cap of a micro-batch's tokens, each distinct prompt counted
             once; 0 means no cap. A sample longer than the cap gets one of its own.
+        max_staleness: how many optimizer steps old a token may be when it is trained on; 0 is
+            synchronous.
+        hand_out: "in_order": batches follow the order of the data, so that long rollouts are
+            as often in them as short ones; "first_done": whatever is scored first.
+        over_sampling: groups generated for each one that is needed, 1.0 or more; the batch is
+            made of the first that are done, and what gets too old is dropped.
+        drop_uniform_groups: groups whose rewards are all equal, from which nothing can be
+            learned, are dropped and other prompts take their place.
+        max_failed_share: so many of the last 200 groups may be dropped because their reward or
+            agent loop failed; one more ends the job.
         advantage: kind of normalisation, see `umbra.runtime.rollout.advantages`; travels as
             {"kind": ...}.
         agent: trajectories are driven by the workers' agent loop, not by one generation.
@@ -64,6 +76,11 @@ class RolloutConfig:
     shuffle: bool = True
     num_micro_batches: int = 1
     max_tokens_per_micro_batch: int = 0
+    max_staleness: int = 0
+    hand_out: str = "in_order"
+    over_sampling: float = 1.0
+    drop_uniform_groups: bool = False
+    max_failed_share: float = 0.05
     advantage: str = "grpo"
     agent: bool = False
     accuracy_threshold: float = 1.0
@@ -106,9 +123,12 @@ class RolloutConfig:
         for name in _NOT_NEGATIVE:
             if getattr(self, name) < 0:
                 raise ConfigError(f"rollout.{name} must not be negative: {getattr(self, name)}")
-        if self.advantage not in ADVANTAGE_KINDS:
-            allowed = ", ".join(ADVANTAGE_KINDS)
-            raise ConfigError(f"rollout.advantage {self.advantage!r} is not one of {allowed}")
+        for name, allowed in (("advantage", ADVANTAGE_KINDS), ("hand_out", HAND_OUT_ORDERS)):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ConfigError(f"rollout.{name} {value!r} is not one of {', '.join(allowed)}")
+        if self.over_sampling < 1.0:
+            raise ConfigError(f"rollout.over_sampling must be 1 or more, got {self.over_sampling}")
         if not self.rollout_actors:
             raise ConfigError("rollout.rollout_actors is empty: nobody could compute rewards")
 
@@ -130,7 +150,14 @@ _POSITIVE: Final = (
     "score_concurrency",
     "agent_concurrency",
 )
-_NOT_NEGATIVE: Final = ("temperature", "max_tokens_per_micro_batch", "seed", "max_worker_deaths")
+_NOT_NEGATIVE: Final = (
+    "temperature",
+    "max_tokens_per_micro_batch",
+    "seed",
+    "max_worker_deaths",
+    "max_staleness",
+    "max_failed_share",
+)
 
 
 def _flatten(name: str, value: Any) -> Any:

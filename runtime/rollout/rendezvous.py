@@ -11,11 +11,12 @@ from umbra.runtime.rollout.alarm import Alarm
 
 
 class Round(NamedTuple):
-    """What the ranks ask for together."""
+    """What the ranks ask for together; a version belongs to batches, not to evaluations."""
 
     call: str
     step: int
     temperature: float
+    version: int | None = None
 
     def __str__(self) -> str:
         return f"{self.call}(step={self.step})"

@@ -1,8 +1,9 @@
 """The rollout manager: an actor that turns prompts into scored, balanced batches.
 
-    ranks --next_batch--> Rendezvous          Admission -> Harvest -> Dispatcher -> engines
-                              ^                               |
-                              +---- batch | sync_wanted <-----+--> WorkerPool -> rewards, agents
+    ranks --next_batch--> Rendezvous     Admission -> TrainingFlow -> GroupRunner -> Dispatcher
+                              ^                            |               |           -> engines
+                              +-- batch | sync_wanted <----+               +-> WorkerPool
+                                                                            -> rewards, agents
 
 One loop, no locks: the parts call each other, and whatever may have changed the answer to the
 waiting ranks ends in `_answer()`.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from typing import Any, Final, Self
 
 import numpy as np
@@ -28,11 +30,15 @@ from umbra.runtime.rollout.config import RolloutConfig
 from umbra.runtime.rollout.dispatch import Dispatcher
 from umbra.runtime.rollout.error_groups import first_leaf
 from umbra.runtime.rollout.fleet import Fleet
+from umbra.runtime.rollout.group import Group
+from umbra.runtime.rollout.group_runner import GroupRunner
 from umbra.runtime.rollout.harvest import Harvest
 from umbra.runtime.rollout.rendezvous import Rendezvous, Round
 from umbra.runtime.rollout.router import EngineId, Router
 from umbra.runtime.rollout.sessions import AgentSessions
+from umbra.runtime.rollout.staleness import VersionSteps
 from umbra.runtime.rollout.sync_asks import SyncAsks
+from umbra.runtime.rollout.training_flow import TrainingFlow
 from umbra.runtime.rollout.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
@@ -71,11 +77,23 @@ class RolloutManager:
         self._fleet = Fleet(
             self._config, context, self._dispatcher, self._on_pool_change, self._note
         )
+        self._runner = GroupRunner(
+            context.name, self._config, self._dispatcher, self._sessions, self._workers
+        )
+        self._versions = VersionSteps()
+        self._flow = TrainingFlow(
+            self._config,
+            self._admission,
+            self._runner,
+            self._versions,
+            on_change=self._answer,
+            on_failure=self._fail,
+        )
         self._asks = SyncAsks()
         self._ranks = Rendezvous(self._config.world_size, self._config.rank_timeout_s)
         self._starving = Alarm(self._config.engine_timeout_s, self._on_starved)
         self._round: Round | None = None
-        self._harvest: Harvest | None = None
+        self._evaluation: Harvest | None = None
         self._failure: UmbraError | None = None
         self._wanted = asyncio.Event()
         self._lacking = asyncio.Event()
@@ -101,8 +119,14 @@ class RolloutManager:
 
     # -- calls of the ranks --------------------------------------------------------------
 
-    async def next_batch(self, rank: int, step: int) -> dict[str, Any]:
-        """The batch of `step`; collective: every rank calls it with the same step.
+    async def next_batch(self, rank: int, step: int, version: int) -> dict[str, Any]:
+        """The batch of `step`; collective: every rank calls it with the same arguments.
+
+        Says that the batches of earlier steps have been trained on.
+
+        Args:
+            step: optimizer steps done so far.
+            version: of the weights after these, which were published before.
 
         Returns, the same kind on every rank:
             {"kind": "batch", ...}: this rank's columns, see `batch.rank_columns`, with "metrics",
@@ -112,12 +136,12 @@ class RolloutManager:
                 call again with the same step; generation goes on meanwhile.
 
         Raises:
-            RewardError: see `RewardFunction`.
+            RewardError: see `RewardFunction`; it failed for too many groups.
             DataError: a prompt too long for the context.
             RolloutError: a rank is missing, ranks disagree, no engine serves for too long, an
-                engine refused a request, an agent loop failed.
+                engine refused a request, agent loops failed for too many groups.
         """
-        return await self._join(rank, Round("next_batch", step, self._config.temperature))
+        return await self._join(rank, Round("next_batch", step, self._config.temperature, version))
 
     async def evaluate(self, rank: int, step: int, temperature: float = 0.0) -> dict[str, Any]:
         """Generates and scores every held-out prompt once; collective like `next_batch`.
@@ -134,7 +158,7 @@ class RolloutManager:
             raise self._failure
         slot = self._ranks.arrive(rank, wanted)
         try:
-            if self._round != wanted or self._harvest is None:
+            if self._round != wanted:
                 self._begin(wanted)
         except UmbraError as error:
             self._fail(error)
@@ -142,26 +166,27 @@ class RolloutManager:
         return await self._ranks.wait(rank, slot)
 
     def _begin(self, wanted: Round) -> None:
-        """Starts a round's work; what an earlier round left unfinished is dropped."""
-        if self._harvest is not None:
-            logger.warning("%s is dropped for %s", self._round, wanted)
-            self._harvest.abandon()
-        is_eval = wanted.call == "evaluate"
-        self._round = wanted
-        self._harvest = Harvest(
-            self._admission.evaluation_groups()
-            if is_eval
-            else self._admission.training_groups(wanted.step),
-            name=self._context.name,
-            config=self._config,
-            temperature=wanted.temperature,
-            dispatcher=self._dispatcher,
-            sessions=self._sessions,
-            workers=self._workers,
-            on_done=self._answer,
-        )
+        """Starts a round's work. An evaluation that was not waited for to the end is dropped."""
+        self._drop_evaluation()
         self._wanted.set()
-        self._harvest.begin()
+        self._round = wanted
+        if wanted.version is not None:
+            self._versions.learn(wanted.version, wanted.step)
+            self._flow.advance(wanted.step)
+            return
+        self._evaluation = Harvest(
+            self._admission.evaluation_groups(),
+            self._runner,
+            wanted.temperature,
+            on_done=self._answer,
+            on_failure=self._fail,
+        )
+        self._evaluation.begin()
+
+    def _drop_evaluation(self) -> None:
+        if self._evaluation is not None:
+            self._evaluation.abandon()
+            self._evaluation = None
 
     # -- calls of agent loops, and of anyone ---------------------------------------------
 
@@ -176,8 +201,9 @@ class RolloutManager:
     def stats(self) -> dict[str, Any]:
         """What is in progress, for progress lines."""
         return {
-            "round": str(self._round) if self._harvest else None,
-            "progress": self._harvest.progress() if self._harvest else None,
+            "round": str(self._round) if self._round else None,
+            "evaluation": self._evaluation.progress() if self._evaluation else None,
+            "training": self._flow.progress(),
             "waiting_turns": self._dispatcher.num_waiting,
             "engines": self._fleet.describe(),
             "version": self._fleet.current_version,
@@ -199,16 +225,32 @@ class RolloutManager:
 
     def _answer(self) -> None:
         """Answers the ranks, if all are here and there is something to say."""
-        harvest = self._harvest
-        working = harvest is not None and not harvest.is_done
-        self._starving.watch(working and not self._fleet.is_serving)
-        if harvest is None or not self._ranks.is_full:
+        self._starving.watch(self._round is not None and not self._fleet.is_serving)
+        if self._round is None or self._failure is not None or not self._ranks.is_full:
             return
-        if harvest.is_done:
-            self._deliver(harvest)
+        try:
+            answers = self._outcome(self._round)
+        except UmbraError as error:
+            self._fail(error)
             return
-        if self._fleet.pending:
+        if answers is not None:
+            self._round = None
+            self._num_delivered += 1
+            self._starving.watch(False)
+            self._resolve(answers)
+        elif self._fleet.pending:
             self._lacking.set()
+
+    def _outcome(self, wanted: Round) -> list[dict[str, Any]] | None:
+        """What the ranks get, one each; None while it is not complete."""
+        if wanted.version is not None:
+            groups = self._flow.take(wanted.step)
+            return None if groups is None else self._batches(groups)
+        evaluation = self._evaluation
+        if evaluation is None or not evaluation.is_done:
+            return None
+        self._evaluation = None
+        return self._summary(evaluation)
 
     async def _ask_for_syncs(self) -> None:
         """Asks the waiting ranks to bring the current version to engines that lack it.
@@ -228,9 +270,8 @@ class RolloutManager:
                 logger.warning("the supervisor is slow; asking again: %s", error)
                 self._lacking.set()
                 continue
-            harvest = self._harvest
             unchanged = waiting == (self._round, self._num_answers) and self._ranks.is_full
-            if not unchanged or harvest is None or harvest.is_done:
+            if not unchanged or self._round is None:
                 continue
             engines = self._asks.wanted(EngineId(name, life) for name, life in lack["engines"])
             if engines:
@@ -243,35 +284,27 @@ class RolloutManager:
         self._num_answers += 1
         self._ranks.resolve(answers)
 
-    def _deliver(self, harvest: Harvest) -> None:
-        assert self._round is not None
-        is_eval = self._round.call == "evaluate"
-        answers = self._evaluation(harvest) if is_eval else self._batches(harvest)
-        self._harvest = None
-        self._num_delivered += 1
-        self._resolve(answers)
-
-    def _batches(self, harvest: Harvest) -> list[dict[str, Any]]:
+    def _batches(self, groups: Sequence[Group]) -> list[dict[str, Any]]:
         config = self._config
-        samples = [sample for group in harvest.groups for sample in group.trajectories]
+        samples = [sample for group in groups for sample in group.trajectories]
         advantages = np.concatenate(
-            [group_advantages(group.rewards, config.advantage) for group in harvest.groups]
+            [group_advantages(group.rewards, config.advantage) for group in groups]
         )
         plans = plan_batch(
-            [group.shape() for group in harvest.groups],
+            [group.shape() for group in groups],
             config.world_size,
             num_micro_batches=config.num_micro_batches,
             max_tokens_per_micro_batch=config.max_tokens_per_micro_batch,
         )
         shared = {
             "kind": "batch",
-            "metrics": batch_metrics(harvest.groups, harvest.gen_s),
+            "metrics": batch_metrics(groups, self._flow.gen_s) | self._flow.metrics(groups),
             "loss_tokens_global": sum(sample.num_generated for sample in samples),
             "num_samples_global": len(samples),
         }
-        return [{**shared, **rank_columns(harvest.groups, advantages, plan)} for plan in plans]
+        return [{**shared, **rank_columns(groups, advantages, plan)} for plan in plans]
 
-    def _evaluation(self, harvest: Harvest) -> list[dict[str, Any]]:
+    def _summary(self, harvest: Harvest) -> list[dict[str, Any]]:
         metrics = batch_metrics(harvest.groups, harvest.gen_s)
         rewards = np.concatenate([group.rewards for group in harvest.groups])
         answer = {
@@ -303,8 +336,7 @@ class RolloutManager:
         logger.error("rollouts failed: %s", error)
         self._failure = error
         self._starving.watch(False)
-        if self._harvest is not None:
-            self._harvest.abandon()
+        self._runner.abandon_all()
         self._ranks.fail(error)
 
     def _note(self, text: str) -> None:

@@ -99,6 +99,10 @@ class Trajectory:
         self._logprobs = np.empty(_INITIAL_CAPACITY, np.float32)
         self._versions = np.empty(_INITIAL_CAPACITY, np.int64)
 
+    @property
+    def is_finished(self) -> bool:
+        return self.state == TrajectoryState.FINISHED
+
     def __len__(self) -> int:
         """Tokens of prompt and completion."""
         return len(self.prompt_tokens) + self._length

@@ -45,7 +45,8 @@ class Job:
         label: what it is, for messages.
         make_arguments: called anew for each attempt.
         timeout_s: deadline of the call.
-        is_wanted: False once nobody waits for the outcome.
+        on_failure: told of an error that another attempt would not heal.
+        is_wanted: False once nobody waits for the outcome; neither is called then.
         num_deaths: of actors that were doing it.
     """
 
@@ -54,6 +55,7 @@ class Job:
     make_arguments: Callable[[], Sequence[object]]
     timeout_s: float
     on_result: Callable[[Any], None]
+    on_failure: Callable[[UmbraError], None]
     is_wanted: Callable[[], bool]
     num_deaths: int = 0
 
@@ -65,7 +67,7 @@ class WorkerPool:
         names: of the actors.
         concurrency: calls in progress per actor, per method.
         max_deaths: how many deaths of actors a job may see.
-        on_failure: told of an error that another attempt would not heal.
+        on_failure: told when an actor is gone for good.
     """
 
     def __init__(
@@ -140,7 +142,7 @@ class WorkerPool:
 
     def _fail(self, job: Job, error: UmbraError) -> None:
         if job.is_wanted():
-            self._on_failure(error)
+            job.on_failure(error)
 
 
 class _Worker:

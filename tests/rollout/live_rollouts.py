@@ -150,15 +150,15 @@ class LiveRollouts:
 
     def next_batch(self, step: int) -> list[dict[str, Any]]:
         """Every rank's batch; serves syncs on the way, as `Rollouts` does."""
-        return self._collect("next_batch", step)
+        return self._collect("next_batch", step, self.version)
 
     def evaluate(self, step: int) -> list[dict[str, Any]]:
         return self._collect("evaluate", step)
 
-    def _collect(self, method: str, step: int) -> list[dict[str, Any]]:
+    def _collect(self, method: str, *arguments: int) -> list[dict[str, Any]]:
         while True:
             answers = self.call_as_ranks(
-                lambda rank: self.manager.call(method, rank, step, timeout_s=60.0)
+                lambda rank: self.manager.call(method, rank, *arguments, timeout_s=60.0)
             )
             kinds = {answer["kind"] for answer in answers}
             assert len(kinds) == 1, kinds
@@ -185,7 +185,9 @@ class LiveRollouts:
     def failure_of_next_batch(self, rank: int, step: int) -> RolloutError:
         """The error that a rank gets instead of a batch."""
         try:
-            answer = self.manager.call("next_batch", rank, step, timeout_s=60.0)
+            answer = self.manager.call(
+                "next_batch", rank, step, self.version, timeout_s=60.0
+            )
         except RolloutError as error:
             return error
         raise AssertionError(f"rank {rank} got {answer['kind']} instead of an error")
@@ -193,8 +195,8 @@ class LiveRollouts:
     def wait_for_tokens(self, num_tokens: int) -> None:
         """Returns once the manager has so many tokens of the round in progress."""
         while True:
-            progress = self.manager.call("stats")["progress"]
-            if progress is not None and progress["tokens"] >= num_tokens:
+            stats = self.manager.call("stats")
+            if sum(part["tokens"] for part in (stats["training"], stats["evaluation"]) if part) >= num_tokens:
                 return
 
 

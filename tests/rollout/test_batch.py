@@ -102,16 +102,21 @@ def make_admission(folder: Path, *, max_context_len: int = 64) -> Admission:
     return Admission(config)
 
 
+def groups_of(admission: Admission, step: int) -> list[Group]:
+    """Those of a step of three groups."""
+    return [admission.training_group(place) for place in range(3 * step, 3 * step + 3)]
+
+
 def test_steps_go_through_the_epochs_whichever_step_comes_first(tmp_path: Path) -> None:
     admission = make_admission(tmp_path)
 
-    ids = [group.group_id for step in range(5) for group in admission.training_groups(step)]
+    ids = [group.group_id for step in range(5) for group in groups_of(admission, step)]
 
     assert len(set(ids)) == 15
     assert sorted(i for i in ids if i.startswith("e1/")) == [f"e1/p{i}" for i in range(5)]
     later = make_admission(tmp_path)
-    assert [group.group_id for group in later.training_groups(3)] == ids[9:12]
-    seeds = {s.seed for step in range(5) for g in admission.training_groups(step)
+    assert [group.group_id for group in groups_of(later, 3)] == ids[9:12]
+    seeds = {s.seed for step in range(5) for g in groups_of(admission, step)
              for s in g.trajectories}  # fmt: skip
     assert len(seeds) == 30
     admission.close()
@@ -131,6 +136,6 @@ def test_a_prompt_without_room_for_a_completion_is_named(tmp_path: Path) -> None
     admission = make_admission(tmp_path, max_context_len=5)
 
     with pytest.raises(DataError, match=r"prompt 'p4' has 5 tokens, .* in a context of 5: drop"):
-        admission.training_groups(1)
+        groups_of(admission, 1)
 
     admission.close()

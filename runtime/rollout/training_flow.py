@@ -1,0 +1,224 @@
+"""The groups that are trained on, from admission to trained.
+
+    admission -> open: running -> ready (scored) -> leased for a step -> trained
+                       |            |
+                       +------------+--> dropped, with a reason; the next prompt takes its place
+
+Generation goes on across steps as far as the staleness bound lets it; see `staleness`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, Protocol
+
+
+from umbra.runtime.errors import RolloutError, UmbraError
+from umbra.runtime.rollout.config import RolloutConfig
+from umbra.runtime.rollout.group import Group
+from umbra.runtime.rollout.group_runner import GroupRunner
+from umbra.runtime.rollout.staleness import StalenessBound, VersionSteps
+from umbra.runtime.rollout.trajectory import NOT_GENERATED
+
+logger = logging.getLogger(__name__)
+
+# Groups over which `max_failed_share` is counted.
+_FAILURE_WINDOW: Final = 200
+
+
+class GroupSource(Protocol):
+    """Where groups come from: `Admission`."""
+
+    def training_group(self, place: int) -> Group: ...
+
+
+class TrainingFlow:
+    """Keeps engines busy with training groups and hands out whole batches of them.
+
+    Args:
+        on_change: called when a batch may have become ready.
+        on_failure: told of an error that ends the job.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        source: GroupSource,
+        runner: GroupRunner,
+        versions: VersionSteps,
+        *,
+        on_change: Callable[[], None],
+        on_failure: Callable[[UmbraError], None],
+    ) -> None:
+        self._config = config
+        self._source = source
+        self._runner = runner
+        self._versions = versions
+        self._bound = StalenessBound(
+            max_staleness=config.max_staleness,
+            groups_per_step=config.groups_per_step,
+            over_sampling=config.over_sampling,
+        )
+        self._next_place = 0
+        self._on_change = on_change
+        self._on_failure = on_failure
+        self._step = -1
+        self._open: dict[int, Group] = {}  # by place, so in the order of admission
+        self._ready: dict[int, Group] = {}  # those of `_open` that are scored, as they came
+        self._leases: dict[int, list[Group]] = {}  # by step
+        self._ended: deque[bool] = deque(maxlen=_FAILURE_WINDOW)  # True for groups that failed
+        self._began = time.monotonic()
+        self.gen_s = 0.0
+        self.num_admitted = 0
+        self.num_trained = 0
+        self.dropped: Counter[str] = Counter()  # groups, by reason
+
+    # -- steps ---------------------------------------------------------------------------
+
+    def advance(self, step: int) -> None:
+        """The ranks want the batch of `step`: what was leased for earlier ones is trained.
+
+        Raises:
+            RolloutError: a step that is over.
+        """
+        if step < self._step:
+            raise RolloutError(f"the batch of step {step} is asked for after that of {self._step}")
+        if self._step < 0:
+            self._next_place = step * self._config.groups_per_step
+        if step > self._step:
+            self._step = step
+            if self._config.max_staleness == 0:
+                self._began = time.monotonic()  # nothing was generated while the ranks trained
+        for done in [leased for leased in self._leases if leased < step]:
+            self.num_trained += len(self._leases.pop(done))
+        for place in [p for p, group in self._open.items() if self._is_too_old(group)]:
+            self._drop(place, "too old")
+        self.admit()
+
+    def admit(self) -> None:
+        """Starts as many groups as the bound has room for."""
+        while self._bound.room(self._num_open):
+            place = self._next_place
+            group = self._source.training_group(place)
+            self._next_place += 1
+            self._open[place] = group
+            self.num_admitted += 1
+            self._runner.start(
+                group,
+                self._config.temperature,
+                lambda group, place=place: self._on_scored(place, group),
+                lambda group, error, place=place: self._on_failed(place, error),
+            )
+
+    def take(self, step: int) -> list[Group] | None:
+        """The groups of `step`, which are leased to it; None while there are too few.
+
+        Raises:
+            RolloutError: a token that breaks the staleness bound.
+        """
+        if step not in self._leases:
+            places = self._choose()
+            if places is None:
+                return None
+            groups = [self._ready.pop(place) for place in places]
+            for place, group in zip(places, groups, strict=True):
+                del self._open[place]
+                self._bound.check(self._token_steps(group), step, f"group {group.group_id}")
+            self._leases[step] = groups
+            now = time.monotonic()
+            self.gen_s, self._began = now - self._began, now
+        return self._leases[step]
+
+    def abandon(self) -> None:
+        """The job fails: nothing is generated any more."""
+        for group in self._open.values():
+            self._runner.abandon(group)
+
+    def progress(self) -> dict[str, int]:
+        """Counts for `stats()`."""
+        samples = [sample for group in self._open.values() for sample in group.trajectories]
+        return {
+            "groups_admitted": self.num_admitted,
+            "groups_open": len(self._open),
+            "groups_ready": len(self._ready),
+            "groups_leased": sum(map(len, self._leases.values())),
+            "groups_trained": self.num_trained,
+            "groups_dropped": self.dropped.total(),
+            "trajectories_open": sum(group.num_open for group in self._open.values()),
+            "tokens": sum(sample.num_generated for sample in samples),
+        }
+
+    def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Numbers of a batch that is handed out now. Ages are of tokens, in optimizer steps."""
+        ages: Counter[int] = Counter()
+        for group in groups:
+            for sample in group.trajectories:
+                for segment in sample.segments():
+                    if segment.version != NOT_GENERATED:
+                        age = self._step - self._versions.step_of(segment.version)
+                        ages[age] += segment.stop - segment.start
+        num_tokens = max(1, ages.total())
+        return {
+            "staleness_mean": sum(age * count for age, count in ages.items()) / num_tokens,
+            "staleness_max": float(max(ages, default=0)),
+            **{
+                f"staleness_{age}_share": ages[age] / num_tokens
+                for age in range(self._config.max_staleness + 1)
+            },
+            **{f"dropped_groups/{reason}": float(n) for reason, n in self.dropped.items()},
+        }
+
+    # -- private -------------------------------------------------------------------------
+
+    @property
+    def _num_open(self) -> int:
+        return len(self._open) + sum(map(len, self._leases.values()))
+
+    def _choose(self) -> list[int] | None:
+        """Places of a batch: the first admitted, or, where it is allowed, the first ready."""
+        wanted = self._config.groups_per_step
+        in_order = self._config.hand_out == "in_order" and self._bound.over_sampling == 1.0
+        places = list(self._open if in_order else self._ready)[:wanted]
+        if len(places) < wanted or not all(place in self._ready for place in places):
+            return None
+        return sorted(places)
+
+    def _on_scored(self, place: int, group: Group) -> None:
+        if self._config.drop_uniform_groups and group.is_uniform:
+            self._drop(place, "all rewards equal")
+            self.admit()
+            return
+        self._ended.append(False)
+        self._ready[place] = group
+        self._on_change()
+
+    def _on_failed(self, place: int, error: UmbraError) -> None:
+        """One prompt is not worth the job, but a function that fails often is the job's fault."""
+        self._drop(place, "failed")
+        self._ended.append(True)
+        window = min(_FAILURE_WINDOW, self.num_admitted)
+        if sum(self._ended) > self._config.max_failed_share * window:
+            self._on_failure(error)
+            return
+        logger.warning("a group was dropped: %s", error)
+        self.admit()
+
+    def _drop(self, place: int, reason: str) -> None:
+        group = self._open.pop(place)
+        self._ready.pop(place, None)
+        self._runner.abandon(group)
+        self.dropped[reason] += 1
+        logger.info("group %s is dropped: %s", group.group_id, reason)
+
+    def _is_too_old(self, group: Group) -> bool:
+        oldest = min(self._token_steps(group), default=self._step)
+        return self._bound.is_too_old(oldest, self._step)
+
+    def _token_steps(self, group: Group) -> Iterator[int]:
+        for sample in group.trajectories:
+            for segment in sample.segments():
+                if segment.version != NOT_GENERATED:
+                    yield self._versions.step_of(segment.version)
