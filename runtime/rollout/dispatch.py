@@ -27,7 +27,8 @@ from umbra.runtime.rollout.turn import Turn
 
 logger = logging.getLogger(__name__)
 
-# A turn that engines fail this often is taken for the cause. Engines that die do not count.
+# A turn that engines fail this often without a token in between is taken for the cause. Engines
+# that die do not count.
 _MAX_TURN_ERRORS: Final = 3
 
 
@@ -61,7 +62,9 @@ class Dispatcher:
         self._carriers: dict[EngineId, RequestCarrier] = {}
         self._inflight: dict[EngineId, dict[int, Turn]] = {}
         self._request_ids = itertools.count(1)
-        self.counters = {"gaps": 0, "repeats": 0, "aborts": 0, "engines_lost": 0, "late_runs": 0}
+        self.counters = dict.fromkeys(
+            ("gaps", "repeats", "retries", "aborts", "engines_lost", "late_runs", "moved"), 0
+        )
 
     def submit(self, turn: Turn) -> None:
         """Takes a turn; ends it at once where there is no room for a token."""
@@ -94,6 +97,8 @@ class Dispatcher:
         if engine in self._carriers:
             self._router.set_serving(engine, serving)
             self.pump()
+            if serving:
+                self._take_over(engine)
 
     def detach(self, engine: EngineId) -> Moved:
         """The engine is lost: what it held goes on elsewhere, oldest first."""
@@ -135,15 +140,43 @@ class Dispatcher:
             if engine is None:
                 return
             self._waiting.popleft()
-            turn.request_id = next(self._request_ids)
-            turn.unspent = turn.cost()
-            self._router.charge(engine, turn.unspent)
-            self._inflight[engine][turn.request_id] = turn
-            turn.trajectory.home = engine
-            turn.trajectory.state = TrajectoryState.RUNNING
-            if turn.group:
-                turn.group.home = engine
-            self._carriers[engine].send(turn.request())
+            self._give(engine, turn)
+
+    def _give(self, engine: EngineId, turn: Turn) -> None:
+        turn.request_id = next(self._request_ids)
+        turn.unspent = turn.cost()
+        self._router.charge(engine, turn.unspent)
+        self._inflight[engine][turn.request_id] = turn
+        turn.trajectory.home = engine
+        turn.trajectory.state = TrajectoryState.RUNNING
+        if turn.group:
+            turn.group.home = engine
+        self._carriers[engine].send(turn.request())
+
+    def _take_over(self, engine: EngineId) -> None:
+        """An engine that comes late gets its share of what others have not begun, newest first."""
+        serving = self._router.serving
+        loads = {other: self._router.outstanding_tokens(other) for other in serving}
+        even_share = sum(loads.values()) / max(1, len(serving))
+        room, moved = self._router.room(engine), list[Turn]()
+        for other in serving:
+            excess = loads[other] - even_share
+            turns = [
+                turn for turn in reversed(self._inflight[other].values()) if not turn.has_begun
+            ]
+            withdrawn: list[int] = []
+            for turn in turns:
+                excess -= turn.unspent
+                if other == engine or excess < 0 or len(moved) == room:
+                    break
+                withdrawn.append(turn.request_id)
+                self._take_back(other, turn)
+                moved.append(turn)
+            if withdrawn:
+                self._carriers[other].withdraw(withdrawn)
+        for turn in reversed(moved):
+            self._give(engine, turn)
+        self.counters["moved"] += len(moved)
 
     def on_batch(self, engine: EngineId, batch: DeltaBatch) -> None:
         """Applies what an engine streamed."""
@@ -182,10 +215,6 @@ class Dispatcher:
         missing = turn.trajectory.missing_before(position)
         if missing > 0:
             self.counters["gaps"] += 1
-            logger.warning(
-                "%s lost %d tokens of %s at position %d; they are generated again",
-                engine, missing, turn.trajectory.sample_id, turn.trajectory.completion_len,
-            )  # fmt: skip
             self._carriers[engine].withdraw([turn.request_id])
             self._retry(engine, turn, f"{missing} tokens were lost on the way")
             return
@@ -199,6 +228,7 @@ class Dispatcher:
             turn.trajectory.append_generated(tokens, logprobs, version)
             self._router.progress(engine, len(tokens))
             turn.unspent -= len(tokens)
+            turn.num_errors = 0  # it is getting on
 
     def _on_finish(self, engine: EngineId, turn: Turn, reason: str) -> None:
         outcome = turn.outcome()
@@ -216,6 +246,11 @@ class Dispatcher:
         """Resumes a turn that an engine got wrong, a limited number of times."""
         self._take_back(engine, turn)
         turn.num_errors += 1
+        self.counters["retries"] += 1
+        logger.warning(
+            "%s failed %s after %d tokens: %r; it goes on from there",
+            engine, turn.trajectory.sample_id, turn.trajectory.completion_len, reason,
+        )  # fmt: skip
         if turn.num_errors < _MAX_TURN_ERRORS:
             self._requeue(turn)
             return

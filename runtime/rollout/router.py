@@ -59,6 +59,10 @@ class Router:
     def outstanding_tokens(self, engine: EngineId) -> int:
         return self._load.get(engine, 0)
 
+    def room(self, engine: EngineId) -> int:
+        """Requests that the engine may still be given."""
+        return self._max_inflight - self._inflight.get(engine, self._max_inflight)
+
     def choose(self, cost: int, prefer: Iterable[EngineId | None] = ()) -> EngineId | None:
         """The engine for a request of `cost` tokens, or None while none has room.
 

@@ -24,7 +24,7 @@ class Turn:
         request_id: of the attempt in progress; each attempt has its own, so that late deltas
             of an earlier one are recognised.
         unspent: what is left of the tokens that the router was charged for the attempt.
-        num_errors: attempts that an engine failed.
+        num_errors: attempts that engines failed since the last token.
     """
 
     trajectory: Trajectory
@@ -52,6 +52,11 @@ class Turn:
         if len(tokens) > self.start and int(tokens[-1]) in self.stop_token_ids:
             return "stop"
         return "" if self.room() > 0 else "length"
+
+    @property
+    def has_begun(self) -> bool:
+        """The attempt in progress has produced a token."""
+        return self.unspent != self.cost()
 
     def cost(self) -> int:
         """Tokens an engine may have to process: context and remaining budget."""

@@ -185,9 +185,7 @@ class LiveRollouts:
     def failure_of_next_batch(self, rank: int, step: int) -> RolloutError:
         """The error that a rank gets instead of a batch."""
         try:
-            answer = self.manager.call(
-                "next_batch", rank, step, self.version, timeout_s=60.0
-            )
+            answer = self.manager.call("next_batch", rank, step, self.version, timeout_s=60.0)
         except RolloutError as error:
             return error
         raise AssertionError(f"rank {rank} got {answer['kind']} instead of an error")
@@ -196,7 +194,10 @@ class LiveRollouts:
         """Returns once the manager has so many tokens of the round in progress."""
         while True:
             stats = self.manager.call("stats")
-            if sum(part["tokens"] for part in (stats["training"], stats["evaluation"]) if part) >= num_tokens:
+            if (
+                sum(part["tokens"] for part in (stats["training"], stats["evaluation"]) if part)
+                >= num_tokens
+            ):
                 return
 
 

@@ -1,0 +1,314 @@
+"""The bound on age, as a pure rule and as what the flow of groups makes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from umbra.runtime.errors import RewardError, RolloutError, UmbraError
+from umbra.runtime.rollout.config import RolloutConfig
+from umbra.runtime.rollout.group import Group
+from umbra.runtime.rollout.group_runner import OnFailed, OnScored
+from umbra.runtime.rollout.prompts import Prompt
+from umbra.runtime.rollout.staleness import StalenessBound, VersionSteps
+from umbra.runtime.rollout.training_flow import TrainingFlow
+from umbra.runtime.rollout.trajectory import Trajectory
+
+CONFIG = RolloutConfig(
+    prompts_path="",
+    pool="policy",
+    world_size=1,
+    groups_per_step=2,
+    group_size=2,
+    max_new_tokens=100,
+    max_context_len=200,
+    rollout_actors=["rewards"],
+)
+
+
+class World:
+    """Groups that generate when they are told to; stands where engines and rewards would.
+
+    Version v is that of the weights after v - 100 steps.
+    """
+
+    def __init__(self, **changes: Any) -> None:
+        self.config = dataclasses.replace(CONFIG, **changes)
+        self.running: dict[str, tuple[Group, OnScored, OnFailed]] = {}
+        self.failure: UmbraError | None = None
+        self.num_changes = 0
+        self.step = 0
+        versions = VersionSteps()
+        self.learn = versions.learn
+        self.flow = TrainingFlow(
+            self.config,
+            self,
+            self,  # pyright: ignore[reportArgumentType]
+            versions,
+            on_change=self._on_change,
+            on_failure=self._on_failure,
+        )
+
+    def advance(self, step: int) -> None:
+        self.step = step
+        self.learn(step + 100, step)
+        self.flow.advance(step)
+
+    # as Admission
+    def training_group(self, place: int) -> Group:
+        prompt = Prompt(f"p{place}", "", np.zeros(1, np.int32), {})
+        samples = [
+            Trajectory(f"p{place}/{k}", prompt, k, budget=100, max_context_len=200)
+            for k in range(self.config.group_size)
+        ]
+        return Group(f"p{place}", samples)
+
+    # as GroupRunner
+    def start(self, group: Group, _: float, on_scored: OnScored, on_failed: OnFailed) -> None:
+        self.running[group.group_id] = (group, on_scored, on_failed)
+
+    def abandon(self, group: Group) -> None:
+        self.running.pop(group.group_id, None)
+
+    # what engines and rewards do
+    def generate(self, group_id: str) -> None:
+        """One token more in each trajectory, under the weights of now."""
+        for sample in self.running[group_id][0].trajectories:
+            sample.append_generated(np.ones(1, np.int32), np.zeros(1, np.float32), self.step + 100)
+
+    def score(self, group_id: str, rewards: tuple[float, float] = (0.0, 1.0)) -> None:
+        group, on_scored, _ = self.running.pop(group_id)
+        for sample, reward in zip(group.trajectories, rewards, strict=True):
+            sample.reward = reward
+        on_scored(group)
+
+    def fail(self, group_id: str) -> None:
+        _, _, on_failed = self.running.pop(group_id)
+        on_failed(Group(group_id, []), RewardError(f"no reward for {group_id}"))
+
+    def taken(self) -> list[str] | None:
+        groups = self.flow.take(self.step)
+        return None if groups is None else [group.group_id for group in groups]
+
+    def _on_change(self) -> None:
+        self.num_changes += 1
+
+    def _on_failure(self, error: UmbraError) -> None:
+        self.failure = error
+
+
+def ids(*places: int) -> list[str]:
+    return [f"p{place}" for place in places]
+
+
+@pytest.mark.parametrize(("max_staleness", "num_running"), [(0, 2), (1, 4), (3, 8)])
+def test_so_many_groups_are_admitted_ahead(max_staleness: int, num_running: int) -> None:
+    world = World(max_staleness=max_staleness)
+
+    world.advance(0)
+
+    assert list(world.running) == ids(*range(num_running))
+
+
+def test_on_policy_nothing_is_generated_while_the_ranks_train() -> None:
+    world = World()
+    world.advance(0)
+    for group_id in ids(0, 1):
+        world.generate(group_id)
+        world.score(group_id)
+
+    assert world.taken() == ids(0, 1)
+    world.flow.admit()
+    assert not world.running
+    world.advance(1)
+    assert list(world.running) == ids(2, 3)
+    assert world.flow.num_trained == 2
+
+
+def test_one_step_off_the_next_batch_is_generated_meanwhile() -> None:
+    world = World(max_staleness=1)
+    world.advance(0)
+    for group_id in ids(0, 1, 2, 3):
+        world.generate(group_id)
+        world.score(group_id)
+
+    assert world.taken() == ids(0, 1)
+    world.advance(1)
+    assert list(world.running) == ids(4, 5)
+    assert world.taken() == ids(2, 3)
+    assert world.flow.metrics(world.flow.take(1) or [])["staleness_mean"] == 1.0
+
+
+def test_a_batch_is_the_same_however_often_it_is_asked_for() -> None:
+    world = World(max_staleness=1)
+    world.advance(0)
+    for group_id in ids(3, 1, 0, 2):
+        world.score(group_id)
+
+    assert world.taken() == world.taken() == ids(0, 1)
+    world.advance(0)
+    assert world.taken() == ids(0, 1)
+    with pytest.raises(RolloutError, match="step 0 is asked for after that of 1"):
+        world.advance(1)
+        world.advance(0)
+
+
+def test_in_order_the_slowest_is_waited_for_and_first_done_it_is_not() -> None:
+    for hand_out, batch in (("in_order", None), ("first_done", ids(1, 3))):
+        world = World(max_staleness=1, hand_out=hand_out)
+        world.advance(0)
+        for group_id in ids(3, 1):
+            world.score(group_id)
+
+        assert world.taken() == batch
+
+
+def test_what_was_overtaken_too_often_is_dropped_and_replaced() -> None:
+    world = World(max_staleness=1, hand_out="first_done")
+    world.advance(0)
+    world.generate("p0")
+    for step in (0, 1):
+        world.advance(step)
+        for group_id in [g for g in world.running if g != "p0"]:
+            world.score(group_id)
+        assert "p0" in world.running
+        assert world.taken() is not None
+
+    world.advance(2)
+
+    assert "p0" not in world.running
+    assert world.flow.dropped == {"too old": 1}
+
+
+def test_groups_that_teach_nothing_are_replaced_by_others() -> None:
+    world = World(drop_uniform_groups=True)
+    world.advance(0)
+    world.score("p0", (1.0, 1.0))
+    world.score("p1")
+
+    assert world.taken() is None
+    assert list(world.running) == ids(2)
+    world.score("p2")
+    assert world.taken() == ids(1, 2)
+    assert world.flow.dropped == {"all rewards equal": 1}
+
+
+def test_more_than_needed_are_generated_and_the_rest_is_too_old_on_policy() -> None:
+    world = World(over_sampling=1.5)
+    world.advance(0)
+    assert list(world.running) == ids(0, 1, 2)
+    world.generate("p0")
+    for group_id in ids(2, 1):
+        world.score(group_id)
+
+    assert world.taken() == ids(1, 2)
+    world.advance(1)
+    assert list(world.running) == ids(3, 4, 5)
+    assert world.flow.dropped == {"too old": 1}
+
+
+def test_a_failure_costs_its_group_and_many_cost_the_job() -> None:
+    world = World(max_failed_share=0.5)
+    world.advance(0)
+    world.fail("p0")
+    assert world.failure is None
+    assert list(world.running) == ids(1, 2)
+    world.fail("p1")
+    assert world.failure is not None
+    assert "p1" in str(world.failure)
+
+
+def test_by_default_the_first_failure_of_a_small_job_ends_it() -> None:
+    world = World()
+    world.advance(0)
+
+    world.fail("p1")
+
+    assert "p1" in str(world.failure)
+
+
+def test_a_token_that_breaks_the_bound_is_never_handed_out() -> None:
+    bound = StalenessBound(max_staleness=1, groups_per_step=2)
+
+    bound.check([4, 5], 5, "group g")
+    for step in (3, 6):
+        with pytest.raises(RolloutError, match=r"group g has tokens of step .* 0 to 1 are allowed"):
+            bound.check([5, step], 5, "group g")
+
+
+def test_versions_keep_their_step_and_newer_ones_are_of_now() -> None:
+    versions = VersionSteps()
+    versions.learn(7, 3)
+    versions.learn(9, 4)
+    versions.learn(7, 8)
+
+    assert [versions.step_of(v) for v in (7, 9, 10)] == [3, 4, 8]
+    with pytest.raises(RolloutError, match="version 8"):
+        versions.step_of(8)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(0, 3),
+    st.sampled_from(["in_order", "first_done"]),
+    st.sampled_from([1.0, 1.3, 2.0]),
+    st.booleans(),
+    st.data(),
+)
+def test_whatever_happens_the_bound_holds(
+    max_staleness: int, hand_out: str, over_sampling: float, drops: bool, data: st.DataObject
+) -> None:
+    world = World(
+        max_staleness=max_staleness,
+        hand_out=hand_out,
+        over_sampling=over_sampling,
+        drop_uniform_groups=drops,
+        max_failed_share=1.0,
+    )
+    trained: list[str] = []
+    world.advance(0)
+    for _ in range(data.draw(st.integers(1, 80), "moves")):
+        moves: list[Callable[[], None]] = []
+        if world.running:
+            group_id = data.draw(st.sampled_from(list(world.running)), "group")
+            moves += [
+                lambda: world.generate(group_id),
+                lambda: world.score(group_id, (0.0, 1.0)),
+                lambda: world.score(group_id, (1.0, 1.0)),
+                lambda: world.fail(group_id),
+            ]
+        batch = world.flow.take(world.step)
+        if batch is None:
+            if not moves:
+                break
+            data.draw(st.sampled_from(moves), "move")()
+            continue
+        for group in batch:
+            for sample in group.trajectories:
+                ages = world.step + 100 - sample.versions
+                assert ((0 <= ages) & (ages <= max_staleness)).all()
+        trained += [group.group_id for group in batch]
+        for _ in range(data.draw(st.integers(0, 3), "meanwhile")):
+            if world.running:  # while the ranks train, engines go on
+                world.generate(data.draw(st.sampled_from(list(world.running))))
+        world.advance(world.step + 1)
+
+    assert len(trained) == len(set(trained)), "none twice"
+    assert len(trained) % 2 == 0
+    if hand_out == "in_order" and over_sampling == 1.0:
+        assert "too old" not in world.flow.dropped, "admission alone keeps the bound"
+        order = [int(group_id[1:]) for group_id in trained]
+        assert order == sorted(order)
+    flow = world.flow.progress()
+    assert flow["groups_admitted"] == (
+        flow["groups_open"]
+        + flow["groups_leased"]
+        + flow["groups_trained"]
+        + flow["groups_dropped"]
+    ), "every group is somewhere"
