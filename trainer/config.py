@@ -149,6 +149,18 @@ class RolloutSection(Section):
         max_new_tokens: budget of a completion (all turns together for agent loops).
         temperature: of training rollouts. Evaluation is greedy.
         stop_token_ids: end a completion, besides the model's own end-of-text tokens.
+        max_staleness: how many optimizer steps old a token may be when it is trained on. 0 is
+            synchronous and on-policy; from 1 on, the next batches are generated while the trainer
+            works (in a standalone pool) and long completions go on across steps.
+        hand_out: "in_order": batches follow the order of the data, so that long completions are
+            as often in them as short ones; "first_done": whatever is scored first, and what is
+            overtaken too often is dropped.
+        over_sampling: prompts generated for each one that is needed; above 1 the batch is made of
+            those that are done first, and what gets too old is dropped.
+        drop_uniform_groups: prompts whose completions all have the same reward, from which
+            nothing can be learned, are dropped and others take their place.
+        max_failed_share: so many of the last 200 prompts may be dropped because the reward
+            function or agent loop failed; one more ends the run.
         workers: processes that run rewards and agent loops.
         agent: "module:function" of an agent loop; without, one generation per prompt.
         agent_timeout_s: for one run of the agent loop.
@@ -160,6 +172,11 @@ class RolloutSection(Section):
     max_new_tokens: Positive = 256
     temperature: Annotated[float, Field(gt=0)] = 1.0
     stop_token_ids: list[int] = []
+    max_staleness: Count = 0
+    hand_out: Literal["in_order", "first_done"] = "in_order"
+    over_sampling: Annotated[float, Field(ge=1)] = 1.0
+    drop_uniform_groups: bool = False
+    max_failed_share: Share = 0.05
     workers: Positive = 1
     agent: FunctionSpec | None = None
     agent_timeout_s: Seconds = 600.0
@@ -174,7 +191,12 @@ class PoolSection(Section):
             `engine_args`), "faulty" (another one that fails on purpose, see docs/faults.md), or
             the "module:Class" of another.
         count: number of engines.
-        mode: "hybrid": engines and trainer take turns.
+        mode: "hybrid": engines and trainer take turns with the memory, engines sleep while the
+            trainer computes; "standalone": engines have their own and never sleep, which
+            `rollout.max_staleness` above 0 makes use of.
+        on_update: what new weights do to completions in progress: "abort" goes on under the new
+            weights from the tokens so far, "keep" too, without computing their keys anew; "drain"
+            finishes them first, which takes as long as the longest.
         device: "auto" is cuda where the trainer runs on it.
         max_num_seqs: completions an engine works on at a time.
         max_context_len: longest prompt + completion; default the model's limit, at most 4096.
@@ -192,7 +214,8 @@ class PoolSection(Section):
 
     engine: EngineSpec = "embedded"
     count: Positive = 1
-    mode: Literal["hybrid"] = "hybrid"
+    mode: Literal["hybrid", "standalone"] = "hybrid"
+    on_update: Literal["abort", "keep", "drain"] = "abort"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     max_num_seqs: Positive = 256
     max_context_len: Positive | None = None

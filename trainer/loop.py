@@ -2,8 +2,9 @@
 
     publish(v) -> [evaluate] -> next_batch -> sleep the pool -> train -> v + 1 -> [checkpoint]
 
-Engines and trainer take turns (hybrid mode): engines sleep while the trainer computes, and get
-the new weights when they wake. The ranks agree on stopping where they meet anyway: before
+In a hybrid pool engines and trainer take turns: engines sleep while the trainer computes, and get
+the new weights when they wake. In a standalone pool they go on, as far ahead as
+`rollout.max_staleness` lets them, and are updated in the middle of it. The ranks agree on stopping where they meet anyway: before
 training on a batch, and after a step.
 """
 
@@ -142,6 +143,8 @@ class TrainingLoop:
             return None
 
     def _sleep_engines(self) -> None:
+        if self._config.pool.mode != "hybrid":
+            return
         if self._world.is_lead:
             self._pool.sleep(2)
         any_rank(False)  # no rank takes memory before the engines gave theirs back

@@ -119,6 +119,7 @@ def engine_pool_spec(config: TrainerConfig, device_type: str) -> PoolSpec:
         engine=engine_target(pool.engine),
         count=pool.count,
         mode=pool.mode,
+        on_update=pool.on_update,
         kwargs=kwargs,
         restart=RestartPolicy(mode="on_failure", max_restarts=pool.max_restarts, window_s=600.0),
         start_timeout_s=pool.sync_timeout_s,
@@ -181,6 +182,11 @@ def manager_spec(
         "max_tokens_per_micro_batch": 0
         if train.micro_batches
         else train.max_tokens_per_micro_batch or _DEFAULT_TOKENS[device_type],
+        "max_staleness": rollout.max_staleness,
+        "hand_out": rollout.hand_out,
+        "over_sampling": rollout.over_sampling,
+        "drop_uniform_groups": rollout.drop_uniform_groups,
+        "max_failed_share": rollout.max_failed_share,
         "advantage": train.advantage,
         "agent": rollout.agent is not None,
         "accuracy_threshold": config.reward.accuracy_threshold,
