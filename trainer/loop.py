@@ -4,8 +4,9 @@
 
 In a hybrid pool engines and trainer take turns: engines sleep while the trainer computes, and get
 the new weights when they wake. In a standalone pool they go on, as far ahead as
-`rollout.max_staleness` lets them, and are updated in the middle of it. The ranks agree on stopping where they meet anyway: before
-training on a batch, and after a step.
+`rollout.max_staleness` lets them, and are updated in the middle of it.
+
+The ranks agree on stopping where they meet anyway: before training on a batch, and after a step.
 """
 
 from __future__ import annotations

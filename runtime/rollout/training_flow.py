@@ -15,7 +15,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Protocol
 
-
 from umbra.runtime.errors import RolloutError, UmbraError
 from umbra.runtime.rollout.config import RolloutConfig
 from umbra.runtime.rollout.group import Group
