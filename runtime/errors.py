@@ -18,6 +18,7 @@ UmbraError
 │   └── WeightSyncError    weights did not arrive whole
 ├── RolloutError
 │   └── RewardError        a reward function raised or returned something unusable
+├── LedgerError            the record of samples is damaged, contradicts itself or cannot be written
 └── JobFailed              another rank or an essential process failed; the message names it
 
 `retryable` says whether the same call may succeed later; the supervisor alone acts on it.
@@ -120,6 +121,10 @@ class RolloutError(UmbraError):
 
 class RewardError(RolloutError):
     """A reward function raised, or returned something that is not one finite number a sample."""
+
+
+class LedgerError(UmbraError):
+    """The record of samples is damaged, contradicts itself or cannot be written."""
 
 
 class JobFailed(UmbraError):

@@ -1,0 +1,111 @@
+"""Frames of the ledger's files: length, checksum, payload; and what the end of a file says.
+
+    byte  0  magic     4 bytes
+          4  length    uint32, of the payload
+          8  checksum  uint64, XXH3-64 of length and payload, seeded with the frame's place
+         16  payload
+
+One frame is one flush, and it is synced before the next one is begun. So only the last frame of a
+file can be torn, and a bad frame with a good one after it is damage, not a crash.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeAlias
+
+import xxhash
+
+from umbra.runtime.errors import LedgerError
+
+Buffer: TypeAlias = bytes | memoryview
+
+_MAGIC: Final = b"\xd7UL\x01"
+_HEAD: Final = struct.Struct("<4sIQ")
+_LENGTH: Final = struct.Struct("<I")
+HEAD_NBYTES: Final = _HEAD.size
+PAYLOAD_MAX_NBYTES: Final = 64 * 1024 * 1024
+"""What a reader believes of a length. Less refuses honest flushes; more makes a damaged length
+cost a long checksum."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """The good frames of a file, in order.
+
+    Attributes:
+        frames: (offset, payload) of each.
+        stop: where the last good frame ends.
+        is_torn: bytes follow that are no whole frame.
+    """
+
+    frames: list[tuple[int, memoryview]]
+    stop: int
+    is_torn: bool
+
+
+def encode(chunks: Sequence[Buffer], offset: int) -> bytes:
+    """The frame that will stand at byte `offset` of its file; its payload is the chunks joined.
+
+    Raises:
+        ValueError: the payload is too long.
+    """
+    length = sum(map(len, chunks))
+    if length > PAYLOAD_MAX_NBYTES:
+        raise ValueError(f"a payload of {length} bytes, at most {PAYLOAD_MAX_NBYTES}")
+    head = _HEAD.pack(_MAGIC, length, _checksum(chunks, length, offset))
+    return b"".join((head, *chunks))
+
+
+def scan(data: Buffer, path: Path) -> Scan:
+    """Finds the good frames of a file's bytes; payloads are views of `data`.
+
+    Raises:
+        LedgerError: a bad frame has good ones after it.
+    """
+    view = memoryview(data)
+    frames: list[tuple[int, memoryview]] = []
+    offset = 0
+    while (payload := _frame_at(view, offset)) is not None:
+        frames.append((offset, payload))
+        offset += HEAD_NBYTES + len(payload)
+    if offset < len(view):
+        later = _good_frame_after(bytes(view[offset:]), view, offset)
+        if later is not None:
+            raise LedgerError(
+                f"{path}: the frame at byte {offset} is damaged, and whole frames follow from byte "
+                f"{later}, so this is no torn write: restore the file from a backup (nothing else "
+                "records what was sampled and trained), or begin a new run in another folder"
+            )
+    return Scan(frames, offset, offset < len(view))
+
+
+def _frame_at(view: memoryview, offset: int) -> memoryview | None:
+    if len(view) - offset < HEAD_NBYTES:
+        return None
+    magic, length, checksum = _HEAD.unpack_from(view, offset)
+    start = offset + HEAD_NBYTES
+    if magic != _MAGIC or length > min(PAYLOAD_MAX_NBYTES, len(view) - start):
+        return None
+    payload = view[start : start + length]
+    return payload if _checksum((payload,), length, offset) == checksum else None
+
+
+def _good_frame_after(rest: bytes, view: memoryview, offset: int) -> int | None:
+    found = rest.find(_MAGIC, 1)
+    while found >= 0:
+        if _frame_at(view, offset + found) is not None:
+            return offset + found
+        found = rest.find(_MAGIC, found + 1)
+    return None
+
+
+def _checksum(chunks: Sequence[Buffer], length: int, offset: int) -> int:
+    # Seeded with the place: bytes that moved, or a frame quoted inside a payload, do not pass.
+    digest = xxhash.xxh3_64(_LENGTH.pack(length), seed=offset)
+    for chunk in chunks:
+        digest.update(chunk)
+    return digest.intdigest()

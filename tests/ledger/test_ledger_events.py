@@ -1,0 +1,198 @@
+"""Events come back as they were written, and bad ones are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from ledger_samples import runs_of, wire
+
+from umbra.runtime.errors import LedgerError
+from umbra.runtime.rollout.ledger.events import (
+    Admitted,
+    Checkpoint,
+    Cut,
+    Dropped,
+    Event,
+    Finished,
+    Leased,
+    Prompt,
+    Recorded,
+    Reset,
+    Restored,
+    Scored,
+    Started,
+    Tokens,
+    Version,
+    decode_batches,
+    encode_batch,
+    uids_of,
+)
+
+NUMBERS = st.integers(0, 2**63 - 1)
+UIDS = st.lists(NUMBERS, max_size=5).map(lambda found: uids_of(*found))
+TEXTS = st.text(max_size=8)
+TOKENS = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=5).map(
+    lambda found: np.asarray(found, np.int32)
+)
+REWARDS = st.floats(allow_nan=False, allow_infinity=False)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False)
+    | TEXTS | st.binary(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=8,
+)  # fmt: skip
+RUNS = st.lists(
+    st.tuples(
+        NUMBERS,
+        NUMBERS,
+        st.integers(-1, 2**40),
+        st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=4),
+    ),
+    max_size=4,
+).map(lambda runs: runs_of(*runs))
+
+
+@st.composite
+def finishes(draw: st.DrawFn) -> Finished:
+    uids = draw(UIDS)
+    return Finished(uids, [draw(TEXTS) for _ in uids])
+
+
+@st.composite
+def scores(draw: st.DrawFn) -> Scored:
+    uids = draw(UIDS)
+    return Scored(uids, np.asarray([draw(REWARDS) for _ in uids], np.float64))
+
+
+EVENTS: st.SearchStrategy[Event] = st.one_of(
+    st.builds(Version, NUMBERS, NUMBERS),
+    st.builds(
+        Admitted, NUMBERS, TEXTS, TEXTS, NUMBERS, NUMBERS, UIDS.filter(lambda seeds: len(seeds) > 0)
+    ),
+    st.builds(Started, UIDS),
+    st.builds(Cut, UIDS, TEXTS),
+    RUNS,
+    st.builds(Prompt, NUMBERS, TOKENS),
+    st.builds(Reset, NUMBERS, TEXTS),
+    st.builds(Recorded, NUMBERS, TEXTS, VALUES),
+    finishes(),
+    scores(),
+    st.builds(Leased, NUMBERS, UIDS),
+    st.builds(Dropped, UIDS, TEXTS),
+    st.builds(Checkpoint, NUMBERS, NUMBERS),
+    st.builds(Restored, NUMBERS, NUMBERS, st.booleans()),
+)
+
+
+@given(st.lists(st.lists(EVENTS, max_size=4), max_size=4))
+def test_events_come_back_as_written(batches: Sequence[Sequence[Event]]) -> None:
+    payload = b"".join(encode_batch(float(idx), batch) for idx, batch in enumerate(batches))
+
+    found = list(decode_batches(payload))
+
+    assert [batch.time_s for batch in found] == [float(idx) for idx in range(len(batches))]
+    assert [list(map(type, batch.events)) for batch in found] == [
+        list(map(type, batch)) for batch in batches
+    ]
+    again = b"".join(encode_batch(batch.time_s, batch.events) for batch in found)
+    assert again == payload
+
+
+@given(st.lists(EVENTS, min_size=1, max_size=3), st.data())
+def test_a_shortened_payload_is_refused(events: list[Event], data: st.DataObject) -> None:
+    payload = encode_batch(1.0, events)
+    length = data.draw(st.integers(1, len(payload) - 1))
+
+    with pytest.raises(LedgerError, match="cannot be read"):
+        list(decode_batches(payload[:length]))
+
+
+def test_columns_keep_their_values_and_types() -> None:
+    (batch,) = decode_batches(encode_batch(1.0, [runs_of((7, 3, -1, [5, 6]), (8, 0, 2, [9]))]))
+
+    (event,) = batch.events
+    assert isinstance(event, Tokens)
+    assert event.uids.tolist() == [7, 8]
+    assert event.starts.tolist() == [3, 0]
+    assert event.offsets.tolist() == [0, 2, 3]
+    assert event.versions.tolist() == [-1, 2]
+    assert (event.tokens.dtype, event.tokens.tolist()) == (np.int32, [5, 6, 9])
+    assert (event.logprobs.dtype, event.logprobs.tolist()) == (np.float32, [-5, -6, -9])
+
+
+def test_recorded_data_keeps_its_shape() -> None:
+    value = {"text": "é", "bytes": b"\x00", "deep": [1, [2.5, None, {"x": True}]]}
+
+    (batch,) = decode_batches(encode_batch(1.0, [Recorded(0, "tool", value)]))
+
+    (event,) = batch.events
+    assert isinstance(event, Recorded)
+    assert event.value == value
+
+
+def test_a_value_that_is_no_plain_data_is_refused_by_its_key() -> None:
+    with pytest.raises(LedgerError, match=r"values of my_tool.*plain data"):
+        encode_batch(1.0, [Recorded(0, "my_tool", object())])
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    assert wire(Version(np.int64(3), 4)) == wire(Version(3, 4))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("number", [-1, 1.5, "x", True])
+def test_what_is_no_count_is_refused(number: Any) -> None:
+    with pytest.raises(LedgerError, match="cannot be written"):
+        encode_batch(1.0, [Version(number, 0)])
+
+
+def test_too_much_at_once_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("umbra.runtime.rollout.ledger.events.BATCH_MAX_NBYTES", 1000)
+
+    with pytest.raises(LedgerError, match="at most 1000"):
+        encode_batch(1.0, [Recorded(0, "page", b"x" * 1000)])
+
+
+def test_inconsistent_columns_are_refused() -> None:
+    good = runs_of((0, 0, 0, [1, 2]))
+    uids, starts, offsets, versions = good.uids, good.starts, good.offsets, good.versions
+    tokens, logprobs = good.tokens, good.logprobs
+
+    with pytest.raises(ValueError, match="differ in length"):
+        Tokens(uids, uids_of(0, 1), offsets, versions, tokens, logprobs)
+    with pytest.raises(ValueError, match="differ in length"):
+        Tokens(uids, starts, offsets, versions, tokens, logprobs[:1])
+    with pytest.raises(ValueError, match="do not cut"):
+        Tokens(uids, starts, uids_of(0, 1), versions, tokens, logprobs)
+    with pytest.raises(ValueError, match="negative"):
+        Tokens(uids, starts, offsets, uids_of(-2), tokens, logprobs)
+    with pytest.raises(ValueError, match="finite"):
+        Tokens(uids, starts, offsets, versions, tokens, logprobs * np.float32(np.nan))
+    with pytest.raises(ValueError, match="finite"):
+        Scored(uids, np.asarray([np.inf]))
+    with pytest.raises(ValueError, match="not one reason"):
+        Finished(uids, [])
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        [1.0, [99, 1]],  # a kind of event that is not known
+        [1.0, [1, 1]],  # a field is missing
+        [1.0, [1, 1, "x"]],  # a field of another type
+        [1.0, [3, b"1234567"]],  # a column that is no whole number of values
+        [1.0, [10, b"\0" * 8, b"\0" * 16]],  # columns of different length
+        [1.0, 5],
+        ["now", [1, 1, 1]],
+        5,
+        [],
+    ],
+)
+def test_what_is_no_batch_is_refused(item: Any) -> None:
+    with pytest.raises(LedgerError, match="cannot be read"):
+        list(decode_batches(msgpack.packb(item)))

@@ -1,0 +1,193 @@
+"""Appending from a loop: tickets, group commit, back-pressure, and errors that reach everybody."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from ledger_samples import life_of_a_group, versions_in
+
+from umbra.runtime.errors import LedgerError
+from umbra.runtime.rollout.ledger.events import Recorded, Version
+from umbra.runtime.rollout.ledger.history import read_history
+from umbra.runtime.rollout.ledger.log import LedgerLog
+from umbra.runtime.rollout.ledger.replay import replay
+from umbra.runtime.rollout.ledger.writer import LedgerWriter, Ticket
+
+
+@contextmanager
+def held_disk(monkeypatch: pytest.MonkeyPatch) -> Generator[threading.Event]:
+    """Syncs wait for the event."""
+    released, real_sync = threading.Event(), os.fsync
+
+    def slow_sync(descriptor: int) -> None:
+        assert released.wait(30)
+        real_sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", slow_sync)
+    try:
+        yield released
+    finally:
+        released.set()
+        monkeypatch.undo()
+
+
+def test_durable_means_on_disk_and_hurries_the_thread(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with LedgerWriter(LedgerLog.open(tmp_path, "job"), flush_s=60.0) as writer:
+            await writer.durable(writer.append(Version(0, 0)), 10.0)  # the first is never held
+            ticket = writer.append(*life_of_a_group(0, "a", 0, 0))
+            await writer.durable(ticket, 10.0)
+
+            assert replay(read_history(tmp_path).entries).next_uid == 2
+            assert writer.queued_nbytes == 0
+            assert read_history(tmp_path).end == writer.position
+            await writer.durable(ticket, 10.0)
+
+    asyncio.run(body())
+
+
+def test_what_is_appended_meanwhile_shares_one_sync(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body() -> None:
+        log = LedgerLog.open(tmp_path, "job")
+        async with LedgerWriter(log, flush_s=60.0) as writer:
+            with held_disk(monkeypatch) as released:
+                first = writer.append(Version(0, 0))
+                waiting = asyncio.gather(writer.durable(first, 10.0))
+                await asyncio.sleep(0.05)
+                later = [writer.append(Version(version, 0)) for version in range(1, 100)]
+                released.set()
+                await waiting
+                await writer.durable(later[-1], 10.0)
+
+    asyncio.run(body())
+    entries = list(read_history(tmp_path).entries())
+    assert versions_in(tmp_path) == list(range(100))
+    assert len({entry.position for entry in entries}) <= 3
+
+
+def test_nothing_appended_is_lost_at_close(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with LedgerWriter(LedgerLog.open(tmp_path, "job"), flush_s=60.0) as writer:
+            for version in range(500):
+                writer.append(Version(version, 0))
+        with pytest.raises(LedgerError, match="closed"):
+            writer.append(Version(500, 0))
+
+    asyncio.run(body())
+    assert versions_in(tmp_path) == list(range(500))
+
+
+def test_appends_are_flushed_without_anybody_waiting(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with LedgerWriter(LedgerLog.open(tmp_path, "job"), flush_s=0.02) as writer:
+            for version in range(5):
+                writer.append(Version(version, 0))
+                async with asyncio.timeout(10.0):
+                    while writer.queued_nbytes:  # noqa: ASYNC110 - nobody may wait
+                        await asyncio.sleep(0.005)
+            assert versions_in(tmp_path) == list(range(5))
+
+    asyncio.run(body())
+
+
+def test_room_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        log = LedgerLog.open(tmp_path, "job")
+        async with LedgerWriter(log, max_queued_nbytes=1000) as writer:
+            with held_disk(monkeypatch) as released:
+                await writer.room()
+                writer.append(Recorded(0, "page", b"x" * 2000))
+                waiting = asyncio.gather(writer.room())
+                await asyncio.sleep(0.05)
+                assert not waiting.done()
+                released.set()
+                await waiting
+                assert writer.queued_nbytes < 1000
+
+    asyncio.run(body())
+
+
+def test_a_disk_that_does_not_answer_is_an_error_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body() -> None:
+        log = LedgerLog.open(tmp_path, "job")
+        async with LedgerWriter(log) as writer:
+            with held_disk(monkeypatch):
+                ticket = writer.append(Version(0, 0))
+                with pytest.raises(LedgerError, match=r"not on disk after 0\.05 s"):
+                    await writer.durable(ticket, 0.05)
+            await writer.durable(ticket, 10.0)
+
+    asyncio.run(body())
+
+
+def test_a_full_disk_reaches_every_waiter_and_every_later_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int, data: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    async def body() -> None:
+        writer = LedgerWriter(LedgerLog.open(tmp_path, "job"), max_queued_nbytes=200)
+        with pytest.raises(LedgerError, match="the disk is full"):  # noqa: PT012 - at the end too
+            async with writer:
+                kept = writer.append(Version(0, 0))
+                await writer.durable(kept, 10.0)
+                monkeypatch.setattr(os, "write", full)
+                ticket = writer.append(Recorded(0, "page", b"x" * 400))
+                found = await asyncio.gather(
+                    writer.durable(ticket, 10.0),
+                    writer.durable(ticket, 10.0),
+                    writer.room(),
+                    return_exceptions=True,
+                )
+                assert [type(error) for error in found] == [LedgerError] * 3
+                assert "000001-0000.log: the disk is full: free some space" in str(found[0])
+                await writer.durable(kept, 10.0)
+                for call in (writer.room(), writer.durable(ticket, 10.0)):
+                    with pytest.raises(LedgerError, match="the disk is full"):
+                        await call
+                writer.append(Version(1, 0))
+
+    asyncio.run(body())
+    monkeypatch.undo()
+    assert versions_in(tmp_path) == [0]
+
+
+def test_a_writer_that_was_overtaken_acknowledges_nothing(tmp_path: Path) -> None:
+    async def body() -> None:
+        with pytest.raises(LedgerError, match="life 2 of this ledger has begun"):  # noqa: PT012
+            async with LedgerWriter(LedgerLog.open(tmp_path, "job")) as writer:
+                await writer.durable(writer.append(Version(0, 0)), 10.0)
+                LedgerLog.open(tmp_path, "job").close()
+                await writer.durable(writer.append(Version(1, 0)), 10.0)
+
+    asyncio.run(body())
+    assert versions_in(tmp_path) == [0]
+
+
+def test_an_unknown_ticket_is_the_callers_mistake(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with LedgerWriter(LedgerLog.open(tmp_path, "job")) as writer:
+            with pytest.raises(ValueError, match="ticket 1, and 0 were given"):
+                await writer.durable(Ticket(1), 1.0)
+
+    asyncio.run(body())
+
+
+def test_the_thread_ends_with_the_writer(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with LedgerWriter(LedgerLog.open(tmp_path, "job")):
+            assert "ledger" in {thread.name for thread in threading.enumerate()}
+
+    asyncio.run(body())
+    assert "ledger" not in {thread.name for thread in threading.enumerate()}
