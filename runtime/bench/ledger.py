@@ -1,0 +1,110 @@
+"""Trajectories a second that the ledger has finished on disk, and how the loop fares."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from umbra.runtime.rollout.ledger.events import (
+    Admitted,
+    Event,
+    Finished,
+    Scored,
+    Started,
+    Tokens,
+    Version,
+)
+from umbra.runtime.rollout.ledger.history import read_history
+from umbra.runtime.rollout.ledger.log import LedgerLog
+from umbra.runtime.rollout.ledger.replay import replay
+from umbra.runtime.rollout.ledger.writer import LedgerWriter
+
+_GROUP_SIZE: Final = 8
+_TICK_SAMPLES: Final = 64  # that advance together, as in a batch of deltas
+_NUM_TOKENS: Final = 256
+_NUM_RUNS: Final = 5
+_TICKER_S: Final = 0.001
+_TIMEOUT_S: Final = 120.0
+
+
+def run(num_trajectories: int = 20_000, folder: Path | None = None) -> dict[str, Any]:
+    """Writes trajectories of 256 tokens in 5 runs, waits until they are on disk, reads them back.
+
+    Returns:
+        `trajectories_per_s` from the first append until the last is durable;
+        `loop_blocked_max_ms`, how late a ticker of 1 ms was at worst; `cpu_s` of this process;
+        `written_mb`; `replayed_per_s`.
+    """
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        place = Path(scratch) / "ledger" / "bench"
+        facts = asyncio.run(_write(place, num_trajectories))
+        facts["written_mb"] = sum(path.stat().st_size for path in place.iterdir()) / 1e6
+        began = time.perf_counter()
+        state = replay(read_history(place).entries)
+        facts["replayed_per_s"] = state.next_uid / (time.perf_counter() - began)
+        return {key: round(value, 2) for key, value in facts.items()}
+
+
+async def _write(folder: Path, num_trajectories: int) -> dict[str, float]:
+    writer = LedgerWriter(LedgerLog.open(folder, "bench"))
+    async with writer, asyncio.TaskGroup() as tasks:
+        late_s: list[float] = []
+        ticker = tasks.create_task(_tick(late_s))
+        began, cpu_began = time.perf_counter(), time.process_time()
+        writer.append(Version(0, 0))
+        for first_uid in range(0, num_trajectories, _TICK_SAMPLES):
+            for events in _trajectories(first_uid):
+                writer.append(*events)
+                await asyncio.sleep(0)  # an engine's next batch of deltas
+            await writer.room()
+        await writer.durable(writer.append(Version(1, 0)), _TIMEOUT_S)
+        took_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
+        ticker.cancel()
+    num_written = -(-num_trajectories // _TICK_SAMPLES) * _TICK_SAMPLES
+    return {
+        "trajectories_per_s": num_written / took_s,
+        "loop_blocked_max_ms": max(late_s) * 1e3,
+        "cpu_s": cpu_s,
+    }
+
+
+def _trajectories(first_uid: int) -> list[list[Event]]:
+    """The life of `_TICK_SAMPLES` trajectories, as the batches of events that a manager appends."""
+    seeds = np.arange(_GROUP_SIZE, dtype=np.int64)
+    groups: list[Event] = [
+        Admitted(uid, f"e0/prompt{uid}", f"prompt{uid}", 0, uid, seeds)
+        for uid in range(first_uid, first_uid + _TICK_SAMPLES, _GROUP_SIZE)
+    ]
+    uids = np.arange(first_uid, first_uid + _TICK_SAMPLES, dtype=np.int64)
+    bounds = np.linspace(0, _NUM_TOKENS, _NUM_RUNS + 1).astype(np.int64).tolist()
+    runs: list[list[Event]] = [
+        [
+            Tokens(
+                uids,
+                np.full(_TICK_SAMPLES, start, np.int64),
+                np.arange(_TICK_SAMPLES + 1, dtype=np.int64) * (stop - start),
+                np.zeros(_TICK_SAMPLES, np.int64),
+                np.arange(_TICK_SAMPLES * (stop - start), dtype=np.int32),
+                np.zeros(_TICK_SAMPLES * (stop - start), np.float32),
+            )
+        ]
+        for start, stop in pairwise(bounds)
+    ]
+    finish: list[Event] = [
+        Finished(uids, ["length"] * _TICK_SAMPLES),
+        Scored(uids, np.ones(_TICK_SAMPLES)),
+    ]
+    return [[*groups, Started(uids)], *runs, finish]
+
+
+async def _tick(late_s: list[float]) -> None:
+    while True:
+        before = time.perf_counter()
+        await asyncio.sleep(_TICKER_S)
+        late_s.append(time.perf_counter() - before - _TICKER_S)
