@@ -15,6 +15,10 @@ _BENCH: Final = (
     "rpc: calls between two processes. startup: from nothing to the first answered call. "
     "weights: the shared-memory weight path beside a plain copy."
 )
+_LEDGER: Final = (
+    "Shows where the samples of a job are (pending, running, partial, finished, scored, leased, "
+    "trained, dropped), from the ledger in its run directory; the job may be running."
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,6 +43,10 @@ def _run(arguments: argparse.Namespace) -> int:
             from umbra.runtime.cli import bench
 
             return bench.run(arguments)
+        case "ledger":
+            from umbra.runtime.cli import ledger
+
+            return ledger.run(arguments)
         case _:
             raise AssertionError(arguments.command)
 
@@ -53,7 +61,16 @@ def _parser() -> argparse.ArgumentParser:
     _add_bench_arguments(
         commands.add_parser("bench", help="measure umbra beside its peers", description=_BENCH)
     )
+    _add_ledger_arguments(
+        commands.add_parser("ledger", help="where a job's samples are", description=_LEDGER)
+    )
     return parser
+
+
+def _add_ledger_arguments(ledger: argparse.ArgumentParser) -> None:
+    ledger.add_argument("run_dir", metavar="RUN_DIR", help="the job's run.dir")
+    ledger.add_argument("--sample", metavar="ID", help="one sample's history: e0/prompt7/3")
+    ledger.add_argument("--json", action="store_true", help="print one JSON object, nothing else")
 
 
 def _add_bench_arguments(bench: argparse.ArgumentParser) -> None:

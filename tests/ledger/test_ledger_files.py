@@ -266,8 +266,7 @@ def test_a_failed_write_is_cut_off_and_final(
 
 
 def test_managers_of_a_run(tmp_path: Path) -> None:
-    with pytest.raises(LedgerError, match="has no ledger"):
-        managers_of(tmp_path)
+    assert managers_of(tmp_path) == []
     write_life(ledger_folder(tmp_path, "rollouts-1"), 0)
     write_life(ledger_folder(tmp_path, "rollouts-0"), 0)
 

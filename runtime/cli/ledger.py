@@ -1,0 +1,138 @@
+"""`umbra ledger RUN_DIR`: where the samples of a job are, or what happened to one of them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final
+
+from umbra.runtime.errors import ConfigError
+from umbra.runtime.rollout.ledger.history import managers_of
+from umbra.runtime.rollout.ledger.index import LedgerIndex
+
+_TOTALS: Final = {
+    "generated_tokens": "tokens generated",
+    "given_tokens": "tokens given by agent loops",
+    "rolled_back_tokens": "tokens cut off by restored checkpoints",
+    "reset_tokens": "tokens of agent loops that started over",
+    "interruptions": "interruptions",
+    "resets": "agent loops that started over",
+    "restores": "times that the job went on from a checkpoint",
+}
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints, also while the job runs: text, or with `--json` one object.
+
+    Raises:
+        ConfigError: the folder has no ledger, or there is no such sample.
+        LedgerError: the ledger is damaged.
+    """
+    run_dir = Path(arguments.run_dir)
+    if not managers_of(run_dir):
+        raise ConfigError(
+            f"{run_dir} has no ledger (no files {run_dir}/ledger/*/*.log): give the folder that "
+            "the job's config calls run.dir"
+        )
+    with LedgerIndex.build(run_dir) as index:
+        if arguments.sample is None:
+            facts, text = (found := _summary(index)), _summary_text(found)
+        else:
+            facts, text = (found := _sample(index, arguments.sample)), _sample_text(found)
+    print(json.dumps(facts) if arguments.json else text)
+    return 0
+
+
+def _summary(index: LedgerIndex) -> dict[str, Any]:
+    managers = index.rows("SELECT * FROM managers ORDER BY manager")
+    for manager in managers:
+        manager["lives"] = index.rows(
+            "SELECT life, job_id, time_s FROM lives WHERE manager = ? ORDER BY life",
+            manager["manager"],
+        )
+    return {
+        "states": index.counts(),
+        "drop_reasons": index.drop_reasons(),
+        "totals": {name: sum(manager[name] for manager in managers) for name in _TOTALS},
+        "steps_done": max(manager["steps_done"] for manager in managers),
+        "covered_step": max(manager["covered_step"] for manager in managers),
+        "managers": managers,
+    }
+
+
+def _sample(index: LedgerIndex, sample_id: str) -> dict[str, Any]:
+    found = index.sample(sample_id)
+    if found is None:
+        similar = index.similar(sample_id)
+        hint = f"; did you mean {' or '.join(similar)}?" if similar else ""
+        raise ConfigError(f"the ledger has no sample {sample_id!r}{hint}")
+    return found
+
+
+def _summary_text(facts: Mapping[str, Any]) -> str:
+    lines = ["samples"]
+    lines += _columns([(state, f"{count:,}") for state, count in facts["states"].items()])
+    if facts["drop_reasons"]:
+        lines.append("dropped because")
+        lines += _columns([(name, f"{count:,}") for name, count in facts["drop_reasons"].items()])
+    lines.append("in all")
+    lines += _columns([(text, f"{facts['totals'][name]:,}") for name, text in _TOTALS.items()])
+    lines.append(
+        f"optimizer steps done: {facts['steps_done']}, covered by a checkpoint: "
+        f"{facts['covered_step']}"
+    )
+    for manager in facts["managers"]:
+        lives = manager["lives"]
+        newest = f", the newest since {_time(lives[-1]['time_s'])}" if lives else ""
+        lines.append(
+            f"manager {manager['manager']}: {len(lives)} {'life' if len(lives) == 1 else 'lives'}"
+            f"{newest}, ledger up to {manager['position']}"
+        )
+    return "\n".join(lines)
+
+
+def _sample_text(facts: Mapping[str, Any]) -> str:
+    state = [facts["state"]]
+    if facts["step"] is not None:
+        state.append(f"step {facts['step']}")
+    state += [text for text in (facts["finish_reason"], facts["drop_reason"]) if text]
+    reward = "none" if facts["reward"] is None else f"{facts['reward']:g}"
+    lines = [
+        f"{facts['sample_id']}: {', '.join(state)}",
+        f"  prompt {facts['prompt_id']}, place {facts['place']} of the data, seed {facts['seed']}, "
+        f"manager {facts['manager']}",
+        f"  reward {reward}, {facts['num_tokens']} tokens, {facts['interruptions']} interruptions, "
+        f"{facts['resets']} resets, {facts['rolled_back_tokens']} tokens rolled back",
+        "segments",
+    ]
+    lines += _columns(
+        [
+            (
+                f"{part['start']} to {part['stop']}",
+                "given" if part["version"] < 0 else f"version {part['version']}",
+            )
+            for part in facts["segments"]
+        ]
+    ) or ["  none"]
+    lines.append("history")
+    lines += _columns(
+        [(_time(row["time_s"]), row["event"], row["detail"]) for row in facts["history"]]
+    )
+    return "\n".join(lines)
+
+
+def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Rows with aligned cells, indented."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  "
+        + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def _time(time_s: float) -> str:
+    return datetime.fromtimestamp(time_s).astimezone().isoformat(" ", "milliseconds")

@@ -1,0 +1,50 @@
+"""Appends versions 0, 1, ... and says on stdout which are durable.
+
+`ledger_appender.py FOLDER [MAX_FILE_NBYTES]`; goes on where the ledger ends, until killed or until
+it cannot write, and then says why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import sys
+from pathlib import Path
+
+from umbra.runtime.errors import LedgerError
+from umbra.runtime.rollout.ledger.events import Recorded, Version
+from umbra.runtime.rollout.ledger.log import LedgerLog
+from umbra.runtime.rollout.ledger.writer import LedgerWriter
+
+
+async def append_for_ever(folder: Path) -> None:
+    log = LedgerLog.open(folder, "job", part_nbytes=50_000)
+    version = sum(
+        isinstance(event, Version)
+        for entry in log.history.entries()
+        for event in entry.batch.events
+    )
+    print(version - 1, flush=True)
+    async with LedgerWriter(log, flush_s=0.002) as writer:
+        while True:
+            for _ in range(1 + version % 7):
+                page = Recorded(0, "page", b"x" * (version * 37 % 900))
+                ticket = writer.append(Version(version, 0), page)
+                version += 1
+            await writer.durable(ticket, 30.0)
+            print(version - 1, flush=True)
+
+
+def main() -> int:
+    if len(sys.argv) > 2:
+        limit = int(sys.argv[2])
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    try:
+        asyncio.run(append_for_ever(Path(sys.argv[1])))
+    except LedgerError as error:
+        print(error, flush=True)
+    return 3
+
+
+if __name__ == "__main__":
+    sys.exit(main())

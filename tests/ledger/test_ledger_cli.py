@@ -1,0 +1,182 @@
+"""`umbra ledger` on a made ledger: counts, one sample's story, and what it says of bad ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ledger_samples import admitted, life_of_a_group, runs_of
+
+from umbra.runtime.cli.main import main
+from umbra.runtime.rollout.ledger.events import (
+    Checkpoint,
+    Cut,
+    Dropped,
+    Restored,
+    Started,
+    Version,
+    encode_batch,
+    uids_of,
+)
+from umbra.runtime.rollout.ledger.history import ledger_folder
+from umbra.runtime.rollout.ledger.index import LedgerIndex
+from umbra.runtime.rollout.ledger.log import LedgerLog
+
+BEGAN_S = 1_700_000_000.0
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """Two managers; the first had two lives, its second one went back to the checkpoint."""
+    with LedgerLog.open(ledger_folder(tmp_path, "m0"), "job-a", clock=lambda: BEGAN_S) as log:
+        for idx, batch in enumerate([
+            [Version(0, 0)],
+            life_of_a_group(0, "a", 0, 0),
+            [Version(1, 1), Checkpoint(1, 1)],
+            life_of_a_group(2, "b", 1, 1)[:2],
+            [runs_of((2, 0, 1, [1]))],
+            [runs_of((2, 1, 1, [2, 3]))],
+            [Cut(uids_of(2, 3), "sync"), Version(2, 2), Started(uids_of(2))],
+            [runs_of((2, 3, 2, [4, 5]))],
+            [admitted(4, "c"), Dropped(uids_of(4, 5), "too old")],
+        ]):  # fmt: skip
+            log.write([encode_batch(BEGAN_S + idx, batch)])
+    with LedgerLog.open(ledger_folder(tmp_path, "m0"), "job-b", clock=lambda: BEGAN_S + 60) as log:
+        log.write([encode_batch(BEGAN_S + 61, [Cut(uids_of(2), "died"), Restored(1, 1, False)])])
+    with LedgerLog.open(ledger_folder(tmp_path, "m1"), "job-b") as log:
+        events = [Version(0, 0), *life_of_a_group(0, "z", 0, 0), Version(1, 1)]
+        log.write([encode_batch(BEGAN_S, events)])
+    return tmp_path
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
+    assert main(["ledger", *argv, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_the_summary_counts_all_managers(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run_json(capsys, str(run_dir))
+
+    counts = {state: count for state, count in found["states"].items() if count}
+    assert counts == {"partial": 2, "trained": 4, "dropped": 2}
+    assert found["drop_reasons"] == {"too old": 2}
+    assert found["totals"]["generated_tokens"] == 5 + 5 + 5
+    assert found["totals"]["rolled_back_tokens"] == 2
+    assert found["totals"]["interruptions"] == 3
+    assert (found["steps_done"], found["covered_step"]) == (1, 1)
+    assert [life["job_id"] for life in found["managers"][0]["lives"]] == ["job-a", "job-b"]
+    assert found["managers"][1]["manager"] == "m1"
+
+
+def test_one_samples_story(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run_json(capsys, str(run_dir), "--sample", "e0/b/0")
+
+    assert (found["state"], found["num_tokens"], found["rolled_back_tokens"]) == ("partial", 3, 2)
+    assert found["segments"] == [{"start": 0, "stop": 3, "version": 1}]
+    story = [(row["event"], row["detail"], row["time_s"] - BEGAN_S) for row in found["history"]]
+    assert story == [
+        ("admitted", "place 2 of the data", 3),
+        ("started", "", 3),
+        ("tokens", "0 to 3, version 1, in 1.000 s", 4),
+        ("cut", "sync", 6),
+        ("started", "", 6),
+        ("tokens", "3 to 5, version 2, in 0.000 s", 7),
+        ("cut", "died", 61),
+        ("rolled_back", "2 tokens of later versions cut off", 61),
+    ]
+
+
+def test_a_trained_samples_story_ends_with_its_step(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = run_json(capsys, str(run_dir), "--sample", "e0/a/1")
+
+    assert [row["event"] for row in found["history"]] == [
+        "admitted", "started", "tokens", "finished", "scored", "leased", "trained",
+    ]  # fmt: skip
+    assert (found["state"], found["step"], found["reward"]) == ("trained", 0, 0.0)
+
+
+def test_text_for_people(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ledger", str(run_dir)]) == 0
+    text = capsys.readouterr().out
+    assert "  trained   4" in text
+    assert "  too old  2" in text
+    assert "manager m0: 2 lives, the newest since 2023-11-1" in text
+
+    assert main(["ledger", str(run_dir), "--sample", "e0/b/0"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("e0/b/0: partial\n")
+    assert "  0 to 3  version 1" in text
+    assert "  cut          sync" in text
+
+
+@pytest.mark.parametrize(
+    ("sample_id", "hint"),
+    [
+        ("e0/b/7", "did you mean e0/b/0 or e0/b/1?"),
+        ("e0/b", "did you mean e0/b/0 or e0/b/1?"),
+        ("e0/bb/0", "did you mean e0/"),
+        ("what", "has no sample 'what'"),
+    ],
+)
+def test_an_unknown_sample_is_wrong_use_with_a_hint(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], sample_id: str, hint: str
+) -> None:
+    assert main(["ledger", str(run_dir), "--sample", sample_id]) == 2
+
+    output = capsys.readouterr()
+    assert hint in output.err
+    assert output.out == ""
+
+
+@pytest.mark.parametrize("folder", ["", "missing", "file"])
+def test_a_folder_without_a_ledger_is_wrong_use(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], folder: str
+) -> None:
+    (tmp_path / "file").write_text("")
+
+    assert main(["ledger", str(tmp_path / folder)]) == 2
+
+    assert "has no ledger" in capsys.readouterr().err
+
+
+def test_damage_is_a_failure_that_names_the_place(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = ledger_folder(run_dir, "m0") / "000001-0000.log"
+    data = bytearray(path.read_bytes())
+    data[80] ^= 255
+    path.write_bytes(data)
+
+    assert main(["ledger", str(run_dir)]) == 1
+
+    error = capsys.readouterr().err
+    assert str(path) in error
+    assert "restore the file from a backup" in error
+
+
+def test_reading_does_not_disturb_a_writer(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with LedgerLog.open(ledger_folder(run_dir, "m1"), "job-c") as log:
+        run_json(capsys, str(run_dir))
+        log.write([encode_batch(BEGAN_S, [Version(2, 2)])])
+
+        assert run_json(capsys, str(run_dir))["steps_done"] == 2
+
+
+def test_the_index_can_lie_on_a_disk_and_is_replaced(run_dir: Path, tmp_path: Path) -> None:
+    place = tmp_path / "index.sqlite"
+    for _ in range(2):
+        with LedgerIndex.build(run_dir, place) as index:
+            counts = index.counts()
+
+    with LedgerIndex(place) as index:
+        assert index.counts() == counts
+        assert index.rows("SELECT event FROM history WHERE uid IS NULL LIMIT 1") == [
+            {"event": "version"}
+        ]

@@ -1,0 +1,160 @@
+"""Ledgers of processes that are killed at any moment, and of full disks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+from ledger_job import LENGTH, token_of
+from ledger_samples import versions_in
+
+from umbra.runtime.errors import LedgerError
+from umbra.runtime.rollout.ledger.accounts import SampleState
+from umbra.runtime.rollout.ledger.events import Recorded, Tokens, Version
+from umbra.runtime.rollout.ledger.history import ledger_folder, read_history
+from umbra.runtime.rollout.ledger.log import LedgerLog
+from umbra.runtime.rollout.ledger.replay import replay
+from umbra.runtime.rollout.ledger.writer import LedgerWriter
+
+HERE = Path(__file__).parent
+SEED = 20_260_801
+
+
+def run_and_kill(program: str, *arguments: object, after_s: float | None) -> list[str]:
+    """What the program said until it was killed, `after_s` after its first line; None: its end."""
+    command = [sys.executable, str(HERE / program), *map(str, arguments)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            first = process.stdout.readline()
+            if after_s is not None:
+                time.sleep(after_s)
+                process.kill()
+            rest, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert first, f"{program} said nothing"
+    said = first + rest
+    return said[: said.rfind("\n") + 1].splitlines()  # the last line may be torn
+
+
+@pytest.mark.process
+def test_what_was_acknowledged_survives_kills_and_the_rest_is_a_prefix(tmp_path: Path) -> None:
+    rng = random.Random(SEED)
+    for _ in range(6):
+        said = run_and_kill("ledger_appender.py", tmp_path / "m", after_s=rng.uniform(0.0, 0.4))
+
+        found = versions_in(tmp_path / "m")
+        assert found == list(range(len(found)))
+        assert len(found) > int(said[-1])
+    assert len(found) > 50
+    assert len(list((tmp_path / "m").iterdir())) >= 6
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_every_sample_is_trained_once_or_dropped_however_often_the_job_is_killed(
+    tmp_path: Path,
+) -> None:
+    rng = random.Random(SEED)
+    for seed in range(8):
+        run_and_kill("ledger_job.py", tmp_path, 10_000, seed, after_s=rng.uniform(0.0, 0.4))
+    reached = json.loads((tmp_path / "checkpoint.json").read_text())["step"]
+    said = run_and_kill("ledger_job.py", tmp_path, reached + 10, 99, after_s=None)
+    assert said[-1] == str(reached + 10)
+
+    trained: dict[int, int | None] = {}
+    folder = ledger_folder(tmp_path, "m")
+    state = replay(
+        read_history(folder).entries,
+        on_settled=lambda group: trained.update(
+            {s.uid: s.step for s in group.samples if s.state is SampleState.TRAINED}
+        ),
+    )
+    state.check_integrity()
+    saved = json.loads((tmp_path / "checkpoint.json").read_text())
+    assert trained == {int(uid): step for uid, step in saved["trained"].items()}
+    assert sorted(set(trained.values())) == list(range(reached + 10))
+    assert state.counts[SampleState.LEASED] == 0
+    assert state.totals.restores >= 7
+    assert state.totals.interruptions > 0
+    check_tokens(folder)
+
+
+def check_tokens(folder: Path) -> None:
+    """Each token is the one that belongs to its place: none lost, none twice."""
+    num_tokens = 0
+    for entry in read_history(folder).entries():
+        for event in entry.batch.events:
+            if isinstance(event, Tokens):
+                uid, start = int(event.uids[0]), int(event.starts[0])
+                assert start + len(event.tokens) <= LENGTH
+                expected = [token_of(uid, start + i) for i in range(len(event.tokens))]
+                assert event.tokens.tolist() == expected
+                num_tokens += len(event.tokens)
+    assert num_tokens > 100
+
+
+@pytest.mark.process
+def test_a_file_that_may_not_grow_ends_the_writer_and_keeps_what_was_acknowledged(
+    tmp_path: Path,
+) -> None:
+    said = run_and_kill("ledger_appender.py", tmp_path, 20_000, after_s=None)
+
+    assert "cannot write" in said[-1]
+    assert "ulimit -f" in said[-1]
+    found = versions_in(tmp_path)
+    assert found == list(range(len(found)))
+    assert len(found) > int(said[-2]) > 10
+    path = tmp_path / "000001-0000.log"
+    assert path.stat().st_size == read_history(tmp_path).end.offset, "the torn frame is cut off"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Generator[Path]:
+    """A file system of 1 MB."""
+    place = tmp_path / "small"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)]
+    try:
+        done = subprocess.run(mount, capture_output=True, text=True, timeout=30)
+    except OSError as error:
+        pytest.skip(f"no mount: {error}")
+    if done.returncode != 0:
+        pytest.skip(f"may not mount a tmpfs: {done.stderr.strip()}")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", str(place)], check=True, timeout=30)
+
+
+@pytest.mark.process
+def test_a_full_disk_keeps_what_was_acknowledged_and_a_new_life_goes_on(small_disk: Path) -> None:
+    folder = small_disk / "m"
+    ballast = small_disk / "ballast"
+    ballast.write_bytes(b"x" * 300_000)
+    acknowledged = -1
+
+    async def fill(first: int, count: int) -> None:
+        nonlocal acknowledged
+        async with LedgerWriter(LedgerLog.open(folder, "job", part_nbytes=200_000)) as writer:
+            for version in range(first, first + count):
+                page = Recorded(0, "page", b"x" * 7000)
+                await writer.durable(writer.append(Version(version, 0), page), 10.0)
+                acknowledged = version
+
+    with pytest.raises(LedgerError, match="the disk is full: free some space"):
+        asyncio.run(fill(0, 10**6))
+    assert acknowledged > 50
+    assert versions_in(folder) == list(range(acknowledged + 1))
+
+    ballast.unlink()
+    asyncio.run(fill(acknowledged + 1, 10))
+    assert versions_in(folder) == list(range(acknowledged + 1))
