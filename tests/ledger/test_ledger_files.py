@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -246,15 +246,17 @@ def test_a_failed_write_is_cut_off_and_final(
 ) -> None:
     with LedgerLog.open(tmp_path, "job") as log:
         (end,) = write_events(log, [Version(0, 0)])
-        real_write = os.write
+        num_calls = 0
 
-        def half(descriptor: int, data: memoryview) -> int:
-            if len(data) < 20:
+        def some(descriptor: int, pieces: Sequence[bytes]) -> int:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls > 3:
                 raise OSError(28, "No space left on device")
-            return real_write(descriptor, data[: len(data) // 2])
+            return os.write(descriptor, b"".join(pieces)[:7])
 
         with monkeypatch.context() as patch:
-            patch.setattr(os, "write", half)
+            patch.setattr(os, "writev", some)
             with pytest.raises(LedgerError, match=r"000001-0000.log: the disk is full"):
                 write_events(log, [Version(1, 0)])
         with pytest.raises(LedgerError, match="the disk is full"):
@@ -263,6 +265,19 @@ def test_a_failed_write_is_cut_off_and_final(
     assert (tmp_path / "000001-0000.log").stat().st_size == end.offset
     write_life(tmp_path, 3)
     assert versions_in(tmp_path) == [0, 3]
+
+
+def test_a_frame_written_in_small_pieces_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def some(descriptor: int, pieces: Sequence[bytes]) -> int:
+        return os.write(descriptor, b"".join(pieces)[:7])
+
+    monkeypatch.setattr(os, "writev", some)
+    with LedgerLog.open(tmp_path, "job") as log:
+        log.write([encode_batch(0.0, [Version(version, 0)]) for version in range(2000)])
+
+    assert versions_in(tmp_path) == list(range(2000))
 
 
 def test_managers_of_a_run(tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def test_a_full_disk_reaches_every_waiter_and_every_later_call(
             async with writer:
                 kept = writer.append(Version(0, 0))
                 await writer.durable(kept, 10.0)
-                monkeypatch.setattr(os, "write", full)
+                monkeypatch.setattr(os, "writev", full)
                 ticket = writer.append(Recorded(0, "page", b"x" * 400))
                 found = await asyncio.gather(
                     writer.durable(ticket, 10.0),

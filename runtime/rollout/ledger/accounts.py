@@ -24,6 +24,8 @@ from umbra.runtime.rollout.trajectory import Segment
 T = TypeVar("T", bound=np.generic)
 
 _INITIAL_CAPACITY: Final = 32
+_NO_TOKENS: Final = np.empty(0, np.int32)
+_NO_LOGPROBS: Final = np.empty(0, np.float32)
 
 
 class SampleState(StrEnum):
@@ -87,8 +89,8 @@ class SampleAccount:
         self.num_rolled_back = 0
         self.num_tokens = 0
         self.is_released = False
-        self._tokens = np.empty(0, np.int32)
-        self._logprobs = np.empty(0, np.float32)
+        self._tokens = _NO_TOKENS
+        self._logprobs = _NO_LOGPROBS
         self._run_starts: list[int] = []
         self._run_versions: list[int] = []
 
@@ -165,8 +167,8 @@ class SampleAccount:
     def release(self) -> None:
         """Forgets tokens and what goes with them; segments and counts stay."""
         self.is_released = True
-        self._tokens = np.empty(0, np.int32)
-        self._logprobs = np.empty(0, np.float32)
+        self._tokens = _NO_TOKENS
+        self._logprobs = _NO_LOGPROBS
         self.prompt = None
         self.recorded = {}
 

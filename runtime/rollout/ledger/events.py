@@ -22,7 +22,7 @@ from umbra.runtime.errors import LedgerError
 Uids: TypeAlias = NDArray[np.int64]
 
 GIVEN: Final = -1  # the version of tokens that were given, not generated
-BATCH_MAX_NBYTES: Final = 16 * 1024 * 1024
+BATCH_MAX_NBYTES: Final = 8 * 1024 * 1024
 """Of one batch. Encoding one much larger would hold up the loop for more than 10 ms; a smaller
 bound would refuse honest ticks."""
 

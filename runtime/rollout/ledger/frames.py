@@ -47,8 +47,8 @@ class Scan:
     is_torn: bool
 
 
-def encode(chunks: Sequence[Buffer], offset: int) -> bytes:
-    """The frame that will stand at byte `offset` of its file; its payload is the chunks joined.
+def head_of(chunks: Sequence[Buffer], offset: int) -> bytes:
+    """What stands before a payload at byte `offset` of its file; the payload is the chunks joined.
 
     Raises:
         ValueError: the payload is too long.
@@ -56,8 +56,7 @@ def encode(chunks: Sequence[Buffer], offset: int) -> bytes:
     length = sum(map(len, chunks))
     if length > PAYLOAD_MAX_NBYTES:
         raise ValueError(f"a payload of {length} bytes, at most {PAYLOAD_MAX_NBYTES}")
-    head = _HEAD.pack(_MAGIC, length, _checksum(chunks, length, offset))
-    return b"".join((head, *chunks))
+    return _HEAD.pack(_MAGIC, length, _checksum(chunks, length, offset))
 
 
 def scan(data: Buffer, path: Path) -> Scan:

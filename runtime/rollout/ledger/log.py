@@ -30,6 +30,7 @@ from umbra.runtime.rollout.ledger.history import (
 
 _PART_NBYTES: Final = 64 * 1024 * 1024
 """A part is ended beyond this. Larger parts cost memory when read; smaller ones make many files."""
+_MAX_PIECES: Final = 512  # of one system call; Linux takes 1024
 _MAX_TAKERS: Final = 16  # at the same moment
 _REMEDIES: Final = {
     errno.ENOSPC: "the disk is full: free some space",
@@ -161,10 +162,15 @@ class LedgerLog:
         self._check_fence()
 
     def _write_frame(self, chunks: Sequence[bytes]) -> None:
-        rest = memoryview(frames.encode(chunks, self._offset))
-        nbytes = len(rest)
+        # gathered by the kernel: joining megabytes here would hold the interpreter's lock
+        rest: list[bytes | memoryview] = [frames.head_of(chunks, self._offset), *chunks]
+        nbytes = sum(map(len, rest))
         while rest:
-            rest = rest[os.write(self._descriptor, rest) :]
+            num_written = os.writev(self._descriptor, rest[:_MAX_PIECES])
+            while rest and num_written >= len(rest[0]):
+                num_written -= len(rest.pop(0))
+            if num_written:
+                rest[0] = memoryview(rest[0])[num_written:]
         os.fsync(self._descriptor)
         self._offset += nbytes
 

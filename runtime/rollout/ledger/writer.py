@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 Ticket = NewType("Ticket", int)
 
 _FLUSH_NBYTES: Final = 4 * 1024 * 1024
-"""A frame takes batches up to this. Larger ones hold the interpreter's lock for longer while they
-are put together; smaller ones make more syncs."""
+"""A frame takes batches up to this. Larger ones keep those who wait waiting; smaller ones make more
+syncs."""
 _QUEUED_MAX_NBYTES: Final = 64 * 1024 * 1024
 _CLOSE_TIMEOUT_S: Final = 60.0
 
