@@ -109,7 +109,7 @@ def _trajectories(first_uid: int) -> list[list[Event]]:
         for uid in range(first_uid, first_uid + _TICK_SAMPLES, _GROUP_SIZE)
     ]
     uids = np.arange(first_uid, first_uid + _TICK_SAMPLES, dtype=np.int64)
-    bounds = np.linspace(0, _NUM_TOKENS, _NUM_RUNS + 1).astype(np.int64).tolist()
+    bounds = [_NUM_TOKENS * idx // _NUM_RUNS for idx in range(_NUM_RUNS + 1)]
     runs: list[list[Event]] = [
         [
             Tokens(

@@ -27,12 +27,12 @@ async def append_for_ever(folder: Path) -> None:
     print(version - 1, flush=True)
     async with LedgerWriter(log, flush_s=0.002) as writer:
         while True:
-            for _ in range(1 + version % 7):
-                page = Recorded(0, "page", b"x" * (version * 37 % 900))
-                ticket = writer.append(Version(version, 0), page)
-                version += 1
-            await writer.durable(ticket, 30.0)
-            print(version - 1, flush=True)
+            page = Recorded(0, "page", b"x" * (version * 37 % 900))
+            ticket = writer.append(Version(version, 0), page)
+            if version % 7 == 0:
+                await writer.durable(ticket, 30.0)
+                print(version, flush=True)
+            version += 1
 
 
 def main() -> int:

