@@ -31,7 +31,7 @@ _TICK_SAMPLES: Final = 64  # that advance together, as in a batch of deltas
 _NUM_TOKENS: Final = 256
 _NUM_RUNS: Final = 5
 _PACE_PER_S: Final = 5_000  # more than a node's engines finish
-_PACED_S: Final = 3
+_PACED_S = 3.0
 _TICKER_S: Final = 0.001
 _TIMEOUT_S: Final = 120.0
 
@@ -50,7 +50,9 @@ def run(num_trajectories: int = 100_000, folder: Path | None = None) -> dict[str
         place, paced_place = Path(scratch) / "full" / "bench", Path(scratch) / "paced" / "bench"
         idle_s = asyncio.run(_idle())
         facts = asyncio.run(_write(place, num_trajectories))
-        paced = asyncio.run(_write(paced_place, _PACE_PER_S * _PACED_S, pace_per_s=_PACE_PER_S))
+        paced = asyncio.run(
+            _write(paced_place, int(_PACE_PER_S * _PACED_S), pace_per_s=_PACE_PER_S)
+        )
         nbytes = sum(path.stat().st_size for path in place.iterdir())
         began = time.perf_counter()
         state = replay(read_history(place).entries)
@@ -96,7 +98,7 @@ async def _write(
     return {
         "trajectories_per_s": num_written / took_s,
         "cpu_us_per_trajectory": cpu_s / num_written * 1e6,
-        "blocked_max_ms": max(late_s) * 1e3,
+        "blocked_max_ms": max(late_s, default=0.0) * 1e3,
         "append_max_ms": append_max_s * 1e3,
     }
 

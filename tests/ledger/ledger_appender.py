@@ -7,6 +7,7 @@ it cannot write, and then says why.
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import resource
 import sys
 from pathlib import Path
@@ -36,6 +37,7 @@ async def append_for_ever(folder: Path) -> None:
 
 
 def main() -> int:
+    faulthandler.dump_traceback_later(100, exit=True)
     if len(sys.argv) > 2:
         limit = int(sys.argv[2])
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))

@@ -7,6 +7,7 @@ hold, in FOLDER/checkpoint.json. It says each step on stdout.
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import json
 import os
 import random
@@ -152,4 +153,5 @@ async def run(folder: Path, num_steps: int, seed: int) -> None:
 
 
 if __name__ == "__main__":
+    faulthandler.dump_traceback_later(100, exit=True)
     asyncio.run(run(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))

@@ -37,7 +37,7 @@ def run_and_kill(program: str, *arguments: object, after_s: float | None) -> lis
             if after_s is not None:
                 time.sleep(after_s)
                 process.kill()
-            rest, _ = process.communicate(timeout=60)
+            rest, _ = process.communicate(timeout=110)
         finally:
             process.kill()
     assert first, f"{program} said nothing"
