@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from umbra.runtime.errors import EngineError, UmbraError
 from umbra.runtime.rollout.deltas import DeltaBatch
 from umbra.runtime.rollout.router import EngineId, Router
-from umbra.runtime.rollout.trajectory import TrajectoryState
+from umbra.runtime.rollout.trajectory import Trajectory, TrajectoryState
 from umbra.runtime.rollout.turn import Turn
 
 logger = logging.getLogger(__name__)
@@ -40,6 +40,34 @@ class RequestCarrier(Protocol):
     def withdraw(self, request_ids: list[int]) -> None: ...
 
 
+class Journal(Protocol):
+    """Is told what happens to trajectories: `Recorder`."""
+
+    def started(self, sample: Trajectory) -> None: ...
+
+    def cut(self, sample: Trajectory) -> None: ...
+
+    def on_tokens(
+        self,
+        uids: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        offsets: NDArray[np.int64],
+        versions: NDArray[np.int64],
+        tokens: NDArray[np.int32],
+        logprobs: NDArray[np.float32],
+    ) -> None: ...
+
+
+class _Run(NamedTuple):
+    """Tokens [begin, end) of a batch that were appended at `start` of a completion."""
+
+    uid: int
+    start: int
+    begin: int
+    end: int
+    version: int
+
+
 class Moved(NamedTuple):
     """What an engine held when it was lost."""
 
@@ -55,8 +83,11 @@ class Dispatcher:
         on_failure: told of an error that no other engine would heal.
     """
 
-    def __init__(self, router: Router, on_failure: Callable[[UmbraError], None]) -> None:
+    def __init__(
+        self, router: Router, on_failure: Callable[[UmbraError], None], journal: Journal
+    ) -> None:
         self._router = router
+        self._journal = journal
         self._on_failure = on_failure
         self._waiting: deque[Turn] = deque()  # bounded by what the manager admits
         self._carriers: dict[EngineId, RequestCarrier] = {}
@@ -149,6 +180,7 @@ class Dispatcher:
         self._inflight[engine][turn.request_id] = turn
         turn.trajectory.home = engine
         turn.trajectory.state = TrajectoryState.RUNNING
+        self._journal.started(turn.trajectory)
         if turn.group:
             turn.group.home = engine
         self._carriers[engine].send(turn.request())
@@ -183,52 +215,56 @@ class Dispatcher:
         inflight = self._inflight.get(engine)
         if inflight is None:
             return
+        runs: list[_Run] = []
         for idx, request_id in enumerate(batch.ids):
             turn = inflight.get(request_id)
             if turn is None:
                 self.counters["late_runs"] += 1
                 continue
-            run = slice(batch.bounds[idx], batch.bounds[idx + 1])
-            self._on_run(
-                engine,
-                turn,
-                batch.positions[idx],
-                batch.tokens[run],
-                batch.logprobs[run],
-                batch.versions[idx],
-            )
+            run = self._on_run(engine, turn, batch, idx)
+            if run is not None and run.uid >= 0:
+                runs.append(run)
+        self._record(runs, batch)
         for request_id, reason in batch.finishes:
             turn = inflight.get(request_id)
             if turn is not None:
                 self._on_finish(engine, turn, reason)
         self.pump()
 
-    def _on_run(
-        self,
-        engine: EngineId,
-        turn: Turn,
-        position: int,
-        tokens: NDArray[np.int32],
-        logprobs: NDArray[np.float32],
-        version: int,
-    ) -> None:
-        missing = turn.trajectory.missing_before(position)
+    def _on_run(self, engine: EngineId, turn: Turn, batch: DeltaBatch, idx: int) -> _Run | None:
+        """Appends run `idx` as far as it is new and there is room; what was appended."""
+        trajectory, begin, end = turn.trajectory, batch.bounds[idx], batch.bounds[idx + 1]
+        missing = trajectory.missing_before(batch.positions[idx])
         if missing > 0:
             self.counters["gaps"] += 1
             self._carriers[engine].withdraw([turn.request_id])
             self._retry(engine, turn, f"{missing} tokens were lost on the way")
-            return
+            return None
         if missing < 0:
             self.counters["repeats"] += 1
-            tokens, logprobs = tokens[-missing:], logprobs[-missing:]
-        room = turn.room()
-        if len(tokens) > room:
-            tokens, logprobs = tokens[:room], logprobs[:room]
-        if len(tokens):
-            turn.trajectory.append_generated(tokens, logprobs, version)
-            self._router.progress(engine, len(tokens))
-            turn.unspent -= len(tokens)
-            turn.num_errors = 0  # it is getting on
+            begin = min(end, begin - missing)
+        end = min(end, begin + turn.room())
+        if begin == end:
+            return None
+        start, version = trajectory.completion_len, batch.versions[idx]
+        trajectory.append_generated(batch.tokens[begin:end], batch.logprobs[begin:end], version)
+        self._router.progress(engine, end - begin)
+        turn.unspent -= end - begin
+        turn.num_errors = 0  # it is getting on
+        return _Run(trajectory.uid, start, begin, end, version)
+
+    def _record(self, runs: Sequence[_Run], batch: DeltaBatch) -> None:
+        if not runs:
+            return
+        columns = np.asarray(runs, np.int64).T
+        uids, starts, begins, ends, versions = columns
+        offsets = np.concatenate([[0], np.cumsum(ends - begins)])
+        if offsets[-1] == len(batch.tokens):
+            tokens, logprobs = batch.tokens, batch.logprobs
+        else:
+            tokens = np.concatenate([batch.tokens[run.begin : run.end] for run in runs])
+            logprobs = np.concatenate([batch.logprobs[run.begin : run.end] for run in runs])
+        self._journal.on_tokens(uids, starts, offsets, versions, tokens, logprobs)
 
     def _on_finish(self, engine: EngineId, turn: Turn, reason: str) -> None:
         outcome = turn.outcome()
@@ -274,6 +310,7 @@ class Dispatcher:
             turn.on_end(turn, outcome)
             return
         turn.trajectory.cut()
+        self._journal.cut(turn.trajectory)
         self._waiting.appendleft(turn)
 
     def check_integrity(self) -> None:

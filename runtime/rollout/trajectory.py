@@ -62,6 +62,7 @@ class Trajectory:
         "budget",
         "finish_reason",
         "home",
+        "is_recorded_running",
         "max_context_len",
         "num_generated",
         "num_interruptions",
@@ -72,6 +73,7 @@ class Trajectory:
         "sample_id",
         "seed",
         "state",
+        "uid",
     )
 
     def __init__(
@@ -82,6 +84,8 @@ class Trajectory:
         self.seed = seed
         self.budget = budget
         self.max_context_len = max_context_len
+        self.uid = -1  # in the ledger; -1: it is not recorded
+        self.is_recorded_running = False  # what the ledger was told last
         self.reward: float | None = None
         self.home: EngineId | None = None  # the engine that generated last
         self.num_interruptions = 0

@@ -19,6 +19,7 @@ from rollout_samples import make_trajectory
 from umbra.runtime.errors import EngineError, ProtocolError, UmbraError
 from umbra.runtime.rollout.deltas import DeltaBatch
 from umbra.runtime.rollout.dispatch import Dispatcher
+from umbra.runtime.rollout.recorder import Recorder
 from umbra.runtime.rollout.router import EngineId, Router
 from umbra.runtime.rollout.turn import Turn
 
@@ -79,7 +80,9 @@ class Bench:
     def __init__(self, max_inflight: int = 100) -> None:
         self.failures: list[UmbraError] = []
         self.ended: dict[str, str] = {}
-        self.dispatcher = Dispatcher(Router(max_inflight), self.failures.append)
+        self.dispatcher = Dispatcher(
+            Router(max_inflight), self.failures.append, Recorder(None, self.failures.append)
+        )
         self.inboxes: dict[EngineId, Inbox] = {}
 
     def serve(self, engine: EngineId) -> Inbox:

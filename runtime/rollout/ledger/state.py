@@ -135,6 +135,11 @@ class LedgerState:
         return iter(self._groups.values())
 
     @property
+    def num_groups(self) -> int:
+        """All that were ever admitted."""
+        return len(self._group_ids)
+
+    @property
     def next_place(self) -> int:
         """The first place of the data order behind all that was admitted."""
         return self._last_place + 1
