@@ -72,7 +72,7 @@ class Rollouts:
         """Goes on from the checkpoint after `step` steps. One rank, before the others ask.
 
         Args:
-            version: of the checkpoint's weights.
+            version: the newest when the checkpoint was made.
             position: of the ledger, as `position()` gave it for the checkpoint; "" for none.
 
         Returns {"groups", "tokens"}: what need not be generated again.

@@ -147,7 +147,7 @@ class RolloutManager:
         manager that was killed goes on where it was.
 
         Args:
-            version: of the checkpoint's weights.
+            version: the newest when the checkpoint was made.
             position: of the ledger, which the checkpoint has kept; "" where it knows none.
 
         Returns {"groups", "tokens"}: what is there already and need not be generated again.

@@ -71,7 +71,8 @@ class TrainingFlow:
         self._on_change = on_change
         self._on_failure = on_failure
         self._step = -1
-        self._open: dict[int, Group] = {}  # by place, so in the order of admission
+        self._open: dict[int, Group] = {}  # by place
+        self._held: dict[int, Group] = {}  # admitted in an earlier life, not begun since
         self._ready: dict[int, Group] = {}  # those of `_open` that are scored, as they came
         self._leases: dict[int, list[Group]] = {}  # by step
         self._ended: deque[bool] = deque(maxlen=_FAILURE_WINDOW)  # True for groups that failed
@@ -106,26 +107,31 @@ class TrainingFlow:
     def admit(self) -> None:
         """Starts as many groups as the bound has room for."""
         while self._next_place is not None and self._bound.room(self._num_open):
-            place = self._next_place
-            group = self._source.training_group(place)
-            self._next_place += 1
+            if self._held:
+                place = min(self._held)
+                group = self._held.pop(place)
+            else:
+                place = self._next_place
+                group = self._source.training_group(place)
+                self._next_place += 1
+                self.num_admitted += 1
+                self._recorder.admitted(group, self._source.epoch_of(place), place)
             self._open[place] = group
-            self.num_admitted += 1
-            self._recorder.admitted(group, self._source.epoch_of(place), place)
             self._start(place, group)
 
     def restore(self, recovered: Recovered) -> None:
         """Goes on from what the ledger has kept."""
         for group in self._open.values():
             self._runner.abandon(group)
-        self._open, self._ready = dict(recovered.open), dict(recovered.ready)
-        self._open.update(self._ready)
-        self._open = dict(sorted(self._open.items()))
+        begun = {place: group for place, group in recovered.open.items() if group.has_tokens}
+        self._held = {place: g for place, g in recovered.open.items() if place not in begun}
+        self._ready = dict(recovered.ready)
+        self._open = begun | self._ready
         self._leases = {step: list(groups) for step, groups in recovered.leases.items()}
         self._next_place, self._step = recovered.next_place, -1
         self.num_admitted, self.num_trained = recovered.num_admitted, recovered.num_trained
         self.dropped = Counter(recovered.dropped)
-        for place, group in recovered.open.items():
+        for place, group in begun.items():
             self._start(place, group)
 
     def take(self, step: int) -> list[Group] | None:
@@ -158,7 +164,7 @@ class TrainingFlow:
         samples = [sample for group in self._open.values() for sample in group.trajectories]
         return {
             "groups_admitted": self.num_admitted,
-            "groups_open": len(self._open),
+            "groups_open": len(self._open) + len(self._held),
             "groups_ready": len(self._ready),
             "groups_leased": sum(map(len, self._leases.values())),
             "groups_trained": self.num_trained,
@@ -205,7 +211,7 @@ class TrainingFlow:
         """Places of a batch: the first admitted, or, where it is allowed, the first ready."""
         wanted = self._config.groups_per_step
         in_order = self._config.hand_out == "in_order" and self._bound.over_sampling == 1.0
-        places = list(self._open if in_order else self._ready)[:wanted]
+        places = (sorted(self._open) if in_order else list(self._ready))[:wanted]
         if len(places) < wanted or not all(place in self._ready for place in places):
             return None
         return sorted(places)

@@ -186,7 +186,9 @@ class LiveRollouts:
     def failure_of_next_batch(self, rank: int, step: int) -> RolloutError:
         """The error that a rank gets instead of a batch."""
         try:
-            answer = self.manager.call("next_batch", rank, step, max(0, self.version), timeout_s=60.0)
+            answer = self.manager.call(
+                "next_batch", rank, step, max(0, self.version), timeout_s=60.0
+            )
         except RolloutError as error:
             return error
         raise AssertionError(f"rank {rank} got {answer['kind']} instead of an error")
