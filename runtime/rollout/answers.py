@@ -36,7 +36,7 @@ def batch_answers(
     )
     shared = {
         "kind": "batch",
-        "metrics": batch_metrics(groups, gen_s) | metrics,
+        "metrics": {**batch_metrics(groups, gen_s), **metrics},
         "loss_tokens_global": sum(sample.num_generated for sample in samples),
         "num_samples_global": len(samples),
     }
