@@ -104,6 +104,7 @@ class Recorder:
             self._ticket = self._writer.append(*first)
         self._next_uid = state.next_uid
         self._versions = set(state.versions)
+        self._step = state.steps_done
         return state
 
     async def durable(self) -> None:

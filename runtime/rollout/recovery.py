@@ -49,7 +49,7 @@ def recover_groups(
 
     Args:
         make_group: a fresh group of a place in the data order.
-        remember: told of each sample that goes on.
+        remember: told of each sample that is generated on.
 
     Raises:
         LedgerError: the data set or the settings that decide its order are not those of then.
@@ -92,7 +92,8 @@ def _restored(
         )
     for sample, held in zip(group.trajectories, account.samples, strict=True):
         _fill(sample, held)
-        remember(sample, held)
+        if not sample.is_finished:
+            remember(sample, held)
     return group
 
 

@@ -190,7 +190,10 @@ class TrainingFlow:
                 f"staleness_{age}_share": ages[age] / num_tokens
                 for age in range(self._config.max_staleness + 1)
             },
-            **{f"dropped_groups/{reason}": float(n) for reason, n in self.dropped.items()},
+            **{
+                f"dropped_{reason.replace(' ', '_')}": float(count)
+                for reason, count in self.dropped.items()
+            },
         }
 
     # -- private -------------------------------------------------------------------------
