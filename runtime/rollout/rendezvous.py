@@ -40,6 +40,10 @@ class Rendezvous:
         self._slots: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._incomplete = Alarm(timeout_s, self._on_missing)
 
+    def is_full_of(self, wanted: Round) -> bool:
+        """All ranks are waiting for this."""
+        return self.is_full and self._round == wanted
+
     @property
     def is_full(self) -> bool:
         """All ranks are waiting."""

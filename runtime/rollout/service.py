@@ -111,7 +111,7 @@ class RolloutManager:
         self._num_answers = 0
         self._notes: asyncio.Queue[str] = asyncio.Queue()
         self._num_delivered = 0
-        self._to_deliver: asyncio.Queue[list[dict[str, Any]]] = asyncio.Queue()
+        self._to_deliver: asyncio.Queue[tuple[Round, list[dict[str, Any]]]] = asyncio.Queue()
         self._recovering = asyncio.Lock()
         self._is_recovered = False
 
@@ -147,14 +147,17 @@ class RolloutManager:
             version: the newest when the checkpoint was made.
             position: of the ledger, which the checkpoint has kept; "" where it knows none.
 
-        Returns {"groups", "tokens"}: what is there already and need not be generated again.
+        Returns {"groups", "tokens", "version"}: what is there already and need not be generated
+        again, and the newest version that was ever announced.
 
         Raises:
             LedgerError: the ledger ends before what the checkpoint needs, or is damaged, or is of
                 another data set.
         """
         async with self._recovering:
-            return await self._recover(Restored(step, version, keep_newer=False), position)
+            kept = await self._recover(Restored(step, version, keep_newer=False), position)
+            await self._recorder.durable()  # a manager that dies now must not forget it
+            return kept
 
     @idempotent
     async def announce(self, version: int, step: int) -> None:
@@ -275,7 +278,8 @@ class RolloutManager:
                 f"the rollout manager goes on with {groups} groups, {len(recovered.ready)} of them "
                 f"scored, and {recovered.num_tokens} tokens"
             )
-        return {"groups": groups, "tokens": recovered.num_tokens}
+        newest = 0 if state is None else max(state.versions, default=0)
+        return {"groups": groups, "tokens": recovered.num_tokens, "version": newest}
 
     def _drop_evaluation(self) -> None:
         if self._evaluation is not None:
@@ -340,10 +344,10 @@ class RolloutManager:
             self._fail(error)
             return
         if answers is not None:
+            self._to_deliver.put_nowait((self._round, answers))
             self._round = None
             self._num_delivered += 1
             self._starving.watch(False)
-            self._to_deliver.put_nowait(answers)
         elif self._fleet.pending:
             self._catch_up.look()
 
@@ -364,13 +368,13 @@ class RolloutManager:
     async def _deliver(self) -> None:
         """Hands batches out once it is on disk that they were."""
         while True:
-            answers = await self._to_deliver.get()
+            wanted, answers = await self._to_deliver.get()
             try:
                 await self._recorder.durable()
             except UmbraError as error:
                 self._fail(error)
                 continue
-            if self._ranks.is_full:  # else they went away meanwhile, and will ask again
+            if self._ranks.is_full_of(wanted):  # else they left meanwhile, and will ask again
                 self._resolve(answers)
 
     def _who_waits(self) -> tuple[Round, int] | None:

@@ -15,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Protocol
 
-from umbra.runtime.errors import RewardError, RolloutError, UmbraError
+from umbra.runtime.errors import LedgerError, RewardError, RolloutError, UmbraError
 from umbra.runtime.rollout.config import RolloutConfig
 from umbra.runtime.rollout.group import Group
 from umbra.runtime.rollout.group_runner import GroupRunner
@@ -113,9 +113,13 @@ class TrainingFlow:
             else:
                 place = self._next_place
                 group = self._source.training_group(place)
+                try:
+                    self._recorder.admitted(group, self._source.epoch_of(place), place)
+                except LedgerError as error:
+                    self._on_failure(error)
+                    return
                 self._next_place += 1
                 self.num_admitted += 1
-                self._recorder.admitted(group, self._source.epoch_of(place), place)
             self._open[place] = group
             self._start(place, group)
 
