@@ -11,7 +11,7 @@ import numpy.typing as npt
 from chaos_oracle import Oracle, Sample
 from chaos_plan import ChaosPlan
 
-VIOLATIONS: Final = (
+VIOLATIONS: Final[Sequence[str]] = (
     "lost",
     "duplicated",
     "strangers",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -129,7 +130,7 @@ class ChaosPlan:
     def faults(self) -> list[Fault]:
         """In the order in which they are due; those in updates come first."""
         rng = self.rng("faults")
-        kinds = [_KINDS[idx % len(_KINDS)] for idx in range(self.num_faults)]
+        kinds = list(itertools.islice(itertools.cycle(_KINDS), self.num_faults))
         rng.shuffle(kinds)
         num_in_updates = round(_UPDATE_SHARE * self.num_faults)
         faults = [

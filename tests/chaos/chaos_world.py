@@ -39,7 +39,7 @@ from umbra.runtime.rollout.prompts import write_prompts
 from umbra.runtime.session import Session, SyncHandle
 from umbra.runtime.weights.publish import WeightPublisher
 
-_BATCH_TIMEOUT_S: Final = 300.0
+_BATCH_TIMEOUT_S: Final = 120.0
 _SYNC_TIMEOUT_S: Final = 60.0
 _SETTLE_TIMEOUT_S: Final = 60.0
 _LOOK_AGAIN_S: Final = 0.1
@@ -155,7 +155,7 @@ class ChaosWorld:
         """Brings the pool to a version, or those engines to it that lack it."""
         if version != self._version:
             for name, tensor in self._oracle.weights(version).items():
-                self._tensors[name].copy_(torch.from_numpy(tensor))
+                self._tensors[name].copy_(torch.as_tensor(tensor))
             self._version = version
         self._publisher.publish(POOL, version, _SYNC_TIMEOUT_S)
 

@@ -73,7 +73,7 @@ def without(answer: Columns, wanted: int) -> Columns:
     """The answer without one of its samples."""
     kept = [idx for idx in range(len(answer["sample_ids"])) if idx != wanted]
     bounds = answer["offsets"].tolist()
-    rows = np.concatenate([np.arange(bounds[idx], bounds[idx + 1]) for idx in kept])
+    rows = [row for idx in kept for row in range(bounds[idx], bounds[idx + 1])]
     lengths = [bounds[idx + 1] - bounds[idx] for idx in kept]
     short: Columns = {name: answer[name][rows] for name in ("tokens", "logprobs", "versions")}
     short["offsets"] = np.concatenate([[0], np.cumsum(lengths)])
