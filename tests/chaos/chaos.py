@@ -59,6 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         run.run()
     except UmbraError as error:
         run.problems.append(f"the run failed: {error}")
+    except KeyboardInterrupt:
+        print("chaos: interrupted", file=sys.stderr)
+        return 130
     run.problems += [f"left behind: {left}" for left in find_leftovers(mark, os.getpid())]
     return run.report()
 

@@ -32,6 +32,7 @@ _UPDATE_SHARE: Final = 0.25
 _UPDATE_DELAYS_S: Final = (0.0, 0.02)
 """From the beginning of a weight update, which takes a bit longer, to a fault in it."""
 _ANY_SHARE: Final = 0.2
+"""Of the others: those that may hit an engine which is starting or waits for weights."""
 _LATEST: Final = 0.97
 """Of the run: what is later finds no trajectories to disturb."""
 
@@ -130,7 +131,7 @@ class ChaosPlan:
     def faults(self) -> list[Fault]:
         """In the order in which they are due; those in updates come first."""
         rng = self.rng("faults")
-        kinds = list(itertools.islice(itertools.cycle(_KINDS), self.num_faults))
+        kinds: list[FaultKind] = list(itertools.islice(itertools.cycle(_KINDS), self.num_faults))
         rng.shuffle(kinds)
         num_in_updates = round(_UPDATE_SHARE * self.num_faults)
         faults = [

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 
 from chaos_plan import POOL, Fault, FaultKind
 from chaos_victim import Victim
@@ -21,6 +21,7 @@ from chaos_victim import Victim
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.lifecycle import EngineState
 from umbra.runtime.session import Session
+from umbra.runtime.supervised import ActorState
 
 _LOOK_AGAIN_S: Final = 0.02
 """Between two looks at how far the run is, and for an engine that can be struck."""
@@ -30,9 +31,12 @@ _SIGNAL_TIMEOUT_S: Final = 10.0
 _MAX_AT_ONCE: Final = 8
 
 _DEATH: Final = re.compile(r"(?P<label>\S+#\d+) (?P<how>.+); restarting it in ")
+_ANY: Final = frozenset({*EngineState, *ActorState})
+_AT_WORK: Final = frozenset({EngineState.SERVING, ActorState.RUNNING})
 _IN_UPDATE: Final = frozenset(
     {EngineState.PAUSED, EngineState.UPDATING, EngineState.PENDING_WEIGHTS}
 )
+"""States of an engine in its lifecycle, and of any other process under its supervisor."""
 
 
 class ChaosError(UmbraError):
@@ -71,7 +75,7 @@ class Strike:
 
     Attributes:
         label: the life of the engine that it hit.
-        state: that engine's in its lifecycle.
+        state: that engine's in its lifecycle; any other process's under its supervisor.
     """
 
     kind: FaultKind
@@ -79,11 +83,19 @@ class Strike:
     state: str
 
 
+class _Aim(NamedTuple):
+    """A life that may be hit, and the state that it is in."""
+
+    label: str
+    pid: int
+    state: str
+
+
 class Saboteur:
     """Carries out faults while its block runs. Owns its threads.
 
     Args:
-        victims: names of the engines that may be hit.
+        victims: names of the actors that may be hit.
         faults: as `ChaosPlan.faults` gives them.
         num_finished: tells how many trajectories are; called from another thread.
 
@@ -103,7 +115,7 @@ class Saboteur:
         self.strikes: list[Strike] = []
         self.continued: list[str] = []
         self._session = session
-        self._victims = list(victims)
+        self._victims = frozenset(victims)
         self._by_progress = [fault for fault in faults if fault.update is None]
         self._by_update: dict[int, list[Fault]] = {}
         for fault in faults:
@@ -173,38 +185,48 @@ class Saboteur:
         self._strike(fault)
 
     def _strike(self, fault: Fault) -> None:
-        states = frozenset(EngineState) if fault.hits_any else frozenset({EngineState.SERVING})
         deadline = time.monotonic() + _AIM_TIMEOUT_S
         while not self._is_over.is_set():
             if time.monotonic() > deadline:
-                raise ChaosError(f"no engine could be hit by {fault} for {_AIM_TIMEOUT_S:g} s")
-            if self._try_to_strike(fault, states):
+                raise ChaosError(f"nobody could be hit by {fault} for {_AIM_TIMEOUT_S:g} s")
+            if self._try_to_strike(fault, _ANY if fault.hits_any else _AT_WORK):
                 return
             self._is_over.wait(_LOOK_AGAIN_S)
 
-    def _try_to_strike(self, fault: Fault, states: Collection[EngineState]) -> bool:
-        """Hits one engine, if one is in such a state, lives and does not stand still already."""
-        rows: list[dict[str, Any]] = self._session.supervisor_call("pool_states", POOL)
-        fit = [row for row in rows if row["state"] in states and row["engine"] in self._victims]
+    def _try_to_strike(self, fault: Fault, states: Collection[str]) -> bool:
+        """Hits one victim, if one is in such a state, lives and does not stand still already."""
+        fit = [aim for aim in self._aims() if aim.state in states]
         if not fit:
             return False
-        drawn = self._rng.choice(fit)
-        label = f"{drawn['engine']}#{drawn['incarnation']}"
+        aim = self._rng.choice(fit)
         is_hit = False
         try:
-            with Victim(label, self._pid_of(drawn["engine"])) as victim:
+            with Victim(aim.label, aim.pid) as victim:
                 is_hit = self._hit(fault, victim)
                 if is_hit:
-                    self.strikes.append(
-                        Strike(kind=fault.kind, label=label, state=str(drawn["state"]))
-                    )
+                    self.strikes.append(Strike(kind=fault.kind, label=aim.label, state=aim.state))
                 if is_hit and fault.kind == "pause":
                     self._is_over.wait(fault.lasts_s)
                     victim.send(signal.SIGCONT)
-                    self.continued.append(label)
+                    self.continued.append(aim.label)
         except ProcessLookupError:
             pass  # It ended before it was hit, or while it stood still.
         return is_hit
+
+    def _aims(self) -> list[_Aim]:
+        """The victims as they are now."""
+        engines: list[dict[str, Any]] = self._session.supervisor_call("pool_states", POOL)
+        states = {row["engine"]: str(row["state"]) for row in engines}
+        actors: list[dict[str, Any]] = self._session.supervisor_call("list_actors")
+        return [
+            _Aim(
+                label=f"{row['name']}#{row['incarnation']}",
+                pid=int(row["pid"]),
+                state=states.get(row["name"], str(row["state"])),
+            )
+            for row in actors
+            if row["name"] in self._victims
+        ]
 
     def _hit(self, fault: Fault, victim: Victim) -> bool:
         """Whether the signal had its effect, as the kernel tells of the process."""
@@ -215,10 +237,6 @@ class Saboteur:
             return False
         victim.send(signal.SIGSTOP)
         return victim.is_stopped(_SIGNAL_TIMEOUT_S)
-
-    def _pid_of(self, name: str) -> int:
-        rows: list[dict[str, Any]] = self._session.supervisor_call("list_actors")
-        return next(int(row["pid"]) for row in rows if row["name"] == name)
 
     # -- afterwards ----------------------------------------------------------------------
 

@@ -79,6 +79,8 @@ class ChaosWorld:
         self._oracle = oracle
         self._folder = folder
         self._version = -1
+        # Not joined: what its threads wait for ends with the session at the latest.
+        self._ranks = ThreadPoolExecutor(plan.num_ranks, "rank")
         self._tensors = {
             name: torch.zeros(tensor.shape) for name, tensor in oracle.weights(0).items()
         }
@@ -177,8 +179,7 @@ class ChaosWorld:
             self.publish(self._version)
 
     def _call_as_ranks(self, call: Callable[[int], dict[str, Any]]) -> list[dict[str, Any]]:
-        with ThreadPoolExecutor(self._plan.num_ranks) as ranks:
-            return list(ranks.map(call, range(self._plan.num_ranks)))
+        return list(self._ranks.map(call, range(self._plan.num_ranks)))
 
     # -- looking -------------------------------------------------------------------------
 
