@@ -30,7 +30,7 @@ quickstart: $(VENV)/.train assets ## Train a small model by RL on two CPU cores,
 drill: $(VENV)/.train assets ## The same training while engines are killed
 	OMP_NUM_THREADS=1 $(BIN)/python -m umbra.trainer.drill $(QUICKSTART_CONFIG) --run-dir $(RUNS)/drill
 
-chaos: $(VENV)/.train ## 10,000 rollouts while engines are killed and stopped (three minutes)
+chaos: $(VENV)/.train ## 10,000 rollouts while engines are killed and stopped (two minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos/chaos.py --run-dir $(RUNS)/chaos
 
 .PHONY: assets

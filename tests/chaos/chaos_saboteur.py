@@ -124,6 +124,7 @@ class Saboteur:
         self._rng = rng
         self._num_finished = num_finished
         self._is_over = threading.Event()
+        self._hitting = threading.Lock()  # so that an end, or a stop, is counted once
         self._executor = ThreadPoolExecutor(1 + _MAX_AT_ONCE, "saboteur")
         self._futures: list[Future[None]] = []
 
@@ -202,7 +203,8 @@ class Saboteur:
         is_hit = False
         try:
             with Victim(aim.label, aim.pid) as victim:
-                is_hit = self._hit(fault, victim)
+                with self._hitting:
+                    is_hit = self._hit(fault, victim)
                 if is_hit:
                     self.strikes.append(Strike(kind=fault.kind, label=aim.label, state=aim.state))
                 if is_hit and fault.kind == "pause":
@@ -230,6 +232,8 @@ class Saboteur:
 
     def _hit(self, fault: Fault, victim: Victim) -> bool:
         """Whether the signal had its effect, as the kernel tells of the process."""
+        if victim.has_ended():
+            return False
         if fault.kind == "kill":
             victim.send(signal.SIGKILL)
             return victim.has_ended(_SIGNAL_TIMEOUT_S)
