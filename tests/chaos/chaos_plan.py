@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -93,11 +92,12 @@ class ChaosPlan:
     ) -> Self:
         """Raises ConfigError where the trajectories do not make whole groups and batches."""
         unit = updates * group_size
-        if min(trajectories, updates, group_size) < 1 or trajectories % unit or kills < 0:
+        if min(trajectories, updates, group_size) < 1 or trajectories % unit:
             raise ConfigError(
-                f"{trajectories} trajectories, {kills} kills: give a multiple of updates x "
-                f"group_size = {unit} trajectories, and no negative number"
+                f"{trajectories} trajectories: give a multiple of updates x group_size = {unit}"
             )
+        if min(seed, kills) < 0:
+            raise ConfigError(f"seed {seed} and {kills} kills must not be negative")
         return cls(
             seed=seed,
             num_updates=updates,
@@ -131,7 +131,10 @@ class ChaosPlan:
     def faults(self) -> list[Fault]:
         """In the order in which they are due; those in updates come first."""
         rng = self.rng("faults")
-        kinds: list[FaultKind] = list(itertools.islice(itertools.cycle(_KINDS), self.num_faults))
+        kinds: list[FaultKind] = []
+        while len(kinds) < self.num_faults:
+            kinds.extend(_KINDS)
+        del kinds[self.num_faults :]
         rng.shuffle(kinds)
         num_in_updates = round(_UPDATE_SHARE * self.num_faults)
         faults = [
