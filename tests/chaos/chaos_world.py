@@ -43,7 +43,7 @@ _BATCH_TIMEOUT_S: Final = 120.0
 _SYNC_TIMEOUT_S: Final = 60.0
 _SETTLE_TIMEOUT_S: Final = 60.0
 _LOOK_AGAIN_S: Final = 0.1
-_START_TIMEOUT_S: Final = 20.0
+_START_TIMEOUT_S: Final = 10.0
 """Also from SIGSTOP to the replacement of an engine that has not begun to serve."""
 _RESTARTS: Final = RestartPolicy(
     mode="on_failure", max_restarts=100_000, backoff_initial_s=0.05, backoff_max_s=0.2
