@@ -41,7 +41,7 @@ def test_no_trajectory_is_lost_doubled_or_wrong(
 ) -> None:
     done = run_chaos(
         tmp_path,
-        *("--seed", str(seed), "--trajectories", "480", "--kills", "10", "--updates", "4"),
+        *("--seed", str(seed), "--trajectories", "384", "--kills", "8", "--updates", "4"),
         *("--group-size", str(group_size), "--on-update", on_update),
     )
 
@@ -49,8 +49,8 @@ def test_no_trajectory_is_lost_doubled_or_wrong(
     assert done.stdout.startswith(f"chaos: seed {seed}\n")
     summary = read_summary(tmp_path)
     assert summary["seed"] == seed
-    assert summary["trajectories"] == 480
-    assert summary["kills"] == summary["sigkills"] + summary["stops"] + summary["pauses"] == 10
+    assert summary["trajectories"] == 384
+    assert summary["kills"] == summary["sigkills"] + summary["stops"] + summary["pauses"] == 8
     assert summary["updates"] == 4
     for violation in ("lost", "duplicated", "wrong_version", "token_mismatches", "broken_groups"):
         assert summary[violation] == 0, violation
