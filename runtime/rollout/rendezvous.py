@@ -40,10 +40,6 @@ class Rendezvous:
         self._slots: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._incomplete = Alarm(timeout_s, self._on_missing)
 
-    def is_full_of(self, wanted: Round) -> bool:
-        """All ranks are waiting for this."""
-        return self.is_full and self._round == wanted
-
     @property
     def is_full(self) -> bool:
         """All ranks are waiting."""
@@ -92,6 +88,15 @@ class Rendezvous:
         for rank, slot in slots.items():
             if not slot.done():
                 slot.set_result(answers[rank])
+
+    def give(self, wanted: Round, answers: Sequence[dict[str, Any]]) -> None:
+        """Answers the ranks that still wait for this round; one that left may ask for it alone."""
+        if self._round == wanted:
+            slots, self._slots = self._slots, {}
+            self._close_if_empty()
+            for rank, slot in slots.items():
+                if not slot.done():
+                    slot.set_result(answers[rank])
 
     def fail(self, error: Exception) -> None:
         """Answers the ranks that wait with an error."""

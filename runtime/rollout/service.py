@@ -106,6 +106,7 @@ class RolloutManager:
         self._starving = Alarm(self._config.engine_timeout_s, self._on_starved)
         self._round: Round | None = None
         self._evaluation: Harvest | None = None
+        self._last_evaluation: tuple[Round | None, list[dict[str, Any]]] = (None, [])
         self._failure: UmbraError | None = None
         self._wanted = asyncio.Event()
         self._num_answers = 0
@@ -220,6 +221,9 @@ class RolloutManager:
         await self._ensure_recovered()
         if self._failure is not None:
             raise self._failure
+        lost = await self._lost_answer(rank, wanted)
+        if lost is not None:
+            return lost
         slot = self._ranks.arrive(rank, wanted)
         try:
             if self._round != wanted:
@@ -228,6 +232,22 @@ class RolloutManager:
             self._fail(error)
         self._answer()
         return await self._ranks.wait(rank, slot)
+
+    async def _lost_answer(self, rank: int, wanted: Round) -> dict[str, Any] | None:
+        """What was answered before, for a rank that it did not reach: the others have gone on."""
+        last, answers = self._last_evaluation
+        if wanted == last:
+            return answers[rank]
+        if wanted.version is None or self._flow.leased(wanted.step) is None:
+            return None
+        await self._recorder.durable()
+        groups = self._flow.leased(wanted.step)
+        if groups is None or self._round == wanted:
+            return None
+        self._learn(wanted.version, wanted.step)
+        self._flow.advance(wanted.step)
+        flow = self._flow
+        return batch_answers(groups, self._config, flow.gen_s, flow.metrics(groups))[rank]
 
     def _begin(self, wanted: Round) -> None:
         """Starts a round's work. An evaluation that was not waited for to the end is dropped."""
@@ -260,6 +280,7 @@ class RolloutManager:
         """Takes up what the ledger has, in place of what is under way."""
         self._drop_evaluation()
         self._flow.abandon()
+        self._last_evaluation = (None, [])
         recovered = Recovered()
         state = await self._recorder.recover(restored, needs)
         if state is not None:
@@ -374,8 +395,10 @@ class RolloutManager:
             except UmbraError as error:
                 self._fail(error)
                 continue
-            if self._ranks.is_full_of(wanted):  # else they left meanwhile, and will ask again
-                self._resolve(answers)
+            if wanted.version is None:
+                self._last_evaluation = (wanted, answers)
+            self._num_answers += 1
+            self._ranks.give(wanted, answers)
 
     def _who_waits(self) -> tuple[Round, int] | None:
         if self._round is None or not self._ranks.is_full:

@@ -158,6 +158,10 @@ class TrainingFlow:
             self.gen_s, self._began = now - self._began, now
         return self._leases[step]
 
+    def leased(self, step: int) -> list[Group] | None:
+        """The groups that were handed out for `step`; None where none were."""
+        return self._leases.get(step)
+
     def abandon(self) -> None:
         """The job fails: nothing is generated any more."""
         for group in self._open.values():
