@@ -4,6 +4,8 @@ B: sequences, T: tokens (padded on the right), V: vocabulary, H: query heads, K:
 D: head dimension.
 """
 
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
+
 from __future__ import annotations
 
 import json
@@ -72,7 +74,7 @@ class Float64Model:
     def _heads(self, name: str, x: Tensor, num_heads: int) -> Tensor:
         """[B, heads, T, D]"""
         projected = x @ self._weights[name].t()
-        return projected.unflatten(2, (num_heads, self._head_dim)).transpose(1, 2)
+        return projected.view(*x.shape[:2], num_heads, self._head_dim).transpose(1, 2)
 
     def _mlp(self, layer: str, x: Tensor) -> Tensor:
         normed = self._norm(f"{layer}.post_attention_layernorm.weight", x)

@@ -4,6 +4,8 @@ float64: token for token and logprob for logprob, exactly, as delivered (logprob
 float32: every difference is a near-tie, proven from a float64 forward pass written apart.
 """
 
+# pyright: reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import asyncio
