@@ -138,10 +138,11 @@ class Router:
 
     def _relative_speeds(self) -> dict[EngineId, float]:
         if not self._speeds:
-            known = {e: v for e in self._serving if (v := self._measured_speed(e)) > 0}
+            serving = self.serving  # sorted, so that sums are always alike
+            known = {e: v for e in serving if (v := self._measured_speed(e)) > 0}
             mean = sum(known.values()) / len(known) if known else 1.0
             least = max(known.values(), default=1.0) / _MAX_SPEED_RATIO
-            self._speeds = {e: max(known.get(e, mean), least) for e in self._serving}
+            self._speeds = {e: max(known.get(e, mean), least) for e in serving}
         return self._speeds
 
     def _measured_speed(self, engine: EngineId) -> float:

@@ -169,14 +169,19 @@ def test_an_engine_that_once_stalled_is_tried_again() -> None:
     assert chosen.count(B) in range(2, 10), "less, but not nothing"
 
 
-def test_a_pause_is_not_taken_for_slowness() -> None:
+@pytest.mark.parametrize("why", ["not serving", "idle"])
+def test_a_pause_is_not_taken_for_slowness(why: str) -> None:
     router = make_router(A, B)
     for engine in (A, B):
         router.charge(engine, 10)
         measure(router, engine, 100)
 
-    router.set_serving(A, False)
-    router.set_serving(A, True)
+    if why == "idle":
+        router.release(A, 10)
+        router.charge(A, 10)
+    else:
+        router.set_serving(A, False)
+        router.set_serving(A, True)
     router.measure(A, 100, 1000.0)
     router.measure(A, 100, 1001.0)
 
