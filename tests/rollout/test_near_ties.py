@@ -25,10 +25,10 @@ def test_tokens_and_logprobs_are_those_of_the_engine(way: str) -> None:
     logits, draws = rng.normal(0, 3, (500, 40)), rng.random(500)
 
     tokens, logprobs = sample(
-        torch.from_numpy(logits),
+        torch.tensor(logits),
         temperatures=None,
         is_greedy=torch.full((500,), way == "greedy"),
-        uniforms=torch.from_numpy(draws)[:, None],
+        uniforms=torch.tensor(draws)[:, None],
     )
 
     assert (chosen_tokens(logits, None if way == "greedy" else draws) == tokens.numpy()).all()
@@ -73,7 +73,7 @@ def test_float32_logits_are_as_near_as_the_estimate_says(tiny_model_dir: Path) -
         device=torch.device("cpu"),
     )
     load_checkpoint(str(tiny_model_dir), model.parameters)
-    tokens = torch.from_numpy(np.random.default_rng(2).integers(3, 97, (32, 48)))
+    tokens = torch.tensor(np.random.default_rng(2).integers(3, 97, (32, 48)))
     cache = KvCache(
         model.config, num_tokens=32 * 64, dtype=torch.float32, device=torch.device("cpu")
     )
