@@ -38,7 +38,7 @@ class EngineSpeed:
         """To be compared with other engines' only; 0 while too little has been seen."""
         if self._busy_s < _MIN_BUSY_S:
             return 0.0
-        return self._tokens / (self._busy_s**0.75 * self._request_s**0.25)
+        return self._tokens / (math.pow(self._busy_s, 0.75) * math.pow(self._request_s, 0.25))
 
     def observe(self, num_tokens: int, num_requests: int, now: float) -> None:
         """A batch of deltas came, from an engine that held so many requests since the last one.
