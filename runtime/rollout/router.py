@@ -14,6 +14,9 @@ _AFFINITY_REQUESTS: Final = 16
 # No engine counts as more than this many times slower than the fastest: it is given something
 # now and then, so that it can be measured again. Higher strands an engine that once stalled.
 _MAX_SPEED_RATIO: Final = 8.0
+# Speeds are compared anew after this. Longer follows changes late; shorter works them out for
+# every batch of every engine, where averages of ten seconds have not moved.
+_COMPARED_FOR_S: Final = 0.5
 
 
 class EngineId(NamedTuple):
@@ -46,6 +49,7 @@ class Router:
         # By name: the next life runs on the same hardware. One entry for each name of the pool.
         self._measured: dict[str, EngineSpeed] = {}
         self._speeds: dict[EngineId, float] = {}  # of serving engines; empty: to be worked out
+        self._compare_at_s = 0.0
 
     def set_serving(self, engine: EngineId, serving: bool) -> None:
         """An engine may take requests, or may not for now; what it holds stays counted."""
@@ -130,7 +134,9 @@ class Router:
         if engine in self._serving:
             speed = self._measured.setdefault(engine.name, EngineSpeed())
             speed.observe(num_tokens, self._inflight[engine], now)
-            self._speeds = {}
+            if now >= self._compare_at_s:
+                self._speeds = {}
+                self._compare_at_s = now + _COMPARED_FOR_S
 
     def _pause(self, engine: EngineId) -> None:
         if engine.name in self._measured:

@@ -106,17 +106,18 @@ def test_no_engine_idles_while_requests_wait() -> None:
         router.check_integrity()
 
 
-def measure(router: Router, engine: EngineId, tokens_per_s: int, seconds: int = 20) -> None:
-    """As if the engine, which must hold something, had made so many tokens a second."""
-    for now in range(seconds + 1):
-        router.measure(engine, tokens_per_s, float(now))
+def measure(router: Router, tokens_per_s: dict[EngineId, int]) -> None:
+    """Each engine gets a request, of ten tokens, and seems to be as fast as that."""
+    for engine in tokens_per_s:
+        router.charge(engine, 10)
+    for now in range(21):
+        for engine, num_tokens in tokens_per_s.items():
+            router.measure(engine, num_tokens, float(now))
 
 
 def test_a_slow_engine_gets_less() -> None:
     router = make_router(A, B, max_inflight=1000)
-    for engine, speed in ((A, 100), (B, 300)):
-        router.charge(engine, 10)
-        measure(router, engine, speed)
+    measure(router, {A: 100, B: 300})
 
     for _ in range(400):
         engine = router.choose(10)
@@ -129,9 +130,7 @@ def test_a_slow_engine_gets_less() -> None:
 
 def test_an_engine_not_measured_yet_counts_as_the_mean_of_the_others() -> None:
     router = make_router(A, B)
-    for engine, speed in ((A, 100), (B, 300)):
-        router.charge(engine, 10)
-        measure(router, engine, speed)
+    measure(router, {A: 100, B: 300})
 
     router.set_serving(C, True)
 
@@ -141,9 +140,7 @@ def test_an_engine_not_measured_yet_counts_as_the_mean_of_the_others() -> None:
 
 def test_the_next_life_of_an_engine_inherits_its_speed() -> None:
     router = make_router(A, B)
-    for engine, speed in ((A, 100), (B, 300)):
-        router.charge(engine, 10)
-        measure(router, engine, speed)
+    measure(router, {A: 100, B: 300})
 
     router.remove(A)
     again = EngineId("a", 2)
@@ -155,9 +152,7 @@ def test_the_next_life_of_an_engine_inherits_its_speed() -> None:
 
 def test_an_engine_that_once_stalled_is_tried_again() -> None:
     router = make_router(A, B, max_inflight=1000)
-    for engine, speed in ((A, 0), (B, 300)):
-        router.charge(engine, 10)
-        measure(router, engine, speed)
+    measure(router, {A: 0, B: 300})
     router.measure(A, 1, 21.0)
     router.release(A, 10)
 
@@ -172,9 +167,7 @@ def test_an_engine_that_once_stalled_is_tried_again() -> None:
 @pytest.mark.parametrize("why", ["not serving", "idle"])
 def test_a_pause_is_not_taken_for_slowness(why: str) -> None:
     router = make_router(A, B)
-    for engine in (A, B):
-        router.charge(engine, 10)
-        measure(router, engine, 100)
+    measure(router, {A: 100, B: 100})
 
     if why == "idle":
         router.release(A, 10)
@@ -190,9 +183,7 @@ def test_a_pause_is_not_taken_for_slowness(why: str) -> None:
 
 def test_affinity_is_worth_less_on_a_slow_engine() -> None:
     router = make_router(A, B, max_inflight=1000)
-    for engine, speed in ((A, 100), (B, 800)):
-        router.charge(engine, 10)
-        measure(router, engine, speed)
+    measure(router, {A: 100, B: 800})
     assert router.choose(10, prefer=[A]) == A
 
     router.charge(A, 30)
