@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple, Protocol
@@ -81,14 +82,20 @@ class Dispatcher:
     Args:
         router: chooses engines.
         on_failure: told of an error that no other engine would heal.
+        clock: seconds, by which the speed of engines is measured.
     """
 
     def __init__(
-        self, router: Router, on_failure: Callable[[UmbraError], None], journal: Journal
+        self,
+        router: Router,
+        on_failure: Callable[[UmbraError], None],
+        journal: Journal,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._router = router
         self._journal = journal
         self._on_failure = on_failure
+        self._clock = clock
         self._waiting: deque[Turn] = deque()  # bounded by what the manager admits
         self._carriers: dict[EngineId, RequestCarrier] = {}
         self._inflight: dict[EngineId, dict[int, Turn]] = {}
@@ -189,10 +196,10 @@ class Dispatcher:
         """An engine that comes late gets its share of what others have not begun, newest first."""
         serving = self._router.serving
         loads = {other: self._router.outstanding_tokens(other) for other in serving}
-        even_share = sum(loads.values()) / max(1, len(serving))
+        total = sum(loads.values())
         room, moved = self._router.room(engine), list[Turn]()
         for other in serving:
-            excess = loads[other] - even_share
+            excess = loads[other] - total * self._router.fair_share(other)
             turns = [
                 turn for turn in reversed(self._inflight[other].values()) if not turn.has_begun
             ]
@@ -216,6 +223,7 @@ class Dispatcher:
         if inflight is None:
             return
         runs: list[_Run] = []
+        self._router.measure(engine, len(batch.tokens), self._clock())
         for idx, request_id in enumerate(batch.ids):
             turn = inflight.get(request_id)
             if turn is None:
