@@ -94,6 +94,19 @@ def test_a_killed_job_of_stale_data_loses_and_repeats_nothing(
         check_all(job.history(), job.run_dir, max_staleness=2)
 
 
+def test_a_killed_job_goes_on_with_another_number_of_ranks(
+    job: KilledJob, rng: random.Random, undisturbed: History
+) -> None:
+    (kill,) = plan_kills(1, STEPS, rng)
+    with job.begin() as run:
+        job.kill(run, kill)
+    with job.begin(num_ranks=1) as run:
+        job.finish(run)
+
+    check_all(job.history(), job.run_dir)
+    check_same(job.history(), undisturbed)
+
+
 def test_the_ranks_do_not_notice_that_the_manager_was_killed(
     job: KilledJob, rng: random.Random, undisturbed: History
 ) -> None:
