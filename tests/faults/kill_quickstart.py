@@ -4,7 +4,8 @@
 
 Two jobs, each killed N times: "hybrid", on-policy in float64, is compared step by step and token
 for token with a run that nothing disturbs; "standalone" trains on data of up to two steps ago. The
-history of each by its ranks' own records is compared with the ledger. RUN_DIR/summary.json has the numbers.
+history of each by its ranks' own records is compared with the ledger. RUN_DIR/summary.json has the
+numbers.
 """
 
 from __future__ import annotations

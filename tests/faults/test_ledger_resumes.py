@@ -80,3 +80,17 @@ def test_a_fresh_run_over_an_old_one_has_a_ledger_of_its_own(folder: Path) -> No
         lives = index.rows("SELECT life FROM lives")
     assert lives == [{"life": 1}]
     assert counts["trained"] == sum(counts.values()) == GROUPS_PER_STEP * GROUP_SIZE
+
+
+def test_a_checkpoint_of_a_history_that_was_given_up_is_not_gone_on_from(folder: Path) -> None:
+    assert run_to_end(folder, "train.steps=4", "train.keep_checkpoints=4").status == 0
+    older = "run.resume=run/checkpoints/step-000002"
+    assert run_to_end(folder, older, "train.steps=3", "train.keep_checkpoints=4").status == 0
+
+    ended = run_to_end(folder, "run.resume=auto", "train.steps=6")
+
+    ended.check_failed(
+        "LedgerError: the checkpoint after 4 steps was made at 1-0-",
+        "the job went back to step 2 after that",
+        "remove the checkpoint",
+    )
