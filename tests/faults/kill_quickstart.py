@@ -26,6 +26,7 @@ from trained_history import (
     check_ages,
     check_exactly_once,
     check_ledger,
+    check_metrics,
     check_order,
     check_same,
 )
@@ -77,6 +78,7 @@ def _train(
     check_exactly_once(history)
     check_order(history, job.run_dir, group_size=_GROUP_SIZE)
     check_ledger(history, job.run_dir)
+    check_metrics(history, job.run_dir)
     ages = check_ages(history, job.run_dir, _MAX_STALENESS if name == "standalone" else 0)
     return history, {
         "kills": job.num_kills,

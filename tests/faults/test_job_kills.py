@@ -17,6 +17,7 @@ from trained_history import (
     check_ages,
     check_exactly_once,
     check_ledger,
+    check_metrics,
     check_order,
     check_same,
 )
@@ -71,6 +72,7 @@ def check_all(history: History, run_dir: Path, max_staleness: int = 0) -> None:
     check_exactly_once(history)
     check_order(history, run_dir, group_size=GROUP_SIZE)
     check_ledger(history, run_dir)
+    check_metrics(history, run_dir)
     check_ages(history, run_dir, max_staleness)
 
 

@@ -22,6 +22,7 @@ from umbra.runtime.rollout.ledger.replay import replay
 from umbra.runtime.rollout.ledger.state import LedgerState
 from umbra.runtime.rollout.order import PromptOrder
 from umbra.runtime.rollout.prompts import PromptSet
+from umbra.trainer.metrics import read_metrics
 
 LOGPROB_TOLERANCE = 1e-6
 """Of float32 logprobs that were computed in float64, in batches of other shapes."""
@@ -114,6 +115,13 @@ def check_ages(history: History, run_dir: Path, max_staleness: int) -> Counter[i
     )
     assert all(0 <= age <= max_staleness for age in ages), ages
     return ages
+
+
+def check_metrics(history: History, run_dir: Path) -> None:
+    """metrics.jsonl has each step once."""
+    rows = read_metrics(run_dir / "metrics.jsonl")
+    steps = [int(row["step"]) for row in rows if "time/step_s" in row]
+    assert steps == [step + 1 for step in sorted(history)]
 
 
 def check_same(history: History, reference: History) -> None:
