@@ -55,7 +55,7 @@ class PlannedKill:
 
 def plan_kills(num_kills: int, steps: int, rng: random.Random) -> list[PlannedKill]:
     """Kills in the order in which they are to come."""
-    moments = [_MOMENTS[idx % len(_MOMENTS)] for idx in range(num_kills)]
+    moments: list[Moment] = [_MOMENTS[idx % len(_MOMENTS)] for idx in range(num_kills)]
     rng.shuffle(moments)
     last = max(1, int(steps * _LAST_SHARE))
     after = sorted(rng.randrange(last) for _ in moments)

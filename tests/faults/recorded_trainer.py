@@ -65,5 +65,5 @@ def _sample(columns: Mapping[str, Any], idx: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    vars(collective)["Rollouts"] = RecordedRollouts  # before the trainer imports it
+    collective.__dict__["Rollouts"] = RecordedRollouts  # before the trainer imports it
     run_program()
