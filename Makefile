@@ -18,7 +18,7 @@ RUNS := runs
 QUICKSTART_ASSETS := $(RUNS)/quickstart-assets
 QUICKSTART_CONFIG := launch/configs/quickstart.toml
 
-.PHONY: help quickstart drill chaos test check format lint bench bench-trl install lock clean
+.PHONY: help quickstart drill kills chaos test check format lint bench bench-trl install lock clean
 
 help: ## Say what each target does
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -32,6 +32,9 @@ drill: $(VENV)/.train assets ## The same training while engines are killed
 
 chaos: $(VENV)/.train ## 10,000 rollouts while engines are killed and stopped (two minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos/chaos.py --run-dir $(RUNS)/chaos
+
+kills: $(VENV)/.train assets ## Kill the whole job 30 times and resume it each time (a quarter of an hour)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/kill_quickstart.py $(QUICKSTART_ASSETS) --run-dir $(RUNS)/kills
 
 .PHONY: assets
 assets: $(VENV)/.train ## Make the quickstart's model and data sets (once)

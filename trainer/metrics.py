@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
-from umbra.trainer.files import writing
+from umbra.trainer.files import write_text, writing
 
 MetricsRow = Mapping[str, float]
 
@@ -79,9 +79,10 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
 
 def _keep_steps_before(path: Path, first_step: int) -> None:
+    """Replaces the file as a whole: a kill in the middle must not cost the rows that stay."""
     rows = read_metrics(path)
     kept = [row for row in rows if row["step"] < first_step]
-    path.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+    write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
 
 
 def _open_events(folder: Path) -> Any:

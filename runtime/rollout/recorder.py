@@ -39,7 +39,7 @@ from umbra.runtime.rollout.ledger.events import (
     encode_batch,
     uids_of,
 )
-from umbra.runtime.rollout.ledger.history import Position, read_history
+from umbra.runtime.rollout.ledger.history import History, Position, read_history
 from umbra.runtime.rollout.ledger.log import LedgerLog
 from umbra.runtime.rollout.ledger.replay import replay
 from umbra.runtime.rollout.ledger.state import LedgerState
@@ -90,7 +90,8 @@ class Recorder:
             needs: the position which that checkpoint has kept, "" where it knows none.
 
         Raises:
-            LedgerError: the history is damaged, or ends before what the checkpoint needs.
+            LedgerError: the history is damaged, ends before what the checkpoint needs, or has
+                since gone back behind that checkpoint.
         """
         if self._writer is None or self._folder is None:
             return None
@@ -298,12 +299,30 @@ class Recorder:
 
 def _read_state(folder: Path, needs: str, restoring_step: int | None) -> LedgerState:
     history = read_history(folder)
-    if needs and not history.covers(Position.parse(needs)):
+    if needs and restoring_step is not None:
+        _check_fit(history, Position.parse(needs), restoring_step)
+    return replay(history.entries, restoring_step=restoring_step)
+
+
+def _check_fit(history: History, needs: Position, step: int) -> None:
+    """Raises LedgerError where a checkpoint after `step` steps, made at `needs`, is no part of it.
+
+    Where the job went back behind a checkpoint, what that was trained on has been generated or
+    handed out anew since.
+    """
+    if not history.covers(needs):
         raise LedgerError(
-            f"the ledger in {folder} ends at {history.end} and the checkpoint was made at "
+            f"the ledger in {history.folder} ends at {history.end} and the checkpoint was made at "
             f"{needs}: put the ledger's files back, or go on from an older checkpoint"
         )
-    return replay(history.entries, restoring_step=restoring_step)
+    for entry in history.entries():
+        for event in entry.batch.events:
+            if isinstance(event, Restored) and event.step < step and entry.position >= needs:
+                raise LedgerError(
+                    f"the checkpoint after {step} steps was made at {needs} of the ledger in "
+                    f"{history.folder}, and the job went back to step {event.step} after that, at "
+                    f"{entry.position}: remove the checkpoint, or go on from it in another run.dir"
+                )
 
 
 def _uids(groups: Sequence[Group]) -> NDArray[np.int64]:

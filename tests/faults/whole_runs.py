@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import re
 import secrets
 import shutil
@@ -104,18 +105,23 @@ class Run:
         num_ranks: int,
         torchrun: Sequence[str],
         environ: Mapping[str, str],
+        program: str,
+        socket_root: Path | None,
     ) -> None:
         self.run_dir = folder / "run"
         self.num_ranks = num_ranks
+        self.started_s = time.time()
+        self._program = program
         self._output = folder / "output.txt"
         self._token = secrets.token_hex(8)
-        self._socket_root = Path(tempfile.mkdtemp(prefix="umbra-f-", dir="/tmp"))
+        self._is_root_shared = socket_root is not None
+        self._socket_root = socket_root or Path(tempfile.mkdtemp(prefix="umbra-f-", dir="/tmp"))
         self._shared_memory = set(os.listdir("/dev/shm"))
         command = [sys.executable, "-m", "torch.distributed.run", *torchrun]
         command = [*command, "--nproc-per-node", str(num_ranks)] if num_ranks else [sys.executable]
         with self._output.open("wb") as output:
             self.process = subprocess.Popen(
-                [*command, "-m", "umbra.trainer", *settings],
+                [*command, "-m", program, *settings],
                 cwd=folder,
                 env=_environment(self._socket_root, self._token) | dict(environ),
                 stdin=subprocess.DEVNULL,
@@ -143,14 +149,20 @@ class Run:
 
     # -- while it runs -------------------------------------------------------------------
 
-    def wait_for(self, what: str, look: Callable[[], T | None], timeout_s: float) -> T:
+    def wait_for(
+        self,
+        what: str,
+        look: Callable[[], T | None],
+        timeout_s: float,
+        every_s: float = _LOOK_AGAIN_S,
+    ) -> T:
         """The first value of `look` that is not None; the run must not end meanwhile."""
         deadline = time.monotonic() + timeout_s
         while (found := look()) is None:
             ended = self.process.poll()
             assert ended is None, f"it ended ({ended}) before {what}:\n{self.output}"
             assert time.monotonic() < deadline, f"no {what} in {timeout_s:g} s:\n{self.output}"
-            time.sleep(_LOOK_AGAIN_S)
+            time.sleep(every_s)
         return found
 
     def wait_for_step(self, step: int, timeout_s: float = START_LIMIT_S) -> None:
@@ -186,7 +198,7 @@ class Run:
             return self.process.pid
         if name.startswith("rank "):
             wanted = f"RANK={name[5:]}"
-            return self._only(lambda pid: _is_rank(pid) and wanted in _variables(pid))
+            return self._only(lambda pid: self._is_rank(pid) and wanted in _variables(pid))
         if name in ("guardian", "supervisor"):
             word = {"guardian": "guardian.py", "supervisor": "umbra.runtime.supervisor_host"}[name]
             # The supervisor's command line stands in the guardian's, too.
@@ -222,6 +234,13 @@ class Run:
         pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
         return [pid for pid in pids if wanted in _variables(pid)]
 
+    def _is_rank(self, pid: int) -> bool:
+        return (
+            self._program in _command(pid)
+            and any(variable.startswith("RANK=") for variable in _variables(pid))
+            and "torch.distributed.run" not in _command(pid)
+        )
+
     def _left_files(self) -> list[str]:
         folders = [str(path) for path in self._socket_root.iterdir()]
         return folders + [
@@ -230,13 +249,23 @@ class Run:
             if name.startswith(("torch_", "umbra", "psm_", "sem."))
         ]
 
+    def kill_all(self, rng: random.Random) -> None:
+        """SIGKILL of every process there is, in any order. What has a name in /tmp stays."""
+        while pids := self._marked():
+            rng.shuffle(pids)
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
     def close(self) -> None:
         """Ends what is there, whatever it is."""
         for pid in [self.process.pid, *self._marked()]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
-        shutil.rmtree(self._socket_root, ignore_errors=True)
+        if not self._is_root_shared:
+            shutil.rmtree(self._socket_root, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -246,11 +275,15 @@ def start_run(
     num_ranks: int = 2,
     torchrun: Sequence[str] = ("--standalone",),
     environ: Mapping[str, str] | None = None,
+    program: str = "umbra.trainer",
+    socket_root: Path | None = None,
 ) -> Generator[Run]:
     """A run whose config is `folder`/config.toml (see `write_config`), changed by `settings`.
 
     Args:
         num_ranks: 0 is one rank without torchrun, which starts faster.
+        program: the module that every rank runs.
+        socket_root: the caller's, which outlives the run; None: a folder of its own.
     """
     run = Run(
         folder,
@@ -258,6 +291,8 @@ def start_run(
         num_ranks=num_ranks,
         torchrun=torchrun,
         environ=environ or {},
+        program=program,
+        socket_root=socket_root,
     )
     try:
         yield run
@@ -324,11 +359,3 @@ def _command(pid: int) -> list[str]:
     except OSError:
         return []
     return text.decode(errors="replace").rstrip("\0").split("\0")
-
-
-def _is_rank(pid: int) -> bool:
-    return (
-        "umbra.trainer" in _command(pid)
-        and any(variable.startswith("RANK=") for variable in _variables(pid))
-        and "torch.distributed.run" not in _command(pid)
-    )

@@ -80,6 +80,18 @@ def test_a_resumed_run_replaces_the_steps_it_does_again(tmp_path: Path) -> None:
     assert [(row["step"], row["run"]) for row in rows] == [(1, 1.0), (2, 1.0), (3, 2.0)]
 
 
+def test_a_kill_while_a_resume_cuts_steps_costs_no_other_step(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path, first_step=1) as log:
+        for step in (1, 2, 3):
+            log.write(step, {"run": 1.0})
+    before = log.path.read_text()
+
+    with log.path.open() as opened_before, MetricsLog(tmp_path, first_step=3):
+        kept = opened_before.read()
+
+    assert kept == before, "it is replaced as a whole, never emptied first"
+
+
 # -- progress ----------------------------------------------------------------------------
 
 

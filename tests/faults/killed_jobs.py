@@ -1,0 +1,185 @@
+"""A training job whose every process is killed at random moments, and which is resumed each time.
+
+    job = KilledJob(folder, SMALL, rng=random.Random(seed))
+    job.run_through(plan_kills(2, steps=12, rng=rng))
+    history = job.history()
+
+`python tests/faults/kill_quickstart.py` does this to the quickstart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Literal, Self
+
+from trained_history import History, read_lines, surviving_history
+from whole_runs import START_LIMIT_S, Ended, Run, start_run
+
+from umbra.trainer.metrics import read_metrics
+
+Moment = Literal["start", "step", "checkpoint"]
+_MOMENTS: Final[tuple[Moment, ...]] = ("checkpoint", "step", "step", "checkpoint", "start")
+_LAST_SHARE: Final = 0.8
+"""Of the steps: a kill planned later might find the job done."""
+_SAVE_S: Final = 0.04
+"""About what a checkpoint of a small model takes."""
+_STEP_S: Final = 0.3  # before the first is done
+_LOOK_AGAIN_S: Final = 0.001
+_RUN_LIMIT_S: Final = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedKill:
+    """When to kill.
+
+    Attributes:
+        moment: "start": before the first batch, if it takes as long as the time before; "step": at
+            any point of a step; "checkpoint": while one is written.
+        after_step: not before the job has the batch of this step.
+        share: in [0, 1), of the start, the step or the save.
+    """
+
+    moment: Moment
+    after_step: int
+    share: float
+
+
+def plan_kills(num_kills: int, steps: int, rng: random.Random) -> list[PlannedKill]:
+    """Kills in the order in which they are to come."""
+    moments: list[Moment] = [_MOMENTS[idx % len(_MOMENTS)] for idx in range(num_kills)]
+    rng.shuffle(moments)
+    last = max(1, int(steps * _LAST_SHARE))
+    after = sorted(rng.randrange(last) for _ in moments)
+    return [
+        PlannedKill(moment, step, rng.random()) for moment, step in zip(moments, after, strict=True)
+    ]
+
+
+class KilledJob:
+    """All lives of a job in `folder`, whose config.toml is there. A context manager.
+
+    Attributes:
+        num_kills, num_torn: kills so far; those that left a checkpoint without its end.
+    """
+
+    def __init__(
+        self, folder: Path, settings: Sequence[str], *, rng: random.Random, num_ranks: int = 2
+    ) -> None:
+        self.run_dir = folder / "run"
+        self.num_kills = 0
+        self.num_torn = 0
+        self._folder = folder
+        self._settings = settings
+        self._rng = rng
+        self._num_ranks = num_ranks
+        self._records = folder / "records"
+        self._life = 0
+        self._start_s = 8.0  # of the life before
+        self._socket_root = Path(tempfile.mkdtemp(prefix="umbra-f-", dir="/tmp"))
+
+    def __enter__(self) -> Self:
+        self._records.mkdir()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        shutil.rmtree(self._socket_root, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def begin(self, *settings: str, num_ranks: int | None = None) -> Generator[Run]:
+        """Another life, which goes on from the newest checkpoint. Dead ones' sockets are swept."""
+        self._life += 1
+        with start_run(
+            self._folder,
+            *self._settings,
+            "run.resume=auto",
+            *settings,
+            num_ranks=self._num_ranks if num_ranks is None else num_ranks,
+            environ={"RECORDED_IN": str(self._records), "RECORDED_LIFE": str(self._life)},
+            program="recorded_trainer",
+            socket_root=self._socket_root,
+        ) as run:
+            try:
+                yield run
+            finally:
+                shutil.copy(self._folder / "output.txt", self._folder / f"output-{self._life}.txt")
+
+    def run_through(self, kills: Sequence[PlannedKill]) -> Ended:
+        """One life for each kill, and a last one that comes to the end of the training."""
+        for kill in kills:
+            with self.begin() as run:
+                self.kill(run, kill)
+        with self.begin() as run:
+            return self.finish(run)
+
+    def finish(self, run: Run) -> Ended:
+        ended = run.wait(_RUN_LIMIT_S)
+        assert ended.status == 0, ended.output
+        return ended
+
+    def kill(self, run: Run, kill: PlannedKill) -> None:
+        """Waits for the moment, then kills every process of the job."""
+        match kill.moment:
+            case "start":
+                time.sleep(kill.share * self._start_s)
+            case "step":
+                self.wait_for_batch(run, kill.after_step)
+                time.sleep(kill.share * 1.5 * self.step_s())
+            case "checkpoint":
+                self.wait_for_batch(run, kill.after_step)
+                self._wait_for_save(run)
+                time.sleep(kill.share * _SAVE_S)
+        run.kill_all(self._rng)
+        self.num_kills += 1
+        self.num_torn += bool(self._unfinished_saves(run))
+
+    def last_batch(self) -> int:
+        """The step whose batch rank 0 got last in this life; -1 before the first."""
+        lines = read_lines(self._records / f"{self._life:03}-0.jsonl")
+        return max((int(line["step"]) for line in lines if "step" in line), default=-1)
+
+    def wait_for_batch(self, run: Run, step: int) -> None:
+        """Until rank 0 has the batch of this step or of a later one."""
+        run.wait_for("its first batch", lambda: self.last_batch() >= 0 or None, START_LIMIT_S)
+        self._start_s = time.time() - run.started_s
+        what = f"the batch of step {step}"
+        run.wait_for(what, lambda: self.last_batch() >= step or None, _RUN_LIMIT_S)
+
+    def step_s(self) -> float:
+        """What the newest step took."""
+        rows = read_metrics(self.run_dir / "metrics.jsonl")
+        return rows[-1].get("time/step_s", _STEP_S) if rows else _STEP_S
+
+    def history(self) -> History:
+        return surviving_history(self._records)
+
+    def _wait_for_save(self, run: Run) -> None:
+        run.wait_for(
+            "a checkpoint",
+            lambda: self._unfinished_saves(run) or None,
+            _RUN_LIMIT_S,
+            every_s=_LOOK_AGAIN_S,
+        )
+
+    def _unfinished_saves(self, run: Run) -> list[str]:
+        """Checkpoints that this run has begun and not completed."""
+        found: list[str] = []
+        with contextlib.suppress(OSError):
+            for entry in os.scandir(self.run_dir / "checkpoints"):
+                is_new = entry.stat().st_mtime >= run.started_s
+                if is_new and not (Path(entry.path) / "COMPLETE").exists():
+                    found.append(entry.name)
+        return found

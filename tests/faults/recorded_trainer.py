@@ -1,0 +1,69 @@
+"""`torchrun -m recorded_trainer CONFIG ...`: a training whose ranks write down what they train on.
+
+Each rank of each life of a job appends lines to RECORDED_IN/LIFE-RANK.jsonl:
+
+    {"began": step}                          rank 0: the checkpoint it goes on from, 0 for none
+    {"step": s, "world_size": n, "samples": [...]}   the batch that it trains on as step s
+
+Those of later steps than the checkpoint that the next life goes on from are part of no history;
+see `trained_history`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from umbra.runtime import collective
+from umbra.runtime.session import Session
+from umbra.trainer.cli import run_program
+
+
+class RecordedRollouts(collective.Rollouts):
+    """Owns the rank's file, for as long as the process lives."""
+
+    def __init__(self, session: Session, manager: str, timeout_s: float = 60.0) -> None:
+        super().__init__(session, manager, timeout_s)
+        life = int(os.environ["RECORDED_LIFE"])
+        self._path = Path(os.environ["RECORDED_IN"]) / f"{life:03}-{session.rank}.jsonl"
+
+    def begin(self, step: int, version: int, position: str, timeout_s: float) -> Mapping[str, int]:
+        kept = super().begin(step, version, position, timeout_s)
+        self._write({"began": step})
+        return kept
+
+    def next_batch(
+        self, step: int, version: int, serve_sync: collective.ServeSync, timeout_s: float
+    ) -> Mapping[str, Any]:
+        columns = super().next_batch(step, version, serve_sync, timeout_s)
+        # What is in no micro-batch is not trained on, and what is in two is trained on twice.
+        members = [idx for part in columns["micro_batches"] for idx in part]
+        samples = [_sample(columns, idx) for idx in members]
+        world_size = int(os.environ["WORLD_SIZE"])
+        self._write({"step": step, "world_size": world_size, "samples": samples})
+        return columns
+
+    def _write(self, line: dict[str, Any]) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def _sample(columns: Mapping[str, Any], idx: int) -> dict[str, Any]:
+    start, stop = (int(offset) for offset in columns["offsets"][idx : idx + 2])
+    middle = start + int(columns["prompt_lens"][idx])
+    return {
+        "sample_id": columns["sample_ids"][idx],
+        "prompt": columns["tokens"][start:middle].tolist(),
+        "tokens": columns["tokens"][middle:stop].tolist(),
+        "logprobs": columns["logprobs"][middle:stop].tolist(),
+        "versions": columns["versions"][middle:stop].tolist(),
+        "reward": float(columns["rewards"][idx]),
+    }
+
+
+if __name__ == "__main__":
+    collective.__dict__["Rollouts"] = RecordedRollouts  # before the trainer imports it
+    run_program()

@@ -1,0 +1,140 @@
+"""SIGKILL of a whole job, and of its rollout manager: nothing is lost, nothing trained twice."""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+import signal
+import time
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+from killed_jobs import KilledJob, plan_kills
+from trained_history import (
+    History,
+    check_ages,
+    check_exactly_once,
+    check_ledger,
+    check_metrics,
+    check_order,
+    check_same,
+)
+from whole_runs import Run, write_config
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+STEPS = 12
+GROUP_SIZE = 4
+SMALL = (
+    "model.dtype=float64",  # an interrupted completion is then the uninterrupted one
+    "pool.engine=embedded",
+    "pool.engine_args={}",
+    "reward.function=plain_rewards:distinct",
+    f"rollout.group_size={GROUP_SIZE}",
+    "rollout.max_new_tokens=20",
+    f"train.steps={STEPS}",
+    "train.learning_rate=1e-2",
+    "train.checkpoint_every=2",
+)
+STANDALONE = ("pool.mode=standalone", "rollout.max_staleness=2", "pool.count=2")
+NUM_MANAGER_KILLS = 3
+
+
+@pytest.fixture
+def rng() -> random.Random:
+    seed = int(os.environ.get("UMBRA_KILL_SEED") or secrets.randbelow(2**31))
+    print(f"UMBRA_KILL_SEED={seed}")
+    return random.Random(seed)
+
+
+@pytest.fixture
+def job(folder: Path, rng: random.Random) -> Generator[KilledJob]:
+    with KilledJob(folder, SMALL, rng=rng) as job:
+        yield job
+
+
+@pytest.fixture(scope="module")
+def undisturbed(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> History:
+    """What the same job is trained on where nothing is killed."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    write_config(folder, assets)
+    with KilledJob(folder, SMALL, rng=random.Random(0)) as job:
+        job.run_through([])
+        history = job.history()
+        check_all(history, job.run_dir)
+    return history
+
+
+def check_all(history: History, run_dir: Path, max_staleness: int = 0) -> None:
+    assert sorted(history) == list(range(STEPS))
+    check_exactly_once(history)
+    check_order(history, run_dir, group_size=GROUP_SIZE)
+    check_ledger(history, run_dir)
+    check_metrics(history, run_dir)
+    check_ages(history, run_dir, max_staleness)
+
+
+def test_a_killed_job_trains_as_if_nothing_had_happened(
+    job: KilledJob, rng: random.Random, undisturbed: History
+) -> None:
+    job.run_through(plan_kills(2, STEPS, rng))
+
+    assert job.num_kills == 2
+    check_all(job.history(), job.run_dir)
+    check_same(job.history(), undisturbed)
+
+
+def test_a_killed_job_of_stale_data_loses_and_repeats_nothing(
+    folder: Path, rng: random.Random
+) -> None:
+    with KilledJob(folder, (*SMALL, *STANDALONE), rng=rng) as job:
+        job.run_through(plan_kills(2, STEPS, rng))
+
+        assert job.num_kills == 2
+        check_all(job.history(), job.run_dir, max_staleness=2)
+
+
+def test_a_killed_job_goes_on_with_another_number_of_ranks(
+    job: KilledJob, rng: random.Random, undisturbed: History
+) -> None:
+    (kill,) = plan_kills(1, STEPS, rng)
+    with job.begin() as run:
+        job.kill(run, kill)
+    with job.begin(num_ranks=1) as run:
+        job.finish(run)
+
+    check_all(job.history(), job.run_dir)
+    check_same(job.history(), undisturbed)
+
+
+def test_the_ranks_do_not_notice_that_the_manager_was_killed(
+    job: KilledJob, rng: random.Random, undisturbed: History
+) -> None:
+    targets = sorted(rng.sample(range(1, STEPS - 2), NUM_MANAGER_KILLS))
+
+    with job.begin() as run:
+        for number, target in enumerate(targets, 1):
+            job.wait_for_batch(run, target)
+            ranks = [run.pid_of(f"rank {rank}") for rank in range(2)]
+            kill_manager(run, number, rng.uniform(0.0, 1.5 * job.step_s()))
+            assert [run.pid_of(f"rank {rank}") for rank in range(2)] == ranks
+        ended = job.finish(run)
+
+    assert "Error" not in ended.output, ended.output
+    check_all(job.history(), job.run_dir)
+    check_same(job.history(), undisturbed)
+
+
+def kill_manager(run: Run, incarnation: int, after_s: float) -> None:
+    """Kills this incarnation, so long after it serves, and waits for its successor."""
+
+    def serves(wanted: int) -> bool | None:
+        actor = run.actors()["rollouts"]
+        return (actor["incarnation"] >= wanted and actor["state"] == "RUNNING") or None
+
+    run.wait_for("the manager", lambda: serves(incarnation), 30.0)
+    time.sleep(after_s)
+    os.kill(run.pid_of("rollouts"), signal.SIGKILL)
+    run.wait_for("its successor", lambda: serves(incarnation + 1), 30.0)

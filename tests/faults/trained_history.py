@@ -1,0 +1,190 @@
+"""What a job that was killed and resumed was trained on, by its ranks' own records.
+
+A life of the job goes on from a checkpoint, so of the lives before it only the steps that the
+checkpoint covers survive. This is compared with the ledger, with the order of the data, and with
+another job's history.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from umbra.runtime.rollout.ledger.events import Event, Leased
+from umbra.runtime.rollout.ledger.history import Entry, ledger_folder, read_history
+from umbra.runtime.rollout.ledger.index import LedgerIndex
+from umbra.runtime.rollout.ledger.replay import replay
+from umbra.runtime.rollout.ledger.state import LedgerState
+from umbra.runtime.rollout.order import PromptOrder
+from umbra.runtime.rollout.prompts import PromptSet
+from umbra.trainer.metrics import read_metrics
+
+LOGPROB_TOLERANCE = 1e-6
+"""Of float32 logprobs that were computed in float64, in batches of other shapes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedSample:
+    """One completion that a rank trained on; tokens, logprobs and versions are the completion's."""
+
+    sample_id: str
+    prompt: list[int]
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    reward: float
+
+
+History = dict[int, dict[str, TrainedSample]]
+"""By step and by sample id."""
+
+
+def surviving_history(records: Path) -> History:
+    """The steps that were trained in the end, from the files of `recorded_trainer`."""
+    history: History = {}
+    partial: set[int] = set()  # a kill came before every rank had its part
+    for life in sorted({path.name.partition("-")[0] for path in records.iterdir()}):
+        began, batches = _read_life(records, life)
+        if began is None:
+            assert not batches, f"life {life} has batches and never began"
+            continue
+        assert began <= len(history), f"life {life} goes on after {began} of {len(history)} steps"
+        history = {step: history[step] for step in range(began)}
+        for step in sorted(batches):
+            assert step == len(history), f"life {life} trained on step {step}, not {len(history)}"
+            history[step] = _merged(batches[step], f"life {life}, step {step}")
+            partial.discard(step)
+            if any(len(batches[step]) != line["world_size"] for line in batches[step].values()):
+                partial.add(step)
+    assert not partial & history.keys(), f"not every rank was trained on steps {sorted(partial)}"
+    return history
+
+
+def check_exactly_once(history: History) -> None:
+    """No sample stands in two steps."""
+    counts = Counter(sample_id for batch in history.values() for sample_id in batch)
+    twice = [sample_id for sample_id, count in counts.items() if count > 1]
+    assert not twice, f"trained more than once: {twice}"
+
+
+def check_order(history: History, run_dir: Path, *, group_size: int, seed: int = 0) -> None:
+    """All of the history together is the beginning of the data order, whole groups, none lost."""
+    prompts = PromptSet.open(run_dir / "prompts.msgpack")
+    order = PromptOrder(len(prompts), seed)
+    trained = {sample_id for batch in history.values() for sample_id in batch}
+    places = [order.at(place) for place in range(len(trained) // group_size)]
+    expected = {
+        f"e{epoch}/{prompts[idx].prompt_id}/{k}" for epoch, idx in places for k in range(group_size)
+    }
+    prompts.close()
+    assert trained == expected, (sorted(trained - expected), sorted(expected - trained))
+
+
+def check_ledger(history: History, run_dir: Path) -> None:
+    """The ledger says the same: which samples, in which step, with which tokens and versions."""
+    trained = {sample_id: step for step, batch in history.items() for sample_id in batch}
+    with LedgerIndex.build(run_dir) as index:
+        rows = index.rows("SELECT sample_id, step FROM samples WHERE state = 'trained'")
+        twice = index.rows("SELECT sample_id FROM samples GROUP BY sample_id HAVING count(*) > 1")
+    assert not twice
+    assert {row["sample_id"]: row["step"] for row in rows} == trained
+    held = _leased_tokens(run_dir)
+    for batch in history.values():
+        for sample in batch.values():
+            tokens, versions, reward = held[sample.sample_id]
+            assert sample.tokens == tokens, sample.sample_id
+            assert sample.versions == versions, sample.sample_id
+            assert abs(sample.reward - reward) < 1e-6, sample.sample_id
+
+
+def check_ages(history: History, run_dir: Path, max_staleness: int) -> Counter[int]:
+    """Every token is between 0 and `max_staleness` steps old; how many there are of each age."""
+    lines = (run_dir / "versions.jsonl").read_text().splitlines()
+    steps = {int(row["version"]): int(row["step"]) for row in map(json.loads, lines)}
+    ages = Counter(
+        step - steps[version]
+        for step, batch in history.items()
+        for sample in batch.values()
+        for version in sample.versions
+        if version >= 0
+    )
+    assert all(0 <= age <= max_staleness for age in ages), ages
+    return ages
+
+
+def check_metrics(history: History, run_dir: Path) -> None:
+    """metrics.jsonl has each step once."""
+    rows = read_metrics(run_dir / "metrics.jsonl")
+    steps = [int(row["step"]) for row in rows if "time/step_s" in row]
+    assert steps == [step + 1 for step in sorted(history)]
+
+
+def check_same(history: History, reference: History) -> None:
+    """Step by step the same samples, token for token; versions may differ."""
+    assert history.keys() == reference.keys()
+    for step, batch in history.items():
+        others = reference[step]
+        assert batch.keys() == others.keys(), f"step {step}"
+        for sample_id, sample in batch.items():
+            other, where = others[sample_id], f"step {step}, {sample_id}"
+            assert (sample.prompt, sample.tokens) == (other.prompt, other.tokens), where
+            assert sample.reward == other.reward, where
+            pairs = zip(sample.logprobs, other.logprobs, strict=True)
+            assert all(abs(a - b) < LOGPROB_TOLERANCE for a, b in pairs), where
+
+
+def _read_life(records: Path, life: str) -> tuple[int | None, dict[int, dict[int, dict[str, Any]]]]:
+    """The step that it goes on from, and its batches by step and rank."""
+    began: int | None = None
+    batches: dict[int, dict[int, dict[str, Any]]] = {}
+    for path in records.glob(f"{life}-*.jsonl"):
+        rank = int(path.stem.partition("-")[2])
+        for line in read_lines(path):
+            if "began" in line:
+                assert began is None, f"{path.name} began twice"
+                began = line["began"]
+            else:
+                ranks = batches.setdefault(line["step"], {})
+                assert rank not in ranks, f"{path.name} got step {line['step']} twice"
+                ranks[rank] = line
+    return began, batches
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Lines of a record; one that a kill tore was not trained on."""
+    if path.exists():
+        for text in path.read_text().splitlines():
+            with contextlib.suppress(ValueError):
+                yield json.loads(text)
+
+
+def _merged(ranks: Mapping[int, Mapping[str, Any]], where: str) -> dict[str, TrainedSample]:
+    """The samples of all ranks together."""
+    merged: dict[str, TrainedSample] = {}
+    for line in ranks.values():
+        for fields in line["samples"]:
+            sample = TrainedSample(**fields)
+            assert sample.sample_id not in merged, f"{where}: {sample.sample_id} twice"
+            merged[sample.sample_id] = sample
+    return merged
+
+
+def _leased_tokens(run_dir: Path) -> dict[str, tuple[list[int], list[int], float]]:
+    """Tokens, versions and reward of each sample when it was last handed out."""
+    held: dict[str, tuple[list[int], list[int], float]] = {}
+
+    def on_event(entry: Entry, event: Event, state: LedgerState) -> None:
+        if isinstance(event, Leased):
+            for uid in event.uids.tolist():
+                sample = state.sample(uid)
+                assert sample.reward is not None
+                tokens, versions = sample.tokens.tolist(), sample.versions.tolist()
+                held[sample.sample_id] = (tokens, versions, sample.reward)
+
+    replay(read_history(ledger_folder(run_dir, "rollouts")).entries, on_event=on_event)
+    return held
