@@ -5,7 +5,9 @@
                  +--------------+  abort, error, lost tokens, death of the engine: the turn goes
                                    on from prompt + tokens so far, on any serving engine
 
-Runs on one loop and never waits: links and fleet feed it events.
+Runs on one loop and never waits: links and fleet feed it events. A batch's runs are applied all at
+once, in columns (`TokenStore.apply`); only finishes, and runs that do not simply go on, are looked
+at one by one.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from numpy.typing import NDArray
 from umbra.runtime.errors import EngineError, UmbraError
 from umbra.runtime.rollout.deltas import DeltaBatch
 from umbra.runtime.rollout.router import EngineId, Router
+from umbra.runtime.rollout.token_store import Runs, TokenStore
 from umbra.runtime.rollout.trajectory import TrajectoryState
 from umbra.runtime.rollout.turn import Turn
 
@@ -40,6 +43,12 @@ class RequestCarrier(Protocol):
     def withdraw(self, request_ids: list[int]) -> None: ...
 
 
+class TokenJournal(Protocol):
+    """Is told of all tokens that trajectories got from engines, before a finish that follows."""
+
+    def on_tokens(self, runs: Runs) -> None: ...
+
+
 class Moved(NamedTuple):
     """What an engine held when it was lost."""
 
@@ -53,14 +62,24 @@ class Dispatcher:
     Args:
         router: chooses engines.
         on_failure: told of an error that no other engine would heal.
+        journal: told of what was appended to recorded trajectories (`uid` not -1).
     """
 
-    def __init__(self, router: Router, on_failure: Callable[[UmbraError], None]) -> None:
+    def __init__(
+        self,
+        router: Router,
+        on_failure: Callable[[UmbraError], None],
+        journal: TokenJournal | None = None,
+    ) -> None:
         self._router = router
         self._on_failure = on_failure
+        self._journal = journal
+        self._store = TokenStore()
         self._waiting: deque[Turn] = deque()  # bounded by what the manager admits
         self._carriers: dict[EngineId, RequestCarrier] = {}
         self._inflight: dict[EngineId, dict[int, Turn]] = {}
+        self._numbers: dict[EngineId, int] = {}  # engines as the store knows them
+        self._engine_numbers = itertools.count()
         self._request_ids = itertools.count(1)
         self.counters = dict.fromkeys(
             ("gaps", "repeats", "retries", "aborts", "engines_lost", "late_runs", "moved"), 0
@@ -78,19 +97,22 @@ class Dispatcher:
     def cancel(self, turns: Iterable[Turn]) -> None:
         """Forgets turns wherever they are; engines stop working on them."""
         dropped = set(turns)
-        self._waiting = deque(turn for turn in self._waiting if turn not in dropped)
-        for engine, inflight in self._inflight.items():
-            gone = [turn for turn in inflight.values() if turn in dropped]
-            for turn in gone:
-                self._take_back(engine, turn)
-            if gone:
-                self._carriers[engine].withdraw([turn.request_id for turn in gone])
+        by_engine: dict[EngineId, list[int]] = {}
+        for turn in dropped:
+            if turn.engine is not None:
+                by_engine.setdefault(turn.engine, []).append(turn.request_id)
+                self._take_back(turn.engine, turn)
+        if any(turn in dropped for turn in self._waiting):
+            self._waiting = deque(turn for turn in self._waiting if turn not in dropped)
+        for engine, request_ids in by_engine.items():
+            self._carriers[engine].withdraw(sorted(request_ids))
         self.pump()
 
     def attach(self, engine: EngineId, carrier: RequestCarrier) -> None:
         """An engine can be reached; it takes turns once `set_serving` says so."""
         self._carriers[engine] = carrier
         self._inflight[engine] = {}
+        self._numbers[engine] = next(self._engine_numbers)
         self._router.set_serving(engine, False)
 
     def set_serving(self, engine: EngineId, serving: bool) -> None:
@@ -102,10 +124,11 @@ class Dispatcher:
 
     def detach(self, engine: EngineId) -> Moved:
         """The engine is lost: what it held goes on elsewhere, oldest first."""
-        inflight = self._inflight.pop(engine, {})
-        del self._carriers[engine]
+        turns = list(self._inflight[engine].values())
+        for turn in turns:
+            self._take_back(engine, turn)
+        del self._inflight[engine], self._carriers[engine], self._numbers[engine]
         self._router.remove(engine)
-        turns = list(inflight.values())
         for turn in reversed(turns):
             self._requeue(turn)
         self.pump()
@@ -143,12 +166,22 @@ class Dispatcher:
             self._give(engine, turn)
 
     def _give(self, engine: EngineId, turn: Turn) -> None:
+        trajectory = turn.trajectory
         turn.request_id = next(self._request_ids)
-        turn.unspent = turn.cost()
-        self._router.charge(engine, turn.unspent)
+        turn.engine = engine
+        turn.charged = turn.cost()
+        self._router.charge(engine, turn.charged)
         self._inflight[engine][turn.request_id] = turn
-        turn.trajectory.home = engine
-        turn.trajectory.state = TrajectoryState.RUNNING
+        turn.row = self._store.open(
+            turn.request_id,
+            self._numbers[engine],
+            trajectory.uid,
+            length=trajectory.completion_len,
+            room=turn.room(),
+        )
+        trajectory.begin_attempt(self._store, turn.row)
+        trajectory.home = engine
+        trajectory.state = TrajectoryState.RUNNING
         if turn.group:
             turn.group.home = engine
         self._carriers[engine].send(turn.request())
@@ -183,52 +216,72 @@ class Dispatcher:
         inflight = self._inflight.get(engine)
         if inflight is None:
             return
-        for idx, request_id in enumerate(batch.ids):
-            turn = inflight.get(request_id)
-            if turn is None:
-                self.counters["late_runs"] += 1
-                continue
-            run = slice(batch.bounds[idx], batch.bounds[idx + 1])
-            self._on_run(
-                engine,
-                turn,
-                batch.positions[idx],
-                batch.tokens[run],
-                batch.logprobs[run],
-                batch.versions[idx],
-            )
+        applied = self._store.apply(self._numbers[engine], batch)
+        self.counters["late_runs"] += applied.num_late
+        if applied.runs is not None:
+            self._on_appended(engine, applied.runs)
+        lost = self._apply_one_by_one(engine, batch, applied.rest) if applied.rest else {}
+        for request_id, missing in lost.items():
+            self.counters["gaps"] += 1
+            self._carriers[engine].withdraw([request_id])
+            self._retry(engine, inflight[request_id], f"{missing} tokens were lost on the way")
         for request_id, reason in batch.finishes:
             turn = inflight.get(request_id)
             if turn is not None:
                 self._on_finish(engine, turn, reason)
         self.pump()
 
-    def _on_run(
+    def _on_appended(self, engine: EngineId, runs: Runs) -> None:
+        self._router.progress(engine, len(runs.tokens))
+        if self._journal is not None:
+            recorded = runs.recorded()
+            if len(recorded.uids):
+                self._journal.on_tokens(recorded)
+
+    def _apply_one_by_one(
+        self, engine: EngineId, batch: DeltaBatch, runs: list[int]
+    ) -> dict[int, int]:
+        """Appends what is new in these runs; returns how many tokens lost requests lack."""
+        lost: dict[int, int] = {}
+        for run in runs:
+            request_id = int(batch.ids[run])
+            turn = self._inflight[engine][request_id]
+            missing = turn.trajectory.missing_before(int(batch.positions[run]))
+            if request_id in lost:
+                self.counters["late_runs"] += 1
+                continue
+            if missing > 0:
+                lost[request_id] = missing
+                continue
+            start, stop = int(batch.bounds[run]), int(batch.bounds[run + 1])
+            if missing < 0:
+                self.counters["repeats"] += 1
+                start = min(stop, start - missing)
+            new = slice(start, min(stop, start + turn.room()))
+            self._append(engine, turn, batch.tokens[new], batch.logprobs[new], batch.versions[run])
+        return lost
+
+    def _append(
         self,
         engine: EngineId,
         turn: Turn,
-        position: int,
         tokens: NDArray[np.int32],
         logprobs: NDArray[np.float32],
-        version: int,
+        version: np.int64,
     ) -> None:
-        missing = turn.trajectory.missing_before(position)
-        if missing > 0:
-            self.counters["gaps"] += 1
-            self._carriers[engine].withdraw([turn.request_id])
-            self._retry(engine, turn, f"{missing} tokens were lost on the way")
+        if not len(tokens):
             return
-        if missing < 0:
-            self.counters["repeats"] += 1
-            tokens, logprobs = tokens[-missing:], logprobs[-missing:]
-        room = turn.room()
-        if len(tokens) > room:
-            tokens, logprobs = tokens[:room], logprobs[:room]
-        if len(tokens):
-            turn.trajectory.append_generated(tokens, logprobs, version)
-            self._router.progress(engine, len(tokens))
-            turn.unspent -= len(tokens)
-            turn.num_errors = 0  # it is getting on
+        trajectory = turn.trajectory
+        runs = Runs(
+            np.asarray([trajectory.uid], np.int64),
+            np.asarray([trajectory.completion_len], np.int64),
+            np.asarray([0, len(tokens)], np.int64),
+            np.asarray([version], np.int64),
+            tokens,
+            logprobs,
+        )
+        trajectory.append_generated(tokens, logprobs, int(version))
+        self._on_appended(engine, runs)
 
     def _on_finish(self, engine: EngineId, turn: Turn, reason: str) -> None:
         outcome = turn.outcome()
@@ -264,9 +317,14 @@ class Dispatcher:
         )
 
     def _take_back(self, engine: EngineId, turn: Turn) -> None:
+        """The attempt is over; the trajectory keeps what it brought."""
         del self._inflight[engine][turn.request_id]
-        self._router.release(engine, turn.unspent)
-        turn.unspent = 0
+        num_tokens = turn.trajectory.settle()
+        self._store.close(turn.request_id, turn.row)
+        self._router.release(engine, turn.charged - num_tokens)
+        turn.engine = None
+        if num_tokens:
+            turn.num_errors = 0  # it is getting on
 
     def _requeue(self, turn: Turn) -> None:
         outcome = turn.outcome()
@@ -279,6 +337,7 @@ class Dispatcher:
     def check_integrity(self) -> None:
         """Asserts that every turn is in one place and that the router counts agree."""
         self._router.check_integrity()
+        self._store.check_integrity()
         turns = [*self._waiting, *(t for held in self._inflight.values() for t in held.values())]
         assert len(turns) == len({id(turn) for turn in turns})
         for engine, held in self._inflight.items():
