@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 from umbra.runtime.errors import DeadlineExceeded, ProtocolError
 from umbra.runtime.session import Session, SyncHandle
 
 ServeSync = Callable[[int], None]
+
+_LEDGER_TIMEOUT_S: Final = 90.0
+"""Longer than the manager itself waits for the disk, and than its restart takes."""
 
 
 class SessionSync:
@@ -64,6 +67,36 @@ class Rollouts:
     def __init__(self, session: Session, manager: str, timeout_s: float = 60.0) -> None:
         self._rank = session.rank
         self._manager: SyncHandle = session.actor(manager, timeout_s)
+
+    def begin(self, step: int, version: int, position: str, timeout_s: float) -> Mapping[str, int]:
+        """Goes on from the checkpoint after `step` steps. One rank, before the others ask.
+
+        Args:
+            version: the newest when the checkpoint was made.
+            position: of the ledger, as `position()` gave it for the checkpoint; "" for none.
+
+        Returns {"groups", "tokens"}: what need not be generated again.
+
+        Raises:
+            LedgerError: the ledger and the checkpoint do not fit.
+        """
+        kept: Mapping[str, int] = self._manager.call(
+            "begin", step, version, position, timeout_s=timeout_s
+        )
+        return kept
+
+    def announce(self, version: int, step: int) -> None:
+        """The weights after `step` steps will be `version`. One rank, before publishing them."""
+        self._manager.call("announce", version, step, timeout_s=_LEDGER_TIMEOUT_S)
+
+    def position(self) -> str:
+        """Of the ledger, for a checkpoint to keep. One rank."""
+        position: str = self._manager.call("position", timeout_s=_LEDGER_TIMEOUT_S)
+        return position
+
+    def checkpointed(self, step: int, version: int) -> None:
+        """A complete checkpoint after `step` steps exists. One rank."""
+        self._manager.call("checkpointed", step, version, timeout_s=_LEDGER_TIMEOUT_S)
 
     def next_batch(
         self, step: int, version: int, serve_sync: ServeSync, timeout_s: float

@@ -50,12 +50,14 @@ class TrainerState:
         version: version of the weights in the checkpoint.
         world_size: ranks that wrote it; for information.
         seed: `train.seed` of the run, which decides the order of prompts.
+        ledger: position in the rollouts' ledger, which has all that was trained on up to there.
     """
 
     step: int
     version: int
     world_size: int
     seed: int
+    ledger: str = ""
 
 
 class CheckpointStore:

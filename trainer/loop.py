@@ -112,6 +112,8 @@ class TrainingLoop:
         """Gives the engines the weights as they are, under a new version."""
         version = self._versions.next(self.step)
         started = time.perf_counter()
+        if self._world.is_lead:
+            self._rollouts.announce(version, self.step)
         report = self._sync(version)
         return {
             "sync/version": float(version),
@@ -170,11 +172,15 @@ class TrainingLoop:
         """Checkpoints the state after the last step, unless that has been done. Collective."""
         if self.step == self._saved_step:
             return
+        is_lead = self._world.is_lead
         state = TrainerState(
             step=self.step,
             version=self._versions.current,
             world_size=self._world.world_size,
             seed=self._train.seed,
+            ledger=self._rollouts.position() if is_lead else "",
         )
         self._checkpoints.save(state, self._policy.parameters, self._optimizer.adamw)
+        if is_lead:
+            self._rollouts.checkpointed(state.step, state.version)
         self._saved_step = self.step

@@ -4,6 +4,7 @@ run.dir/prompts.msgpack, eval_prompts.msgpack   tokenised data sets
 run.dir/metrics.jsonl, tensorboard/             numbers of each step
 run.dir/versions.jsonl                          weight versions and the steps they belong to
 run.dir/checkpoints/                            see `umbra.trainer.checkpoint`
+run.dir/ledger/                                 every sample's history; `umbra ledger` shows it
 run.dir/export/                                 the trained model, Hugging Face format
 run.dir/summary.json, report.html, reward.png   at the end
 run.dir/logs/                                   output of every process umbra starts
@@ -27,11 +28,14 @@ _EARLIER: Final = (
     "tensorboard",
     "versions.jsonl",
     "checkpoints",
+    "ledger",
     "export",
     "summary.json",
     "report.html",
     "reward.png",
 )
+# A run that is gone on with from its very beginning: what was generated need not be done again.
+_KEPT_WITHOUT_CHECKPOINT: Final = ("ledger", "versions.jsonl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +98,14 @@ def begin_run(run: RunSection, incarnation: int) -> Path | None:
         path = Path(run.resume)
         read_trainer_state(path)
         return path
+    earlier = _EARLIER
     if run.resume == "auto" or incarnation > 1:
         found = complete_checkpoints(RunDir(run.dir).checkpoints)
         if found:
             return found[-1]
+        earlier = tuple(name for name in _EARLIER if name not in _KEPT_WITHOUT_CHECKPOINT)
     with writing("clear", run.dir):
-        for name in _EARLIER:
+        for name in earlier:
             path = run.dir / name
             if path.is_dir():
                 shutil.rmtree(path)

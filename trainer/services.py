@@ -15,6 +15,7 @@ from umbra.runtime.engine_names import engine_target
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.pools import PoolSpec
 from umbra.runtime.restart import RestartPolicy
+from umbra.runtime.rollout.ledger.history import ledger_folder
 from umbra.runtime.session import Session
 from umbra.trainer.config import TrainerConfig
 from umbra.trainer.data import PromptFiles
@@ -30,8 +31,8 @@ _DEFAULT_CONTEXT_LEN: Final = 4096
 _DEFAULT_TOKENS: Final = {"cpu": 2048, "cuda": 16384}
 # A worker runs user code, which may crash it for reasons that pass.
 _WORKER_RESTARTS: Final = RestartPolicy(mode="on_failure", max_restarts=5, window_s=600.0)
-# The manager holds the batch in memory: a new one would know nothing of it.
-_MANAGER_RESTARTS: Final = RestartPolicy(mode="never")
+# A new manager goes on with what the ledger has.
+_MANAGER_RESTARTS: Final = RestartPolicy(mode="on_failure", max_restarts=5, window_s=600.0)
 
 
 class ServiceStarter:
@@ -187,6 +188,7 @@ def manager_spec(
         "over_sampling": rollout.over_sampling,
         "drop_uniform_groups": rollout.drop_uniform_groups,
         "max_failed_share": rollout.max_failed_share,
+        "ledger_path": str(ledger_folder(config.run.dir.absolute(), MANAGER)),
         "advantage": train.advantage,
         "agent": rollout.agent is not None,
         "accuracy_threshold": config.reward.accuracy_threshold,

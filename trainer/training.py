@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from types import TracebackType
 from typing import Final
 
@@ -14,7 +15,7 @@ from umbra.runtime.errors import ActorError, JobFailed, TransportError, UmbraErr
 from umbra.runtime.session import Session
 from umbra.runtime.weights.publish import WeightPublisher
 from umbra.trainer.batch import MicroBatchBuilder
-from umbra.trainer.checkpoint import CheckpointStore
+from umbra.trainer.checkpoint import CheckpointStore, TrainerState
 from umbra.trainer.config import TrainerConfig
 from umbra.trainer.data import PromptBudget, prepare_prompts
 from umbra.trainer.export import export_policy
@@ -77,12 +78,14 @@ class Trainer:
                 self._place.checkpoints, world, config.train.keep_checkpoints
             )
             versions = VersionCounter(self._place.versions, writes=world.is_lead)
-            step = 0
+            state = TrainerState(step=0, version=0, world_size=world.world_size, seed=0)
             if resumed_from is not None:
                 state = checkpoints.load(resumed_from, policy.parameters, optimizer.adamw)
-                step = state.step
-                versions.start_after(state.version)
+            versions.start_after(state.version)
+            step = state.step
             from_lead(world, lambda: starter.wait() if starter else None)
+            rollouts = Rollouts(self._session, MANAGER)
+            from_lead(world, lambda: self._begin_rollouts(rollouts, state, resumed_from))
             journal = self._open_journal(stack, world, step)
             loop = TrainingLoop(
                 config,
@@ -92,7 +95,7 @@ class Trainer:
                 train_step=TrainStep(
                     policy, optimizer, self._builder(policy, world), config.train, reference
                 ),
-                rollouts=Rollouts(self._session, MANAGER),
+                rollouts=rollouts,
                 pool=self._session.pool(POOL),
                 publisher=WeightPublisher(
                     SessionSync(self._session),
@@ -164,6 +167,15 @@ class Trainer:
         )
         stops = stop_token_ids(config.model.path, tokenizer, config.rollout.stop_token_ids)
         starter.start_manager(prompts, stops, world.world_size)
+
+    def _begin_rollouts(
+        self, rollouts: Rollouts, state: TrainerState, resumed_from: Path | None
+    ) -> None:
+        """Takes the ledger back to the checkpoint, which may be another run's. Rank 0."""
+        is_own = resumed_from is not None and resumed_from.parent == self._place.checkpoints
+        position = state.ledger if is_own else ""
+        timeout_s = self._config.pool.sync_timeout_s
+        rollouts.begin(state.step, state.version, position, timeout_s)
 
     def _load_policies(self, world: World) -> tuple[Policy, Policy | None]:
         """The policy, and the frozen model it started from where a KL term needs it."""

@@ -47,6 +47,9 @@ class Admission:
             [self._trajectory(f"{group_id}/{k}", prompt, seed) for k, seed in enumerate(seeds)],
         )
 
+    def epoch_of(self, place: int) -> int:
+        return place // len(self._train)
+
     def evaluation_groups(self) -> list[Group]:
         """Every held-out prompt once.
 

@@ -15,6 +15,7 @@ Turns are appended as tokens; the text of a trajectory is never tokenised anew.
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -27,6 +28,10 @@ from umbra.runtime.rollout.user_function import describe, load_function
 
 # generate(context [T] int32, max_new_tokens) -> {"tokens": [n] int32, "finish_reason": str}
 Generate = Callable[[Any, int | None], Awaitable[dict[str, Any]]]
+
+# recall(key) -> [value] or []; keep(key, value) returns once it is durable
+Recall = Callable[[str], Awaitable[list[Any]]]
+Keep = Callable[[str, Any], Awaitable[None]]
 
 
 class AgentContext:
@@ -45,6 +50,8 @@ class AgentContext:
         prompt_tokens: list[int],
         codec: TextCodec,
         generate: Generate,
+        recall: Recall,
+        keep: Keep,
     ) -> None:
         self.sample = sample
         self.prompt = prompt
@@ -53,6 +60,8 @@ class AgentContext:
         self.encode = codec.encode
         self.decode = codec.decode
         self._generate = generate
+        self._recall = recall
+        self._keep = keep
 
     async def generate(self, tokens: Sequence[int], max_new_tokens: int | None = None) -> list[int]:
         """Generates on from `tokens` and returns the new ones; `tokens` is left as it is.
@@ -71,6 +80,30 @@ class AgentContext:
         self.finish_reason = answer["finish_reason"]
         new_tokens: list[int] = answer["tokens"].tolist()
         return new_tokens
+
+    async def once(self, key: str, effect: Callable[[], Any]) -> Any:
+        """What `effect()` returned the first time that this trajectory's loop came here.
+
+        A loop whose process dies runs again: its generations are replayed, everything else is
+        done anew. Wrap in this what must not be: a payment, a ticket, a draw of chance. Only a
+        death between the effect and the record of it repeats it.
+
+        Args:
+            key: unique in the loop's run.
+            effect: plain or async function without arguments. It returns plain data: None, numbers,
+                text, bytes, lists and dictionaries; tuples come back as lists.
+
+        Raises:
+            RolloutError: the value is not plain data, or the key was used twice at a time.
+        """
+        recorded = await self._recall(key)
+        if recorded:
+            return recorded[0]
+        value = effect()
+        if inspect.isawaitable(value):
+            value = await value
+        await self._keep(key, value)
+        return value
 
 
 class AgentLoop:

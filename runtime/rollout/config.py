@@ -46,6 +46,10 @@ class RolloutConfig:
             agent loop failed; one more ends the job.
         advantage: kind of normalisation, see `umbra.runtime.rollout.advantages`; travels as
             {"kind": ...}.
+        ledger_path: folder of this manager's ledger, see `umbra.runtime.rollout.ledger`; "" keeps
+            nothing, and what a manager knows ends with its process.
+        agent_retries: how often a trajectory's agent loop may fail by itself (raise, take too
+            long) and be run again, with what it has generated replayed.
         agent: trajectories are driven by the workers' agent loop, not by one generation.
         accuracy_threshold: in `evaluate`, a sample counts as right from this reward on.
         rank_timeout_s: how long ranks may be apart when they call `next_batch`.
@@ -82,7 +86,9 @@ class RolloutConfig:
     drop_uniform_groups: bool = False
     max_failed_share: float = 0.05
     advantage: str = "grpo"
+    ledger_path: str = ""
     agent: bool = False
+    agent_retries: int = 1
     accuracy_threshold: float = 1.0
     rank_timeout_s: float = 120.0
     engine_timeout_s: float = 600.0
@@ -157,6 +163,7 @@ _NOT_NEGATIVE: Final = (
     "max_worker_deaths",
     "max_staleness",
     "max_failed_share",
+    "agent_retries",
 )
 
 

@@ -25,7 +25,7 @@ from umbra.runtime.errors import EngineError, UmbraError
 from umbra.runtime.rollout.deltas import DeltaBatch
 from umbra.runtime.rollout.router import EngineId, Router
 from umbra.runtime.rollout.token_store import Runs, TokenStore
-from umbra.runtime.rollout.trajectory import TrajectoryState
+from umbra.runtime.rollout.trajectory import Trajectory, TrajectoryState
 from umbra.runtime.rollout.turn import Turn
 
 logger = logging.getLogger(__name__)
@@ -43,10 +43,22 @@ class RequestCarrier(Protocol):
     def withdraw(self, request_ids: list[int]) -> None: ...
 
 
-class TokenJournal(Protocol):
-    """Is told of all tokens that trajectories got from engines, before a finish that follows."""
+class Journal(Protocol):
+    """Is told what happens to trajectories: `Recorder`."""
 
-    def on_tokens(self, runs: Runs) -> None: ...
+    def started(self, sample: Trajectory) -> None: ...
+
+    def cut(self, sample: Trajectory) -> None: ...
+
+    def on_tokens(
+        self,
+        uids: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        offsets: NDArray[np.int64],
+        versions: NDArray[np.int64],
+        tokens: NDArray[np.int32],
+        logprobs: NDArray[np.float32],
+    ) -> None: ...
 
 
 class Moved(NamedTuple):
@@ -66,14 +78,11 @@ class Dispatcher:
     """
 
     def __init__(
-        self,
-        router: Router,
-        on_failure: Callable[[UmbraError], None],
-        journal: TokenJournal | None = None,
+        self, router: Router, on_failure: Callable[[UmbraError], None], journal: Journal
     ) -> None:
         self._router = router
-        self._on_failure = on_failure
         self._journal = journal
+        self._on_failure = on_failure
         self._store = TokenStore()
         self._waiting: deque[Turn] = deque()  # bounded by what the manager admits
         self._carriers: dict[EngineId, RequestCarrier] = {}
@@ -182,6 +191,7 @@ class Dispatcher:
         trajectory.begin_attempt(self._store, turn.row)
         trajectory.home = engine
         trajectory.state = TrajectoryState.RUNNING
+        self._journal.started(trajectory)
         if turn.group:
             turn.group.home = engine
         self._carriers[engine].send(turn.request())
@@ -233,10 +243,9 @@ class Dispatcher:
 
     def _on_appended(self, engine: EngineId, runs: Runs) -> None:
         self._router.progress(engine, len(runs.tokens))
-        if self._journal is not None:
-            recorded = runs.recorded()
-            if len(recorded.uids):
-                self._journal.on_tokens(recorded)
+        recorded = runs.recorded()
+        if len(recorded.uids):
+            self._journal.on_tokens(*recorded)
 
     def _apply_one_by_one(
         self, engine: EngineId, batch: DeltaBatch, runs: list[int]
@@ -332,6 +341,7 @@ class Dispatcher:
             turn.on_end(turn, outcome)
             return
         turn.trajectory.cut()
+        self._journal.cut(turn.trajectory)
         self._waiting.appendleft(turn)
 
     def check_integrity(self) -> None:

@@ -35,6 +35,11 @@ class Group:
         return [sample for sample in self.trajectories if sample.reward is None]
 
     @property
+    def has_tokens(self) -> bool:
+        """Something of it was generated."""
+        return any(sample.num_generated for sample in self.trajectories)
+
+    @property
     def rewards(self) -> NDArray[np.float32]:
         """[G]; every trajectory must have been scored."""
         return np.asarray([sample.reward for sample in self.trajectories], np.float32)

@@ -17,6 +17,7 @@ from umbra.runtime.errors import UmbraError
 from umbra.runtime.rollout.config import RolloutConfig
 from umbra.runtime.rollout.dispatch import Dispatcher
 from umbra.runtime.rollout.group import Group
+from umbra.runtime.rollout.recorder import Recorder
 from umbra.runtime.rollout.sessions import AgentSessions
 from umbra.runtime.rollout.trajectory import Trajectory
 from umbra.runtime.rollout.turn import Turn
@@ -59,12 +60,14 @@ class GroupRunner:
         dispatcher: Dispatcher,
         sessions: AgentSessions,
         workers: WorkerPool,
+        recorder: Recorder,
     ) -> None:
         self._name = name
         self._config = config
         self._dispatcher = dispatcher
         self._sessions = sessions
         self._workers = workers
+        self._recorder = recorder
         self._runs: dict[Group, _Run] = {}
         self._turns: dict[Trajectory, Turn] = {}
 
@@ -121,6 +124,7 @@ class GroupRunner:
 
     def _on_finished(self, sample: Trajectory, run: _Run, reason: str) -> None:
         sample.finish(reason)
+        self._recorder.finished(sample)
         run.group.num_open -= 1
         if run.group.num_open == 0:
             self._score(run)
@@ -133,6 +137,7 @@ class GroupRunner:
 
     def _end(self, run: _Run) -> None:
         del self._runs[run.group]
+        self._recorder.scored(run.group)
         run.on_scored(run.group)
 
     def _fail(self, run: _Run, error: UmbraError) -> None:
@@ -159,6 +164,7 @@ class GroupRunner:
             on_result=on_result,
             on_failure=lambda error: self._fail(run, error),
             is_wanted=lambda: run.is_wanted,
+            retries=self._config.agent_retries,
         )
 
     def _score_job(self, run: _Run) -> Job:

@@ -14,12 +14,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from umbra.runtime.actor import actor_context
+from umbra.runtime.actor import actor_context, idempotent
 from umbra.runtime.errors import DeadlineExceeded, RolloutError, UmbraError
 from umbra.runtime.rollout.admission import Admission
 from umbra.runtime.rollout.advantages import group_advantages
@@ -33,6 +34,9 @@ from umbra.runtime.rollout.fleet import Fleet
 from umbra.runtime.rollout.group import Group
 from umbra.runtime.rollout.group_runner import GroupRunner
 from umbra.runtime.rollout.harvest import Harvest
+from umbra.runtime.rollout.ledger.events import Restored
+from umbra.runtime.rollout.recorder import Recorder
+from umbra.runtime.rollout.recovery import Recovered, recover_groups
 from umbra.runtime.rollout.rendezvous import Rendezvous, Round
 from umbra.runtime.rollout.router import EngineId, Router
 from umbra.runtime.rollout.sessions import AgentSessions
@@ -62,8 +66,12 @@ class RolloutManager:
         context = actor_context()
         self._context = context
         router = Router(self._config.max_inflight_per_engine)
-        self._dispatcher = Dispatcher(router, self._fail)
-        self._sessions = AgentSessions(self._dispatcher, self._config.stop_token_ids)
+        folder = Path(self._config.ledger_path) if self._config.ledger_path else None
+        self._recorder = Recorder(folder, self._fail)
+        self._dispatcher = Dispatcher(router, self._fail, self._recorder)
+        self._sessions = AgentSessions(
+            self._dispatcher, self._recorder, self._config.stop_token_ids
+        )
         self._workers = WorkerPool(
             self._config.rollout_actors,
             context,
@@ -78,7 +86,12 @@ class RolloutManager:
             self._config, context, self._dispatcher, self._on_pool_change, self._note
         )
         self._runner = GroupRunner(
-            context.name, self._config, self._dispatcher, self._sessions, self._workers
+            context.name,
+            self._config,
+            self._dispatcher,
+            self._sessions,
+            self._workers,
+            self._recorder,
         )
         self._versions = VersionSteps()
         self._flow = TrainingFlow(
@@ -86,6 +99,7 @@ class RolloutManager:
             self._admission,
             self._runner,
             self._versions,
+            self._recorder,
             on_change=self._answer,
             on_failure=self._fail,
         )
@@ -100,12 +114,17 @@ class RolloutManager:
         self._num_answers = 0
         self._notes: asyncio.Queue[str] = asyncio.Queue()
         self._num_delivered = 0
+        self._to_deliver: asyncio.Queue[list[dict[str, Any]]] = asyncio.Queue()
+        self._recovering = asyncio.Lock()
+        self._is_recovered = False
 
     async def __aenter__(self) -> Self:
+        await self._recorder.__aenter__()
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
         self._starving.watch(False)
+        await self._recorder.__aexit__(*exc_info)
         self._admission.close()
 
     async def run(self) -> None:
@@ -116,9 +135,52 @@ class RolloutManager:
             tasks.create_task(self._workers.run())
             tasks.create_task(self._follow_pool())
             tasks.create_task(self._ask_for_syncs())
+            tasks.create_task(self._deliver())
 
     # -- calls of the ranks --------------------------------------------------------------
 
+    @idempotent
+    async def begin(self, step: int, version: int, position: str = "") -> dict[str, int]:
+        """The trainer begins, from the checkpoint after `step` steps. One rank, before all else.
+
+        What was leased or generated after that checkpoint is taken back. Without this call a
+        manager that was killed goes on where it was.
+
+        Args:
+            version: the newest when the checkpoint was made.
+            position: of the ledger, which the checkpoint has kept; "" where it knows none.
+
+        Returns {"groups", "tokens"}: what is there already and need not be generated again.
+
+        Raises:
+            LedgerError: the ledger ends before what the checkpoint needs, or is damaged, or is of
+                another data set.
+        """
+        async with self._recovering:
+            return await self._recover(Restored(step, version, keep_newer=False), position)
+
+    @idempotent
+    async def announce(self, version: int, step: int) -> None:
+        """The weights after `step` steps will be `version`. One rank, before it publishes them."""
+        await self._ensure_recovered()
+        self._learn(version, step)
+        await self._recorder.durable()
+
+    @idempotent
+    async def checkpointed(self, step: int, version: int) -> None:
+        """A complete checkpoint after `step` steps exists. One rank."""
+        await self._ensure_recovered()
+        self._recorder.checkpoint(step, version)
+        await self._recorder.durable()
+
+    @idempotent
+    async def position(self) -> str:
+        """Of the ledger, for a checkpoint to keep: everything so far is durable. One rank."""
+        await self._ensure_recovered()
+        await self._recorder.durable()
+        return self._recorder.position
+
+    @idempotent
     async def next_batch(self, rank: int, step: int, version: int) -> dict[str, Any]:
         """The batch of `step`; collective: every rank calls it with the same arguments.
 
@@ -143,6 +205,7 @@ class RolloutManager:
         """
         return await self._join(rank, Round("next_batch", step, self._config.temperature, version))
 
+    @idempotent
     async def evaluate(self, rank: int, step: int, temperature: float = 0.0) -> dict[str, Any]:
         """Generates and scores every held-out prompt once; collective like `next_batch`.
 
@@ -154,6 +217,7 @@ class RolloutManager:
         return await self._join(rank, Round("evaluate", step, temperature))
 
     async def _join(self, rank: int, wanted: Round) -> dict[str, Any]:
+        await self._ensure_recovered()
         if self._failure is not None:
             raise self._failure
         slot = self._ranks.arrive(rank, wanted)
@@ -171,7 +235,7 @@ class RolloutManager:
         self._wanted.set()
         self._round = wanted
         if wanted.version is not None:
-            self._versions.learn(wanted.version, wanted.step)
+            self._learn(wanted.version, wanted.step)
             self._flow.advance(wanted.step)
             return
         self._evaluation = Harvest(
@@ -182,6 +246,39 @@ class RolloutManager:
             on_failure=self._fail,
         )
         self._evaluation.begin()
+
+    def _learn(self, version: int, step: int) -> None:
+        self._recorder.version(version, step)
+        self._versions.learn(version, step)
+
+    async def _ensure_recovered(self) -> None:
+        async with self._recovering:
+            if not self._is_recovered:
+                await self._recover(None, "")
+
+    async def _recover(self, restored: Restored | None, needs: str) -> dict[str, int]:
+        """Takes up what the ledger has, in place of what is under way."""
+        self._drop_evaluation()
+        self._flow.abandon()
+        recovered = Recovered()
+        state = await self._recorder.recover(restored, needs)
+        if state is not None:
+            for version, step in state.versions.items():
+                self._versions.learn(version, step)
+            recovered = recover_groups(
+                state,
+                self._admission.training_group,
+                lambda sample, held: self._sessions.remember(sample, held.recorded),
+            )
+        self._flow.restore(recovered)
+        self._is_recovered = True
+        groups = len(recovered.open) + len(recovered.ready)
+        if groups:
+            self._note(
+                f"the rollout manager goes on with {groups} groups, {len(recovered.ready)} of them "
+                f"scored, and {recovered.num_tokens} tokens"
+            )
+        return {"groups": groups, "tokens": recovered.num_tokens}
 
     def _drop_evaluation(self) -> None:
         if self._evaluation is not None:
@@ -197,6 +294,14 @@ class RolloutManager:
         if self._failure is not None:
             raise self._failure
         return await self._sessions.generate(session, tokens, max_new_tokens)
+
+    def recall(self, session: int, key: str) -> list[Any]:
+        """See `AgentSessions.recall`."""
+        return self._sessions.recall(session, key)
+
+    async def keep(self, session: int, key: str, value: Any) -> None:
+        """See `AgentSessions.keep`."""
+        await self._sessions.keep(session, key, value)
 
     def stats(self) -> dict[str, Any]:
         """What is in progress, for progress lines."""
@@ -237,7 +342,7 @@ class RolloutManager:
             self._round = None
             self._num_delivered += 1
             self._starving.watch(False)
-            self._resolve(answers)
+            self._to_deliver.put_nowait(answers)
         elif self._fleet.pending:
             self._lacking.set()
 
@@ -279,6 +384,18 @@ class RolloutManager:
                 logger.info("asking the ranks to bring version %d to %s", lack["version"], names)
                 answer = {"kind": "sync_wanted", "version": lack["version"]}
                 self._resolve([answer] * self._config.world_size)
+
+    async def _deliver(self) -> None:
+        """Hands batches out once it is on disk that they were."""
+        while True:
+            answers = await self._to_deliver.get()
+            try:
+                await self._recorder.durable()
+            except UmbraError as error:
+                self._fail(error)
+                continue
+            if self._ranks.is_full:  # else they went away meanwhile, and will ask again
+                self._resolve(answers)
 
     def _resolve(self, answers: list[dict[str, Any]]) -> None:
         self._num_answers += 1

@@ -93,6 +93,9 @@ class VersionSteps:
         self._newest = max(self._newest, version)
         self._step = step
 
+    def __contains__(self, version: int) -> bool:
+        return version in self._steps
+
     def step_of(self, version: int) -> int:
         """One newer than all that were announced is of the step announced last: ranks that wait
         for its batch have published it meanwhile.

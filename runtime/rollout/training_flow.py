@@ -15,10 +15,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Protocol
 
-from umbra.runtime.errors import RolloutError, UmbraError
+from umbra.runtime.errors import RewardError, RolloutError, UmbraError
 from umbra.runtime.rollout.config import RolloutConfig
 from umbra.runtime.rollout.group import Group
 from umbra.runtime.rollout.group_runner import GroupRunner
+from umbra.runtime.rollout.recorder import Recorder
+from umbra.runtime.rollout.recovery import Recovered
 from umbra.runtime.rollout.staleness import StalenessBound, VersionSteps
 from umbra.runtime.rollout.trajectory import NOT_GENERATED
 
@@ -32,6 +34,8 @@ class GroupSource(Protocol):
     """Where groups come from: `Admission`."""
 
     def training_group(self, place: int) -> Group: ...
+
+    def epoch_of(self, place: int) -> int: ...
 
 
 class TrainingFlow:
@@ -48,6 +52,7 @@ class TrainingFlow:
         source: GroupSource,
         runner: GroupRunner,
         versions: VersionSteps,
+        recorder: Recorder,
         *,
         on_change: Callable[[], None],
         on_failure: Callable[[UmbraError], None],
@@ -61,11 +66,13 @@ class TrainingFlow:
             groups_per_step=config.groups_per_step,
             over_sampling=config.over_sampling,
         )
-        self._next_place = 0
+        self._recorder = recorder
+        self._next_place: int | None = None
         self._on_change = on_change
         self._on_failure = on_failure
         self._step = -1
-        self._open: dict[int, Group] = {}  # by place, so in the order of admission
+        self._open: dict[int, Group] = {}  # by place
+        self._held: dict[int, Group] = {}  # admitted in an earlier life, not begun since
         self._ready: dict[int, Group] = {}  # those of `_open` that are scored, as they came
         self._leases: dict[int, list[Group]] = {}  # by step
         self._ended: deque[bool] = deque(maxlen=_FAILURE_WINDOW)  # True for groups that failed
@@ -85,7 +92,7 @@ class TrainingFlow:
         """
         if step < self._step:
             raise RolloutError(f"the batch of step {step} is asked for after that of {self._step}")
-        if self._step < 0:
+        if self._next_place is None:
             self._next_place = step * self._config.groups_per_step
         if step > self._step:
             self._step = step
@@ -99,18 +106,33 @@ class TrainingFlow:
 
     def admit(self) -> None:
         """Starts as many groups as the bound has room for."""
-        while self._bound.room(self._num_open):
-            place = self._next_place
-            group = self._source.training_group(place)
-            self._next_place += 1
+        while self._next_place is not None and self._bound.room(self._num_open):
+            if self._held:
+                place = min(self._held)
+                group = self._held.pop(place)
+            else:
+                place = self._next_place
+                group = self._source.training_group(place)
+                self._next_place += 1
+                self.num_admitted += 1
+                self._recorder.admitted(group, self._source.epoch_of(place), place)
             self._open[place] = group
-            self.num_admitted += 1
-            self._runner.start(
-                group,
-                self._config.temperature,
-                lambda group, place=place: self._on_scored(place, group),
-                lambda group, error, place=place: self._on_failed(place, error),
-            )
+            self._start(place, group)
+
+    def restore(self, recovered: Recovered) -> None:
+        """Goes on from what the ledger has kept."""
+        for group in self._open.values():
+            self._runner.abandon(group)
+        begun = {place: group for place, group in recovered.open.items() if group.has_tokens}
+        self._held = {place: g for place, g in recovered.open.items() if place not in begun}
+        self._ready = dict(recovered.ready)
+        self._open = begun | self._ready
+        self._leases = {step: list(groups) for step, groups in recovered.leases.items()}
+        self._next_place, self._step = recovered.next_place, -1
+        self.num_admitted, self.num_trained = recovered.num_admitted, recovered.num_trained
+        self.dropped = Counter(recovered.dropped)
+        for place, group in begun.items():
+            self._start(place, group)
 
     def take(self, step: int) -> list[Group] | None:
         """The groups of `step`, which are leased to it; None while there are too few.
@@ -127,6 +149,7 @@ class TrainingFlow:
                 del self._open[place]
                 self._bound.check(self._token_steps(group), step, f"group {group.group_id}")
             self._leases[step] = groups
+            self._recorder.leased(step, groups)
             now = time.monotonic()
             self.gen_s, self._began = now - self._began, now
         return self._leases[step]
@@ -141,7 +164,7 @@ class TrainingFlow:
         samples = [sample for group in self._open.values() for sample in group.trajectories]
         return {
             "groups_admitted": self.num_admitted,
-            "groups_open": len(self._open),
+            "groups_open": len(self._open) + len(self._held),
             "groups_ready": len(self._ready),
             "groups_leased": sum(map(len, self._leases.values())),
             "groups_trained": self.num_trained,
@@ -176,11 +199,19 @@ class TrainingFlow:
     def _num_open(self) -> int:
         return len(self._open) + sum(map(len, self._leases.values()))
 
+    def _start(self, place: int, group: Group) -> None:
+        self._runner.start(
+            group,
+            self._config.temperature,
+            lambda group: self._on_scored(place, group),
+            lambda group, error: self._on_failed(place, error),
+        )
+
     def _choose(self) -> list[int] | None:
         """Places of a batch: the first admitted, or, where it is allowed, the first ready."""
         wanted = self._config.groups_per_step
         in_order = self._config.hand_out == "in_order" and self._bound.over_sampling == 1.0
-        places = list(self._open if in_order else self._ready)[:wanted]
+        places = (sorted(self._open) if in_order else list(self._ready))[:wanted]
         if len(places) < wanted or not all(place in self._ready for place in places):
             return None
         return sorted(places)
@@ -196,7 +227,8 @@ class TrainingFlow:
 
     def _on_failed(self, place: int, error: UmbraError) -> None:
         """One prompt is not worth the job, but a function that fails often is the job's fault."""
-        self._drop(place, "failed")
+        reason = "reward failed" if isinstance(error, RewardError) else "agent loop failed"
+        self._drop(place, reason)
         self._ended.append(True)
         window = min(_FAILURE_WINDOW, self.num_admitted)
         if sum(self._ended) > self._config.max_failed_share * window:
@@ -209,6 +241,7 @@ class TrainingFlow:
         group = self._open.pop(place)
         self._ready.pop(place, None)
         self._runner.abandon(group)
+        self._recorder.dropped(group, reason)
         self.dropped[reason] += 1
         logger.info("group %s is dropped: %s", group.group_id, reason)
 

@@ -71,6 +71,7 @@ class Trajectory:
         "budget",
         "finish_reason",
         "home",
+        "is_recorded_running",
         "max_context_len",
         "num_interruptions",
         "num_refilled_tokens",
@@ -91,7 +92,8 @@ class Trajectory:
         self.seed = seed
         self.budget = budget
         self.max_context_len = max_context_len
-        self.uid = -1
+        self.uid = -1  # in the ledger; -1: it is not recorded
+        self.is_recorded_running = False  # what the ledger was told last
         self.reward: float | None = None
         self.home: EngineId | None = None  # the engine that generated last
         self.num_interruptions = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, Self
 
 from umbra.runtime.actor import actor_context
@@ -92,18 +92,23 @@ class RolloutWorker:
             raise ConfigError("rollouts are configured as agent loops, but no agent loop is given")
         manager = await self._manager(item["manager"])
 
-        async def ask(tokens: Any, max_new_tokens: int | None) -> dict[str, Any]:
-            answer: dict[str, Any] = await manager.call(
-                "generate", item["session"], tokens, max_new_tokens, timeout_s=timeout_s
-            )
-            return answer
+        def asking(method: str) -> Callable[..., Awaitable[Any]]:
+            async def ask(*arguments: object) -> Any:
+                # the loop runs on the user thread; calls belong to the actor's loop
+                return await self._calls_out.run(
+                    lambda: manager.call(method, item["session"], *arguments, timeout_s=timeout_s)
+                )
 
-        async def generate(tokens: Any, max_new_tokens: int | None) -> dict[str, Any]:
-            # the loop runs on the user thread; calls belong to the actor's loop
-            return await self._calls_out.run(lambda: ask(tokens, max_new_tokens))
+            return ask
 
         context = AgentContext(
-            item["row"], item["prompt"], item["tokens"].tolist(), self._codec, generate
+            item["row"],
+            item["prompt"],
+            item["tokens"].tolist(),
+            self._codec,
+            generate=asking("generate"),
+            recall=asking("recall"),
+            keep=asking("keep"),
         )
         return await self._agent.run(context, item["sample_id"], timeout_s)
 

@@ -48,6 +48,7 @@ class Job:
         on_failure: told of an error that another attempt would not heal.
         is_wanted: False once nobody waits for the outcome; neither is called then.
         num_deaths: of actors that were doing it.
+        retries: how often it may be tried again after it failed by itself.
     """
 
     label: str
@@ -58,6 +59,7 @@ class Job:
     on_failure: Callable[[UmbraError], None]
     is_wanted: Callable[[], bool]
     num_deaths: int = 0
+    retries: int = 0
 
 
 class WorkerPool:
@@ -141,8 +143,14 @@ class WorkerPool:
         )
 
     def _fail(self, job: Job, error: UmbraError) -> None:
-        if job.is_wanted():
-            job.on_failure(error)
+        if not job.is_wanted():
+            return
+        if job.retries > 0:
+            job.retries -= 1
+            logger.warning("%s failed and is tried again: %s", job.label, error)
+            self.put(job)
+            return
+        job.on_failure(error)
 
 
 class _Worker:

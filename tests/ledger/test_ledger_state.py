@@ -209,7 +209,11 @@ SCORED = life_of_a_group(0, "a", 0, 0)[:-1]
         ([*SCORED, Leased(0, uids_of(0, 1))], Leased(1, uids_of(0, 1)), "is leased, not scored"),
         ([*SCORED, Leased(0, uids_of(0, 1))], Dropped(uids_of(0), "x"), "is leased, not"),
         ([Version(1, 1), Checkpoint(1, 1)], Checkpoint(0, 0), "follows one after 1"),
-        ([Version(1, 1)], Checkpoint(2, 1), "after 2 steps, and that version was announced"),
+        (
+            [Version(1, 2)],
+            Checkpoint(1, 1),
+            "after 1 steps knows of version 1, which was announced",
+        ),
     ],
 )
 def test_the_impossible_is_refused_and_changes_nothing(

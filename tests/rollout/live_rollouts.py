@@ -137,6 +137,7 @@ class LiveRollouts:
             "agent": agent,
             "rank_timeout_s": 10.0,
             "engine_timeout_s": 30.0,
+            "ledger_path": str(self._folder / "ledger" / "rollouts"),
             **changes,
         }
 
@@ -150,7 +151,7 @@ class LiveRollouts:
 
     def next_batch(self, step: int) -> list[dict[str, Any]]:
         """Every rank's batch; serves syncs on the way, as `Rollouts` does."""
-        return self._collect("next_batch", step, self.version)
+        return self._collect("next_batch", step, max(0, self.version))
 
     def evaluate(self, step: int) -> list[dict[str, Any]]:
         return self._collect("evaluate", step)
@@ -185,7 +186,9 @@ class LiveRollouts:
     def failure_of_next_batch(self, rank: int, step: int) -> RolloutError:
         """The error that a rank gets instead of a batch."""
         try:
-            answer = self.manager.call("next_batch", rank, step, self.version, timeout_s=60.0)
+            answer = self.manager.call(
+                "next_batch", rank, step, max(0, self.version), timeout_s=60.0
+            )
         except RolloutError as error:
             return error
         raise AssertionError(f"rank {rank} got {answer['kind']} instead of an error")

@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from rollout_samples import make_trajectory
 
 from umbra.runtime.errors import EngineError, ProtocolError, UmbraError
 from umbra.runtime.rollout.deltas import DeltaBatch
-from umbra.runtime.rollout.dispatch import Dispatcher, TokenJournal
+from umbra.runtime.rollout.dispatch import Dispatcher, Journal
+from umbra.runtime.rollout.recorder import Recorder
 from umbra.runtime.rollout.router import EngineId, Router
-from umbra.runtime.rollout.token_store import Runs
 from umbra.runtime.rollout.turn import Turn
 
 A, B = EngineId("a", 1), EngineId("b", 1)
@@ -77,10 +78,14 @@ class Inbox:
 class Bench:
     """A dispatcher, its ends and its failures."""
 
-    def __init__(self, max_inflight: int = 100, journal: TokenJournal | None = None) -> None:
+    def __init__(self, max_inflight: int = 100, journal: Journal | None = None) -> None:
         self.failures: list[UmbraError] = []
         self.ended: dict[str, str] = {}
-        self.dispatcher = Dispatcher(Router(max_inflight), self.failures.append, journal)
+        self.dispatcher = Dispatcher(
+            Router(max_inflight),
+            self.failures.append,
+            journal or Recorder(None, self.failures.append),
+        )
         self.inboxes: dict[EngineId, Inbox] = {}
 
     def serve(self, engine: EngineId) -> Inbox:
@@ -299,20 +304,29 @@ def test_requests_that_an_engine_will_not_take_wait_for_one_that_serves() -> Non
     bench.dispatcher.check_integrity()
 
 
-class Journal:
-    """What it was told, as (uid, start, tokens, version) runs."""
+class ListJournal(Recorder):
+    """Keeps what it is told, as (uid, start, tokens, version) runs."""
 
     def __init__(self) -> None:
+        super().__init__(None, lambda error: None)
         self.runs: list[tuple[int, int, list[int], int]] = []
 
-    def on_tokens(self, runs: Runs) -> None:
-        for idx, uid in enumerate(runs.uids.tolist()):
-            tokens = runs.tokens[runs.offsets[idx] : runs.offsets[idx + 1]].tolist()
-            self.runs.append((uid, int(runs.starts[idx]), tokens, int(runs.versions[idx])))
+    def on_tokens(
+        self,
+        uids: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        offsets: NDArray[np.int64],
+        versions: NDArray[np.int64],
+        tokens: NDArray[np.int32],
+        logprobs: NDArray[np.float32],
+    ) -> None:
+        for idx, uid in enumerate(uids.tolist()):
+            run = tokens[offsets[idx] : offsets[idx + 1]].tolist()
+            self.runs.append((uid, int(starts[idx]), run, int(versions[idx])))
 
 
 def test_a_journal_is_told_what_was_really_appended() -> None:
-    journal = Journal()
+    journal = ListJournal()
     bench = Bench(journal=journal)
     bench.serve(A)
     for idx in range(4):

@@ -1,8 +1,9 @@
-"""Runs of agent loops: what a caller that goes away leaves of its generation."""
+"""Runs of agent loops: what one that is lost leaves to the next, which replays it."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,38 +13,58 @@ from test_dispatch import A, Bench, delta
 
 from umbra.runtime.errors import RolloutError
 from umbra.runtime.rollout.group import Group
+from umbra.runtime.rollout.recorder import Recorder
 from umbra.runtime.rollout.sessions import AgentSessions
 
 PROMPT = np.asarray([1, 2, 3], np.int32)
 
 
 class Loop:
-    """One trajectory of an agent loop that generates on one engine."""
+    """One trajectory of an agent loop that generates on one engine.
+
+    The token at completion position i is 10 + i, whoever generates it.
+    """
 
     def __init__(self) -> None:
         self.bench = Bench()
         self.inbox = self.bench.serve(A)
-        self.sessions = AgentSessions(self.bench.dispatcher, [])
-        self.trajectory = make_trajectory(PROMPT.tolist())
+        recorder = Recorder(None, self.bench.failures.append)
+        self.sessions = AgentSessions(self.bench.dispatcher, recorder, [])
+        self.trajectory = make_trajectory(PROMPT.tolist(), budget=100)
         self.group = Group("e0/p", [self.trajectory])
 
     def open(self) -> int:
         return self.sessions.open(self.trajectory, self.group, 1.0)
 
-    async def begin(self, session: int) -> asyncio.Task[dict[str, Any]]:
+    async def begin(
+        self, session: int, context: Sequence[int] = PROMPT.tolist()
+    ) -> asyncio.Task[dict[str, Any]]:
         """A generation of 5 tokens that the engine has been asked for."""
-        task = asyncio.get_running_loop().create_task(self.sessions.generate(session, PROMPT, 5))
+        generating = self.sessions.generate(session, np.asarray(context, np.int32), 5)
+        task = asyncio.get_running_loop().create_task(generating)
         await asyncio.sleep(0)
         return task
 
     def stream(self, request: int, num_tokens: int) -> None:
         """What the engine sends for the request that it got as number `request`."""
-        request_id = self.inbox.requests[request]["id"]
-        self.bench.dispatcher.on_batch(A, delta([(request_id, 0, range(10, 10 + num_tokens), 0)]))
+        asked = self.inbox.requests[request]
+        at = asked["position"]
+        tokens = range(10 + at, 10 + at + num_tokens)
+        self.bench.dispatcher.on_batch(A, delta([(asked["id"], at, tokens, 0)]))
 
     def finish(self, request: int) -> None:
         request_id = self.inbox.requests[request]["id"]
         self.bench.dispatcher.on_batch(A, delta([], [(request_id, "length")]))
+
+    async def turn(self, session: int, context: Sequence[int]) -> list[int]:
+        """A whole generation; by the engine unless it is replayed."""
+        before = len(self.inbox.requests)
+        task = await self.begin(session, context)
+        if len(self.inbox.requests) > before:
+            self.stream(before, self.inbox.requests[before]["max_new_tokens"])
+            self.finish(before)
+        tokens: list[int] = (await task)["tokens"].tolist()
+        return tokens
 
 
 async def _life_that_is_lost_while_it_generates(*, caller_leaves_first: bool) -> None:
@@ -57,7 +78,8 @@ async def _life_that_is_lost_while_it_generates(*, caller_leaves_first: bool) ->
 
     loop.stream(0, 5)
     second = await loop.begin(session)
-    loop.stream(1, 5)
+    assert loop.inbox.requests[1]["position"] == 2, "what was there is kept"
+    loop.stream(1, 3)
     loop.finish(1)
 
     assert (await second)["tokens"].tolist() == [10, 11, 12, 13, 14]
@@ -72,7 +94,7 @@ def test_a_lost_life_adds_nothing_to_the_next_one(caller_leaves_first: bool) -> 
     asyncio.run(_life_that_is_lost_while_it_generates(caller_leaves_first=caller_leaves_first))
 
 
-def test_an_answer_is_what_there_was_when_the_generation_ended() -> None:
+def test_an_answer_that_never_left_is_given_to_the_next_run() -> None:
     async def run() -> None:
         loop = Loop()
         first = await loop.begin(loop.open())
@@ -81,11 +103,136 @@ def test_an_answer_is_what_there_was_when_the_generation_ended() -> None:
         session = loop.open()  # before the answer has left
 
         assert (await first)["tokens"].tolist() == [10, 11, 12, 13, 14]
-        assert (loop.trajectory.completion_len, loop.trajectory.finish_reason) == (0, "")
+        assert await loop.turn(session, [1, 2, 3]) == [10, 11, 12, 13, 14]
+        assert len(loop.inbox.requests) == 1
+
+    asyncio.run(run())
+
+
+def test_a_loop_generates_one_thing_at_a_time() -> None:
+    async def run() -> None:
+        loop = Loop()
+        session = loop.open()
         with pytest.raises(RolloutError, match="two generate"):
             await asyncio.gather(
                 loop.sessions.generate(session, PROMPT, 5),
                 loop.sessions.generate(session, PROMPT, 5),
             )
+
+    asyncio.run(run())
+
+
+def test_a_loop_that_runs_again_gets_what_it_had_and_then_goes_on() -> None:
+    async def run() -> None:
+        loop = Loop()
+        session = loop.open()
+        first = [1, 2, 3, *await loop.turn(session, [1, 2, 3]), 70, 71]
+        second = [*first, *await loop.turn(session, first), 72]
+        third = await loop.begin(session, second)
+        loop.stream(2, 2)
+        third.cancel()
+        await asyncio.gather(third, return_exceptions=True)
+
+        session = loop.open()
+        assert [1, 2, 3, *await loop.turn(session, [1, 2, 3]), 70, 71] == first
+        assert [*first, *await loop.turn(session, first), 72] == second
+        assert len(loop.inbox.requests) == 3, "both were replayed"
+        assert await loop.turn(session, second) == [23, 24, 25, 26, 27]
+        assert loop.inbox.requests[3]["position"] == 15
+        assert loop.sessions.num_replayed_turns == 2
+        assert loop.trajectory.versions.tolist() == [0] * 5 + [-1] * 2 + [0] * 5 + [-1] + [0] * 5
+        assert loop.trajectory.num_generated == 15
+
+    asyncio.run(run())
+
+
+def test_where_it_takes_another_path_the_rest_is_given_up() -> None:
+    async def run() -> None:
+        loop = Loop()
+        session = loop.open()
+        first = [1, 2, 3, *await loop.turn(session, [1, 2, 3])]
+        await loop.turn(session, [*first, 70, 71])
+
+        session = loop.open()
+        await loop.turn(session, [1, 2, 3])
+        assert await loop.turn(session, [*first, 99]) == [16, 17, 18, 19, 20]
+        assert loop.sessions.num_diverged == 1
+        expected = [10, 11, 12, 13, 14, 99, 16, 17, 18, 19, 20]
+        assert loop.trajectory.tokens.tolist() == expected
+        assert loop.trajectory.num_generated == 10
+
+    asyncio.run(run())
+
+
+def test_also_in_the_middle_of_a_generation() -> None:
+    async def run() -> None:
+        loop = Loop()
+        session = loop.open()
+        first = [1, 2, 3, *await loop.turn(session, [1, 2, 3])]
+        second = await loop.begin(session, [*first, 70])
+        loop.stream(1, 3)
+        second.cancel()
+        await asyncio.gather(second, return_exceptions=True)
+
+        session = loop.open()
+        await loop.turn(session, [1, 2, 3])
+        await loop.turn(session, [*first, 80, 81])
+
+        expected = [10, 11, 12, 13, 14, 80, 81, 17, 18, 19, 20, 21]
+        assert loop.trajectory.tokens.tolist() == expected
+
+    asyncio.run(run())
+
+
+def test_a_prompt_of_the_loops_own_is_replayed_too() -> None:
+    async def run() -> None:
+        loop = Loop()
+        assert await loop.turn(loop.open(), [7, 7]) == [10, 11, 12, 13, 14]
+
+        session = loop.open()
+        assert await loop.turn(session, [7, 7]) == [10, 11, 12, 13, 14]
+        assert len(loop.inbox.requests) == 1
+        assert loop.trajectory.prompt_tokens.tolist() == [7, 7]
+
+        session = loop.open()
+        await loop.turn(session, [8])
+        assert loop.trajectory.prompt_tokens.tolist() == [8]
+
+    asyncio.run(run())
+
+
+def test_what_was_done_once_is_remembered() -> None:
+    async def run() -> None:
+        loop = Loop()
+        session = loop.open()
+        assert loop.sessions.recall(session, "pay") == []
+        await loop.sessions.keep(session, "pay", {"id": 7})
+        with pytest.raises(RolloutError, match="at the same time"):
+            await loop.sessions.keep(session, "pay", {"id": 8})
+
+        assert loop.sessions.recall(loop.open(), "pay") == [{"id": 7}]
+        with pytest.raises(RolloutError, match="has ended"):
+            loop.sessions.recall(session, "pay")
+
+    asyncio.run(run())
+
+
+def test_a_new_manager_replays_what_the_ledger_has_kept() -> None:
+    async def run() -> None:
+        loop = Loop()
+        tokens = np.arange(10, 20, dtype=np.int32)
+        loop.trajectory.append_generated(tokens, np.zeros(10, np.float32), 0)
+        records = {"turn/1": [0, 5, "stop"], "once/pay": 3, "turn/2": [5, 9, "stop"]}
+        # the second was given up in a later run, and a token of the third came after a checkpoint
+        later = {"turn/3": [5, 8, "length"], "turn/4": [8, 12, "stop"]}
+        loop.sessions.remember(loop.trajectory, records | later)
+
+        session = loop.open()
+        assert await loop.turn(session, [1, 2, 3]) == [10, 11, 12, 13, 14]
+        assert await loop.turn(session, [1, 2, 3, 10, 11, 12, 13, 14]) == [15, 16, 17]
+        assert loop.sessions.recall(session, "pay") == [3]
+        context = [1, 2, 3, *range(10, 18)]
+        assert await loop.turn(session, context) == [18, 19, 20, 21, 22]
+        assert [request["position"] for request in loop.inbox.requests] == [10]
 
     asyncio.run(run())

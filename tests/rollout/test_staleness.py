@@ -17,6 +17,7 @@ from umbra.runtime.rollout.config import RolloutConfig
 from umbra.runtime.rollout.group import Group
 from umbra.runtime.rollout.group_runner import OnFailed, OnScored
 from umbra.runtime.rollout.prompts import Prompt
+from umbra.runtime.rollout.recorder import Recorder
 from umbra.runtime.rollout.staleness import StalenessBound, VersionSteps
 from umbra.runtime.rollout.training_flow import TrainingFlow
 from umbra.runtime.rollout.trajectory import Trajectory
@@ -52,6 +53,7 @@ class World:
             self,
             self,  # pyright: ignore[reportArgumentType]
             versions,
+            Recorder(None, self._on_failure),
             on_change=self._on_change,
             on_failure=self._on_failure,
         )
@@ -69,6 +71,9 @@ class World:
             for k in range(self.config.group_size)
         ]
         return Group(f"p{place}", samples)
+
+    def epoch_of(self, place: int) -> int:
+        return 0
 
     # as GroupRunner
     def start(self, group: Group, _: float, on_scored: OnScored, on_failed: OnFailed) -> None:
@@ -223,6 +228,7 @@ def test_a_failure_costs_its_group_and_many_cost_the_job() -> None:
     world.fail("p1")
     assert world.failure is not None
     assert "p1" in str(world.failure)
+    assert world.flow.dropped == {"reward failed": 2}
 
 
 def test_by_default_the_first_failure_of_a_small_job_ends_it() -> None:

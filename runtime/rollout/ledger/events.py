@@ -183,7 +183,7 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
-    """A complete checkpoint after `step` optimizer steps exists; its weights are `version`."""
+    """A complete checkpoint after `step` optimizer steps exists; `version` was the newest then."""
 
     step: int
     version: int
@@ -193,6 +193,7 @@ class Checkpoint:
 class Restored:
     """The job goes on from the checkpoint after `step` steps (0: from the start).
 
+    `version` was the newest when the checkpoint was made.
     Samples leased for that step or later are scored again. Of the others that are not trained,
     tokens from the first on whose version belongs to a later step are cut off, unless `keep_newer`.
     """
