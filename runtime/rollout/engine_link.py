@@ -30,8 +30,9 @@ from umbra.runtime.rpc.client import Handle
 
 logger = logging.getLogger(__name__)
 
-# Requests in one submit call: larger delays the first of them, smaller costs a round trip each.
-_MAX_SUBMIT: Final = 256
+# Requests in one submit call: larger delays the first of them, and the connection keeps a buffer of
+# that size; smaller costs a round trip each.
+_MAX_SUBMIT: Final = 64
 # Batches an engine may send ahead. At one a tick this is most of a second of a busy manager.
 _DELTA_CREDITS: Final = 16
 # After an engine refused requests although it was reported as serving: the report of its pause

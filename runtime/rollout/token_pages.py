@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 T = TypeVar("T", bound=np.generic)
 
-_SHIFT: Final = 6
+_SHIFT: Final = 5
 PAGE_LEN: Final = 1 << _SHIFT
 """Half a page of 8 bytes a token is lost per sequence; a shorter one is run through sooner, and
 each new page costs."""

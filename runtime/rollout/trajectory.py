@@ -162,7 +162,9 @@ class Trajectory:
         return int(self._tokens[-1])
 
     def context(self) -> NDArray[np.int32]:
-        """[P + C] a copy of all tokens, to go on from."""
+        """[P + C] all tokens, to go on from; not to be written to."""
+        if self.completion_len == 0:
+            return self.prompt_tokens
         return np.concatenate([self.prompt_tokens, self.tokens])
 
     def room(self) -> int:

@@ -82,5 +82,5 @@ class Turn:
             "seed": self.trajectory.seed,
             "max_new_tokens": self.room(),
             "temperature": self.temperature,
-            "stop_token_ids": list(self.stop_token_ids),
+            "stop_token_ids": self.stop_token_ids,
         }
