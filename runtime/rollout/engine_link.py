@@ -36,7 +36,8 @@ _MAX_SUBMIT: Final = 64
 # Batches an engine may send ahead. At one a tick this is most of a second of a busy manager.
 _DELTA_CREDITS: Final = 16
 # After an engine refused requests although it was reported as serving: the report of its pause
-# is on its way. Shorter repeats the refusal, longer leaves a serving engine idle.
+# is on its way. Shorter repeats the refusal; longer leaves an engine idle that serves again where
+# the reports came before the refusal.
 _REFUSAL_PAUSE_S: Final = 0.2
 
 
@@ -69,6 +70,7 @@ class EngineLink:
         self._outgoing: deque[dict[str, Any]] = deque()  # bounded by the router's max_inflight
         self._withdrawn: list[int] = []
         self._pending = asyncio.Event()
+        self._reported = asyncio.Event()  # since the last refusal
         self._patience: asyncio.Timeout | None = None
         self._serving = False
         self._is_trusted = not must_greet
@@ -90,6 +92,7 @@ class EngineLink:
     def set_serving(self, serving: bool) -> None:
         """The engine's reported state: one that does not serve may be silent for ever."""
         self._serving = serving
+        self._reported.set()
         self._dispatcher.set_serving(self.engine, serving and self._is_trusted)
         self._reset_patience()
 
@@ -165,9 +168,13 @@ class EngineLink:
             self._dispatcher.fail(RolloutError(f"{self.engine} refused a request: {what}"))
         except EngineError as error:
             logger.warning("%s takes no requests now: %s", self.engine, error)
+            self._reported.clear()
             self._dispatcher.hand_back(self.engine, [request["id"] for request in requests])
-            await asyncio.sleep(_REFUSAL_PAUSE_S)
-            self.set_serving(self._serving)
+            try:
+                async with asyncio.timeout(_REFUSAL_PAUSE_S):
+                    await self._reported.wait()
+            except TimeoutError:
+                self.set_serving(self._serving)
 
     async def _call(self, method: str, argument: object) -> None:
         await self._handle.call(method, argument, timeout_s=self._submit_timeout_s)
