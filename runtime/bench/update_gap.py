@@ -21,18 +21,18 @@ from umbra.runtime.weights.publish import WeightPublisher
 _NUM_ENGINES: Final = 2
 _NUM_TRAJECTORIES: Final = 32
 _PROMPT_LEN: Final = 32
-_COMPLETION_LEN: Final = 256
+_COMPLETION_LEN: Final = 128
 _TIMEOUT_S: Final = 60.0
 _BUSY_S: Final = 0.4  # of generation between two updates
 _MODEL: Final[dict[str, Any]] = {
     "model_type": "llama",
-    "vocab_size": 512,
-    "hidden_size": 96,
-    "intermediate_size": 256,
-    "num_hidden_layers": 3,
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 24,
+    "head_dim": 16,
     "max_position_embeddings": 512,
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0,
@@ -126,7 +126,7 @@ def _weights() -> dict[str, Tensor]:
     hidden, inner = _MODEL["hidden_size"], _MODEL["intermediate_size"]
     heads, kv_heads = _MODEL["num_attention_heads"], _MODEL["num_key_value_heads"]
     dim = _MODEL["head_dim"]
-    torch.manual_seed(0)
+    torch.manual_seed(0)  # pyright: ignore[reportUnknownMemberType]
     weights = {
         "model.embed_tokens.weight": torch.randn(_MODEL["vocab_size"], hidden) * 0.1,
         "model.norm.weight": torch.ones(hidden),

@@ -81,7 +81,7 @@ class TokenPages:
     ) -> None:
         ends = np.cumsum(counts)
         firsts = ends - counts
-        steps = np.arange(ends[-1])
+        steps: NDArray[np.int64] = np.arange(int(ends[-1]))
         targets = np.repeat(places - firsts, counts) + steps
         sources = np.repeat(starts - firsts, counts) + steps
         self._tokens.array[targets] = tokens[sources]

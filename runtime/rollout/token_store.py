@@ -189,7 +189,7 @@ class TokenStore:
         """[S] whether a run has tokens, begins where its row ends, fits, and is of its version."""
         lengths, versions = self._lengths[rows], self._versions[rows]
         counts = np.diff(batch.bounds)
-        goes_on = (counts > 0) & (batch.positions == lengths)
+        goes_on: NDArray[np.bool_] = (counts > 0) & (batch.positions == lengths)
         goes_on &= lengths + counts <= self._limits[rows]
         goes_on &= (versions == batch.versions) | (versions == _NO_VERSION)
         # A request with several runs has them appended in order, one by one.
