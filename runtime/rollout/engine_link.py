@@ -9,6 +9,7 @@ Pure transport: what is in flight, and what becomes of it, is the dispatcher's b
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Coroutine
@@ -35,9 +36,9 @@ logger = logging.getLogger(__name__)
 _MAX_SUBMIT: Final = 64
 # Batches an engine may send ahead. At one a tick this is most of a second of a busy manager.
 _DELTA_CREDITS: Final = 16
-# After an engine refused requests although it was reported as serving: the report of its pause
-# is on its way. Shorter repeats the refusal; longer leaves an engine idle that serves again where
-# the reports came before the refusal.
+# Longest wait for news of an engine that refused requests although it was reported as serving: the
+# report of its pause is on its way. Shorter repeats the refusal; longer leaves it idle where none
+# comes.
 _REFUSAL_PAUSE_S: Final = 0.2
 
 
@@ -70,7 +71,7 @@ class EngineLink:
         self._outgoing: deque[dict[str, Any]] = deque()  # bounded by the router's max_inflight
         self._withdrawn: list[int] = []
         self._pending = asyncio.Event()
-        self._reported = asyncio.Event()  # since the last refusal
+        self._reported = asyncio.Event()  # since the last submit began
         self._patience: asyncio.Timeout | None = None
         self._serving = False
         self._is_trusted = not must_greet
@@ -160,6 +161,7 @@ class EngineLink:
                     await self._submit_batch(requests)
 
     async def _submit_batch(self, requests: list[dict[str, Any]]) -> None:
+        self._reported.clear()
         try:
             await self._call("submit", requests)
         except RemoteError as error:
@@ -168,13 +170,11 @@ class EngineLink:
             self._dispatcher.fail(RolloutError(f"{self.engine} refused a request: {what}"))
         except EngineError as error:
             logger.warning("%s takes no requests now: %s", self.engine, error)
-            self._reported.clear()
             self._dispatcher.hand_back(self.engine, [request["id"] for request in requests])
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_REFUSAL_PAUSE_S):
                     await self._reported.wait()
-            except TimeoutError:
-                self.set_serving(self._serving)
+            self.set_serving(self._serving)
 
     async def _call(self, method: str, argument: object) -> None:
         await self._handle.call(method, argument, timeout_s=self._submit_timeout_s)
