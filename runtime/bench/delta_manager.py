@@ -1,5 +1,7 @@
-"""A manager's deltas: `python -m umbra.runtime.bench.delta_manager FOLDER NUM_ENGINES
-NUM_TRAJECTORIES DURATION_S PARENT_PID`, beside processes of `delta_engines`.
+"""One rollout manager's process that takes the deltas of simulated engines, and measures itself.
+
+`python -m umbra.runtime.bench.delta_manager FOLDER NUM_ENGINES NUM_TRAJECTORIES DURATION_S
+PARENT_PID`, beside processes of `delta_engines`.
 
 The real links, dispatcher, router and trajectories over real RPC streams; no supervisor, no
 rewards, no ledger. Whatever finishes is replaced by a new trajectory, so as many are always in
