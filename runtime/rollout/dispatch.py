@@ -232,9 +232,11 @@ class Dispatcher:
             self._on_appended(engine, applied.runs)
         lost = self._apply_one_by_one(engine, batch, applied.rest) if applied.rest else {}
         for request_id, missing in lost.items():
-            self.counters["gaps"] += 1
-            self._carriers[engine].withdraw([request_id])
-            self._retry(engine, inflight[request_id], f"{missing} tokens were lost on the way")
+            turn = inflight.get(request_id)
+            if turn is not None:
+                self.counters["gaps"] += 1
+                self._carriers[engine].withdraw([request_id])
+                self._retry(engine, turn, f"{missing} tokens were lost on the way")
         for request_id, reason in batch.finishes:
             turn = inflight.get(request_id)
             if turn is not None:
@@ -254,11 +256,11 @@ class Dispatcher:
         lost: dict[int, int] = {}
         for run in runs:
             request_id = int(batch.ids[run])
-            turn = self._inflight[engine][request_id]
-            missing = turn.trajectory.missing_before(int(batch.positions[run]))
-            if request_id in lost:
+            turn = self._inflight[engine].get(request_id)  # a journal that fails cancels all
+            if turn is None or request_id in lost:
                 self.counters["late_runs"] += 1
                 continue
+            missing = turn.trajectory.missing_before(int(batch.positions[run]))
             if missing > 0:
                 lost[request_id] = missing
                 continue

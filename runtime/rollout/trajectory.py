@@ -98,10 +98,13 @@ class Trajectory:
         self.home: EngineId | None = None  # the engine that generated last
         self.num_interruptions = 0
         self.num_refilled_tokens = 0  # prefilled again because of interruptions
+        self._store: TokenStore | None = None
+        self._row = 0
         self.reset()
 
     def reset(self) -> None:
         """Back to the bare prompt; an agent loop whose process died starts over."""
+        assert self._store is None, f"{self.sample_id} is with an engine"
         self.state = TrajectoryState.PENDING
         self.finish_reason = ""
         self.prompt_tokens: NDArray[np.int32] = self.prompt.tokens  # [P]
@@ -109,8 +112,6 @@ class Trajectory:
         self._logprobs: NDArray[np.float32] = _NO_LOGPROBS
         self._segments: tuple[Segment, ...] = ()
         self._num_settled = 0  # generated tokens in these
-        self._store: TokenStore | None = None
-        self._row = 0
 
     @property
     def is_finished(self) -> bool:
