@@ -16,6 +16,7 @@ import json
 import os
 import sys
 import time
+from array import array
 from pathlib import Path
 from typing import Any, Final
 
@@ -39,6 +40,7 @@ from umbra.runtime.rpc.client import Client, Handle
 GROUP_SIZE: Final = 8
 PROMPT_LEN: Final = 128
 COMPLETION_LEN: Final = 512
+_STOP_TOKEN_IDS: Final = [0]
 _CALL_TIMEOUT_S: Final = 60.0
 
 
@@ -47,7 +49,7 @@ class _TimedDispatcher(Dispatcher):
 
     def __init__(self, router: Router) -> None:
         super().__init__(router, _fail, Recorder(None, _fail))
-        self.applied_at: dict[EngineId, list[float]] = {}
+        self.applied_at: dict[EngineId, array[float]] = {}
         self.num_tokens = 0
         self.num_runs = 0
         self.all_heard = asyncio.Event()
@@ -112,7 +114,7 @@ class _Load:
                 start=0,
                 limit=sample.budget,
                 temperature=1.0,
-                stop_token_ids=[0],
+                stop_token_ids=_STOP_TOKEN_IDS,
                 on_end=on_end,
             )
         )
@@ -151,7 +153,7 @@ async def _measure(
         for idx in range(num_engines):
             engine = EngineId(f"e{idx}", 1)
             handles[engine] = client.handle(ref(idx, folder))
-            dispatcher.applied_at[engine] = []
+            dispatcher.applied_at[engine] = array("d")
             link = EngineLink(
                 engine,
                 handles[engine],
