@@ -18,7 +18,7 @@ RUNS := runs
 QUICKSTART_ASSETS := $(RUNS)/quickstart-assets
 QUICKSTART_CONFIG := launch/configs/quickstart.toml
 
-.PHONY: help quickstart drill test check format lint bench bench-trl install lock clean
+.PHONY: help quickstart drill chaos test check format lint bench bench-trl install lock clean
 
 help: ## Say what each target does
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -29,6 +29,9 @@ quickstart: $(VENV)/.train assets ## Train a small model by RL on two CPU cores,
 
 drill: $(VENV)/.train assets ## The same training while engines are killed
 	OMP_NUM_THREADS=1 $(BIN)/python -m umbra.trainer.drill $(QUICKSTART_CONFIG) --run-dir $(RUNS)/drill
+
+chaos: $(VENV)/.train ## 10,000 rollouts while engines are killed and stopped (two minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos/chaos.py --run-dir $(RUNS)/chaos
 
 .PHONY: assets
 assets: $(VENV)/.train ## Make the quickstart's model and data sets (once)

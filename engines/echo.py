@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from umbra.engines.delta_stream import DeltaStream
 from umbra.engines.deltas import DeltaBatch, DeltaBuffer
-from umbra.engines.echo_weights import EchoReceiver
+from umbra.engines.echo_weights import EchoReceiver, EchoWeights
 from umbra.engines.gate import EngineGate
 from umbra.engines.memory import resident_nbytes
 from umbra.engines.protocol import EngineStats, PauseMode
@@ -40,6 +40,18 @@ def echo_tokens(
     return (draws * vocab_size).astype(np.int32)
 
 
+def echo_logprobs(
+    fingerprint: int, seed: int, positions: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float32]:
+    """What stands for the logprobs at `positions`, any shape, where `weights_in_logprobs` is set.
+
+    Args:
+        fingerprint: of the weights, see `echo_weights.weights_fingerprint`.
+    """
+    draws = uniforms(np.full(positions.shape, seed ^ fingerprint, np.uint64), positions)
+    return np.log(draws).astype(np.float32)
+
+
 class EchoEngine:
     """Takes the embedded engine's settings too; of them model_path, dtype, device,
     kv_cache_num_tokens and num_threads mean nothing here.
@@ -48,6 +60,10 @@ class EchoEngine:
         vocab_size: tokens are below it; a prompt with others is refused.
         tokens_per_s: of each running request; None: as fast as it goes.
         verify_checksums: check what a sync delivers (imports torch).
+        weights_in_logprobs: keep the bytes of the weights that syncs deliver, and make every
+            logprob a function of them, the trajectory's seed and the position (`echo_logprobs`;
+            else it is 0). Who knows the bytes of each version can then prove which weights were
+            here when a token was made, whatever version it is labelled with.
         load_weights: serve as version 0 at once.
     """
 
@@ -57,6 +73,7 @@ class EchoEngine:
         vocab_size: int = 256,
         tokens_per_s: float | None = None,
         verify_checksums: bool = False,
+        weights_in_logprobs: bool = False,
         max_num_seqs: int = 256,
         max_context_len: int = 4096,
         tick_ms: float = 50.0,
@@ -75,6 +92,7 @@ class EchoEngine:
         self._vocab_size = vocab_size
         self._tokens_per_s = tokens_per_s
         self._verify_checksums = verify_checksums
+        self._weights_in_logprobs = weights_in_logprobs
         self._max_num_seqs = max_num_seqs
         self._max_context_len = max_context_len
         self._tick_s = tick_ms / 1000
@@ -86,6 +104,7 @@ class EchoEngine:
         self._is_quiet = asyncio.Event()  # a drain is over
         self._receiver: EchoReceiver | None = None
         self._mappings = BucketMappings()
+        self._weights = EchoWeights() if verify_checksums or weights_in_logprobs else None
         self._num_tokens_total = 0
         if load_weights:
             self._gate.start_serving(0)
@@ -129,13 +148,18 @@ class EchoEngine:
                 positions=positions[:1],
                 counts=np.array([len(tokens)]),
                 tokens=tokens,
-                logprobs=np.zeros(len(tokens), np.float32),
+                logprobs=self._logprobs(request.seed, positions[: len(tokens)]),
                 version=self._gate.version or 0,
             )
             self._num_tokens_total += len(tokens)
             self._go_on(request, tokens, is_stopped=len(stops) > 0)
         self._flush()
         self._settle()
+
+    def _logprobs(self, seed: int, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+        if not self._weights_in_logprobs:
+            return np.zeros(len(positions), np.float32)
+        return echo_logprobs(self.weights_fingerprint(), seed, positions)
 
     def _go_on(
         self, request: GenerationRequest, tokens: npt.NDArray[np.int32], *, is_stopped: bool
@@ -218,6 +242,8 @@ class EchoEngine:
         self._gate.sleep(level)
         self._leave_update()
         self._mappings.close()
+        if self._weights is not None and level == 2:
+            self._weights.clear()
         self._settle()
 
     async def wake(self, tags: Sequence[Tag]) -> None:
@@ -232,7 +258,12 @@ class EchoEngine:
         self._gate.begin_update(version, is_idle=not self._requests)
         self._settle()
         self._receiver = await asyncio.to_thread(
-            EchoReceiver, manifest, buckets, self._mappings, verify=self._verify_checksums
+            EchoReceiver,
+            manifest,
+            buckets,
+            self._mappings,
+            self._weights,
+            verify=self._verify_checksums,
         )
 
     async def load(self) -> dict[str, int]:
@@ -249,6 +280,10 @@ class EchoEngine:
     async def abort_update(self) -> None:
         self._leave_update()
         self._gate.abort_update()
+
+    def weights_fingerprint(self) -> int:
+        """Of the bytes it holds now; of none where it keeps none."""
+        return (self._weights or EchoWeights()).fingerprint()
 
     def _leave_update(self) -> None:
         receiver, self._receiver = self._receiver, None

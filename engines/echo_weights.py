@@ -1,9 +1,11 @@
-"""The echo engine's end of a weight sync: takes every byte, keeps it only to check it."""
+"""The echo engine's end of a weight sync: takes every byte, and keeps it where it is asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+import xxhash
 
 from umbra.runtime.weights.image import BucketGrid, Extent
 from umbra.runtime.weights.manifest import Manifest
@@ -13,11 +15,53 @@ from umbra.runtime.weights.progress import EngineEnd
 _OPEN_TIMEOUT_S = 10.0
 
 
+def weights_fingerprint(tensors: Iterable[bytes | bytearray | memoryview]) -> int:
+    """One number for the bytes of all tensors, in the order of their manifest."""
+    digest = xxhash.xxh3_64()
+    for data in tensors:
+        digest.update(data)
+    return digest.intdigest()
+
+
+class EchoWeights:
+    """The bytes that an engine holds, as its updates left them: like parameters, they are
+    overwritten in place while an update loads, also by one that is given up half-way."""
+
+    def __init__(self) -> None:
+        self.image = bytearray()
+        self._extents: Sequence[Extent] = ()
+        self._fingerprint: int | None = None
+
+    def lay_out(self, extents: Sequence[Extent], nbytes: int) -> None:
+        """What is here stays where the layout is the one before."""
+        if (len(self.image), list(self._extents)) != (nbytes, list(extents)):
+            self.image = bytearray(nbytes)
+        self._extents = extents
+        self._fingerprint = None
+
+    def write(self, start: int, data: memoryview) -> None:
+        self.image[start : start + len(data)] = data
+        self._fingerprint = None
+
+    def fingerprint(self) -> int:
+        """See `weights_fingerprint`; of nothing before the first update."""
+        if self._fingerprint is None:
+            image = memoryview(self.image)
+            self._fingerprint = weights_fingerprint(
+                image[extent.offset : extent.offset + extent.nbytes] for extent in self._extents
+            )
+        return self._fingerprint
+
+    def clear(self) -> None:
+        self.lay_out((), 0)
+
+
 class EchoReceiver:
     """One update. Blocks for I/O when made.
 
     Args:
-        verify: keep a copy of the image and check checksums, which imports torch.
+        weights: where the bytes go; None: they are dropped.
+        verify: check the checksums of what went there, which imports torch.
     """
 
     def __init__(
@@ -25,14 +69,16 @@ class EchoReceiver:
         manifest: Mapping[str, Any],
         buckets: Mapping[str, Any],
         mappings: BucketMappings,
+        weights: EchoWeights | None,
         *,
         verify: bool,
     ) -> None:
         layout = Manifest.from_wire(manifest)
         self._bucket_nbytes: int = buckets["bucket_nbytes"]
-        extents = [Extent(key, e.offset, e.nbytes) for key, e in enumerate(layout.entries)]
-        self._plan = BucketGrid(layout.nbytes, self._bucket_nbytes).cut(extents)
-        self._image = bytearray(len(self._plan) * self._bucket_nbytes) if verify else None
+        self._extents = [Extent(key, e.offset, e.nbytes) for key, e in enumerate(layout.entries)]
+        self._plan = BucketGrid(layout.nbytes, self._bucket_nbytes).cut(self._extents)
+        self._weights = weights
+        self._verify = verify
         self._buckets = mappings.open(
             buckets["fd_socket"], buckets["names"], self._bucket_nbytes, _OPEN_TIMEOUT_S
         )
@@ -45,11 +91,12 @@ class EchoReceiver:
             WeightSyncError: the sync was given up.
         """
         nbytes = 0
+        if self._weights is not None:
+            self._weights.lay_out(self._extents, len(self._plan) * self._bucket_nbytes)
         for idx in self._end.buckets(len(self._plan)):
-            if self._image is not None:
-                start = idx * self._bucket_nbytes
+            if self._weights is not None:
                 bucket = self._buckets[idx % len(self._buckets)]
-                self._image[start : start + self._bucket_nbytes] = bucket.memory[:]
+                self._weights.write(idx * self._bucket_nbytes, memoryview(bucket.memory))
             nbytes += sum(piece.nbytes for piece in self._plan[idx])
         return nbytes
 
@@ -58,12 +105,15 @@ class EchoReceiver:
         self._end.close()
 
     def finish(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
-        """Counts the regions, and checks them where a copy was kept."""
+        """Counts the regions, and checks them where that was asked for."""
         self._end.check_all_loaded(len(self._plan))
+        mismatches: list[str] = []
+        if self._verify and self._weights is not None:
+            mismatches = _mismatches(self._weights.image, regions)
         return {
             "count": len(regions),
             "nbytes": sum(region[1] or 0 for region in regions),
-            "mismatches": [] if self._image is None else _mismatches(self._image, regions),
+            "mismatches": mismatches,
         }
 
 

@@ -75,7 +75,8 @@ class Rollouts:
             version: the newest when the checkpoint was made.
             position: of the ledger, as `position()` gave it for the checkpoint; "" for none.
 
-        Returns {"groups", "tokens"}: what need not be generated again.
+        Returns {"groups", "tokens", "version"}: what need not be generated again, and the newest
+        version that was ever announced.
 
         Raises:
             LedgerError: the ledger and the checkpoint do not fit.

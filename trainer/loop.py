@@ -106,6 +106,7 @@ class TrainingLoop:
         row |= self._train_step.run(batch, self.step)
         self.step += 1
         row["time/step_s"] = time.perf_counter() - started
+        row["time/rank_idle_share"] = row["time/rollout_s"] / row["time/step_s"]
         return row
 
     def _publish(self) -> dict[str, float]:

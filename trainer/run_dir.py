@@ -98,7 +98,7 @@ def begin_run(run: RunSection, incarnation: int) -> Path | None:
         path = Path(run.resume)
         read_trainer_state(path)
         return path
-    earlier = _EARLIER
+    earlier: tuple[str, ...] = _EARLIER
     if run.resume == "auto" or incarnation > 1:
         found = complete_checkpoints(RunDir(run.dir).checkpoints)
         if found:

@@ -85,7 +85,8 @@ class Trainer:
             step = state.step
             from_lead(world, lambda: starter.wait() if starter else None)
             rollouts = Rollouts(self._session, MANAGER)
-            from_lead(world, lambda: self._begin_rollouts(rollouts, state, resumed_from))
+            newest = from_lead(world, lambda: self._begin_rollouts(rollouts, state, resumed_from))
+            versions.start_after(newest)
             journal = self._open_journal(stack, world, step)
             loop = TrainingLoop(
                 config,
@@ -170,12 +171,15 @@ class Trainer:
 
     def _begin_rollouts(
         self, rollouts: Rollouts, state: TrainerState, resumed_from: Path | None
-    ) -> None:
-        """Takes the ledger back to the checkpoint, which may be another run's. Rank 0."""
+    ) -> int:
+        """Takes the ledger back to the checkpoint, which may be another run's. Rank 0.
+
+        Returns the newest version that the ledger knows.
+        """
         is_own = resumed_from is not None and resumed_from.parent == self._place.checkpoints
         position = state.ledger if is_own else ""
         timeout_s = self._config.pool.sync_timeout_s
-        rollouts.begin(state.step, state.version, position, timeout_s)
+        return rollouts.begin(state.step, state.version, position, timeout_s)["version"]
 
     def _load_policies(self, world: World) -> tuple[Policy, Policy | None]:
         """The policy, and the frozen model it started from where a KL term needs it."""

@@ -32,18 +32,28 @@ def run(arguments: argparse.Namespace) -> int:
         LedgerError: the ledger is damaged.
     """
     run_dir = Path(arguments.run_dir)
-    if not managers_of(run_dir):
-        raise ConfigError(
-            f"{run_dir} has no ledger (no files {run_dir}/ledger/*/*.log): give the folder that "
-            "the job's config calls run.dir"
-        )
-    with LedgerIndex.build(run_dir) as index:
+    with _open(run_dir) as index:
         if arguments.sample is None:
             facts, text = (found := _summary(index)), _summary_text(found)
         else:
             facts, text = (found := _sample(index, arguments.sample)), _sample_text(found)
     print(json.dumps(facts) if arguments.json else text)
     return 0
+
+
+def account(run_dir: Path) -> str:
+    """Where the samples of a job are, as `umbra ledger RUN_DIR` prints it; raises as `run`."""
+    with _open(run_dir) as index:
+        return _summary_text(_summary(index))
+
+
+def _open(run_dir: Path) -> LedgerIndex:
+    if not managers_of(run_dir):
+        raise ConfigError(
+            f"{run_dir} has no ledger (no files {run_dir}/ledger/*/*.log): give the folder that "
+            "the job's config calls run.dir"
+        )
+    return LedgerIndex.build(run_dir)
 
 
 def _summary(index: LedgerIndex) -> dict[str, Any]:

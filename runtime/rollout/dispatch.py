@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Final, NamedTuple, Protocol
@@ -75,15 +76,21 @@ class Dispatcher:
         router: chooses engines.
         on_failure: told of an error that no other engine would heal.
         journal: told of what was appended to recorded trajectories (`uid` not -1).
+        clock: seconds, by which the speed of engines is measured.
     """
 
     def __init__(
-        self, router: Router, on_failure: Callable[[UmbraError], None], journal: Journal
+        self,
+        router: Router,
+        on_failure: Callable[[UmbraError], None],
+        journal: Journal,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._router = router
         self._journal = journal
         self._on_failure = on_failure
         self._store = TokenStore()
+        self._clock = clock
         self._waiting: deque[Turn] = deque()  # bounded by what the manager admits
         self._carriers: dict[EngineId, RequestCarrier] = {}
         self._inflight: dict[EngineId, dict[int, Turn]] = {}
@@ -200,10 +207,10 @@ class Dispatcher:
         """An engine that comes late gets its share of what others have not begun, newest first."""
         serving = self._router.serving
         loads = {other: self._router.outstanding_tokens(other) for other in serving}
-        even_share = sum(loads.values()) / max(1, len(serving))
+        total = sum(loads.values())
         room, moved = self._router.room(engine), list[Turn]()
         for other in serving:
-            excess = loads[other] - even_share
+            excess = loads[other] - total * self._router.fair_share(other)
             turns = [
                 turn for turn in reversed(self._inflight[other].values()) if not turn.has_begun
             ]
@@ -226,6 +233,7 @@ class Dispatcher:
         inflight = self._inflight.get(engine)
         if inflight is None:
             return
+        self._router.measure(engine, len(batch.tokens), self._clock())
         applied = self._store.apply(self._numbers[engine], batch)
         self.counters["late_runs"] += applied.num_late
         if applied.runs is not None:

@@ -125,6 +125,8 @@ class GroupRunner:
     def _on_finished(self, sample: Trajectory, run: _Run, reason: str) -> None:
         sample.finish(reason)
         self._recorder.finished(sample)
+        if sample.reward is not None:
+            self._recorder.scored([sample])  # an agent loop gave it: nothing else could again
         run.group.num_open -= 1
         if run.group.num_open == 0:
             self._score(run)
@@ -137,7 +139,7 @@ class GroupRunner:
 
     def _end(self, run: _Run) -> None:
         del self._runs[run.group]
-        self._recorder.scored(run.group)
+        self._recorder.scored(run.group.trajectories)
         run.on_scored(run.group)
 
     def _fail(self, run: _Run, error: UmbraError) -> None:
@@ -152,6 +154,7 @@ class GroupRunner:
             return item, self._config.agent_timeout_s
 
         def on_result(reward: float | None) -> None:
+            self._sessions.settle(sample)
             self._sessions.close(sample)
             sample.reward = reward
             self._on_finished(sample, run, sample.finish_reason or "stop")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -36,6 +36,7 @@ from umbra.runtime.rollout.ledger.events import (
     Started,
     Tokens,
     Version,
+    encode_batch,
     uids_of,
 )
 from umbra.runtime.rollout.ledger.history import Position, read_history
@@ -65,6 +66,9 @@ class Recorder:
         self._ticket: Ticket | None = None
         self._next_uid = 0
         self._versions: set[int] = set()
+        self._group_ids: set[str] = set()
+        self._scored: set[int] = set()  # uids of those that are not leased
+        self._has_failed = False
         self._step = 0
         self._pending: list[tuple[str, Any]] = []  # (kind, part of an event), see `_EVENTS`
 
@@ -96,7 +100,7 @@ class Recorder:
         first: list[Event] = []
         if len(running := state.running()):
             first.append(Cut(running, "the rollout manager started anew"))
-        if restored is not None and state.num_groups:
+        if restored is not None and (state.num_groups or state.versions):
             first.append(restored)
         for event in first:
             state.apply(event)
@@ -104,6 +108,9 @@ class Recorder:
             self._ticket = self._writer.append(*first)
         self._next_uid = state.next_uid
         self._versions = set(state.versions)
+        self._step = state.steps_done
+        self._group_ids = set(state.group_ids)
+        self._scored = set(state.scored().tolist())
         return state
 
     async def durable(self) -> None:
@@ -125,9 +132,20 @@ class Recorder:
     # -- groups --------------------------------------------------------------------------
 
     def admitted(self, group: Group, epoch: int, place: int) -> None:
-        """Gives the group's samples their uids."""
+        """Gives the group's samples their uids.
+
+        Raises:
+            LedgerError: it was admitted before: the data set or its order was changed.
+        """
         if self._writer is None:
             return
+        if group.group_id in self._group_ids:
+            raise LedgerError(
+                f"{group.group_id} comes a second time, at place {place} of the data, and the "
+                f"ledger in {self._folder} has it already: the data set, train.seed or "
+                "data.shuffle was changed; change it back, or begin a new run in another run.dir"
+            )
+        self._group_ids.add(group.group_id)
         first_uid = self._next_uid
         for sample in group.trajectories:
             sample.uid = self._next_uid
@@ -136,15 +154,22 @@ class Recorder:
         prompt_id = group.trajectories[0].prompt.prompt_id
         self._write(Admitted(first_uid, group.group_id, prompt_id, epoch, place, seeds))
 
-    def scored(self, group: Group) -> None:
-        for sample in group.trajectories:
-            self._add("scored", sample, sample.reward)
+    def scored(self, samples: Iterable[Trajectory]) -> None:
+        """They have their rewards; what was said of one before is not said again."""
+        for sample in samples:
+            if sample.uid not in self._scored:
+                self._scored.add(sample.uid)
+                self._add("scored", sample, sample.reward)
 
     def leased(self, step: int, groups: Sequence[Group]) -> None:
-        self._write(Leased(step, _uids(groups)))
+        uids = _uids(groups)
+        self._scored.difference_update(uids.tolist())
+        self._write(Leased(step, uids))
 
     def dropped(self, group: Group, reason: str) -> None:
-        self._write(Dropped(_uids([group]), reason))
+        uids = _uids([group])
+        self._scored.difference_update(uids.tolist())
+        self._write(Dropped(uids, reason))
 
     # -- samples -------------------------------------------------------------------------
 
@@ -187,10 +212,12 @@ class Recorder:
         """A value that outlives the process which made it.
 
         Raises:
-            LedgerError: it is not plain data.
+            LedgerError: it is not plain data, or too large.
         """
+        event = Recorded(max(0, sample.uid), key, value)
+        encode_batch(0.0, [event])  # it is the caller's fault, and no other event's
         if sample.uid != NOT_RECORDED:
-            self._write(Recorded(sample.uid, key, value))
+            self._write(event)
 
     def on_tokens(
         self,
@@ -214,7 +241,7 @@ class Recorder:
         if version in self._versions:
             return
         if version < max(self._versions, default=-1):
-            self._on_failure(
+            self._fail(
                 RolloutError(
                     f"version {version} comes after version {max(self._versions)}: an engine has "
                     "weights that no rank has announced, or a version was used again"
@@ -245,7 +272,7 @@ class Recorder:
             self._queue(kind, (sample.uid, value))
 
     def _queue(self, kind: str, part: object) -> None:
-        if self._writer is None:
+        if self._writer is None or self._has_failed:
             return
         if not self._pending:
             asyncio.get_running_loop().call_soon(self._flush)
@@ -261,7 +288,12 @@ class Recorder:
         try:
             self._ticket = self._writer.append(*events)
         except LedgerError as error:
-            self._on_failure(error)
+            self._fail(error)
+
+    def _fail(self, error: UmbraError) -> None:
+        """Nothing is written any more: what follows may rest on what is missing."""
+        self._has_failed = True
+        self._on_failure(error)
 
 
 def _read_state(folder: Path, needs: str, restoring_step: int | None) -> LedgerState:

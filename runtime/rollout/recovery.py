@@ -49,7 +49,7 @@ def recover_groups(
 
     Args:
         make_group: a fresh group of a place in the data order.
-        remember: told of each sample that goes on.
+        remember: told of each sample that is generated on.
 
     Raises:
         LedgerError: the data set or the settings that decide its order are not those of then.
@@ -92,7 +92,8 @@ def _restored(
         )
     for sample, held in zip(group.trajectories, account.samples, strict=True):
         _fill(sample, held)
-        remember(sample, held)
+        if not sample.is_finished:
+            remember(sample, held)
     return group
 
 
@@ -101,13 +102,15 @@ def _fill(sample: Trajectory, held: SampleAccount) -> None:
     sample.num_interruptions = held.num_interruptions
     if held.prompt is not None:
         sample.extend_context(held.prompt)
+    # A smaller budget than then may have been set: what is there stays, and ends there.
+    sample.budget = max(sample.budget, held.num_generated)
+    sample.max_context_len = max(sample.max_context_len, len(sample) + held.num_tokens)
     for start, stop, version in held.segments():
         tokens, logprobs = held.tokens[start:stop], held.logprobs[start:stop]
         if version == NOT_GENERATED:
             sample.extend_context(np.concatenate([sample.context(), tokens]))
         else:
-            room = sample.room()  # a smaller budget than then may have been set
-            sample.append_generated(tokens[:room], logprobs[:room], version)
+            sample.append_generated(tokens, logprobs, version)
     if held.state in (SampleState.FINISHED, SampleState.SCORED, SampleState.LEASED):
         sample.finish(held.finish_reason)
         sample.reward = held.reward

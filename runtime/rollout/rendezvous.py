@@ -89,6 +89,15 @@ class Rendezvous:
             if not slot.done():
                 slot.set_result(answers[rank])
 
+    def give(self, wanted: Round, answers: Sequence[dict[str, Any]]) -> None:
+        """Answers the ranks that still wait for this round; one that left may ask for it alone."""
+        if self._round == wanted:
+            slots, self._slots = self._slots, {}
+            self._close_if_empty()
+            for rank, slot in slots.items():
+                if not slot.done():
+                    slot.set_result(answers[rank])
+
     def fail(self, error: Exception) -> None:
         """Answers the ranks that wait with an error."""
         slots, self._slots = self._slots, {}

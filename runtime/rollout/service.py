@@ -13,42 +13,35 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from umbra.runtime.actor import actor_context, idempotent
-from umbra.runtime.errors import DeadlineExceeded, RolloutError, UmbraError
+from umbra.runtime.errors import RolloutError, UmbraError
 from umbra.runtime.rollout.admission import Admission
-from umbra.runtime.rollout.advantages import group_advantages
 from umbra.runtime.rollout.alarm import Alarm
-from umbra.runtime.rollout.batch import batch_metrics, rank_columns
-from umbra.runtime.rollout.batching import plan_batch
+from umbra.runtime.rollout.answers import batch_answers, evaluation_answers
 from umbra.runtime.rollout.config import RolloutConfig
 from umbra.runtime.rollout.dispatch import Dispatcher
 from umbra.runtime.rollout.error_groups import first_leaf
 from umbra.runtime.rollout.fleet import Fleet
-from umbra.runtime.rollout.group import Group
 from umbra.runtime.rollout.group_runner import GroupRunner
 from umbra.runtime.rollout.harvest import Harvest
 from umbra.runtime.rollout.ledger.events import Restored
 from umbra.runtime.rollout.recorder import Recorder
 from umbra.runtime.rollout.recovery import Recovered, recover_groups
 from umbra.runtime.rollout.rendezvous import Rendezvous, Round
-from umbra.runtime.rollout.router import EngineId, Router
+from umbra.runtime.rollout.router import Router
 from umbra.runtime.rollout.sessions import AgentSessions
 from umbra.runtime.rollout.staleness import VersionSteps
-from umbra.runtime.rollout.sync_asks import SyncAsks
+from umbra.runtime.rollout.sync_asks import CatchUp
 from umbra.runtime.rollout.training_flow import TrainingFlow
 from umbra.runtime.rollout.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
-
-_CATCH_UP_TIMEOUT_S: Final = 10.0
-"""For the supervisor to say which engines lack weights; it answers from memory."""
 
 
 class RolloutManager:
@@ -103,18 +96,23 @@ class RolloutManager:
             on_change=self._answer,
             on_failure=self._fail,
         )
-        self._asks = SyncAsks()
+        self._catch_up = CatchUp(
+            context.supervisor,
+            self._config.pool,
+            self._who_waits,
+            lambda answer: self._resolve([answer] * self._config.world_size),
+        )
         self._ranks = Rendezvous(self._config.world_size, self._config.rank_timeout_s)
         self._starving = Alarm(self._config.engine_timeout_s, self._on_starved)
         self._round: Round | None = None
         self._evaluation: Harvest | None = None
+        self._last_evaluation: tuple[Round | None, list[dict[str, Any]]] = (None, [])
         self._failure: UmbraError | None = None
         self._wanted = asyncio.Event()
-        self._lacking = asyncio.Event()
         self._num_answers = 0
         self._notes: asyncio.Queue[str] = asyncio.Queue()
         self._num_delivered = 0
-        self._to_deliver: asyncio.Queue[list[dict[str, Any]]] = asyncio.Queue()
+        self._to_deliver: asyncio.Queue[tuple[Round, list[dict[str, Any]]]] = asyncio.Queue()
         self._recovering = asyncio.Lock()
         self._is_recovered = False
 
@@ -134,7 +132,7 @@ class RolloutManager:
             await self._wanted.wait()  # the pool and the workers may be made after the manager
             tasks.create_task(self._workers.run())
             tasks.create_task(self._follow_pool())
-            tasks.create_task(self._ask_for_syncs())
+            tasks.create_task(self._catch_up.run())
             tasks.create_task(self._deliver())
 
     # -- calls of the ranks --------------------------------------------------------------
@@ -150,14 +148,17 @@ class RolloutManager:
             version: the newest when the checkpoint was made.
             position: of the ledger, which the checkpoint has kept; "" where it knows none.
 
-        Returns {"groups", "tokens"}: what is there already and need not be generated again.
+        Returns {"groups", "tokens", "version"}: what is there already and need not be generated
+        again, and the newest version that was ever announced.
 
         Raises:
             LedgerError: the ledger ends before what the checkpoint needs, or is damaged, or is of
                 another data set.
         """
         async with self._recovering:
-            return await self._recover(Restored(step, version, keep_newer=False), position)
+            kept = await self._recover(Restored(step, version, keep_newer=False), position)
+            await self._recorder.durable()  # a manager that dies now must not forget it
+            return kept
 
     @idempotent
     async def announce(self, version: int, step: int) -> None:
@@ -220,6 +221,9 @@ class RolloutManager:
         await self._ensure_recovered()
         if self._failure is not None:
             raise self._failure
+        lost = await self._lost_answer(rank, wanted)
+        if lost is not None:
+            return lost
         slot = self._ranks.arrive(rank, wanted)
         try:
             if self._round != wanted:
@@ -228,6 +232,22 @@ class RolloutManager:
             self._fail(error)
         self._answer()
         return await self._ranks.wait(rank, slot)
+
+    async def _lost_answer(self, rank: int, wanted: Round) -> dict[str, Any] | None:
+        """What was answered before, for a rank that it did not reach: the others have gone on."""
+        last, answers = self._last_evaluation
+        if wanted == last:
+            return answers[rank]
+        if wanted.version is None or self._flow.leased(wanted.step) is None:
+            return None
+        await self._recorder.durable()
+        groups = self._flow.leased(wanted.step)
+        if groups is None or self._round == wanted:
+            return None
+        self._learn(wanted.version, wanted.step)
+        self._flow.advance(wanted.step)
+        flow = self._flow
+        return batch_answers(groups, self._config, flow.gen_s, flow.metrics(groups))[rank]
 
     def _begin(self, wanted: Round) -> None:
         """Starts a round's work. An evaluation that was not waited for to the end is dropped."""
@@ -260,6 +280,7 @@ class RolloutManager:
         """Takes up what the ledger has, in place of what is under way."""
         self._drop_evaluation()
         self._flow.abandon()
+        self._last_evaluation = (None, [])
         recovered = Recovered()
         state = await self._recorder.recover(restored, needs)
         if state is not None:
@@ -278,7 +299,8 @@ class RolloutManager:
                 f"the rollout manager goes on with {groups} groups, {len(recovered.ready)} of them "
                 f"scored, and {recovered.num_tokens} tokens"
             )
-        return {"groups": groups, "tokens": recovered.num_tokens}
+        newest = 0 if state is None else max(state.versions, default=0)
+        return {"groups": groups, "tokens": recovered.num_tokens, "version": newest}
 
     def _drop_evaluation(self) -> None:
         if self._evaluation is not None:
@@ -313,6 +335,10 @@ class RolloutManager:
             "engines": self._fleet.describe(),
             "version": self._fleet.current_version,
             "counters": dict(self._dispatcher.counters),
+            "agents": {
+                "replayed_turns": self._sessions.num_replayed_turns,
+                "diverged": self._sessions.num_diverged,
+            },
             "batches_delivered": self._num_delivered,
         }
 
@@ -325,7 +351,7 @@ class RolloutManager:
             self._fail(RolloutError(f"lost sight of the engines: {first_leaf(group)}"))
 
     def _on_pool_change(self) -> None:
-        self._asks.observe(self._fleet.pending)
+        self._catch_up.observe(self._fleet.pending)
         self._answer()
 
     def _answer(self) -> None:
@@ -339,102 +365,49 @@ class RolloutManager:
             self._fail(error)
             return
         if answers is not None:
+            self._to_deliver.put_nowait((self._round, answers))
             self._round = None
             self._num_delivered += 1
             self._starving.watch(False)
-            self._to_deliver.put_nowait(answers)
         elif self._fleet.pending:
-            self._lacking.set()
+            self._catch_up.look()
 
     def _outcome(self, wanted: Round) -> list[dict[str, Any]] | None:
         """What the ranks get, one each; None while it is not complete."""
         if wanted.version is not None:
             groups = self._flow.take(wanted.step)
-            return None if groups is None else self._batches(groups)
+            if groups is None:
+                return None
+            flow = self._flow
+            return batch_answers(groups, self._config, flow.gen_s, flow.metrics(groups))
         evaluation = self._evaluation
         if evaluation is None or not evaluation.is_done:
             return None
         self._evaluation = None
-        return self._summary(evaluation)
-
-    async def _ask_for_syncs(self) -> None:
-        """Asks the waiting ranks to bring the current version to engines that lack it.
-
-        What this manager has heard of the pool may be older than what the ranks have done since
-        (a sync that has ended passes through PENDING_WEIGHTS), so the supervisor decides.
-        """
-        while True:
-            await self._lacking.wait()
-            self._lacking.clear()
-            waiting = (self._round, self._num_answers)
-            try:
-                lack = await self._context.supervisor.call(
-                    "catch_up", self._config.pool, timeout_s=_CATCH_UP_TIMEOUT_S
-                )
-            except DeadlineExceeded as error:
-                logger.warning("the supervisor is slow; asking again: %s", error)
-                self._lacking.set()
-                continue
-            unchanged = waiting == (self._round, self._num_answers) and self._ranks.is_full
-            if not unchanged or self._round is None:
-                continue
-            engines = self._asks.wanted(EngineId(name, life) for name, life in lack["engines"])
-            if engines:
-                names = ", ".join(str(engine) for engine in engines)
-                logger.info("asking the ranks to bring version %d to %s", lack["version"], names)
-                answer = {"kind": "sync_wanted", "version": lack["version"]}
-                self._resolve([answer] * self._config.world_size)
+        return evaluation_answers(evaluation, self._config)
 
     async def _deliver(self) -> None:
         """Hands batches out once it is on disk that they were."""
         while True:
-            answers = await self._to_deliver.get()
+            wanted, answers = await self._to_deliver.get()
             try:
                 await self._recorder.durable()
             except UmbraError as error:
                 self._fail(error)
                 continue
-            if self._ranks.is_full:  # else they went away meanwhile, and will ask again
-                self._resolve(answers)
+            if wanted.version is None:
+                self._last_evaluation = (wanted, answers)
+            self._num_answers += 1
+            self._ranks.give(wanted, answers)
+
+    def _who_waits(self) -> tuple[Round, int] | None:
+        if self._round is None or not self._ranks.is_full:
+            return None
+        return self._round, self._num_answers
 
     def _resolve(self, answers: list[dict[str, Any]]) -> None:
         self._num_answers += 1
         self._ranks.resolve(answers)
-
-    def _batches(self, groups: Sequence[Group]) -> list[dict[str, Any]]:
-        config = self._config
-        samples = [sample for group in groups for sample in group.trajectories]
-        advantages = np.concatenate(
-            [group_advantages(group.rewards, config.advantage) for group in groups]
-        )
-        plans = plan_batch(
-            [group.shape() for group in groups],
-            config.world_size,
-            num_micro_batches=config.num_micro_batches,
-            max_tokens_per_micro_batch=config.max_tokens_per_micro_batch,
-        )
-        shared = {
-            "kind": "batch",
-            "metrics": batch_metrics(groups, self._flow.gen_s) | self._flow.metrics(groups),
-            "loss_tokens_global": sum(sample.num_generated for sample in samples),
-            "num_samples_global": len(samples),
-        }
-        return [{**shared, **rank_columns(groups, advantages, plan)} for plan in plans]
-
-    def _summary(self, harvest: Harvest) -> list[dict[str, Any]]:
-        metrics = batch_metrics(harvest.groups, harvest.gen_s)
-        rewards = np.concatenate([group.rewards for group in harvest.groups])
-        answer = {
-            "kind": "eval",
-            "mean_reward": metrics["reward_mean"],
-            "accuracy": float(np.mean(rewards >= self._config.accuracy_threshold)),
-            "num_prompts": len(rewards),
-            "tokens": metrics["tokens"],
-            "gen_s": metrics["gen_s"],
-            "completion_len_mean": metrics["completion_len_mean"],
-            "truncated_share": metrics["truncated_share"],
-        }
-        return [answer] * self._config.world_size
 
     def _on_starved(self) -> None:
         self._fail(

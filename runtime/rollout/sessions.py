@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import secrets
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
@@ -46,7 +47,7 @@ class _Memory:
 
 
 class _Session:
-    __slots__ = ("group", "memory", "num_replayed", "temperature", "trajectory", "turn")
+    __slots__ = ("answer", "group", "memory", "num_returned", "temperature", "trajectory", "turn")
 
     def __init__(
         self, trajectory: Trajectory, group: Group, temperature: float, memory: _Memory
@@ -55,8 +56,9 @@ class _Session:
         self.group = group
         self.temperature = temperature
         self.memory = memory
-        self.num_replayed = 0
+        self.num_returned = 0  # turns that this run of the loop has got
         self.turn: Turn | None = None
+        self.answer: asyncio.Future[dict[str, Any]] | None = None
 
 
 class AgentSessions:
@@ -72,7 +74,8 @@ class AgentSessions:
         self._sessions: dict[int, _Session] = {}
         self._by_trajectory: dict[Trajectory, int] = {}
         self._memories: dict[Trajectory, _Memory] = {}
-        self._ids = itertools.count(1)
+        # A loop of an earlier manager's must not hit a session of this one.
+        self._ids = itertools.count(secrets.randbits(48))
         self.num_replayed_turns = 0
         self.num_diverged = 0
 
@@ -87,9 +90,11 @@ class AgentSessions:
             record = TurnRecord(*value)
             # a later record of the same place is of a later run, which took another path
             memory.turns = [turn for turn in memory.turns if turn.stop <= record.start]
-            memory.turns.append(record)
+            if record.stop > record.start or record.reason:
+                memory.turns.append(record)
         # tokens that a restored checkpoint took back took their turns along
-        memory.turns = [turn for turn in memory.turns if turn.stop <= trajectory.completion_len]
+        kept = [turn for turn in memory.turns if turn.stop <= trajectory.completion_len]
+        self._forget_turns(trajectory, memory, len(kept))
 
     def open(self, trajectory: Trajectory, group: Group, temperature: float) -> int:
         """A new run of the loop; returns the id of its session."""
@@ -107,6 +112,19 @@ class AgentSessions:
         """Ends a trajectory's session, if it has one; nothing is replayed any more."""
         self._end_run(trajectory)
         self._memories.pop(trajectory, None)
+
+    def settle(self, trajectory: Trajectory) -> None:
+        """The loop has returned: what it never got is given up."""
+        session = self._sessions.get(self._by_trajectory.get(trajectory, 0))
+        if session is None:
+            return
+        memory = session.memory
+        seen = memory.turns[session.num_returned - 1].stop if session.num_returned else 0
+        if session.turn is not None:
+            self._dispatcher.cancel([session.turn])
+        if trajectory.completion_len > seen:
+            self._forget_turns(trajectory, memory, session.num_returned)
+            self._give_up(trajectory, seen)
 
     async def generate(
         self, session_id: int, context: NDArray[np.int32], max_new_tokens: int | None
@@ -126,6 +144,7 @@ class AgentSessions:
             raise ValueError("generate() needs at least one token and max_new_tokens of 1 or more")
         replayed = self._replay(session, context)
         if replayed is not None:
+            session.num_returned += 1
             trajectory.finish_reason = replayed.reason
             tokens = trajectory.tokens[replayed.start : replayed.stop].copy()
             return {"tokens": tokens, "finish_reason": replayed.reason}
@@ -159,21 +178,23 @@ class AgentSessions:
 
     def _end_run(self, trajectory: Trajectory) -> None:
         session = self._sessions.pop(self._by_trajectory.pop(trajectory, 0), None)
-        if session is not None and session.turn is not None:
-            self._dispatcher.cancel([session.turn])
+        if session is None or session.turn is None:
+            return
+        self._dispatcher.cancel([session.turn])
+        if session.answer is not None and not session.answer.done():
+            session.answer.set_exception(RolloutError("this run of the agent loop has ended"))
 
     def _replay(self, session: _Session, context: NDArray[np.int32]) -> TurnRecord | None:
         """The recorded turn that this is; None where the records end, or end here."""
         trajectory, turns = session.trajectory, session.memory.turns
-        if session.num_replayed == len(turns):
+        if session.num_returned == len(turns):
             return None
-        record = turns[session.num_replayed]
+        record = turns[session.num_returned]
         begun_from = trajectory.context()[: len(trajectory.prompt_tokens) + record.start]
         if np.array_equal(begun_from, context):
-            session.num_replayed += 1
             self.num_replayed_turns += 1
             return record
-        del turns[session.num_replayed :]
+        self._forget_turns(trajectory, session.memory, session.num_returned)
         self._give_up(trajectory, turns[-1].stop if turns else 0)
         return None
 
@@ -184,15 +205,15 @@ class AgentSessions:
         """
         trajectory, turns = session.trajectory, session.memory.turns
         known, prompt_len = trajectory.context(), len(trajectory.prompt_tokens)
+        settled = turns[-1].stop if turns else 0
         beyond = trajectory.versions[max(0, len(context) - prompt_len) :]
         is_resumed = (
-            prompt_len <= len(context) < len(known)
+            prompt_len + settled <= len(context) < len(known)
             and np.array_equal(known[: len(context)], context)
             and bool((beyond != NOT_GENERATED).all())
         )
         if is_resumed:
             return len(context) - prompt_len
-        settled = turns[-1].stop if turns else 0
         if trajectory.completion_len > settled:
             self._give_up(trajectory, settled)
         prompt, start = trajectory.prompt_tokens, trajectory.completion_len
@@ -201,6 +222,18 @@ class AgentSessions:
             self._recorder.prompt(trajectory)
         self._recorder.given(trajectory, start)
         return trajectory.completion_len
+
+    def _forget_turns(self, trajectory: Trajectory, memory: _Memory, num_kept: int) -> None:
+        """Drops the records of all but the first turns, also for later lives."""
+        if num_kept == len(memory.turns):
+            return
+        del memory.turns[num_kept:]
+        length = memory.turns[-1].stop if memory.turns else 0
+        self._keep_turn(trajectory, memory, TurnRecord(length, length, ""))
+
+    def _keep_turn(self, trajectory: Trajectory, memory: _Memory, record: TurnRecord) -> None:
+        memory.num_turns_kept += 1
+        self._recorder.kept(trajectory, f"{_TURN_KEY}{memory.num_turns_kept}", list(record))
 
     def _give_up(self, trajectory: Trajectory, length: int) -> None:
         """The loop took another path: keeps the first `length` tokens of the completion."""
@@ -227,16 +260,14 @@ class AgentSessions:
         self, session: _Session, start: int, max_new_tokens: int | None
     ) -> dict[str, Any]:
         trajectory, memory = session.trajectory, session.memory
-        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        answer = session.answer = asyncio.get_running_loop().create_future()
 
         def on_end(_turn: Turn, reason: str) -> None:
             # Here and not after the wait, when the trajectory may have been started over.
             trajectory.finish_reason = reason
             record = TurnRecord(start, trajectory.completion_len, reason)
             memory.turns.append(record)
-            memory.num_turns_kept += 1
-            session.num_replayed = len(memory.turns)
-            self._recorder.kept(trajectory, f"{_TURN_KEY}{memory.num_turns_kept}", list(record))
+            self._keep_turn(trajectory, memory, record)
             if not answer.done():
                 tokens = trajectory.tokens[start:].copy()
                 answer.set_result({"tokens": tokens, "finish_reason": reason})
@@ -253,9 +284,11 @@ class AgentSessions:
         )
         try:
             self._dispatcher.submit(turn)
-            return await answer
+            outcome: dict[str, Any] = await answer
+            session.num_returned = len(memory.turns)
+            return outcome
         except asyncio.CancelledError:  # the caller went away: its tokens must not come later
             self._dispatcher.cancel([turn])
             raise
         finally:
-            session.turn = None
+            session.turn = session.answer = None

@@ -1,10 +1,20 @@
-"""When waiting ranks are asked to carry the current weights to an engine once more."""
+"""Waiting ranks are asked to carry the current weights to an engine once more."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+import logging
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, Final
 
+from umbra.runtime.errors import DeadlineExceeded
 from umbra.runtime.rollout.router import EngineId
+from umbra.runtime.rpc.client import Handle
+
+logger = logging.getLogger(__name__)
+
+_CATCH_UP_TIMEOUT_S: Final = 10.0
+"""For the supervisor to say which engines lack weights; it answers from memory."""
 
 
 class SyncAsks:
@@ -28,3 +38,60 @@ class SyncAsks:
     def observe(self, pending: Iterable[EngineId]) -> None:
         """Forgets engines that no longer lack weights; to be told of every change of state."""
         self._asked &= set(pending)
+
+
+class CatchUp:
+    """Asks the supervisor which engines lack weights, and the waiting ranks to bring them.
+
+    What the manager has heard of the pool may be older than what the ranks have done since (a
+    sync that has ended passes through PENDING_WEIGHTS), so the supervisor decides.
+
+    Args:
+        waiting: who waits now, for what; None where not all ranks do. An answer to others than
+            those that the supervisor was asked for is not given.
+        answer: gives one answer to all of them.
+    """
+
+    def __init__(
+        self,
+        supervisor: Handle,
+        pool: str,
+        waiting: Callable[[], Hashable | None],
+        answer: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self._supervisor = supervisor
+        self._pool = pool
+        self._waiting = waiting
+        self._answer = answer
+        self._asks = SyncAsks()
+        self._lacking = asyncio.Event()
+
+    def observe(self, pending: Iterable[EngineId]) -> None:
+        """To be told of every change of state."""
+        self._asks.observe(pending)
+
+    def look(self) -> None:
+        """Engines seem to lack weights while ranks wait."""
+        self._lacking.set()
+
+    async def run(self) -> None:
+        """Lives until cancelled."""
+        while True:
+            await self._lacking.wait()
+            self._lacking.clear()
+            waiting = self._waiting()
+            try:
+                lack = await self._supervisor.call(
+                    "catch_up", self._pool, timeout_s=_CATCH_UP_TIMEOUT_S
+                )
+            except DeadlineExceeded as error:
+                logger.warning("the supervisor is slow; asking again: %s", error)
+                self._lacking.set()
+                continue
+            if waiting is None or waiting != self._waiting():
+                continue
+            engines = self._asks.wanted(EngineId(name, life) for name, life in lack["engines"])
+            if engines:
+                names = ", ".join(str(engine) for engine in engines)
+                logger.info("asking the ranks to bring version %d to %s", lack["version"], names)
+                self._answer({"kind": "sync_wanted", "version": lack["version"]})

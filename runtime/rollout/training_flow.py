@@ -15,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Protocol
 
-from umbra.runtime.errors import RewardError, RolloutError, UmbraError
+from umbra.runtime.errors import LedgerError, RewardError, RolloutError, UmbraError
 from umbra.runtime.rollout.config import RolloutConfig
 from umbra.runtime.rollout.group import Group
 from umbra.runtime.rollout.group_runner import GroupRunner
@@ -113,9 +113,13 @@ class TrainingFlow:
             else:
                 place = self._next_place
                 group = self._source.training_group(place)
+                try:
+                    self._recorder.admitted(group, self._source.epoch_of(place), place)
+                except LedgerError as error:
+                    self._on_failure(error)
+                    return
                 self._next_place += 1
                 self.num_admitted += 1
-                self._recorder.admitted(group, self._source.epoch_of(place), place)
             self._open[place] = group
             self._start(place, group)
 
@@ -154,6 +158,10 @@ class TrainingFlow:
             self.gen_s, self._began = now - self._began, now
         return self._leases[step]
 
+    def leased(self, step: int) -> list[Group] | None:
+        """The groups that were handed out for `step`; None where none were."""
+        return self._leases.get(step)
+
     def abandon(self) -> None:
         """The job fails: nothing is generated any more."""
         for group in self._open.values():
@@ -190,7 +198,10 @@ class TrainingFlow:
                 f"staleness_{age}_share": ages[age] / num_tokens
                 for age in range(self._config.max_staleness + 1)
             },
-            **{f"dropped_groups/{reason}": float(n) for reason, n in self.dropped.items()},
+            **{
+                f"dropped_{reason.replace(' ', '_')}": float(count)
+                for reason, count in self.dropped.items()
+            },
         }
 
     # -- private -------------------------------------------------------------------------

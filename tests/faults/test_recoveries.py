@@ -42,6 +42,17 @@ def test_a_killed_engine_comes_back(folder: Path) -> None:
     assert _says(run, rf"policy-1#1 \(pid {killed}\) {KILLED}"), run.output
 
 
+def test_a_killed_rollout_manager_goes_on_with_what_the_ledger_has(folder: Path) -> None:
+    with start_run(folder, LONG) as run:
+        run.wait_for_step(3)
+        killed = run.pid_of("rollouts")
+        os.kill(killed, signal.SIGKILL)
+        run.wait_for_restart("rollouts")
+        check_goes_on(run)
+
+    assert _says(run, rf"rollouts#1 \(pid {killed}\) {KILLED}"), run.output
+
+
 def test_a_run_goes_on_through_injected_faults(folder: Path) -> None:
     faults = (
         '{kind="kill", after_tokens=100, lives=[1]}, '

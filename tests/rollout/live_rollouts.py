@@ -71,6 +71,7 @@ class LiveRollouts:
         self.num_syncs_served = 0
         self._weights = weights or {"w": torch.zeros(10)}
         self._folder = folder
+        self.ledger_path = folder / "ledger" / "rollouts"
         self._write_prompts(num_prompts)
         restart = RestartPolicy(mode="on_failure", max_restarts=5, backoff_initial_s=0.05)
         spec: dict[str, Any] = {
@@ -89,6 +90,7 @@ class LiveRollouts:
                 name="rollouts",
                 target="umbra.runtime.rollout.service:RolloutManager",
                 kwargs={"config": self._config(names, agent is not None, config or {})},
+                restart=restart,
             )
         )
 
@@ -137,7 +139,7 @@ class LiveRollouts:
             "agent": agent,
             "rank_timeout_s": 10.0,
             "engine_timeout_s": 30.0,
-            "ledger_path": str(self._folder / "ledger" / "rollouts"),
+            "ledger_path": str(self.ledger_path),
             **changes,
         }
 
@@ -148,6 +150,10 @@ class LiveRollouts:
         self.version = version
         publisher = WeightPublisher(SessionSync(self.session), 0, 1, self._weights)
         publisher.publish("policy", version, 20.0)
+
+    def announce(self, version: int, step: int) -> None:
+        """Says what is published next."""
+        self.manager.call("announce", version, step)
 
     def next_batch(self, step: int) -> list[dict[str, Any]]:
         """Every rank's batch; serves syncs on the way, as `Rollouts` does."""
@@ -197,10 +203,8 @@ class LiveRollouts:
         """Returns once the manager has so many tokens of the round in progress."""
         while True:
             stats = self.manager.call("stats")
-            if (
-                sum(part["tokens"] for part in (stats["training"], stats["evaluation"]) if part)
-                >= num_tokens
-            ):
+            parts = [stats["training"], stats["evaluation"] or {"tokens": 0}]
+            if sum(part["tokens"] for part in parts) >= num_tokens:
                 return
 
 

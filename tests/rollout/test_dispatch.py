@@ -81,10 +81,12 @@ class Bench:
     def __init__(self, max_inflight: int = 100, journal: Journal | None = None) -> None:
         self.failures: list[UmbraError] = []
         self.ended: dict[str, str] = {}
+        self.now = 0.0
         self.dispatcher = Dispatcher(
             Router(max_inflight),
             self.failures.append,
             journal or Recorder(None, self.failures.append),
+            clock=lambda: self.now,
         )
         self.inboxes: dict[EngineId, Inbox] = {}
 
@@ -238,6 +240,29 @@ def test_an_engine_that_comes_late_gets_no_more_than_it_may_hold() -> None:
 
     assert len(second.requests) == 4
     assert bench.dispatcher.num_inflight(A) == 4
+    bench.dispatcher.check_integrity()
+
+
+def test_an_engine_that_delivers_more_is_given_more() -> None:
+    bench = Bench(max_inflight=1000)
+    for engine in (A, B):
+        bench.serve(engine)
+    for idx in range(2):
+        bench.submit(f"long{idx}", seed=idx, budget=2000)
+
+    for tick in range(20):
+        bench.now = float(tick)
+        bench.dispatcher.on_batch(A, delta([(1, 10 * tick, [7] * 10, 0)]))
+        bench.dispatcher.on_batch(B, delta([(2, 30 * tick, [7] * 30, 0)]))
+    before = [len(bench.inboxes[engine].requests) for engine in (A, B)]
+    for idx in range(100):
+        bench.submit(f"s{idx}", seed=idx, budget=500)
+
+    given_a, given_b = (
+        len(bench.inboxes[engine].requests) - count
+        for engine, count in zip((A, B), before, strict=True)
+    )
+    assert given_b == pytest.approx(3 * given_a, rel=0.2)
     bench.dispatcher.check_integrity()
 
 

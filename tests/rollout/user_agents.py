@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from pathlib import Path
@@ -38,6 +39,36 @@ async def dies_once(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
     tokens += await ctx.generate(tokens, max_new_tokens=5)
     die_the_first_time(Path(sample["marker"]))
     tokens += await ctx.generate(tokens, max_new_tokens=5)
+    return 1.0
+
+
+async def pays_once(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
+    """Pays, and writes down that it did; one of the loops kills the process in between turns."""
+    tokens = [*ctx.prompt_tokens]
+    tokens += await ctx.generate(tokens, max_new_tokens=5)
+    folder = Path(sample["marker"]).parent
+
+    def pay() -> dict[str, Any]:
+        with (folder / "payments").open("a") as payments:
+            payments.write(f"{ctx.prompt} {tokens[-5:]}\n")
+        return {"amount": len(tokens)}
+
+    receipt = await ctx.once("payment", pay)
+    die_the_first_time(Path(sample["marker"]))
+    tokens += await ctx.generate(tokens, max_new_tokens=5)
+    return float(receipt["amount"])
+
+
+async def raises_for_some(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
+    """Never for most prompts, the first time for t2, each time for t3; hangs for t4."""
+    tokens = [*ctx.prompt_tokens]
+    tokens += await ctx.generate(tokens, max_new_tokens=5)
+    if ctx.prompt == "t4":
+        await asyncio.sleep(60.0)
+    tried = Path(sample["marker"]).with_name(f"tried-{ctx.prompt}-{tokens[-1]}")
+    if ctx.prompt == "t3" or (ctx.prompt == "t2" and not tried.exists()):
+        tried.touch()
+        raise LookupError(f"no tool for {ctx.prompt}")
     return 1.0
 
 

@@ -9,10 +9,12 @@ import secrets
 import signal
 import subprocess
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from umbra.runtime.cli.ledger import account
 from umbra.runtime.errors import UmbraError
 from umbra.trainer.drill.drilled_run import DrilledRun, run_drilled
 
@@ -34,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             settings = [*overrides, *arguments.overrides]
             run = run_drilled(name, arguments.config, settings, run_dir, rng)
             _report(run)
+            print(textwrap.indent(account(run_dir), "    "), flush=True)
             runs.append(run)
     except (UmbraError, subprocess.SubprocessError) as error:
         print(f"drill: failed: {error}", file=sys.stderr)

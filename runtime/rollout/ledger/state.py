@@ -140,6 +140,16 @@ class LedgerState:
         return len(self._group_ids)
 
     @property
+    def group_ids(self) -> frozenset[str]:
+        """Of all groups that were ever admitted."""
+        return frozenset(self._group_ids)
+
+    def scored(self) -> Uids:
+        """Samples that have a reward and were not leased."""
+        found = [uid for uid, held in self._samples.items() if held.state is SampleState.SCORED]
+        return np.asarray(found, np.int64)
+
+    @property
     def next_place(self) -> int:
         """The first place of the data order behind all that was admitted."""
         return self._last_place + 1

@@ -1,0 +1,200 @@
+"""Chaos: rollouts while engines are killed, stopped and updated, and an account of every token.
+
+Trajectories in groups, on four engine processes that get new weights after every batch, with an
+asynchronous pool; meanwhile SIGKILL and SIGSTOP come at random points, some of them in a weight
+update, and engines lose, repeat and refuse things by themselves. Nothing may be lost, come twice
+or be torn; each token has to be the right one, made by the weights that it says (see
+`chaos_oracle`), and no older than the bound.
+
+    python tests/chaos/chaos.py [--seed N] [--trajectories 10000] [--kills 100] [--updates 20]
+
+Exit status 1 where anything is wrong, with what; RUN_DIR/summary.json has the numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from chaos_account import Account
+from chaos_oracle import Oracle
+from chaos_plan import ChaosPlan
+from chaos_saboteur import DeathNotes, Saboteur
+from chaos_world import ChaosWorld, injected_faults
+
+from umbra.runtime.errors import ConfigError, UmbraError
+from umbra.runtime.session import Session, SessionConfig
+from umbra.trainer.drill.leftovers import MARK_VARIABLE, find_leftovers
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 0 where all is right, 1 where not, 2 for sizes that do not fit."""
+    arguments = _parser().parse_args(argv)
+    # As an exception, so that the processes are ended too.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        plan = ChaosPlan.of_size(
+            seed=arguments.seed,
+            trajectories=arguments.trajectories,
+            kills=arguments.kills,
+            updates=arguments.updates,
+            group_size=arguments.group_size,
+            on_update=arguments.on_update,
+        )
+    except ConfigError as error:
+        print(f"chaos: {error}", file=sys.stderr)
+        return 2
+    print(f"chaos: seed {plan.seed}", flush=True)
+    mark = os.environ[MARK_VARIABLE] = secrets.token_hex(8)
+    run = ChaosRun(plan, arguments.run_dir)
+    try:
+        run.run()
+    except UmbraError as error:
+        run.problems.append(f"the run failed: {error}")
+    except KeyboardInterrupt:
+        print("chaos: interrupted", file=sys.stderr)
+        return 130
+    run.problems += [f"left behind: {left}" for left in find_leftovers(mark, os.getpid())]
+    return run.report()
+
+
+class ChaosRun:
+    """One run in a directory.
+
+    Attributes:
+        problems: what is not as it should be.
+    """
+
+    def __init__(self, plan: ChaosPlan, run_dir: Path) -> None:
+        self.problems: list[str] = []
+        self._plan = plan
+        self._run_dir = run_dir
+        self._oracle = Oracle(plan)
+        self._account = Account(plan, self._oracle)
+        self._deaths = DeathNotes()
+        self._num_updates = 0
+        self._began = time.monotonic()
+        self._seen: dict[str, Any] = {}
+
+    def run(self) -> None:
+        """Raises UmbraError where it cannot be gone on with."""
+        plan, run_dir = self._plan, self._run_dir
+        run_dir.mkdir(parents=True, exist_ok=True)
+        for stale in (*run_dir.glob("logs/*.log"), run_dir / "summary.json"):
+            stale.unlink(missing_ok=True)
+        config = SessionConfig(run_dir=run_dir)
+        with Session.from_torchrun(config, on_note=self._deaths.observe) as session:
+            world = ChaosWorld(session, plan, self._oracle, run_dir)
+            world.publish(self._oracle.versions[0])
+            saboteur = Saboteur(
+                session, plan.engines, plan.faults(), plan.rng("victims"), world.num_finished
+            )
+            try:
+                with saboteur:
+                    self._train(world, saboteur)
+                world.settle(self._deaths, saboteur.fatal_labels())
+                self._seen["counters"] = world.stats()["counters"]
+                self._seen["dropped_groups"] = world.stats()["training"]["groups_dropped"]
+            finally:
+                self._look(world, saboteur)
+
+    def _train(self, world: ChaosWorld, saboteur: Saboteur) -> None:
+        for step, version in enumerate(self._oracle.versions[1:]):
+            self._account.observe(step, world.next_batch(step))
+            with saboteur.in_update(step):
+                world.publish(version)
+            self._num_updates += 1
+            saboteur.check()
+            print(
+                f"chaos: batch {step + 1} of {self._plan.num_updates} after "
+                f"{time.monotonic() - self._began:.0f} s: {self._account.num_trajectories} "
+                f"trajectories, {len(saboteur.strikes)} faults, {len(self._deaths.how)} deaths",
+                flush=True,
+            )
+        saboteur.finish()
+
+    def _look(self, world: ChaosWorld, saboteur: Saboteur) -> None:
+        """Takes down what has been seen."""
+        self._seen |= saboteur.summary()
+        self._seen["catch_up_syncs"] = world.num_catch_ups
+        self._seen["interruptions"] = world.interruptions
+        self._seen["injected"] = injected_faults(self._run_dir / "logs", self._plan.engines)
+        crashes = self._deaths.crashes()
+        self.problems += [f"an engine ended by itself: {crash}" for crash in crashes]
+
+    # -- the account ---------------------------------------------------------------------
+
+    def report(self) -> int:
+        """Prints the account and writes it; the exit status."""
+        self._check_enough()
+        summary = self._summary()
+        path = self._run_dir / "summary.json"
+        path.write_text(json.dumps(summary, indent=2) + "\n")
+        for name, value in summary.items():
+            print(f"chaos: {name} {value}")
+        for problem in self.problems:
+            print(f"chaos: {problem}", file=sys.stderr)
+        verdict = "failed" if self.problems else "passed: every token accounted for"
+        print(f"chaos: {verdict}, seed {self._plan.seed}; see {path}")
+        return 1 if self.problems else 0
+
+    def _check_enough(self) -> None:
+        """A run that was spared proves nothing."""
+        self.problems += self._account.problems()
+        for name, seen, wanted in (
+            ("trajectories", self._account.num_trajectories, self._plan.num_trajectories),
+            ("kills", self._seen.get("kills", 0), self._plan.num_faults),
+            ("updates", self._num_updates, self._plan.num_updates),
+        ):
+            if seen < wanted:
+                self.problems.append(f"{seen} {name} came about, {wanted} were wanted")
+        if self._seen.get("dropped_groups"):
+            self.problems.append(f"{self._seen['dropped_groups']} groups were dropped")
+
+    def _summary(self) -> dict[str, Any]:
+        account, ages = self._account, self._account.ages
+        return {
+            "seed": self._plan.seed,
+            "passed": not self.problems,
+            "trajectories": account.num_trajectories,
+            "group_size": self._plan.group_size,
+            "tokens": account.num_tokens,
+            "updates": self._num_updates,
+            "on_update": self._plan.on_update,
+            **account.counts,
+            "staleness_min": min(ages, default=None),
+            "staleness_max": max(ages, default=None),
+            "staleness_tokens": dict(sorted(ages.items())),
+            "trajectories_of_several_versions": account.num_resumed,
+            "engine_deaths": len(self._deaths.how),
+            "replaced_as_hung": self._deaths.num_hung,
+            **self._seen,
+            "wall_s": round(time.monotonic() - self._began, 1),
+            "problems": self.problems,
+        }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python tests/chaos/chaos.py", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--seed", type=int, default=secrets.randbelow(2**31))
+    parser.add_argument("--trajectories", type=int, default=10_000)
+    parser.add_argument("--kills", type=int, default=100, help="SIGKILL and SIGSTOP (default 100)")
+    parser.add_argument("--updates", type=int, default=20, help="one after each batch (default 20)")
+    parser.add_argument("--group-size", type=int, default=4)
+    parser.add_argument("--on-update", choices=("abort", "keep", "drain"), default="abort")
+    parser.add_argument("--run-dir", type=Path, default=Path("runs/chaos"))
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""What a chaos run does, and how often it breaks what: known from the seed before it starts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, Self
+
+from umbra.runtime.errors import ConfigError
+
+POOL: Final = "policy"
+MANAGER: Final = "rollouts"
+WORKERS: Final = ("rewards-0", "rewards-1")
+
+VOCAB_SIZE: Final = 64
+STOP_TOKEN: Final = 1
+"""One in `VOCAB_SIZE` tokens: completions have 64 tokens in the mean, and a long tail."""
+MAX_NEW_TOKENS: Final = 256
+MAX_CONTEXT_LEN: Final = 288
+
+HUNG_LIMIT_S: Final = 2.0
+"""From SIGSTOP to the replacement. Longer: a run takes longer. Shorter: a busy machine's engines
+are taken for stopped ones."""
+_PAUSES_S: Final = (0.1, 0.6 * HUNG_LIMIT_S)
+"""How long a stopped engine stays so before SIGCONT: it is not to be replaced."""
+
+FaultKind = Literal["kill", "stop", "pause"]
+_KINDS: Final[Sequence[FaultKind]] = ("kill", "stop", "kill", "pause")
+_UPDATE_SHARE: Final = 0.25
+_UPDATE_DELAYS_S: Final = (0.0, 0.02)
+"""From the beginning of a weight update, which takes a bit longer, to a fault in it."""
+_ANY_SHARE: Final = 0.2
+"""Of the others: those that may hit an engine which is starting or waits for weights."""
+_LATEST: Final = 0.97
+"""Of the run: what is later finds no trajectories to disturb."""
+
+INJECTED: Final[Sequence[Mapping[str, Any]]] = (
+    {"kind": "repeat", "every_tokens": 6_000},
+    {"kind": "repeat", "what": "earlier", "every_tokens": 6_000},
+    {"kind": "drop", "what": "run", "every_tokens": 20_000},
+    {"kind": "error", "call": "submit", "every_tokens": 20_000},
+    {"kind": "error", "call": "deltas", "every_tokens": 60_000},
+    {"kind": "error", "call": "load", "every_tokens": 60_000},
+)
+"""What engines get wrong by themselves meanwhile (engine `faulty`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """A signal to an engine, chosen at random when it is due.
+
+    Attributes:
+        kind: kill is SIGKILL, stop is SIGSTOP for good, pause is SIGSTOP and later SIGCONT.
+        after_finished: trajectories that are finished by then; where `update` is not given.
+        update: the weight update in which it comes, `delay_s` after its beginning.
+        lasts_s: of a pause.
+        hits_any: also an engine that does not serve, but starts or waits for weights.
+    """
+
+    kind: FaultKind
+    after_finished: int = 0
+    update: int | None = None
+    delay_s: float = 0.0
+    lasts_s: float = 0.0
+    hits_any: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChaosPlan:
+    """Sizes of a run. Batch s is trained on with s optimizer steps done.
+
+    Attributes:
+        num_updates: weight updates after the first weights: one after each batch.
+        groups_per_batch, group_size: of each batch.
+        on_update: what a weight update does to running generation.
+    """
+
+    seed: int
+    num_updates: int
+    groups_per_batch: int
+    group_size: int
+    num_faults: int
+    on_update: str = "abort"
+    num_engines: int = 4
+    num_ranks: int = 2
+    max_staleness: int = 2
+
+    @classmethod
+    def of_size(
+        cls, *, seed: int, trajectories: int, kills: int, updates: int, group_size: int, **rest: Any
+    ) -> Self:
+        """Raises ConfigError where the trajectories do not make whole groups and batches."""
+        unit = updates * group_size
+        if min(trajectories, updates, group_size) < 1 or trajectories % unit:
+            raise ConfigError(
+                f"{trajectories} trajectories: give a multiple of updates x group_size = {unit}"
+            )
+        if min(seed, kills) < 0:
+            raise ConfigError(f"seed {seed} and {kills} kills must not be negative")
+        return cls(
+            seed=seed,
+            num_updates=updates,
+            groups_per_batch=trajectories // unit,
+            group_size=group_size,
+            num_faults=kills,
+            **rest,
+        )
+
+    @property
+    def num_trajectories(self) -> int:
+        return self.num_updates * self.groups_per_batch * self.group_size
+
+    @property
+    def num_prompts(self) -> int:
+        """So many that a run goes through them several times."""
+        return max(1, self.num_updates * self.groups_per_batch // 4)
+
+    @property
+    def engines(self) -> list[str]:
+        return [f"{POOL}-{idx}" for idx in range(self.num_engines)]
+
+    def versions(self) -> list[int]:
+        """The version after each number of optimizer steps. Some are skipped, as by rollbacks."""
+        rng = self.rng("versions")
+        versions = [rng.randrange(3)]
+        while len(versions) <= self.num_updates:
+            versions.append(versions[-1] + rng.randint(1, 3))
+        return versions
+
+    def faults(self) -> list[Fault]:
+        """In the order in which they are due; those in updates come first."""
+        rng = self.rng("faults")
+        kinds: list[FaultKind] = []
+        while len(kinds) < self.num_faults:
+            kinds.extend(_KINDS)
+        del kinds[self.num_faults :]
+        rng.shuffle(kinds)
+        num_in_updates = round(_UPDATE_SHARE * self.num_faults)
+        faults = [
+            Fault(
+                kind=kind,
+                update=rng.randrange(self.num_updates),
+                delay_s=rng.uniform(*_UPDATE_DELAYS_S),
+                lasts_s=rng.uniform(*_PAUSES_S),
+            )
+            for kind in kinds[:num_in_updates]
+        ]
+        latest = int(_LATEST * self.num_trajectories)
+        points = sorted(rng.randrange(latest) for _ in kinds[num_in_updates:])
+        return faults + [
+            Fault(
+                kind=kind,
+                after_finished=point,
+                lasts_s=rng.uniform(*_PAUSES_S),
+                hits_any=rng.random() < _ANY_SHARE,
+            )
+            for kind, point in zip(kinds[num_in_updates:], points, strict=True)
+        ]
+
+    def rng(self, what: str) -> random.Random:
+        return random.Random(f"{self.seed}/{what}")

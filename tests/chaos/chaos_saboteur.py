@@ -1,0 +1,261 @@
+"""Breaks engines as the plan says, from beside the run, and tells what it has seen of that."""
+
+from __future__ import annotations
+
+import random
+import re
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final, NamedTuple, Self
+
+from chaos_plan import POOL, Fault, FaultKind
+from chaos_victim import Victim
+
+from umbra.runtime.errors import UmbraError
+from umbra.runtime.lifecycle import EngineState
+from umbra.runtime.session import Session
+from umbra.runtime.supervised import ActorState
+
+_LOOK_AGAIN_S: Final = 0.02
+"""Between two looks at how far the run is, and for an engine that can be struck."""
+_AIM_TIMEOUT_S: Final = 60.0
+_SIGNAL_TIMEOUT_S: Final = 10.0
+"""For the kernel to end or stop a process: machines that are busy take long."""
+_MAX_AT_ONCE: Final = 8
+
+_DEATH: Final = re.compile(r"(?P<label>\S+#\d+) (?P<how>.+); restarting it in ")
+_ANY: Final = frozenset({*EngineState, *ActorState})
+_AT_WORK: Final = frozenset({EngineState.SERVING, ActorState.RUNNING})
+_IN_UPDATE: Final = frozenset(
+    {EngineState.PAUSED, EngineState.UPDATING, EngineState.PENDING_WEIGHTS}
+)
+"""States of an engine in its lifecycle, and of any other process under its supervisor."""
+
+
+class ChaosError(UmbraError):
+    """The run could not be carried out as planned; says what it waited for."""
+
+
+class DeathNotes:
+    """How each life of an engine ended, as the supervisor tells it."""
+
+    def __init__(self) -> None:
+        self.how: dict[str, str] = {}
+
+    def observe(self, text: str) -> None:
+        """Takes one note; from any thread."""
+        found = _DEATH.match(text)
+        if found:
+            self.how[found["label"]] = found["how"]
+
+    @property
+    def num_hung(self) -> int:
+        return sum("no heartbeat" in how for how in self.how.values())
+
+    def crashes(self) -> list[str]:
+        """Ends that nothing explains: not killed, by whomever."""
+        explained = ("SIGKILL", " was killed: ", "not up within")
+        return [
+            f"{label} {how}"
+            for label, how in self.how.items()
+            if not any(sign in f" {how}" for sign in explained)
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strike:
+    """A fault that happened.
+
+    Attributes:
+        label: the life of the engine that it hit.
+        state: that engine's in its lifecycle; any other process's under its supervisor.
+    """
+
+    kind: FaultKind
+    label: str
+    state: str
+
+
+class _Aim(NamedTuple):
+    """A life that may be hit, and the state that it is in."""
+
+    label: str
+    pid: int
+    state: str
+
+
+class Saboteur:
+    """Carries out faults while its block runs. Owns its threads.
+
+    Args:
+        victims: names of the actors that may be hit.
+        faults: as `ChaosPlan.faults` gives them.
+        num_finished: tells how many trajectories are; called from another thread.
+
+    Attributes:
+        strikes: the faults that happened: a killed process was gone, a stopped one stood still.
+        continued: the lives that went on after a pause.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        victims: Sequence[str],
+        faults: Sequence[Fault],
+        rng: random.Random,
+        num_finished: Callable[[], int],
+    ) -> None:
+        self.strikes: list[Strike] = []
+        self.continued: list[str] = []
+        self._session = session
+        self._victims = frozenset(victims)
+        self._by_progress = [fault for fault in faults if fault.update is None]
+        self._by_update: dict[int, list[Fault]] = {}
+        for fault in faults:
+            if fault.update is not None:
+                self._by_update.setdefault(fault.update, []).append(fault)
+        self._rng = rng
+        self._num_finished = num_finished
+        self._is_over = threading.Event()
+        self._hitting = threading.Lock()  # so that an end, or a stop, is counted once
+        self._executor = ThreadPoolExecutor(1 + _MAX_AT_ONCE, "saboteur")
+        self._futures: list[Future[None]] = []
+
+    def __enter__(self) -> Self:
+        self._futures.append(self._executor.submit(self._follow_progress))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Raises what went wrong in a thread, where nothing else has."""
+        self._is_over.set()
+        self._executor.shutdown(cancel_futures=error is not None)
+        if error is None:
+            self.check()
+
+    def check(self) -> None:
+        """Raises what went wrong so far."""
+        for future in list(self._futures):
+            if future.done():
+                future.result()
+
+    def finish(self) -> None:
+        """Until every fault has happened; the run has given all that it should."""
+        for future in self._futures:  # grows meanwhile: its first carries out the others
+            future.result()
+
+    @contextmanager
+    def in_update(self, update: int) -> Generator[None]:
+        """The block is that weight update."""
+        is_under_way = threading.Event()
+        is_under_way.set()
+        for fault in self._by_update.pop(update, []):
+            task = self._executor.submit(self._strike_in_update, fault, is_under_way)
+            self._futures.append(task)
+        try:
+            yield
+        finally:
+            is_under_way.clear()
+
+    # -- in threads of its own -----------------------------------------------------------
+
+    def _follow_progress(self) -> None:
+        for fault in self._by_progress:
+            while self._num_finished() < fault.after_finished:
+                if self._is_over.wait(_LOOK_AGAIN_S):
+                    return
+            self._futures.append(self._executor.submit(self._strike, fault))
+
+    def _strike_in_update(self, fault: Fault, is_under_way: threading.Event) -> None:
+        """As soon as an engine takes part; somewhere else where the update is too quick."""
+        self._is_over.wait(fault.delay_s)
+        while is_under_way.is_set():
+            if self._try_to_strike(fault, _IN_UPDATE):
+                return
+        self._strike(fault)
+
+    def _strike(self, fault: Fault) -> None:
+        deadline = time.monotonic() + _AIM_TIMEOUT_S
+        while not self._is_over.is_set():
+            if time.monotonic() > deadline:
+                raise ChaosError(f"nobody could be hit by {fault} for {_AIM_TIMEOUT_S:g} s")
+            if self._try_to_strike(fault, _ANY if fault.hits_any else _AT_WORK):
+                return
+            self._is_over.wait(_LOOK_AGAIN_S)
+
+    def _try_to_strike(self, fault: Fault, states: Collection[str]) -> bool:
+        """Hits one victim, if one is in such a state, lives and does not stand still already."""
+        fit = [aim for aim in self._aims() if aim.state in states]
+        if not fit:
+            return False
+        aim = self._rng.choice(fit)
+        is_hit = False
+        try:
+            with Victim(aim.label, aim.pid) as victim:
+                with self._hitting:
+                    is_hit = self._hit(fault, victim)
+                if is_hit:
+                    self.strikes.append(Strike(kind=fault.kind, label=aim.label, state=aim.state))
+                if is_hit and fault.kind == "pause":
+                    self._is_over.wait(fault.lasts_s)
+                    victim.send(signal.SIGCONT)
+                    self.continued.append(aim.label)
+        except ProcessLookupError:
+            pass  # It ended before it was hit, or while it stood still.
+        return is_hit
+
+    def _aims(self) -> list[_Aim]:
+        """The victims as they are now."""
+        engines: list[dict[str, Any]] = self._session.supervisor_call("pool_states", POOL)
+        states = {row["engine"]: str(row["state"]) for row in engines}
+        actors: list[dict[str, Any]] = self._session.supervisor_call("list_actors")
+        return [
+            _Aim(
+                label=f"{row['name']}#{row['incarnation']}",
+                pid=int(row["pid"]),
+                state=states.get(row["name"], str(row["state"])),
+            )
+            for row in actors
+            if row["name"] in self._victims
+        ]
+
+    def _hit(self, fault: Fault, victim: Victim) -> bool:
+        """Whether the signal had its effect, as the kernel tells of the process."""
+        if victim.has_ended():
+            return False
+        if fault.kind == "kill":
+            victim.send(signal.SIGKILL)
+            return victim.has_ended(_SIGNAL_TIMEOUT_S)
+        if victim.is_stopped():
+            return False
+        victim.send(signal.SIGSTOP)
+        return victim.is_stopped(_SIGNAL_TIMEOUT_S)
+
+    # -- afterwards ----------------------------------------------------------------------
+
+    def summary(self) -> dict[str, Any]:
+        """How often what happened, and in which state of the engine."""
+        kinds = Counter(strike.kind for strike in self.strikes)
+        return {
+            "kills": len(self.strikes),
+            "sigkills": kinds["kill"],
+            "stops": kinds["stop"],
+            "pauses": kinds["pause"],
+            "pauses_continued": len(self.continued),
+            "kills_by_state": dict(Counter(strike.state for strike in self.strikes)),
+        }
+
+    def fatal_labels(self) -> set[str]:
+        """Lives that cannot have gone on."""
+        return {strike.label for strike in self.strikes if strike.kind != "pause"}

@@ -1,0 +1,239 @@
+"""The processes of a chaos run, and its ranks: they ask for batches and publish weights."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from chaos_oracle import Oracle, prompt_id
+from chaos_plan import (
+    HUNG_LIMIT_S,
+    INJECTED,
+    MANAGER,
+    MAX_CONTEXT_LEN,
+    MAX_NEW_TOKENS,
+    POOL,
+    STOP_TOKEN,
+    VOCAB_SIZE,
+    WORKERS,
+    ChaosPlan,
+)
+from chaos_saboteur import ChaosError, DeathNotes
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+
+from umbra.runtime.actor import ActorSpec
+from umbra.runtime.collective import SessionSync
+from umbra.runtime.engine_names import engine_target
+from umbra.runtime.lifecycle import EngineState
+from umbra.runtime.pools import PoolSpec
+from umbra.runtime.restart import RestartPolicy
+from umbra.runtime.rollout.prompts import write_prompts
+from umbra.runtime.session import Session, SyncHandle
+from umbra.runtime.weights.publish import WeightPublisher
+
+_BATCH_TIMEOUT_S: Final = 120.0
+_SYNC_TIMEOUT_S: Final = 60.0
+_SETTLE_TIMEOUT_S: Final = 60.0
+_LOOK_AGAIN_S: Final = 0.1
+_START_TIMEOUT_S: Final = 10.0
+"""Also from SIGSTOP to the replacement of an engine that has not begun to serve."""
+_RESTARTS: Final = RestartPolicy(
+    mode="on_failure", max_restarts=100_000, backoff_initial_s=0.05, backoff_max_s=0.2
+)
+"""Engines die as often as the plan wants: that is no crash loop here."""
+_ENGINE: Final[dict[str, Any]] = {
+    "inner": "echo",
+    "vocab_size": VOCAB_SIZE,
+    "weights_in_logprobs": True,
+    # Slow enough for a trajectory to take half a second: most faults hit some in the middle.
+    "tokens_per_s": 120.0,
+    "max_num_seqs": 32,
+    "tick_ms": 20.0,
+    "max_context_len": MAX_CONTEXT_LEN,
+}
+_BUCKET_NBYTES: Final = 256 << 10
+"""The weights take more buckets than there are buffers, so a sync goes round the ring."""
+
+
+class ChaosWorld:
+    """Starts everything in a session and plays the ranks. One thread at a time, but for
+    `num_finished`.
+
+    Attributes:
+        num_catch_ups: syncs that waiting ranks were asked for.
+    """
+
+    def __init__(self, session: Session, plan: ChaosPlan, oracle: Oracle, folder: Path) -> None:
+        self.num_catch_ups = 0
+        self.interruptions = 0
+        self._session = session
+        self._plan = plan
+        self._oracle = oracle
+        self._folder = folder
+        self._version = -1
+        # Not joined: what its threads wait for ends with the session at the latest.
+        self._ranks = ThreadPoolExecutor(plan.num_ranks, "rank")
+        self._tensors = {
+            name: torch.zeros(tensor.shape) for name, tensor in oracle.weights(0).items()
+        }
+        self._publisher = WeightPublisher(SessionSync(session), 0, 1, self._tensors)
+        self._start_pool()
+        for name in WORKERS:
+            session.spawn(self._worker_spec(name))
+        self._manager = self._start_manager()
+
+    def _start_pool(self) -> None:
+        plan = self._plan
+        spec = PoolSpec(
+            name=POOL,
+            engine=engine_target("faulty"),
+            count=plan.num_engines,
+            mode="standalone",
+            kwargs={**_ENGINE, "seed": plan.seed, "faults": [dict(fault) for fault in INJECTED]},
+            restart=_RESTARTS,
+            hung_limit_s=HUNG_LIMIT_S,
+            start_timeout_s=_START_TIMEOUT_S,
+            on_update=plan.on_update,
+            bucket_nbytes=_BUCKET_NBYTES,
+        )
+        self._session.create_pool(spec)
+
+    def _worker_spec(self, name: str) -> ActorSpec:
+        write_tokenizer(self._folder / "tokenizer.json")
+        return ActorSpec(
+            name=name,
+            target="umbra.runtime.rollout.worker:RolloutWorker",
+            kwargs={
+                "tokenizer_path": str(self._folder),
+                "reward": "chaos_reward:reward",
+                "sys_path": [str(Path(__file__).parent)],
+            },
+            restart=_RESTARTS,
+        )
+
+    def _start_manager(self) -> SyncHandle:
+        plan, path = self._plan, self._folder / "prompts.msgpack"
+        write_prompts(
+            path,
+            (
+                {"id": prompt_id(idx), "prompt": "", "tokens": tokens.tobytes(), "row": {}}
+                for idx, tokens in enumerate(self._oracle.prompts)
+            ),
+        )
+        config = {
+            "prompts_path": str(path),
+            "pool": POOL,
+            "world_size": plan.num_ranks,
+            "groups_per_step": plan.groups_per_batch,
+            "group_size": plan.group_size,
+            "max_new_tokens": MAX_NEW_TOKENS,
+            "max_context_len": MAX_CONTEXT_LEN,
+            "stop_token_ids": [STOP_TOKEN],
+            "rollout_actors": list(WORKERS),
+            "seed": plan.seed,
+            "max_staleness": plan.max_staleness,
+            "max_inflight_per_engine": 48,
+            "delta_timeout_s": 10.0,
+        }
+        spec = ActorSpec(
+            name=MANAGER,
+            target="umbra.runtime.rollout.service:RolloutManager",
+            kwargs={"config": config},
+            restart=RestartPolicy(mode="never"),
+        )
+        return self._session.spawn(spec)
+
+    # -- as the ranks --------------------------------------------------------------------
+
+    def publish(self, version: int) -> None:
+        """Brings the pool to a version, or those engines to it that lack it."""
+        if version != self._version:
+            for name, tensor in self._oracle.weights(version).items():
+                self._tensors[name].copy_(torch.as_tensor(tensor))
+            self._version = version
+        self._publisher.publish(POOL, version, _SYNC_TIMEOUT_S)
+
+    def next_batch(self, step: int) -> list[dict[str, Any]]:
+        """Every rank's part; serves the syncs that are asked for on the way."""
+        while True:
+            answers = self._call_as_ranks(
+                lambda rank: self._manager.call(
+                    "next_batch", rank, step, self._version, timeout_s=_BATCH_TIMEOUT_S
+                )
+            )
+            kinds = {answer["kind"] for answer in answers}
+            if kinds == {"batch"}:
+                self.interruptions += int(answers[0]["metrics"]["interruptions"])
+                return answers
+            if kinds != {"sync_wanted"} or {a["version"] for a in answers} != {self._version}:
+                raise ChaosError(f"the ranks got {kinds} at version {self._version}")
+            self.num_catch_ups += 1
+            self.publish(self._version)
+
+    def _call_as_ranks(self, call: Callable[[int], dict[str, Any]]) -> list[dict[str, Any]]:
+        return list(self._ranks.map(call, range(self._plan.num_ranks)))
+
+    # -- looking -------------------------------------------------------------------------
+
+    def num_finished(self) -> int:
+        """Trajectories that are generated to their end, delivered or not."""
+        training = self.stats()["training"]
+        return training["groups_admitted"] * self._plan.group_size - training["trajectories_open"]
+
+    def stats(self) -> dict[str, Any]:
+        stats: dict[str, Any] = self._manager.call("stats")
+        return stats
+
+    def settle(self, deaths: DeathNotes, fatal: Collection[str]) -> None:
+        """Until the supervisor has told of these deaths and every engine serves the weights.
+
+        Raises:
+            ChaosError: what is missing.
+        """
+        deadline = time.monotonic() + _SETTLE_TIMEOUT_S
+        while True:
+            untold = sorted(set(fatal) - deaths.how.keys())
+            states = self._session.pool(POOL).states()
+            serving = [
+                row["engine"]
+                for row in states
+                if row["state"] == EngineState.SERVING and row["version"] == self._version
+            ]
+            if not untold and len(serving) == self._plan.num_engines:
+                return
+            if time.monotonic() > deadline:
+                raise ChaosError(
+                    f"{_SETTLE_TIMEOUT_S:g} s after the last fault the deaths of {untold} are not "
+                    f"told, and of {self._plan.engines} only {serving} serve version "
+                    f"{self._version}"
+                )
+            if any(row["state"] == EngineState.PENDING_WEIGHTS for row in states):
+                self.publish(self._version)
+            time.sleep(_LOOK_AGAIN_S)
+
+
+def injected_faults(log_dir: Path, engines: Sequence[str]) -> dict[str, int]:
+    """What engines say that they got wrong by themselves, by kind."""
+    found: Counter[str] = Counter()
+    for name in engines:
+        text = (log_dir / f"{name}.log").read_text(errors="replace")
+        found.update(
+            re.findall(r"injecting a fault: (.*) at token \d+ \(due at \d+\)$", text, re.M)
+        )
+    return dict(found)
+
+
+def write_tokenizer(path: Path) -> None:
+    """A tokenizer whose token i reads `t<i>`."""
+    vocabulary = {f"t{i}": i for i in range(VOCAB_SIZE)}
+    tokenizer: Any = Tokenizer(WordLevel(vocabulary, unk_token="t0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.save(str(path))

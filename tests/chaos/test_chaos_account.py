@@ -1,0 +1,267 @@
+"""The account of a chaos run finds what is wrong, and nothing where all is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from chaos_account import VIOLATIONS, Account
+from chaos_oracle import Oracle
+from chaos_plan import ChaosPlan
+from chaos_saboteur import DeathNotes
+
+from umbra.runtime.errors import ConfigError
+
+STEP = 3
+
+
+def make_plan(**changes: Any) -> ChaosPlan:
+    sizes: dict[str, Any] = {"trajectories": 72, "kills": 20, "updates": 6, "group_size": 4}
+    return ChaosPlan.of_size(**{"seed": 5, **sizes, **changes})
+
+
+PLAN = make_plan()
+ORACLE = Oracle(PLAN)
+Columns = dict[str, Any]
+
+
+def right_answer(step: int = STEP) -> Columns:
+    """A batch as it should come, made one and two steps before: all on one rank."""
+    samples = ORACLE.batch(step)
+    columns: Columns = {
+        name: []
+        for name in ("tokens", "logprobs", "versions", "prompt_lens", "rewards", "group_ids")
+    }
+    columns |= {"offsets": [0], "sample_ids": list(samples), "finish_reasons": []}
+    for sample in samples.values():
+        num_tokens, num_given = len(sample.tokens), len(sample.prompt)
+        old, new = ORACLE.versions[step - 2], ORACLE.versions[step - 1]
+        versions = np.where(np.arange(num_tokens) < num_tokens // 2, old, new)
+        positions = np.arange(num_tokens)
+        logprobs = np.where(
+            versions == old,
+            ORACLE.logprobs(old, sample.seed, positions),
+            ORACLE.logprobs(new, sample.seed, positions),
+        )
+        columns["tokens"] += [*sample.prompt, *sample.tokens]
+        columns["versions"] += [*[-1] * num_given, *versions]
+        columns["logprobs"] += [*[0.0] * num_given, *logprobs]
+        columns["offsets"].append(len(columns["tokens"]))
+        columns["prompt_lens"].append(num_given)
+        columns["rewards"].append(sample.reward)
+        columns["group_ids"].append(sample.group_id)
+        columns["finish_reasons"].append(sample.finish_reason)
+    types = {"tokens": "i4", "logprobs": "f4", "versions": "i8", "offsets": "i4"}
+    types |= {"prompt_lens": "i4", "rewards": "f4"}
+    return columns | {name: np.array(columns[name], kind) for name, kind in types.items()}
+
+
+def account_of(answer: Columns, step: int = STEP) -> Account:
+    account = Account(PLAN, ORACLE)
+    account.observe(step, [answer])
+    return account
+
+
+def first_token(answer: Columns) -> int:
+    """Where the first sample's completion begins."""
+    return int(answer["prompt_lens"][0])
+
+
+def without(answer: Columns, wanted: int) -> Columns:
+    """The answer without one of its samples."""
+    kept = [idx for idx in range(len(answer["sample_ids"])) if idx != wanted]
+    bounds = answer["offsets"].tolist()
+    rows = [row for idx in kept for row in range(bounds[idx], bounds[idx + 1])]
+    lengths = [bounds[idx + 1] - bounds[idx] for idx in kept]
+    short: Columns = {name: answer[name][rows] for name in ("tokens", "logprobs", "versions")}
+    short["offsets"] = np.concatenate([[0], np.cumsum(lengths)])
+    for name in ("prompt_lens", "rewards"):
+        short[name] = answer[name][kept]
+    for name in ("sample_ids", "group_ids", "finish_reasons"):
+        short[name] = [answer[name][idx] for idx in kept]
+    return short
+
+
+def test_a_right_batch_has_no_problems() -> None:
+    account = account_of(right_answer())
+
+    assert account.problems() == []
+    assert account.counts == dict.fromkeys(VIOLATIONS, 0)
+    assert account.num_trajectories == len(ORACLE.batch(STEP)) == 12
+    assert set(account.ages) == {1, 2}
+    assert account.num_resumed > 0
+    assert sum(account.ages.values()) == account.num_tokens
+
+
+def wrong_token(answer: Columns) -> None:
+    answer["tokens"][first_token(answer)] ^= 1
+
+
+def wrong_prompt(answer: Columns) -> None:
+    answer["tokens"][0] ^= 1
+
+
+def wrong_label(answer: Columns) -> None:
+    answer["versions"][first_token(answer)] = ORACLE.versions[STEP - 1]
+
+
+def wrong_weights(answer: Columns) -> None:
+    answer["logprobs"][first_token(answer)] = -1.0
+
+
+def unknown_version(answer: Columns) -> None:
+    answer["versions"][first_token(answer)] = ORACLE.versions[-1] + 1
+
+
+def swapped_rewards(answer: Columns) -> None:
+    answer["rewards"][:2] = answer["rewards"][1::-1].copy()
+
+
+def wrong_finish(answer: Columns) -> None:
+    answer["finish_reasons"][0] = "abort"
+
+
+def other_group(answer: Columns) -> None:
+    answer["group_ids"][0] = answer["group_ids"][-1]
+
+
+def stranger(answer: Columns) -> None:
+    answer["sample_ids"][0] = "e0/nobody/0"
+
+
+def twice(answer: Columns) -> None:
+    answer["sample_ids"][1] = answer["sample_ids"][0]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "expected"),
+    [
+        (wrong_token, {"token_mismatches": 1}),
+        (wrong_prompt, {"token_mismatches": 1}),
+        (wrong_label, {"wrong_version": 1, "versions_going_back": 1}),
+        (wrong_weights, {"wrong_version": 1}),
+        (unknown_version, {"wrong_version": 1, "versions_going_back": 1}),
+        (swapped_rewards, {"wrong_rewards": 2}),
+        (wrong_finish, {"wrong_finishes": 1}),
+        (other_group, {"broken_groups": 1}),
+        (stranger, {"strangers": 1, "lost": 1, "broken_groups": 1}),
+        (twice, {"duplicated": 1, "lost": 1, "broken_groups": 1}),
+    ],
+)
+def test_what_is_wrong_is_counted(
+    spoil: Callable[[Columns], None], expected: dict[str, int]
+) -> None:
+    answer = right_answer()
+    spoil(answer)
+
+    account = account_of(answer)
+
+    assert {name: count for name, count in account.counts.items() if count} == expected
+    assert len(account.problems()) == len(expected)
+
+
+def test_the_report_names_the_version_that_made_a_token() -> None:
+    answer = right_answer()
+    at = first_token(answer)
+    newest, sample = ORACLE.versions[-1], next(iter(ORACLE.batch(STEP).values()))
+    answer["logprobs"][at] = ORACLE.logprobs(newest, sample.seed, np.array([0]))[0]
+
+    (problem,) = account_of(answer).problems()
+
+    assert f"token 0 says version {ORACLE.versions[1]}, version {newest} made it" in problem
+
+
+def test_a_missing_trajectory_is_lost_and_its_group_torn() -> None:
+    account = account_of(without(right_answer(), 5))
+
+    assert account.counts["lost"] == account.counts["broken_groups"] == 1
+    assert account.counts["strangers"] == account.counts["duplicated"] == 0
+
+
+def test_a_batch_that_comes_twice_is_seen() -> None:
+    account = account_of(right_answer())
+
+    account.observe(STEP, [right_answer()])
+
+    assert account.counts["duplicated"] == 12
+    assert account.num_trajectories == 12
+
+
+@pytest.mark.parametrize(("step", "ages"), [(1, "0 to 0"), (5, "3 to 4"), (0, "-1 to -1")])
+def test_an_age_outside_the_bound_is_a_problem(step: int, ages: str) -> None:
+    account = Account(PLAN, ORACLE)
+    made_at = {1: (1, 1), 5: (1, 2), 0: (1, 1)}[step]
+    versions = np.array([ORACLE.versions[at] for at in made_at])
+
+    account._age(step, versions)  # pyright: ignore[reportPrivateUsage]
+
+    expected = [] if step == 1 else [f"tokens are {ages} steps old: 0 to 2"]
+    assert account.problems() == expected
+
+
+def test_the_same_seed_plans_the_same_run() -> None:
+    first, again, other = make_plan(), make_plan(), make_plan(seed=6)
+
+    assert first.faults() == again.faults() != other.faults()
+    assert first.versions() == again.versions() != other.versions()
+    assert Oracle(first).batch(2).keys() == Oracle(again).batch(2).keys()
+
+
+def test_a_plan_has_as_many_faults_as_asked_for_of_every_kind() -> None:
+    plan = make_plan(kills=100)
+
+    faults = plan.faults()
+
+    kinds = [fault.kind for fault in faults]
+    assert [kinds.count(kind) for kind in ("kill", "stop", "pause")] == [50, 25, 25]
+    in_updates = [fault for fault in faults if fault.update is not None]
+    assert len(in_updates) == 25
+    assert {fault.update for fault in in_updates} <= set(range(plan.num_updates))
+    points = [fault.after_finished for fault in faults if fault.update is None]
+    assert points == sorted(points)
+    assert points[-1] < plan.num_trajectories
+
+
+def test_every_batch_has_groups_of_its_own() -> None:
+    ids = [sample_id for step in range(PLAN.num_updates) for sample_id in ORACLE.batch(step)]
+
+    assert len(ids) == len(set(ids)) == PLAN.num_trajectories
+    assert len({sample_id.partition("/")[0] for sample_id in ids}) > 1, "several epochs"
+
+
+def test_sizes_that_make_no_whole_batches_are_refused() -> None:
+    with pytest.raises(ConfigError, match="multiple of updates x group_size = 24"):
+        make_plan(trajectories=70)
+
+
+@pytest.mark.parametrize(
+    ("note", "label", "is_crash"),
+    [
+        ("policy-0#3 (pid 7) killed by SIGKILL (9); restarting it in 0.05 s", "policy-0#3", False),
+        (
+            "policy-1#2 was killed: no heartbeat for 2.5 s: stopped, or wedged in native code; "
+            "restarting it in 0.2 s",
+            "policy-1#2",
+            False,
+        ),
+        (
+            "policy-1#2 failed to start: policy-1#2 (pid 7) killed by SIGKILL (9); restarting it "
+            "in 0.2 s",
+            "policy-1#2",
+            False,
+        ),
+        ("policy-1#2 (pid 7) exited with status 1; restarting it in 0.2 s", "policy-1#2", True),
+        ("policy-1#2 serves again, version 7", None, False),
+    ],
+)
+def test_deaths_are_read_from_the_supervisor_s_notes(
+    note: str, label: str | None, is_crash: bool
+) -> None:
+    deaths = DeathNotes()
+
+    deaths.observe(note)
+
+    assert list(deaths.how) == ([label] if label else [])
+    assert bool(deaths.crashes()) == is_crash

@@ -1,0 +1,209 @@
+"""What outlives the rollout manager, a rollback, and the processes of agent loops."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from live_rollouts import LiveRollouts, killing, merged, while_generating
+from test_live_rollouts import expected_completions
+
+from umbra.runtime.rollout.ledger.accounts import SampleState
+from umbra.runtime.rollout.ledger.history import read_history
+from umbra.runtime.rollout.ledger.replay import replay
+from umbra.runtime.rollout.ledger.state import LedgerState
+from umbra.runtime.session import Session
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+
+def completions(samples: dict[str, dict[str, Any]]) -> dict[str, list[int]]:
+    return {name: sample["completion"] for name, sample in samples.items()}
+
+
+def ledger_of(live: LiveRollouts) -> LedgerState:
+    """As it is on disk, once what has happened is."""
+    live.manager.call("position")
+    return replay(read_history(live.ledger_path).entries)
+
+
+def tokens_made(live: LiveRollouts) -> int:
+    """By all engines since their start."""
+    return sum(
+        live.session.actor(name).call("stats")["tokens_total"]
+        for name in live.processes()
+        if name.startswith("policy-")
+    )
+
+
+def test_a_manager_that_is_killed_goes_on_where_it_was(
+    umbra_session: Session, tmp_path: Path
+) -> None:
+    live = LiveRollouts(umbra_session, tmp_path, engine={"tokens_per_s": 60.0})
+    live.publish(1)
+
+    with killing(live, "rollouts", after_tokens=300):
+        samples = merged(live.next_batch(0))
+
+    assert completions(samples) == expected_completions(0)
+    assert all(set(sample["versions"]) == {1} for sample in samples.values())
+    assert live.processes()["rollouts"]["incarnation"] == 2
+    # what the first life had and the disk had not is at most what comes in a flush
+    assert tokens_made(live) < 16 * 64 + 300
+    state = ledger_of(live)
+    assert state.counts[SampleState.LEASED] == 16
+    assert state.totals.generated_tokens == 16 * 64
+
+
+def test_killed_between_batches_it_hands_out_the_next_as_if_nothing_had_been(
+    umbra_session: Session, tmp_path: Path
+) -> None:
+    settings = {"max_staleness": 1, "groups_per_step": 2}
+    live = LiveRollouts(umbra_session, tmp_path, config=settings, engine={"tokens_per_s": 200.0})
+    order = [*expected_completions(0).items(), *expected_completions(1).items()]
+    for step in range(4):
+        live.publish(step)
+        batch = merged(live.next_batch(step))
+        assert completions(batch) == dict(order[8 * step : 8 * step + 8])
+        live.signal("rollouts", signal.SIGKILL)
+        again = merged(live.next_batch(step))
+        assert again == batch, "asked anew for the same step"
+
+    state = ledger_of(live)
+    assert state.counts[SampleState.TRAINED] == 8 * 3
+    assert state.counts[SampleState.DROPPED] == 0
+
+
+def test_a_rank_that_lost_its_answer_gets_it_alone(umbra_session: Session, tmp_path: Path) -> None:
+    live = LiveRollouts(umbra_session, tmp_path)
+    live.publish(0)
+    batches = live.next_batch(0)
+
+    def lost(rank: int, method: str, *arguments: int) -> dict[str, Any]:
+        answer: dict[str, Any] = live.manager.call(method, rank, *arguments, timeout_s=20.0)
+        return answer
+
+    for rank in (1, 0):
+        again = lost(rank, "next_batch", 0, 0)
+        assert again["sample_ids"] == batches[rank]["sample_ids"]
+        assert again["tokens"].tolist() == batches[rank]["tokens"].tolist()
+        live.signal("rollouts", signal.SIGKILL)  # what it was is in the ledger
+    evaluation = live.evaluate(0)
+    assert lost(1, "evaluate", 0) == evaluation[1]
+
+
+def test_a_rollback_takes_back_what_came_after_the_checkpoint(
+    umbra_session: Session, tmp_path: Path
+) -> None:
+    live = LiveRollouts(umbra_session, tmp_path, config={"max_staleness": 1})
+    steps = {1: 0, 2: 1, 3: 2, 4: 3, 12: 2, 13: 3}  # of versions
+    batches: list[dict[str, dict[str, Any]]] = []
+    position = ""
+    for step in range(4):
+        live.announce(step + 1, step)
+        live.publish(step + 1)
+        batches.append(merged(live.next_batch(step)))
+        if step == 1:  # after the step that the batch of step 1 was for
+            position = live.manager.call("position")
+            live.manager.call("checkpointed", 2, 2)
+    made = tokens_made(live)
+
+    kept = live.manager.call("begin", 2, 2, position)
+    for step in (2, 3):
+        live.announce(step + 10, step)
+        live.publish(step + 10)
+        again = merged(live.next_batch(step))
+        assert completions(again) == completions(batches[step]), "the same prompts, seeds, order"
+        ages = [step - steps[v] for sample in again.values() for v in sample["versions"]]
+        assert 0 <= min(ages) <= max(ages) <= 1
+        if step == 2:
+            assert again == batches[2], "it was made before the checkpoint: nothing is made anew"
+
+    assert kept["groups"] > 0
+    assert tokens_made(live) > made
+    state = ledger_of(live)
+    assert state.totals.restores == 1
+    assert state.totals.rolled_back_tokens > 0
+    assert state.counts[SampleState.DROPPED] == 0
+    assert state.counts[SampleState.TRAINED] == 16 * 3
+
+
+def test_what_an_agent_loop_generated_and_did_is_not_done_again(
+    umbra_session: Session, tmp_path: Path
+) -> None:
+    live = LiveRollouts(umbra_session, tmp_path, agent="pays_once", reward="", num_workers=2)
+    live.publish(4)
+
+    samples = merged(live.next_batch(0))
+
+    assert completions(samples) == expected_completions(0, budget=10)
+    assert {sample["reward"] for sample in samples.values()} == {8.0}
+    payments = (tmp_path / "payments").read_text().splitlines()
+    assert len(payments) == len(set(payments)) == 16
+    assert (tmp_path / "marker").exists(), "one of them has died"
+    assert tokens_made(live) < 16 * 10 + 5 * 16, "the first turns were replayed"
+    stats = live.manager.call("stats")
+    assert stats["agents"]["replayed_turns"] > 0
+    assert stats["agents"]["diverged"] == 0
+
+
+def test_agent_loops_go_on_under_a_new_manager(umbra_session: Session, tmp_path: Path) -> None:
+    settings = {"max_new_tokens": 40}
+    live = LiveRollouts(
+        umbra_session,
+        tmp_path,
+        agent="two_turns",
+        config=settings,
+        engine={"tokens_per_s": 40.0},
+    )
+    live.publish(4)
+
+    with killing(live, "rollouts", after_tokens=16 * 12):  # in the second turn
+        samples = merged(live.next_batch(0))
+
+    for name, plain in expected_completions(0, budget=42).items():
+        assert samples[name]["completion"] == [*plain[:5], 7, 9, *plain[7:42]]
+        assert samples[name]["mask"] == [0] * 3 + [1] * 5 + [0] * 2 + [1] * 35
+    assert live.manager.call("stats")["agents"]["replayed_turns"] >= 16
+    assert tokens_made(live) < 16 * 40 + 16 * 12
+    assert ledger_of(live).counts[SampleState.LEASED] == 16
+
+
+def test_a_loop_that_fails_costs_its_group_and_is_accounted_for(
+    umbra_session: Session, tmp_path: Path
+) -> None:
+    settings = {"max_failed_share": 0.9, "agent_timeout_s": 2.0, "agent_retries": 1}
+    live = LiveRollouts(
+        umbra_session, tmp_path, agent="raises_for_some", reward="", config=settings
+    )
+    live.publish(4)
+
+    batch = live.next_batch(0)
+    again = live.next_batch(0)
+
+    prompts = {group.partition("/")[2] for group in batch[0]["group_ids"] + batch[1]["group_ids"]}
+    assert merged(again) == merged(batch)
+    assert not prompts & {"p2", "p3"}, "t3 and t4 are their prompts"
+    state = ledger_of(live)
+    dropped = state.drop_reasons["agent loop failed"]
+    assert dropped == state.counts[SampleState.DROPPED]
+    assert dropped in (4, 8)
+    assert state.counts[SampleState.LEASED] == 16
+
+
+def test_a_stopped_manager_is_replaced(umbra_session: Session, tmp_path: Path) -> None:
+    live = LiveRollouts(umbra_session, tmp_path, engine={"tokens_per_s": 60.0})
+    live.publish(1)
+
+    with while_generating(live, 200, lambda: live.signal("rollouts", signal.SIGSTOP)):
+        begun = time.monotonic()
+        samples = merged(live.next_batch(0))
+
+    assert completions(samples) == expected_completions(0)
+    assert time.monotonic() - begun < 40.0
+    assert live.processes()["rollouts"]["incarnation"] == 2
+    assert np.mean([sample["reward"] for sample in samples.values()]) > 0
