@@ -91,6 +91,7 @@ class Session:
         self._stack = contextlib.ExitStack()
         self._attached = threading.Event()
         self._supervisor_lost = False
+        self._is_closing = False
         self._guardian: GuardianProcess | None = None
         self._client: Client
         self._supervisor: Handle
@@ -233,6 +234,7 @@ class Session:
 
     def _close_client(self) -> None:
         async def close() -> None:
+            self._is_closing = True
             self._client.close()
 
         self._loop.run(close(), even_if_failed=True)
@@ -261,7 +263,8 @@ class Session:
         except ConnectionLost:
             self._fail(self._supervisor_loss())
         except Exception as error:  # noqa: BLE001 -- nobody else would hear of it, and all wait
-            self._fail(JobFailed(f"rank {self.rank} lost its supervisor: {error!r}"))
+            if not self._is_closing:  # else our own end came before the stream's
+                self._fail(JobFailed(f"rank {self.rank} lost its supervisor: {error!r}"))
         finally:
             self._attached.set()
 

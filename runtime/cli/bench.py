@@ -1,4 +1,4 @@
-"""`umbra bench rpc|startup|weights`."""
+"""`umbra bench rpc|startup|weights|rollout`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Measures and prints: a table, or with `--json` one object and nothing else on stdout.
 
     Raises:
-        ConfigError: the peers' interpreter does not run, or torch is missing for `weights`.
+        ConfigError: the peers' interpreter does not run, or torch is missing for `weights`
+            or `rollout`.
     """
     # What a system leaves behind comes to this process, which ends it.
     become_subreaper()
@@ -55,13 +56,14 @@ def _measure(arguments: argparse.Namespace, on_progress: Callable[[str], None]) 
             return startup.run(arguments.rounds, _peer_python(arguments.peer_python), on_progress)
         case "weights":
             return _measure_weights(arguments.rounds, arguments.megabytes * 10**6)
+        case "rollout":
+            return _measure_rollout(arguments, on_progress)
         case _:
             raise AssertionError(arguments.what)
 
 
 def _measure_weights(rounds: int, total_nbytes: int) -> dict[str, Any]:
-    if importlib.util.find_spec("torch") is None:
-        raise ConfigError("bench weights needs torch: pip install 'umbra-rl[train]'")
+    _require_torch("weights")
     import umbra.runtime.bench.weights as weights
     from umbra.runtime.bench.hardware import describe_hardware
 
@@ -73,6 +75,30 @@ def _measure_weights(rounds: int, total_nbytes: int) -> dict[str, Any]:
         "rounds": rounds,
         **(facts if "umbra" in facts else {"umbra": facts}),
     }
+
+
+def _measure_rollout(
+    arguments: argparse.Namespace, on_progress: Callable[[str], None]
+) -> dict[str, Any]:
+    _require_torch("rollout")
+    import umbra.runtime.bench.rollout as rollout
+    from umbra.runtime.bench.hardware import describe_hardware
+
+    hardware = describe_hardware()
+    facts = rollout.run(arguments.rounds, arguments.trajectories, arguments.seconds, on_progress)
+    packages = ("numpy", "pyzmq", "torch")
+    return {
+        "bench": "rollout",
+        "hardware": hardware,
+        "versions": {name: version(name) for name in packages} | {"umbra": version("umbra-rl")},
+        "rounds": arguments.rounds,
+        "umbra": facts,
+    }
+
+
+def _require_torch(bench: str) -> None:
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError(f"bench {bench} needs torch: pip install 'umbra-rl[train]'")
 
 
 def _peer_python(named: str | None) -> str:

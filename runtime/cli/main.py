@@ -13,7 +13,8 @@ from umbra.runtime.errors import ConfigError, UmbraError
 _BENCH: Final = (
     "Measures umbra beside bare pyzmq, Ray, Monarch and Xoscar, alternating, in one run. "
     "rpc: calls between two processes. startup: from nothing to the first answered call. "
-    "weights: the shared-memory weight path beside a plain copy."
+    "weights: the shared-memory weight path beside a plain copy. "
+    "rollout: token deltas of 64 engines in one manager, the ledger, and weight updates."
 )
 _LEDGER: Final = (
     "Shows where the samples of a job are (pending, running, partial, finished, scored, leased, "
@@ -74,7 +75,7 @@ def _add_ledger_arguments(ledger: argparse.ArgumentParser) -> None:
 
 
 def _add_bench_arguments(bench: argparse.ArgumentParser) -> None:
-    bench.add_argument("what", choices=["rpc", "startup", "weights"])
+    bench.add_argument("what", choices=["rpc", "startup", "weights", "rollout"])
     bench.add_argument("--json", action="store_true", help="print one JSON object, nothing else")
     bench.add_argument(
         "--rounds", type=_positive, default=5, help="medians are over so many rounds (default 5)"
@@ -89,6 +90,18 @@ def _add_bench_arguments(bench: argparse.ArgumentParser) -> None:
         type=_positive,
         default=1024,
         help="of weights carried by `weights` (default 1024)",
+    )
+    bench.add_argument(
+        "--trajectories",
+        type=_positive,
+        default=10_000,
+        help="in flight in `rollout` (default 10000)",
+    )
+    bench.add_argument(
+        "--seconds",
+        type=_positive,
+        default=8,
+        help="of each measurement of deltas in `rollout` (default 8)",
     )
 
 

@@ -30,20 +30,20 @@ _DTYPES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class DeltaBatch:
-    """One checked batch; the per-run columns as lists, because they are walked in Python.
+    """One checked batch.
 
     Attributes:
-        ids, positions, versions: S request ids, completion offsets of each run's first token,
+        ids, positions, versions: [S] request ids, completion offsets of each run's first token,
             versions.
-        bounds: S + 1 offsets into tokens.
+        bounds: [S + 1] offsets into tokens.
         tokens, logprobs: [N] int32, [N] float32.
         finishes: (request id, reason) of the F finished requests.
     """
 
-    ids: list[int]
-    positions: list[int]
-    bounds: list[int]
-    versions: list[int]
+    ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    bounds: NDArray[np.int64]
+    versions: NDArray[np.int64]
     tokens: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     finishes: list[tuple[int, str]]
@@ -70,13 +70,33 @@ class DeltaBatch:
         texts = [str(reason) for reason in reasons]
         _check_lengths(columns, len(texts))
         return cls(
-            ids=columns["ids"].tolist(),
-            positions=columns["positions"].tolist(),
-            bounds=columns["offsets"].tolist(),
-            versions=columns["versions"].tolist(),
+            ids=columns["ids"],
+            positions=columns["positions"].astype(np.int64),
+            bounds=columns["offsets"].astype(np.int64),
+            versions=columns["versions"],
             tokens=columns["tokens"],
             logprobs=columns["logprobs"],
             finishes=list(zip(columns["finished_ids"].tolist(), texts, strict=True)),
+        )
+
+    def select(self, wanted: NDArray[np.bool_]) -> DeltaBatch:
+        """Some of its runs, and no finishes.
+
+        Args:
+            wanted: [S].
+        """
+        counts = np.diff(self.bounds)
+        bounds = np.zeros(int(np.count_nonzero(wanted)) + 1, np.int64)
+        np.cumsum(counts[wanted], out=bounds[1:])
+        tokens = np.repeat(wanted, counts)
+        return DeltaBatch(
+            ids=self.ids[wanted],
+            positions=self.positions[wanted],
+            bounds=bounds,
+            versions=self.versions[wanted],
+            tokens=self.tokens[tokens],
+            logprobs=self.logprobs[tokens],
+            finishes=[],
         )
 
 

@@ -5,7 +5,9 @@
                  +--------------+  abort, error, lost tokens, death of the engine: the turn goes
                                    on from prompt + tokens so far, on any serving engine
 
-Runs on one loop and never waits: links and fleet feed it events.
+Runs on one loop and never waits: links and fleet feed it events. A batch's runs are applied all at
+once, in columns (`TokenStore.apply`); only finishes, and runs that do not simply go on, are looked
+at one by one.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
@@ -23,6 +25,7 @@ from numpy.typing import NDArray
 from umbra.runtime.errors import EngineError, UmbraError
 from umbra.runtime.rollout.deltas import DeltaBatch
 from umbra.runtime.rollout.router import EngineId, Router
+from umbra.runtime.rollout.token_store import Runs, TokenStore
 from umbra.runtime.rollout.trajectory import Trajectory, TrajectoryState
 from umbra.runtime.rollout.turn import Turn
 
@@ -59,16 +62,6 @@ class Journal(Protocol):
     ) -> None: ...
 
 
-class _Run(NamedTuple):
-    """Tokens [begin, end) of a batch that were appended at `start` of a completion."""
-
-    uid: int
-    start: int
-    begin: int
-    end: int
-    version: int
-
-
 class Moved(NamedTuple):
     """What an engine held when it was lost."""
 
@@ -82,6 +75,7 @@ class Dispatcher:
     Args:
         router: chooses engines.
         on_failure: told of an error that no other engine would heal.
+        journal: told of what was appended to recorded trajectories (`uid` not -1).
         clock: seconds, by which the speed of engines is measured.
     """
 
@@ -95,10 +89,13 @@ class Dispatcher:
         self._router = router
         self._journal = journal
         self._on_failure = on_failure
+        self._store = TokenStore()
         self._clock = clock
         self._waiting: deque[Turn] = deque()  # bounded by what the manager admits
         self._carriers: dict[EngineId, RequestCarrier] = {}
         self._inflight: dict[EngineId, dict[int, Turn]] = {}
+        self._numbers: dict[EngineId, int] = {}  # engines as the store knows them
+        self._engine_numbers = itertools.count()
         self._request_ids = itertools.count(1)
         self.counters = dict.fromkeys(
             ("gaps", "repeats", "retries", "aborts", "engines_lost", "late_runs", "moved"), 0
@@ -116,19 +113,22 @@ class Dispatcher:
     def cancel(self, turns: Iterable[Turn]) -> None:
         """Forgets turns wherever they are; engines stop working on them."""
         dropped = set(turns)
-        self._waiting = deque(turn for turn in self._waiting if turn not in dropped)
-        for engine, inflight in self._inflight.items():
-            gone = [turn for turn in inflight.values() if turn in dropped]
-            for turn in gone:
-                self._take_back(engine, turn)
-            if gone:
-                self._carriers[engine].withdraw([turn.request_id for turn in gone])
+        by_engine: dict[EngineId, list[int]] = {}
+        for turn in dropped:
+            if turn.engine is not None:
+                by_engine.setdefault(turn.engine, []).append(turn.request_id)
+                self._take_back(turn.engine, turn)
+        if any(turn in dropped for turn in self._waiting):
+            self._waiting = deque(turn for turn in self._waiting if turn not in dropped)
+        for engine, request_ids in by_engine.items():
+            self._carriers[engine].withdraw(sorted(request_ids))
         self.pump()
 
     def attach(self, engine: EngineId, carrier: RequestCarrier) -> None:
         """An engine can be reached; it takes turns once `set_serving` says so."""
         self._carriers[engine] = carrier
         self._inflight[engine] = {}
+        self._numbers[engine] = next(self._engine_numbers)
         self._router.set_serving(engine, False)
 
     def set_serving(self, engine: EngineId, serving: bool) -> None:
@@ -140,10 +140,11 @@ class Dispatcher:
 
     def detach(self, engine: EngineId) -> Moved:
         """The engine is lost: what it held goes on elsewhere, oldest first."""
-        inflight = self._inflight.pop(engine, {})
-        del self._carriers[engine]
+        turns = list(self._inflight[engine].values())
+        for turn in turns:
+            self._take_back(engine, turn)
+        del self._inflight[engine], self._carriers[engine], self._numbers[engine]
         self._router.remove(engine)
-        turns = list(inflight.values())
         for turn in reversed(turns):
             self._requeue(turn)
         self.pump()
@@ -181,13 +182,23 @@ class Dispatcher:
             self._give(engine, turn)
 
     def _give(self, engine: EngineId, turn: Turn) -> None:
+        trajectory = turn.trajectory
         turn.request_id = next(self._request_ids)
-        turn.unspent = turn.cost()
-        self._router.charge(engine, turn.unspent)
+        turn.engine = engine
+        turn.charged = turn.cost()
+        self._router.charge(engine, turn.charged)
         self._inflight[engine][turn.request_id] = turn
-        turn.trajectory.home = engine
-        turn.trajectory.state = TrajectoryState.RUNNING
-        self._journal.started(turn.trajectory)
+        turn.row = self._store.open(
+            turn.request_id,
+            self._numbers[engine],
+            trajectory.uid,
+            length=trajectory.completion_len,
+            room=turn.room(),
+        )
+        trajectory.begin_attempt(self._store, turn.row)
+        trajectory.home = engine
+        trajectory.state = TrajectoryState.RUNNING
+        self._journal.started(trajectory)
         if turn.group:
             turn.group.home = engine
         self._carriers[engine].send(turn.request())
@@ -222,57 +233,74 @@ class Dispatcher:
         inflight = self._inflight.get(engine)
         if inflight is None:
             return
-        runs: list[_Run] = []
         self._router.measure(engine, len(batch.tokens), self._clock())
-        for idx, request_id in enumerate(batch.ids):
+        applied = self._store.apply(self._numbers[engine], batch)
+        self.counters["late_runs"] += applied.num_late
+        if applied.runs is not None:
+            self._on_appended(engine, applied.runs)
+        lost = self._apply_one_by_one(engine, batch, applied.rest) if applied.rest else {}
+        for request_id, missing in lost.items():
             turn = inflight.get(request_id)
-            if turn is None:
-                self.counters["late_runs"] += 1
-                continue
-            run = self._on_run(engine, turn, batch, idx)
-            if run is not None and run.uid >= 0:
-                runs.append(run)
-        self._record(runs, batch)
+            if turn is not None:
+                self.counters["gaps"] += 1
+                self._carriers[engine].withdraw([request_id])
+                self._retry(engine, turn, f"{missing} tokens were lost on the way")
         for request_id, reason in batch.finishes:
             turn = inflight.get(request_id)
             if turn is not None:
                 self._on_finish(engine, turn, reason)
         self.pump()
 
-    def _on_run(self, engine: EngineId, turn: Turn, batch: DeltaBatch, idx: int) -> _Run | None:
-        """Appends run `idx` as far as it is new and there is room; what was appended."""
-        trajectory, begin, end = turn.trajectory, batch.bounds[idx], batch.bounds[idx + 1]
-        missing = trajectory.missing_before(batch.positions[idx])
-        if missing > 0:
-            self.counters["gaps"] += 1
-            self._carriers[engine].withdraw([turn.request_id])
-            self._retry(engine, turn, f"{missing} tokens were lost on the way")
-            return None
-        if missing < 0:
-            self.counters["repeats"] += 1
-            begin = min(end, begin - missing)
-        end = min(end, begin + turn.room())
-        if begin == end:
-            return None
-        start, version = trajectory.completion_len, batch.versions[idx]
-        trajectory.append_generated(batch.tokens[begin:end], batch.logprobs[begin:end], version)
-        self._router.progress(engine, end - begin)
-        turn.unspent -= end - begin
-        turn.num_errors = 0  # it is getting on
-        return _Run(trajectory.uid, start, begin, end, version)
+    def _on_appended(self, engine: EngineId, runs: Runs) -> None:
+        self._router.progress(engine, len(runs.tokens))
+        recorded = runs.recorded()
+        if len(recorded.uids):
+            self._journal.on_tokens(*recorded)
 
-    def _record(self, runs: Sequence[_Run], batch: DeltaBatch) -> None:
-        if not runs:
+    def _apply_one_by_one(
+        self, engine: EngineId, batch: DeltaBatch, runs: list[int]
+    ) -> dict[int, int]:
+        """Appends what is new in these runs; returns how many tokens lost requests lack."""
+        lost: dict[int, int] = {}
+        for run in runs:
+            request_id = int(batch.ids[run])
+            turn = self._inflight[engine].get(request_id)  # a journal that fails cancels all
+            if turn is None or request_id in lost:
+                self.counters["late_runs"] += 1
+                continue
+            missing = turn.trajectory.missing_before(int(batch.positions[run]))
+            if missing > 0:
+                lost[request_id] = missing
+                continue
+            start, stop = int(batch.bounds[run]), int(batch.bounds[run + 1])
+            if missing < 0:
+                self.counters["repeats"] += 1
+                start = min(stop, start - missing)
+            new = slice(start, min(stop, start + turn.room()))
+            self._append(engine, turn, batch.tokens[new], batch.logprobs[new], batch.versions[run])
+        return lost
+
+    def _append(
+        self,
+        engine: EngineId,
+        turn: Turn,
+        tokens: NDArray[np.int32],
+        logprobs: NDArray[np.float32],
+        version: np.int64,
+    ) -> None:
+        if not len(tokens):
             return
-        columns = np.asarray(runs, np.int64).T
-        uids, starts, begins, ends, versions = columns
-        offsets = np.concatenate([[0], np.cumsum(ends - begins)])
-        if offsets[-1] == len(batch.tokens):
-            tokens, logprobs = batch.tokens, batch.logprobs
-        else:
-            tokens = np.concatenate([batch.tokens[run.begin : run.end] for run in runs])
-            logprobs = np.concatenate([batch.logprobs[run.begin : run.end] for run in runs])
-        self._journal.on_tokens(uids, starts, offsets, versions, tokens, logprobs)
+        trajectory = turn.trajectory
+        runs = Runs(
+            np.asarray([trajectory.uid], np.int64),
+            np.asarray([trajectory.completion_len], np.int64),
+            np.asarray([0, len(tokens)], np.int64),
+            np.asarray([version], np.int64),
+            tokens,
+            logprobs,
+        )
+        trajectory.append_generated(tokens, logprobs, int(version))
+        self._on_appended(engine, runs)
 
     def _on_finish(self, engine: EngineId, turn: Turn, reason: str) -> None:
         outcome = turn.outcome()
@@ -308,9 +336,14 @@ class Dispatcher:
         )
 
     def _take_back(self, engine: EngineId, turn: Turn) -> None:
+        """The attempt is over; the trajectory keeps what it brought."""
         del self._inflight[engine][turn.request_id]
-        self._router.release(engine, turn.unspent)
-        turn.unspent = 0
+        num_tokens = turn.trajectory.settle()
+        self._store.close(turn.request_id, turn.row)
+        self._router.release(engine, turn.charged - num_tokens)
+        turn.engine = None
+        if num_tokens:
+            turn.num_errors = 0  # it is getting on
 
     def _requeue(self, turn: Turn) -> None:
         outcome = turn.outcome()
@@ -324,6 +357,7 @@ class Dispatcher:
     def check_integrity(self) -> None:
         """Asserts that every turn is in one place and that the router counts agree."""
         self._router.check_integrity()
+        self._store.check_integrity()
         turns = [*self._waiting, *(t for held in self._inflight.values() for t in held.values())]
         assert len(turns) == len({id(turn) for turn in turns})
         for engine, held in self._inflight.items():

@@ -9,6 +9,7 @@ Pure transport: what is in flight, and what becomes of it, is the dispatcher's b
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Coroutine
@@ -30,12 +31,14 @@ from umbra.runtime.rpc.client import Handle
 
 logger = logging.getLogger(__name__)
 
-# Requests in one submit call: larger delays the first of them, smaller costs a round trip each.
-_MAX_SUBMIT: Final = 256
+# Requests in one submit call: larger delays the first of them, and the connection keeps a buffer of
+# that size; smaller costs a round trip each.
+_MAX_SUBMIT: Final = 64
 # Batches an engine may send ahead. At one a tick this is most of a second of a busy manager.
 _DELTA_CREDITS: Final = 16
-# After an engine refused requests although it was reported as serving: the report of its pause
-# is on its way. Shorter repeats the refusal, longer leaves a serving engine idle.
+# Longest wait for news of an engine that refused requests although it was reported as serving: the
+# report of its pause is on its way. Shorter repeats the refusal; longer leaves it idle where none
+# comes.
 _REFUSAL_PAUSE_S: Final = 0.2
 
 
@@ -68,6 +71,7 @@ class EngineLink:
         self._outgoing: deque[dict[str, Any]] = deque()  # bounded by the router's max_inflight
         self._withdrawn: list[int] = []
         self._pending = asyncio.Event()
+        self._reported = asyncio.Event()  # since the last submit began
         self._patience: asyncio.Timeout | None = None
         self._serving = False
         self._is_trusted = not must_greet
@@ -89,6 +93,7 @@ class EngineLink:
     def set_serving(self, serving: bool) -> None:
         """The engine's reported state: one that does not serve may be silent for ever."""
         self._serving = serving
+        self._reported.set()
         self._dispatcher.set_serving(self.engine, serving and self._is_trusted)
         self._reset_patience()
 
@@ -156,6 +161,7 @@ class EngineLink:
                     await self._submit_batch(requests)
 
     async def _submit_batch(self, requests: list[dict[str, Any]]) -> None:
+        self._reported.clear()
         try:
             await self._call("submit", requests)
         except RemoteError as error:
@@ -165,7 +171,9 @@ class EngineLink:
         except EngineError as error:
             logger.warning("%s takes no requests now: %s", self.engine, error)
             self._dispatcher.hand_back(self.engine, [request["id"] for request in requests])
-            await asyncio.sleep(_REFUSAL_PAUSE_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_REFUSAL_PAUSE_S):
+                    await self._reported.wait()
             self.set_serving(self._serving)
 
     async def _call(self, method: str, argument: object) -> None:

@@ -10,9 +10,9 @@ Letters: P prompt tokens, C completion tokens (generated, and in agent loops als
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
-from itertools import pairwise
-from typing import Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,11 +21,12 @@ from umbra.runtime.errors import RolloutError
 from umbra.runtime.rollout.prompts import Prompt
 from umbra.runtime.rollout.router import EngineId
 
-T = TypeVar("T", bound=np.generic)
+if TYPE_CHECKING:
+    from umbra.runtime.rollout.token_store import TokenStore
 
 NOT_GENERATED: Final = -1  # stands for a version where a token was given, not sampled
-# First allocation of a completion. Trajectories mostly wait in line, so start small and double.
-_INITIAL_CAPACITY: Final = 32
+_NO_TOKENS: Final = np.empty(0, np.int32)
+_NO_LOGPROBS: Final = np.empty(0, np.float32)
 
 
 class TrajectoryState(StrEnum):
@@ -46,6 +47,12 @@ class Segment(NamedTuple):
 class Trajectory:
     """One sample of a group. Owned by the manager; grows by whole runs of tokens.
 
+    While an engine works on it, what is new is in a row of the dispatcher's `TokenStore`, with the
+    new tokens of all others (`begin_attempt`); afterwards it is here (`settle`).
+
+    Attributes:
+        uid: its number in the ledger; -1 where it is not recorded.
+
     Args:
         sample_id: unique in the job, such as `e0/prompt7/3`.
         seed: its sampling seed. Token i of the completion is drawn with (seed, i), whichever
@@ -55,16 +62,17 @@ class Trajectory:
     """
 
     __slots__ = (
-        "_length",
         "_logprobs",
+        "_num_settled",
+        "_row",
+        "_segments",
+        "_store",
         "_tokens",
-        "_versions",
         "budget",
         "finish_reason",
         "home",
         "is_recorded_running",
         "max_context_len",
-        "num_generated",
         "num_interruptions",
         "num_refilled_tokens",
         "prompt",
@@ -90,18 +98,20 @@ class Trajectory:
         self.home: EngineId | None = None  # the engine that generated last
         self.num_interruptions = 0
         self.num_refilled_tokens = 0  # prefilled again because of interruptions
+        self._store: TokenStore | None = None
+        self._row = 0
         self.reset()
 
     def reset(self) -> None:
         """Back to the bare prompt; an agent loop whose process died starts over."""
+        assert self._store is None, f"{self.sample_id} is with an engine"
         self.state = TrajectoryState.PENDING
         self.finish_reason = ""
         self.prompt_tokens: NDArray[np.int32] = self.prompt.tokens  # [P]
-        self.num_generated = 0
-        self._length = 0
-        self._tokens = np.empty(_INITIAL_CAPACITY, np.int32)
-        self._logprobs = np.empty(_INITIAL_CAPACITY, np.float32)
-        self._versions = np.empty(_INITIAL_CAPACITY, np.int64)
+        self._tokens: NDArray[np.int32] = _NO_TOKENS
+        self._logprobs: NDArray[np.float32] = _NO_LOGPROBS
+        self._segments: tuple[Segment, ...] = ()
+        self._num_settled = 0  # generated tokens in these
 
     @property
     def is_finished(self) -> bool:
@@ -109,29 +119,53 @@ class Trajectory:
 
     def __len__(self) -> int:
         """Tokens of prompt and completion."""
-        return len(self.prompt_tokens) + self._length
+        return len(self.prompt_tokens) + self.completion_len
 
     @property
     def completion_len(self) -> int:
-        return self._length
+        return len(self._tokens) if self._store is None else self._store.length(self._row)
+
+    @property
+    def num_unsettled(self) -> int:
+        """Tokens that the attempt in progress has brought."""
+        return 0 if self._store is None else self._store.length(self._row) - len(self._tokens)
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens of the completion that were sampled, not given."""
+        return self._num_settled + self.num_unsettled
 
     @property
     def tokens(self) -> NDArray[np.int32]:
-        """[C] the completion."""
-        return self._tokens[: self._length]
+        """[C] the completion; not to be written to."""
+        if self._store is None:
+            return self._tokens
+        return np.concatenate([self._tokens, self._store.read(self._row)[0]])
 
     @property
     def logprobs(self) -> NDArray[np.float32]:
-        """[C] of the sampling distribution; 0 where not generated."""
-        return self._logprobs[: self._length]
+        """[C] of the sampling distribution; 0 where not generated. Not to be written to."""
+        if self._store is None:
+            return self._logprobs
+        return np.concatenate([self._logprobs, self._store.read(self._row)[1]])
 
     @property
     def versions(self) -> NDArray[np.int64]:
         """[C] of the weights; NOT_GENERATED where not generated."""
-        return self._versions[: self._length]
+        segments = self.segments()
+        lengths = np.asarray([s.stop - s.start for s in segments], np.int64)
+        return np.repeat(np.asarray([s.version for s in segments], np.int64), lengths)
+
+    def last_token(self) -> int:
+        """Of a completion that is not empty."""
+        if self.num_unsettled and self._store is not None:
+            return self._store.last_token(self._row)
+        return int(self._tokens[-1])
 
     def context(self) -> NDArray[np.int32]:
-        """[P + C] a copy of all tokens, to go on from."""
+        """[P + C] all tokens, to go on from; not to be written to."""
+        if self.completion_len == 0:
+            return self.prompt_tokens
         return np.concatenate([self.prompt_tokens, self.tokens])
 
     def room(self) -> int:
@@ -140,7 +174,7 @@ class Trajectory:
 
     def missing_before(self, position: int) -> int:
         """Tokens lost before a run at `position`: positive is a gap, negative a repeat."""
-        return position - self._length
+        return position - self.completion_len
 
     def append_generated(
         self, tokens: NDArray[np.int32], logprobs: NDArray[np.float32], version: int
@@ -152,8 +186,26 @@ class Trajectory:
         """
         if len(tokens) > self.room():
             raise RolloutError(f"{self.sample_id}: {len(tokens)} tokens, room for {self.room()}")
-        self._append(tokens, logprobs, version)
-        self.num_generated += len(tokens)
+        if self._store is not None:
+            self._store.append(self._row, tokens, logprobs, version)
+            return
+        segment = Segment(len(self._tokens), len(self._tokens) + len(tokens), version)
+        self._add(tokens, logprobs, [segment])
+        self._num_settled += len(tokens)
+
+    def begin_attempt(self, store: TokenStore, row: int) -> None:
+        """An engine takes it: its new tokens are in `store` until `settle`."""
+        assert self._store is None, f"{self.sample_id} is with an engine already"
+        self._store, self._row = store, row
+
+    def settle(self) -> int:
+        """The attempt is over, and its row about to go: keeps what it brought, and counts it."""
+        store, num_tokens = self._store, self.num_unsettled
+        self._store = None
+        if store is not None and num_tokens:
+            self._add(*store.read(self._row), store.segments(self._row))
+            self._num_settled += num_tokens
+        return num_tokens
 
     def extend_context(self, context: NDArray[np.int32]) -> None:
         """An agent loop's next context: what is there so far, plus tokens that it appends.
@@ -163,7 +215,8 @@ class Trajectory:
         Raises:
             RolloutError: `context` does not start with the tokens so far.
         """
-        if self._length == 0:
+        assert self._store is None, f"{self.sample_id} is with an engine"
+        if len(self._tokens) == 0:
             self.prompt_tokens = context.copy()
             return
         known = self.context()
@@ -177,7 +230,8 @@ class Trajectory:
                 "never tokenise the text anew"
             )
         given = context[len(known) :]
-        self._append(given, np.zeros(len(given), np.float32), NOT_GENERATED)
+        segment = Segment(len(self._tokens), len(self._tokens) + len(given), NOT_GENERATED)
+        self._add(given, np.zeros(len(given), np.float32), [segment])
 
     def finish(self, reason: str) -> None:
         self.state = TrajectoryState.FINISHED
@@ -191,30 +245,25 @@ class Trajectory:
 
     def segments(self) -> list[Segment]:
         """The completion as runs of equal version, in order."""
-        if self._length == 0:
-            return []
-        edges = np.flatnonzero(np.diff(self.versions)) + 1
-        bounds = [0, *edges.tolist(), self._length]
-        return [
-            Segment(start, stop, int(self._versions[start])) for start, stop in pairwise(bounds)
-        ]
+        if self._store is None:
+            return list(self._segments)
+        return _joined(self._segments, self._store.segments(self._row))
 
-    def _append(
-        self, tokens: NDArray[np.int32], logprobs: NDArray[np.float32], version: int
+    def _add(
+        self,
+        tokens: NDArray[np.int32],
+        logprobs: NDArray[np.float32],
+        segments: Sequence[Segment],
     ) -> None:
-        start, stop = self._length, self._length + len(tokens)
-        if stop > len(self._tokens):
-            capacity = max(stop, 2 * len(self._tokens))
-            self._tokens = _grown(self._tokens, capacity)
-            self._logprobs = _grown(self._logprobs, capacity)
-            self._versions = _grown(self._versions, capacity)
-        self._tokens[start:stop] = tokens
-        self._logprobs[start:stop] = logprobs
-        self._versions[start:stop] = version
-        self._length = stop
+        if len(tokens):
+            self._tokens = np.concatenate([self._tokens, tokens])
+            self._logprobs = np.concatenate([self._logprobs, logprobs])
+            self._segments = tuple(_joined(self._segments, segments))
 
 
-def _grown(array: NDArray[T], capacity: int) -> NDArray[T]:
-    larger = np.empty(capacity, array.dtype)
-    larger[: len(array)] = array
-    return larger
+def _joined(first: Sequence[Segment], then: Sequence[Segment]) -> list[Segment]:
+    """All of them; the two in the middle as one where they are of one version."""
+    if first and then and first[-1].version == then[0].version:
+        middle = Segment(first[-1].start, then[0].stop, then[0].version)
+        return [*first[:-1], middle, *then[1:]]
+    return [*first, *then]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from umbra.runtime.rollout.group import Group
+from umbra.runtime.rollout.router import EngineId
 from umbra.runtime.rollout.trajectory import Trajectory
 
 
@@ -23,7 +24,9 @@ class Turn:
         on_end: told once, with "stop" or "length"; never after `Dispatcher.cancel`.
         request_id: of the attempt in progress; each attempt has its own, so that late deltas
             of an earlier one are recognised.
-        unspent: what is left of the tokens that the router was charged for the attempt.
+        charged: tokens that the router was charged for the attempt.
+        engine: that has the attempt in progress; None while there is none.
+        row: of the attempt in the dispatcher's `TokenStore`.
         num_errors: attempts that engines failed since the last token.
     """
 
@@ -35,7 +38,9 @@ class Turn:
     stop_token_ids: Sequence[int]
     on_end: Callable[[Turn, str], None]
     request_id: int = 0
-    unspent: int = 0
+    charged: int = 0
+    engine: EngineId | None = None
+    row: int = 0
     num_errors: int = 0
 
     def room(self) -> int:
@@ -48,15 +53,21 @@ class Turn:
         Decided by the tokens, not by the engine's word: an engine may die between its last
         token and the news of the finish.
         """
-        tokens = self.trajectory.tokens
-        if len(tokens) > self.start and int(tokens[-1]) in self.stop_token_ids:
+        trajectory = self.trajectory
+        has_tokens = trajectory.completion_len > self.start
+        if has_tokens and trajectory.last_token() in self.stop_token_ids:
             return "stop"
         return "" if self.room() > 0 else "length"
 
     @property
+    def unspent(self) -> int:
+        """What is left of the tokens that the router was charged for the attempt."""
+        return self.charged - self.trajectory.num_unsettled
+
+    @property
     def has_begun(self) -> bool:
         """The attempt in progress has produced a token."""
-        return self.unspent != self.cost()
+        return self.trajectory.num_unsettled > 0
 
     def cost(self) -> int:
         """Tokens an engine may have to process: context and remaining budget."""
@@ -71,5 +82,5 @@ class Turn:
             "seed": self.trajectory.seed,
             "max_new_tokens": self.room(),
             "temperature": self.temperature,
-            "stop_token_ids": list(self.stop_token_ids),
+            "stop_token_ids": self.stop_token_ids,
         }

@@ -36,11 +36,11 @@ def runs_of(batch: DeltaBatch) -> list[Run]:
     """Its runs, checked as the manager checks them."""
     checked = CheckedBatch.from_wire(batch)
     assert checked.logprobs.tolist() == (-checked.tokens).tolist()
-    assert checked.versions == [request - 10 for request in checked.ids]
+    assert checked.versions.tolist() == (checked.ids - 10).tolist()
     return [
         (
-            checked.ids[run],
-            checked.positions[run],
+            int(checked.ids[run]),
+            int(checked.positions[run]),
             checked.tokens[checked.bounds[run] : checked.bounds[run + 1]].tolist(),
         )
         for run in range(len(checked.ids))

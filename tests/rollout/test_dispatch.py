@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from rollout_samples import make_trajectory
 
 from umbra.runtime.errors import EngineError, ProtocolError, UmbraError
 from umbra.runtime.rollout.deltas import DeltaBatch
-from umbra.runtime.rollout.dispatch import Dispatcher
+from umbra.runtime.rollout.dispatch import Dispatcher, Journal
 from umbra.runtime.rollout.recorder import Recorder
 from umbra.runtime.rollout.router import EngineId, Router
 from umbra.runtime.rollout.turn import Turn
@@ -77,14 +78,14 @@ class Inbox:
 class Bench:
     """A dispatcher, its ends and its failures."""
 
-    def __init__(self, max_inflight: int = 100) -> None:
+    def __init__(self, max_inflight: int = 100, journal: Journal | None = None) -> None:
         self.failures: list[UmbraError] = []
         self.ended: dict[str, str] = {}
         self.now = 0.0
         self.dispatcher = Dispatcher(
             Router(max_inflight),
             self.failures.append,
-            Recorder(None, self.failures.append),
+            journal or Recorder(None, self.failures.append),
             clock=lambda: self.now,
         )
         self.inboxes: dict[EngineId, Inbox] = {}
@@ -95,8 +96,11 @@ class Bench:
         self.dispatcher.set_serving(engine, True)
         return inbox
 
-    def submit(self, sample_id: str = "s", *, seed: int = 1, budget: int = 20) -> Turn:
+    def submit(
+        self, sample_id: str = "s", *, seed: int = 1, budget: int = 20, uid: int = -1
+    ) -> Turn:
         sample = make_trajectory([1, 2, 3], sample_id=sample_id, seed=seed, budget=budget)
+        sample.uid = uid
 
         def on_end(turn: Turn, reason: str) -> None:
             assert turn.trajectory.sample_id not in self.ended, "ended twice"
@@ -323,6 +327,59 @@ def test_requests_that_an_engine_will_not_take_wait_for_one_that_serves() -> Non
     bench.dispatcher.set_serving(A, True)
     assert bench.dispatcher.num_waiting == 0
     bench.dispatcher.check_integrity()
+
+
+class ListJournal(Recorder):
+    """Keeps what it is told, as (uid, start, tokens, version) runs."""
+
+    def __init__(self) -> None:
+        super().__init__(None, lambda error: None)
+        self.runs: list[tuple[int, int, list[int], int]] = []
+
+    def on_tokens(
+        self,
+        uids: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        offsets: NDArray[np.int64],
+        versions: NDArray[np.int64],
+        tokens: NDArray[np.int32],
+        logprobs: NDArray[np.float32],
+    ) -> None:
+        for idx, uid in enumerate(uids.tolist()):
+            run = tokens[offsets[idx] : offsets[idx + 1]].tolist()
+            self.runs.append((uid, int(starts[idx]), run, int(versions[idx])))
+
+
+def test_a_journal_is_told_what_was_really_appended() -> None:
+    journal = ListJournal()
+    bench = Bench(journal=journal)
+    bench.serve(A)
+    for idx in range(4):
+        bench.submit(f"s{idx}", seed=idx, budget=3, uid=10 + idx)
+    bench.submit("unrecorded", budget=3)
+
+    bench.dispatcher.on_batch(
+        A,
+        delta(
+            [
+                (1, 0, [7, 8], 0),
+                (2, 0, [7], 0),
+                (2, 0, [7, 8], 1),
+                (3, 1, [9], 0),
+                (4, 0, [7, 8, 9, 10], 0),
+                (5, 0, [7], 0),
+            ],
+            [(4, "length")],
+        ),
+    )
+
+    assert sorted(journal.runs) == [
+        (10, 0, [7, 8], 0),
+        (11, 0, [7], 0),
+        (11, 1, [8], 1),
+        (13, 0, [7, 8, 9], 0),
+    ]
+    assert bench.ended == {"s3": "length"}
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,0 +1,72 @@
+"""How a rollout manager fares with the deltas of many engines."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+from umbra.runtime.bench.program import BenchError
+
+_TIMEOUT_S: Final = 300.0
+_NUM_ENGINES: Final = 64
+_NUM_PROCESSES: Final = 2  # that the engines share
+
+
+def run(num_trajectories: int, duration_s: float) -> dict[str, float]:
+    """One manager with `num_trajectories` in flight over 64 simulated engines.
+
+    Returns:
+        At full speed, engines making batches as fast as they are taken: `tokens_per_s` by the
+        clock, `tokens_per_cpu_s` by the processor time of the manager's process, and
+        `cpu_us_per_run`, of a run of 2 or 3 tokens. At a tick of 50 ms, which is
+        `paced_tokens_per_s`: `delta_p50_ms` and `delta_p99_ms` from the making of a batch to its
+        having been applied, `paced_cpu_share` of one core, and `bytes_per_trajectory`, by which the
+        manager's resident memory has grown, with `tokens_per_trajectory` in flight.
+
+    The manager is confined to one core, the engines to the others, where there are several.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    with tempfile.TemporaryDirectory(prefix="umbra-bench-") as folder:
+        share = _NUM_ENGINES // _NUM_PROCESSES
+        engines = [
+            ["delta_engines", folder, str(first), str(share)]
+            for first in range(0, _NUM_ENGINES, share)
+        ]
+        with _started(engines, cores[1:] or cores) as processes:
+            for process in processes:
+                assert process.stdout is not None
+                process.stdout.readline()
+            sizes = [str(_NUM_ENGINES), str(num_trajectories), str(duration_s)]
+            with _started([["delta_manager", folder, *sizes]], cores[:1]) as (manager,):
+                output, _ = manager.communicate(timeout=_TIMEOUT_S)
+    if manager.returncode != 0:
+        raise BenchError(f"the manager's process ended with status {manager.returncode}")
+    facts: dict[str, float] = json.loads(output)
+    return facts
+
+
+@contextmanager
+def _started(
+    programs: Sequence[Sequence[str]], cores: Sequence[int]
+) -> Generator[list[subprocess.Popen[bytes]]]:
+    """The programs' processes, on these cores; they are gone afterwards."""
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for name, *arguments in programs:
+            argv = [sys.executable, "-m", f"{__package__}.{name}", *arguments, str(os.getpid())]
+            process = subprocess.Popen(argv, stdout=subprocess.PIPE)
+            processes.append(process)
+            os.sched_setaffinity(process.pid, cores)
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+            if process.stdout is not None:
+                process.stdout.close()

@@ -1,0 +1,103 @@
+"""The manager of the update-gap benchmark: keeps engines busy, notes when versions come."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, Self
+
+import numpy as np
+
+from umbra.runtime.actor import actor_context
+from umbra.runtime.errors import UmbraError
+from umbra.runtime.rollout.config import RolloutConfig
+from umbra.runtime.rollout.deltas import DeltaBatch
+from umbra.runtime.rollout.dispatch import Dispatcher
+from umbra.runtime.rollout.fleet import Fleet
+from umbra.runtime.rollout.prompts import Prompt
+from umbra.runtime.rollout.recorder import Recorder
+from umbra.runtime.rollout.router import EngineId, Router
+from umbra.runtime.rollout.trajectory import Trajectory
+from umbra.runtime.rollout.turn import Turn
+
+
+class GapManager:
+    """An actor: the parts of a rollout manager between the engines and the trajectories.
+
+    Args:
+        config: `RolloutConfig` as a dict.
+    """
+
+    def __init__(self, config: dict[str, Any], prompt_len: int) -> None:
+        self._config = RolloutConfig.from_wire(config)
+        self._prompt = Prompt("p", "prompt", np.arange(1, prompt_len + 1, dtype=np.int32), {})
+        router = Router(self._config.max_inflight_per_engine)
+        self._dispatcher = _NotingDispatcher(router, _fail, Recorder(None, _fail))
+        self._fleet = Fleet(
+            self._config, actor_context(), self._dispatcher, lambda: None, lambda text: None
+        )
+        self._wanted = asyncio.Event()
+        self._num_begun = 0
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        pass
+
+    async def run(self) -> None:
+        await self._wanted.wait()
+        await self._fleet.run()
+
+    def keep_in_flight(self, count: int) -> None:
+        """Follows the pool, which must be there, and gives it `count` trajectories for ever."""
+        self._wanted.set()
+        for _ in range(count):
+            self._submit()
+
+    async def first_tokens(self, version: int, num_engines: int) -> list[float]:
+        """Monotonic time at which each engine's first token of `version` was applied."""
+        while len(self._dispatcher.came_at.get(version, ())) < num_engines:
+            self._dispatcher.changed.clear()
+            await self._dispatcher.changed.wait()
+        return list(self._dispatcher.came_at[version].values())
+
+    def _submit(self) -> None:
+        self._num_begun += 1
+        sample = Trajectory(
+            f"s{self._num_begun}",
+            self._prompt,
+            self._num_begun,
+            # of every length, so that they do not end together
+            budget=1 + self._num_begun * 37 % self._config.max_new_tokens,
+            max_context_len=self._config.max_context_len,
+        )
+        self._dispatcher.submit(
+            Turn(
+                trajectory=sample,
+                group=None,
+                start=0,
+                limit=sample.budget,
+                temperature=1.0,
+                stop_token_ids=[],
+                on_end=lambda _turn, _reason: self._submit(),
+            )
+        )
+
+
+class _NotingDispatcher(Dispatcher):
+    def __init__(self, router: Router, on_failure: Any, journal: Recorder) -> None:
+        super().__init__(router, on_failure, journal)
+        self.came_at: dict[int, dict[EngineId, float]] = {}
+        self.changed = asyncio.Event()
+
+    def on_batch(self, engine: EngineId, batch: DeltaBatch) -> None:
+        super().on_batch(engine, batch)
+        now = time.monotonic()
+        for version in np.unique(batch.versions).tolist():
+            self.came_at.setdefault(version, {}).setdefault(engine, now)
+        self.changed.set()
+
+
+def _fail(error: UmbraError) -> None:
+    raise error

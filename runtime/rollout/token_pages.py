@@ -1,0 +1,158 @@
+"""Memory for tokens that are still growing: pages of one size, each chained to the one before it.
+
+P: tokens in a page. A place is an index into `tokens` and `logprobs`; page k has the places from
+k * P. A sequence is known by its cursor, the place of its next token. A cursor at a multiple of P
+stands behind a full page, so the next token begins a page; page 0 is nobody's, so P, the place
+behind it, is the cursor of an empty sequence.
+"""
+
+from __future__ import annotations
+
+import mmap
+from typing import Any, Final, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+T = TypeVar("T", bound=np.generic)
+
+_SHIFT: Final = 5
+PAGE_LEN: Final = 1 << _SHIFT
+"""Half a page of 8 bytes a token is lost per sequence; a shorter one is run through sooner, and
+each new page costs."""
+_FIRST_PAGES: Final = 256
+
+EMPTY: Final = PAGE_LEN
+"""The cursor of a sequence without tokens."""
+
+
+class TokenPages:
+    """Pages of tokens and logprobs. Arrays of cursors are int64."""
+
+    def __init__(self) -> None:
+        self._tokens = _GrowingArray[np.int32](np.dtype(np.int32), _FIRST_PAGES * PAGE_LEN)
+        self._logprobs = _GrowingArray[np.float32](np.dtype(np.float32), _FIRST_PAGES * PAGE_LEN)
+        self._before = np.zeros(_FIRST_PAGES, np.int32)  # [pages] the page before; 0: none
+        # A stack of page numbers; the lowest are on top, to keep what is used together.
+        self._free = np.arange(_FIRST_PAGES - 1, 0, -1, dtype=np.int32)
+        self._num_free = len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        """Pages that sequences hold."""
+        return len(self._before) - 1 - self._num_free
+
+    def append(
+        self,
+        cursors: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        counts: NDArray[np.int64],
+        tokens: NDArray[np.int32],
+        logprobs: NDArray[np.float32],
+    ) -> NDArray[np.int64]:
+        """Appends to R sequences, no two the same; returns their cursors [R] from now on.
+
+        Args:
+            starts, counts: [R] where in `tokens` and `logprobs` a sequence's new tokens begin,
+                and how many there are.
+        """
+        cursors, starts, counts = cursors.copy(), starts.copy(), counts.copy()
+        todo: slice | NDArray[np.int64] = slice(None)
+        room: int | NDArray[np.int64] = -cursors & (PAGE_LEN - 1)
+        while True:
+            takes = np.minimum(room, counts[todo])
+            self._copy(cursors[todo], starts[todo], takes, tokens, logprobs)
+            cursors[todo] += takes
+            starts[todo] += takes
+            counts[todo] -= takes
+            todo = np.flatnonzero(counts)
+            if not len(todo):
+                return cursors
+            cursors[todo] = self._add_pages(cursors[todo])
+            room = PAGE_LEN
+
+    def _copy(
+        self,
+        places: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        counts: NDArray[np.int64],
+        tokens: NDArray[np.int32],
+        logprobs: NDArray[np.float32],
+    ) -> None:
+        ends = np.cumsum(counts)
+        firsts = ends - counts
+        steps: NDArray[np.int64] = np.arange(int(ends[-1]))
+        targets = np.repeat(places - firsts, counts) + steps
+        sources = np.repeat(starts - firsts, counts) + steps
+        self._tokens.array[targets] = tokens[sources]
+        self._logprobs.array[targets] = logprobs[sources]
+
+    def _add_pages(self, cursors: NDArray[np.int64]) -> NDArray[np.int64]:
+        """A page behind each cursor, all of which stand at a page's end; the new cursors."""
+        while self._num_free < len(cursors):
+            self._grow()
+        rest = self._num_free - len(cursors)
+        pages = self._free[rest : self._num_free].astype(np.int64)
+        self._num_free = rest
+        self._before[pages] = (cursors - 1) >> _SHIFT
+        return pages << _SHIFT
+
+    def _grow(self) -> None:
+        old, new = len(self._before), 2 * len(self._before)
+        self._tokens.grow(new * PAGE_LEN)
+        self._logprobs.grow(new * PAGE_LEN)
+        self._before = np.concatenate([self._before, np.zeros(new - old, np.int32)])
+        fresh = np.arange(new - 1, old - 1, -1, dtype=np.int32)
+        self._free = np.concatenate([fresh, self._free[: self._num_free]])
+        self._free = np.concatenate([self._free, np.zeros(old, np.int32)])
+        self._num_free += new - old
+
+    def last_token(self, cursor: int) -> int:
+        """Of a sequence that has one."""
+        return int(self._tokens.array[cursor - 1])
+
+    def read(self, cursor: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """Copies of a sequence's tokens and logprobs."""
+        pages = np.asarray(self._chain(cursor), np.int64)
+        places = ((pages << _SHIFT)[:, None] + np.arange(PAGE_LEN)).reshape(-1)
+        unused = -cursor & (PAGE_LEN - 1)
+        places = places[: len(places) - unused]
+        return self._tokens.array[places], self._logprobs.array[places]
+
+    def release(self, cursor: int) -> None:
+        """Takes a sequence's pages back."""
+        pages = self._chain(cursor)
+        self._free[self._num_free : self._num_free + len(pages)] = pages
+        self._num_free += len(pages)
+
+    def _chain(self, cursor: int) -> list[int]:
+        """A sequence's pages, first to last."""
+        pages: list[int] = []
+        page = (cursor - 1) >> _SHIFT
+        while page:
+            pages.append(page)
+            page = self._before.item(page)
+        pages.reverse()
+        return pages
+
+    def check_integrity(self, cursors: list[int]) -> None:
+        """Asserts that every page is free or held by exactly one of these sequences."""
+        held = [page for cursor in cursors for page in self._chain(cursor)]
+        pages = np.sort(np.concatenate([np.asarray(held, np.int32), self._free[: self._num_free]]))
+        assert np.array_equal(pages, np.arange(1, len(self._before))), (len(held), self._num_free)
+
+
+class _GrowingArray(Generic[T]):
+    """An array that grows without being copied, and takes memory only as it is written to."""
+
+    def __init__(self, dtype: np.dtype[T], length: int) -> None:
+        self._dtype = dtype
+        nbytes = length * dtype.itemsize
+        self._memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.array: NDArray[Any] = np.frombuffer(self._memory, dtype)
+
+    def grow(self, length: int) -> None:
+        """No view of `array` may be left."""
+        self.array = np.empty(0, self._dtype)
+        self._memory.resize(length * self._dtype.itemsize)
+        self.array = np.frombuffer(self._memory, self._dtype)

@@ -1,0 +1,114 @@
+"""A link to an engine that refuses requests asks again, at the next report or after a while."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from rollout_samples import make_trajectory
+
+from umbra.engines.deltas import DeltaBatch, empty_batch
+from umbra.runtime.errors import EngineUnhealthy, UmbraError
+from umbra.runtime.rollout import engine_link
+from umbra.runtime.rollout.dispatch import Dispatcher
+from umbra.runtime.rollout.engine_link import EngineLink
+from umbra.runtime.rollout.recorder import Recorder
+from umbra.runtime.rollout.router import EngineId, Router
+from umbra.runtime.rollout.turn import Turn
+from umbra.runtime.rpc.client import Client
+from umbra.runtime.rpc.ref import ActorRef
+from umbra.runtime.rpc.server import ActorServer
+
+ENGINE = EngineId("e", 1)
+
+
+class PausingEngine:
+    """Takes requests unless it is paused."""
+
+    def __init__(self) -> None:
+        self.is_paused = True
+        self.refused = asyncio.Event()
+        self.took = asyncio.Event()
+
+    def submit(self, requests: Sequence[Any]) -> None:
+        if self.is_paused:
+            self.refused.set()
+            raise EngineUnhealthy("paused")
+        self.took.set()
+
+    async def deltas(self) -> AsyncGenerator[DeltaBatch, None]:
+        yield empty_batch()
+        await asyncio.Event().wait()
+
+
+def submit_one(dispatcher: Dispatcher) -> None:
+    turn = Turn(
+        trajectory=make_trajectory(),
+        group=None,
+        start=0,
+        limit=10,
+        temperature=1.0,
+        stop_token_ids=[],
+        on_end=lambda _turn, _reason: None,
+    )
+    dispatcher.submit(turn)
+
+
+def run_with_link(
+    folder: Path, scenario: Callable[[PausingEngine, EngineLink], Awaitable[None]]
+) -> None:
+    """Runs `scenario` while a link to a paused engine, which is said to serve, has one request."""
+
+    async def run() -> None:
+        engine, failures = PausingEngine(), list[UmbraError]()
+        dispatcher = Dispatcher(Router(9), failures.append, Recorder(None, failures.append))
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        server = ActorServer(engine, 1)
+        endpoint = server.bind(context.socket(zmq.ROUTER), f"ipc://{folder}/e")
+        ref = ActorRef(name="e", incarnation=1, node_id="n", ipc_endpoint=endpoint)
+        async with asyncio.timeout(20), Client("n") as client, asyncio.TaskGroup() as tasks:
+            link = EngineLink(
+                ENGINE, client.handle(ref), dispatcher, delta_timeout_s=60, submit_timeout_s=60
+            )
+            dispatcher.attach(ENGINE, link)
+            running = [tasks.create_task(server.run()), tasks.create_task(link.run())]
+            link.set_serving(True)
+            submit_one(dispatcher)
+            await engine.refused.wait()
+            await scenario(engine, link)
+            for task in running:
+                task.cancel()
+        context.term()
+        assert not failures
+
+    asyncio.run(run())
+
+
+def test_a_refused_request_goes_out_again_as_soon_as_the_engine_is_reported_to_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_link, "_REFUSAL_PAUSE_S", 1000.0)
+
+    async def scenario(engine: PausingEngine, link: EngineLink) -> None:
+        link.set_serving(False)
+        engine.is_paused = False
+        link.set_serving(True)
+        await engine.took.wait()
+
+    run_with_link(tmp_path, scenario)
+
+
+def test_a_refused_request_goes_out_again_though_no_report_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_link, "_REFUSAL_PAUSE_S", 0.01)
+
+    async def scenario(engine: PausingEngine, link: EngineLink) -> None:
+        engine.is_paused = False
+        await engine.took.wait()
+
+    run_with_link(tmp_path, scenario)
