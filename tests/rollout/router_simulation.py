@@ -218,10 +218,10 @@ class SimulatedEngine:
             if running.num_left == 0:
                 tokens[bounds[idx + 1] - 1] = STOP
         batch = DeltaBatch(
-            ids=[running.request_id for running in sent],
-            positions=[running.position for running in sent],
-            bounds=bounds,
-            versions=[1] * len(sent),
+            ids=np.asarray([running.request_id for running in sent], np.int64),
+            positions=np.asarray([running.position for running in sent], np.int64),
+            bounds=np.asarray(bounds, np.int64),
+            versions=np.ones(len(sent), np.int64),
             tokens=tokens,
             logprobs=np.zeros(len(tokens), np.float32),
             finishes=[(r.request_id, "stop") for r in sent if r.num_left == 0],

@@ -370,8 +370,8 @@ def test_faults_of_all_kinds_at_random_points_change_nothing(
     ]
     live = start_live(umbra_session, tmp_path, tiny_model_dir, *faults, config=IMPATIENT, seed=seed)
 
-    live.publish(1)
     for step in range(NUM_STEPS):
+        live.publish(step)
         assert_whole(live.next_batch(step), undisturbed[step])
 
     kinds = {line for name in ("policy-0", "policy-1") for line in injected(tmp_path, name)}
