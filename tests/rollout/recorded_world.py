@@ -10,7 +10,7 @@ import contextlib
 import random
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from test_dispatch import delta
@@ -43,6 +43,14 @@ def token_at(seed: int, position: int) -> int:
 
 def logprob_at(position: int, version: int) -> float:
     return -0.5 * position - 64.0 * version  # exact in float32
+
+
+class Taken(NamedTuple):
+    """A sample as the ranks got it."""
+
+    tokens: list[int]
+    versions: list[int]
+    reward: float | None
 
 
 class Engine:
@@ -133,13 +141,25 @@ class Loop:
         self.context: list[int] = item["tokens"].tolist()
         if path == 2:
             self.context = [GIVEN_FROM + 500]  # a prompt of its own
+        self.seen: list[int] = []  # the last context with what was generated from it
         self.num_turns = 0
         self.task: asyncio.Task[dict[str, Any]] | None = None
 
+    @property
+    def is_free(self) -> bool:
+        """It does not wait for engines."""
+        return self.task is None or self.task.done()
+
+    @property
+    def limit(self) -> int | None:
+        """Of the next generation; the same whenever the loop runs again."""
+        return (4, 3, None)[self.num_turns % 3]
+
     def heard(self, tokens: list[int]) -> None:
+        self.seen = [*self.context, *tokens]
         self.num_turns += 1
         given = [GIVEN_FROM + 10 * self.path + self.num_turns] * (self.num_turns % 3)
-        self.context = [*self.context, *tokens, *given]
+        self.context = [*self.seen, *given]
 
 
 class Life:
@@ -191,6 +211,10 @@ class Life:
 
     def epoch_of(self, place: int) -> int:
         return 0
+
+    def sample(self, sample_id: str) -> Trajectory:
+        held = [sample for group in self.groups.values() for sample in group.trajectories]
+        return next(sample for sample in held if sample.sample_id == sample_id)
 
     async def recover(self, restored: Restored | None, needs: str) -> None:
         """As RolloutManager does."""
