@@ -229,6 +229,8 @@ class Life:
             lambda sample, held: self.sessions.remember(sample, held.recorded),
         )
         self.flow.restore(recovered)
+        if restored is not None:
+            await self.recorder.durable()
 
     def learn(self, version: int, step: int) -> None:
         self.recorder.version(version, step)
