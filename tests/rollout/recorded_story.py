@@ -58,7 +58,7 @@ class Story:
         self.version = self.step = 0
         self.phase = "publish"
         self.version_steps: dict[int, int] = {}
-        self.kept = Kept()
+        self.kept = [Kept()]
         self.delivered: dict[int, dict[str, Taken]] = {}
         self.once: dict[tuple[str, str], int] = {}
         self.durable_at = ""
@@ -327,10 +327,10 @@ class Story:
         assert not any(batch.keys() & ids.keys() for ids in earlier), "trained on twice"
 
     async def checkpoint(self) -> None:
-        if self.phase == "publish" and self.step > self.kept.step:
+        if self.phase == "publish" and self.step > self.kept[-1].step:
             self.note(f"checkpoint of step {self.step}")
             await self.life.recorder.durable()
-            self.kept = Kept(self.step, self.version, self.life.recorder.position)
+            self.kept.append(Kept(self.step, self.version, self.life.recorder.position))
             if self.chance.random() < 0.8:
                 self.life.recorder.checkpoint(self.step, self.version)
                 await self.life.recorder.durable()
@@ -352,17 +352,20 @@ class Story:
             await self.attach()
 
     async def go_back(self) -> None:
-        """The job begins anew from its checkpoint, with this manager or another."""
-        restored = Restored(self.kept.step, self.kept.version, keep_newer=False)
-        self.step, self.phase = self.kept.step, "publish"
+        """The job begins anew from a checkpoint, with this manager or another."""
+        while len(self.kept) > 1 and self.chance.random() < 0.3:
+            self.kept.pop()
+        kept = self.kept[-1]
+        restored = Restored(kept.step, kept.version, keep_newer=False)
+        self.step, self.phase = kept.step, "publish"
         self.delivered = {s: batch for s, batch in self.delivered.items() if s < self.step}
         self.note(f"back to {restored}")
         if self.chance.random() < 0.6:
-            await self.lose_manager(restored, self.kept.position)
+            await self.lose_manager(restored, kept.position)
             return
         for engine in self.life.engines:
             self.life.dispatcher.set_serving(engine.engine_id, False)
-        await self.life.recover(restored, self.kept.position)
+        await self.life.recover(restored, kept.position)
 
     # -- what must hold ------------------------------------------------------------------
 
