@@ -80,6 +80,7 @@ class Story:
             (self.deliver, 16 * any(engine.outbox for engine in life.engines)),
             (self.work, 12 * bool(workers.queue)),
             (self.score, 8 * bool(workers.scoring)),
+            (self.ghost, bool(life.ghosts)),
             (self.loop, 12 * any(loop.is_free for loop in life.loops)),
             (self.ranks, 6),
         ]
@@ -264,10 +265,20 @@ class Story:
         if self.chance.random() < 0.5:
             await self._cancel(loop)
         self._forget(loop)
+        if self.chance.random() < 0.3:
+            self.life.ghosts.append(loop)
         if kind == "dies":
             self.life.workers.put(loop.job)
         else:
             self.life.workers.fail(loop.job)
+
+    async def ghost(self) -> None:
+        """A loop that was given up for dead calls once more."""
+        loop = self.life.ghosts.pop()
+        self.note(f"ghost of {loop.sample_id} generates {loop.limit}")
+        context = np.asarray(loop.context, np.int32)
+        generating = self.life.sessions.generate(loop.session, context, loop.limit)
+        self.life.tasks.append(asyncio.get_running_loop().create_task(generating))
 
     async def _cancel(self, loop: Loop) -> None:
         if loop.task is not None:

@@ -171,6 +171,7 @@ class Life:
         self.groups: dict[int, Group] = {}  # by place, the latest made
         self.engines: list[Engine] = []
         self.loops: list[Loop] = []
+        self.ghosts: list[Loop] = []  # given up for dead
         self.tasks: list[asyncio.Task[dict[str, Any]]] = []
         self.workers = Workers()
         self.recorder = Recorder(folder, self.failures.append)
