@@ -189,7 +189,7 @@ def save_after_two_steps(world: World, folder: str) -> Arrays:
     train_step, optimizer = make_train_step(world, policy, TRAIN)
     for seed in range(2):
         train_step.run(rank_batch(world, seed, 1), seed)
-    state = TrainerState(step=2, version=7, world_size=world.world_size, seed=0)
+    state = TrainerState(step=2, version=7, world_size=world.world_size, seed=0, ledger="1-0-512")
     CheckpointStore(Path(folder), world, keep=2).save(state, policy.parameters, optimizer.adamw)
     return full_parameters(policy) | full_moments(policy, optimizer)
 

@@ -66,7 +66,7 @@ def test_what_two_ranks_saved_one_rank_loads_bit_for_bit(ran: Ran) -> None:
     before = ran.two[0]["save"]
     state, after = ran.one["load"]
 
-    assert state == {"step": 2, "version": 7, "world_size": 2, "seed": 0}
+    assert state == {"step": 2, "version": 7, "world_size": 2, "seed": 0, "ledger": "1-0-512"}
     assert before.keys() == after.keys()
     assert any(name.endswith("exp_avg_sq") for name in before)
     for name, array in before.items():
