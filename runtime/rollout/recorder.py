@@ -122,7 +122,6 @@ class Recorder:
         """
         self._flush()
         if self._writer is not None and self._ticket is not None:
-            await self._writer.room()
             await self._writer.durable(self._ticket, _DURABLE_TIMEOUT_S)
 
     @property
