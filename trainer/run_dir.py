@@ -17,7 +17,7 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 from umbra.runtime.errors import ConfigError
 from umbra.trainer.config import RunSection
@@ -117,29 +117,30 @@ def begin_run(run: RunSection, incarnation: int) -> Path | None:
 class VersionCounter:
     """Weight versions of a run: each number is given once, also after a rollback.
 
-    Only rank 0 writes the file; all ranks count alike.
+    All ranks count alike from the same number, which rank 0 has looked up: the others must not
+    read a file in which rank 0 may have gone on already. Only rank 0 writes it.
+
+    Args:
+        current: the newest version given so far; see `newest_version`.
     """
 
-    def __init__(self, path: Path, writes: bool) -> None:
+    def __init__(self, path: Path, current: int, writes: bool) -> None:
         self._path = path
         self._writes = writes
-        self.current = 0
-
-    def start_after(self, at_least: int) -> None:
-        """Goes on behind every version in the file and behind `at_least`."""
-        self.current = max(at_least, _last_version(self._path))
+        self.current = current
 
     def next(self, step: int) -> int:
         """A new version: the weights after `step` optimizer steps."""
         self.current += 1
         if self._writes:
             line = json.dumps({"version": self.current, "step": step})
-            with writing("write", self._path), self._path.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
+            with writing("write", self._path), self._path.open("a+b") as file:
+                file.write(_missing_newline(file) + line.encode() + b"\n")
         return self.current
 
 
-def _last_version(path: Path) -> int:
+def newest_version(path: Path) -> int:
+    """The newest version in a run's file of versions; 0 where there is none."""
     if not path.exists():
         return 0
     last = 0
@@ -149,6 +150,14 @@ def _last_version(path: Path) -> int:
         except (ValueError, KeyError, TypeError):
             continue  # torn by a crash: it was never used
     return last
+
+
+def _missing_newline(file: BinaryIO) -> bytes:
+    """What a file whose last line is torn lacks; leaves the position at its end."""
+    if file.seek(0, os.SEEK_END) == 0:
+        return b""
+    file.seek(-1, os.SEEK_END)
+    return b"" if file.read(1) == b"\n" else b"\n"
 
 
 def process_age_s() -> float:

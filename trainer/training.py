@@ -28,7 +28,7 @@ from umbra.trainer.notes import NoteBoard
 from umbra.trainer.optimizer import PolicyOptimizer
 from umbra.trainer.policy import Policy
 from umbra.trainer.progress import Progress
-from umbra.trainer.run_dir import RunDir, VersionCounter, begin_run
+from umbra.trainer.run_dir import RunDir, VersionCounter, begin_run, newest_version
 from umbra.trainer.services import MANAGER, POOL, ServiceStarter, max_context_len
 from umbra.trainer.signals import StopSignals
 from umbra.trainer.tokenizer import PromptTokenizer, stop_token_ids
@@ -77,16 +77,14 @@ class Trainer:
             checkpoints = CheckpointStore(
                 self._place.checkpoints, world, config.train.keep_checkpoints
             )
-            versions = VersionCounter(self._place.versions, writes=world.is_lead)
             state = TrainerState(step=0, version=0, world_size=world.world_size, seed=0)
             if resumed_from is not None:
                 state = checkpoints.load(resumed_from, policy.parameters, optimizer.adamw)
-            versions.start_after(state.version)
             step = state.step
             from_lead(world, lambda: starter.wait() if starter else None)
             rollouts = Rollouts(self._session, MANAGER)
             newest = from_lead(world, lambda: self._begin_rollouts(rollouts, state, resumed_from))
-            versions.start_after(newest)
+            versions = VersionCounter(self._place.versions, newest, writes=world.is_lead)
             journal = self._open_journal(stack, world, step)
             loop = TrainingLoop(
                 config,
@@ -174,12 +172,13 @@ class Trainer:
     ) -> int:
         """Takes the ledger back to the checkpoint, which may be another run's. Rank 0.
 
-        Returns the newest version that the ledger knows.
+        Returns the newest version that was ever given: a number is not used again.
         """
         is_own = resumed_from is not None and resumed_from.parent == self._place.checkpoints
         position = state.ledger if is_own else ""
         timeout_s = self._config.pool.sync_timeout_s
-        return rollouts.begin(state.step, state.version, position, timeout_s)["version"]
+        kept = rollouts.begin(state.step, state.version, position, timeout_s)
+        return max(kept["version"], state.version, newest_version(self._place.versions))
 
     def _load_policies(self, world: World) -> tuple[Policy, Policy | None]:
         """The policy, and the frozen model it started from where a KL term needs it."""

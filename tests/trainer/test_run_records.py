@@ -18,7 +18,13 @@ from umbra.trainer.metrics import MetricsLog, read_metrics
 from umbra.trainer.notes import NoteBoard
 from umbra.trainer.progress import Progress, format_duration, format_step
 from umbra.trainer.report import reward_ends
-from umbra.trainer.run_dir import VersionCounter, begin_run, check_run_dir, process_age_s
+from umbra.trainer.run_dir import (
+    VersionCounter,
+    begin_run,
+    check_run_dir,
+    newest_version,
+    process_age_s,
+)
 
 ROW = {
     "rollout/reward_mean": 0.4312,
@@ -236,16 +242,29 @@ def test_a_named_checkpoint_must_be_there(tmp_path: Path) -> None:
 
 def test_versions_are_never_given_twice(tmp_path: Path) -> None:
     path = tmp_path / "versions.jsonl"
-    first = VersionCounter(path, writes=True)
+    first = VersionCounter(path, newest_version(path), writes=True)
     assert [first.next(0), first.next(1), first.next(2)] == [1, 2, 3]
     with path.open("a") as file:
         file.write('{"version": 9')  # torn
 
-    resumed = VersionCounter(path, writes=False)
-    resumed.start_after(2)
+    for expected in (4, 5):
+        resumed = VersionCounter(path, newest_version(path), writes=True)
+        assert resumed.next(1) == expected
 
-    assert resumed.next(1) == 4
-    assert json.loads(path.read_text().splitlines()[2]) == {"version": 3, "step": 2}
+    lines = path.read_text().splitlines()
+    assert json.loads(lines[2]) == {"version": 3, "step": 2}
+    assert json.loads(lines[-1]) == {"version": 5, "step": 1}
+
+
+def test_ranks_count_alike_however_far_rank_0_is(tmp_path: Path) -> None:
+    path = tmp_path / "versions.jsonl"
+    lead = VersionCounter(path, 7, writes=True)
+    assert lead.next(0) == 8
+
+    other = VersionCounter(path, 7, writes=False)
+
+    assert other.next(0) == 8
+    assert len(path.read_text().splitlines()) == 1
 
 
 def test_a_directory_that_cannot_be_written_is_named_with_a_remedy(tmp_path: Path) -> None:
