@@ -48,6 +48,8 @@ from umbra.runtime.rollout.trajectory import NOT_GENERATED, Trajectory
 
 NOT_RECORDED: Final = -1
 _DURABLE_TIMEOUT_S: Final = 60.0
+_MAX_CAUSE_LEN: Final = 1000
+"""An exception's text may be a whole page of HTML."""
 
 
 class Recorder:
@@ -166,10 +168,11 @@ class Recorder:
         self._scored.difference_update(uids.tolist())
         self._write(Leased(step, uids))
 
-    def dropped(self, group: Group, reason: str) -> None:
+    def dropped(self, group: Group, reason: str, cause: str = "") -> None:
+        """`reason` is one of a few, which are counted; `cause` says more, and is cut if long."""
         uids = _uids([group])
         self._scored.difference_update(uids.tolist())
-        self._write(Dropped(uids, reason))
+        self._write(Dropped(uids, reason, cause[:_MAX_CAUSE_LEN]))
 
     # -- samples -------------------------------------------------------------------------
 

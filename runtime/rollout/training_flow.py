@@ -239,7 +239,7 @@ class TrainingFlow:
     def _on_failed(self, place: int, error: UmbraError) -> None:
         """One prompt is not worth the job, but a function that fails often is the job's fault."""
         reason = "reward failed" if isinstance(error, RewardError) else "agent loop failed"
-        self._drop(place, reason)
+        self._drop(place, reason, str(error))
         self._ended.append(True)
         window = min(_FAILURE_WINDOW, self.num_admitted)
         if sum(self._ended) > self._config.max_failed_share * window:
@@ -248,11 +248,11 @@ class TrainingFlow:
         logger.warning("a group was dropped: %s", error)
         self.admit()
 
-    def _drop(self, place: int, reason: str) -> None:
+    def _drop(self, place: int, reason: str, cause: str = "") -> None:
         group = self._open.pop(place)
         self._ready.pop(place, None)
         self._runner.abandon(group)
-        self._recorder.dropped(group, reason)
+        self._recorder.dropped(group, reason, cause)
         self.dropped[reason] += 1
         logger.info("group %s is dropped: %s", group.group_id, reason)
 

@@ -40,7 +40,7 @@ def run_dir(tmp_path: Path) -> Path:
             [runs_of((2, 1, 1, [2, 3]))],
             [Cut(uids_of(2, 3), "sync"), Version(2, 2), Started(uids_of(2))],
             [runs_of((2, 3, 2, [4, 5]))],
-            [admitted(4, "c"), Dropped(uids_of(4, 5), "too old")],
+            [admitted(4, "c"), Dropped(uids_of(4, 5), "too old", "of step 0")],
         ]):  # fmt: skip
             log.write([encode_batch(BEGAN_S + idx, batch)])
     with LedgerLog.open(ledger_folder(tmp_path, "m0"), "job-b", clock=lambda: BEGAN_S + 60) as log:
@@ -87,6 +87,16 @@ def test_one_samples_story(run_dir: Path, capsys: pytest.CaptureFixture[str]) ->
         ("cut", "died", 61),
         ("rolled_back", "2 tokens of later versions cut off", 61),
     ]
+
+
+def test_a_dropped_samples_story_ends_with_reason_and_cause(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = run_json(capsys, str(run_dir), "--sample", "e0/c/1")
+
+    assert (found["state"], found["drop_reason"]) == ("dropped", "too old")
+    last = found["history"][-1]
+    assert (last["event"], last["detail"]) == ("dropped", "too old: of step 0")
 
 
 def test_a_trained_samples_story_ends_with_its_step(

@@ -84,7 +84,7 @@ EVENTS: st.SearchStrategy[Event] = st.one_of(
     finishes(),
     scores(),
     st.builds(Leased, NUMBERS, UIDS),
-    st.builds(Dropped, UIDS, TEXTS),
+    st.builds(Dropped, UIDS, TEXTS, TEXTS),
     st.builds(Checkpoint, NUMBERS, NUMBERS),
     st.builds(Restored, NUMBERS, NUMBERS, st.booleans()),
 )

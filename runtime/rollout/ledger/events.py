@@ -175,10 +175,16 @@ class Leased:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dropped:
-    """Will never be trained."""
+    """Will never be trained.
+
+    Attributes:
+        reason: one of a few, which are counted.
+        cause: what went wrong in this case, for people; may be empty.
+    """
 
     uids: Uids
     reason: str
+    cause: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -350,7 +356,7 @@ _KINDS: Final[dict[int, tuple[type[Any], tuple[Any, ...]]]] = {
     9: (Finished, (_I64, _Texts())),
     10: (Scored, (_I64, _F64)),
     11: (Leased, (_INT, _I64)),
-    12: (Dropped, (_I64, _STR)),
+    12: (Dropped, (_I64, _STR, _STR)),
     13: (Checkpoint, (_INT, _INT)),
     14: (Restored, (_INT, _INT, _BOOL)),
 }

@@ -228,7 +228,8 @@ class _Filler:
             case Cut():
                 self._note_all(entry, event.uids.tolist(), "cut", event.reason)
             case Dropped():
-                self._note_all(entry, event.uids.tolist(), "dropped", event.reason)
+                detail = ": ".join(filter(None, (event.reason, event.cause)))
+                self._note_all(entry, event.uids.tolist(), "dropped", detail)
             case Prompt():
                 self._note(entry, event.uid, "prompt", f"of {len(event.tokens)} tokens")
             case Reset():
