@@ -164,6 +164,10 @@ class RolloutSection(Section):
         workers: processes that run rewards and agent loops.
         agent: "module:function" of an agent loop; without, one generation per prompt.
         agent_timeout_s: for one run of the agent loop.
+        agent_retries: how often the loop of one completion may raise or take too long and be run
+            again, with what was generated replayed.
+        block_limit_s: how long an agent loop may keep the others of its process from running, at
+            most half of `agent_timeout_s`; then it has failed, and the process starts anew.
         timeout_s: how long ranks wait for a batch before the run is called stuck.
     """
 
@@ -180,6 +184,8 @@ class RolloutSection(Section):
     workers: Positive = 1
     agent: FunctionSpec | None = None
     agent_timeout_s: Seconds = 600.0
+    agent_retries: Count = 1
+    block_limit_s: Seconds = 30.0
     timeout_s: Seconds = 1800.0
 
 

@@ -30,7 +30,10 @@ _DEFAULT_CONTEXT_LEN: Final = 4096
 # less pays for Python; on a GPU more takes memory and less leaves it idle.
 _DEFAULT_TOKENS: Final = {"cpu": 2048, "cuda": 16384}
 # A worker runs user code, which may crash it for reasons that pass.
-_WORKER_RESTARTS: Final = RestartPolicy(mode="on_failure", max_restarts=5, window_s=600.0)
+# User code ends them, which `max_failed_share` bounds; one bad prompt costs three lives.
+_WORKER_RESTARTS: Final = RestartPolicy(
+    mode="on_failure", max_restarts=50, window_s=600.0, backoff_max_s=2.0
+)
 # A new manager goes on with what the ledger has.
 _MANAGER_RESTARTS: Final = RestartPolicy(mode="on_failure", max_restarts=5, window_s=600.0)
 
@@ -139,6 +142,8 @@ def worker_specs(config: TrainerConfig) -> list[ActorSpec]:
         "sys_path": folders,
         "agent": config.rollout.agent,
         "reward_timeout_s": config.reward.timeout_s,
+        # else the innocent would reach their own deadlines while they are kept waiting
+        "block_limit_s": min(config.rollout.block_limit_s, config.rollout.agent_timeout_s / 2),
     }
     return [
         ActorSpec(
@@ -195,6 +200,7 @@ def manager_spec(
         "engine_timeout_s": config.pool.sync_timeout_s,
         "reward_timeout_s": config.reward.timeout_s,
         "agent_timeout_s": rollout.agent_timeout_s,
+        "agent_retries": rollout.agent_retries,
         "max_inflight_per_engine": config.pool.max_num_seqs,
     }
     return ActorSpec(

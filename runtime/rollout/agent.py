@@ -125,7 +125,7 @@ class AgentLoop:
         try:
             async with limit:
                 result = await self._thread.run_async(
-                    lambda: self._function(context, context.sample)
+                    lambda: self._function(context, context.sample), sample_id
                 )
         except (Exception, SystemExit) as error:  # user code: anything may come
             if limit.expired():

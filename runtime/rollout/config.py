@@ -61,8 +61,8 @@ class RolloutConfig:
         max_inflight_per_engine: requests given to an engine at a time. Below the engine's
             `max_num_seqs` it idles; far above, an engine that joins late finds no work.
         score_concurrency, agent_concurrency: calls in progress per rollout worker.
-        max_worker_deaths: how many rollout workers one piece of work may see die before it is
-            taken for the cause.
+        max_worker_deaths: how many deaths of rollout workers one piece of work may be suspected of.
+            The one after that, while it runs alone, convicts it.
     """
 
     prompts_path: str

@@ -161,6 +161,7 @@ class GroupRunner:
 
         return Job(
             label=f"the agent loop for {sample.sample_id}",
+            sample_id=sample.sample_id,
             method="run_agent",
             make_arguments=make_arguments,
             timeout_s=self._config.agent_timeout_s + _WORKER_MARGIN_S,
@@ -183,6 +184,7 @@ class GroupRunner:
         calls = self._config.score_concurrency
         return Job(
             label=f"the reward of group {run.group.group_id}",
+            sample_id=samples[0].sample_id,
             method="score",
             make_arguments=lambda: (items,),
             timeout_s=self._config.reward_timeout_s * calls + _WORKER_MARGIN_S,

@@ -53,7 +53,7 @@ class RewardFunction:
         limit = asyncio.timeout(self._timeout_s)
         try:
             async with limit:
-                result = await self._call(prompts, completions, columns)
+                result = await self._call(prompts, completions, columns, sample_ids[0])
         except (Exception, SystemExit) as error:  # user code: anything may come
             if limit.expired():
                 raise RewardError(
@@ -67,13 +67,17 @@ class RewardFunction:
         return self._checked(result, sample_ids)
 
     async def _call(
-        self, prompts: list[str], completions: list[str], columns: dict[str, list[Any]]
+        self,
+        prompts: list[str],
+        completions: list[str],
+        columns: dict[str, list[Any]],
+        label: str,
     ) -> Any:
         def call() -> Any:
             return self._function(prompts=prompts, completions=completions, **columns)
 
         if self._is_async:
-            return await self._thread.run_async(call)
+            return await self._thread.run_async(call, label)
         return await self._thread.run_sync(call)
 
     def _columns(self, rows: Sequence[Mapping[str, Any]], who: str) -> dict[str, list[Any]]:

@@ -325,6 +325,10 @@ class RolloutManager:
         """See `AgentSessions.keep`."""
         await self._sessions.keep(session, key, value)
 
+    def blame(self, worker: str, incarnation: int, sample_id: str, reason: str) -> None:
+        """A rollout actor is about to end because of what it does for this sample."""
+        self._workers.blame(worker, incarnation, sample_id, RolloutError(reason))
+
     def stats(self) -> dict[str, Any]:
         """What is in progress, for progress lines."""
         return {

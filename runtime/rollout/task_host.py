@@ -5,14 +5,35 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import logging
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Coroutine
-from typing import Any, Final, Self, TypeVar
+from pathlib import Path
+from typing import Any, Final, NamedTuple, Self, TypeVar
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
 # User code that does not yield for so long at shutdown is left behind.
 _JOIN_TIMEOUT_S: Final = 1.0
+# A process that was stopped and goes on finds its deadlines gone by: the loop gets this much more.
+_SECOND_CHANCE_S: Final = 0.5
+_UMBRA: Final = str(Path(__file__).parents[1])
+
+
+class Blocked(NamedTuple):
+    """User code that does not let the loop go on.
+
+    Attributes:
+        label: as given to `run_async`; None where it is none of these calls.
+        place: file, line and function.
+    """
+
+    label: str | None
+    place: str
 
 
 class TaskHost:
@@ -92,6 +113,7 @@ class UserThread:
     def __init__(self, name: str) -> None:
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._one_at_a_time = asyncio.Lock()
+        self._labels: dict[asyncio.Task[Any], str] = {}  # of the user loop
         self._started: concurrent.futures.Future[TaskHost] = concurrent.futures.Future()
         self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._loop: asyncio.AbstractEventLoop
@@ -109,9 +131,42 @@ class UserThread:
             async with asyncio.timeout(_JOIN_TIMEOUT_S):
                 await asyncio.wrap_future(self._ended)
 
-    async def run_async(self, function: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Awaits `function()` on the user loop."""
-        return await self._host.run(function)
+    async def run_async(self, function: Callable[[], Coroutine[Any, Any, T]], label: str) -> T:
+        """Awaits `function()` on the user loop; `label` is for `blocked`."""
+
+        async def call() -> T:
+            task = asyncio.current_task()
+            assert task is not None
+            self._labels[task] = label
+            try:
+                return await function()
+            finally:
+                del self._labels[task]
+
+        return await self._host.run(call)
+
+    async def blocked(self, limit_s: float) -> Blocked:
+        """Returns once the user loop has not gone on for `limit_s` seconds; says why."""
+        while True:
+            reacted: concurrent.futures.Future[None] = concurrent.futures.Future()
+            self._loop.call_soon_threadsafe(reacted.set_result, None)
+            done = asyncio.wrap_future(reacted)
+            for patience_s in (limit_s, _SECOND_CHANCE_S):
+                await asyncio.wait([done], timeout=patience_s)
+            if not done.done():
+                return self._what_blocks()
+            await asyncio.sleep(limit_s / 4)
+
+    def _what_blocks(self) -> Blocked:
+        task = asyncio.current_task(self._loop)
+        label = None if task is None else self._labels.get(task)
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        stack = traceback.extract_stack(frame)
+        logger.warning("user code blocks its loop:\n%s", "".join(traceback.format_list(stack)))
+        last = max((i for i, f in enumerate(stack) if f.filename.startswith(_UMBRA)), default=-1)
+        first_of_user = stack[min(last + 1, len(stack) - 1)]
+        place = f"{first_of_user.filename}:{first_of_user.lineno} in {first_of_user.name}"
+        return Blocked(label, place)
 
     async def run_sync(self, function: Callable[[], T]) -> T:
         """Calls `function()` on a thread of its own. Cancelling stops the wait, not the call."""

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, Self
 
 from umbra.runtime.actor import actor_context
-from umbra.runtime.errors import ConfigError
+from umbra.runtime.errors import ConfigError, RolloutError, UmbraError
 from umbra.runtime.rollout.agent import AgentContext, AgentLoop
 from umbra.runtime.rollout.reward import RewardFunction
 from umbra.runtime.rollout.task_host import TaskHost, UserThread
@@ -16,6 +16,7 @@ from umbra.runtime.rollout.text import TextCodec
 from umbra.runtime.rpc.client import Handle
 
 _RESOLVE_TIMEOUT_S: Final = 10.0
+_BLAME_TIMEOUT_S: Final = 5.0
 
 
 class RolloutWorker:
@@ -28,6 +29,8 @@ class RolloutWorker:
         sys_path: folders of user code, put in front of the import path.
         agent: `module:function`, see `umbra.runtime.rollout.agent`.
         reward_timeout_s: deadline of one call of the reward function.
+        block_limit_s: how long asynchronous user code may keep the others of this process from
+            going on. Then the process ends, and the manager is told which one it was.
     """
 
     def __init__(
@@ -37,6 +40,7 @@ class RolloutWorker:
         sys_path: Sequence[str] = (),
         agent: str | None = None,
         reward_timeout_s: float = 120.0,
+        block_limit_s: float = 30.0,
     ) -> None:
         sys.path[:0] = [folder for folder in sys_path if folder not in sys.path]
         self._codec = TextCodec.open(tokenizer_path)
@@ -46,6 +50,7 @@ class RolloutWorker:
         self._agent = AgentLoop(agent, self._thread) if agent else None
         if self._reward is None and self._agent is None:
             raise ConfigError("a rollout worker needs a reward function or an agent loop")
+        self._block_limit_s = block_limit_s
         self._managers: dict[str, Handle] = {}
 
     async def __aenter__(self) -> Self:
@@ -55,6 +60,26 @@ class RolloutWorker:
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self._stack.aclose()
+
+    async def run(self) -> None:
+        """Ends the process where user code blocks the thread that all of it shares.
+
+        Raises:
+            RolloutError: always, where it returns at all.
+        """
+        blocked = await self._thread.blocked(self._block_limit_s)
+        reason = (
+            f"user code for sample {blocked.label} did not yield for {self._block_limit_s:.3g} s, "
+            f"at {blocked.place}: all agent loops of a process share one thread; await "
+            "asynchronous tools, put blocking ones into asyncio.to_thread, or raise block_limit_s"
+        )
+        context = actor_context()
+        if blocked.label is not None:
+            for manager in list(self._managers.values()):
+                with contextlib.suppress(UmbraError):  # then it is found out by trial
+                    arguments = (context.name, context.incarnation, blocked.label, reason)
+                    await manager.call("blame", *arguments, timeout_s=_BLAME_TIMEOUT_S)
+        raise RolloutError(reason)
 
     async def score(self, items: list[dict[str, Any]]) -> list[float]:
         """Rewards of finished trajectories, in one call of the reward function.

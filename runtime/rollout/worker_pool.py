@@ -1,9 +1,16 @@
 """The manager's side of the rollout actors: hands out work and outlives their deaths.
 
-    put(job) -> queue -> lane of a worker -> call -> on_result | on_failure
-                  ^            |
-                  +------------+  the worker died: the job goes to another one, or to its
-                                  next life, up to `max_deaths` times
+    put(job) -> queue of its method -> lanes of a worker -> call -> on_result | on_failure
+                                                |
+                queue of suspects  <------------+  the worker died
+                   |
+                   +-> one at a time beside the other work, at last quite alone
+
+A worker does many jobs at a time, and dies of one. Each that was there becomes a suspect; only
+one suspect at a time runs on a worker, and a death beside it counts for that one alone. The death
+that would convict it is allowed only while nothing else runs there: so a job is never given up for
+what another one does. Where the worker said itself which job ends it (`blame`), nobody else is
+suspected.
 
 Jobs may therefore run more than once: rewards and agent loops are repeatable by contract.
 """
@@ -12,7 +19,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -43,15 +51,17 @@ class Job:
 
     Attributes:
         label: what it is, for messages.
+        sample_id: by which a worker blames it.
         make_arguments: called anew for each attempt.
         timeout_s: deadline of the call.
         on_failure: told of an error that another attempt would not heal.
         is_wanted: False once nobody waits for the outcome; neither is called then.
-        num_deaths: of actors that were doing it.
+        num_deaths: of actors that it may have been the cause of.
         retries: how often it may be tried again after it failed by itself.
     """
 
     label: str
+    sample_id: str
     method: str
     make_arguments: Callable[[], Sequence[object]]
     timeout_s: float
@@ -68,7 +78,7 @@ class WorkerPool:
     Args:
         names: of the actors.
         concurrency: calls in progress per actor, per method.
-        max_deaths: how many deaths of actors a job may see.
+        max_deaths: how many deaths of actors a job may be suspected of.
         on_failure: told when an actor is gone for good.
     """
 
@@ -89,9 +99,17 @@ class WorkerPool:
         self._queues: dict[str, asyncio.Queue[Job]] = {
             method: asyncio.Queue() for method in concurrency
         }
+        self._suspects: asyncio.Queue[Job] = asyncio.Queue()
 
     def put(self, job: Job) -> None:
-        self._queues[job.method].put_nowait(job)
+        queue = self._suspects if job.num_deaths else self._queues[job.method]
+        queue.put_nowait(job)
+
+    def blame(self, name: str, incarnation: int, sample_id: str, error: UmbraError) -> None:
+        """That actor ends because of one job, which fails with `error` once the actor is gone."""
+        for worker in self._workers:
+            if worker.name == name:
+                worker.blamed = _Blamed(incarnation, sample_id, error)
 
     async def run(self) -> None:
         """Lives until cancelled."""
@@ -100,25 +118,30 @@ class WorkerPool:
                 for method, count in self._concurrency.items():
                     for _ in range(count):
                         tasks.create_task(self._serve(worker, self._queues[method]))
+                tasks.create_task(self._serve(worker, self._suspects))
 
     async def _serve(self, worker: _Worker, queue: asyncio.Queue[Job]) -> None:
         while True:
             try:
-                handle = await worker.connect()
+                await worker.connect()  # a job is taken only by a worker that is there
+                job = await queue.get()
+                is_last_chance = 0 < self._max_deaths <= job.num_deaths
+                async with worker.alone() if is_last_chance else worker.beside_others():
+                    if job.is_wanted():
+                        await self._attempt(job, worker, await worker.connect())
             except UmbraError as error:
                 self._on_failure(RolloutError(f"rollout actor {worker.name} is gone: {error}"))
                 return
-            job = await queue.get()
-            if job.is_wanted():
-                await self._attempt(job, worker, handle)
 
     async def _attempt(self, job: Job, worker: _Worker, handle: Handle) -> None:
         ref = handle.ref
+        if job.num_deaths:
+            worker.suspect(ref.incarnation, job.sample_id)
         try:
             result = await handle.call(job.method, *job.make_arguments(), timeout_s=job.timeout_s)
         except ConnectionLost as error:
             worker.on_lost(ref)
-            self._on_death(job, ref, error)
+            self._on_death(job, worker, ref, error)
         except RolloutError as error:
             self._fail(job, error)  # its text was made for the user
         except UmbraError as error:
@@ -127,12 +150,21 @@ class WorkerPool:
             if job.is_wanted():
                 job.on_result(result)
 
-    def _on_death(self, job: Job, ref: ActorRef, error: UmbraError) -> None:
-        job.num_deaths += 1
+    def _on_death(self, job: Job, worker: _Worker, ref: ActorRef, error: UmbraError) -> None:
+        blamed = worker.blamed_for(ref.incarnation)
+        if blamed is not None and blamed.error is not None:
+            if blamed.sample_id == job.sample_id:
+                self._fail(job, blamed.error)
+            else:
+                self.put(job)
+            return
+        if blamed is None or blamed.sample_id == job.sample_id or not job.num_deaths:
+            job.num_deaths += 1
         if job.num_deaths <= self._max_deaths:
             logger.info("%s was lost while it did %s, which is done anew", ref, job.label)
             self.put(job)
             return
+        job.retries = 0  # it has had its chances
         kind = RewardError if job.method == "score" else RolloutError
         self._fail(
             job,
@@ -153,15 +185,70 @@ class WorkerPool:
         job.on_failure(error)
 
 
+@dataclass(frozen=True, slots=True)
+class _Blamed:
+    """The job that a death of this incarnation counts for.
+
+    Attributes:
+        error: the actor's own word, which needs no further proof; None for a suspect.
+    """
+
+    incarnation: int
+    sample_id: str
+    error: UmbraError | None
+
+
 class _Worker:
     """One named rollout actor, through its lives."""
 
     def __init__(self, name: str, context: ActorContext) -> None:
         self.name = name
+        self.blamed: _Blamed | None = None
+        self._num_running = 0
+        self._is_reserved = False
+        self._changed = asyncio.Condition()
         self._context = context
         self._handle: Handle | None = None
         self._lost_incarnation = 0
         self._resolving = asyncio.Lock()
+
+    @asynccontextmanager
+    async def beside_others(self) -> AsyncGenerator[None]:
+        """Waits while a job has this worker for itself."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._is_reserved)
+            self._num_running += 1
+        try:
+            yield
+        finally:
+            async with self._changed:
+                self._num_running -= 1
+                self._changed.notify_all()
+
+    @asynccontextmanager
+    async def alone(self) -> AsyncGenerator[None]:
+        """Waits for the jobs that run here; others wait until it is over."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._is_reserved)
+            self._is_reserved = True
+        try:
+            async with self._changed:
+                await self._changed.wait_for(lambda: not self._num_running)
+            yield
+        finally:
+            async with self._changed:
+                self._is_reserved = False
+                self._changed.notify_all()
+
+    def suspect(self, incarnation: int, sample_id: str) -> None:
+        """A suspect begins; the actor's own word, where it came already, weighs more."""
+        found = self.blamed_for(incarnation)
+        if found is None or found.error is None:
+            self.blamed = _Blamed(incarnation, sample_id, None)
+
+    def blamed_for(self, incarnation: int) -> _Blamed | None:
+        found = self.blamed
+        return found if found is not None and found.incarnation == incarnation else None
 
     def on_lost(self, ref: ActorRef) -> None:
         """That life has ended: nothing more is given to this worker until the next one is up."""

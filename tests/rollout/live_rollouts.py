@@ -21,6 +21,9 @@ from umbra.runtime.collective import SessionSync
 from umbra.runtime.errors import RolloutError
 from umbra.runtime.pools import PoolSpec
 from umbra.runtime.restart import RestartPolicy
+from umbra.runtime.rollout.ledger.history import read_history
+from umbra.runtime.rollout.ledger.replay import replay
+from umbra.runtime.rollout.ledger.state import LedgerState
 from umbra.runtime.rollout.prompts import write_prompts
 from umbra.runtime.session import Session, SyncHandle
 from umbra.runtime.weights.publish import WeightPublisher
@@ -46,6 +49,8 @@ class LiveRollouts:
         pool: changes to the PoolSpec, such as other engines than echo.
         weights: what `publish` carries; by default a tensor of no use.
         config: changes to the manager's settings.
+        worker: changes to the workers' settings.
+        max_restarts: of each process.
     """
 
     def __init__(
@@ -63,6 +68,8 @@ class LiveRollouts:
         pool: dict[str, Any] | None = None,
         weights: Mapping[str, torch.Tensor] | None = None,
         config: dict[str, Any] | None = None,
+        worker: dict[str, Any] | None = None,
+        max_restarts: int = 5,
         num_prompts: int = 8,
     ) -> None:
         self.session = session
@@ -73,7 +80,9 @@ class LiveRollouts:
         self._folder = folder
         self.ledger_path = folder / "ledger" / "rollouts"
         self._write_prompts(num_prompts)
-        restart = RestartPolicy(mode="on_failure", max_restarts=5, backoff_initial_s=0.05)
+        restart = RestartPolicy(
+            mode="on_failure", max_restarts=max_restarts, backoff_initial_s=0.05, backoff_max_s=0.2
+        )
         spec: dict[str, Any] = {
             "engine": "umbra.engines.echo:EchoEngine",
             "kwargs": {"vocab_size": VOCAB_SIZE, "tick_ms": 10.0, **(engine or {})},
@@ -84,7 +93,7 @@ class LiveRollouts:
         )
         names = [f"rewards-{idx}" for idx in range(num_workers)]
         for name in names:
-            session.spawn(self._worker_spec(name, reward, agent, restart))
+            session.spawn(self._worker_spec(name, reward, agent, restart, worker or {}))
         self.manager: SyncHandle = session.spawn(
             ActorSpec(
                 name="rollouts",
@@ -108,7 +117,12 @@ class LiveRollouts:
         write_prompts(self._folder / "prompts.msgpack", records)
 
     def _worker_spec(
-        self, name: str, reward: str, agent: str | None, restart: RestartPolicy
+        self,
+        name: str,
+        reward: str,
+        agent: str | None,
+        restart: RestartPolicy,
+        changes: dict[str, Any],
     ) -> ActorSpec:
         return ActorSpec(
             name=name,
@@ -118,6 +132,7 @@ class LiveRollouts:
                 "reward": f"user_rewards:{reward}" if reward else "",
                 "agent": f"user_agents:{agent}" if agent else None,
                 "sys_path": [str(USER_CODE)],
+                **changes,
             },
             restart=restart,
         )
@@ -229,6 +244,12 @@ def killing(live: LiveRollouts, name: str, *, after_tokens: int) -> Generator[No
     """SIGKILLs a process once the round of the block has so many tokens."""
     with while_generating(live, after_tokens, lambda: live.signal(name, signal.SIGKILL)):
         yield
+
+
+def ledger_of(live: LiveRollouts) -> LedgerState:
+    """As it is on disk, once what has happened is."""
+    live.manager.call("position")
+    return replay(read_history(live.ledger_path).entries)
 
 
 def merged(batches: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -9,13 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from live_rollouts import LiveRollouts, killing, merged, while_generating
+from live_rollouts import LiveRollouts, killing, ledger_of, merged, while_generating
 from test_live_rollouts import expected_completions
 
 from umbra.runtime.rollout.ledger.accounts import SampleState
-from umbra.runtime.rollout.ledger.history import read_history
-from umbra.runtime.rollout.ledger.replay import replay
-from umbra.runtime.rollout.ledger.state import LedgerState
 from umbra.runtime.session import Session
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
@@ -23,12 +20,6 @@ pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 def completions(samples: dict[str, dict[str, Any]]) -> dict[str, list[int]]:
     return {name: sample["completion"] for name, sample in samples.items()}
-
-
-def ledger_of(live: LiveRollouts) -> LedgerState:
-    """As it is on disk, once what has happened is."""
-    live.manager.call("position")
-    return replay(read_history(live.ledger_path).entries)
 
 
 def tokens_made(live: LiveRollouts) -> int:

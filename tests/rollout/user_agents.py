@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +82,20 @@ async def retokenises(ctx: AgentContext, sample: dict[str, Any]) -> float | None
     await ctx.generate(ctx.prompt_tokens, max_new_tokens=3)
     await ctx.generate([63, 62, 61, 60, 59, 58, 57])
     return 0.0
+
+
+async def kills_its_process_for_t3(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
+    """Others take long enough to be there when it does."""
+    tokens = await ctx.generate(ctx.prompt_tokens, max_new_tokens=5)
+    if ctx.prompt == "t3":
+        os.kill(os.getpid(), signal.SIGKILL)
+    await asyncio.sleep(0.1)
+    return float(len(tokens))
+
+
+async def blocks_for_t3(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
+    """A tool that nobody made asynchronous, and that hangs."""
+    tokens = await ctx.generate(ctx.prompt_tokens, max_new_tokens=5)
+    if ctx.prompt == "t3":
+        time.sleep(60.0)  # noqa: ASYNC251
+    return float(len(tokens))

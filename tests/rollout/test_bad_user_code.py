@@ -1,0 +1,74 @@
+"""Agent loops and rewards that end or block their process cost their own group, and no other's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from live_rollouts import LiveRollouts, ledger_of, merged
+
+from umbra.runtime.rollout.ledger.index import LedgerIndex
+from umbra.runtime.session import Session
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+NUM_PROMPTS = 8
+BAD_GROUP = "e0/p2"  # of prompt t3
+CONFIG: dict[str, Any] = {
+    "max_failed_share": 0.5,
+    "groups_per_step": NUM_PROMPTS,  # the next epoch's first takes the bad one's place
+    "agent_timeout_s": 20.0,
+}
+
+
+def train_once(session: Session, folder: Path, agent: str, **settings: Any) -> set[str]:
+    """The groups of the first epoch; all are in progress at the same time."""
+    live = LiveRollouts(
+        session,
+        folder,
+        agent=agent,
+        reward="",
+        config=CONFIG,
+        num_prompts=NUM_PROMPTS,
+        max_restarts=30,
+        **settings,
+    )
+    live.publish(4)
+    samples = merged(live.next_batch(0))
+    assert set(ledger_of(live).drop_reasons) == {"agent loop failed"}
+    groups = {sample_id.rpartition("/")[0] for sample_id in samples}
+    return {group for group in groups if group.startswith("e0/")}
+
+
+def cause_of_the_drop(run_dir: Path) -> str:
+    with LedgerIndex.build(run_dir) as index:
+        found = index.sample(f"{BAD_GROUP}/0")
+    assert found is not None
+    assert (found["state"], found["drop_reason"]) == ("dropped", "agent loop failed")
+    return str(found["history"][-1]["detail"])
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_loop_that_kills_its_process_is_told_from_those_beside_it(
+    umbra_session: Session, tmp_path: Path, num_workers: int
+) -> None:
+    groups = train_once(
+        umbra_session, tmp_path, "kills_its_process_for_t3", num_workers=num_workers
+    )
+
+    assert groups == {f"e0/p{idx}" for idx in range(NUM_PROMPTS)} - {BAD_GROUP}
+    assert "saw 3 rollout actors die" in cause_of_the_drop(tmp_path)
+
+
+def test_a_loop_that_blocks_the_others_is_found_and_named(
+    umbra_session: Session, tmp_path: Path
+) -> None:
+    groups = train_once(umbra_session, tmp_path, "blocks_for_t3", worker={"block_limit_s": 0.5})
+
+    assert groups == {f"e0/p{idx}" for idx in range(NUM_PROMPTS)} - {BAD_GROUP}
+    cause = cause_of_the_drop(tmp_path)
+    assert f"user code for sample {BAD_GROUP}/" in cause
+    assert "did not yield for 0.5 s" in cause
+    assert "user_agents.py:" in cause
+    assert "in blocks_for_t3" in cause
