@@ -93,6 +93,7 @@ class RolloutManager:
             self._runner,
             self._versions,
             self._recorder,
+            self._dispatcher.idleness,
             on_change=self._answer,
             on_failure=self._fail,
         )

@@ -17,6 +17,7 @@ from typing import Final, Protocol
 
 from umbra.runtime.errors import LedgerError, RewardError, RolloutError, UmbraError
 from umbra.runtime.rollout.config import RolloutConfig
+from umbra.runtime.rollout.engine_idleness import EngineIdleness
 from umbra.runtime.rollout.group import Group
 from umbra.runtime.rollout.group_runner import GroupRunner
 from umbra.runtime.rollout.recorder import Recorder
@@ -42,6 +43,7 @@ class TrainingFlow:
     """Keeps engines busy with training groups and hands out whole batches of them.
 
     Args:
+        idleness: of the engines, for the metrics of each batch.
         on_change: called when a batch may have become ready.
         on_failure: told of an error that ends the job.
     """
@@ -53,6 +55,7 @@ class TrainingFlow:
         runner: GroupRunner,
         versions: VersionSteps,
         recorder: Recorder,
+        idleness: EngineIdleness,
         *,
         on_change: Callable[[], None],
         on_failure: Callable[[UmbraError], None],
@@ -67,6 +70,7 @@ class TrainingFlow:
             over_sampling=config.over_sampling,
         )
         self._recorder = recorder
+        self._idleness = idleness
         self._next_place: int | None = None
         self._on_change = on_change
         self._on_failure = on_failure
@@ -77,6 +81,7 @@ class TrainingFlow:
         self._leases: dict[int, list[Group]] = {}  # by step
         self._ended: deque[bool] = deque(maxlen=_FAILURE_WINDOW)  # True for groups that failed
         self._began = time.monotonic()
+        self._idle_shares: dict[str, float] = {}  # of the last batch
         self.gen_s = 0.0
         self.num_admitted = 0
         self.num_trained = 0
@@ -156,6 +161,7 @@ class TrainingFlow:
             self._recorder.leased(step, groups)
             now = time.monotonic()
             self.gen_s, self._began = now - self._began, now
+            self._idle_shares = self._idleness.take_shares()
         return self._leases[step]
 
     def leased(self, step: int) -> list[Group] | None:
@@ -202,6 +208,7 @@ class TrainingFlow:
                 f"dropped_{reason.replace(' ', '_')}": float(count)
                 for reason, count in self.dropped.items()
             },
+            **self._idle_shares,
         }
 
     # -- private -------------------------------------------------------------------------
