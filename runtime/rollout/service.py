@@ -427,6 +427,7 @@ class RolloutManager:
         logger.error("rollouts failed: %s", error)
         self._failure = error
         self._starving.watch(False)
+        self._flow.abandon()
         self._runner.abandon_all()
         self._ranks.fail(error)
 
