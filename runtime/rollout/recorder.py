@@ -122,7 +122,7 @@ class Recorder:
         """Returns when everything that has happened so far is on disk.
 
         Raises:
-            LedgerError: it cannot be written.
+            LedgerError: it cannot be written, or nothing is for a minute.
         """
         self._flush()
         if self._writer is not None and self._ticket is not None:

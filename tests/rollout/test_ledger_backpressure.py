@@ -242,7 +242,7 @@ def test_whatever_happens_meanwhile_nothing_is_lost(
             await story.life.end()
 
     with asyncio.Runner() as runner:
-        for seed in range(12):
+        for seed in range(6):
             story = Story(seed, tmp_path / str(seed))
             try:
                 runner.run(live(story))

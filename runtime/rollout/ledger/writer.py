@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import Final, NewType
+from typing import Final, NamedTuple, NewType
 
 from umbra.runtime.errors import LedgerError
 from umbra.runtime.rollout.alarm import Alarm
@@ -39,6 +39,13 @@ _QUEUED_MAX_NBYTES: Final = 64 * 1024 * 1024
 the disk."""
 _STALL_TIMEOUT_S: Final = 60.0
 _CLOSE_TIMEOUT_S: Final = 60.0
+
+
+class _Waiter(NamedTuple):
+    ticket: int
+    done: asyncio.Future[None]
+    timeout_s: float  # without anything written
+    patience: asyncio.Timeout
 
 
 class LedgerWriter:
@@ -82,7 +89,7 @@ class LedgerWriter:
         self._durable = 0
         self._position = Position(log.life, 0, 0)
         self._queued_nbytes = 0
-        self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._waiters: list[_Waiter] = []
         self._failure: LedgerError | None = None
         self._ended = asyncio.Event()
         # of both, under the condition
@@ -166,7 +173,7 @@ class LedgerWriter:
         """Returns when everything up to `ticket` is on disk; hurries the thread.
 
         Raises:
-            LedgerError: it could not be written, or not in time.
+            LedgerError: it could not be written, or nothing was for `timeout_s`.
         """
         self._check_ticket(ticket)
         if ticket <= self._durable:
@@ -176,15 +183,12 @@ class LedgerWriter:
             self._wanted = max(self._wanted, ticket)
             self._changed.notify()
         done: asyncio.Future[None] = self._running_loop().create_future()
-        self._waiters.append((ticket, done))
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s) as patience:
+                self._waiters.append(_Waiter(ticket, done, timeout_s, patience))
                 await done
         except TimeoutError as error:
-            raise LedgerError(
-                f"{self._log.path}: {self._queued_nbytes} bytes are not on disk after "
-                f"{timeout_s:g} s: is the file system overloaded, or its server away?"
-            ) from error
+            raise self._silence(timeout_s) from error
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         assert self._loop is not None, "use `async with`"
@@ -205,11 +209,14 @@ class LedgerWriter:
         self._durable = ticket
         self._queued_nbytes -= nbytes
         self._position = position
-        kept = [(wanted, done) for wanted, done in self._waiters if wanted > ticket]
-        for wanted, done in self._waiters:
-            if wanted <= ticket and not done.done():
-                done.set_result(None)
-        self._waiters = deque((wanted, done) for wanted, done in kept if not done.done())
+        waiters = [waiter for waiter in self._waiters if not waiter.done.done()]
+        self._waiters = [waiter for waiter in waiters if waiter.ticket > ticket]
+        now = self._running_loop().time()
+        for waiter in self._waiters:
+            waiter.patience.reschedule(now + waiter.timeout_s)
+        for waiter in waiters:
+            if waiter.ticket <= ticket:
+                waiter.done.set_result(None)
         self._stalled.watch(False)
         self._stalled.watch(not self.has_room and not self._is_closing)
         self._on_progress()
@@ -219,18 +226,19 @@ class LedgerWriter:
             return
         self._failure = error
         self._stalled.watch(False)
-        while self._waiters:
-            _, waiter = self._waiters.popleft()
-            if not waiter.done():
-                waiter.set_exception(LedgerError(str(error)))
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done.done():
+                waiter.done.set_exception(LedgerError(str(error)))
         self._on_progress()
 
     def _on_stalled(self) -> None:
-        self._on_failure(
-            LedgerError(
-                f"{self._log.path}: {self._queued_nbytes} bytes wait to be written, and none was "
-                f"for {self._stall_timeout_s:g} s: is the file system's server away?"
-            )
+        self._on_failure(self._silence(self._stall_timeout_s))
+
+    def _silence(self, timeout_s: float) -> LedgerError:
+        return LedgerError(
+            f"{self._log.path}: {self._queued_nbytes} bytes wait to be written, and none was for "
+            f"{timeout_s:g} s: is the file system overloaded, or its server away?"
         )
 
     def _write_all(self) -> None:
