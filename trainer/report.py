@@ -108,6 +108,8 @@ def _table_columns(rows: Rows) -> list[str]:
         "train/loss",
         "train/grad_norm",
         "time/step_s",
+        "time/rank_idle_share",
+        "rollout/engine_idle_share",
     )
     return [name for name in wanted if any(name in row for row in rows)]
 

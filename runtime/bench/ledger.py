@@ -76,7 +76,8 @@ async def _idle() -> float:
 async def _write(
     folder: Path, num_trajectories: int, pace_per_s: float = math.inf
 ) -> dict[str, float]:
-    writer = LedgerWriter(LedgerLog.open(folder, "bench"))
+    progressed = asyncio.Event()
+    writer = LedgerWriter(LedgerLog.open(folder, "bench"), on_progress=progressed.set)
     append_max_s = 0.0
     async with writer, asyncio.TaskGroup() as tasks:
         late_s: list[float] = []
@@ -89,7 +90,9 @@ async def _write(
                 writer.append(*events)
                 append_max_s = max(append_max_s, time.perf_counter() - before)
                 await asyncio.sleep(0)  # an engine's next batch of deltas
-            await writer.room()
+            while not writer.has_room:
+                progressed.clear()
+                await asyncio.wait_for(progressed.wait(), _TIMEOUT_S)
             await asyncio.sleep(max(0.0, began + first_uid / pace_per_s - time.perf_counter()))
         await writer.durable(writer.append(Version(1, 0)), _TIMEOUT_S)
         took_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began

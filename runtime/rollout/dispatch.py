@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from umbra.runtime.errors import EngineError, UmbraError
 from umbra.runtime.rollout.deltas import DeltaBatch
+from umbra.runtime.rollout.engine_idleness import EngineIdleness
 from umbra.runtime.rollout.router import EngineId, Router
 from umbra.runtime.rollout.token_store import Runs, TokenStore
 from umbra.runtime.rollout.trajectory import Trajectory, TrajectoryState
@@ -76,7 +77,10 @@ class Dispatcher:
         router: chooses engines.
         on_failure: told of an error that no other engine would heal.
         journal: told of what was appended to recorded trajectories (`uid` not -1).
-        clock: seconds, by which the speed of engines is measured.
+        clock: seconds, by which the speed and the idle time of engines are measured.
+
+    Attributes:
+        idleness: is told here which engines hold requests, and by the fleet of their states.
     """
 
     def __init__(
@@ -91,6 +95,7 @@ class Dispatcher:
         self._on_failure = on_failure
         self._store = TokenStore()
         self._clock = clock
+        self.idleness = EngineIdleness(clock)
         self._waiting: deque[Turn] = deque()  # bounded by what the manager admits
         self._carriers: dict[EngineId, RequestCarrier] = {}
         self._inflight: dict[EngineId, dict[int, Turn]] = {}
@@ -187,7 +192,10 @@ class Dispatcher:
         turn.engine = engine
         turn.charged = turn.cost()
         self._router.charge(engine, turn.charged)
-        self._inflight[engine][turn.request_id] = turn
+        held = self._inflight[engine]
+        held[turn.request_id] = turn
+        if len(held) == 1:
+            self.idleness.hold(engine, True)
         turn.row = self._store.open(
             turn.request_id,
             self._numbers[engine],
@@ -337,7 +345,10 @@ class Dispatcher:
 
     def _take_back(self, engine: EngineId, turn: Turn) -> None:
         """The attempt is over; the trajectory keeps what it brought."""
-        del self._inflight[engine][turn.request_id]
+        held = self._inflight[engine]
+        del held[turn.request_id]
+        if not held:
+            self.idleness.hold(engine, False)
         num_tokens = turn.trajectory.settle()
         self._store.close(turn.request_id, turn.row)
         self._router.release(engine, turn.charged - num_tokens)
@@ -355,11 +366,12 @@ class Dispatcher:
         self._waiting.appendleft(turn)
 
     def check_integrity(self) -> None:
-        """Asserts that every turn is in one place and that the router counts agree."""
+        """Asserts that every turn is in one place and that all who count agree."""
         self._router.check_integrity()
         self._store.check_integrity()
         turns = [*self._waiting, *(t for held in self._inflight.values() for t in held.values())]
         assert len(turns) == len({id(turn) for turn in turns})
+        self.idleness.check_integrity({e for e, held in self._inflight.items() if held})
         for engine, held in self._inflight.items():
             unspent = sum(turn.unspent for turn in held.values())
             assert self._router.outstanding_tokens(engine) == unspent, (engine, unspent)

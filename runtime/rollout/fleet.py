@@ -100,6 +100,7 @@ class Fleet:
         view = EngineView(engine, EngineState(report["state"]), report["version"], report["ref"])
         before = self._views.get(engine.name)
         self._views[engine.name] = view
+        self._dispatcher.idleness.report(engine, view.state)
         logger.info("%s is %s (version %s)", engine, view.state, view.version)
         if view.version is not None:
             self._version = max(view.version, self._version or 0)

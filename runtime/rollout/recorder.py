@@ -73,14 +73,18 @@ class Recorder:
         self._has_failed = False
         self._step = 0
         self._pending: list[tuple[str, Any]] = []  # (kind, part of an event), see `_EVENTS`
+        self._on_room: Callable[[], None] | None = None
 
     async def __aenter__(self) -> Self:
         if self._folder is not None:
             log = await asyncio.to_thread(LedgerLog.open, self._folder, "umbra")
-            self._writer = await self._stack.enter_async_context(LedgerWriter(log))
+            self._writer = await self._stack.enter_async_context(
+                LedgerWriter(log, on_progress=self._on_progress)
+            )
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
+        self._on_room = None
         self._flush()
         await self._stack.aclose()
 
@@ -120,7 +124,7 @@ class Recorder:
         """Returns when everything that has happened so far is on disk.
 
         Raises:
-            LedgerError: it cannot be written.
+            LedgerError: it cannot be written, or nothing is for a minute.
         """
         self._flush()
         if self._writer is not None and self._ticket is not None:
@@ -130,6 +134,20 @@ class Recorder:
     def position(self) -> str:
         """Behind what is durable, for a checkpoint to keep; "" where nothing is kept."""
         return "" if self._writer is None else str(self._writer.position)
+
+    @property
+    def has_room(self) -> bool:
+        """False while the disk is too far behind for more to be begun."""
+        return self._writer is None or self._writer.has_room
+
+    def when_room(self, resume: Callable[[], None]) -> None:
+        """Calls back once, when there is room; who asked last is called."""
+        self._on_room = resume
+
+    @property
+    def queued_nbytes(self) -> int:
+        """Not on disk yet."""
+        return 0 if self._writer is None else self._writer.queued_nbytes
 
     # -- groups --------------------------------------------------------------------------
 
@@ -293,10 +311,18 @@ class Recorder:
         except LedgerError as error:
             self._fail(error)
 
+    def _on_progress(self) -> None:
+        if self._writer is not None and self._writer.failure is not None:
+            self._fail(self._writer.failure)
+        elif self.has_room and self._on_room is not None:
+            resume, self._on_room = self._on_room, None
+            resume()
+
     def _fail(self, error: UmbraError) -> None:
         """Nothing is written any more: what follows may rest on what is missing."""
-        self._has_failed = True
-        self._on_failure(error)
+        if not self._has_failed:
+            self._has_failed = True
+            self._on_failure(error)
 
 
 def _read_state(folder: Path, needs: str, restoring_step: int | None) -> LedgerState:

@@ -93,6 +93,7 @@ class RolloutManager:
             self._runner,
             self._versions,
             self._recorder,
+            self._dispatcher.idleness,
             on_change=self._answer,
             on_failure=self._fail,
         )
@@ -430,6 +431,7 @@ class RolloutManager:
         logger.error("rollouts failed: %s", error)
         self._failure = error
         self._starving.watch(False)
+        self._flow.abandon()
         self._runner.abandon_all()
         self._ranks.fail(error)
 

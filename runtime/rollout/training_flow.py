@@ -15,8 +15,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Protocol
 
-from umbra.runtime.errors import LedgerError, RewardError, RolloutError, UmbraError
+from umbra.runtime.errors import RewardError, RolloutError, UmbraError
 from umbra.runtime.rollout.config import RolloutConfig
+from umbra.runtime.rollout.engine_idleness import EngineIdleness
 from umbra.runtime.rollout.group import Group
 from umbra.runtime.rollout.group_runner import GroupRunner
 from umbra.runtime.rollout.recorder import Recorder
@@ -42,6 +43,7 @@ class TrainingFlow:
     """Keeps engines busy with training groups and hands out whole batches of them.
 
     Args:
+        idleness: of the engines, for the metrics of each batch.
         on_change: called when a batch may have become ready.
         on_failure: told of an error that ends the job.
     """
@@ -53,6 +55,7 @@ class TrainingFlow:
         runner: GroupRunner,
         versions: VersionSteps,
         recorder: Recorder,
+        idleness: EngineIdleness,
         *,
         on_change: Callable[[], None],
         on_failure: Callable[[UmbraError], None],
@@ -67,7 +70,9 @@ class TrainingFlow:
             over_sampling=config.over_sampling,
         )
         self._recorder = recorder
+        self._idleness = idleness
         self._next_place: int | None = None
+        self._is_abandoned = False
         self._on_change = on_change
         self._on_failure = on_failure
         self._step = -1
@@ -77,6 +82,7 @@ class TrainingFlow:
         self._leases: dict[int, list[Group]] = {}  # by step
         self._ended: deque[bool] = deque(maxlen=_FAILURE_WINDOW)  # True for groups that failed
         self._began = time.monotonic()
+        self._idle_shares: dict[str, float] = {}  # of the last batch
         self.gen_s = 0.0
         self.num_admitted = 0
         self.num_trained = 0
@@ -105,17 +111,28 @@ class TrainingFlow:
         self.admit()
 
     def admit(self) -> None:
-        """Starts as many groups as the bound has room for."""
+        """Starts as many groups as the staleness bound has room for, while the ledger has room.
+
+        Where the disk is slower than the engines, admission waits for it and goes on by itself.
+        What is open is not held up, so the ledger's queue may grow beyond its bound by what the
+        open groups still write: their tokens, and what their agent loops keep. An error is the
+        job's: nobody may be there to catch it.
+        """
         while self._next_place is not None and self._bound.room(self._num_open):
+            if self._is_abandoned:
+                return
+            if not self._recorder.has_room:
+                self._recorder.when_room(self.admit)
+                return
             if self._held:
                 place = min(self._held)
                 group = self._held.pop(place)
             else:
                 place = self._next_place
-                group = self._source.training_group(place)
                 try:
+                    group = self._source.training_group(place)
                     self._recorder.admitted(group, self._source.epoch_of(place), place)
-                except LedgerError as error:
+                except UmbraError as error:
                     self._on_failure(error)
                     return
                 self._next_place += 1
@@ -133,6 +150,7 @@ class TrainingFlow:
         self._open = begun | self._ready
         self._leases = {step: list(groups) for step, groups in recovered.leases.items()}
         self._next_place, self._step = recovered.next_place, -1
+        self._is_abandoned = False
         self.num_admitted, self.num_trained = recovered.num_admitted, recovered.num_trained
         self.dropped = Counter(recovered.dropped)
         for place, group in begun.items():
@@ -156,6 +174,7 @@ class TrainingFlow:
             self._recorder.leased(step, groups)
             now = time.monotonic()
             self.gen_s, self._began = now - self._began, now
+            self._idle_shares = self._idleness.take_shares()
         return self._leases[step]
 
     def leased(self, step: int) -> list[Group] | None:
@@ -163,7 +182,8 @@ class TrainingFlow:
         return self._leases.get(step)
 
     def abandon(self) -> None:
-        """The job fails: nothing is generated any more."""
+        """The job fails, or begins anew: nothing is generated or admitted until `restore`."""
+        self._is_abandoned = True
         for group in self._open.values():
             self._runner.abandon(group)
 
@@ -192,6 +212,7 @@ class TrainingFlow:
                         ages[age] += segment.stop - segment.start
         num_tokens = max(1, ages.total())
         return {
+            "ledger_queued_mib": self._recorder.queued_nbytes / 2**20,
             "staleness_mean": sum(age * count for age, count in ages.items()) / num_tokens,
             "staleness_max": float(max(ages, default=0)),
             **{
@@ -202,6 +223,7 @@ class TrainingFlow:
                 f"dropped_{reason.replace(' ', '_')}": float(count)
                 for reason, count in self.dropped.items()
             },
+            **self._idle_shares,
         }
 
     # -- private -------------------------------------------------------------------------

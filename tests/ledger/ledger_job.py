@@ -78,7 +78,6 @@ class Job:
     async def run_step(self) -> None:
         while len(ready := self.scored_groups()) < GROUPS_PER_STEP:
             self.advance_one()
-            await self.writer.room()
             await asyncio.sleep(0)
         uids = [
             sample.uid

@@ -98,21 +98,75 @@ def test_appends_are_flushed_without_anybody_waiting(tmp_path: Path) -> None:
     asyncio.run(body())
 
 
-def test_room_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_there_is_room_again_once_the_disk_has_caught_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def body() -> None:
-        log = LedgerLog.open(tmp_path, "job")
-        async with LedgerWriter(log, max_queued_nbytes=1000) as writer:
+        log, progressed = LedgerLog.open(tmp_path, "job"), asyncio.Event()
+        async with LedgerWriter(log, max_queued_nbytes=1000, on_progress=progressed.set) as writer:
             with held_disk(monkeypatch) as released:
-                await writer.room()
+                assert writer.has_room
                 writer.append(Recorded(0, "page", b"x" * 2000))
-                waiting = asyncio.gather(writer.room())
+                writer.append(Version(0, 0))  # taken all the same
+                assert not writer.has_room
                 await asyncio.sleep(0.05)
-                assert not waiting.done()
+                assert not progressed.is_set()
                 released.set()
-                await waiting
-                assert writer.queued_nbytes < 1000
+                async with asyncio.timeout(10.0):
+                    await progressed.wait()
+                assert writer.has_room
 
     asyncio.run(body())
+
+
+def test_a_disk_that_stands_still_without_room_is_an_error_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body() -> None:
+        log, progressed = LedgerLog.open(tmp_path, "job"), asyncio.Event()
+        writer = LedgerWriter(
+            log, max_queued_nbytes=1000, stall_timeout_s=0.1, on_progress=progressed.set
+        )
+        with pytest.raises(LedgerError, match=r"none was for 0\.1 s"):  # noqa: PT012 - at the end too
+            async with writer:
+                with held_disk(monkeypatch):
+                    ticket = writer.append(Recorded(0, "page", b"x" * 2000))
+                    waiting = asyncio.gather(writer.durable(ticket, 60.0), return_exceptions=True)
+                    async with asyncio.timeout(10.0):
+                        await progressed.wait()
+                    assert [type(error) for error in await waiting] == [LedgerError]
+                    writer.append(Version(0, 0))
+
+    asyncio.run(body())
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_only_slow_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allowed, real_sync = threading.Semaphore(0), os.fsync
+
+    def slow_sync(descriptor: int) -> None:
+        assert allowed.acquire(timeout=30)
+        real_sync(descriptor)
+
+    async def body() -> None:
+        log = LedgerLog.open(tmp_path, "job")
+        monkeypatch.setattr(os, "fsync", slow_sync)
+        async with LedgerWriter(log, max_queued_nbytes=1, stall_timeout_s=1.0) as writer:
+            page = b"x" * 3_000_000  # a frame takes one
+            tickets = [writer.append(Recorded(0, f"page{idx}", page)) for idx in range(6)]
+            waiting = asyncio.gather(writer.durable(tickets[-1], 1.0))
+            for _ in tickets:
+                await asyncio.sleep(0.3)
+                assert not writer.has_room
+                allowed.release()
+            await waiting
+            assert writer.has_room
+
+    asyncio.run(body())
+    monkeypatch.undo()
+    assert len({entry.position for entry in read_history(tmp_path).entries()}) == 6
 
 
 def test_a_disk_that_does_not_answer_is_an_error_in_time(
@@ -123,7 +177,7 @@ def test_a_disk_that_does_not_answer_is_an_error_in_time(
         async with LedgerWriter(log) as writer:
             with held_disk(monkeypatch):
                 ticket = writer.append(Version(0, 0))
-                with pytest.raises(LedgerError, match=r"not on disk after 0\.05 s"):
+                with pytest.raises(LedgerError, match=r"none was for 0\.05 s"):
                     await writer.durable(ticket, 0.05)
             await writer.durable(ticket, 10.0)
 
@@ -137,7 +191,7 @@ def test_a_full_disk_reaches_every_waiter_and_every_later_call(
         raise OSError(28, "No space left on device")
 
     async def body() -> None:
-        writer = LedgerWriter(LedgerLog.open(tmp_path, "job"), max_queued_nbytes=200)
+        writer = LedgerWriter(LedgerLog.open(tmp_path, "job"))
         with pytest.raises(LedgerError, match="the disk is full"):  # noqa: PT012 - at the end too
             async with writer:
                 kept = writer.append(Version(0, 0))
@@ -147,15 +201,13 @@ def test_a_full_disk_reaches_every_waiter_and_every_later_call(
                 found = await asyncio.gather(
                     writer.durable(ticket, 10.0),
                     writer.durable(ticket, 10.0),
-                    writer.room(),
                     return_exceptions=True,
                 )
-                assert [type(error) for error in found] == [LedgerError] * 3
+                assert [type(error) for error in found] == [LedgerError] * 2
                 assert "000001-0000.log: the disk is full: free some space" in str(found[0])
                 await writer.durable(kept, 10.0)
-                for call in (writer.room(), writer.durable(ticket, 10.0)):
-                    with pytest.raises(LedgerError, match="the disk is full"):
-                        await call
+                with pytest.raises(LedgerError, match="the disk is full"):
+                    await writer.durable(ticket, 10.0)
                 writer.append(Version(1, 0))
 
     asyncio.run(body())

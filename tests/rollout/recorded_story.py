@@ -381,7 +381,12 @@ class Story:
     # -- what must hold ------------------------------------------------------------------
 
     async def check(self) -> None:
-        await self.life.recorder.durable()
+        recorder = self.life.recorder
+        await recorder.durable()
+        await asyncio.sleep(0)
+        while recorder.queued_nbytes:  # when there was room again, groups were admitted
+            await recorder.durable()
+            await asyncio.sleep(0)
         history = read_history(self.folder)
         if self.durable_at:
             assert history.covers(Position.parse(self.durable_at))

@@ -189,6 +189,7 @@ class Life:
             self.runner,
             self.versions,
             self.recorder,
+            self.dispatcher.idleness,
             on_change=lambda: None,
             on_failure=self.failures.append,
         )

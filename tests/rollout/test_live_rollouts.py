@@ -94,8 +94,10 @@ def test_a_pool_of_one_engine_that_is_killed_asks_the_ranks_for_weights(
     live.publish(5)
 
     with killing(live, "policy-0", after_tokens=100):
-        samples = merged(live.next_batch(0))
+        batches = live.next_batch(0)
 
+    samples, metrics = merged(batches), batches[0]["metrics"]
+    assert metrics["engine_idle_share"] > metrics["engine_no_work_share"]  # dead, then starting
     assert live.num_syncs_served == 1
     assert {name: s["completion"] for name, s in samples.items()} == expected_completions(0)
     assert live.manager.call("stats")["engines"] == "policy-0#2 SERVING"
@@ -118,6 +120,7 @@ def test_a_sync_in_mid_generation_only_changes_versions(
     assert any(set(v) == {1, 2} for v in versions)
     assert batches[0]["metrics"]["interruptions"] > 0
     assert batches[0]["metrics"]["version_min"] == 1
+    assert 0 < batches[0]["metrics"]["engine_idle_share"] < 0.9
 
 
 @pytest.mark.slow

@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +92,18 @@ def read_summary(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "run" / "summary.json").read_text())
 
 
+def check_idle_shares(steps: Sequence[Mapping[str, float]]) -> None:
+    """From batch to batch, engines are idle at least while the trainer computes."""
+    for row in steps:
+        assert 0 <= row["rollout/engine_no_work_share"] <= row["rollout/engine_idle_share"] < 1
+        assert 0 < row["time/rank_idle_share"] < 1
+    for before, row in pairwise(steps):
+        longest_s = before["time/step_s"] + row["time/step_s"]
+        assert row["rollout/engine_idle_share"] > before["time/train_s"] / longest_s
+    asleep = [r["rollout/engine_idle_share"] - r["rollout/engine_no_work_share"] for r in steps]
+    assert sum(asleep) > 0
+
+
 def test_a_run_learns_and_goes_on_with_another_number_of_ranks(folder: Path) -> None:
     config = write_config(folder, engines=2)
 
@@ -109,6 +123,7 @@ def test_a_run_learns_and_goes_on_with_another_number_of_ranks(folder: Path) -> 
     # Behaviour logprobs of the engines are the policy's own: the first update is on-policy.
     assert all(abs(row["train/ratio_mean"] - 1) < 1e-3 for row in steps)
     assert all(row["train/clipped_share"] == 0 for row in steps)
+    check_idle_shares(steps)
     evaluations = read_metrics(folder / "run/metrics.jsonl")
     assert [r["step"] for r in evaluations if "eval/accuracy" in r] == [0, 2, 4]
 

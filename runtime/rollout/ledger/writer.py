@@ -1,5 +1,8 @@
 """The ledger's asyncio face: appends that never wait, and waiting for what is durable.
 
+Whoever appends without waiting looks at `has_room` first, and hears by `on_progress` when to look
+again.
+
 loop                                  thread "ledger"
 append(...) -> ticket 1  ─ queue ─►   waits for `flush_s` or for somebody who waits
 append(...) -> ticket 2  ─ queue ─►   writes both as one frame, syncs
@@ -16,9 +19,10 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import Final, NewType
+from typing import Final, NamedTuple, NewType
 
 from umbra.runtime.errors import LedgerError
+from umbra.runtime.rollout.alarm import Alarm
 from umbra.runtime.rollout.ledger.events import Event, encode_batch
 from umbra.runtime.rollout.ledger.history import Position
 from umbra.runtime.rollout.ledger.log import LedgerLog
@@ -31,7 +35,17 @@ _FLUSH_NBYTES: Final = 4 * 1024 * 1024
 """A frame takes batches up to this. Larger ones keep those who wait waiting; smaller ones make more
 syncs."""
 _QUEUED_MAX_NBYTES: Final = 64 * 1024 * 1024
+"""Larger takes more memory and is longer in writing; smaller holds the work up at every hiccup of
+the disk."""
+_STALL_TIMEOUT_S: Final = 60.0
 _CLOSE_TIMEOUT_S: Final = 60.0
+
+
+class _Waiter(NamedTuple):
+    ticket: int
+    done: asyncio.Future[None]
+    timeout_s: float  # without anything written
+    patience: asyncio.Timeout
 
 
 class LedgerWriter:
@@ -42,7 +56,10 @@ class LedgerWriter:
 
     Args:
         flush_s: longest time that an append stays in memory where nobody waits for it.
-        max_queued_nbytes: above this `room()` waits.
+        max_queued_nbytes: from this on there is no room. Appends are still taken.
+        stall_timeout_s: without room, the longest until something more is on disk; then the writer
+            has failed.
+        on_progress: called after each frame that is on disk, and after the failure.
         clock: gives the times in the ledger.
     """
 
@@ -52,14 +69,19 @@ class LedgerWriter:
         *,
         flush_s: float = 0.1,
         max_queued_nbytes: int = _QUEUED_MAX_NBYTES,
+        stall_timeout_s: float = _STALL_TIMEOUT_S,
         close_timeout_s: float = _CLOSE_TIMEOUT_S,
         clock: Callable[[], float] = time.time,
+        on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         self._log = log
         self._flush_s = flush_s
         self._max_queued_nbytes = max_queued_nbytes
         self._close_timeout_s = close_timeout_s
         self._clock = clock
+        self._on_progress = on_progress
+        self._stalled = Alarm(stall_timeout_s, self._on_stalled)
+        self._stall_timeout_s = stall_timeout_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._write_all, name="ledger", daemon=True)
         # of the loop
@@ -67,8 +89,7 @@ class LedgerWriter:
         self._durable = 0
         self._position = Position(log.life, 0, 0)
         self._queued_nbytes = 0
-        self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
-        self._room_waiters: deque[asyncio.Future[None]] = deque()
+        self._waiters: list[_Waiter] = []
         self._failure: LedgerError | None = None
         self._ended = asyncio.Event()
         # of both, under the condition
@@ -89,6 +110,7 @@ class LedgerWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._stalled.watch(False)
         with self._changed:
             self._is_closing = True
             self._changed.notify()
@@ -121,6 +143,14 @@ class LedgerWriter:
         """Appended and not yet durable."""
         return self._queued_nbytes
 
+    @property
+    def has_room(self) -> bool:
+        return self._queued_nbytes < self._max_queued_nbytes
+
+    @property
+    def failure(self) -> LedgerError | None:
+        return self._failure
+
     def append(self, *events: Event) -> Ticket:
         """Queues events that belong together: all of them will be in the ledger, or none.
 
@@ -131,6 +161,7 @@ class LedgerWriter:
         data = encode_batch(self._clock(), events)
         self._appended += 1
         self._queued_nbytes += len(data)
+        self._stalled.watch(not self.has_room)
         with self._changed:
             self._queue.append(data)
             # the thread sleeps without a deadline on an empty queue, with one otherwise
@@ -142,7 +173,7 @@ class LedgerWriter:
         """Returns when everything up to `ticket` is on disk; hurries the thread.
 
         Raises:
-            LedgerError: it could not be written, or not in time.
+            LedgerError: it could not be written, or nothing was for `timeout_s`.
         """
         self._check_ticket(ticket)
         if ticket <= self._durable:
@@ -152,27 +183,12 @@ class LedgerWriter:
             self._wanted = max(self._wanted, ticket)
             self._changed.notify()
         done: asyncio.Future[None] = self._running_loop().create_future()
-        self._waiters.append((ticket, done))
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s) as patience:
+                self._waiters.append(_Waiter(ticket, done, timeout_s, patience))
                 await done
         except TimeoutError as error:
-            raise LedgerError(
-                f"{self._log.path}: {self._queued_nbytes} bytes are not on disk after "
-                f"{timeout_s:g} s: is the file system overloaded, or its server away?"
-            ) from error
-
-    async def room(self) -> None:
-        """Returns when less than `max_queued_nbytes` are waiting to be written.
-
-        Raises:
-            LedgerError: an earlier write failed.
-        """
-        self._check()
-        while self._queued_nbytes >= self._max_queued_nbytes:
-            waiter: asyncio.Future[None] = self._running_loop().create_future()
-            self._room_waiters.append(waiter)
-            await waiter
+            raise self._silence(timeout_s) from error
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         assert self._loop is not None, "use `async with`"
@@ -193,21 +209,37 @@ class LedgerWriter:
         self._durable = ticket
         self._queued_nbytes -= nbytes
         self._position = position
-        kept = [(wanted, done) for wanted, done in self._waiters if wanted > ticket]
-        for wanted, done in self._waiters:
-            if wanted <= ticket and not done.done():
-                done.set_result(None)
-        self._waiters = deque((wanted, done) for wanted, done in kept if not done.done())
-        if self._queued_nbytes < self._max_queued_nbytes:
-            while self._room_waiters:
-                _settle(self._room_waiters.popleft(), None)
+        waiters = [waiter for waiter in self._waiters if not waiter.done.done()]
+        self._waiters = [waiter for waiter in waiters if waiter.ticket > ticket]
+        now = self._running_loop().time()
+        for waiter in self._waiters:
+            waiter.patience.reschedule(now + waiter.timeout_s)
+        for waiter in waiters:
+            if waiter.ticket <= ticket:
+                waiter.done.set_result(None)
+        self._stalled.watch(False)
+        self._stalled.watch(not self.has_room and not self._is_closing)
+        self._on_progress()
 
     def _on_failure(self, error: LedgerError) -> None:
+        if self._failure is not None:
+            return
         self._failure = error
-        while self._waiters:
-            _settle(self._waiters.popleft()[1], error)
-        while self._room_waiters:
-            _settle(self._room_waiters.popleft(), error)
+        self._stalled.watch(False)
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done.done():
+                waiter.done.set_exception(LedgerError(str(error)))
+        self._on_progress()
+
+    def _on_stalled(self) -> None:
+        self._on_failure(self._silence(self._stall_timeout_s))
+
+    def _silence(self, timeout_s: float) -> LedgerError:
+        return LedgerError(
+            f"{self._log.path}: {self._queued_nbytes} bytes wait to be written, and none was for "
+            f"{timeout_s:g} s: is the file system overloaded, or its server away?"
+        )
 
     def _write_all(self) -> None:
         """The thread: takes what is queued, until closed and empty, or failed."""
@@ -249,12 +281,3 @@ class LedgerWriter:
 
     def _is_due(self) -> bool:
         return self._is_closing or self._wanted > self._taken or self._queued_nbytes > _FLUSH_NBYTES
-
-
-def _settle(waiter: asyncio.Future[None], error: LedgerError | None) -> None:
-    if waiter.done():
-        return
-    if error is None:
-        waiter.set_result(None)
-    else:
-        waiter.set_exception(LedgerError(str(error)))

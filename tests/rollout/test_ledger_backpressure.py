@@ -1,0 +1,252 @@
+"""A disk that is slower than the engines holds up admission, and nothing is lost by it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+from recorded_checks import check_accounts
+from recorded_story import Story
+from recorded_world import Engine, Life
+
+from umbra.runtime.rollout import recorder
+from umbra.runtime.rollout.config import RolloutConfig
+from umbra.runtime.rollout.ledger.events import Restored
+from umbra.runtime.rollout.ledger.history import read_history
+from umbra.runtime.rollout.ledger.replay import replay
+from umbra.runtime.rollout.ledger.writer import LedgerWriter
+from umbra.runtime.rollout.recorder import Recorder
+from umbra.runtime.rollout.router import EngineId
+
+CONFIG = RolloutConfig(
+    prompts_path="",
+    pool="policy",
+    world_size=1,
+    groups_per_step=2,
+    group_size=2,
+    max_new_tokens=12,
+    max_context_len=36,
+    rollout_actors=["rewards"],
+    stop_token_ids=[0],
+    max_staleness=1,
+)
+MAX_QUEUED_NBYTES = 3000
+A = EngineId("a", 1)
+
+
+class Disk:
+    """The disk of a ledger whose bound is small; syncs wait while it is held."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._real_sync = os.fsync
+        self._is_free = threading.Event()
+        self._is_free.set()
+        self.hold, self.release = self._is_free.clear, self._is_free.set
+        patch.setattr(os, "fsync", self._sync)
+
+    def _sync(self, descriptor: int) -> None:
+        assert self._is_free.wait(30)
+        self._real_sync(descriptor)
+
+
+def set_bound(patch: pytest.MonkeyPatch, max_queued_nbytes: int, stall_timeout_s: float) -> None:
+    changed = partial(
+        LedgerWriter,
+        flush_s=0.0,
+        max_queued_nbytes=max_queued_nbytes,
+        stall_timeout_s=stall_timeout_s,
+    )
+    patch.setattr(recorder, "LedgerWriter", changed)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    set_bound(monkeypatch, MAX_QUEUED_NBYTES, stall_timeout_s=30.0)
+    return Disk(monkeypatch)
+
+
+@asynccontextmanager
+async def living(folder: Path, disk: Disk) -> AsyncGenerator[tuple[Life, Engine]]:
+    """A manager with one engine, which asks for nothing yet."""
+    life, engine = Life(folder, CONFIG), Engine(A, 1)
+    await life.recorder.__aenter__()
+    try:
+        await life.recover(Restored(0, 0, keep_newer=False), "")
+        life.learn(1, 0)
+        await life.recorder.durable()
+        life.dispatcher.attach(A, engine)
+        life.dispatcher.set_serving(A, True)
+        yield life, engine
+    finally:
+        disk.release()
+        await life.end()
+
+
+async def finish_all(life: Life, engine: Engine) -> None:
+    """Everything that is open is generated and scored."""
+    chance = random.Random(1)
+    while engine.requests or engine.outbox or life.workers.queue:
+        engine.tick(chance)
+        while engine.outbox:
+            life.dispatcher.on_batch(A, engine.outbox.popleft())
+        while life.workers.queue:
+            life.workers.queue.pop().on_result([0.0, 1.0])
+        await asyncio.sleep(0)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10.0):
+        while not condition():  # noqa: ASYNC110 - the manager must not be told to look
+            await asyncio.sleep(0.001)
+
+
+def fill(life: Life, nbytes: int) -> None:
+    """What a tool's answer in `ctx.once` does."""
+    life.recorder.kept(life.groups[0].trajectories[0], "page", b"x" * nbytes)
+
+
+def test_admission_waits_for_the_disk_and_goes_on_by_itself(tmp_path: Path, disk: Disk) -> None:
+    async def body() -> None:
+        async with living(tmp_path, disk) as (life, engine):
+            life.flow.advance(0)
+            assert life.flow.num_admitted == 4
+            disk.hold()
+            fill(life, MAX_QUEUED_NBYTES)
+            await finish_all(life, engine)
+            assert life.flow.progress()["groups_ready"] == 4  # what was open is not held up
+            assert life.flow.take(0) is not None
+            life.learn(2, 1)
+            life.flow.advance(1)
+
+            await asyncio.sleep(0.05)
+
+            assert not life.recorder.has_room
+            assert life.flow.num_admitted == 4
+            assert life.flow.metrics([])["ledger_queued_mib"] > MAX_QUEUED_NBYTES / 2**20
+            disk.release()
+            await until(lambda: life.flow.num_admitted == 6)
+            await finish_all(life, engine)
+            await life.recorder.durable()
+            check_accounts(replay(read_history(tmp_path).entries), life)
+            assert life.failures == []
+
+    asyncio.run(body())
+
+
+def test_under_the_bound_admission_does_not_wait(tmp_path: Path, disk: Disk) -> None:
+    async def body() -> None:
+        async with living(tmp_path, disk) as (life, _):
+            disk.hold()
+            life.flow.advance(0)
+            await asyncio.sleep(0)
+            assert 0 < life.recorder.queued_nbytes < MAX_QUEUED_NBYTES
+            assert life.flow.num_admitted == 4
+
+    asyncio.run(body())
+
+
+@pytest.mark.slow
+def test_a_disk_that_never_answers_fails_the_job(
+    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_bound(monkeypatch, MAX_QUEUED_NBYTES, stall_timeout_s=1.0)
+
+    async def body() -> None:
+        async with living(tmp_path, disk) as (life, _):
+            life.flow.advance(0)
+            disk.hold()
+            fill(life, MAX_QUEUED_NBYTES)
+            await until(lambda: bool(life.failures))
+            assert "bytes wait to be written, and none was for 1 s" in str(life.failures)
+
+    asyncio.run(body())
+
+
+def test_a_disk_that_is_full_fails_the_job_where_nobody_appends(
+    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int, data: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    async def body() -> None:
+        async with living(tmp_path, disk) as (life, _):
+            life.flow.advance(0)
+            await life.recorder.durable()
+            monkeypatch.setattr(os, "writev", full)
+            fill(life, MAX_QUEUED_NBYTES)
+            await until(lambda: bool(life.failures))
+            assert "the disk is full" in str(life.failures)
+
+    asyncio.run(body())
+
+
+def test_a_flow_that_was_given_up_admits_nothing_when_there_is_room(
+    tmp_path: Path, disk: Disk
+) -> None:
+    async def body() -> None:
+        async with living(tmp_path, disk) as (life, engine):
+            life.flow.advance(0)
+            disk.hold()
+            fill(life, MAX_QUEUED_NBYTES)
+            await finish_all(life, engine)
+            assert life.flow.take(0) is not None
+            life.flow.advance(1)
+            life.flow.abandon()
+            disk.release()
+            await until(lambda: life.recorder.queued_nbytes == 0)
+            assert life.flow.num_admitted == 4
+
+    asyncio.run(body())
+
+
+@pytest.mark.slow
+def test_whatever_happens_meanwhile_nothing_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_held = 0
+    when_room = Recorder.when_room
+
+    def count(self: Recorder, resume: Callable[[], None]) -> None:
+        nonlocal num_held
+        num_held += 1
+        when_room(self, resume)
+
+    def slow_sync(_descriptor: int) -> None:
+        time.sleep(0.005)
+
+    monkeypatch.setattr(Recorder, "when_room", count)
+    monkeypatch.setattr(os, "fsync", slow_sync)
+    set_bound(monkeypatch, 1, stall_timeout_s=30.0)
+
+    async def live(story: Story) -> None:
+        await story.begin()
+        try:
+            for number in range(300):
+                await story.move()
+                if number % 50 == 0:
+                    await story.check()
+            story.is_calm, goal = True, story.step + 2
+            async with asyncio.timeout(30.0):
+                while story.step < goal:
+                    await story.move()
+            await story.check()
+        finally:
+            await story.life.end()
+
+    with asyncio.Runner() as runner:
+        for seed in range(6):
+            story = Story(seed, tmp_path / str(seed))
+            try:
+                runner.run(live(story))
+            except BaseException:
+                print(f"seed {seed}, {story.config}", *story.moves, sep="\n")
+                raise
+    assert num_held > 10
