@@ -276,6 +276,6 @@ def test_waves_end_reach_all_and_spare_as_many_as_they_can(
 def test_a_pool_that_cannot_be_updated_in_waves_says_so(
     changes: dict[str, Any], problem: str
 ) -> None:
-    settings = {"mode": "standalone", "update_waves": 2} | changes
+    settings: dict[str, Any] = {"mode": "standalone", "update_waves": 2} | changes
     with pytest.raises(ConfigError, match=problem):
         PoolSpec(name="pool", engine="x:X", count=2, **settings)
