@@ -200,7 +200,8 @@ class PoolSection(Section):
             finishes them first, which takes as long as the longest.
         update_waves: 1 updates all engines at once; more, for a standalone pool and at most
             `count`, updates so many parts of it one after the other, while the others generate on
-            under the older weights. The trainer waits for all of them.
+            under the older weights. The trainer waits for all of them. What "abort" cuts goes on
+            at the others meanwhile, and is cut again in their turn.
         device: "auto" is cuda where the trainer runs on it.
         max_num_seqs: completions an engine works on at a time.
         max_context_len: longest prompt + completion; default the model's limit, at most 4096.
@@ -209,7 +210,7 @@ class PoolSection(Section):
         num_threads: CPU threads of an engine; default cores / engines.
         engine_args: passed on to the engine unchanged.
         sync_bucket_mib: size of each of the four buffers that weights travel in.
-        sync_timeout_s: for one weight sync, engine start-up included in the first.
+        sync_timeout_s: for one weight update, all its waves, and engine start-up in the first.
         max_restarts: of one engine within ten minutes; more fail the run.
         memory_limit_mib: host memory of an engine's process, above which it is killed and
             restarted; 0 is no limit.
