@@ -35,6 +35,23 @@ _KNOWN_MODES: Final = ("hybrid", "standalone")
 _KNOWN_ON_UPDATE: Final = ("abort", "keep", "drain")
 
 
+def update_waves_problem(update_waves: int, mode: str, count: int) -> str:
+    """What is wrong with the setting, and what to change; "" where nothing is."""
+    if update_waves == 1:
+        return ""
+    if mode != "standalone":
+        return (
+            f"update_waves {update_waves} is for mode 'standalone': {mode} engines generate "
+            "nothing when they are updated; set update_waves to 1, or mode to 'standalone'"
+        )
+    if not 1 <= update_waves <= count:
+        return (
+            f"update_waves {update_waves} is not possible with {count} engines: use 1 to {count}, "
+            "or raise count"
+        )
+    return ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSpec:
     """How to start a pool.
@@ -46,6 +63,8 @@ class PoolSpec:
         kwargs: for the engine's constructor.
         on_update: what a sync does to running generation: abort (resumed under the new weights),
             keep (frozen, goes on) or drain (finished first).
+        update_waves: 1 updates all engines at once; more updates one part of them after the other,
+            while the others generate. For standalone engines, at most one wave for each.
         bucket_nbytes: size of each of the four buffers that weights travel in, see SyncSettings.
     """
 
@@ -62,6 +81,7 @@ class PoolSpec:
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     memory_limit_nbytes: int = 0
     on_update: str = "abort"
+    update_waves: int = 1
     bucket_nbytes: int = 2 << 20
 
     def __post_init__(self) -> None:
@@ -71,6 +91,9 @@ class PoolSpec:
             raise ConfigError(f"on_update {self.on_update!r}: use {', '.join(_KNOWN_ON_UPDATE)}")
         if self.mode not in _KNOWN_MODES:
             raise ConfigError(f"pool mode {self.mode!r}: use {' or '.join(_KNOWN_MODES)}")
+        problem = update_waves_problem(self.update_waves, self.mode, self.count)
+        if problem:
+            raise ConfigError(f"pool {self.name!r}: {problem}")
 
     def to_wire(self) -> dict[str, Any]:
         return asdict(self)
@@ -124,7 +147,10 @@ class EnginePool:
             fd_server,
             fd_socket,
             SyncSettings(
-                bucket_nbytes=spec.bucket_nbytes, pause_mode=spec.on_update, require_engine=False
+                bucket_nbytes=spec.bucket_nbytes,
+                pause_mode=spec.on_update,
+                require_engine=False,
+                update_waves=spec.update_waves,
             ),
         )
         self.engines: dict[str, PoolEngine] = {}

@@ -7,11 +7,12 @@ own place does not matter. `umbra.trainer.config_file` reads a file and words th
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from umbra.runtime.engine_names import ENGINE_TARGETS
+from umbra.runtime.pools import update_waves_problem
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 # Text and TOML have no path or tuple type, so these two are not checked strictly.
@@ -203,6 +204,10 @@ class PoolSection(Section):
         on_update: what new weights do to completions in progress: "abort" goes on under the new
             weights from the tokens so far, "keep" too, without computing their keys anew; "drain"
             finishes them first, which takes as long as the longest.
+        update_waves: 1 updates all engines at once; more, for a standalone pool and at most
+            `count`, updates so many parts of it one after the other, while the others generate on
+            under the older weights. The trainer waits for all of them. What "abort" cuts goes on
+            at the others meanwhile, and is cut again in their turn.
         device: "auto" is cuda where the trainer runs on it.
         max_num_seqs: completions an engine works on at a time.
         max_context_len: longest prompt + completion; default the model's limit, at most 4096.
@@ -211,7 +216,7 @@ class PoolSection(Section):
         num_threads: CPU threads of an engine; default cores / engines.
         engine_args: passed on to the engine unchanged.
         sync_bucket_mib: size of each of the four buffers that weights travel in.
-        sync_timeout_s: for one weight sync, engine start-up included in the first.
+        sync_timeout_s: for one weight update, all its waves, and engine start-up in the first.
         max_restarts: of one engine within ten minutes; more fail the run.
         memory_limit_mib: host memory of an engine's process, above which it is killed and
             restarted; 0 is no limit.
@@ -222,6 +227,7 @@ class PoolSection(Section):
     count: Positive = 1
     mode: Literal["hybrid", "standalone"] = "hybrid"
     on_update: Literal["abort", "keep", "drain"] = "abort"
+    update_waves: Positive = 1
     device: Literal["auto", "cpu", "cuda"] = "auto"
     max_num_seqs: Positive = 256
     max_context_len: Positive | None = None
@@ -234,6 +240,13 @@ class PoolSection(Section):
     max_restarts: Count = 5
     memory_limit_mib: Count = 0
     hung_limit_s: Seconds = 15.0
+
+    @model_validator(mode="after")
+    def _check_update_waves(self) -> Self:
+        problem = update_waves_problem(self.update_waves, self.mode, self.count)
+        if problem:
+            raise ValueError(problem)
+        return self
 
 
 class TrainSection(Section):

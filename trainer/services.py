@@ -124,6 +124,7 @@ def engine_pool_spec(config: TrainerConfig, device_type: str) -> PoolSpec:
         count=pool.count,
         mode=pool.mode,
         on_update=pool.on_update,
+        update_waves=pool.update_waves,
         kwargs=kwargs,
         restart=RestartPolicy(mode="on_failure", max_restarts=pool.max_restarts, window_s=600.0),
         start_timeout_s=pool.sync_timeout_s,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from typing import Any, Self
 
@@ -62,6 +63,12 @@ class GapManager:
             await self._dispatcher.changed.wait()
         return list(self._dispatcher.came_at[version].values())
 
+    def longest_silence(self, since: float, until: float) -> float:
+        """Longest time between two batches of tokens, of any engine, some of it in that span."""
+        times = self._dispatcher.applied_at
+        pairs = itertools.pairwise(times)
+        return max(b - a for a, b in pairs if b > since and a < until)
+
     def _submit(self) -> None:
         self._num_begun += 1
         sample = Trajectory(
@@ -89,11 +96,14 @@ class _NotingDispatcher(Dispatcher):
     def __init__(self, router: Router, on_failure: Any, journal: Recorder) -> None:
         super().__init__(router, on_failure, journal)
         self.came_at: dict[int, dict[EngineId, float]] = {}
+        self.applied_at: list[float] = []
         self.changed = asyncio.Event()
 
     def on_batch(self, engine: EngineId, batch: DeltaBatch) -> None:
         super().on_batch(engine, batch)
         now = time.monotonic()
+        if len(batch.tokens):
+            self.applied_at.append(now)
         for version in np.unique(batch.versions).tolist():
             self.came_at.setdefault(version, {}).setdefault(engine, now)
         self.changed.set()

@@ -21,7 +21,8 @@ def run(
     Of `deltas.run` with `num_trajectories`, all; with a tenth and with five times as many,
     `cpu_us_per_run_at_...`: where the cost is linear, or better, it does not grow. Of the ledger
     `trajectories_per_s` and, as `ledger_...`, how long the loop was blocked. Of the update all,
-    with engines that abort and resume, and `..._keep_ms` with engines that freeze and go on.
+    with engines that abort and resume, `..._keep_ms` with engines that freeze and go on, and
+    `..._rolling_ms` with one engine after the other.
     """
     rows: list[dict[str, Any]] = []
     for idx in range(rounds):
@@ -39,5 +40,7 @@ def run(
         row |= update_gap.run(_NUM_UPDATES, "abort")
         kept = update_gap.run(_NUM_UPDATES, "keep")
         row["update_gap_keep_ms"] = kept["update_gap_ms"]
+        rolling = update_gap.run(_NUM_UPDATES, "abort", update_waves=2)
+        row["update_silence_rolling_ms"] = rolling["update_silence_ms"]
         rows.append(row)
     return median_of(rows)

@@ -41,17 +41,18 @@ _MODEL: Final[dict[str, Any]] = {
 }
 
 
-def run(num_updates: int, on_update: str) -> dict[str, float]:
+def run(num_updates: int, on_update: str, update_waves: int = 1) -> dict[str, float]:
     """Updates two engines that generate for 32 trajectories; a supervisor, a manager, real syncs.
 
     Args:
-        on_update: what the update does to running generation, see `PoolSpec`.
+        on_update, update_waves: see `PoolSpec`.
 
     Returns:
         Medians over the updates: `update_gap_ms` from the call of `publish` to the first token of
         the new version at the manager, the slower engine's, less the transfer (`transfer_s` of the
-        sync's report); `update_gap_first_ms`, the faster engine's; `transfer_ms`; `update_ms`, of
-        the whole `publish`. `update_gap_max_ms` is the longest.
+        sync's report); `update_gap_first_ms`, the faster engine's; `update_silence_ms`, the longest
+        time without tokens of either engine; `transfer_ms`; `update_ms`, of the whole `publish`.
+        `update_gap_max_ms` is the longest.
     """
     rows: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory(prefix="umbra-bench-") as name:
@@ -60,14 +61,14 @@ def run(num_updates: int, on_update: str) -> dict[str, float]:
         with Session.from_torchrun(
             SessionConfig(run_dir=folder / "run"), on_note=lambda text: None
         ) as session:
-            rows += _updates(session, folder, num_updates, on_update)
+            rows += _updates(session, folder, num_updates, on_update, update_waves)
     facts = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
     facts["update_gap_max_ms"] = max(row["update_gap_ms"] for row in rows)
     return facts
 
 
 def _updates(
-    session: Session, folder: Path, num_updates: int, on_update: str
+    session: Session, folder: Path, num_updates: int, on_update: str, update_waves: int
 ) -> list[dict[str, float]]:
     session.create_pool(
         PoolSpec(
@@ -76,6 +77,7 @@ def _updates(
             count=_NUM_ENGINES,
             mode="standalone",
             on_update=on_update,
+            update_waves=update_waves,
             kwargs={"model_path": str(folder), "max_context_len": _PROMPT_LEN + _COMPLETION_LEN},
             env={"OMP_NUM_THREADS": "1"},
         )
@@ -102,6 +104,7 @@ def _updates(
             {
                 "update_gap_ms": (max(came_at) - began - report.transfer_s) * 1e3,
                 "update_gap_first_ms": (min(came_at) - began - report.transfer_s) * 1e3,
+                "update_silence_ms": manager.call("longest_silence", began, max(came_at)) * 1e3,
                 "transfer_ms": report.transfer_s * 1e3,
                 "update_ms": (ended - began) * 1e3,
             }

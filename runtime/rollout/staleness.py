@@ -32,7 +32,8 @@ class StalenessBound:
     over_sampling is 1, that alone keeps the bound: say a group is admitted when s steps are done.
     Of those before it, fewer than G * (k + 1) are open, and each step until its own takes G of
     these, or they are dropped. So it is handed out for s + k at the latest, and its first token
-    cannot be older than its admission.
+    cannot be older than its admission: the batch for s is asked for once every engine that serves
+    has the weights of s, also where they are updated one after the other.
 
     Otherwise a group can be overtaken. Then it is dropped as soon as the weights it was begun with
     are too old (`is_too_old`); and whatever happened, `check` is the last word at hand-out.

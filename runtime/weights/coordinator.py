@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any, Final, cast
 
 from umbra.runtime.errors import ProtocolError, WeightSyncError
-from umbra.runtime.lifecycle import EngineState
 from umbra.runtime.weights.image import NUM_BUFFERS, BucketGrid
 from umbra.runtime.weights.manifest import ALIGNMENT, Manifest, align
 from umbra.runtime.weights.memfd import FdServer, close_fds, create_buckets
@@ -30,12 +29,10 @@ from umbra.runtime.weights.sync_events import Aborted, RankFilled, RankJoined
 from umbra.runtime.weights.sync_run import SyncRun
 from umbra.runtime.weights.sync_worker import OpenedImage, SyncEngine
 from umbra.runtime.weights.transaction import Phase
+from umbra.runtime.weights.waves import able_engines, choose_wave, remaining
 
 logger = logging.getLogger(__name__)
 
-_ABLE_STATES: Final = frozenset(
-    {EngineState.SERVING, EngineState.PAUSED, EngineState.PENDING_WEIGHTS, EngineState.ASLEEP}
-)
 _ANSWER_SHARE: Final = 0.9
 # The lease ends this part into a rank's patience, so that the rank hears why instead of timing out.
 _ENDED_KEPT: Final = 8
@@ -50,13 +47,15 @@ class SyncSettings:
         bucket_nbytes: size of each of the NUM_BUFFERS buffers. All together should stay in the
             last-level cache, so that only the tensors themselves go through memory; smaller ones
             spend the time in waking each other.
-        attest_every: checksums on the first sync and on every so-manieth after it, and whenever
+        attest_every: checksums of the first version and of every so-manieth after it, and whenever
             an engine takes part for the first time. Counts and bytes are checked always.
         engine_timeout_s: longest a single request to an engine may take, or its load stand still,
             before it is replaced; never more than half of what is left of the sync's time.
         pause_mode: what happens to running generation: abort, keep or drain.
         require_engine: a sync that reaches no engine fails. If False it commits the version, with
             a warning, for engines to catch up with.
+        update_waves: a new version reaches the pool in so many syncs, one after the other, each
+            with a part of the engines; see `umbra.runtime.weights.waves`.
     """
 
     bucket_nbytes: int = 2 << 20
@@ -64,6 +63,7 @@ class SyncSettings:
     engine_timeout_s: float = 60.0
     pause_mode: str = "abort"
     require_engine: bool = True
+    update_waves: int = 1
 
 
 class SyncCoordinator:
@@ -99,9 +99,11 @@ class SyncCoordinator:
         self._fds: dict[str, int] = {}
         self._progress: tuple[str, int, SyncProgress] | None = None  # name, descriptor, mapping
         self._why_no_buckets = ""
-        self._num_syncs = 0
+        self._num_versions = 0  # committed
+        self._num_waves = 0  # committed syncs of `version`
         self._layout: tuple[object, Manifest] | None = None  # the last, on the wire and read
         self._attested: set[tuple[str, int]] = set()
+        self._discarded: set[tuple[str, int]] = set()  # killed; some may not be reaped yet
         self._current: SyncRun | None = None
         self._ended: collections.OrderedDict[str, SyncRun] = collections.OrderedDict()
         self._to_start: asyncio.Queue[SyncRun] = asyncio.Queue()
@@ -222,29 +224,32 @@ class SyncCoordinator:
     # -- what a run asks for -------------------------------------------------------------
 
     def open_image(self, version: int, manifest: Manifest, num_ranks: int) -> OpenedImage:
-        """Chooses the engines: all able ones, or those that lack `version`.
+        """Chooses the engines: the next wave of those that can take part and lack `version`.
 
         Raises:
             WeightSyncError: the system has no memory or descriptors for a sync.
         """
-        able = [engine for engine in self._engines() if engine.lifecycle.state in _ABLE_STATES]
+        chosen = self._able_engines()
+        num_versions, num_waves_left = self._num_versions, self._settings.update_waves
         if version == self.version:
-            able = [engine for engine in able if engine.lifecycle.version != version]
+            chosen = [engine for engine in chosen if engine.lifecycle.version != version]
+            num_versions, num_waves_left = num_versions - 1, num_waves_left - self._num_waves
+        chosen = choose_wave(chosen, num_waves_left)
         if not self._fds:
             raise WeightSyncError(self._why_no_buckets)
         bucket_nbytes = min(
             align(self._settings.bucket_nbytes), max(align(manifest.nbytes), ALIGNMENT)
         )
-        is_due = self._num_syncs % self._settings.attest_every == 0
-        is_new = any((e.name, e.incarnation) not in self._attested for e in able)
-        name, progress = self._open_progress(num_ranks, len(able))
+        is_due = num_versions % self._settings.attest_every == 0
+        is_new = any((e.name, e.incarnation) not in self._attested for e in chosen)
+        name, progress = self._open_progress(num_ranks, len(chosen))
         return OpenedImage(
-            engines=able,
+            engines=chosen,
             buckets={
                 "fd_socket": self._fd_socket,
                 "names": list(self._fds),
                 "bucket_nbytes": bucket_nbytes,
-                "progress": {"name": name, "num_ranks": num_ranks, "num_engines": len(able)},
+                "progress": {"name": name, "num_ranks": num_ranks, "num_engines": len(chosen)},
             },
             progress=progress,
             num_buckets=BucketGrid(manifest.nbytes, bucket_nbytes).num_buckets,
@@ -259,11 +264,13 @@ class SyncCoordinator:
             self._attested = {
                 (e.name, e.incarnation) for e in run.opened.engines if e.name in engines
             } | self._attested
-        self._num_syncs += 1
+        is_first = version != self.version
+        self._num_versions += is_first
+        self._num_waves = 1 if is_first else self._num_waves + 1
         self.version = version
         if engines:
             logger.info("pool %s: version %d is on %s", self._pool, version, ", ".join(engines))
-        else:
+        elif is_first:
             logger.warning(
                 "pool %s: version %d is on no engine yet: %s",
                 self._pool,
@@ -273,7 +280,19 @@ class SyncCoordinator:
         if self._on_commit is not None:
             self._on_commit(version)
 
+    def remaining(self, version: int) -> list[str]:
+        """See `umbra.runtime.weights.waves.remaining`."""
+        return remaining(self._able_engines(), version)
+
+    def on_discarded(self, engine: str, incarnation: int) -> None:
+        """That life of an engine takes part in nothing any more."""
+        self._discarded.add((engine, incarnation))
+
     # -- private -------------------------------------------------------------------------
+
+    def _able_engines(self) -> list[SyncEngine]:
+        able = able_engines(self._engines())
+        return [e for e in able if (e.name, e.incarnation) not in self._discarded]
 
     def _read_manifest(self, raw: object) -> Manifest:
         """Most syncs have the layout of the one before: comparing is a tenth of reading."""

@@ -11,7 +11,7 @@ when this rank has filled everything.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, Self
@@ -63,17 +63,19 @@ class SyncSupervisor(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncReport:
-    """How a sync went.
+    """How a sync went, or all waves of a rolling update.
 
     Attributes:
         engines: name -> {"nbytes": bytes loaded, "load_s": seconds that took, waits included}.
         failed: name -> why this engine did not get the version; it is being replaced.
-        prepare_s, transfer_s, attest_s, resume_s: seconds of each phase.
+        remaining: engines that serve an older version, and get this one by the next wave.
+        prepare_s, transfer_s, attest_s, resume_s: seconds of each phase, over all waves.
     """
 
     version: int
     engines: Mapping[str, Mapping[str, float]]
     failed: Mapping[str, str]
+    remaining: Sequence[str]
     prepare_s: float
     transfer_s: float
     attest_s: float
@@ -85,6 +87,19 @@ class SyncReport:
             return cls(**{name: raw[name] for name in cls.__slots__})
         except KeyError as error:
             raise ProtocolError(f"a sync report lacks {error}") from None
+
+    def joined(self, later: SyncReport) -> SyncReport:
+        """With what the next wave reports."""
+        return SyncReport(
+            version=self.version,
+            engines={**self.engines, **later.engines},
+            failed={**self.failed, **later.failed},
+            remaining=later.remaining,
+            prepare_s=self.prepare_s + later.prepare_s,
+            transfer_s=self.transfer_s + later.transfer_s,
+            attest_s=self.attest_s + later.attest_s,
+            resume_s=self.resume_s + later.resume_s,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,16 +155,23 @@ class WeightPublisher:
         """Carries the tensors to the engines of `pool`; returns when they serve `version`.
 
         Collective: all ranks. If `version` is the one the pool already has, only the engines that
-        lack it take part. Any failure here aborts the sync for every rank.
+        lack it take part. Where the pool is updated in waves, that is one sync for each of them.
+        Any failure here aborts the sync for every rank.
 
         Raises:
             WeightSyncError: no engine got the version, or a rank did not come or failed.
             DeadlineExceeded: `timeout_s` seconds went by.
         """
         deadline = time.monotonic() + timeout_s
+        report = self._publish_wave(pool, version, deadline)
+        while report.remaining:  # the same on every rank
+            report = report.joined(self._publish_wave(pool, version, deadline))
+        return report
+
+    def _publish_wave(self, pool: str, version: int, deadline: float) -> SyncReport:
         manifest = self._wire if self._rank == 0 else None
         grant = self._supervisor.sync_begin(
-            pool, version, self._rank, self._world_size, manifest, timeout_s
+            pool, version, self._rank, self._world_size, manifest, _remaining_s(deadline)
         )
         sync_id = str(grant["sync_id"])
         try:

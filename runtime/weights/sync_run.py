@@ -53,6 +53,8 @@ class SyncHost(Protocol):
     def engine_timeout_s(self) -> float: ...
     def open_image(self, version: int, manifest: Manifest, num_ranks: int) -> OpenedImage: ...
     def commit_version(self, version: int, run: SyncRun) -> None: ...
+    def remaining(self, version: int) -> list[str]: ...
+    def on_discarded(self, engine: str, incarnation: int) -> None: ...
 
 
 class SyncRun:
@@ -175,7 +177,9 @@ class SyncRun:
             case CommitVersion():
                 self._host.commit_version(self.version, self)
             case Discard():
-                self._workers[action.engine].discard(action.reason)
+                worker = self._workers[action.engine]
+                worker.discard(action.reason)
+                self._host.on_discarded(action.engine, worker.incarnation)
             case FailRanks():
                 logger.warning("sync of version %d failed: %s", self.version, action.reason)
                 self._fail_ranks(action.reason)
@@ -225,6 +229,7 @@ class SyncRun:
                 for name in self.transaction.live_engines
             },
             "failed": dict(self.transaction.failed),
+            "remaining": self._host.remaining(self.version),
             "prepare_s": prepared_at - entered[Phase.OPENING],
             "transfer_s": entered[Phase.ATTESTING] - prepared_at,
             "attest_s": entered[Phase.COMMITTING] - entered[Phase.ATTESTING],

@@ -140,7 +140,7 @@ class EngineWorker:
         self.load_s = 0.0
         self.prepared_at = 0.0
         self._engine = engine
-        self._incarnation = engine.incarnation
+        self.incarnation = engine.incarnation
         self._was_serving = engine.lifecycle.state == EngineState.SERVING
         self._image = image
         self._transaction = transaction
@@ -158,7 +158,7 @@ class EngineWorker:
         """Kills the engine that took part, and has the ranks go on without it."""
         self.request(Close())
         engine = self._engine
-        is_same = engine.incarnation == self._incarnation
+        is_same = engine.incarnation == self.incarnation
         if is_same and engine.lifecycle.state != EngineState.DEAD:
             engine.kill(f"weight sync: {reason}")
         self._image.progress.dismiss(self.number)  # killed first: it reads no bucket any more
@@ -272,9 +272,9 @@ class EngineWorker:
 
     def _check_incarnation(self) -> None:
         engine = self._engine
-        if engine.incarnation != self._incarnation:
+        if engine.incarnation != self.incarnation:
             raise WeightSyncError(
-                f"incarnation {self._incarnation} of {engine.name} took part, "
+                f"incarnation {self.incarnation} of {engine.name} took part, "
                 f"now there is {engine.incarnation}"
             )
 

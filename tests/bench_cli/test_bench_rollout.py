@@ -42,3 +42,4 @@ def test_rollout_measures_deltas_ledger_and_updates(tmp_path: Path) -> None:
     assert facts["ledger_blocked_max_ms"] > 0
     assert 0 < facts["update_gap_first_ms"] <= facts["update_gap_ms"] <= facts["update_gap_max_ms"]
     assert facts["update_gap_keep_ms"] > 0
+    assert min(facts["update_silence_ms"], facts["update_silence_rolling_ms"]) > 0

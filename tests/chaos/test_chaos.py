@@ -34,15 +34,17 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("seed", "group_size", "on_update"), [(1, 4, "abort"), (2, 8, "keep"), (3, 4, "drain")]
+    ("seed", "group_size", "on_update", "update_waves"),
+    [(1, 4, "abort", 1), (2, 8, "keep", 1), (3, 4, "drain", 1), (4, 4, "abort", 2)],
 )
 def test_no_trajectory_is_lost_doubled_or_wrong(
-    tmp_path: Path, seed: int, group_size: int, on_update: str
+    tmp_path: Path, seed: int, group_size: int, on_update: str, update_waves: int
 ) -> None:
     done = run_chaos(
         tmp_path,
         *("--seed", str(seed), "--trajectories", "384", "--kills", "8", "--updates", "4"),
         *("--group-size", str(group_size), "--on-update", on_update),
+        *("--update-waves", str(update_waves)),
     )
 
     assert done.returncode == 0, done.stdout + done.stderr

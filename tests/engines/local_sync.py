@@ -92,7 +92,7 @@ class LocalSync:
         else:
             self._call(self._engine.commit_update())
             self._call(self._engine.resume())
-        report: dict[str, Any] = {"version": 0, "engines": {}, "failed": {}}
+        report: dict[str, Any] = {"version": 0, "engines": {}, "failed": {}, "remaining": []}
         return report | dict.fromkeys(("prepare_s", "transfer_s", "attest_s", "resume_s"), 0.0)
 
     def sync_abort(self, sync_id: str, rank: int, reason: str, timeout_s: float) -> None:

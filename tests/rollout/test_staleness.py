@@ -85,10 +85,11 @@ class World:
         self.running.pop(group.group_id, None)
 
     # what engines and rewards do
-    def generate(self, group_id: str) -> None:
-        """One token more in each trajectory, under the weights of now."""
+    def generate(self, group_id: str, *, is_updated: bool = False) -> None:
+        """One token more in each trajectory, under the weights of now or those that come next."""
+        version = self.step + 100 + is_updated
         for sample in self.running[group_id][0].trajectories:
-            sample.append_generated(np.ones(1, np.int32), np.zeros(1, np.float32), self.step + 100)
+            sample.append_generated(np.ones(1, np.int32), np.zeros(1, np.float32), version)
 
     def score(self, group_id: str, rewards: tuple[float, float] = (0.0, 1.0)) -> None:
         group, on_scored, _ = self.running.pop(group_id)
@@ -306,6 +307,13 @@ def test_whatever_happens_the_bound_holds(
         for _ in range(data.draw(st.integers(0, 3), "meanwhile")):
             if world.running:  # while the ranks train, engines go on
                 world.generate(data.draw(st.sampled_from(list(world.running))))
+        world.learn(world.step + 101, world.step + 1)
+        for _ in range(data.draw(st.integers(0, 4), "during a rolling update")):
+            if world.running:
+                group_id = data.draw(st.sampled_from(list(world.running)))
+                world.generate(group_id, is_updated=data.draw(st.booleans(), "is updated"))
+                if data.draw(st.booleans(), "ends"):
+                    world.score(group_id, (1.0, 1.0))  # another may be admitted in its place
         world.advance(world.step + 1)
 
     assert len(trained) == len(set(trained)), "none twice"

@@ -90,6 +90,11 @@ def test_an_override_may_make_a_new_section(config_file: Path) -> None:
             ["pool.engine", "'embedded', 'echo', 'faulty' or the 'module:Class'"],
         ),
         ("rollout.temperature=0", ["rollout.temperature", "greater than 0"]),
+        ("pool.update_waves=0", ["pool.update_waves", "greater than or equal to 1"]),
+        (
+            "pool.update_waves=2",
+            ["pool: update_waves 2 is for mode 'standalone'", "set update_waves to 1, or mode to"],
+        ),
         ("train=3", ["section.key=value"]),
         ("train.steps", ["section.key=value"]),
         ("train.steps.more=3", ["steps is a value, not a section"]),
@@ -103,6 +108,14 @@ def test_a_wrong_setting_names_key_and_what_is_allowed(
 
     for text in said:
         assert text in str(raised.value)
+
+
+def test_there_are_no_more_update_waves_than_engines(config_file: Path) -> None:
+    standalone = ["pool.mode=standalone", "pool.count=4"]
+
+    assert load_config(config_file, [*standalone, "pool.update_waves=4"]).pool.update_waves == 4
+    with pytest.raises(ConfigError, match="not possible with 4 engines: use 1 to 4, or raise"):
+        load_config(config_file, [*standalone, "pool.update_waves=5"])
 
 
 def test_all_wrong_settings_are_named_at_once(config_file: Path) -> None:
