@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,9 @@ from umbra.runtime.rollout.training_flow import TrainingFlow
 from umbra.runtime.rollout.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
+
+_POOL_S: Final = 10.0
+"""For the supervisor to say whether there is a pool; it answers from memory."""
 
 
 class RolloutManager:
@@ -125,6 +128,8 @@ class RolloutManager:
         """Owns every task of the manager; lives until the actor is stopped."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._send_notes())
+            if self._context.num_restarts:
+                tasks.create_task(self._take_up())
             await self._wanted.wait()  # the pool and the workers may be made after the manager
             tasks.create_task(self._workers.run())
             tasks.create_task(self._follow_pool())
@@ -221,6 +226,23 @@ class RolloutManager:
         self._recorder.version(version, step)
         self._versions.learn(version, step)
 
+    async def _take_up(self) -> None:
+        """Goes on where the life before this one was killed: the ranks may not ask for minutes.
+
+        Where that fails, the ranks hear why when they ask.
+        """
+        pool = self._config.pool
+        try:
+            async with self._recovering:
+                if not self._is_recovered:
+                    await self._context.supervisor.call("pool_states", pool, timeout_s=_POOL_S)
+                    await self._recover(None, "")
+                    self._flow.go_on()
+        except UmbraError as error:
+            logger.warning("waits for the ranks to ask: %s", error)
+        else:
+            self._wanted.set()
+
     async def _ensure_recovered(self) -> None:
         async with self._recovering:
             if not self._is_recovered:
@@ -269,6 +291,7 @@ class RolloutManager:
         """See `AgentSessions.keep`."""
         await self._sessions.keep(session, key, value)
 
+    @idempotent
     def stats(self) -> dict[str, Any]:
         """What is in progress, for progress lines."""
         return {

@@ -104,8 +104,20 @@ class TrainingFlow:
             self._drop(place, "too old")
         self.admit()
 
+    def go_on(self) -> None:
+        """After `restore`, where the ranks have not asked yet and may train meanwhile.
+
+        What the last batch was handed out for is the step that admission counts from. With none
+        out, a later step may be announced, for which what engines have is too old: nothing new is
+        begun.
+        """
+        if self._leases:
+            self.advance(max(self._leases))
+
     def admit(self) -> None:
-        """Starts as many groups as the bound has room for."""
+        """Starts as many groups as the bound has room for, once a step is known."""
+        if self._step < 0:
+            return
         while self._next_place is not None and self._bound.room(self._num_open):
             if self._held:
                 place = min(self._held)

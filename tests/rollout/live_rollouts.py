@@ -189,6 +189,12 @@ class LiveRollouts:
     def signal(self, name: str, signum: int) -> None:
         os.kill(self.processes()[name]["pid"], signum)
 
+    def replace_manager(self) -> None:
+        """SIGKILLs the manager; returns when its successor is up."""
+        lost = self.processes()["rollouts"]["incarnation"]
+        self.signal("rollouts", signal.SIGKILL)
+        self.session.supervisor_call("resolve", "rollouts", 20.0, lost, timeout_s=21.0)
+
     def failure_of_next_batch(self, rank: int, step: int) -> RolloutError:
         """The error that a rank gets instead of a batch."""
         try:

@@ -12,6 +12,7 @@ import pytest
 from live_rollouts import LiveRollouts, killing, merged, while_generating
 from test_live_rollouts import expected_completions
 
+from umbra.runtime.errors import LedgerError
 from umbra.runtime.rollout.ledger.accounts import SampleState
 from umbra.runtime.rollout.ledger.history import read_history
 from umbra.runtime.rollout.ledger.replay import replay
@@ -76,6 +77,81 @@ def test_killed_between_batches_it_hands_out_the_next_as_if_nothing_had_been(
     state = ledger_of(live)
     assert state.counts[SampleState.TRAINED] == 8 * 3
     assert state.counts[SampleState.DROPPED] == 0
+
+
+def wait_for_progress(live: LiveRollouts, name: str, count: int) -> None:
+    """Until `stats` counts so many; nothing that a rank calls."""
+    deadline = time.monotonic() + 20.0
+    while (found := live.manager.call("stats")["training"][name]) < count:
+        assert time.monotonic() < deadline, f"{found} {name}"
+
+
+def test_killed_while_the_ranks_train_it_goes_on_before_they_ask(
+    umbra_session: Session, tmp_path: Path
+) -> None:
+    settings = {"max_staleness": 1, "groups_per_step": 2}
+    live = LiveRollouts(umbra_session, tmp_path, config=settings, engine={"tokens_per_s": 200.0})
+    order = [*expected_completions(0).items(), *expected_completions(1).items()]
+    live.announce(0, 0)
+    live.publish(0)
+    live.next_batch(0)
+
+    live.replace_manager()
+    wait_for_progress(live, "groups_ready", 2)
+    live.replace_manager()
+    wait_for_progress(live, "groups_ready", 2)
+    live.announce(1, 1)
+    live.publish(1)
+    batch = merged(live.next_batch(1))
+
+    assert completions(batch) == dict(order[8:16])
+    assert all(set(sample["versions"]) == {0} for sample in batch.values())
+    assert ledger_of(live).counts[SampleState.TRAINED] == 8
+
+
+def test_a_manager_that_went_on_by_itself_still_takes_back(
+    umbra_session: Session, tmp_path: Path
+) -> None:
+    live = LiveRollouts(umbra_session, tmp_path, config={"max_staleness": 1})
+    batches: list[dict[str, dict[str, Any]]] = []
+    for step in range(2):
+        live.announce(step, step)
+        live.publish(step)
+        batches.append(merged(live.next_batch(step)))
+    live.replace_manager()
+    wait_for_progress(live, "groups_ready", 4)
+
+    live.manager.call("begin", 0, 0, "")
+    live.announce(10, 0)
+    live.publish(10)
+
+    assert completions(merged(live.next_batch(0))) == completions(batches[0])
+    state = ledger_of(live)
+    assert state.totals.restores == 1
+    assert state.counts[SampleState.LEASED] == 16
+
+
+def test_what_it_cannot_recover_from_the_ranks_are_told(
+    umbra_session: Session, tmp_path: Path
+) -> None:
+    live = LiveRollouts(umbra_session, tmp_path)
+    live.publish(0)
+    live.next_batch(0)
+    prompts = tmp_path / "prompts.msgpack"
+    prompts.write_bytes(prompts.read_bytes().replace(b"p1", b"x1"))
+
+    live.replace_manager()
+    for _ in range(2):
+        failures = live.call_as_ranks(lambda rank: failure_of_next_batch(live, rank, 1))
+        assert all("the data set, train.seed" in text for text in failures), failures
+
+    assert live.processes()["rollouts"]["incarnation"] == 2
+
+
+def failure_of_next_batch(live: LiveRollouts, rank: int, step: int) -> str:
+    with pytest.raises(LedgerError) as caught:
+        live.manager.call("next_batch", rank, step, 0, timeout_s=20.0)
+    return str(caught.value)
 
 
 def test_a_rank_that_lost_its_answer_gets_it_alone(umbra_session: Session, tmp_path: Path) -> None:
