@@ -14,11 +14,12 @@ from typing import Any
 from umbra.runtime.errors import RolloutError, UmbraError
 from umbra.runtime.rollout.admission import Admission
 from umbra.runtime.rollout.alarm import Alarm
-from umbra.runtime.rollout.answers import batch_answers, evaluation_answers
+from umbra.runtime.rollout.answers import batch_answers, evaluation_outcome
 from umbra.runtime.rollout.config import RolloutConfig
 from umbra.runtime.rollout.fleet import Fleet
 from umbra.runtime.rollout.group_runner import GroupRunner
 from umbra.runtime.rollout.harvest import Harvest
+from umbra.runtime.rollout.ledger.events import Evaluated
 from umbra.runtime.rollout.recorder import Recorder
 from umbra.runtime.rollout.rendezvous import Rendezvous, Round
 from umbra.runtime.rollout.sync_asks import CatchUp
@@ -61,7 +62,7 @@ class Rounds:
         self._starving = Alarm(config.engine_timeout_s, self._on_starved)
         self._round: Round | None = None
         self._evaluation: Harvest | None = None
-        self._last_evaluation: tuple[Round | None, list[dict[str, Any]]] = (None, [])
+        self._last_evaluation: Evaluated | None = None
         self._num_answers = 0
         self._num_delivered = 0
         self._to_deliver: asyncio.Queue[tuple[Round, list[dict[str, Any]]]] = asyncio.Queue()
@@ -103,9 +104,9 @@ class Rounds:
 
     async def _lost_answer(self, rank: int, wanted: Round) -> dict[str, Any] | None:
         """What was answered before, for a rank that it did not reach: the others have gone on."""
-        last, answers = self._last_evaluation
-        if wanted == last:
-            return answers[rank]
+        last = self._last_evaluation
+        if last is not None and wanted == Round("evaluate", last.step, last.temperature):
+            return dict(last.outcome)
         if wanted.version is None or self._flow.leased(wanted.step) is None:
             return None
         await self._recorder.durable()
@@ -134,10 +135,10 @@ class Rounds:
         )
         self._evaluation.begin()
 
-    def forget(self) -> None:
-        """The manager takes up what the ledger has, in place of what is under way."""
+    def restore(self, evaluation: Evaluated | None) -> None:
+        """What the ranks got last, as the ledger has it, in place of what is under way."""
         self._drop_evaluation()
-        self._last_evaluation = (None, [])
+        self._last_evaluation = evaluation
 
     def _drop_evaluation(self) -> None:
         if self._evaluation is not None:
@@ -180,7 +181,9 @@ class Rounds:
         if evaluation is None or not evaluation.is_done:
             return None
         self._evaluation = None
-        return evaluation_answers(evaluation, self._config)
+        outcome = evaluation_outcome(evaluation, self._config)
+        self._recorder.evaluated(wanted.step, wanted.temperature, outcome)
+        return [outcome] * self._config.world_size
 
     async def _deliver(self) -> None:
         """Hands answers out once it is on disk that they were."""
@@ -192,7 +195,7 @@ class Rounds:
                 self._on_failure(error)
                 continue
             if wanted.version is None:
-                self._last_evaluation = (wanted, answers)
+                self._last_evaluation = Evaluated(wanted.step, wanted.temperature, answers[0])
             self._num_answers += 1
             self._ranks.give(wanted, answers)
 

@@ -250,7 +250,7 @@ class RolloutManager:
 
     async def _recover(self, restored: Restored | None, needs: str) -> dict[str, int]:
         """Takes up what the ledger has, in place of what is under way."""
-        self._rounds.forget()
+        self._rounds.restore(None)
         self._flow.abandon()
         recovered = Recovered()
         state = await self._recorder.recover(restored, needs)
@@ -262,6 +262,7 @@ class RolloutManager:
                 self._admission.training_group,
                 lambda sample, held: self._sessions.remember(sample, held.recorded),
             )
+            self._rounds.restore(state.evaluation)
         self._flow.restore(recovered)
         self._is_recovered = True
         groups = len(recovered.open) + len(recovered.ready)

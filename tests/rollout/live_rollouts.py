@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -204,6 +205,12 @@ class LiveRollouts:
         except RolloutError as error:
             return error
         raise AssertionError(f"rank {rank} got {answer['kind']} instead of an error")
+
+    def wait_for_round(self, name: str) -> None:
+        """Returns once a rank waits for it."""
+        deadline = time.monotonic() + 20.0
+        while (found := self.manager.call("stats")["round"]) != name:
+            assert time.monotonic() < deadline, found
 
     def wait_for_tokens(self, num_tokens: int) -> None:
         """Returns once the manager has so many tokens of the round in progress."""

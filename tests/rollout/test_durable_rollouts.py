@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,42 @@ def test_a_rank_that_lost_its_answer_gets_it_alone(umbra_session: Session, tmp_p
         live.signal("rollouts", signal.SIGKILL)  # what it was is in the ledger
     evaluation = live.evaluate(0)
     assert lost(1, "evaluate", 0) == evaluation[1]
+
+
+def test_an_evaluation_that_some_ranks_lack_is_given_to_them_by_the_next_manager(
+    umbra_session: Session, tmp_path: Path
+) -> None:
+    live = LiveRollouts(umbra_session, tmp_path)
+    live.announce(0, 0)
+    live.publish(0)
+    evaluation = live.evaluate(0)
+
+    live.replace_manager()
+    with ThreadPoolExecutor(1) as side:  # rank 0 has its answer
+        ahead = side.submit(live.manager.call, "next_batch", 0, 0, 0, timeout_s=20.0)
+        live.wait_for_round("next_batch(step=0)")
+        again = live.manager.call("evaluate", 1, 0, timeout_s=20.0)
+        batch = [live.manager.call("next_batch", 1, 0, 0, timeout_s=20.0), ahead.result(20.0)]
+
+    assert again == evaluation[1]
+    assert completions(merged(batch)) == expected_completions(0)
+
+
+def test_after_a_rollback_an_evaluation_is_made_anew(
+    umbra_session: Session, tmp_path: Path
+) -> None:
+    live = LiveRollouts(umbra_session, tmp_path)
+    live.publish(0)
+    evaluation = live.evaluate(0)
+    made = tokens_made(live)
+
+    live.replace_manager()
+    assert live.evaluate(0) == evaluation
+    assert tokens_made(live) == made
+    live.manager.call("begin", 0, 0, "")
+
+    assert live.evaluate(0)[0]["accuracy"] == evaluation[0]["accuracy"]
+    assert tokens_made(live) == 2 * made
 
 
 def test_a_rollback_takes_back_what_came_after_the_checkpoint(
