@@ -3,6 +3,17 @@
     next_batch / evaluate of each rank --join--> Rendezvous --answer--> disk --deliver--> the ranks
 
 One round is under way at a time. Whatever may have changed its outcome ends in `answer()`.
+
+A manager that dies while it answers leaves the ranks apart: some have the answer and go on, the
+others ask its successor for the same again, one by one.
+
+    batch        its lease is in the ledger; a rank that asks again gets its part alone. The others
+                 cannot finish the step without it.
+    evaluation   its outcome is in the ledger, and given likewise. The others wait in a later round.
+    sync_wanted  the others wait in `sync_begin` of the current version, which the supervisor knows:
+                 a round that lacks ranks asks it, and who waits is sent after them (`CatchUp`).
+    an error     ends the ranks that have it, and so the job.
+    none yet     on disk: no rank has it, all ask again.
 """
 
 from __future__ import annotations
@@ -22,7 +33,7 @@ from umbra.runtime.rollout.harvest import Harvest
 from umbra.runtime.rollout.ledger.events import Evaluated
 from umbra.runtime.rollout.recorder import Recorder
 from umbra.runtime.rollout.rendezvous import Rendezvous, Round
-from umbra.runtime.rollout.sync_asks import CatchUp
+from umbra.runtime.rollout.sync_asks import CatchUp, Waiting
 from umbra.runtime.rollout.training_flow import TrainingFlow
 from umbra.runtime.rpc.client import Handle
 
@@ -58,7 +69,7 @@ class Rounds:
         self._learn = learn
         self._on_failure = on_failure
         self._catch_up = CatchUp(supervisor, config.pool, self._who_waits, self._ask_for_sync)
-        self._ranks = Rendezvous(config.world_size, config.rank_timeout_s)
+        self._ranks = Rendezvous(config.world_size, config.rank_timeout_s, self._catch_up.look)
         self._starving = Alarm(config.engine_timeout_s, self._on_starved)
         self._round: Round | None = None
         self._evaluation: Harvest | None = None
@@ -207,14 +218,16 @@ class Rounds:
 
     # -- private -------------------------------------------------------------------------
 
-    def _who_waits(self) -> tuple[Round, int] | None:
-        if self._round is None or not self._ranks.is_full:
+    def _who_waits(self) -> Waiting | None:
+        if self._round is None or not self._ranks.waiting:
             return None
-        return self._round, self._num_answers
+        ranks = self._ranks
+        return Waiting(self._round, self._num_answers, ranks.waiting, ranks.is_full)
 
     def _ask_for_sync(self, answer: dict[str, Any]) -> None:
+        assert self._round is not None
         self._num_answers += 1
-        self._ranks.resolve([answer] * self._config.world_size)
+        self._ranks.give(self._round, [answer] * self._config.world_size)
 
     def _on_starved(self) -> None:
         self._on_failure(

