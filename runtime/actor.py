@@ -87,11 +87,14 @@ class ActorContext:
     """What the actor running in this process knows about itself.
 
     Attributes:
+        num_restarts: lives that ended before this one. An actor that was spawned anew under an old
+            name (after an elastic restart) counts its incarnations on, and these from 0.
         supervisor: the supervisor of this node.
     """
 
     name: str
     incarnation: int
+    num_restarts: int
     node_id: str
     supervisor: Handle
     client: Client

@@ -63,6 +63,7 @@ class _Host:
                 ActorContext(
                     name=self._spec.name,
                     incarnation=incarnation,
+                    num_restarts=self._config["num_restarts"],
                     node_id=self._config["node_id"],
                     supervisor=client.handle(supervisor),
                     client=client,

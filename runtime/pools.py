@@ -158,6 +158,7 @@ class EnginePool:
         self._note = note
         self._tasks = tasks
         self._sleep_level: SleepLevel | None = None
+        self._gathering: set[int] = set()  # ranks that publish the current version once more
         self._returned: set[tuple[str, int]] = set()
         self._watchers: set[asyncio.Queue[dict[str, Any]]] = set()
 
@@ -206,12 +207,13 @@ class EnginePool:
             self._watchers.discard(changes)
 
     def catch_up(self) -> dict[str, Any]:
-        """See `umbra.runtime.lifecycle.catch_up`; nobody while a sync is under way."""
+        """See `umbra.runtime.lifecycle.catch_up`; no engine while a sync is under way."""
         lifecycles = {name: engine.lifecycle for name, engine in self.engines.items()}
         waiting = catch_up(lifecycles, self.sync.version, not self.sync.is_syncing)
         return {
             "version": self.sync.version,
             "engines": [[name, self.engines[name].incarnation] for name in waiting],
+            "ranks": sorted(self._gathering),
         }
 
     def states(self) -> list[dict[str, Any]]:
@@ -308,4 +310,11 @@ class EnginePool:
                 f"pool {self.spec.name} has version {self.sync.version} already, got {version}"
             )
         self._sleep_level = None
-        return await self.sync.sync_begin(version, rank, world_size, manifest, timeout_s)
+        is_repeated = version == self.sync.version
+        if is_repeated:
+            self._gathering.add(rank)
+        try:
+            return await self.sync.sync_begin(version, rank, world_size, manifest, timeout_s)
+        finally:
+            if is_repeated:
+                self._gathering.discard(rank)

@@ -313,6 +313,7 @@ class SupervisedActor:
         config = {
             "spec": self.spec.to_wire(),
             "incarnation": self.incarnation,
+            "num_restarts": self.num_restarts,
             "node_id": self._node.node_id,
             "ipc_endpoint": ref.ipc_endpoint,
             "heartbeat": self._heartbeat_endpoint(),

@@ -364,7 +364,8 @@ class Supervisor:
         """Which engines wait for which version, for ranks that wait for a batch.
 
         Returns:
-            {"version": int | None, "engines": [[name, incarnation], ...]}
+            {"version": int | None, "engines": [[name, incarnation], ...], "ranks": [rank, ...]};
+            `ranks` publish that version again already, and wait for the others to do it too.
         """
         return self._pool(name).catch_up()
 

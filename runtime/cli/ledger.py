@@ -69,6 +69,7 @@ def _summary(index: LedgerIndex) -> dict[str, Any]:
         "totals": {name: sum(manager[name] for manager in managers) for name in _TOTALS},
         "steps_done": max(manager["steps_done"] for manager in managers),
         "covered_step": max(manager["covered_step"] for manager in managers),
+        "evaluations": index.evaluations(),
         "managers": managers,
     }
 
@@ -94,6 +95,11 @@ def _summary_text(facts: Mapping[str, Any]) -> str:
         f"optimizer steps done: {facts['steps_done']}, covered by a checkpoint: "
         f"{facts['covered_step']}"
     )
+    if facts["evaluations"]:
+        last = facts["evaluations"][-1]
+        lines.append(
+            f"evaluations: {len(facts['evaluations'])}, the last after step {last['step']}"
+        )
     for manager in facts["managers"]:
         lives = manager["lives"]
         newest = f", the newest since {_time(lives[-1]['time_s'])}" if lives else ""

@@ -43,11 +43,11 @@ def batch_answers(
     return [{**shared, **rank_columns(groups, advantages, plan)} for plan in plans]
 
 
-def evaluation_answers(harvest: Harvest, config: RolloutConfig) -> list[dict[str, Any]]:
-    """The outcome of an evaluation, the same for every rank."""
+def evaluation_outcome(harvest: Harvest, config: RolloutConfig) -> dict[str, Any]:
+    """What every rank gets of an evaluation."""
     metrics = batch_metrics(harvest.groups, harvest.gen_s)
     rewards = np.concatenate([group.rewards for group in harvest.groups])
-    answer = {
+    return {
         "kind": "eval",
         "mean_reward": metrics["reward_mean"],
         "accuracy": float(np.mean(rewards >= config.accuracy_threshold)),
@@ -57,4 +57,3 @@ def evaluation_answers(harvest: Harvest, config: RolloutConfig) -> list[dict[str
         "completion_len_mean": metrics["completion_len_mean"],
         "truncated_share": metrics["truncated_share"],
     }
-    return [answer] * config.world_size

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -25,6 +25,7 @@ from umbra.runtime.rollout.ledger.events import (
     Checkpoint,
     Cut,
     Dropped,
+    Evaluated,
     Event,
     Finished,
     Leased,
@@ -107,7 +108,7 @@ class Recorder:
         first: list[Event] = []
         if len(running := state.running()):
             first.append(Cut(running, "the rollout manager started anew"))
-        if restored is not None and (state.num_groups or state.versions):
+        if restored is not None and (state.num_groups or state.versions or state.evaluation):
             first.append(restored)
         for event in first:
             state.apply(event)
@@ -271,6 +272,9 @@ class Recorder:
             return
         self._versions.add(version)
         self._write(Version(version, step))
+
+    def evaluated(self, step: int, temperature: float, outcome: Mapping[str, Any]) -> None:
+        self._write(Evaluated(step, float(temperature), outcome))
 
     def checkpoint(self, step: int, version: int) -> None:
         self._write(Checkpoint(step, version))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
 
 from umbra.runtime.errors import RolloutError
 from umbra.runtime.rollout.alarm import Alarm
+
+_LACKING_S: Final = 1.0
+"""Ranks come within milliseconds of each other: sooner asks in vain, later leaves engines idle."""
 
 
 class Round(NamedTuple):
@@ -26,24 +29,34 @@ class Rendezvous:
     """Holds the ranks of one round until all are answered alike.
 
     Example of two ranks:
-        rank 0  wait(0, next_batch 3) ......................... resolve -> answer 0
-        rank 1          wait(1, next_batch 3)  (is_full) ...... resolve -> answer 1
+        rank 0  wait(0, next_batch 3) ......................... give -> answer 0
+        rank 1          wait(1, next_batch 3)  (is_full) ...... give -> answer 1
 
     Args:
         timeout_s: the longest a round may lack a rank.
+        on_lacking: called each `_LACKING_S` that it does.
     """
 
-    def __init__(self, world_size: int, timeout_s: float) -> None:
+    def __init__(
+        self, world_size: int, timeout_s: float, on_lacking: Callable[[], None] | None = None
+    ) -> None:
         self._world_size = world_size
         self._timeout_s = timeout_s
         self._round: Round | None = None
         self._slots: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._incomplete = Alarm(timeout_s, self._on_missing)
+        self._lacking = Alarm(_LACKING_S, self._on_lacking)
+        self._tell_lacking = on_lacking
 
     @property
     def is_full(self) -> bool:
         """All ranks are waiting."""
         return len(self._slots) == self._world_size
+
+    @property
+    def waiting(self) -> frozenset[int]:
+        """The ranks that are here."""
+        return frozenset(self._slots)
 
     def arrive(self, rank: int, wanted: Round) -> asyncio.Future[dict[str, Any]]:
         """Enters a rank into the round; the future is its answer. Pass it to `wait`.
@@ -67,7 +80,7 @@ class Rendezvous:
         if stale is not None and not stale.done():
             stale.set_exception(RolloutError(f"rank {rank} called {wanted} anew"))
         slot = self._slots[rank] = asyncio.get_running_loop().create_future()
-        self._incomplete.watch(not self.is_full)
+        self._watch()
         return slot
 
     async def wait(self, rank: int, slot: asyncio.Future[dict[str, Any]]) -> dict[str, Any]:
@@ -78,16 +91,6 @@ class Rendezvous:
             if self._slots.get(rank) is slot:
                 del self._slots[rank]
                 self._close_if_empty()
-
-    def resolve(self, answers: Sequence[dict[str, Any]]) -> None:
-        """Answers every rank; only when `is_full`."""
-        assert self.is_full
-        assert len(answers) == self._world_size
-        slots, self._slots = self._slots, {}
-        self._close_if_empty()
-        for rank, slot in slots.items():
-            if not slot.done():
-                slot.set_result(answers[rank])
 
     def give(self, wanted: Round, answers: Sequence[dict[str, Any]]) -> None:
         """Answers the ranks that still wait for this round; one that left may ask for it alone."""
@@ -109,7 +112,17 @@ class Rendezvous:
     def _close_if_empty(self) -> None:
         if not self._slots:
             self._round = None
-        self._incomplete.watch(bool(self._slots) and not self.is_full)
+        self._watch()
+
+    def _watch(self) -> None:
+        lacks_some = bool(self._slots) and not self.is_full
+        self._incomplete.watch(lacks_some)
+        self._lacking.watch(lacks_some)
+
+    def _on_lacking(self) -> None:
+        if self._tell_lacking is not None:
+            self._tell_lacking()
+        self._lacking.watch(True)  # once more, while the round stays like this
 
     def _on_missing(self) -> None:
         missing = sorted(set(range(self._world_size)) - self._slots.keys())

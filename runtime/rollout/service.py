@@ -1,12 +1,11 @@
 """The rollout manager: an actor that turns prompts into scored, balanced batches.
 
-    ranks --next_batch--> Rendezvous     Admission -> TrainingFlow -> GroupRunner -> Dispatcher
-                              ^                            |               |           -> engines
-                              +-- batch | sync_wanted <----+               +-> WorkerPool
-                                                                            -> rewards, agents
+    ranks --next_batch--> Rounds     Admission -> TrainingFlow -> GroupRunner -> Dispatcher
+                            ^                          |               |           -> engines
+                            +-- batch | sync_wanted <--+               +-> WorkerPool
+                                                                        -> rewards, agents
 
-One loop, no locks: the parts call each other, and whatever may have changed the answer to the
-waiting ranks ends in `_answer()`.
+One loop, no locks: the parts call each other.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,26 +21,26 @@ from numpy.typing import NDArray
 from umbra.runtime.actor import actor_context, idempotent
 from umbra.runtime.errors import RolloutError, UmbraError
 from umbra.runtime.rollout.admission import Admission
-from umbra.runtime.rollout.alarm import Alarm
-from umbra.runtime.rollout.answers import batch_answers, evaluation_answers
 from umbra.runtime.rollout.config import RolloutConfig
 from umbra.runtime.rollout.dispatch import Dispatcher
 from umbra.runtime.rollout.error_groups import first_leaf
 from umbra.runtime.rollout.fleet import Fleet
 from umbra.runtime.rollout.group_runner import GroupRunner
-from umbra.runtime.rollout.harvest import Harvest
 from umbra.runtime.rollout.ledger.events import Restored
 from umbra.runtime.rollout.recorder import Recorder
 from umbra.runtime.rollout.recovery import Recovered, recover_groups
-from umbra.runtime.rollout.rendezvous import Rendezvous, Round
+from umbra.runtime.rollout.rendezvous import Round
+from umbra.runtime.rollout.rounds import Rounds
 from umbra.runtime.rollout.router import Router
 from umbra.runtime.rollout.sessions import AgentSessions
 from umbra.runtime.rollout.staleness import VersionSteps
-from umbra.runtime.rollout.sync_asks import CatchUp
 from umbra.runtime.rollout.training_flow import TrainingFlow
 from umbra.runtime.rollout.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
+
+_POOL_S: Final = 10.0
+"""For the supervisor to say whether there is a pool; it answers from memory."""
 
 
 class RolloutManager:
@@ -76,7 +75,11 @@ class RolloutManager:
             on_failure=self._fail,
         )
         self._fleet = Fleet(
-            self._config, context, self._dispatcher, self._on_pool_change, self._note
+            self._config,
+            context,
+            self._dispatcher,
+            lambda: self._rounds.on_pool_change(),
+            self._note,
         )
         self._runner = GroupRunner(
             context.name,
@@ -94,26 +97,22 @@ class RolloutManager:
             self._versions,
             self._recorder,
             self._dispatcher.idleness,
-            on_change=self._answer,
+            on_change=lambda: self._rounds.answer(),
             on_failure=self._fail,
         )
-        self._catch_up = CatchUp(
+        self._rounds = Rounds(
+            self._config,
             context.supervisor,
-            self._config.pool,
-            self._who_waits,
-            lambda answer: self._resolve([answer] * self._config.world_size),
+            admission=self._admission,
+            runner=self._runner,
+            flow=self._flow,
+            fleet=self._fleet,
+            recorder=self._recorder,
+            learn=self._learn,
+            on_failure=self._fail,
         )
-        self._ranks = Rendezvous(self._config.world_size, self._config.rank_timeout_s)
-        self._starving = Alarm(self._config.engine_timeout_s, self._on_starved)
-        self._round: Round | None = None
-        self._evaluation: Harvest | None = None
-        self._last_evaluation: tuple[Round | None, list[dict[str, Any]]] = (None, [])
-        self._failure: UmbraError | None = None
         self._wanted = asyncio.Event()
-        self._num_answers = 0
         self._notes: asyncio.Queue[str] = asyncio.Queue()
-        self._num_delivered = 0
-        self._to_deliver: asyncio.Queue[tuple[Round, list[dict[str, Any]]]] = asyncio.Queue()
         self._recovering = asyncio.Lock()
         self._is_recovered = False
 
@@ -122,7 +121,7 @@ class RolloutManager:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        self._starving.watch(False)
+        self._rounds.close()
         await self._recorder.__aexit__(*exc_info)
         self._admission.close()
 
@@ -130,11 +129,12 @@ class RolloutManager:
         """Owns every task of the manager; lives until the actor is stopped."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._send_notes())
+            if self._context.num_restarts:
+                tasks.create_task(self._take_up())
             await self._wanted.wait()  # the pool and the workers may be made after the manager
             tasks.create_task(self._workers.run())
             tasks.create_task(self._follow_pool())
-            tasks.create_task(self._catch_up.run())
-            tasks.create_task(self._deliver())
+            tasks.create_task(self._rounds.run())
 
     # -- calls of the ranks --------------------------------------------------------------
 
@@ -220,57 +220,29 @@ class RolloutManager:
 
     async def _join(self, rank: int, wanted: Round) -> dict[str, Any]:
         await self._ensure_recovered()
-        if self._failure is not None:
-            raise self._failure
-        lost = await self._lost_answer(rank, wanted)
-        if lost is not None:
-            return lost
-        slot = self._ranks.arrive(rank, wanted)
-        try:
-            if self._round != wanted:
-                self._begin(wanted)
-        except UmbraError as error:
-            self._fail(error)
-        self._answer()
-        return await self._ranks.wait(rank, slot)
-
-    async def _lost_answer(self, rank: int, wanted: Round) -> dict[str, Any] | None:
-        """What was answered before, for a rank that it did not reach: the others have gone on."""
-        last, answers = self._last_evaluation
-        if wanted == last:
-            return answers[rank]
-        if wanted.version is None or self._flow.leased(wanted.step) is None:
-            return None
-        await self._recorder.durable()
-        groups = self._flow.leased(wanted.step)
-        if groups is None or self._round == wanted:
-            return None
-        self._learn(wanted.version, wanted.step)
-        self._flow.advance(wanted.step)
-        flow = self._flow
-        return batch_answers(groups, self._config, flow.gen_s, flow.metrics(groups))[rank]
-
-    def _begin(self, wanted: Round) -> None:
-        """Starts a round's work. An evaluation that was not waited for to the end is dropped."""
-        self._drop_evaluation()
         self._wanted.set()
-        self._round = wanted
-        if wanted.version is not None:
-            self._learn(wanted.version, wanted.step)
-            self._flow.advance(wanted.step)
-            return
-        self._evaluation = Harvest(
-            self._admission.evaluation_groups(),
-            self._runner,
-            wanted.temperature,
-            on_done=self._answer,
-            on_failure=self._fail,
-        )
-        self._evaluation.begin()
+        return await self._rounds.join(rank, wanted)
 
     def _learn(self, version: int, step: int) -> None:
         self._recorder.version(version, step)
         self._versions.learn(version, step)
+
+    async def _take_up(self) -> None:
+        """Goes on where the life before this one was killed: the ranks may not ask for minutes.
+
+        Where that fails, the ranks hear why when they ask.
+        """
+        pool = self._config.pool
+        try:
+            async with self._recovering:
+                if not self._is_recovered:
+                    await self._context.supervisor.call("pool_states", pool, timeout_s=_POOL_S)
+                    await self._recover(None, "")
+                    self._flow.go_on()
+        except UmbraError as error:
+            logger.warning("waits for the ranks to ask: %s", error)
+        else:
+            self._wanted.set()
 
     async def _ensure_recovered(self) -> None:
         async with self._recovering:
@@ -279,9 +251,8 @@ class RolloutManager:
 
     async def _recover(self, restored: Restored | None, needs: str) -> dict[str, int]:
         """Takes up what the ledger has, in place of what is under way."""
-        self._drop_evaluation()
+        self._rounds.restore(None)
         self._flow.abandon()
-        self._last_evaluation = (None, [])
         recovered = Recovered()
         state = await self._recorder.recover(restored, needs)
         if state is not None:
@@ -292,6 +263,7 @@ class RolloutManager:
                 self._admission.training_group,
                 lambda sample, held: self._sessions.remember(sample, held.recorded),
             )
+            self._rounds.restore(state.evaluation)
         self._flow.restore(recovered)
         self._is_recovered = True
         groups = len(recovered.open) + len(recovered.ready)
@@ -303,19 +275,14 @@ class RolloutManager:
         newest = 0 if state is None else max(state.versions, default=0)
         return {"groups": groups, "tokens": recovered.num_tokens, "version": newest}
 
-    def _drop_evaluation(self) -> None:
-        if self._evaluation is not None:
-            self._evaluation.abandon()
-            self._evaluation = None
-
     # -- calls of agent loops, and of anyone ---------------------------------------------
 
     async def generate(
         self, session: int, tokens: NDArray[np.int32], max_new_tokens: int | None = None
     ) -> dict[str, Any]:
         """One generation of an agent loop; see `AgentSessions.generate`."""
-        if self._failure is not None:
-            raise self._failure
+        if self._rounds.failure is not None:
+            raise self._rounds.failure
         return await self._sessions.generate(session, tokens, max_new_tokens)
 
     def recall(self, session: int, key: str) -> list[Any]:
@@ -330,11 +297,11 @@ class RolloutManager:
         """A rollout actor is about to end because of what it does for this sample."""
         self._workers.blame(worker, incarnation, sample_id, RolloutError(reason))
 
+    @idempotent
     def stats(self) -> dict[str, Any]:
         """What is in progress, for progress lines."""
         return {
-            "round": str(self._round) if self._round else None,
-            "evaluation": self._evaluation.progress() if self._evaluation else None,
+            **self._rounds.progress(),
             "training": self._flow.progress(),
             "waiting_turns": self._dispatcher.num_waiting,
             "engines": self._fleet.describe(),
@@ -344,7 +311,6 @@ class RolloutManager:
                 "replayed_turns": self._sessions.num_replayed_turns,
                 "diverged": self._sessions.num_diverged,
             },
-            "batches_delivered": self._num_delivered,
         }
 
     # -- what happens meanwhile ----------------------------------------------------------
@@ -355,85 +321,14 @@ class RolloutManager:
         except* UmbraError as group:
             self._fail(RolloutError(f"lost sight of the engines: {first_leaf(group)}"))
 
-    def _on_pool_change(self) -> None:
-        self._catch_up.observe(self._fleet.pending)
-        self._answer()
-
-    def _answer(self) -> None:
-        """Answers the ranks, if all are here and there is something to say."""
-        self._starving.watch(self._round is not None and not self._fleet.is_serving)
-        if self._round is None or self._failure is not None or not self._ranks.is_full:
-            return
-        try:
-            answers = self._outcome(self._round)
-        except UmbraError as error:
-            self._fail(error)
-            return
-        if answers is not None:
-            self._to_deliver.put_nowait((self._round, answers))
-            self._round = None
-            self._num_delivered += 1
-            self._starving.watch(False)
-        elif self._fleet.pending:
-            self._catch_up.look()
-
-    def _outcome(self, wanted: Round) -> list[dict[str, Any]] | None:
-        """What the ranks get, one each; None while it is not complete."""
-        if wanted.version is not None:
-            groups = self._flow.take(wanted.step)
-            if groups is None:
-                return None
-            flow = self._flow
-            return batch_answers(groups, self._config, flow.gen_s, flow.metrics(groups))
-        evaluation = self._evaluation
-        if evaluation is None or not evaluation.is_done:
-            return None
-        self._evaluation = None
-        return evaluation_answers(evaluation, self._config)
-
-    async def _deliver(self) -> None:
-        """Hands batches out once it is on disk that they were."""
-        while True:
-            wanted, answers = await self._to_deliver.get()
-            try:
-                await self._recorder.durable()
-            except UmbraError as error:
-                self._fail(error)
-                continue
-            if wanted.version is None:
-                self._last_evaluation = (wanted, answers)
-            self._num_answers += 1
-            self._ranks.give(wanted, answers)
-
-    def _who_waits(self) -> tuple[Round, int] | None:
-        if self._round is None or not self._ranks.is_full:
-            return None
-        return self._round, self._num_answers
-
-    def _resolve(self, answers: list[dict[str, Any]]) -> None:
-        self._num_answers += 1
-        self._ranks.resolve(answers)
-
-    def _on_starved(self) -> None:
-        self._fail(
-            RolloutError(
-                f"no engine of pool {self._config.pool!r} has served for "
-                f"{self._config.engine_timeout_s:.3g} s while {self._round} waits "
-                f"({self._fleet.describe()}): publish weights and wake the pool, or see the "
-                "engines' logs"
-            )
-        )
-
     def _fail(self, error: UmbraError) -> None:
         """Ends the job's rollouts: the first error counts, and every rank gets it."""
-        if self._failure is not None:
+        if self._rounds.failure is not None:
             return
         logger.error("rollouts failed: %s", error)
-        self._failure = error
-        self._starving.watch(False)
+        self._rounds.fail(error)
         self._flow.abandon()
         self._runner.abandon_all()
-        self._ranks.fail(error)
 
     def _note(self, text: str) -> None:
         logger.info("%s", text)

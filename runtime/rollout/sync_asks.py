@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Hashable, Iterable
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, NamedTuple
 
 from umbra.runtime.errors import DeadlineExceeded
+from umbra.runtime.rollout.rendezvous import Round
 from umbra.runtime.rollout.router import EngineId
 from umbra.runtime.rpc.client import Handle
 
@@ -40,15 +41,34 @@ class SyncAsks:
         self._asked &= set(pending)
 
 
+class Waiting(NamedTuple):
+    """The ranks that wait for one answer.
+
+    Attributes:
+        answer: its number; no two have the same.
+        are_all: no rank is missing.
+    """
+
+    wanted: Round
+    answer: int
+    ranks: frozenset[int]
+    are_all: bool
+
+
 class CatchUp:
     """Asks the supervisor which engines lack weights, and the waiting ranks to bring them.
 
     What the manager has heard of the pool may be older than what the ranks have done since (a
     sync that has ended passes through PENDING_WEIGHTS), so the supervisor decides.
 
+    It also knows the ranks that have been asked to, and wait for the others in `sync_begin` of the
+    current version. A rank that waits here at that time was not reached by the same answer, and
+    gets it now: without it that sync cannot go on. Ranks publish other versions of their own
+    accord, all together, so nobody is told of those.
+
     Args:
-        waiting: who waits now, for what; None where not all ranks do. An answer to others than
-            those that the supervisor was asked for is not given.
+        waiting: who waits now; None where nobody does. An answer to others than those that the
+            supervisor was asked for is not given.
         answer: gives one answer to all of them.
     """
 
@@ -56,7 +76,7 @@ class CatchUp:
         self,
         supervisor: Handle,
         pool: str,
-        waiting: Callable[[], Hashable | None],
+        waiting: Callable[[], Waiting | None],
         answer: Callable[[dict[str, Any]], None],
     ) -> None:
         self._supervisor = supervisor
@@ -71,7 +91,7 @@ class CatchUp:
         self._asks.observe(pending)
 
     def look(self) -> None:
-        """Engines seem to lack weights while ranks wait."""
+        """Engines seem to lack weights while ranks wait, or some ranks are missing."""
         self._lacking.set()
 
     async def run(self) -> None:
@@ -90,8 +110,17 @@ class CatchUp:
                 continue
             if waiting is None or waiting != self._waiting():
                 continue
-            engines = self._asks.wanted(EngineId(name, life) for name, life in lack["engines"])
-            if engines:
-                names = ", ".join(str(engine) for engine in engines)
-                logger.info("asking the ranks to bring version %d to %s", lack["version"], names)
+            reason = self._reason(waiting, lack)
+            if reason:
+                logger.info("asking the ranks for version %d: %s", lack["version"], reason)
                 self._answer({"kind": "sync_wanted", "version": lack["version"]})
+
+    def _reason(self, waiting: Waiting, lack: Mapping[str, Any]) -> str:
+        """Why they should publish the current version once more; "" if they should not."""
+        if lack["ranks"]:
+            is_apart = waiting.ranks.isdisjoint(lack["ranks"])
+            return f"ranks {lack['ranks']} wait for them in its sync" if is_apart else ""
+        if not waiting.are_all:
+            return ""
+        engines = self._asks.wanted(EngineId(name, life) for name, life in lack["engines"])
+        return f"{', '.join(map(str, engines))} came up without weights" if engines else ""

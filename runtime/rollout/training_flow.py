@@ -110,6 +110,16 @@ class TrainingFlow:
             self._drop(place, "too old")
         self.admit()
 
+    def go_on(self) -> None:
+        """After `restore`, where the ranks have not asked yet and may train meanwhile.
+
+        What the last batch was handed out for is the step that admission counts from. With none
+        out, a later step may be announced, for which what engines have is too old: nothing new is
+        begun.
+        """
+        if self._leases:
+            self.advance(max(self._leases))
+
     def admit(self) -> None:
         """Starts as many groups as the staleness bound has room for, while the ledger has room.
 
@@ -118,6 +128,8 @@ class TrainingFlow:
         open groups still write: their tokens, and what their agent loops keep. An error is the
         job's: nobody may be there to catch it.
         """
+        if self._step < 0:
+            return  # none is known yet
         while self._next_place is not None and self._bound.room(self._num_open):
             if self._is_abandoned:
                 return

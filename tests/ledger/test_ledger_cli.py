@@ -14,6 +14,7 @@ from umbra.runtime.rollout.ledger.events import (
     Checkpoint,
     Cut,
     Dropped,
+    Evaluated,
     Restored,
     Started,
     Version,
@@ -32,19 +33,21 @@ def run_dir(tmp_path: Path) -> Path:
     """Two managers; the first had two lives, its second one went back to the checkpoint."""
     with LedgerLog.open(ledger_folder(tmp_path, "m0"), "job-a", clock=lambda: BEGAN_S) as log:
         for idx, batch in enumerate([
-            [Version(0, 0)],
+            [Version(0, 0), Evaluated(0, 0.0, {"accuracy": 0.25})],
             life_of_a_group(0, "a", 0, 0),
-            [Version(1, 1), Checkpoint(1, 1)],
+            [Version(1, 1), Checkpoint(1, 1), Evaluated(1, 0.0, {"accuracy": 0.5})],
             life_of_a_group(2, "b", 1, 1)[:2],
             [runs_of((2, 0, 1, [1]))],
             [runs_of((2, 1, 1, [2, 3]))],
             [Cut(uids_of(2, 3), "sync"), Version(2, 2), Started(uids_of(2))],
+            [Evaluated(2, 0.0, {"accuracy": 0.75})],
             [runs_of((2, 3, 2, [4, 5]))],
             [admitted(4, "c"), Dropped(uids_of(4, 5), "too old", "of step 0")],
         ]):  # fmt: skip
             log.write([encode_batch(BEGAN_S + idx, batch)])
     with LedgerLog.open(ledger_folder(tmp_path, "m0"), "job-b", clock=lambda: BEGAN_S + 60) as log:
         log.write([encode_batch(BEGAN_S + 61, [Cut(uids_of(2), "died"), Restored(1, 1, False)])])
+        log.write([encode_batch(BEGAN_S + 62, [Evaluated(1, 0.0, {"accuracy": 0.5})])])
     with LedgerLog.open(ledger_folder(tmp_path, "m1"), "job-b") as log:
         events = [Version(0, 0), *life_of_a_group(0, "z", 0, 0), Version(1, 1)]
         log.write([encode_batch(BEGAN_S, events)])
@@ -71,6 +74,25 @@ def test_the_summary_counts_all_managers(run_dir: Path, capsys: pytest.CaptureFi
     assert found["managers"][1]["manager"] == "m1"
 
 
+def test_the_evaluations_of_the_surviving_history_are_listed(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = run_json(capsys, str(run_dir))["evaluations"]
+
+    assert found == [
+        {
+            "manager": "m0",
+            "step": step,
+            "temperature": 0.0,
+            "time_s": BEGAN_S + seconds,
+            "outcome": {"accuracy": accuracy},
+        }
+        for step, seconds, accuracy in ((0, 0, 0.25), (1, 62, 0.5))
+    ]
+    assert main(["ledger", str(run_dir)]) == 0
+    assert "evaluations: 2, the last after step 1\n" in capsys.readouterr().out
+
+
 def test_one_samples_story(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = run_json(capsys, str(run_dir), "--sample", "e0/b/0")
 
@@ -83,7 +105,7 @@ def test_one_samples_story(run_dir: Path, capsys: pytest.CaptureFixture[str]) ->
         ("tokens", "0 to 3, version 1, in 1.000 s", 4),
         ("cut", "sync", 6),
         ("started", "", 6),
-        ("tokens", "3 to 5, version 2, in 0.000 s", 7),
+        ("tokens", "3 to 5, version 2, in 0.000 s", 8),
         ("cut", "died", 61),
         ("rolled_back", "2 tokens of later versions cut off", 61),
     ]

@@ -18,6 +18,7 @@ from umbra.runtime.rollout.ledger.events import (
     Checkpoint,
     Cut,
     Dropped,
+    Evaluated,
     Event,
     Finished,
     Leased,
@@ -87,6 +88,7 @@ EVENTS: st.SearchStrategy[Event] = st.one_of(
     st.builds(Dropped, UIDS, TEXTS, TEXTS),
     st.builds(Checkpoint, NUMBERS, NUMBERS),
     st.builds(Restored, NUMBERS, NUMBERS, st.booleans()),
+    st.builds(Evaluated, NUMBERS, REWARDS, st.dictionaries(TEXTS, VALUES, max_size=3)),
 )
 
 

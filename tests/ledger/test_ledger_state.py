@@ -17,6 +17,7 @@ from umbra.runtime.rollout.ledger.events import (
     Checkpoint,
     Cut,
     Dropped,
+    Evaluated,
     Event,
     Finished,
     Leased,
@@ -150,6 +151,15 @@ def test_a_checkpoint_whose_version_was_lost_in_a_crash_can_be_restored() -> Non
 
     assert state.counts[SampleState.TRAINED] == 2
     assert state.versions == {0: 0, 1: 1, 2: 2}
+
+
+def test_the_last_evaluation_is_known_until_the_job_goes_back() -> None:
+    first, second = Evaluated(0, 0.0, {"accuracy": 0.1}), Evaluated(1, 0.0, {"accuracy": 0.2})
+    events = [Version(0, 0), first, Version(1, 1), second]
+
+    assert state_of(*events[:3]).evaluation == first
+    assert state_of(*events).evaluation == second
+    assert state_of(*events, Restored(1, 1, False)).evaluation is None
 
 
 def test_what_ctx_once_recorded_survives_a_reset() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -204,6 +205,12 @@ class LiveRollouts:
     def signal(self, name: str, signum: int) -> None:
         os.kill(self.processes()[name]["pid"], signum)
 
+    def replace_manager(self) -> None:
+        """SIGKILLs the manager; returns when its successor is up."""
+        lost = self.processes()["rollouts"]["incarnation"]
+        self.signal("rollouts", signal.SIGKILL)
+        self.session.supervisor_call("resolve", "rollouts", 20.0, lost, timeout_s=21.0)
+
     def failure_of_next_batch(self, rank: int, step: int) -> RolloutError:
         """The error that a rank gets instead of a batch."""
         try:
@@ -213,6 +220,12 @@ class LiveRollouts:
         except RolloutError as error:
             return error
         raise AssertionError(f"rank {rank} got {answer['kind']} instead of an error")
+
+    def wait_for_round(self, name: str) -> None:
+        """Returns once a rank waits for it."""
+        deadline = time.monotonic() + 20.0
+        while (found := self.manager.call("stats")["round"]) != name:
+            assert time.monotonic() < deadline, found
 
     def wait_for_tokens(self, num_tokens: int) -> None:
         """Returns once the manager has so many tokens of the round in progress."""

@@ -15,7 +15,7 @@ from recorded_world import STOP, Engine, Life, Loop, Taken
 from umbra.runtime.errors import RolloutError
 from umbra.runtime.rollout.config import RolloutConfig
 from umbra.runtime.rollout.group import Group
-from umbra.runtime.rollout.ledger.events import Restored
+from umbra.runtime.rollout.ledger.events import Evaluated, Restored
 from umbra.runtime.rollout.ledger.history import Position, read_history
 from umbra.runtime.rollout.ledger.replay import replay
 from umbra.runtime.rollout.router import EngineId
@@ -57,6 +57,7 @@ class Story:
         self.lives_of_engines = 0
         self.version = self.step = 0
         self.phase = "publish"
+        self.is_current = False  # what engines have is of this history
         self.version_steps: dict[int, int] = {}
         self.kept = [Kept()]
         self.delivered: dict[int, dict[str, Taken]] = {}
@@ -107,14 +108,15 @@ class Story:
         if len(self.life.engines) < 2:
             self.lives_of_engines += 1
             name = EngineId(f"e{self.lives_of_engines}", 1)
-            engine = Engine(name, self.version)
+            engine = Engine(name, self.version - (self.phase == "sync"))
             self.life.engines.append(engine)
             self.note(f"attach {name}")
             self.life.dispatcher.attach(name, engine)
             await self.serve()
 
     async def serve(self) -> None:
-        if self.phase in ("ask", "wait"):
+        """Also while the ranks train, and until they have brought what they announced."""
+        if self.is_current:
             for engine in self.life.engines:
                 self.life.dispatcher.set_serving(engine.engine_id, True)
 
@@ -300,12 +302,17 @@ class Story:
             self.note(f"announce version {self.version} of step {self.step}")
             life.learn(self.version, self.step)
             await life.recorder.durable()
+            self.phase = "sync"
+        elif self.phase == "sync":
+            self.note("sync")
             for engine in life.engines:
                 life.dispatcher.set_serving(engine.engine_id, False)
                 if self.chance.random() < 0.7:  # else it keeps what it has
                     engine.abort(list(engine.requests))
                 engine.version = self.version
-            self.phase = "ask"
+            self.phase, self.is_current = "ask", True
+            if not self.is_calm and self.chance.random() < 0.2:
+                await self.evaluate()
         elif self.phase == "ask" or self.chance.random() < 0.1:
             self.note(f"ask for step {self.step}")
             await self.serve()
@@ -321,6 +328,14 @@ class Story:
             self.take(groups)
             self.phase = "publish"
             self.step += 1
+
+    async def evaluate(self) -> None:
+        """An outcome that is given to the ranks."""
+        outcome = {"accuracy": self.chance.random()}
+        self.note(f"evaluation of step {self.step}: {outcome}")
+        self.life.recorder.evaluated(self.step, 0.0, outcome)
+        await self.life.recorder.durable()
+        self.life.evaluation = Evaluated(self.step, 0.0, outcome)
 
     def take(self, groups: list[Group]) -> None:
         batch: dict[str, Taken] = {}
@@ -356,11 +371,16 @@ class Story:
         await self.life.recorder.__aenter__()
         if is_sudden:
             await old.end()
+        evaluation = old.evaluation if restored is None else None
         await self.life.recover(restored, needs)
+        assert self.life.evaluation == evaluation
         if self.phase == "wait":
             self.phase = "ask"
         for _ in range(2):
             await self.attach()
+        if restored is None and self.chance.random() < 0.7:
+            self.note("it goes on before the ranks ask")
+            self.life.flow.go_on()
 
     async def go_back(self) -> None:
         """The job begins anew from a checkpoint, with this manager or another."""
@@ -368,7 +388,7 @@ class Story:
             self.kept.pop()
         kept = self.kept[-1]
         restored = Restored(kept.step, kept.version, keep_newer=False)
-        self.step, self.phase = kept.step, "publish"
+        self.step, self.phase, self.is_current = kept.step, "publish", False
         self.delivered = {s: batch for s, batch in self.delivered.items() if s < self.step}
         self.note(f"back to {restored}")
         if self.chance.random() < 0.6:
@@ -395,3 +415,5 @@ class Story:
         state.check_integrity()
         check_accounts(state, self.life)
         check_batches(state, self.delivered)
+        if self.config.hand_out == "in_order" and self.config.over_sampling == 1.0:
+            assert "too old" not in self.life.flow.dropped, "admission alone keeps the bound"

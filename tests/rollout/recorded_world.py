@@ -21,7 +21,7 @@ from umbra.runtime.rollout.deltas import DeltaBatch
 from umbra.runtime.rollout.dispatch import Dispatcher
 from umbra.runtime.rollout.group import Group
 from umbra.runtime.rollout.group_runner import GroupRunner
-from umbra.runtime.rollout.ledger.events import Restored
+from umbra.runtime.rollout.ledger.events import Evaluated, Restored
 from umbra.runtime.rollout.prompts import Prompt
 from umbra.runtime.rollout.recorder import Recorder
 from umbra.runtime.rollout.recovery import recover_groups
@@ -174,6 +174,7 @@ class Life:
         self.ghosts: list[Loop] = []  # given up for dead
         self.tasks: list[asyncio.Task[dict[str, Any]]] = []
         self.workers = Workers()
+        self.evaluation: Evaluated | None = None  # the last outcome
         self.recorder = Recorder(folder, self.failures.append)
         self.router = Router(3)
         self.dispatcher = Dispatcher(self.router, self.failures.append, self.recorder)
@@ -225,6 +226,7 @@ class Life:
         assert state is not None
         for version, step in state.versions.items():
             self.versions.learn(version, step)
+        self.evaluation = state.evaluation
         recovered = recover_groups(
             state,
             self.training_group,

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from live_rollouts import LiveRollouts, killing, ledger_of, merged, while_generating
-from test_live_rollouts import expected_completions
+from test_live_rollouts import expected_completions, pause_again_and_again
 
+from umbra.runtime.collective import SessionSync
+from umbra.runtime.errors import DeadlineExceeded, LedgerError
 from umbra.runtime.rollout.ledger.accounts import SampleState
 from umbra.runtime.session import Session
+from umbra.runtime.weights.publish import WeightPublisher
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -69,6 +74,81 @@ def test_killed_between_batches_it_hands_out_the_next_as_if_nothing_had_been(
     assert state.counts[SampleState.DROPPED] == 0
 
 
+def wait_for_progress(live: LiveRollouts, name: str, count: int) -> None:
+    """Until `stats` counts so many; nothing that a rank calls."""
+    deadline = time.monotonic() + 20.0
+    while (found := live.manager.call("stats")["training"][name]) < count:
+        assert time.monotonic() < deadline, f"{found} {name}"
+
+
+def test_killed_while_the_ranks_train_it_goes_on_before_they_ask(
+    umbra_session: Session, tmp_path: Path
+) -> None:
+    settings = {"max_staleness": 1, "groups_per_step": 2}
+    live = LiveRollouts(umbra_session, tmp_path, config=settings, engine={"tokens_per_s": 200.0})
+    order = [*expected_completions(0).items(), *expected_completions(1).items()]
+    live.announce(0, 0)
+    live.publish(0)
+    live.next_batch(0)
+
+    live.replace_manager()
+    wait_for_progress(live, "groups_ready", 2)
+    live.replace_manager()
+    wait_for_progress(live, "groups_ready", 2)
+    live.announce(1, 1)
+    live.publish(1)
+    batch = merged(live.next_batch(1))
+
+    assert completions(batch) == dict(order[8:16])
+    assert all(set(sample["versions"]) == {0} for sample in batch.values())
+    assert ledger_of(live).counts[SampleState.TRAINED] == 8
+
+
+def test_a_manager_that_went_on_by_itself_still_takes_back(
+    umbra_session: Session, tmp_path: Path
+) -> None:
+    live = LiveRollouts(umbra_session, tmp_path, config={"max_staleness": 1})
+    batches: list[dict[str, dict[str, Any]]] = []
+    for step in range(2):
+        live.announce(step, step)
+        live.publish(step)
+        batches.append(merged(live.next_batch(step)))
+    live.replace_manager()
+    wait_for_progress(live, "groups_ready", 4)
+
+    live.manager.call("begin", 0, 0, "")
+    live.announce(10, 0)
+    live.publish(10)
+
+    assert completions(merged(live.next_batch(0))) == completions(batches[0])
+    state = ledger_of(live)
+    assert state.totals.restores == 1
+    assert state.counts[SampleState.LEASED] == 16
+
+
+def test_what_it_cannot_recover_from_the_ranks_are_told(
+    umbra_session: Session, tmp_path: Path
+) -> None:
+    live = LiveRollouts(umbra_session, tmp_path)
+    live.publish(0)
+    live.next_batch(0)
+    prompts = tmp_path / "prompts.msgpack"
+    prompts.write_bytes(prompts.read_bytes().replace(b"p1", b"x1"))
+
+    live.replace_manager()
+    for _ in range(2):
+        failures = live.call_as_ranks(lambda rank: failure_of_next_batch(live, rank, 1))
+        assert all("the data set, train.seed" in text for text in failures), failures
+
+    assert live.processes()["rollouts"]["incarnation"] == 2
+
+
+def failure_of_next_batch(live: LiveRollouts, rank: int, step: int) -> str:
+    with pytest.raises(LedgerError) as caught:
+        live.manager.call("next_batch", rank, step, 0, timeout_s=20.0)
+    return str(caught.value)
+
+
 def test_a_rank_that_lost_its_answer_gets_it_alone(umbra_session: Session, tmp_path: Path) -> None:
     live = LiveRollouts(umbra_session, tmp_path)
     live.publish(0)
@@ -85,6 +165,112 @@ def test_a_rank_that_lost_its_answer_gets_it_alone(umbra_session: Session, tmp_p
         live.signal("rollouts", signal.SIGKILL)  # what it was is in the ledger
     evaluation = live.evaluate(0)
     assert lost(1, "evaluate", 0) == evaluation[1]
+
+
+def test_an_evaluation_that_some_ranks_lack_is_given_to_them_by_the_next_manager(
+    umbra_session: Session, tmp_path: Path
+) -> None:
+    live = LiveRollouts(umbra_session, tmp_path)
+    live.announce(0, 0)
+    live.publish(0)
+    evaluation = live.evaluate(0)
+
+    live.replace_manager()
+    with ThreadPoolExecutor(1) as side:  # rank 0 has its answer
+        ahead = side.submit(live.manager.call, "next_batch", 0, 0, 0, timeout_s=20.0)
+        live.wait_for_round("next_batch(step=0)")
+        again = live.manager.call("evaluate", 1, 0, timeout_s=20.0)
+        batch = [live.manager.call("next_batch", 1, 0, 0, timeout_s=20.0), ahead.result(20.0)]
+
+    assert again == evaluation[1]
+    assert completions(merged(batch)) == expected_completions(0)
+
+
+def test_after_a_rollback_an_evaluation_is_made_anew(
+    umbra_session: Session, tmp_path: Path
+) -> None:
+    live = LiveRollouts(umbra_session, tmp_path)
+    live.publish(0)
+    evaluation = live.evaluate(0)
+    made = tokens_made(live)
+
+    live.replace_manager()
+    assert live.evaluate(0) == evaluation
+    assert tokens_made(live) == made
+    live.manager.call("begin", 0, 0, "")
+
+    assert live.evaluate(0)[0]["accuracy"] == evaluation[0]["accuracy"]
+    assert tokens_made(live) > made
+
+
+@pytest.mark.parametrize(("first", "late_s"), [(0, 0.0), (1, 1.5)])
+def test_ranks_that_the_call_for_weights_did_not_reach_are_sent_after_the_others(
+    umbra_session: Session, tmp_path: Path, first: int, late_s: float
+) -> None:
+    """It reached the rank `first`; the manager dies before the other one hears of it."""
+    live = LiveRollouts(umbra_session, tmp_path, num_engines=1, engine={"tokens_per_s": 60.0})
+    live.announce(0, 0)
+    live.publish(0)
+
+    def ask(rank: int) -> dict[str, Any]:
+        answer: dict[str, Any] = live.manager.call("next_batch", rank, 0, 0, timeout_s=20.0)
+        return answer
+
+    def publish_late() -> None:
+        time.sleep(late_s)
+        publish_as(live, first, 0)
+
+    with killing(live, "policy-0", after_tokens=100):
+        answers = live.call_as_ranks(ask)
+    assert answers == [{"kind": "sync_wanted", "version": 0}] * 2
+    live.replace_manager()
+    with ThreadPoolExecutor(1) as side:
+        ahead = side.submit(publish_late)
+        assert ask(1 - first) == {"kind": "sync_wanted", "version": 0}
+        publish_as(live, 1 - first, 0)
+        ahead.result(20.0)
+
+    assert completions(merged(live.call_as_ranks(ask))) == expected_completions(0)
+
+
+def publish_as(live: LiveRollouts, rank: int, version: int) -> None:
+    """One rank of two publishes."""
+    publisher = WeightPublisher(SessionSync(live.session), rank, 2, {"w": torch.zeros(10)})
+    publisher.publish("policy", version, 20.0)
+
+
+@pytest.mark.parametrize(("version", "ranks"), [(0, [0]), (1, [])])
+def test_nobody_is_sent_after_ranks_that_publish_another_version(
+    umbra_session: Session, tmp_path: Path, version: int, ranks: list[int]
+) -> None:
+    live = LiveRollouts(umbra_session, tmp_path)
+    live.publish(0)
+
+    with ThreadPoolExecutor(1) as side:
+        ahead = side.submit(publish_as, live, 0, version)
+        with pytest.raises(DeadlineExceeded, match="a weight sync is under way"):
+            pause_again_and_again(umbra_session)
+        assert umbra_session.supervisor_call("catch_up", "policy")["ranks"] == ranks
+        publish_as(live, 1, version)
+        ahead.result(20.0)
+
+    assert umbra_session.supervisor_call("catch_up", "policy")["ranks"] == []
+
+
+def test_a_rank_that_is_merely_late_is_waited_for(umbra_session: Session, tmp_path: Path) -> None:
+    live = LiveRollouts(umbra_session, tmp_path)
+    live.announce(0, 0)
+    live.publish(0)
+
+    def ask(rank: int) -> dict[str, Any]:
+        if rank == 1:
+            time.sleep(2.5)  # longer than it takes until the supervisor is asked
+        answer: dict[str, Any] = live.manager.call("next_batch", rank, 0, 0, timeout_s=20.0)
+        return answer
+
+    batch = live.call_as_ranks(ask)
+
+    assert completions(merged(batch)) == expected_completions(0)
 
 
 def test_a_rollback_takes_back_what_came_after_the_checkpoint(

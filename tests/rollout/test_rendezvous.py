@@ -36,7 +36,7 @@ def test_each_rank_gets_its_own_answer_once_all_are_here() -> None:
             second = tasks.create_task(call(ranks, 0, STEP_3))
             await asyncio.sleep(0)
             assert ranks.is_full
-            ranks.resolve([{"for": 0}, {"for": 1}])
+            ranks.give(STEP_3, [{"for": 0}, {"for": 1}])
         assert (first.result(), second.result()) == ({"for": 1}, {"for": 0})
         assert not ranks.is_full
 
@@ -79,7 +79,7 @@ def test_a_rank_that_goes_away_leaves_the_round() -> None:
             again = tasks.create_task(call(ranks, 0, STEP_4))
             other = tasks.create_task(call(ranks, 1, STEP_4))
             await asyncio.sleep(0)
-            ranks.resolve([{}, {}])
+            ranks.give(STEP_4, [{}, {}])
         assert again.result() == other.result() == {}
 
     asyncio.run(main())
@@ -93,7 +93,7 @@ def test_a_rank_that_calls_anew_takes_its_place_again() -> None:
             await asyncio.sleep(0)
             fresh = tasks.create_task(call(ranks, 0, STEP_3))
             await asyncio.sleep(0)
-            ranks.resolve([{"for": 0}])
+            ranks.give(STEP_3, [{"for": 0}])
         assert "anew" in stale.result()
         assert fresh.result() == {"for": 0}
 

@@ -19,6 +19,7 @@ from umbra.runtime.rollout.group import Group
 from umbra.runtime.rollout.group_runner import OnFailed, OnScored
 from umbra.runtime.rollout.prompts import Prompt
 from umbra.runtime.rollout.recorder import Recorder
+from umbra.runtime.rollout.recovery import Recovered
 from umbra.runtime.rollout.staleness import StalenessBound, VersionSteps
 from umbra.runtime.rollout.training_flow import TrainingFlow
 from umbra.runtime.rollout.trajectory import Trajectory
@@ -261,6 +262,25 @@ def test_versions_keep_their_step_and_newer_ones_are_of_now() -> None:
     assert [versions.step_of(v) for v in (7, 9, 10)] == [3, 4, 8]
     with pytest.raises(RolloutError, match="version 8"):
         versions.step_of(8)
+
+
+@pytest.mark.parametrize("is_leased", [False, True])
+def test_before_the_ranks_ask_new_groups_wait_for_the_step_to_be_known(is_leased: bool) -> None:
+    world = World(max_staleness=1, max_failed_share=1.0)
+    groups = [world.training_group(place) for place in range(4)]
+    for sample in groups[2].trajectories:
+        sample.append_generated(np.ones(1, np.int32), np.zeros(1, np.float32), 100)
+    world.learn(100, 0)
+    leases = {0: groups[:2]} if is_leased else {}  # else the ranks may be publishing step 1
+    recovered = Recovered(dict(enumerate(groups[2:], 2)), {}, leases, 4, 4, 0)
+
+    world.flow.restore(recovered)
+    world.flow.go_on()
+    assert list(world.running) == (ids(2, 3) if is_leased else ids(2))
+    world.fail("p2")
+    assert list(world.running) == (ids(3, 4) if is_leased else [])
+    world.advance(1)
+    assert list(world.running) == (ids(3, 4, 5, 6))
 
 
 @settings(max_examples=150, deadline=None)

@@ -111,6 +111,7 @@ def _config(ref: ActorRef, heartbeat_endpoint: str, target: str) -> bytes:
         {
             "spec": spec.to_wire(),
             "incarnation": ref.incarnation,
+            "num_restarts": 0,
             "node_id": NODE,
             "ipc_endpoint": ref.ipc_endpoint,
             "heartbeat": heartbeat_endpoint,

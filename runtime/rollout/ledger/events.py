@@ -9,7 +9,7 @@ one batch `[time_s, *events]`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final, TypeAlias, cast
 
@@ -209,6 +209,21 @@ class Restored:
     keep_newer: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """The held-out prompts were generated and scored after `step` steps.
+
+    To be durable before the ranks have it: one that it did not reach asks for it again.
+
+    Attributes:
+        outcome: plain data, as the ranks get it.
+    """
+
+    step: int
+    temperature: float
+    outcome: Mapping[str, Any]
+
+
 Event: TypeAlias = (
     Version
     | Admitted
@@ -224,6 +239,7 @@ Event: TypeAlias = (
     | Dropped
     | Checkpoint
     | Restored
+    | Evaluated
 )
 
 
@@ -338,6 +354,7 @@ class _Anything:
 _INT: Final = _Plain(int)
 _STR: Final = _Plain(str)
 _BOOL: Final = _Plain(bool)
+_FLOAT: Final = _Plain(float)
 _I64: Final = _Ints("<i8")
 _I32: Final = _Ints("<i4")
 _F32: Final = _Ints("<f4")
@@ -359,6 +376,7 @@ _KINDS: Final[dict[int, tuple[type[Any], tuple[Any, ...]]]] = {
     12: (Dropped, (_I64, _STR, _STR)),
     13: (Checkpoint, (_INT, _INT)),
     14: (Restored, (_INT, _INT, _BOOL)),
+    15: (Evaluated, (_INT, _FLOAT, _Anything())),
 }
 _FORMS: Final = {
     kind: (tag, tuple((field.name, form) for field, form in zip(fields(kind), forms, strict=True)))

@@ -5,6 +5,7 @@ It lies in memory or on a node's own disk: SQLite's locks do not hold on NFS.
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -20,6 +21,7 @@ from umbra.runtime.rollout.ledger.events import (
     Checkpoint,
     Cut,
     Dropped,
+    Evaluated,
     Event,
     Finished,
     Leased,
@@ -53,6 +55,9 @@ CREATE TABLE segments (manager TEXT, uid INTEGER, start INTEGER, stop INTEGER, v
 CREATE TABLE history (
     manager TEXT, uid INTEGER, life INTEGER, part INTEGER, offset INTEGER, time_s REAL,
     event TEXT, detail TEXT
+);
+CREATE TABLE evaluations (
+    manager TEXT, step INTEGER, temperature REAL, time_s REAL, outcome TEXT
 );
 """
 _INDICES: Final = """
@@ -127,6 +132,11 @@ class LedgerIndex:
             ).fetchall()
         )
 
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Those of the surviving history, oldest first."""
+        rows = self.rows("SELECT * FROM evaluations ORDER BY rowid")
+        return [row | {"outcome": json.loads(row["outcome"])} for row in rows]
+
     def sample(self, sample_id: str) -> dict[str, Any] | None:
         """One sample with its `segments` and `history`, oldest first; None if there is none."""
         found = self.rows("SELECT * FROM samples WHERE sample_id = ?", sample_id)
@@ -175,6 +185,7 @@ class _Filler:
         self._leased: dict[int, bool] = {}  # uid -> whether its training is in the history
         self._settled: list[tuple[int, int | None]] = []  # trained, by the event at hand
         self._rolled_back: dict[int, int] = {}
+        self._evaluations: dict[int, tuple[Entry, Evaluated]] = {}  # by step, the last of each
 
     def fill(self, folder: Path) -> None:
         history = read_history(folder)
@@ -183,6 +194,9 @@ class _Filler:
             self._end_run(uid)
         for group in state.groups():
             self._add_group(group)
+        for entry, event in self._evaluations.values():
+            outcome = json.dumps(event.outcome)
+            self._add("evaluations", event.step, event.temperature, entry.batch.time_s, outcome)
         for header in history.headers():
             if header.part == 0:
                 self._add("lives", header.life, header.job_id, header.time_s)
@@ -210,6 +224,10 @@ class _Filler:
             case Restored():
                 self._note(entry, None, "restored", f"to step {event.step}")
                 self._note_restored(entry, event, state)
+            case Evaluated():
+                self._note(entry, None, "evaluated", f"after step {event.step}")
+                self._evaluations.pop(event.step, None)
+                self._evaluations[event.step] = (entry, event)
             case Admitted():
                 for k in range(len(event.seeds)):
                     detail = f"place {event.place} of the data"
@@ -289,6 +307,8 @@ class _Filler:
 
     def _note_restored(self, entry: Entry, event: Restored, state: LedgerState) -> None:
         self._note_trained(entry, state)
+        for step in [step for step in self._evaluations if step > event.step]:
+            del self._evaluations[step]
         for uid in list(self._leased):
             if state.sample(uid).step is None:
                 del self._leased[uid]

@@ -21,6 +21,7 @@ from umbra.runtime.rollout.ledger.events import (
     Checkpoint,
     Cut,
     Dropped,
+    Evaluated,
     Event,
     Finished,
     Leased,
@@ -59,6 +60,7 @@ class LedgerState:
         steps_done: optimizer steps in the surviving history, as far as versions and checkpoints
             tell.
         covered_step: steps that the newest checkpoint covers.
+        evaluation: the last, unless the job has gone back to a checkpoint since.
         next_uid: of the first sample of the next group.
     """
 
@@ -71,6 +73,7 @@ class LedgerState:
         self.versions: dict[int, int] = {}
         self.steps_done = 0
         self.covered_step = 0
+        self.evaluation: Evaluated | None = None
         self.next_uid = 0
         self.totals = Totals()
         self.counts: Counter[SampleState] = Counter()
@@ -119,6 +122,8 @@ class LedgerState:
                 self._cover(event)
             case Restored():
                 self._restore(event)
+            case Evaluated():
+                self.evaluation = event
             case _:
                 assert_never(event)
 
@@ -329,6 +334,7 @@ class LedgerState:
         if not self.versions or event.version > max(self.versions):
             self.versions[event.version] = event.step  # its announcement was lost in a crash
         self.totals.restores += 1
+        self.evaluation = None
         for step in [step for step in self._leased if step >= event.step]:
             samples = self._leased.pop(step)
             self._move_all(samples, SampleState.SCORED)
