@@ -43,19 +43,30 @@ async def dies_once(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
     return 1.0
 
 
+_paying: set[str] = set()  # what loops of this process have paid and have no receipt for yet
+
+
 async def pays_once(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
-    """Pays, and writes down that it did; one of the loops kills the process in between turns."""
+    """Pays, and writes down that it did; one of the loops kills the process in between turns.
+
+    Not while another one pays: what has been done and is not kept yet would be done again.
+    """
     tokens = [*ctx.prompt_tokens]
     tokens += await ctx.generate(tokens, max_new_tokens=5)
     folder = Path(sample["marker"]).parent
 
+    payment = f"{ctx.prompt} {tokens[-5:]}\n"
+
     def pay() -> dict[str, Any]:
+        _paying.add(payment)
         with (folder / "payments").open("a") as payments:
-            payments.write(f"{ctx.prompt} {tokens[-5:]}\n")
+            payments.write(payment)
         return {"amount": len(tokens)}
 
     receipt = await ctx.once("payment", pay)
-    die_the_first_time(Path(sample["marker"]))
+    _paying.discard(payment)
+    if not _paying:
+        die_the_first_time(Path(sample["marker"]))
     tokens += await ctx.generate(tokens, max_new_tokens=5)
     return float(receipt["amount"])
 
