@@ -35,6 +35,11 @@ logger = logging.getLogger(__name__)
 # A turn that engines fail this often without a token in between is taken for the cause. Engines
 # that die do not count.
 _MAX_TURN_ERRORS: Final = 3
+_COUNTERS: Final = (
+    "gaps", "repeats", "retries", "aborts", "engines_lost", "late_runs", "lost_tokens", "moved",
+)  # fmt: skip
+# Those that are metrics of each batch.
+_TOLD: Final = ("engines_lost", "lost_tokens")
 
 
 class RequestCarrier(Protocol):
@@ -81,6 +86,9 @@ class Dispatcher:
 
     Attributes:
         idleness: is told here which engines hold requests, and by the fleet of their states.
+        counters: of what went wrong. "lost_tokens" are those that engines made and no sample has:
+            late ones, those missing and those behind a gap, and what agent loops gave up. What a
+            killed engine had not sent is unknown, a tick's worth at most.
     """
 
     def __init__(
@@ -102,9 +110,15 @@ class Dispatcher:
         self._numbers: dict[EngineId, int] = {}  # engines as the store knows them
         self._engine_numbers = itertools.count()
         self._request_ids = itertools.count(1)
-        self.counters = dict.fromkeys(
-            ("gaps", "repeats", "retries", "aborts", "engines_lost", "late_runs", "moved"), 0
-        )
+        self.counters = dict.fromkeys(_COUNTERS, 0)
+        self._told = dict.fromkeys(_TOLD, 0)  # in the last `take_metrics`
+
+    def take_metrics(self) -> dict[str, float]:
+        """The engines' idle shares and losses since this was called last."""
+        now = {name: self.counters[name] for name in _TOLD}
+        before, self._told = self._told, now
+        losses = {name: float(count - before[name]) for name, count in now.items()}
+        return {**self.idleness.take_shares(), **losses}
 
     def submit(self, turn: Turn) -> None:
         """Takes a turn; ends it at once where there is no room for a token."""
@@ -244,6 +258,7 @@ class Dispatcher:
         self._router.measure(engine, len(batch.tokens), self._clock())
         applied = self._store.apply(self._numbers[engine], batch)
         self.counters["late_runs"] += applied.num_late
+        self.counters["lost_tokens"] += applied.num_late_tokens
         if applied.runs is not None:
             self._on_appended(engine, applied.runs)
         lost = self._apply_one_by_one(engine, batch, applied.rest) if applied.rest else {}
@@ -272,15 +287,17 @@ class Dispatcher:
         lost: dict[int, int] = {}
         for run in runs:
             request_id = int(batch.ids[run])
+            start, stop = int(batch.bounds[run]), int(batch.bounds[run + 1])
             turn = self._inflight[engine].get(request_id)  # a journal that fails cancels all
             if turn is None or request_id in lost:
                 self.counters["late_runs"] += 1
+                self.counters["lost_tokens"] += stop - start
                 continue
             missing = turn.trajectory.missing_before(int(batch.positions[run]))
             if missing > 0:
                 lost[request_id] = missing
+                self.counters["lost_tokens"] += missing + stop - start
                 continue
-            start, stop = int(batch.bounds[run]), int(batch.bounds[run + 1])
             if missing < 0:
                 self.counters["repeats"] += 1
                 start = min(stop, start - missing)

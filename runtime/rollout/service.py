@@ -96,7 +96,7 @@ class RolloutManager:
             self._runner,
             self._versions,
             self._recorder,
-            self._dispatcher.idleness,
+            self._dispatcher.take_metrics,
             on_change=lambda: self._rounds.answer(),
             on_failure=self._fail,
         )

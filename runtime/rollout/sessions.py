@@ -238,6 +238,7 @@ class AgentSessions:
     def _give_up(self, trajectory: Trajectory, length: int) -> None:
         """The loop took another path: keeps the first `length` tokens of the completion."""
         self.num_diverged += 1
+        num_before = trajectory.num_generated
         prompt, tokens = trajectory.prompt_tokens, trajectory.tokens[:length].copy()
         logprobs, segments = trajectory.logprobs[:length].copy(), trajectory.segments()
         trajectory.reset()
@@ -255,6 +256,7 @@ class AgentSessions:
             else:
                 trajectory.append_generated(tokens[run], logprobs[run], version)
                 self._recorder.again(trajectory, start)
+        self._dispatcher.counters["lost_tokens"] += num_before - trajectory.num_generated
 
     async def _generate(
         self, session: _Session, start: int, max_new_tokens: int | None

@@ -67,11 +67,13 @@ class Applied(NamedTuple):
         runs: what was appended; None where nothing was.
         rest: indices of the runs that do not simply go on: for the caller, one by one, in order.
         num_late: runs of requests that this engine does not have.
+        num_late_tokens: in these runs.
     """
 
     runs: Runs | None
     rest: list[int]
     num_late: int
+    num_late_tokens: int
 
 
 class TokenStore:
@@ -165,6 +167,7 @@ class TokenStore:
         mine = self._owners[rows] == owner
         goes_on = mine & self._goes_on(rows, batch)
         num_late = len(rows) - int(np.count_nonzero(mine))
+        late = (num_late, int(np.diff(batch.bounds)[~mine].sum()) if num_late else 0)
         if goes_on.all():
             rest, chosen = list[int](), batch
         else:
@@ -172,7 +175,7 @@ class TokenStore:
             chosen = batch.select(goes_on)
             rows = rows[goes_on]
         if not len(rows):
-            return Applied(None, rest, num_late)
+            return Applied(None, rest, *late)
         self._versions[rows] = chosen.versions
         self._write(rows, chosen.bounds, chosen.tokens, chosen.logprobs)
         runs = Runs(
@@ -183,7 +186,7 @@ class TokenStore:
             chosen.tokens,
             chosen.logprobs,
         )
-        return Applied(runs, rest, num_late)
+        return Applied(runs, rest, *late)
 
     def _goes_on(self, rows: NDArray[np.int64], batch: DeltaBatch) -> NDArray[np.bool_]:
         """[S] whether a run has tokens, begins where its row ends, fits, and is of its version."""

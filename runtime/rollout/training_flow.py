@@ -12,12 +12,11 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, Protocol
 
 from umbra.runtime.errors import RewardError, RolloutError, UmbraError
 from umbra.runtime.rollout.config import RolloutConfig
-from umbra.runtime.rollout.engine_idleness import EngineIdleness
 from umbra.runtime.rollout.group import Group
 from umbra.runtime.rollout.group_runner import GroupRunner
 from umbra.runtime.rollout.recorder import Recorder
@@ -43,7 +42,7 @@ class TrainingFlow:
     """Keeps engines busy with training groups and hands out whole batches of them.
 
     Args:
-        idleness: of the engines, for the metrics of each batch.
+        take_metrics: numbers of the engines since the last batch.
         on_change: called when a batch may have become ready.
         on_failure: told of an error that ends the job.
     """
@@ -55,7 +54,7 @@ class TrainingFlow:
         runner: GroupRunner,
         versions: VersionSteps,
         recorder: Recorder,
-        idleness: EngineIdleness,
+        take_metrics: Callable[[], Mapping[str, float]],
         *,
         on_change: Callable[[], None],
         on_failure: Callable[[UmbraError], None],
@@ -70,7 +69,7 @@ class TrainingFlow:
             over_sampling=config.over_sampling,
         )
         self._recorder = recorder
-        self._idleness = idleness
+        self._take_metrics = take_metrics
         self._next_place: int | None = None
         self._is_abandoned = False
         self._on_change = on_change
@@ -82,7 +81,8 @@ class TrainingFlow:
         self._leases: dict[int, list[Group]] = {}  # by step
         self._ended: deque[bool] = deque(maxlen=_FAILURE_WINDOW)  # True for groups that failed
         self._began = time.monotonic()
-        self._idle_shares: dict[str, float] = {}  # of the last batch
+        self._since_last: dict[str, float] = {}  # numbers of the time between the last two batches
+        self._dropped_tokens = 0
         self.gen_s = 0.0
         self.num_admitted = 0
         self.num_trained = 0
@@ -186,7 +186,8 @@ class TrainingFlow:
             self._recorder.leased(step, groups)
             now = time.monotonic()
             self.gen_s, self._began = now - self._began, now
-            self._idle_shares = self._idleness.take_shares()
+            dropped_tokens, self._dropped_tokens = float(self._dropped_tokens), 0
+            self._since_last = {**self._take_metrics(), "dropped_tokens": dropped_tokens}
         return self._leases[step]
 
     def leased(self, step: int) -> list[Group] | None:
@@ -235,7 +236,7 @@ class TrainingFlow:
                 f"dropped_{reason.replace(' ', '_')}": float(count)
                 for reason, count in self.dropped.items()
             },
-            **self._idle_shares,
+            **self._since_last,
         }
 
     # -- private -------------------------------------------------------------------------
@@ -287,6 +288,7 @@ class TrainingFlow:
         self._ready.pop(place, None)
         self._runner.abandon(group)
         self._recorder.dropped(group, reason, cause)
+        self._dropped_tokens += sum(sample.num_generated for sample in group.trajectories)
         self.dropped[reason] += 1
         logger.info("group %s is dropped: %s", group.group_id, reason)
 

@@ -190,7 +190,7 @@ class Life:
             self.runner,
             self.versions,
             self.recorder,
-            self.dispatcher.idleness,
+            self.dispatcher.take_metrics,
             on_change=lambda: None,
             on_failure=self.failures.append,
         )

@@ -197,7 +197,9 @@ def test_lost_tokens_are_generated_again() -> None:
     assert inbox.requests[1]["position"] == 1
     assert turn.trajectory.tokens.tolist() == [7]
     happened = {name: count for name, count in bench.dispatcher.counters.items() if count}
-    assert happened == {"gaps": 1, "retries": 1, "late_runs": 1}
+    assert happened == {"gaps": 1, "retries": 1, "late_runs": 1, "lost_tokens": 2 + 2 + 1}
+    assert bench.dispatcher.take_metrics()["lost_tokens"] == 5
+    assert bench.dispatcher.take_metrics()["lost_tokens"] == 0
 
 
 def test_losses_that_are_made_good_are_forgiven() -> None:

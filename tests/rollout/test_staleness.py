@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from umbra.runtime.errors import RewardError, RolloutError, UmbraError
 from umbra.runtime.rollout.config import RolloutConfig
-from umbra.runtime.rollout.engine_idleness import EngineIdleness
 from umbra.runtime.rollout.group import Group
 from umbra.runtime.rollout.group_runner import OnFailed, OnScored
 from umbra.runtime.rollout.prompts import Prompt
@@ -56,7 +55,7 @@ class World:
             self,  # pyright: ignore[reportArgumentType]
             versions,
             Recorder(None, self._on_failure),
-            EngineIdleness(),
+            dict[str, float],
             on_change=self._on_change,
             on_failure=self._on_failure,
         )

@@ -129,6 +129,7 @@ def test_only_runs_that_simply_go_on_are_applied_at_once() -> None:
 
     assert applied.rest == [1, 2, 3, 4, 5, 6, 7]
     assert applied.num_late == 2
+    assert applied.num_late_tokens == 2
     assert applied.runs is not None
     assert applied.runs.uids.tolist() == [101, 108]
     assert applied.runs.starts.tolist() == [11, 10]
