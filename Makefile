@@ -33,7 +33,7 @@ drill: $(VENV)/.train assets ## The same training while engines are killed
 chaos: $(VENV)/.train ## 10,000 rollouts while engines are killed and stopped (two minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos/chaos.py --run-dir $(RUNS)/chaos
 
-kills: $(VENV)/.train assets ## Kill the whole job 30 times and resume it each time (a quarter of an hour)
+kills: $(VENV)/.train assets ## Kill the whole job 30 times and resume it each time (five to fifteen minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/kill_quickstart.py $(QUICKSTART_ASSETS) --run-dir $(RUNS)/kills
 
 .PHONY: assets
