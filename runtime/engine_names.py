@@ -8,6 +8,7 @@ from typing import Final
 ENGINE_TARGETS: Final[Mapping[str, str]] = {
     "embedded": "umbra.engines.embedded.actor:EmbeddedEngine",
     "echo": "umbra.engines.echo:EchoEngine",
+    "vllm": "umbra.engines.vllm.actor:VllmEngine",
     "faulty": "umbra.engines.faulty.actor:FaultyEngine",
 }
 
