@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from typing import Any, Final, TypeVar
 
 from umbra.engines.requests import GenerationRequest
+from umbra.engines.vllm.leftovers import file_variables, unlink_shared_memory
 from umbra.engines.vllm.library import VllmLibrary
 from umbra.engines.vllm.requests import sampling_params
 from umbra.engines.vllm.settings import VllmSettings
@@ -28,8 +29,8 @@ from umbra.runtime.process.pid_watch import PidWatch
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-_SHUTDOWN_TIMEOUT_S: Final = 5.0
-# For EngineCore to end by itself; a supervisor's patience is shorter for hung ones.
+_SHUTDOWN_TIMEOUT_S: Final = 0.2
+# For EngineCore to end by itself, which takes its workers seconds and saves nothing.
 
 
 class VllmCore:
@@ -68,7 +69,8 @@ class VllmCore:
         """
         self._library = library = VllmLibrary.load()
         options = self._settings.options(library.option_names(), is_cpu=library.is_cpu)
-        for name, value in self._settings.environment(is_cpu=library.is_cpu).items():
+        variables = self._settings.environment(is_cpu=library.is_cpu)
+        for name, value in (variables | file_variables(is_cpu=library.is_cpu)).items():
             os.environ.setdefault(name, value)
         before = set(descendants.child_pids(os.getpid()))
         try:
@@ -78,6 +80,7 @@ class VllmCore:
         self.vocab_size = int(self._llm.model_config.get_vocab_size())
         for pid in set(descendants.child_pids(os.getpid())) - before - {_resource_tracker_pid()}:
             self._watches.enter_context(PidWatch(pid, self.died.set))
+        unlink_shared_memory()
         per_worker: list[Mapping[str, int]] = await self.call(
             self._llm.collective_rpc("umbra_memory")
         )

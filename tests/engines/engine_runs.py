@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -159,7 +159,7 @@ def take(core: EngineCore, collector: Collector) -> None:
         collector.apply(batch)
 
 
-Engine = EchoEngine | EmbeddedEngine | FaultyEngine | VllmEngine
+Engine: TypeAlias = EchoEngine | EmbeddedEngine | FaultyEngine | VllmEngine
 
 
 @asynccontextmanager
