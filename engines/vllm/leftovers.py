@@ -16,7 +16,8 @@ from umbra.runtime.process import descendants
 from umbra.runtime.socketdir import MAX_SOCKET_PATH_NBYTES
 
 _SOCKET_NAME_NUM_CHARS: Final = 40  # vLLM's own are UUIDs
-_SHARED: Final = ("/dev/shm/psm_", "/dev/shm/sem.mp-")  # names that multiprocessing makes
+_SHARED_FOLDER: Final = "/dev/shm"
+_SHARED_NAMES: Final = ("psm_", "sem.mp-")  # those that multiprocessing makes
 
 
 def file_variables(*, is_cpu: bool) -> dict[str, str]:
@@ -32,7 +33,7 @@ def file_variables(*, is_cpu: bool) -> dict[str, str]:
     if len(folder) + 1 + _SOCKET_NAME_NUM_CHARS > MAX_SOCKET_PATH_NBYTES:
         return {}
     variables = {"VLLM_RPC_BASE_PATH": folder}
-    # On a GPU vLLM needs no such file, and compilers keep their caches there.
+    # On a GPU compilers keep caches there that later runs want.
     return variables | ({"TMPDIR": folder} if is_cpu else {})
 
 
@@ -43,18 +44,20 @@ def unlink_shared_memory() -> None:
     frees the memory with the last of them.
     """
     pids = [os.getpid(), *(pid for pid, _ in descendants.living_descendants(os.getpid()))]
-    for path in {path for pid in pids for path in _mapped_files(pid)}:
-        if path.startswith(_SHARED):
+    ours = {inode for pid in pids for inode in _mapped_inodes(pid)}
+    for entry in os.scandir(_SHARED_FOLDER):
+        if entry.name.startswith(_SHARED_NAMES) and entry.inode() in ours:
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+                os.unlink(entry.path)
 
 
-def _mapped_files(pid: int) -> Iterator[str]:
+def _mapped_inodes(pid: int) -> Iterator[int]:
+    """Of shared memory. (The process that made a semaphore has it mapped by another name.)"""
     try:
         with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as maps:
             for line in maps:
-                fields = line.rstrip("\n").split(maxsplit=5)
-                if len(fields) == 6:
-                    yield fields[5]
+                fields = line.split(maxsplit=5)
+                if len(fields) == 6 and fields[5].startswith(f"{_SHARED_FOLDER}/"):
+                    yield int(fields[4])
     except OSError:
         return  # it has ended

@@ -52,17 +52,19 @@ class ImageTransferEngine(_base):  # type: ignore[misc]
 
     init_info_cls = InitInfo
     update_info_cls = ImageInfo
-    _loaded: set[str] | None = None
+    _ties: dict[str, str] | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         pass
 
     def start_weight_update(self) -> None:
+        if self._ties is None:  # later ones may find an update that failed half way
+            self._ties = _ties(self.model)
         self._forget_half_loaded()
         _reload.initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: ImageInfo) -> None:
-        """vLLM raises for names and shapes that the model does not have."""
+        """Raises WeightSyncError where something gets no value; vLLM raises for unknown names."""
         manifest = Manifest.from_wire(update_info.manifest)
         fd = os.open(update_info.path, os.O_RDWR)
         try:
@@ -70,24 +72,29 @@ class ImageTransferEngine(_base):  # type: ignore[misc]
         finally:
             os.close(fd)
         loaded: set[str] | None = self.model.load_weights(_weights(manifest, memory))
-        self._loaded = loaded
+        self._check_complete(loaded)
         if not self.model_config.quantization:
             _check_whole(self.model)
 
     def finish_weight_update(self) -> None:
-        """Raises WeightSyncError where a parameter got no value."""
         _reload.finalize_layerwise_reload(self.model, self.model_config)
-        if self._loaded is None:  # the model's loader does not say what it loaded
+        for name in self._ties or {}:
+            # Layerwise reload (0.32) leaves out layers that got their weights by a tie.
+            layer: Any = self.model.get_submodule(name.rpartition(".")[0])
+            if hasattr(layer, "quant_method"):
+                layer.quant_method.process_weights_after_loading(layer)
+
+    def _check_complete(self, loaded: set[str] | None) -> None:
+        if loaded is None:  # the model's loader does not say what it loaded
             return
-        tied, missing = _not_loaded(self.model, self._loaded)
+        ties = self._ties or {}
+        names = {name for name, _ in self.model.named_parameters()} - loaded
+        missing = sorted(name for name in names if ties.get(name) not in loaded)
         if missing:
             raise WeightSyncError(
                 f"the trainer's weights do not fill {len(missing)} of vLLM's parameters: "
-                f"{', '.join(sorted(missing)[:5])}"
+                f"{', '.join(missing[:5])}"
             )
-        for layer in tied:
-            # Layerwise reload (0.32) leaves out layers that got their weights by a tie.
-            layer.quant_method.process_weights_after_loading(layer)
 
     def shutdown(self) -> None:
         pass
@@ -121,18 +128,15 @@ def _check_whole(model: nn.Module) -> None:
             )
 
 
-def _not_loaded(model: nn.Module, loaded: set[str]) -> tuple[list[Any], set[str]]:
-    """Layers whose weights are those of a loaded one, and names of parameters without a value."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    addresses = {p.data_ptr() for name, p in parameters.items() if name in loaded and p.numel()}
-    tied: list[Any] = []
-    missing: set[str] = set()
-    for name in parameters.keys() - loaded:
-        if parameters[name].data_ptr() in addresses:
-            tied.append(model.get_submodule(name.rpartition(".")[0]))
-        else:
-            missing.add(name)
-    return [layer for layer in tied if hasattr(layer, "quant_method")], missing
+def _ties(model: nn.Module) -> dict[str, str]:
+    """Names of parameters that are another one under a second name, and the first."""
+    first: dict[int, str] = {}
+    ties: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        known = first.setdefault(id(parameter), name)
+        if known != name:
+            ties[name] = known
+    return ties
 
 
 class UmbraWorkerExtension:

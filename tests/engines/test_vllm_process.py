@@ -67,7 +67,9 @@ def greedy(engine: SyncHandle) -> list[int]:
 def test_vllm_killed_takes_all_its_processes_along_and_serves_again(
     umbra_session: Session, model_folder: Callable[[str], Path]
 ) -> None:
-    spec = vllm_spec(model_folder("qwen3"), RestartPolicy(mode="on_failure", backoff_initial_s=0.01))
+    spec = vllm_spec(
+        model_folder("qwen3"), RestartPolicy(mode="on_failure", backoff_initial_s=0.01)
+    )
     engine = umbra_session.spawn(spec)
     first = engine.ref.incarnation
     before = greedy(engine)
