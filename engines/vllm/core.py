@@ -90,6 +90,7 @@ class VllmCore:
         """Ends vLLM's processes. Idempotent."""
         self._watches.close()
         if self._llm is not None:
+            unlink_shared_memory()
             self._llm.shutdown(timeout=_SHUTDOWN_TIMEOUT_S)
             self._llm = None
 

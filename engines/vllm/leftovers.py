@@ -40,8 +40,8 @@ def file_variables(*, is_cpu: bool) -> dict[str, str]:
 def unlink_shared_memory() -> None:
     """Takes the names from what this process and those below it have mapped.
 
-    To be called once all of them run: nobody opens anything by its name then, and the kernel
-    frees the memory with the last of them.
+    To be called once all of them run, nobody opens anything by its name then, and before they are
+    killed. The kernel frees the memory with the last of them.
     """
     pids = [os.getpid(), *(pid for pid, _ in descendants.living_descendants(os.getpid()))]
     ours = {inode for pid in pids for inode in _mapped_inodes(pid)}
