@@ -31,13 +31,13 @@ from umbra.engines.vllm.requests import sampling_params
 NUM_REQUESTS = 64
 NUM_NEW_TOKENS = 128
 MAX_CONTEXT_LEN = 256
-SHAPES: dict[str, dict[str, int]] = {
+SHAPES: dict[str, dict[str, Any]] = {
     "0.4M": {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256},
     "30M": {"vocab_size": 8192, "hidden_size": 768, "intermediate_size": 2048},
 }
 
 
-def save_model(folder: str, shape: dict[str, int]) -> None:
+def save_model(folder: str, shape: dict[str, Any]) -> None:
     torch.manual_seed(0)
     config = Qwen3Config(
         **shape,
@@ -105,7 +105,7 @@ async def run_adapter(engine: VllmEngine, asked: list[dict[str, Any]]) -> float:
     return took_s
 
 
-async def measure(shape: dict[str, int], num_rounds: int) -> dict[str, float]:
+async def measure(shape: dict[str, Any], num_rounds: int) -> dict[str, float]:
     asked = make_requests(shape["vocab_size"])
     seconds: dict[str, list[float]] = {"bare": [], "umbra": []}
     with tempfile.TemporaryDirectory() as folder:

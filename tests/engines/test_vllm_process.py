@@ -22,7 +22,6 @@ from umbra.runtime.session import Session, SyncHandle
 pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.process]
 
 START_TIMEOUT_S = 180.0
-CORE_NAME = b"VLLM::EngineCore"
 
 
 def vllm_spec(folder: Path, restart: RestartPolicy, **settings: Any) -> ActorSpec:
@@ -65,8 +64,9 @@ def greedy(engine: SyncHandle) -> list[int]:
     raise AssertionError("the stream ended")
 
 
-def core_of(pids: list[int]) -> int:
-    (core,) = (p for p in pids if Path(f"/proc/{p}/cmdline").read_bytes().startswith(CORE_NAME))
+def core_of(pid: int) -> int:
+    """EngineCore: the child of the actor that has a child itself."""
+    (core,) = (child for child in descendants.child_pids(pid) if descendants.child_pids(child))
     return core
 
 
@@ -93,7 +93,7 @@ def test_vllm_killed_takes_all_its_processes_along_and_serves_again(
 
     # Without its core it is of no use: it ends, here for good.
     tree = tree_of(actor_of(umbra_session)["pid"])
-    os.kill(core_of(tree), signal.SIGKILL)
+    os.kill(core_of(tree[0]), signal.SIGKILL)
 
     second = engine.ref.incarnation
     with pytest.raises(UmbraError, match="vLLM"):
