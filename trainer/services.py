@@ -116,7 +116,7 @@ def engine_pool_spec(config: TrainerConfig, device_type: str) -> PoolSpec:
         "kv_cache_num_tokens": pool.kv_cache_num_tokens,
         "tick_ms": pool.tick_ms,
         "num_threads": pool.num_threads or max(1, cores // pool.count),
-        **pool.engine_args,
+        **({"engine_args": pool.engine_args} if pool.engine == "vllm" else pool.engine_args),
     }
     return PoolSpec(
         name=POOL,

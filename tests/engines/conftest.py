@@ -30,3 +30,15 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
         return folders[kind]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def resumes_draws() -> bool:
+    """Whether the engine under test samples by (seed, position) alone."""
+    return True
+
+
+@pytest.fixture(scope="session")
+def frees_memory_asleep() -> bool:
+    """Whether the engine under test frees memory when it sleeps, here."""
+    return True

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from umbra.engines.embedded.model import DecoderModel
 from umbra.engines.embedded.scheduler import Limits
 from umbra.engines.faulty.actor import FaultyEngine
 from umbra.engines.requests import GenerationRequest
+from umbra.engines.vllm.actor import VllmEngine
 
 DEADLINE_S = 60.0
 
@@ -157,7 +159,7 @@ def take(core: EngineCore, collector: Collector) -> None:
         collector.apply(batch)
 
 
-Engine = EchoEngine | EmbeddedEngine | FaultyEngine
+Engine: TypeAlias = EchoEngine | EmbeddedEngine | FaultyEngine | VllmEngine
 
 
 @asynccontextmanager
@@ -174,12 +176,32 @@ async def running(engine: Engine) -> AsyncGenerator[None]:
             task.cancel()
 
 
+_shared_loops: list[asyncio.Runner] = []
+
+
+@contextmanager
+def shared_loop() -> Generator[asyncio.Runner]:
+    """One loop for all of `run_async` meanwhile: an engine that tests share lives on it."""
+    with asyncio.Runner() as runner:
+        _shared_loops.append(runner)
+        try:
+            yield runner
+        finally:
+            _shared_loops.pop()
+
+
 def run_async(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
     async def limited() -> None:
         async with asyncio.timeout(DEADLINE_S):
             await body()
 
-    asyncio.run(limited())
+    if not _shared_loops:
+        asyncio.run(limited())
+        return
+    runner = _shared_loops[-1]
+    with ThreadPoolExecutor() as threads:  # the loop's own would be left behind
+        runner.get_loop().set_default_executor(threads)
+        runner.run(limited())
 
 
 async def collect(engine: Engine, collector: Collector, num_finished: int) -> None:

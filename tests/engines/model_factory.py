@@ -46,8 +46,10 @@ def make_model(kind: str, seed: int = 0) -> PreTrainedModel:
     torch.manual_seed(seed)
     match kind:
         case "qwen3":
-            config = Qwen3Config(**BASE, head_dim=16, tie_word_embeddings=True)
+            config = Qwen3Config(**BASE, head_dim=32, tie_word_embeddings=True)
             model = Qwen3ForCausalLM(config)
+        case "qwen3-untied":
+            model = Qwen3ForCausalLM(Qwen3Config(**BASE, head_dim=32, tie_word_embeddings=False))
         case "qwen3-untied-bias":
             no_groups: dict[str, Any] = BASE | {"num_key_value_heads": 4}
             config = Qwen3Config(**no_groups, head_dim=8, attention_bias=True)

@@ -57,8 +57,8 @@ def test_destinations_are_where_the_forward_pass_reads(
     k_norm.fill_(4.0)
     parameters.refresh()
 
-    num_query_rows = 4 * 16
-    assert (layer.qkv[num_query_rows : num_query_rows + 2 * 16] == 3.0).all()
+    num_query_rows = 4 * 32
+    assert (layer.qkv[num_query_rows : num_query_rows + 2 * 32] == 3.0).all()
     assert (layer.qk_norm[4:] == 4.0).all()
     assert not (layer.qkv[:num_query_rows] == 3.0).any()
 

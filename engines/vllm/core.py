@@ -1,0 +1,157 @@
+"""vLLM's AsyncLLM, started, watched and ended; its pause flag and its errors as umbra's.
+
+    this process (actor)          AsyncLLM, event loop
+      └ EngineCore                scheduler, and the worker where there is one
+          └ workers               one for each GPU of a tensor-parallel engine
+
+All of these end with this process: it is their subreaper or child of one (`runtime.process`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, Final, TypeVar
+
+from umbra.engines.requests import GenerationRequest
+from umbra.engines.vllm.leftovers import file_variables, unlink_shared_memory
+from umbra.engines.vllm.library import VllmLibrary
+from umbra.engines.vllm.requests import sampling_params
+from umbra.engines.vllm.settings import VllmSettings
+from umbra.runtime.errors import EngineError, UmbraError
+from umbra.runtime.process import descendants
+from umbra.runtime.process.pid_watch import PidWatch
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+_SHUTDOWN_TIMEOUT_S: Final = 0.2
+# For EngineCore to end by itself, which takes its workers seconds and saves nothing.
+
+
+class VllmCore:
+    """Owns AsyncLLM and the processes below it, from `start` to `stop`.
+
+    Its scheduler runs, or is paused: `is_paused` follows what vLLM does, also by itself.
+    """
+
+    def __init__(self, settings: VllmSettings) -> None:
+        self._settings = settings
+        self._watches = ExitStack()
+        self._llm: Any = None
+        self._library: VllmLibrary | None = None
+        self.died = asyncio.Event()
+        self.is_paused = False
+        self.vocab_size = 0
+        self.memory: Mapping[str, int] = {"weights_nbytes": 0, "kv_nbytes": 0}
+
+    @property
+    def library(self) -> VllmLibrary:
+        assert self._library is not None
+        return self._library
+
+    @property
+    def frees_memory_asleep(self) -> bool:
+        """On the CPU vLLM only changes its state."""
+        return not self.library.is_cpu
+
+    async def start(self) -> None:
+        """Blocks the loop for the seconds that it takes: processes are started from the main
+        thread only.
+
+        Raises:
+            ConfigError, DataError: vLLM or the settings cannot be used.
+            EngineError: vLLM did not start; its own processes said why in the log.
+        """
+        self._library = library = VllmLibrary.load()
+        options = self._settings.options(library.option_names(), is_cpu=library.is_cpu)
+        variables = self._settings.environment(is_cpu=library.is_cpu)
+        for name, value in (variables | file_variables(is_cpu=library.is_cpu)).items():
+            os.environ.setdefault(name, value)
+        before = set(descendants.child_pids(os.getpid()))
+        try:
+            self._llm = library.AsyncLLM.from_engine_args(library.AsyncEngineArgs(**options))
+        except Exception as error:
+            raise EngineError(f"vLLM {library.version} did not start: {error}") from error
+        self.vocab_size = int(self._llm.model_config.get_vocab_size())
+        for pid in set(descendants.child_pids(os.getpid())) - before - {_resource_tracker_pid()}:
+            self._watches.enter_context(PidWatch(pid, self.died.set))
+        unlink_shared_memory()
+        per_worker: list[Mapping[str, int]] = await self.call(
+            self._llm.collective_rpc("umbra_memory")
+        )
+        self.memory = {name: sum(worker[name] for worker in per_worker) for name in per_worker[0]}
+
+    def stop(self) -> None:
+        """Ends vLLM's processes. Idempotent."""
+        self._watches.close()
+        if self._llm is not None:
+            unlink_shared_memory()
+            self._llm.shutdown(timeout=_SHUTDOWN_TIMEOUT_S)
+            self._llm = None
+
+    async def call(self, awaitable: Awaitable[_T]) -> _T:
+        """What vLLM raises comes as EngineError, umbra's own errors and ValueError as they are."""
+        try:
+            return await awaitable
+        except (UmbraError, ValueError):
+            raise
+        except Exception as error:
+            raise EngineError(f"vLLM failed: {type(error).__name__}: {error}") from error
+
+    # -- requests ------------------------------------------------------------------------
+
+    async def add(self, key: str, request: GenerationRequest, cache_salt: str) -> Any:
+        """vLLM's collector of the request's outputs.
+
+        Args:
+            cache_salt: requests share cached prefixes with those of the same salt only.
+        """
+        prompt = self.library.tokens_input(request.tokens.tolist(), cache_salt=cache_salt)
+        params = sampling_params(self.library, request, self.vocab_size)
+        return await self.call(self._llm.add_request(key, prompt, params))
+
+    async def abort(self, keys: Iterable[str]) -> None:
+        """Ends them at once: tokens on their way from EngineCore are lost, from the end."""
+        await self.call(self._llm.abort(list(keys)))
+
+    # -- states --------------------------------------------------------------------------
+
+    async def pause(self, *, keep: bool) -> None:
+        """Until nothing runs: requests are ended, all their tokens delivered, or kept as they are
+        with their cache."""
+        mode = "keep" if keep else "abort"
+        await self.call(self._llm.pause_generation(mode=mode, clear_cache=False))
+        self.is_paused = True
+
+    async def resume(self) -> None:
+        await self.call(self._llm.resume_generation())
+        self.is_paused = False
+
+    async def sleep(self, level: int) -> None:
+        await self.call(self._llm.sleep(level))
+        self.is_paused = True
+
+    async def wake(self, tags: Sequence[str]) -> None:
+        """With the last tag vLLM resumes by itself."""
+        await self.call(self._llm.wake_up(list(tags)))
+        self.is_paused = bool(await self.call(self._llm.is_sleeping()))
+
+    async def reset_prefix_cache(self) -> None:
+        await self.call(self._llm.reset_prefix_cache())
+
+    async def load_weights(self, image: Mapping[str, Any]) -> None:
+        """Raises EngineError, with weights of which nothing is known."""
+        await self.call(self._llm.start_weight_update())
+        request = self.library.WeightTransferUpdateRequest(update_info=dict(image))
+        await self.call(self._llm.update_weights(request))
+        await self.call(self._llm.finish_weight_update())
+
+
+def _resource_tracker_pid() -> int | None:
+    tracker: Any = sys.modules.get("multiprocessing.resource_tracker")
+    return None if tracker is None else getattr(tracker._resource_tracker, "_pid", None)

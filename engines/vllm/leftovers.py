@@ -1,0 +1,63 @@
+"""Files that vLLM's processes would leave behind where they are killed.
+
+vLLM names its shared memory, semaphores and sockets, and removes them at an orderly end only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from umbra.runtime.actor import actor_context
+from umbra.runtime.process import descendants
+from umbra.runtime.socketdir import MAX_SOCKET_PATH_NBYTES
+
+_SOCKET_NAME_NUM_CHARS: Final = 40  # vLLM's own are UUIDs
+_SHARED_FOLDER: Final = "/dev/shm"
+_SHARED_NAMES: Final = ("psm_", "sem.mp-")  # those that multiprocessing makes
+
+
+def file_variables(*, is_cpu: bool) -> dict[str, str]:
+    """Variables that have vLLM put its files into the job's socket directory, which goes with it.
+
+    None for an engine outside an actor's process, or where the directory's path is too long.
+    """
+    try:
+        endpoint = actor_context().supervisor.ref.ipc_endpoint
+    except RuntimeError:
+        return {}
+    folder = str(Path(endpoint.removeprefix("ipc://")).parent)
+    if len(folder) + 1 + _SOCKET_NAME_NUM_CHARS > MAX_SOCKET_PATH_NBYTES:
+        return {}
+    variables = {"VLLM_RPC_BASE_PATH": folder}
+    # On a GPU compilers keep caches there that later runs want.
+    return variables | ({"TMPDIR": folder} if is_cpu else {})
+
+
+def unlink_shared_memory() -> None:
+    """Takes the names from what this process and those below it have mapped.
+
+    To be called once all of them run, nobody opens anything by its name then, and before they are
+    killed. The kernel frees the memory with the last of them.
+    """
+    pids = [os.getpid(), *(pid for pid, _ in descendants.living_descendants(os.getpid()))]
+    ours = {inode for pid in pids for inode in _mapped_inodes(pid)}
+    for entry in os.scandir(_SHARED_FOLDER):
+        if entry.name.startswith(_SHARED_NAMES) and entry.inode() in ours:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(entry.path)
+
+
+def _mapped_inodes(pid: int) -> Iterator[int]:
+    """Of shared memory. (The process that made a semaphore has it mapped by another name.)"""
+    try:
+        with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as maps:
+            for line in maps:
+                fields = line.split(maxsplit=5)
+                if len(fields) == 6 and fields[5].startswith(f"{_SHARED_FOLDER}/"):
+                    yield int(fields[4])
+    except OSError:
+        return  # it has ended

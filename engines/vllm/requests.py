@@ -1,0 +1,49 @@
+"""From umbra's generation requests to vLLM's."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, Final
+
+import xxhash
+
+from umbra.engines.requests import GenerationRequest
+from umbra.engines.vllm.library import VllmLibrary
+
+_MIN_TEMPERATURE: Final = 0.01
+# vLLM raises lower ones to this, which would make logprobs those of another distribution.
+
+
+def check_request(request: GenerationRequest) -> None:
+    """Raises ValueError for what vLLM would silently change."""
+    if 0 < request.temperature < _MIN_TEMPERATURE:
+        raise ValueError(
+            f"request {request.id}: temperature must be 0 (greedy) or at least "
+            f"{_MIN_TEMPERATURE} with vLLM, got {request.temperature}"
+        )
+
+
+def sampling_params(library: VllmLibrary, request: GenerationRequest, vocab_size: int) -> Any:
+    """vLLM's parameters: the distribution as it is, logprobs of what is sampled, new tokens."""
+    return library.SamplingParams(
+        temperature=request.temperature,
+        seed=draw_seed(request.seed, request.position),
+        max_tokens=request.max_new_tokens,
+        # vLLM refuses those that cannot come.
+        stop_token_ids=[token for token in request.stop_token_ids if token < vocab_size],
+        ignore_eos=True,
+        logprobs=0,
+        detokenize=False,
+        output_kind=library.RequestOutputKind.DELTA,
+    )
+
+
+def draw_seed(seed: int, position: int) -> int:
+    """The seed of the rest of a trajectory, in [0, 2**63).
+
+    vLLM draws from a generator that starts anew with each request, so with the same seed a cut
+    trajectory would go on with the draws of its beginning.
+    """
+    if position == 0:
+        return seed
+    return xxhash.xxh3_64_intdigest(struct.pack("<QQ", seed, position)) >> 1

@@ -1,0 +1,179 @@
+"""From a pool's settings to vLLM's own options."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, cast
+
+from umbra.engines.memory import physical_nbytes
+from umbra.runtime.errors import ConfigError, DataError
+
+WORKER_EXTENSION: Final = "umbra.engines.vllm.worker.UmbraWorkerExtension"
+TRANSFER_BACKEND: Final = "umbra"
+
+_OWN_SETTINGS: Final[Mapping[str, str]] = {
+    "model": "model.path",
+    "dtype": "model.dtype",
+    "max_model_len": "pool.max_context_len",
+    "max_num_seqs": "pool.max_num_seqs",
+    "kv_cache_memory_bytes": "pool.kv_cache_num_tokens",
+}
+"""Options that stand for a setting of umbra's, which is to be used instead."""
+
+_FIXED: Final[Mapping[str, str]] = {
+    "tokenizer": "engines take and give tokens",
+    "skip_tokenizer_init": "engines take and give tokens",
+    "logprobs_mode": "logprobs must be those of the distribution that is sampled from",
+    "generation_config": "requests say how to sample, not the model directory",
+    "override_generation_config": "requests say how to sample",
+    "load_format": "the weights come from the trainer",
+    "weight_transfer_config": "umbra carries the weights",
+    "worker_extension_cls": "umbra carries the weights",
+}
+"""Options that umbra sets, and why they cannot be chosen."""
+
+_CPU_BLOCK_NUM_TOKENS: Final = 128
+_CPU_KV_SHARE_OF_MEMORY: Final = 1 / 8
+# Of the host's memory, where no size was given. vLLM takes it at once, used or not.
+_ITEMSIZES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmSettings:
+    """Settings of a vLLM engine.
+
+    Attributes:
+        kv_cache_num_tokens: of all sequences together. None: on a GPU vLLM's choice
+            (`gpu_memory_utilization`), on the CPU enough for max_num_seqs sequences of
+            max_context_len, but no more than an eighth of the memory.
+        num_threads: for the operations on the CPU.
+        load_weights: read them from `model_path` and serve as version 0.
+        engine_args: further options of vLLM's AsyncEngineArgs, by name.
+    """
+
+    model_path: str
+    dtype: str
+    device: str
+    max_num_seqs: int
+    max_context_len: int
+    kv_cache_num_tokens: int | None
+    num_threads: int
+    load_weights: bool
+    engine_args: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_context_len", "num_threads"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+    def options(self, known: Collection[str], *, is_cpu: bool) -> dict[str, Any]:
+        """The arguments for AsyncEngineArgs.
+
+        Args:
+            known: names of the options that this vLLM has.
+
+        Raises:
+            ConfigError: an option is unknown or umbra's own, or the device is not vLLM's.
+            DataError: the model directory cannot be read.
+        """
+        check_engine_args(self.engine_args, known)
+        if (self.device == "cpu") != is_cpu:
+            built_for = "the CPU" if is_cpu else "GPUs"
+            raise ConfigError(
+                f"device {self.device!r}: the vLLM installed here is built for {built_for}"
+            )
+        options: dict[str, Any] = {
+            "model": self.model_path,
+            "dtype": self.dtype,
+            "max_model_len": self.max_context_len,
+            "max_num_seqs": self.max_num_seqs,
+            "skip_tokenizer_init": True,
+            "generation_config": "vllm",
+            "logprobs_mode": "processed_logprobs",
+            "load_format": "auto" if self.load_weights else "dummy",
+            "worker_extension_cls": WORKER_EXTENSION,
+            "weight_transfer_config": {"backend": TRANSFER_BACKEND},
+            "disable_log_stats": True,
+            **({"enforce_eager": True} if is_cpu else {"enable_sleep_mode": True}),
+        }
+        nbytes = self._kv_cache_nbytes(is_cpu=is_cpu)
+        if nbytes is not None:
+            options["kv_cache_memory_bytes"] = nbytes
+        return options | dict(self.engine_args)
+
+    def environment(self, *, is_cpu: bool) -> dict[str, str]:
+        """Variables for vLLM's processes, where the user has not set them."""
+        variables = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_NO_USAGE_STATS": "1"}
+        if is_cpu:  # else it takes all cores, which trainer and other engines share
+            variables |= {
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                "OMP_NUM_THREADS": str(self.num_threads),
+            }
+        return variables
+
+    def _kv_cache_nbytes(self, *, is_cpu: bool) -> int | None:
+        num_tokens = self.kv_cache_num_tokens
+        if num_tokens is None and not is_cpu:
+            return None
+        token_nbytes = kv_token_nbytes(read_config(self.model_path), self.dtype)
+        if num_tokens is None:
+            most = int(physical_nbytes() * _CPU_KV_SHARE_OF_MEMORY) // token_nbytes
+            wanted = self.max_num_seqs * _whole_blocks(self.max_context_len)
+            num_tokens = max(min(wanted, most), self.max_context_len)
+        # One block more, which vLLM keeps for padding.
+        return (_whole_blocks(num_tokens) + _CPU_BLOCK_NUM_TOKENS) * token_nbytes
+
+
+def check_engine_args(engine_args: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raises ConfigError naming the first option that cannot be passed on, and what to do."""
+    for name in engine_args:
+        if name in _OWN_SETTINGS:
+            raise ConfigError(f"pool.engine_args.{name}: set {_OWN_SETTINGS[name]} instead")
+        if name in _FIXED:
+            raise ConfigError(f"pool.engine_args.{name} is set by umbra: {_FIXED[name]}")
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=3)
+            hint = f"did you mean {' or '.join(close)}?" if close else "see vLLM's AsyncEngineArgs"
+            raise ConfigError(f"pool.engine_args.{name} is not an option of vLLM; {hint}")
+
+
+def read_config(model_path: str) -> dict[str, Any]:
+    """The model directory's config.json; of a model with several parts, that of the text."""
+    path = Path(model_path) / "config.json"
+    try:
+        raw: Any = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+    if not isinstance(raw, dict):
+        raise DataError(f"{path} does not hold a JSON object")
+    config = cast("dict[str, Any]", raw)
+    inner = config.get("text_config")
+    return cast("dict[str, Any]", inner) if isinstance(inner, dict) else config
+
+
+def kv_token_nbytes(config: Mapping[str, Any], dtype: str) -> int:
+    """Bytes of one token's keys and values in all layers.
+
+    Raises:
+        ConfigError: the config does not say, or the dtype is none of vLLM's.
+    """
+    if dtype not in _ITEMSIZES:
+        raise ConfigError(f"dtype {dtype!r} is not vLLM's; allowed: {', '.join(_ITEMSIZES)}")
+    try:
+        num_heads = int(config["num_attention_heads"])
+        num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
+        head_dim = int(config.get("head_dim") or int(config["hidden_size"]) // num_heads)
+        num_layers = int(config["num_hidden_layers"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"the model's config.json does not give the size of its KV cache ({error!r})"
+        ) from None
+    return 2 * num_layers * num_kv_heads * head_dim * _ITEMSIZES[dtype]
+
+
+def _whole_blocks(num_tokens: int) -> int:
+    return -(-num_tokens // _CPU_BLOCK_NUM_TOKENS) * _CPU_BLOCK_NUM_TOKENS

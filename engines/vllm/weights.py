@@ -1,0 +1,109 @@
+"""The engine's end of a weight sync: into one image in shared memory, which vLLM's workers map.
+
+    ranks ──buckets──▶ WeightImage (engine process) ──memfd──▶ every vLLM worker
+                       checksums are compared here              layerwise reload
+
+Nothing of the model is touched before the whole image has come and its checksums are right.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from umbra.runtime.errors import WeightSyncError
+from umbra.runtime.weights.manifest import Manifest
+from umbra.runtime.weights.memfd import create_buckets
+from umbra.runtime.weights.receive import WeightReceiver
+
+_MIN_NBYTES: Final = mmap.PAGESIZE  # of a mapping, also where a model has no bytes
+
+
+class WeightImage:
+    """Receives versions into a flat image of all tensors. Blocks; one thread, `stop` excepted.
+
+    Owns the image, which takes as much memory as the weights, from the first update until
+    `close`: the next update finds its pages there.
+    """
+
+    def __init__(self) -> None:
+        self._manifest: Mapping[str, Any] | None = None
+        self._fd = -1
+        self._nbytes = 0
+        self._receiver: WeightReceiver | None = None
+
+    def begin(self, manifest: Mapping[str, Any], buckets: Mapping[str, Any]) -> None:
+        """Gets ready for one version. Raises as `WeightReceiver.begin`."""
+        if self._receiver is None or self._manifest != manifest:
+            self.close()
+            self._open(manifest)
+        assert self._receiver is not None
+        self._receiver.begin(manifest, buckets)
+
+    def load(self) -> int:
+        """Takes all buckets as they are filled; the bytes. Raises WeightSyncError if given up."""
+        return self._open_receiver().load()
+
+    def finish(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
+        """The attestation; see `WeightReceiver.finish`."""
+        return self._open_receiver().finish(regions)
+
+    def check_open(self) -> None:
+        """Raises WeightSyncError where no update is in progress."""
+        self._open_receiver().check_open()
+
+    def describe(self) -> dict[str, Any]:
+        """For vLLM's workers on this host: where the image is, and what is in it."""
+        self.check_open()
+        return {
+            "path": f"/proc/{os.getpid()}/fd/{self._fd}",
+            "nbytes": self._nbytes,
+            "manifest": self._manifest,
+        }
+
+    def stop(self) -> None:
+        """Ends a `load` that waits. From any thread."""
+        if self._receiver is not None:
+            self._receiver.stop()
+
+    def end(self) -> None:
+        """Leaves the update, committed or given up. Idempotent."""
+        if self._receiver is not None:
+            self._receiver.end()
+
+    def close(self) -> None:
+        """Frees the image. Idempotent."""
+        if self._receiver is not None:
+            self._receiver.close()
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._receiver, self._manifest, self._fd = None, None, -1
+
+    def _open(self, manifest: Mapping[str, Any]) -> None:
+        layout = Manifest.from_wire(manifest)
+        self._nbytes = max(layout.nbytes, _MIN_NBYTES)
+        self._fd = create_buckets(["umbra-vllm-weights"], self._nbytes)["umbra-vllm-weights"]
+        self._manifest = manifest
+        self._receiver = WeightReceiver(image_tensors(layout, mmap.mmap(self._fd, self._nbytes)))
+
+    def _open_receiver(self) -> WeightReceiver:
+        if self._receiver is None:
+            raise WeightSyncError("no update is in progress; begin_update comes first")
+        return self._receiver
+
+
+def image_tensors(manifest: Manifest, memory: mmap.mmap) -> dict[str, Tensor]:
+    """The manifest's tensors as views of an image, which stays mapped while they live."""
+    image = torch.as_tensor(np.frombuffer(memory, np.uint8))
+    tensors: dict[str, Tensor] = {}
+    for entry in manifest.entries:
+        data = image[entry.offset : entry.end]
+        dtype: torch.dtype = getattr(torch, entry.dtype)
+        tensors[entry.name] = data.view(dtype).view(entry.shape)
+    return tensors

@@ -1,0 +1,163 @@
+"""In vLLM's worker processes: loads the weights of an image by vLLM's own loaders.
+
+vLLM imports this module as its worker extension before it makes the model; importing it registers
+the weight transfer engine. Layerwise reload gives each layer what it makes of its weights after
+loading (prepacked for the CPU, quantised, fused) anew.
+"""
+
+from __future__ import annotations
+
+import importlib
+import mmap
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from umbra.engines.vllm.settings import TRANSFER_BACKEND
+from umbra.engines.vllm.weights import image_tensors
+from umbra.runtime.errors import WeightSyncError
+from umbra.runtime.weights.manifest import Manifest
+
+_base: Any = importlib.import_module("vllm.distributed.weight_transfer.base").WeightTransferEngine
+_factory: Any = importlib.import_module(
+    "vllm.distributed.weight_transfer.factory"
+).WeightTransferEngineFactory
+_reload: Any = importlib.import_module("vllm.model_executor.model_loader.reload")
+_layerwise: Any = importlib.import_module("vllm.model_executor.model_loader.reload.layerwise")
+
+_embedding: Any = importlib.import_module(
+    "vllm.model_executor.layers.vocab_parallel_embedding"
+).VocabParallelEmbedding
+
+
+@dataclass(frozen=True, slots=True)
+class InitInfo:
+    """There is nothing to agree on beforehand."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageInfo:
+    """As `WeightImage.describe` gives it."""
+
+    path: str
+    nbytes: int
+    manifest: dict[str, Any]
+
+
+class ImageTransferEngine(_base):  # type: ignore[misc]
+    """Loads a whole image at once: start, one update, finish."""
+
+    init_info_cls = InitInfo
+    update_info_cls = ImageInfo
+    _ties: dict[str, str] | None = None
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        if self._ties is None:  # later ones may find an update that failed half way
+            self._ties = _ties(self.model)
+        self._forget_half_loaded()
+        _reload.initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: ImageInfo) -> None:
+        """Raises WeightSyncError where something gets no value; vLLM raises for unknown names."""
+        manifest = Manifest.from_wire(update_info.manifest)
+        fd = os.open(update_info.path, os.O_RDWR)
+        try:
+            memory = mmap.mmap(fd, update_info.nbytes)
+        finally:
+            os.close(fd)
+        loaded: set[str] | None = self.model.load_weights(_weights(manifest, memory))
+        self._check_complete(loaded)
+        if not self.model_config.quantization:
+            _check_whole(self.model)
+
+    def finish_weight_update(self) -> None:
+        _reload.finalize_layerwise_reload(self.model, self.model_config)
+        for name in self._ties or {}:
+            # Layerwise reload (0.32) leaves out layers that got their weights by a tie.
+            layer: Any = self.model.get_submodule(name.rpartition(".")[0])
+            if hasattr(layer, "quant_method"):
+                layer.quant_method.process_weights_after_loading(layer)
+
+    def _check_complete(self, loaded: set[str] | None) -> None:
+        if loaded is None:  # the model's loader does not say what it loaded
+            return
+        ties = self._ties or {}
+        names = {name for name, _ in self.model.named_parameters()} - loaded
+        missing = sorted(name for name in names if ties.get(name) not in loaded)
+        if missing:
+            raise WeightSyncError(
+                f"the trainer's weights do not fill {len(missing)} of vLLM's parameters: "
+                f"{', '.join(missing[:5])}"
+            )
+
+    def shutdown(self) -> None:
+        pass
+
+    def _forget_half_loaded(self) -> None:
+        """Of an update that failed: vLLM (0.32) would go on with the tensors it had then."""
+        for layer in self.model.modules():
+            info: Any = _layerwise.get_layerwise_info(layer)
+            if info.can_load():
+                info.loaded_weights.clear()
+                info.load_numel = 0
+
+
+def _weights(manifest: Manifest, memory: mmap.mmap) -> Iterator[tuple[str, Tensor]]:
+    tensors = image_tensors(manifest, memory)
+    yield from tensors.items()
+    for alias, name in manifest.aliases.items():
+        yield alias, tensors[name]
+
+
+def _check_whole(model: nn.Module) -> None:
+    """Raises WeightSyncError for a layer that got some of its weights, such as q without k."""
+    for name, layer in model.named_modules():
+        info: Any = _layerwise.get_layerwise_info(layer)
+        if not info.can_load() or isinstance(layer, _embedding):  # embeddings have padding
+            continue
+        if 0 < info.load_numel < info.load_numel_total:
+            raise WeightSyncError(
+                f"the trainer's weights fill {info.load_numel} of {info.load_numel_total} elements "
+                f"of vLLM's layer {name}"
+            )
+
+
+def _ties(model: nn.Module) -> dict[str, str]:
+    """Names of parameters that are another one under a second name, and the first."""
+    first: dict[int, str] = {}
+    ties: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        known = first.setdefault(id(parameter), name)
+        if known != name:
+            ties[name] = known
+    return ties
+
+
+class UmbraWorkerExtension:
+    """Mixed into vLLM's worker."""
+
+    model_runner: Any
+
+    def umbra_memory(self) -> Mapping[str, int]:
+        """Bytes of the weights and the KV cache when awake."""
+        runner = self.model_runner
+        parameters: Iterator[Tensor] = runner.model.parameters()
+        return {
+            "weights_nbytes": sum(parameter.nbytes for parameter in parameters),
+            "kv_nbytes": sum(_nbytes(cache) for cache in runner.kv_caches),
+        }
+
+
+def _nbytes(cache: Any) -> int:
+    if isinstance(cache, Tensor):
+        return cache.nbytes
+    return sum(_nbytes(part) for part in cache)
+
+
+_factory.register_engine(TRANSFER_BACKEND, ImageTransferEngine)

@@ -1,0 +1,269 @@
+"""vLLM on the CPU: the conformance suite, and what only a real engine can be asked."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Generator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conformance_suite import *  # noqa: F403 - the tests
+from conformance_suite import VOCAB_SIZE, MakeEngine, requests, results_of, weights
+from engine_runs import Collector, Engine, collect, run_async, running, wire_request
+from local_sync import publish
+from model_factory import make_model
+from torch import Tensor
+from transformers import PreTrainedModel
+from vllm_runs import (
+    MAX_CONTEXT_LEN,
+    MAX_NUM_SEQS,
+    SharedVllmEngine,
+    needs_vllm,
+    running_core,
+    weight_image,
+)
+
+from umbra.engines.vllm.actor import VllmEngine
+from umbra.engines.vllm.core import VllmCore
+from umbra.runtime.errors import EngineError
+
+pytestmark = [
+    needs_vllm,
+    pytest.mark.slow,
+    pytest.mark.process,
+    pytest.mark.filterwarnings("default"),  # vLLM's own
+]
+
+
+@pytest.fixture(scope="module")
+def vllm_core(model_folder: Callable[[str], Path]) -> Generator[VllmCore]:
+    with running_core(model_folder("qwen3")) as core:
+        yield core
+
+
+@pytest.fixture(scope="module")
+def first_image() -> Generator[dict[str, Any]]:
+    with weight_image(weights()) as image:
+        yield image
+
+
+@pytest.fixture(scope="session")
+def resumes_draws() -> bool:
+    return False
+
+
+@pytest.fixture(scope="session")
+def frees_memory_asleep() -> bool:
+    return False
+
+
+@pytest.fixture(params=["vllm"])
+def make_engine(
+    vllm_core: VllmCore, first_image: dict[str, Any], model_folder: Callable[[str], Path]
+) -> MakeEngine:
+    def make(*, load_weights: bool = True, **settings: Any) -> Engine:
+        given: dict[str, Any] = {
+            "max_context_len": MAX_CONTEXT_LEN,
+            "max_num_seqs": MAX_NUM_SEQS,
+            "tick_ms": 2.0,
+            "device": "cpu",
+        }
+        image = first_image if load_weights else None
+        return SharedVllmEngine(vllm_core, model_folder("qwen3"), image, **(given | settings))
+
+    return make
+
+
+def greedy_of_transformers(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    with torch.inference_mode():
+        for _ in range(count):
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def float32_weights(seed: int) -> dict[str, Tensor]:
+    return dict(make_model("qwen3", seed).named_parameters(remove_duplicate=True))
+
+
+def long_prompts(count: int, num_tokens: int = 150) -> list[list[int]]:
+    """Longer than a block of vLLM's prefix cache, which 128 tokens fill on the CPU."""
+    return np.random.default_rng(1).integers(0, VOCAB_SIZE, (count, num_tokens)).tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
+def test_logprobs_are_those_of_transformers(make_engine: MakeEngine, temperature: float) -> None:
+    model = make_model("qwen3")
+
+    async def body() -> None:
+        engine = make_engine()
+        async with running(engine):
+            asked = requests(6, max_new_tokens=40, temperature=temperature)
+            results = await results_of(engine, asked)
+
+        for request in asked:
+            prompt, completion = request["tokens"].tolist(), results[request["id"]]
+            with torch.inference_mode():
+                logits = model(torch.tensor([prompt + completion.tokens])).logits[0]
+            expected = torch.log_softmax(logits[len(prompt) - 1 : -1] / (temperature or 1.0), -1)
+            chosen = expected.gather(1, torch.tensor(completion.tokens)[:, None])[:, 0]
+            assert torch.tensor(completion.logprobs).allclose(chosen, atol=1e-4)
+
+    run_async(body)
+
+
+def test_an_update_changes_the_output_to_that_of_the_new_weights(
+    make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    prompts = long_prompts(3)
+    asked = [wire_request(i, p, max_new_tokens=12, temperature=0.0) for i, p in enumerate(prompts)]
+
+    async def body() -> None:
+        engine = make_engine()
+        async with running(engine):
+            for version in range(4):  # version 0 is there from the start
+                if version:
+                    await engine.pause("keep")
+                    await publish(engine, float32_weights(version), version, tmp_path)
+                model = make_model("qwen3", version)
+                for _ in range(2):  # the second time with cached prefixes
+                    results = await results_of(engine, asked)
+                    for i, prompt in enumerate(prompts):
+                        assert results[i].tokens == greedy_of_transformers(model, prompt, 12)
+                        assert set(results[i].versions) == {version}
+
+    run_async(body)
+
+
+def with_unknown(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return tensors | {"model.layers.1.unknown.weight": torch.ones(3)}
+
+
+def without_k_proj(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return without(tensors, "model.layers.1.self_attn.k_proj.weight")
+
+
+def without_norm(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return without(tensors, "model.norm.weight")
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (with_unknown, "layers.1.unknown"),
+        (without_k_proj, "self_attn.qkv_proj"),
+        (without_norm, "model.norm.weight"),
+    ],
+)
+def test_weights_that_do_not_fit_are_never_served_and_spoil_no_later_update(
+    make_engine: MakeEngine,
+    tmp_path: Path,
+    change: Callable[[dict[str, Tensor]], dict[str, Tensor]],
+    text: str,
+) -> None:
+    (prompt,) = long_prompts(1)
+    asked = wire_request(0, prompt, max_new_tokens=12, temperature=0.0)
+
+    async def body() -> None:
+        engine = make_engine()
+        async with running(engine):
+            assert text in await failure_of(
+                publish(engine, change(float32_weights(1)), 1, tmp_path)
+            )
+            with pytest.raises(EngineError, match="PENDING_WEIGHTS"):
+                await engine.submit([asked])
+
+            await publish(engine, float32_weights(2), 2, tmp_path)
+
+            results = await results_of(engine, [asked])
+        expected = greedy_of_transformers(make_model("qwen3", 2), prompt, 12)
+        assert results[0].tokens == expected
+
+    run_async(body)
+
+
+async def failure_of(publishing: Coroutine[Any, Any, object]) -> str:
+    """What vLLM said; nothing is kept of the error, whose frames hold on to the weights."""
+    try:
+        await publishing
+    except ExceptionGroup as group:
+        return str(group.exceptions[0])
+    raise AssertionError("it was taken")
+
+
+def without(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
+    return {other: tensor for other, tensor in tensors.items() if other != name}
+
+
+def test_a_hundred_requests_at_once_end_as_they_would_alone(make_engine: MakeEngine) -> None:
+    model = make_model("qwen3")
+
+    async def body() -> None:
+        engine = make_engine()
+        async with running(engine):
+            asked = requests(100, max_new_tokens=30, temperature=0.0)
+            await engine.submit(asked)
+            stats = await engine.stats()
+            collector = Collector()
+            await collect(engine, collector, 100)
+
+        assert (stats["running"], stats["waiting"]) == (MAX_NUM_SEQS, 100 - MAX_NUM_SEQS)
+        for request in asked[::9]:
+            expected = greedy_of_transformers(model, request["tokens"].tolist(), 30)
+            assert collector[request["id"]].tokens == expected
+
+    run_async(body)
+
+
+def test_requests_aborted_one_by_one_lose_nothing_but_their_ends(make_engine: MakeEngine) -> None:
+    async def body() -> None:
+        engine = make_engine()
+        async with running(engine):
+            asked = requests(16, max_new_tokens=300, temperature=0.0)
+            whole = await results_of(engine, asked)
+            collector = Collector()
+            async with aclosing(engine.deltas()) as batches:
+                await engine.submit(asked)
+                while collector.num_finished() < len(asked):
+                    collector.apply(await anext(batches))
+                    for i, completion in list(collector.completions.items()):
+                        if completion.reason is None and len(completion.tokens) > 5 * i:
+                            await engine.abort([i])
+
+        for i in range(len(asked)):
+            tokens = collector[i].tokens
+            assert tokens
+            assert tokens == whole[i].tokens[: len(tokens)]
+
+    run_async(body)
+
+
+@pytest.mark.allow_leaks("vLLM's frontend keeps threads and sockets until its process ends")
+def test_a_model_with_untied_weights_is_updated_too(
+    model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    kind = "qwen3-untied"
+    (prompt,) = long_prompts(1)
+    asked = wire_request(0, prompt, max_new_tokens=12, temperature=0.0)
+    model = make_model(kind, 1)
+
+    async def body() -> None:
+        engine = VllmEngine(
+            model_path=str(model_folder(kind)),
+            dtype="float32",
+            device="cpu",
+            max_context_len=512,
+            max_num_seqs=4,
+        )
+        async with running(engine):
+            await publish(engine, dict(model.named_parameters()), 1, tmp_path)
+            results = await results_of(engine, [asked])
+        assert results[0].tokens == greedy_of_transformers(model, prompt, 12)
+
+    asyncio.run(body())

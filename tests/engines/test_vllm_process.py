@@ -1,0 +1,114 @@
+"""vLLM where it lives: in an actor's process, with processes of its own below it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_runs import Collector, wire_request
+from vllm_runs import needs_vllm
+
+from umbra.runtime.actor import ActorSpec
+from umbra.runtime.errors import UmbraError
+from umbra.runtime.process import descendants
+from umbra.runtime.restart import RestartPolicy
+from umbra.runtime.session import Session, SyncHandle
+
+pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.process]
+
+START_TIMEOUT_S = 180.0
+
+
+def vllm_spec(folder: Path, restart: RestartPolicy, **settings: Any) -> ActorSpec:
+    kwargs = {
+        "model_path": str(folder),
+        "dtype": "float32",
+        "device": "cpu",
+        "max_context_len": 512,
+        "max_num_seqs": 16,
+        "load_weights": True,
+        "tick_ms": 5.0,
+    }
+    return ActorSpec(
+        name="vllm",
+        target="umbra.engines.vllm.actor:VllmEngine",
+        kwargs=kwargs | settings,
+        essential=False,
+        restart=restart,
+        start_timeout_s=START_TIMEOUT_S,
+    )
+
+
+def actor_of(session: Session) -> dict[str, Any]:
+    (actor,) = (a for a in session.supervisor_call("list_actors") if a["name"] == "vllm")
+    return actor
+
+
+def tree_of(pid: int) -> list[int]:
+    return [pid, *(below for below, _ in descendants.living_descendants(pid))]
+
+
+def greedy(engine: SyncHandle) -> list[int]:
+    collector = Collector()
+    engine.call("submit", [wire_request(0, [1, 2, 3], max_new_tokens=20, temperature=0.0)])
+    with closing(engine.stream("deltas", timeout_s=20.0)) as batches:
+        for batch in batches:
+            collector.apply(batch)
+            if collector.num_finished():
+                return collector[0].tokens
+    raise AssertionError("the stream ended")
+
+
+def core_of(pid: int) -> int:
+    """EngineCore: the child of the actor that has a child itself."""
+    (core,) = (child for child in descendants.child_pids(pid) if descendants.child_pids(child))
+    return core
+
+
+def test_vllm_killed_takes_all_its_processes_along_and_serves_again(
+    umbra_session: Session, model_folder: Callable[[str], Path]
+) -> None:
+    one_more = RestartPolicy(mode="on_failure", backoff_initial_s=0.01, max_restarts=1)
+    spec = vllm_spec(model_folder("qwen3"), one_more)
+    engine = umbra_session.spawn(spec)
+    first = engine.ref.incarnation
+    before = greedy(engine)
+    tree = tree_of(actor_of(umbra_session)["pid"])
+    assert len(tree) >= 3  # the actor, EngineCore and its worker
+
+    os.kill(tree[0], signal.SIGKILL)
+
+    engine = umbra_session.connect(
+        umbra_session.supervisor_call(
+            "resolve", "vllm", START_TIMEOUT_S, first, timeout_s=START_TIMEOUT_S + 1.0
+        )
+    )
+    assert all(not Path(f"/proc/{pid}").exists() for pid in tree)
+    assert greedy(engine) == before
+
+    # Without its core it is of no use: it ends, here for good.
+    tree = tree_of(actor_of(umbra_session)["pid"])
+    os.kill(core_of(tree[0]), signal.SIGKILL)
+
+    second = engine.ref.incarnation
+    with pytest.raises(UmbraError, match="vLLM"):
+        umbra_session.supervisor_call("resolve", "vllm", 30.0, second, timeout_s=31.0)
+    assert all(not Path(f"/proc/{pid}").exists() for pid in tree)
+
+
+def test_vllm_that_cannot_start_says_why(
+    umbra_session: Session, model_folder: Callable[[str], Path]
+) -> None:
+    spec = vllm_spec(
+        model_folder("qwen3"),
+        RestartPolicy(mode="never"),
+        engine_args={"tensor_parallel_sice": 2},
+    )
+
+    with pytest.raises(UmbraError, match="did you mean tensor_parallel_size"):
+        umbra_session.spawn(spec)

@@ -1,0 +1,129 @@
+"""What of a pool's settings reaches vLLM; vLLM itself is not needed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_runs import make_request
+
+from umbra.engines.vllm.library import VllmLibrary
+from umbra.engines.vllm.requests import check_request, draw_seed
+from umbra.engines.vllm.settings import VllmSettings, kv_token_nbytes
+from umbra.runtime.errors import ConfigError, DataError
+
+KNOWN = ["model", "tensor_parallel_size", "gpu_memory_utilization", "dtype", "max_num_seqs"]
+MODEL: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "hidden_size": 256,
+}
+
+
+def settings(folder: Path, **changes: Any) -> VllmSettings:
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    values: dict[str, Any] = {
+        "model_path": str(folder),
+        "dtype": "float32",
+        "device": "cpu",
+        "max_num_seqs": 4,
+        "max_context_len": 200,
+        "kv_cache_num_tokens": None,
+        "num_threads": 2,
+        "load_weights": False,
+        "engine_args": {},
+    }
+    return VllmSettings(**(values | changes))
+
+
+def test_options_say_what_umbra_needs_of_vllm(tmp_path: Path) -> None:
+    options = settings(tmp_path, engine_args={"tensor_parallel_size": 2}).options(
+        KNOWN, is_cpu=True
+    )
+
+    assert options["model"] == str(tmp_path)
+    assert options["max_model_len"] == 200
+    assert options["skip_tokenizer_init"] is True
+    assert options["logprobs_mode"] == "processed_logprobs"
+    assert options["generation_config"] == "vllm"
+    assert options["load_format"] == "dummy"
+    assert options["enforce_eager"] is True
+    assert options["tensor_parallel_size"] == 2
+
+
+def test_the_kv_cache_on_the_cpu_holds_whole_blocks_for_all_sequences(tmp_path: Path) -> None:
+    token_nbytes = 2 * 3 * 2 * 32 * 4
+
+    options = settings(tmp_path).options(KNOWN, is_cpu=True)
+    chosen = settings(tmp_path, kv_cache_num_tokens=300).options(KNOWN, is_cpu=True)
+
+    assert kv_token_nbytes(MODEL, "float32") == token_nbytes
+    assert options["kv_cache_memory_bytes"] == (4 * 256 + 128) * token_nbytes
+    assert chosen["kv_cache_memory_bytes"] == (384 + 128) * token_nbytes
+
+
+def test_on_a_gpu_the_kv_cache_is_vllm_s_choice_unless_asked_for(tmp_path: Path) -> None:
+    free = settings(tmp_path, device="cuda").options(KNOWN, is_cpu=False)
+    chosen = settings(tmp_path, device="cuda", kv_cache_num_tokens=1).options(KNOWN, is_cpu=False)
+
+    assert "kv_cache_memory_bytes" not in free
+    assert chosen["kv_cache_memory_bytes"] > 0
+    assert free["enable_sleep_mode"] is True
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ("dtype", "set model.dtype instead"),
+        ("max_num_seqs", "set pool.max_num_seqs instead"),
+        ("logprobs_mode", "is set by umbra"),
+        ("tensor_paralel_size", "did you mean tensor_parallel_size"),
+        ("frobnicate", "not an option of vLLM; see vLLM's AsyncEngineArgs"),
+    ],
+)
+def test_an_option_that_cannot_be_passed_on_is_refused_with_a_hint(
+    tmp_path: Path, option: str, text: str
+) -> None:
+    with pytest.raises(ConfigError, match=text):
+        settings(tmp_path, engine_args={option: 1}).options(KNOWN, is_cpu=True)
+
+
+def test_a_device_that_this_vllm_is_not_built_for_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="built for the CPU"):
+        settings(tmp_path, device="cuda").options(KNOWN, is_cpu=True)
+
+
+def test_a_dtype_that_vllm_lacks_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'float64' is not vLLM's"):
+        settings(tmp_path, dtype="float64").options(KNOWN, is_cpu=True)
+
+
+def test_a_model_directory_without_a_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"config\.json cannot be read"):
+        settings(tmp_path, model_path="/nowhere").options(KNOWN, is_cpu=True)
+
+
+def test_a_temperature_that_vllm_would_change_is_refused() -> None:
+    check_request(make_request(1, [1], temperature=0.0))
+    check_request(make_request(1, [1], temperature=0.01))
+    with pytest.raises(ValueError, match=r"at least 0\.01"):
+        check_request(make_request(1, [1], temperature=0.005))
+
+
+def test_a_cut_trajectory_goes_on_with_draws_of_its_own() -> None:
+    seeds = {draw_seed(seed, position) for seed in range(10) for position in range(10)}
+
+    assert draw_seed(7, 0) == 7
+    assert len(seeds) == 100
+    assert all(0 <= seed < 1 << 63 for seed in seeds)
+
+
+def test_without_vllm_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+
+    with pytest.raises(ConfigError, match=r"pip install 'umbra-rl\[vllm\]'"):
+        VllmLibrary.load()
