@@ -17,12 +17,37 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
 
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.socketdir import default_root
 
 ACTOR_VARIABLE = "UMBRA_ACTOR"
+_RANK_VARIABLES: Final = frozenset(
+    f"{scope}{name}"
+    for scope, names in {
+        "": ("RANK", "WORLD_SIZE"),
+        "LOCAL_": ("RANK", "WORLD_SIZE"),
+        "GROUP_": ("RANK", "WORLD_SIZE"),
+        "ROLE_": ("RANK", "WORLD_SIZE", "NAME"),
+        "MASTER_": ("ADDR", "PORT"),
+    }.items()
+    for name in names
+)
+_RANK_PREFIX: Final = "TORCHELASTIC_"
+
+
+def without_rank(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment without what torchrun gave a rank.
+
+    For processes that are none: a library there that makes a process group of its own (vLLM) would
+    look for its peers at the ranks' store, and wait for ever.
+    """
+    return {
+        name: value
+        for name, value in environ.items()
+        if name not in _RANK_VARIABLES and not name.startswith(_RANK_PREFIX)
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

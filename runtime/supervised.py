@@ -25,7 +25,7 @@ import msgpack
 import zmq
 
 from umbra.runtime.actor import ActorSpec
-from umbra.runtime.environment import ACTOR_VARIABLE
+from umbra.runtime.environment import ACTOR_VARIABLE, without_rank
 from umbra.runtime.errors import ActorDied, DeadlineExceeded, UmbraError
 from umbra.runtime.process.child import ChildProcess
 from umbra.runtime.process.exit_status import ExitStatus
@@ -306,7 +306,7 @@ class SupervisedActor:
         return f"{self._make_ref().ipc_endpoint}.hb"
 
     def _environment(self, label: str) -> dict[str, str]:
-        return {**os.environ, **self.spec.env, ACTOR_VARIABLE: label}
+        return {**without_rank(os.environ), **self.spec.env, ACTOR_VARIABLE: label}
 
     def _host_config(self) -> bytes:
         ref = self._make_ref()

@@ -99,6 +99,11 @@ class ImageTransferEngine(_base):  # type: ignore[misc]
     def shutdown(self) -> None:
         pass
 
+    @staticmethod
+    def trainer_send_weights(iterator: Iterator[Any], trainer_args: Any) -> None:
+        """vLLM before 0.32 asks for it; umbra's trainer publishes instead."""
+        raise NotImplementedError
+
     def _forget_half_loaded(self) -> None:
         """Of an update that failed: vLLM (0.32) would go on with the tensors it had then."""
         for layer in self.model.modules():

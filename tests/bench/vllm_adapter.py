@@ -1,9 +1,10 @@
 """umbra's vLLM engine beside bare `AsyncLLM.generate`, on the same vLLM and the same requests.
 
-64 concurrent requests of 128 new tokens each. The sides alternate; what is printed as JSON are the
-medians of the rounds, in tokens/s, for a model so small that all is overhead and a larger one.
+64 concurrent requests (256 on a GPU) of 128 new tokens each. The sides alternate; what is printed
+as JSON are the medians of the rounds, in tokens/s, for a model so small that all is overhead and
+larger ones.
 
-    .venv-vllm/bin/python tests/bench/vllm_adapter.py [--rounds 7]
+    .venv-vllm/bin/python tests/bench/vllm_adapter.py [--rounds 7] [--device cuda]
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -28,30 +29,43 @@ from umbra.engines.requests import parse_request
 from umbra.engines.vllm.actor import VllmEngine
 from umbra.engines.vllm.requests import sampling_params
 
-NUM_REQUESTS = 64
+NUM_REQUESTS = {"cpu": 64, "cuda": 256}
+DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 NUM_NEW_TOKENS = 128
 MAX_CONTEXT_LEN = 256
 SHAPES: dict[str, dict[str, Any]] = {
     "0.4M": {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256},
     "30M": {"vocab_size": 8192, "hidden_size": 768, "intermediate_size": 2048},
 }
+LARGE_SHAPES: dict[str, dict[str, Any]] = {
+    "0.6B": {
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+}
 
 
-def save_model(folder: str, shape: dict[str, Any]) -> None:
+def save_model(folder: str, shape: dict[str, Any], device: str) -> None:
     torch.manual_seed(0)
-    config = Qwen3Config(
-        **shape,
-        num_hidden_layers=2 if shape["hidden_size"] < 512 else 4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=MAX_CONTEXT_LEN,
-        tie_word_embeddings=True,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    given: dict[str, Any] = {
+        "num_hidden_layers": 2 if shape["hidden_size"] < 512 else 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": MAX_CONTEXT_LEN,
+        "tie_word_embeddings": True,
+    }
+    with torch.device(device):
+        model = Qwen3ForCausalLM(Qwen3Config(**(given | shape)))
+    model.to(getattr(torch, DTYPES[device])).cpu().save_pretrained(folder)
 
 
-def make_requests(vocab_size: int) -> list[dict[str, Any]]:
+def make_requests(vocab_size: int, count: int) -> list[dict[str, Any]]:
     rng = np.random.default_rng(0)
     return [
         {
@@ -63,7 +77,7 @@ def make_requests(vocab_size: int) -> list[dict[str, Any]]:
             "temperature": 1.0,
             "stop_token_ids": [],
         }
-        for i in range(NUM_REQUESTS)
+        for i in range(count)
     ]
 
 
@@ -86,7 +100,7 @@ async def run_bare(engine: VllmEngine, asked: list[dict[str, Any]], serial: int)
         for raw in asked:
             tasks.create_task(one(raw))
     took_s = time.perf_counter() - started
-    assert count == NUM_REQUESTS * NUM_NEW_TOKENS
+    assert count == len(asked) * NUM_NEW_TOKENS
     return took_s
 
 
@@ -101,21 +115,22 @@ async def run_adapter(engine: VllmEngine, asked: list[dict[str, Any]]) -> float:
             if num_finished == len(asked):
                 break
     took_s = time.perf_counter() - started
-    assert count == NUM_REQUESTS * NUM_NEW_TOKENS
+    assert count == len(asked) * NUM_NEW_TOKENS
     return took_s
 
 
-async def measure(shape: dict[str, Any], num_rounds: int) -> dict[str, float]:
-    asked = make_requests(shape["vocab_size"])
+async def measure(shape: dict[str, Any], num_rounds: int, device: str) -> dict[str, float]:
+    asked = make_requests(shape["vocab_size"], NUM_REQUESTS[device])
     seconds: dict[str, list[float]] = {"bare": [], "umbra": []}
     with tempfile.TemporaryDirectory() as folder:
-        save_model(folder, shape)
+        save_model(folder, shape, device)
         engine = VllmEngine(
             model_path=folder,
-            dtype="float32",
-            device="cpu",
-            max_num_seqs=NUM_REQUESTS,
+            dtype=DTYPES[device],
+            device=device,
+            max_num_seqs=len(asked),
             max_context_len=MAX_CONTEXT_LEN,
+            kv_cache_num_tokens=len(asked) * MAX_CONTEXT_LEN,
             load_weights=True,
         )
         async with engine, asyncio.TaskGroup() as tasks:
@@ -127,7 +142,7 @@ async def measure(shape: dict[str, Any], num_rounds: int) -> dict[str, float]:
                     seconds["bare"].append(bare_s)
                     seconds["umbra"].append(umbra_s)
             running.cancel()
-    num_tokens = NUM_REQUESTS * NUM_NEW_TOKENS
+    num_tokens = len(asked) * NUM_NEW_TOKENS
     speeds = {side: num_tokens / statistics.median(times) for side, times in seconds.items()}
     return speeds | {"share": speeds["umbra"] / speeds["bare"]}
 
@@ -135,11 +150,13 @@ async def measure(shape: dict[str, Any], num_rounds: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
-    num_rounds: int = parser.parse_args().rounds
+    parser.add_argument("--device", choices=sorted(NUM_REQUESTS), default="cpu")
+    given = parser.parse_args()
+    shapes = SHAPES | (LARGE_SHAPES if given.device == "cuda" else {})
     report = {
         name: {key: round(value, 3) for key, value in measured.items()}
-        for name, shape in SHAPES.items()
-        for measured in [asyncio.run(measure(shape, num_rounds))]
+        for name, shape in shapes.items()
+        for measured in [asyncio.run(measure(shape, given.rounds, given.device))]
     }
     print(json.dumps(report, indent=2))
 

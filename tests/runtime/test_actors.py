@@ -130,6 +130,21 @@ def test_environment_and_kwargs_reach_the_actor(spawn: Spawn) -> None:
     assert echo.call("who")["greeting"] == "moin"
 
 
+def test_an_actor_is_no_rank(
+    umbra_session_factory: SessionFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torchruns = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
+    for name, value in torchruns.items():
+        monkeypatch.setenv(name, value)
+    session = umbra_session_factory()
+
+    plain = session.spawn(actor("Echo"))
+    told = session.spawn(actor("Echo", env={"MASTER_PORT": "2"}))
+
+    assert [plain.call("variable", name) for name in torchruns] == [None, None, None]
+    assert told.call("variable", "MASTER_PORT") == "2"
+
+
 # -- starts that fail ----------------------------------------------------------------------
 
 
