@@ -16,9 +16,6 @@ from umbra.trainer.tokenizer import read_model_config
 
 logger = logging.getLogger(__name__)
 
-# Models that change logits after the head; log-probabilities are computed without that step.
-_LOGIT_OPTIONS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-
 
 def load_causal_lm(section: ModelSection, dtype: torch.dtype) -> tuple[nn.Module, bool]:
     """The causal language model in `section.path` with parameters in `dtype`, on the CPU.
@@ -31,9 +28,6 @@ def load_causal_lm(section: ModelSection, dtype: torch.dtype) -> tuple[nn.Module
         ConfigError: an architecture or option that cannot be trained here.
     """
     raw = read_model_config(section.path)
-    for option in _LOGIT_OPTIONS:
-        if raw.get(option) not in (None, 1, 1.0):
-            raise ConfigError(f"model.path: {section.path} sets {option}, which is not supported")
     is_packed = _choose_packed(section, raw)
     if is_packed:
         register_packed_attention()

@@ -5,25 +5,24 @@ M: tokens to score; E: hidden size; V: vocabulary.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Literal, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils import checkpoint as checkpointing
 
 from umbra.trainer.batch import MicroBatch, PaddedInputs
 from umbra.trainer.packing import PackedInputs
+from umbra.trainer.scoring import head_obstacle, score_hidden, score_logits
 
-# Logits of so many elements are made at a time (256 MiB in float32); where a micro-batch has
-# more, they are computed again in the backward pass instead of being kept.
-_MAX_LOGITS: Final = 1 << 26
 # Below this, gathering the whole model at once is cheaper than a collective for each layer.
 _ROOT_WRAP_MAX_PARAMETERS: Final = 64_000_000
+
+logger = logging.getLogger(__name__)
 
 Wrap = Literal["auto", "layer", "root"]
 
@@ -137,6 +136,12 @@ class _Scorer(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        obstacle = head_obstacle(model)
+        self._uses_own_logits = bool(obstacle)
+        if obstacle:
+            logger.warning(
+                "all logits of a micro-batch are computed at once, which takes memory: %s", obstacle
+            )
 
     def forward(
         self,
@@ -146,49 +151,30 @@ class _Scorer(nn.Module):
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         """[M] log-probabilities and [M] entropies (or nothing, [0])."""
+        if self._uses_own_logits:
+            return score_logits(self._own_logits(inputs), targets, temperature, with_entropy)
         model: Any = self.model
-        head = model.get_output_embeddings()
         hidden = self._hidden(inputs).index_select(0, inputs.predicting)  # [M, E]
-        chunk_len = max(1, _MAX_LOGITS // head.weight.shape[0])
-        if len(targets) <= chunk_len:
-            return _score(head, hidden, targets, temperature, with_entropy)
-        recompute: Any = checkpointing
-        parts: list[tuple[Tensor, Tensor]] = []
-        for start in range(0, len(targets), chunk_len):
-            chunk = slice(start, start + chunk_len)
-            args = (head, hidden[chunk], targets[chunk], temperature, with_entropy)
-            parts.append(recompute.checkpoint(_score, *args, use_reentrant=False))
-        return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+        head: nn.Linear = model.get_output_embeddings()
+        return score_hidden(head, hidden, targets, temperature, with_entropy)
 
     def _hidden(self, inputs: PackedInputs | PaddedInputs) -> Tensor:
         """[rows, E] final hidden states."""
         model: Any = self.model
-        decoder = model.get_decoder()
-        if isinstance(inputs, PaddedInputs):
-            output = decoder(input_ids=inputs.token_ids, use_cache=False)
-        else:
-            output = decoder(
-                input_ids=inputs.token_ids,
-                position_ids=inputs.position_ids,
-                use_cache=False,
-                packed=inputs,
-            )
+        output = model.get_decoder()(use_cache=False, **_arguments(inputs))
         return cast("Tensor", output.last_hidden_state).flatten(0, 1)
 
+    def _own_logits(self, inputs: PackedInputs | PaddedInputs) -> Tensor:
+        """[M, V], as the model makes them."""
+        model: Any = self.model
+        output = model(use_cache=False, **_arguments(inputs))
+        return cast("Tensor", output.logits).flatten(0, 1).index_select(0, inputs.predicting)
 
-def _score(
-    head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, with_entropy: bool
-) -> tuple[Tensor, Tensor]:
-    logits: Tensor = head(hidden)  # [M, V]
-    if logits.dtype.itemsize < torch.float32.itemsize:
-        logits = logits.float()
-    if temperature != 1.0:
-        logits = logits / temperature
-    every = logits.log_softmax(-1)  # [M, V]
-    logprobs = -F.nll_loss(every, targets, reduction="none")
-    with torch.no_grad():
-        entropy = -(every.exp() * every).sum(-1) if with_entropy else logits.new_empty(0)
-    return logprobs, entropy
+
+def _arguments(inputs: PackedInputs | PaddedInputs) -> dict[str, Any]:
+    if isinstance(inputs, PaddedInputs):
+        return {"input_ids": inputs.token_ids}
+    return {"input_ids": inputs.token_ids, "position_ids": inputs.position_ids, "packed": inputs}
 
 
 def _shard(

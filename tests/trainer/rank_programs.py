@@ -5,10 +5,12 @@ Arguments and results are umbra's wire values: plain data and numpy arrays.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -20,6 +22,7 @@ from training_models import make_model
 
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.rollout.batching import GroupShape, plan_batch
+from umbra.trainer import scoring
 from umbra.trainer.batch import MicroBatchBuilder, RankBatch
 from umbra.trainer.checkpoint import CheckpointStore, TrainerState
 from umbra.trainer.config import ModelSection, TrainSection
@@ -147,15 +150,28 @@ def train_and_return_parameters(
     packed: bool = True,
     wrap: Wrap = "root",
     micro_batches: int = 1,
+    chunked: bool = False,
 ) -> tuple[Arrays, list[dict[str, float]]]:
     """Parameters after `num_steps` steps, whole, and the metrics of each step."""
     policy = make_policy(world, packed=packed, wrap=wrap)
     reference = make_policy(world, packed=packed, wrap=wrap).freeze() if train.kl_coef else None
     train_step, _ = make_train_step(world, policy, train, reference)
-    metrics = [
-        train_step.run(rank_batch(world, seed, micro_batches), seed) for seed in range(num_steps)
-    ]
+    with scored_in_chunks() if chunked else nullcontext():
+        metrics = [
+            train_step.run(rank_batch(world, seed, micro_batches), seed)
+            for seed in range(num_steps)
+        ]
     return full_parameters(policy), metrics
+
+
+@contextmanager
+def scored_in_chunks() -> Generator[None]:
+    """Of 10 tokens."""
+    with (
+        patch.object(scoring, "_MAX_KEPT_LOGITS", 0),
+        patch.object(scoring, "_MAX_CHUNK_LOGITS", 10 * 64),
+    ):
+        yield
 
 
 def train_variant(world: World, changes: dict[str, Any], options: dict[str, Any]) -> Any:
