@@ -32,8 +32,6 @@ def load_causal_lm(section: ModelSection, dtype: torch.dtype) -> tuple[nn.Module
     if is_packed:
         register_packed_attention()
     model = _from_pretrained(section, dtype, PACKED_ATTENTION if is_packed else "sdpa")
-    if section.activation_checkpointing:
-        _checkpoint_activations(model)
     return model, is_packed
 
 
@@ -90,22 +88,6 @@ def _from_pretrained(section: ModelSection, dtype: torch.dtype, attention: str) 
     model.config.use_cache = False
     assert isinstance(model, nn.Module)
     return model.eval()
-
-
-def _checkpoint_activations(model: Any) -> None:
-    """transformers recomputes only in training mode, so dropout is set to zero instead."""
-    options = {"use_reentrant": False}
-    if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable(options)
-    else:  # transformers before it was renamed, such as 5.17
-        model.gradient_checkpointing_enable(options)
-    model.train()
-    modules: list[Any] = list(model.modules())
-    for module in modules:
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if "attention_dropout" in vars(module):
-            vars(module)["attention_dropout"] = 0.0
 
 
 def parameter_count(model: nn.Module) -> int:

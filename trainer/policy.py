@@ -6,7 +6,6 @@ M: tokens to score; E: hidden size; V: vocabulary.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Literal, cast
 
@@ -17,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from umbra.trainer.batch import MicroBatch, PaddedInputs
 from umbra.trainer.packing import PackedInputs
+from umbra.trainer.recomputing import decoder_blocks, recompute_blocks
 from umbra.trainer.scoring import head_obstacle, score_hidden, score_logits
 
 # Below this, gathering the whole model at once is cheaper than a collective for each layer.
@@ -46,6 +46,7 @@ class Policy:
         compute_dtype: of the forward and backward pass; parameters are cast as they are gathered.
         wrap: see `ModelSection.fsdp_wrap`.
         temperature: log-probabilities are those of softmax(logits / temperature).
+        recomputes: see `TrainSection.activation_checkpointing`.
     """
 
     def __init__(
@@ -57,7 +58,10 @@ class Policy:
         compute_dtype: torch.dtype,
         wrap: Wrap = "auto",
         temperature: float = 1.0,
+        recomputes: bool = False,
     ) -> None:
+        if recomputes:
+            recompute_blocks(model)
         self.is_packed = is_packed
         self.compute_dtype = compute_dtype
         self._temperature = temperature
@@ -184,16 +188,10 @@ def _shard(
         param_dtype=compute_dtype, reduce_dtype=None if compute_dtype is None else torch.float32
     )
     if wraps_layers:
-        for layer in _decoder_layers(scorer.model):
+        for layer in decoder_blocks(scorer.model):
             fully_shard(layer, mesh=mesh, mp_policy=precision)
     fully_shard(scorer, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
     for module in scorer.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-
-
-def _decoder_layers(model: nn.Module) -> Iterator[nn.Module]:
-    """The repeated blocks, by the class names that the model declares."""
-    names = cast("set[str]", set(getattr(model, "_no_split_modules", None) or ()))
-    return (module for module in model.modules() if type(module).__name__ in names)

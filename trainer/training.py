@@ -197,6 +197,7 @@ class Trainer:
             compute_dtype=self._dtype,
             wrap=config.model.fsdp_wrap,
             temperature=config.rollout.temperature,
+            recomputes=config.train.activation_checkpointing == "full",
         )
 
     def _builder(self, policy: Policy, world: World) -> MicroBatchBuilder:

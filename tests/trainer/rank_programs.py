@@ -43,14 +43,25 @@ TRAIN = TrainSection(
 
 
 def make_policy(
-    world: World, *, packed: bool = True, wrap: Wrap = "root", kind: str = "qwen3"
+    world: World,
+    *,
+    packed: bool = True,
+    wrap: Wrap = "root",
+    kind: str = "qwen3",
+    recomputes: bool = False,
 ) -> Policy:
     model = make_model(kind)
     if packed:
         register_packed_attention()
         model.set_attn_implementation(PACKED_ATTENTION)
     return Policy(
-        model, world.mesh, is_packed=packed, compute_dtype=torch.float32, wrap=wrap, temperature=0.9
+        model,
+        world.mesh,
+        is_packed=packed,
+        compute_dtype=torch.float32,
+        wrap=wrap,
+        temperature=0.9,
+        recomputes=recomputes,
     )
 
 
@@ -151,9 +162,10 @@ def train_and_return_parameters(
     wrap: Wrap = "root",
     micro_batches: int = 1,
     chunked: bool = False,
+    recomputes: bool = False,
 ) -> tuple[Arrays, list[dict[str, float]]]:
     """Parameters after `num_steps` steps, whole, and the metrics of each step."""
-    policy = make_policy(world, packed=packed, wrap=wrap)
+    policy = make_policy(world, packed=packed, wrap=wrap, recomputes=recomputes)
     reference = make_policy(world, packed=packed, wrap=wrap).freeze() if train.kl_coef else None
     train_step, _ = make_train_step(world, policy, train, reference)
     with scored_in_chunks() if chunked else nullcontext():
