@@ -18,6 +18,7 @@ from umbra.trainer.batch import MicroBatch, PaddedInputs
 from umbra.trainer.packing import PackedInputs
 from umbra.trainer.recomputing import decoder_blocks, recompute_blocks
 from umbra.trainer.scoring import head_obstacle, score_hidden, score_logits
+from umbra.trainer.stored_weights import StoredWeights
 
 # Below this, gathering the whole model at once is cheaper than a collective for each layer.
 _ROOT_WRAP_MAX_PARAMETERS: Final = 64_000_000
@@ -41,7 +42,8 @@ class Policy:
     Gradients are summed over ranks: each rank's loss is its share of the global loss.
 
     Args:
-        model: parameters in their master dtype, on the CPU, the same on every rank.
+        model: parameters in their master dtype, the same on every rank: on the CPU, or on the
+            meta device with `weights` to fill them from.
         is_packed: the model uses packed attention.
         compute_dtype: of the forward and backward pass; parameters are cast as they are gathered.
         wrap: see `ModelSection.fsdp_wrap`.
@@ -59,6 +61,7 @@ class Policy:
         wrap: Wrap = "auto",
         temperature: float = 1.0,
         recomputes: bool = False,
+        weights: StoredWeights | None = None,
     ) -> None:
         if recomputes:
             recompute_blocks(model)
@@ -77,10 +80,14 @@ class Policy:
             self._wraps_layers,
             None if dtype == compute_dtype else compute_dtype,
         )
+        if weights is not None:
+            _allocate(self._scorer, mesh)
         # FSDP swaps in gathered parameters during a pass; these objects are the lasting ones.
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         persistent = model.state_dict().keys() - self._parameters.keys()
         self._buffers = {name: b for name, b in model.named_buffers() if name in persistent}
+        if weights is not None:
+            weights.fill(self.tensors)
         self.num_parameters = num_parameters
 
     @property
@@ -195,3 +202,14 @@ def _shard(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _allocate(scorer: _Scorer, mesh: DeviceMesh) -> None:
+    """Gives the shards of parameters on the meta device memory; buffers keep their values."""
+    buffers = {name: buffer.clone() for name, buffer in scorer.named_buffers()}
+    device = torch.device("cpu")
+    if mesh.device_type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    scorer.to_empty(device=device)
+    for name, buffer in scorer.named_buffers():
+        buffer.copy_(buffers[name])

@@ -23,7 +23,7 @@ from umbra.trainer.journal import Journal, closing_lines, finish
 from umbra.trainer.last_words import LastWords
 from umbra.trainer.loop import TrainingLoop
 from umbra.trainer.metrics import MetricsLog
-from umbra.trainer.model import load_causal_lm
+from umbra.trainer.model import prepare_causal_lm
 from umbra.trainer.notes import NoteBoard
 from umbra.trainer.optimizer import PolicyOptimizer
 from umbra.trainer.policy import Policy
@@ -189,15 +189,16 @@ class Trainer:
 
     def _load_policy(self, world: World) -> Policy:
         config = self._config
-        model, is_packed = load_causal_lm(config.model, getattr(torch, config.master_dtype))
+        prepared = prepare_causal_lm(config.model, getattr(torch, config.master_dtype))
         return Policy(
-            model,
+            prepared.model,
             world.mesh,
-            is_packed=is_packed,
+            is_packed=prepared.is_packed,
             compute_dtype=self._dtype,
             wrap=config.model.fsdp_wrap,
             temperature=config.rollout.temperature,
             recomputes=config.train.activation_checkpointing == "full",
+            weights=prepared.weights,
         )
 
     def _builder(self, policy: Policy, world: World) -> MicroBatchBuilder:

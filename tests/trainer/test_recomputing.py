@@ -16,6 +16,13 @@ from umbra.trainer.policy import _Scorer  # pyright: ignore[reportPrivateUsage]
 from umbra.trainer.recomputing import recompute_blocks
 
 
+def count_runs(module: nn.Module, runs: list[int], idx: int) -> None:
+    def count(*_: object) -> None:
+        runs[idx] += 1
+
+    module.register_forward_pre_hook(count)
+
+
 def gradients_and_cost(
     recomputes: bool, packed: bool
 ) -> tuple[dict[str, Tensor | None], int, list[int]]:
@@ -28,9 +35,7 @@ def gradients_and_cost(
         recompute_blocks(model)
     runs = [0, 0]
     for idx, layer in enumerate(model.model.layers):
-        layer.mlp.register_forward_pre_hook(
-            lambda *_, idx=idx: runs.__setitem__(idx, runs[idx] + 1)
-        )
+        count_runs(layer.mlp, runs, idx)
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -62,8 +67,8 @@ def test_recomputed_blocks_give_the_same_gradients_from_less(packed: bool) -> No
 def test_without_gradients_nothing_is_computed_twice() -> None:
     model = make_model()
     recompute_blocks(model)
-    runs: list[int] = []
-    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: runs.append(1))
+    runs = [0]
+    count_runs(model.model.layers[0].mlp, runs, 0)
 
     with torch.no_grad():
         model(torch.arange(2, 9)[None])

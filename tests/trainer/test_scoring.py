@@ -8,6 +8,7 @@ import pytest
 import torch
 from test_packing import builder, make_batch, random_samples
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_models import make_model
 from transformers import AutoModelForCausalLM, GraniteConfig
@@ -29,8 +30,7 @@ class LargestTensor(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result: Any = func(*args, **(kwargs or {}))
-        values: Any = result if isinstance(result, tuple | list) else (result,)
-        for value in values:
+        for value in pytree.tree_leaves(result):
             if isinstance(value, Tensor):
                 self.numel = max(self.numel, value.numel())
         return result
