@@ -277,6 +277,8 @@ class TrainSection(Section):
         log_entropy: measure the policy's entropy (one more pass over the logits).
         activation_checkpointing: "full" keeps only the input of each decoder block for the backward
             pass, which computes the block again: about a third more work for far less memory.
+        offload: what goes to host memory while engines generate, in a hybrid pool: "optimizer" the
+            optimizer's state, "all" the parameters too.
         eval_every: steps between evaluations, which also run before the first step and at
             the end; 0 means only those two.
         checkpoint_every: steps between checkpoints; 0 means only at the end.
@@ -312,6 +314,7 @@ class TrainSection(Section):
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     log_entropy: bool = True
     activation_checkpointing: Literal["none", "full"] = "none"
+    offload: Literal["none", "optimizer", "all"] = "none"
     eval_every: Count = 0
     checkpoint_every: Count = 0
     keep_checkpoints: Positive = 2
@@ -331,6 +334,15 @@ class TrainerConfig(Section):
     rollout: RolloutSection = RolloutSection()
     pool: PoolSection = PoolSection()
     train: TrainSection
+
+    @model_validator(mode="after")
+    def _check_offload(self) -> Self:
+        if self.train.offload != "none" and self.pool.mode != "hybrid":
+            raise ValueError(
+                f"train.offload = {self.train.offload!r} needs pool.mode = 'hybrid': engines of a "
+                "standalone pool do not share the trainer's memory"
+            )
+        return self
 
     @property
     def master_dtype(self) -> Dtype:

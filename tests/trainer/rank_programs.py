@@ -5,7 +5,7 @@ Arguments and results are umbra's wire values: plain data and numpy arrays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -28,6 +28,7 @@ from umbra.trainer.checkpoint import CheckpointStore, TrainerState
 from umbra.trainer.config import ModelSection, TrainSection
 from umbra.trainer.export import export_policy
 from umbra.trainer.model import load_causal_lm
+from umbra.trainer.offload import HostOffload, Offload
 from umbra.trainer.optimizer import PolicyOptimizer
 from umbra.trainer.packed_attention import PACKED_ATTENTION, register_packed_attention
 from umbra.trainer.policy import Policy, Wrap
@@ -163,17 +164,47 @@ def train_and_return_parameters(
     micro_batches: int = 1,
     chunked: bool = False,
     recomputes: bool = False,
+    offload: Offload = "none",
 ) -> tuple[Arrays, list[dict[str, float]]]:
     """Parameters after `num_steps` steps, whole, and the metrics of each step."""
     policy = make_policy(world, packed=packed, wrap=wrap, recomputes=recomputes)
     reference = make_policy(world, packed=packed, wrap=wrap).freeze() if train.kl_coef else None
-    train_step, _ = make_train_step(world, policy, train, reference)
+    train_step, optimizer = make_train_step(world, policy, train, reference)
+    tensors = [p for one in (policy, reference) if one for p in one.parameters.values()]
+    mover = HostOffload(offload, tensors, optimizer.adamw, world.device)
+    metrics: list[dict[str, float]] = []
     with scored_in_chunks() if chunked else nullcontext():
-        metrics = [
-            train_step.run(rank_batch(world, seed, micro_batches), seed)
-            for seed in range(num_steps)
-        ]
+        for seed in range(num_steps):
+            metrics.append(train_step.run(rank_batch(world, seed, micro_batches), seed))
+            check_away_and_back(mover, offload, tensors, optimizer)
     return full_parameters(policy), metrics
+
+
+def check_away_and_back(
+    mover: HostOffload, mode: Offload, tensors: Sequence[Any], optimizer: PolicyOptimizer
+) -> None:
+    """Everything that is to go is gone, and can be read all the same."""
+    states: Any = optimizer.adamw.state.values()
+    moments: list[Any] = [state[kind] for state in states for kind in ("exp_avg", "exp_avg_sq")]
+    before = [tensor.detach().to_local().clone() for tensor in (*tensors, *moments)]
+    for _ in range(2):
+        mover.send_away()
+    for tensor in moments:
+        assert (num_bytes(tensor) == 0) == (mode != "none" or tensor.to_local().numel() == 0)
+    for tensor in tensors:
+        assert (num_bytes(tensor) == 0) == (mode == "all" or tensor.to_local().numel() == 0)
+    for tensor, value in zip((*tensors, *moments), before, strict=True):
+        assert torch.equal(mover.locate(tensor), value.to(mover.locate(tensor).device))
+    for _ in range(2):
+        mover.bring_back()
+    for tensor, value in zip((*tensors, *moments), before, strict=True):
+        assert torch.equal(mover.locate(tensor), value)
+        assert torch.equal(tensor.detach().to_local(), value)
+
+
+def num_bytes(tensor: Any) -> int:
+    """Of device memory that a rank's part of a DTensor takes."""
+    return tensor.detach().to_local().untyped_storage().nbytes()
 
 
 @contextmanager
