@@ -23,6 +23,7 @@ from umbra.trainer.batch import RankBatch
 from umbra.trainer.checkpoint import CheckpointStore, TrainerState
 from umbra.trainer.config import TrainerConfig
 from umbra.trainer.journal import Journal
+from umbra.trainer.memory_account import MemoryAccount
 from umbra.trainer.offload import HostOffload
 from umbra.trainer.optimizer import PolicyOptimizer
 from umbra.trainer.policy import Policy
@@ -72,6 +73,7 @@ class TrainingLoop:
         self._versions = versions
         self._journal = journal
         self._stop = stop
+        self._memory = MemoryAccount(world.device)
         self._first_step = step
         self._saved_step = step
         self.step = step
@@ -98,11 +100,13 @@ class TrainingLoop:
     def _do_step(self) -> dict[str, float] | None:
         """One step; its metrics, or None where the ranks agreed to stop instead."""
         started = time.perf_counter()
-        row = self._publish()
+        with self._memory.phase("sync"):
+            row = self._publish()
         if self.step == self._first_step or self._is_due(self._train.eval_every):
             self._evaluate()
         asked = time.perf_counter()
-        columns = self._next_batch()
+        with self._memory.phase("generation"):
+            columns = self._next_batch()
         if any_rank(columns is None) or columns is None:
             return None
         got = time.perf_counter()
@@ -111,7 +115,9 @@ class TrainingLoop:
         batch = RankBatch.from_columns(columns)
         row |= {f"rollout/{name}": float(value) for name, value in batch.metrics.items()}
         row |= {"time/rollout_s": got - asked, "time/sleep_s": time.perf_counter() - got}
-        row |= self._train_step.run(batch, self.step)
+        with self._memory.phase("train"):
+            row |= self._train_step.run(batch, self.step)
+        row |= self._memory.take()
         self.step += 1
         if self._train.offload != "none":
             row["time/offload_s"] = self._offload.take_seconds()

@@ -28,7 +28,8 @@ class HostOffload:
     nobody but `locate` may read them.
 
     Args:
-        mode: "none" moves nothing (unused memory is given back all the same), "optimizer" the optimizer's state, "all" parameters too.
+        mode: "none" moves nothing, "optimizer" the optimizer's state, "all" parameters too. What
+            torch keeps of the device's memory without using it is given back in any case.
         parameters: of the policy, and of the reference model where there is one.
         optimizer: its state may come into being, and be loaded, later.
 

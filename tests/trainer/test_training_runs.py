@@ -125,6 +125,9 @@ def test_a_run_learns_and_goes_on_with_another_number_of_ranks(folder: Path) -> 
     assert all(abs(row["train/ratio_mean"] - 1) < 1e-3 for row in steps)
     assert all(row["train/clipped_share"] == 0 for row in steps)
     check_idle_shares(steps)
+    for phase in ("sync", "generation", "train"):
+        names = [f"memory/{phase}_{what}_gib" for what in ("allocated", "peak")]
+        assert all(0.05 < row[names[0]] <= row[names[1]] < 8 for row in steps)
     evaluations = read_metrics(folder / "run/metrics.jsonl")
     assert [r["step"] for r in evaluations if "eval/accuracy" in r] == [0, 2, 4]
 
