@@ -81,7 +81,6 @@ class ModelSection(Section):
             uses the model's own attention; "auto" takes packed where the model allows it.
         fsdp_wrap: what FSDP gathers at a time: "layer" one decoder layer, "root" the whole
             model (less communication, more memory), "auto" root below 64 M parameters.
-        activation_checkpointing: recompute activations in the backward pass to save memory.
         trust_remote_code: run Python code that comes with the model directory.
     """
 
@@ -90,7 +89,6 @@ class ModelSection(Section):
     master_dtype: Dtype | None = None
     attention: Literal["auto", "packed", "padded"] = "auto"
     fsdp_wrap: Literal["auto", "layer", "root"] = "auto"
-    activation_checkpointing: bool = False
     trust_remote_code: bool = False
 
 
@@ -278,6 +276,10 @@ class TrainSection(Section):
         kl_coef: weight of the KL term to the starting model; 0 keeps no reference model.
         kl_estimator: see `umbra.trainer.losses.kl_terms`.
         log_entropy: measure the policy's entropy (one more pass over the logits).
+        activation_checkpointing: "full" keeps only the input of each decoder block for the backward
+            pass, which computes the block again: about a third more work for far less memory.
+        offload: what goes to host memory while engines generate, in a hybrid pool: "optimizer" the
+            optimizer's state, "all" the parameters too.
         eval_every: steps between evaluations, which also run before the first step and at
             the end; 0 means only those two.
         checkpoint_every: steps between checkpoints; 0 means only at the end.
@@ -312,6 +314,8 @@ class TrainSection(Section):
     kl_coef: Annotated[float, Field(ge=0)] = 0.0
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     log_entropy: bool = True
+    activation_checkpointing: Literal["none", "full"] = "none"
+    offload: Literal["none", "optimizer", "all"] = "none"
     eval_every: Count = 0
     checkpoint_every: Count = 0
     keep_checkpoints: Positive = 2
@@ -331,6 +335,15 @@ class TrainerConfig(Section):
     rollout: RolloutSection = RolloutSection()
     pool: PoolSection = PoolSection()
     train: TrainSection
+
+    @model_validator(mode="after")
+    def _check_offload(self) -> Self:
+        if self.train.offload != "none" and self.pool.mode != "hybrid":
+            raise ValueError(
+                f"train.offload = {self.train.offload!r} needs pool.mode = 'hybrid': engines of a "
+                "standalone pool do not share the trainer's memory"
+            )
+        return self
 
     @property
     def master_dtype(self) -> Dtype:

@@ -3,8 +3,9 @@
     publish(v) -> [evaluate] -> next_batch -> sleep the pool -> train -> v + 1 -> [checkpoint]
 
 In a hybrid pool engines and trainer take turns: engines sleep while the trainer computes, and get
-the new weights when they wake. In a standalone pool they go on, as far ahead as
-`rollout.max_staleness` lets them, and are updated in the middle of it.
+the new weights when they wake. With `train.offload` a rank's memory goes to the host as soon as it
+has read its weights for the sync, and comes back when the engines sleep. In a standalone pool they
+go on, as far ahead as `rollout.max_staleness` lets them, and are updated in the middle of it.
 
 The ranks agree on stopping where they meet anyway: before training on a batch, and after a step.
 """
@@ -22,6 +23,8 @@ from umbra.trainer.batch import RankBatch
 from umbra.trainer.checkpoint import CheckpointStore, TrainerState
 from umbra.trainer.config import TrainerConfig
 from umbra.trainer.journal import Journal
+from umbra.trainer.memory_account import MemoryAccount
+from umbra.trainer.offload import HostOffload
 from umbra.trainer.optimizer import PolicyOptimizer
 from umbra.trainer.policy import Policy
 from umbra.trainer.run_dir import VersionCounter
@@ -49,6 +52,7 @@ class TrainingLoop:
         rollouts: Rollouts,
         pool: Pool,
         publisher: WeightPublisher,
+        offload: HostOffload,
         checkpoints: CheckpointStore,
         versions: VersionCounter,
         journal: Journal,
@@ -64,10 +68,12 @@ class TrainingLoop:
         self._rollouts = rollouts
         self._pool = pool
         self._publisher = publisher
+        self._offload = offload
         self._checkpoints = checkpoints
         self._versions = versions
         self._journal = journal
         self._stop = stop
+        self._memory = MemoryAccount(world.device)
         self._first_step = step
         self._saved_step = step
         self.step = step
@@ -86,25 +92,35 @@ class TrainingLoop:
         else:
             self._publish()
             self._evaluate(is_last=True)
+        if self._offload.is_away:  # the same on every rank
+            self._sleep_engines()
+            self._offload.bring_back()
         self.save()
 
     def _do_step(self) -> dict[str, float] | None:
         """One step; its metrics, or None where the ranks agreed to stop instead."""
         started = time.perf_counter()
-        row = self._publish()
+        with self._memory.phase("sync"):
+            row = self._publish()
         if self.step == self._first_step or self._is_due(self._train.eval_every):
             self._evaluate()
         asked = time.perf_counter()
-        columns = self._next_batch()
+        with self._memory.phase("generation"):
+            columns = self._next_batch()
         if any_rank(columns is None) or columns is None:
             return None
         got = time.perf_counter()
         self._sleep_engines()
+        self._offload.bring_back()
         batch = RankBatch.from_columns(columns)
         row |= {f"rollout/{name}": float(value) for name, value in batch.metrics.items()}
         row |= {"time/rollout_s": got - asked, "time/sleep_s": time.perf_counter() - got}
-        row |= self._train_step.run(batch, self.step)
+        with self._memory.phase("train"):
+            row |= self._train_step.run(batch, self.step)
+        row |= self._memory.take()
         self.step += 1
+        if self._train.offload != "none":
+            row["time/offload_s"] = self._offload.take_seconds()
         row["time/step_s"] = time.perf_counter() - started
         row["time/rank_idle_share"] = row["time/rollout_s"] / row["time/step_s"]
         return row

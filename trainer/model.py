@@ -3,21 +3,56 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from umbra.runtime.errors import ConfigError, DataError
 from umbra.trainer.config import ModelSection
 from umbra.trainer.packed_attention import PACKED_ATTENTION, register_packed_attention
+from umbra.trainer.stored_weights import StoredWeights
 from umbra.trainer.tokenizer import read_model_config
 
 logger = logging.getLogger(__name__)
 
-# Models that change logits after the head; log-probabilities are computed without that step.
-_LOGIT_OPTIONS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+
+@dataclass(frozen=True, slots=True)
+class PreparedModel:
+    """A model whose parameters are yet to be read.
+
+    Attributes:
+        is_packed: it uses packed attention.
+        weights: to be read from, into parameters that are on the meta device; None where the
+            parameters are there.
+    """
+
+    model: nn.Module
+    is_packed: bool
+    weights: StoredWeights | None
+
+
+def prepare_causal_lm(section: ModelSection, dtype: torch.dtype) -> PreparedModel:
+    """As `load_causal_lm`, with parameters that take no memory, where weights allow it.
+
+    They do where they are safetensors under the model's own names. What needs conversion, and
+    what is not whole, is left to transformers, which loads all of it or says what is missing.
+    """
+    is_packed = _prepare_attention(section)
+    model = _without_memory(section, dtype, is_packed)
+    try:
+        weights = StoredWeights(section.path)
+        obstacle = _conversion(model, dtype) or weights.obstacle(model)
+    except DataError as error:
+        weights, obstacle = None, str(error)
+    if not obstacle:
+        return PreparedModel(model, is_packed, weights)
+    logger.warning("every rank loads all weights of %s: %s", section.path, obstacle)
+    return PreparedModel(_from_pretrained(section, dtype, is_packed), is_packed, None)
 
 
 def load_causal_lm(section: ModelSection, dtype: torch.dtype) -> tuple[nn.Module, bool]:
@@ -30,17 +65,70 @@ def load_causal_lm(section: ModelSection, dtype: torch.dtype) -> tuple[nn.Module
         DataError: no such directory, unreadable or incomplete weights.
         ConfigError: an architecture or option that cannot be trained here.
     """
-    raw = read_model_config(section.path)
-    for option in _LOGIT_OPTIONS:
-        if raw.get(option) not in (None, 1, 1.0):
-            raise ConfigError(f"model.path: {section.path} sets {option}, which is not supported")
-    is_packed = _choose_packed(section, raw)
+    is_packed = _prepare_attention(section)
+    return _from_pretrained(section, dtype, is_packed), is_packed
+
+
+def _prepare_attention(section: ModelSection) -> bool:
+    is_packed = _choose_packed(section, read_model_config(section.path))
     if is_packed:
         register_packed_attention()
-    model = _from_pretrained(section, dtype, PACKED_ATTENTION if is_packed else "sdpa")
-    if section.activation_checkpointing:
-        _checkpoint_activations(model)
-    return model, is_packed
+    return is_packed
+
+
+def _without_memory(section: ModelSection, dtype: torch.dtype, is_packed: bool) -> nn.Module:
+    """The model with its buffers, such as rotary frequencies, and parameters on the meta device."""
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    auto: Any = AutoModelForCausalLM
+    config: Any = AutoConfig
+    generation: Any = GenerationConfig
+    trusts = {"trust_remote_code": section.trust_remote_code}
+    try:
+        with _parameters_on_meta():
+            model = auto.from_config(
+                config.from_pretrained(str(section.path), local_files_only=True, **trusts),
+                dtype=dtype,
+                attn_implementation=_attention_name(is_packed),
+                **trusts,
+            )
+        if (section.path / "generation_config.json").exists():
+            model.generation_config = generation.from_pretrained(str(section.path))
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise DataError(f"model.path: {section.path} cannot be loaded: {error}") from error
+    model.config.use_cache = False
+    assert isinstance(model, nn.Module)
+    return model.eval()
+
+
+@contextmanager
+def _parameters_on_meta() -> Generator[None]:
+    """What is registered as a parameter is replaced before anything is written to it."""
+
+    def replace(_: nn.Module, __: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta:
+            return parameter
+        return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+
+    hook: Any = register_module_parameter_registration_hook(replace)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _conversion(model: nn.Module, dtype: torch.dtype) -> str:
+    """What transformers would do with the stored weights beyond copying them."""
+    any_model: Any = model
+    if getattr(any_model.config, "quantization_config", None) is not None:
+        return "they are quantised"
+    if dtype == torch.bfloat16 and any_model._keep_in_fp32_modules_strict:
+        return "some parameters stay in float32"
+    return ""
+
+
+def _attention_name(is_packed: bool) -> str:
+    return PACKED_ATTENTION if is_packed else "sdpa"
 
 
 def _choose_packed(section: ModelSection, raw: Mapping[str, Any]) -> bool:
@@ -69,7 +157,7 @@ def _packing_obstacle(raw: Mapping[str, Any]) -> str:
     return ""
 
 
-def _from_pretrained(section: ModelSection, dtype: torch.dtype, attention: str) -> nn.Module:
+def _from_pretrained(section: ModelSection, dtype: torch.dtype, is_packed: bool) -> nn.Module:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
@@ -80,7 +168,7 @@ def _from_pretrained(section: ModelSection, dtype: torch.dtype, attention: str) 
         model, report = auto.from_pretrained(
             str(section.path),
             dtype=dtype,
-            attn_implementation=attention,
+            attn_implementation=_attention_name(is_packed),
             local_files_only=True,
             trust_remote_code=section.trust_remote_code,
             output_loading_info=True,
@@ -96,22 +184,6 @@ def _from_pretrained(section: ModelSection, dtype: torch.dtype, attention: str) 
     model.config.use_cache = False
     assert isinstance(model, nn.Module)
     return model.eval()
-
-
-def _checkpoint_activations(model: Any) -> None:
-    """transformers recomputes only in training mode, so dropout is set to zero instead."""
-    options = {"use_reentrant": False}
-    if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable(options)
-    else:  # transformers before it was renamed, such as 5.17
-        model.gradient_checkpointing_enable(options)
-    model.train()
-    modules: list[Any] = list(model.modules())
-    for module in modules:
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if "attention_dropout" in vars(module):
-            vars(module)["attention_dropout"] = 0.0
 
 
 def parameter_count(model: nn.Module) -> int:

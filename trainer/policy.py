@@ -5,25 +5,25 @@ M: tokens to score; E: hidden size; V: vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
 from dataclasses import dataclass
 from typing import Any, Final, Literal, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils import checkpoint as checkpointing
 
 from umbra.trainer.batch import MicroBatch, PaddedInputs
 from umbra.trainer.packing import PackedInputs
+from umbra.trainer.recomputing import decoder_blocks, recompute_blocks
+from umbra.trainer.scoring import head_obstacle, score_hidden, score_logits
+from umbra.trainer.stored_weights import StoredWeights
 
-# Logits of so many elements are made at a time (256 MiB in float32); where a micro-batch has
-# more, they are computed again in the backward pass instead of being kept.
-_MAX_LOGITS: Final = 1 << 26
 # Below this, gathering the whole model at once is cheaper than a collective for each layer.
 _ROOT_WRAP_MAX_PARAMETERS: Final = 64_000_000
+
+logger = logging.getLogger(__name__)
 
 Wrap = Literal["auto", "layer", "root"]
 
@@ -42,11 +42,13 @@ class Policy:
     Gradients are summed over ranks: each rank's loss is its share of the global loss.
 
     Args:
-        model: parameters in their master dtype, on the CPU, the same on every rank.
+        model: parameters in their master dtype, the same on every rank: on the CPU, or on the
+            meta device with `weights` to fill them from.
         is_packed: the model uses packed attention.
         compute_dtype: of the forward and backward pass; parameters are cast as they are gathered.
         wrap: see `ModelSection.fsdp_wrap`.
         temperature: log-probabilities are those of softmax(logits / temperature).
+        recomputes: see `TrainSection.activation_checkpointing`.
     """
 
     def __init__(
@@ -58,7 +60,11 @@ class Policy:
         compute_dtype: torch.dtype,
         wrap: Wrap = "auto",
         temperature: float = 1.0,
+        recomputes: bool = False,
+        weights: StoredWeights | None = None,
     ) -> None:
+        if recomputes:
+            recompute_blocks(model)
         self.is_packed = is_packed
         self.compute_dtype = compute_dtype
         self._temperature = temperature
@@ -74,10 +80,14 @@ class Policy:
             self._wraps_layers,
             None if dtype == compute_dtype else compute_dtype,
         )
+        if weights is not None:
+            _allocate(self._scorer, mesh)
         # FSDP swaps in gathered parameters during a pass; these objects are the lasting ones.
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         persistent = model.state_dict().keys() - self._parameters.keys()
         self._buffers = {name: b for name, b in model.named_buffers() if name in persistent}
+        if weights is not None:
+            weights.fill(self.tensors)
         self.num_parameters = num_parameters
 
     @property
@@ -137,6 +147,12 @@ class _Scorer(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        obstacle = head_obstacle(model)
+        self._uses_own_logits = bool(obstacle)
+        if obstacle:
+            logger.warning(
+                "all logits of a micro-batch are computed at once, which takes memory: %s", obstacle
+            )
 
     def forward(
         self,
@@ -146,49 +162,30 @@ class _Scorer(nn.Module):
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         """[M] log-probabilities and [M] entropies (or nothing, [0])."""
+        if self._uses_own_logits:
+            return score_logits(self._own_logits(inputs), targets, temperature, with_entropy)
         model: Any = self.model
-        head = model.get_output_embeddings()
         hidden = self._hidden(inputs).index_select(0, inputs.predicting)  # [M, E]
-        chunk_len = max(1, _MAX_LOGITS // head.weight.shape[0])
-        if len(targets) <= chunk_len:
-            return _score(head, hidden, targets, temperature, with_entropy)
-        recompute: Any = checkpointing
-        parts: list[tuple[Tensor, Tensor]] = []
-        for start in range(0, len(targets), chunk_len):
-            chunk = slice(start, start + chunk_len)
-            args = (head, hidden[chunk], targets[chunk], temperature, with_entropy)
-            parts.append(recompute.checkpoint(_score, *args, use_reentrant=False))
-        return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+        head: nn.Linear = model.get_output_embeddings()
+        return score_hidden(head, hidden, targets, temperature, with_entropy)
 
     def _hidden(self, inputs: PackedInputs | PaddedInputs) -> Tensor:
         """[rows, E] final hidden states."""
         model: Any = self.model
-        decoder = model.get_decoder()
-        if isinstance(inputs, PaddedInputs):
-            output = decoder(input_ids=inputs.token_ids, use_cache=False)
-        else:
-            output = decoder(
-                input_ids=inputs.token_ids,
-                position_ids=inputs.position_ids,
-                use_cache=False,
-                packed=inputs,
-            )
+        output = model.get_decoder()(use_cache=False, **_arguments(inputs))
         return cast("Tensor", output.last_hidden_state).flatten(0, 1)
 
+    def _own_logits(self, inputs: PackedInputs | PaddedInputs) -> Tensor:
+        """[M, V], as the model makes them."""
+        model: Any = self.model
+        output = model(use_cache=False, **_arguments(inputs))
+        return cast("Tensor", output.logits).flatten(0, 1).index_select(0, inputs.predicting)
 
-def _score(
-    head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, with_entropy: bool
-) -> tuple[Tensor, Tensor]:
-    logits: Tensor = head(hidden)  # [M, V]
-    if logits.dtype.itemsize < torch.float32.itemsize:
-        logits = logits.float()
-    if temperature != 1.0:
-        logits = logits / temperature
-    every = logits.log_softmax(-1)  # [M, V]
-    logprobs = -F.nll_loss(every, targets, reduction="none")
-    with torch.no_grad():
-        entropy = -(every.exp() * every).sum(-1) if with_entropy else logits.new_empty(0)
-    return logprobs, entropy
+
+def _arguments(inputs: PackedInputs | PaddedInputs) -> dict[str, Any]:
+    if isinstance(inputs, PaddedInputs):
+        return {"input_ids": inputs.token_ids}
+    return {"input_ids": inputs.token_ids, "position_ids": inputs.position_ids, "packed": inputs}
 
 
 def _shard(
@@ -198,7 +195,7 @@ def _shard(
         param_dtype=compute_dtype, reduce_dtype=None if compute_dtype is None else torch.float32
     )
     if wraps_layers:
-        for layer in _decoder_layers(scorer.model):
+        for layer in decoder_blocks(scorer.model):
             fully_shard(layer, mesh=mesh, mp_policy=precision)
     fully_shard(scorer, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
     for module in scorer.modules():
@@ -207,7 +204,12 @@ def _shard(
             module.set_force_sum_reduction_for_comms(True)
 
 
-def _decoder_layers(model: nn.Module) -> Iterator[nn.Module]:
-    """The repeated blocks, by the class names that the model declares."""
-    names = cast("set[str]", set(getattr(model, "_no_split_modules", None) or ()))
-    return (module for module in model.modules() if type(module).__name__ in names)
+def _allocate(scorer: _Scorer, mesh: DeviceMesh) -> None:
+    """Gives the shards of parameters on the meta device memory; buffers keep their values."""
+    buffers = {name: buffer.clone() for name, buffer in scorer.named_buffers()}
+    device = torch.device("cpu")
+    if mesh.device_type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    scorer.to_empty(device=device)
+    for name, buffer in scorer.named_buffers():
+        buffer.copy_(buffers[name])

@@ -23,8 +23,9 @@ from umbra.trainer.journal import Journal, closing_lines, finish
 from umbra.trainer.last_words import LastWords
 from umbra.trainer.loop import TrainingLoop
 from umbra.trainer.metrics import MetricsLog
-from umbra.trainer.model import load_causal_lm
+from umbra.trainer.model import prepare_causal_lm
 from umbra.trainer.notes import NoteBoard
+from umbra.trainer.offload import HostOffload
 from umbra.trainer.optimizer import PolicyOptimizer
 from umbra.trainer.policy import Policy
 from umbra.trainer.progress import Progress
@@ -85,6 +86,7 @@ class Trainer:
             rollouts = Rollouts(self._session, MANAGER)
             newest = from_lead(world, lambda: self._begin_rollouts(rollouts, state, resumed_from))
             versions = VersionCounter(self._place.versions, newest, writes=world.is_lead)
+            offload = self._offload(world, policy, reference, optimizer)
             journal = self._open_journal(stack, world, step)
             loop = TrainingLoop(
                 config,
@@ -102,7 +104,10 @@ class Trainer:
                     world.world_size,
                     policy.tensors,
                     self._dtype,
+                    locate=offload.locate,
+                    on_read=offload.send_away if config.pool.mode == "hybrid" else None,
                 ),
+                offload=offload,
                 checkpoints=checkpoints,
                 versions=versions,
                 journal=journal,
@@ -189,15 +194,25 @@ class Trainer:
 
     def _load_policy(self, world: World) -> Policy:
         config = self._config
-        model, is_packed = load_causal_lm(config.model, getattr(torch, config.master_dtype))
+        prepared = prepare_causal_lm(config.model, getattr(torch, config.master_dtype))
         return Policy(
-            model,
+            prepared.model,
             world.mesh,
-            is_packed=is_packed,
+            is_packed=prepared.is_packed,
             compute_dtype=self._dtype,
             wrap=config.model.fsdp_wrap,
             temperature=config.rollout.temperature,
+            recomputes=config.train.activation_checkpointing == "full",
+            weights=prepared.weights,
         )
+
+    def _offload(
+        self, world: World, policy: Policy, reference: Policy | None, optimizer: PolicyOptimizer
+    ) -> HostOffload:
+        tensors = list(policy.parameters.values())
+        if reference is not None:
+            tensors += reference.parameters.values()
+        return HostOffload(self._config.train.offload, tensors, optimizer.adamw, world.device)
 
     def _builder(self, policy: Policy, world: World) -> MicroBatchBuilder:
         return MicroBatchBuilder(

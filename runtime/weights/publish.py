@@ -11,7 +11,7 @@ when this rank has filled everything.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, Self
@@ -122,6 +122,9 @@ class WeightPublisher:
         wire_dtype: floating-point tensors travel in this dtype; None keeps each one's own.
         aliases: further name -> name in `tensors` for tied parameters; None finds them by storage.
         keep_dtype: names exempt from `wire_dtype`, such as rotary frequencies.
+        locate: a tensor's part on this rank, for tensors whose memory may be elsewhere.
+        on_read: called when this rank has read its tensors and engines do not have them all yet:
+            they take memory for their KV cache only after it has returned on every rank.
     """
 
     def __init__(
@@ -133,6 +136,9 @@ class WeightPublisher:
         wire_dtype: torch.dtype | None = None,
         aliases: Mapping[str, str] | None = None,
         keep_dtype: Collection[str] = (),
+        *,
+        locate: Callable[[Tensor], Tensor] = local_part,
+        on_read: Callable[[], None] | None = None,
     ) -> None:
         self._supervisor = supervisor
         self._rank = rank
@@ -147,6 +153,8 @@ class WeightPublisher:
             if extent is not None:
                 self._sources.append(_Source(tensor, getattr(torch, entry.dtype)))
                 self._extents.append(extent)
+        self._locate = locate
+        self._on_read = on_read
         self._mappings = BucketMappings()
         self._wire = self.manifest.to_wire()
         self._plan: tuple[int, list[list[Piece]]] | None = None  # for buckets of this size
@@ -177,6 +185,8 @@ class WeightPublisher:
         try:
             regions = self._transfer(grant, deadline)
             if regions is not None:
+                if self._on_read is not None:
+                    self._on_read()
                 arguments = (sync_id, self._rank, regions, _remaining_s(deadline))
                 self._supervisor.sync_filled(*arguments)
             # Of a sync that was given up, this raises the reason.
@@ -230,7 +240,7 @@ class WeightPublisher:
         attest: bool,
         deadline: float,
     ) -> list[list[int | None]] | None:
-        reader = _ShardReader(self._sources)
+        reader = _ShardReader(self._sources, self._locate)
         memories = [bucket_bytes(bucket) for bucket in buckets]
         regions: list[list[int | None]] = []
         for idx, pieces in enumerate(plan):
@@ -250,8 +260,9 @@ class WeightPublisher:
 class _ShardReader:
     """Reads pieces of shards as bytes of the wire dtype. Holds one contiguous copy at most."""
 
-    def __init__(self, sources: list[_Source]) -> None:
+    def __init__(self, sources: list[_Source], locate: Callable[[Tensor], Tensor]) -> None:
         self._sources = sources
+        self._locate = locate
         self._key = -1
         self._flat = torch.empty(0)
 
@@ -276,7 +287,7 @@ class _ShardReader:
 
     def _flat_shard(self, key: int) -> Tensor:
         if key != self._key:
-            local = local_part(self._sources[key].tensor)
+            local = self._locate(self._sources[key].tensor)
             if local.is_complex():
                 local = local.resolve_conj()
             self._flat = flatten(local.resolve_neg().contiguous())

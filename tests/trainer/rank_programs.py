@@ -5,10 +5,12 @@ Arguments and results are umbra's wire values: plain data and numpy arrays.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -20,11 +22,13 @@ from training_models import make_model
 
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.rollout.batching import GroupShape, plan_batch
+from umbra.trainer import scoring
 from umbra.trainer.batch import MicroBatchBuilder, RankBatch
 from umbra.trainer.checkpoint import CheckpointStore, TrainerState
 from umbra.trainer.config import ModelSection, TrainSection
 from umbra.trainer.export import export_policy
 from umbra.trainer.model import load_causal_lm
+from umbra.trainer.offload import HostOffload, Offload
 from umbra.trainer.optimizer import PolicyOptimizer
 from umbra.trainer.packed_attention import PACKED_ATTENTION, register_packed_attention
 from umbra.trainer.policy import Policy, Wrap
@@ -40,14 +44,25 @@ TRAIN = TrainSection(
 
 
 def make_policy(
-    world: World, *, packed: bool = True, wrap: Wrap = "root", kind: str = "qwen3"
+    world: World,
+    *,
+    packed: bool = True,
+    wrap: Wrap = "root",
+    kind: str = "qwen3",
+    recomputes: bool = False,
 ) -> Policy:
     model = make_model(kind)
     if packed:
         register_packed_attention()
         model.set_attn_implementation(PACKED_ATTENTION)
     return Policy(
-        model, world.mesh, is_packed=packed, compute_dtype=torch.float32, wrap=wrap, temperature=0.9
+        model,
+        world.mesh,
+        is_packed=packed,
+        compute_dtype=torch.float32,
+        wrap=wrap,
+        temperature=0.9,
+        recomputes=recomputes,
     )
 
 
@@ -147,15 +162,59 @@ def train_and_return_parameters(
     packed: bool = True,
     wrap: Wrap = "root",
     micro_batches: int = 1,
+    chunked: bool = False,
+    recomputes: bool = False,
+    offload: Offload = "none",
 ) -> tuple[Arrays, list[dict[str, float]]]:
     """Parameters after `num_steps` steps, whole, and the metrics of each step."""
-    policy = make_policy(world, packed=packed, wrap=wrap)
+    policy = make_policy(world, packed=packed, wrap=wrap, recomputes=recomputes)
     reference = make_policy(world, packed=packed, wrap=wrap).freeze() if train.kl_coef else None
-    train_step, _ = make_train_step(world, policy, train, reference)
-    metrics = [
-        train_step.run(rank_batch(world, seed, micro_batches), seed) for seed in range(num_steps)
-    ]
+    train_step, optimizer = make_train_step(world, policy, train, reference)
+    tensors = [p for one in (policy, reference) if one for p in one.parameters.values()]
+    mover = HostOffload(offload, tensors, optimizer.adamw, world.device)
+    metrics: list[dict[str, float]] = []
+    with scored_in_chunks() if chunked else nullcontext():
+        for seed in range(num_steps):
+            metrics.append(train_step.run(rank_batch(world, seed, micro_batches), seed))
+            check_away_and_back(mover, offload, tensors, optimizer)
     return full_parameters(policy), metrics
+
+
+def check_away_and_back(
+    mover: HostOffload, mode: Offload, tensors: Sequence[Any], optimizer: PolicyOptimizer
+) -> None:
+    """Everything that is to go is gone, and can be read all the same."""
+    states: Any = optimizer.adamw.state.values()
+    moments: list[Any] = [state[kind] for state in states for kind in ("exp_avg", "exp_avg_sq")]
+    before = [tensor.detach().to_local().clone() for tensor in (*tensors, *moments)]
+    for _ in range(2):
+        mover.send_away()
+    for tensor in moments:
+        assert (num_bytes(tensor) == 0) == (mode != "none" or tensor.to_local().numel() == 0)
+    for tensor in tensors:
+        assert (num_bytes(tensor) == 0) == (mode == "all" or tensor.to_local().numel() == 0)
+    for tensor, value in zip((*tensors, *moments), before, strict=True):
+        assert torch.equal(mover.locate(tensor), value.to(mover.locate(tensor).device))
+    for _ in range(2):
+        mover.bring_back()
+    for tensor, value in zip((*tensors, *moments), before, strict=True):
+        assert torch.equal(mover.locate(tensor), value)
+        assert torch.equal(tensor.detach().to_local(), value)
+
+
+def num_bytes(tensor: Any) -> int:
+    """Of device memory that a rank's part of a DTensor takes."""
+    return tensor.detach().to_local().untyped_storage().nbytes()
+
+
+@contextmanager
+def scored_in_chunks() -> Generator[None]:
+    """Of 10 tokens."""
+    with (
+        patch.object(scoring, "_MAX_KEPT_LOGITS", 0),
+        patch.object(scoring, "_MAX_CHUNK_LOGITS", 10 * 64),
+    ):
+        yield
 
 
 def train_variant(world: World, changes: dict[str, Any], options: dict[str, Any]) -> Any:

@@ -30,6 +30,15 @@ ON_TWO_RANKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "token": ({}, {}),
     "layer": ({}, {"wrap": "layer"}),
     "layer, accumulated": ({}, {"wrap": "layer", "micro_batches": 2}),
+    "chunked": ({}, {"chunked": True}),
+    "chunked, layer": ({}, {"chunked": True, "wrap": "layer", "micro_batches": 2}),
+    "offloaded": ({"kl_coef": 0.1}, {"offload": "all"}),
+    "offloaded, layer": ({"kl_coef": 0.1}, {"offload": "all", "wrap": "layer"}),
+    "optimizer offloaded": ({"kl_coef": 0.1}, {"offload": "optimizer"}),
+    "never offloaded": ({"kl_coef": 0.1}, {}),
+    "never offloaded, layer": ({"kl_coef": 0.1}, {"wrap": "layer"}),
+    "recomputed": ({}, {"recomputes": True}),
+    "recomputed, layer": ({}, {"recomputes": True, "wrap": "layer", "micro_batches": 2}),
     "accumulated": ({}, {"micro_batches": 4}),
     "mostly empty micro-batches": ({}, {"micro_batches": 20}),
     "sequence": ({"loss_aggregation": "sequence"}, {"micro_batches": 3}),
@@ -72,6 +81,10 @@ def assert_same(one: Arrays, other: Arrays, tolerance: float) -> None:
         ("token", "token"),
         ("token", "layer"),
         ("token", "layer, accumulated"),
+        ("token", "chunked"),
+        ("token", "chunked, layer"),
+        ("token", "recomputed"),
+        ("token", "recomputed, layer"),
         ("token", "accumulated"),
         ("token", "mostly empty micro-batches"),
         ("sequence", "sequence"),
@@ -105,6 +118,21 @@ def test_ranks_hold_the_same_parameters_and_report_the_same(
             assert {k: v for k, v in one.items() if k != "time/train_s"} == {
                 k: v for k, v in two.items() if k != "time/train_s"
             }
+
+
+@pytest.mark.parametrize(
+    ("plain", "offloaded"),
+    [
+        ("never offloaded", "offloaded"),
+        ("never offloaded", "optimizer offloaded"),
+        ("never offloaded, layer", "offloaded, layer"),
+    ],
+)
+def test_offloading_changes_no_bit(two_ranks: list[Outcomes], plain: str, offloaded: str) -> None:
+    for outcomes in two_ranks:
+        assert_same(outcomes[plain][0], outcomes[offloaded][0], tolerance=0.0)
+        for one, two in zip(outcomes[plain][1], outcomes[offloaded][1], strict=True):
+            assert one | {"time/train_s": 0.0} == two | {"time/train_s": 0.0}
 
 
 @pytest.mark.slow

@@ -28,6 +28,8 @@ def test_gpus_train_like_the_cpu(distributed_world: DistributedWorld) -> None:
         "packed": ["train_variant", {"kl_coef": 0.1}, {}],
         "padded": ["train_variant", {"kl_coef": 0.1}, {"packed": False, "micro_batches": 2}],
         "layer": ["train_variant", {"kl_coef": 0.1}, {"wrap": "layer"}],
+        "offloaded": ["train_variant", {"kl_coef": 0.1}, {"offload": "all"}],
+        "recomputed": ["train_variant", {"kl_coef": 0.1}, {"recomputes": True, "chunked": True}],
     }
     num_gpus = min(2, torch.cuda.device_count())
 

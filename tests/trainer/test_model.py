@@ -67,28 +67,3 @@ def test_missing_weights_are_named(tmp_path: Path) -> None:
 
     with pytest.raises(DataError, match=f"model.path: {tmp_path} cannot be loaded"):
         load_causal_lm(ModelSection(path=tmp_path), torch.float32)
-
-
-def test_a_model_that_changes_its_logits_is_refused(tmp_path: Path) -> None:
-    save_model(tmp_path)
-    change_config(tmp_path, final_logit_softcapping=30.0)
-
-    with pytest.raises(ConfigError, match="sets final_logit_softcapping"):
-        load_causal_lm(ModelSection(path=tmp_path), torch.float32)
-
-
-def test_recomputed_activations_give_the_same_gradients(tmp_path: Path) -> None:
-    save_model(tmp_path)
-    tokens = torch.arange(2, 22)[None]
-    gradients: list[torch.Tensor] = []
-    for recompute in (False, True):
-        section = ModelSection(
-            path=tmp_path, attention="padded", activation_checkpointing=recompute
-        )
-        model, _ = load_causal_lm(section, torch.float32)
-        torch.autograd.backward(model(tokens).logits.sum())
-        gradient = model.get_parameter("model.layers.0.mlp.up_proj.weight").grad
-        assert gradient is not None
-        gradients.append(gradient)
-
-    torch.testing.assert_close(gradients[0], gradients[1])

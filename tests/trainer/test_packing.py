@@ -161,20 +161,3 @@ def test_temperature_divides_the_logits() -> None:
     logits = model(input_ids=torch.tensor([[5, 6, 7]])).logits[0, 1:]
     expected = (logits / 0.5).log_softmax(-1)[[0, 1], [7, 8]]
     torch.testing.assert_close(logprobs, expected)
-
-
-def test_many_logits_are_scored_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = make_batch(random_samples(3, [4], [9, 8], 2))
-    model = make_model()
-    weight: Tensor = model.get_input_embeddings().weight
-    (micro_batch,) = builder(packed=False).build(batch)
-    whole, _ = _Scorer(model)(micro_batch.inputs, micro_batch.targets, 1.0, False)
-    (expected,) = torch.autograd.grad(whole.sum(), weight)
-
-    monkeypatch.setattr("umbra.trainer.policy._MAX_LOGITS", 64 * 5)
-    chunked, entropy = _Scorer(model)(micro_batch.inputs, micro_batch.targets, 1.0, True)
-
-    torch.testing.assert_close(chunked, whole)
-    assert entropy.shape == whole.shape
-    (gradient,) = torch.autograd.grad(chunked.sum(), weight)
-    torch.testing.assert_close(gradient, expected)

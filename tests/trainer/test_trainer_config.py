@@ -118,6 +118,12 @@ def test_there_are_no_more_update_waves_than_engines(config_file: Path) -> None:
         load_config(config_file, [*standalone, "pool.update_waves=5"])
 
 
+def test_only_a_hybrid_pool_gives_reason_to_offload(config_file: Path) -> None:
+    assert load_config(config_file, ["train.offload=all"]).train.offload == "all"
+    with pytest.raises(ConfigError, match=r"train.offload = 'all' needs pool.mode = 'hybrid'"):
+        load_config(config_file, ["train.offload=all", "pool.mode=standalone"])
+
+
 def test_all_wrong_settings_are_named_at_once(config_file: Path) -> None:
     with pytest.raises(ConfigError, match=r"pool\.count.*train\.steps"):
         load_config(config_file, ["train.steps=0", "pool.count=0"])

@@ -125,6 +125,9 @@ def test_a_run_learns_and_goes_on_with_another_number_of_ranks(folder: Path) -> 
     assert all(abs(row["train/ratio_mean"] - 1) < 1e-3 for row in steps)
     assert all(row["train/clipped_share"] == 0 for row in steps)
     check_idle_shares(steps)
+    for phase in ("sync", "generation", "train"):
+        names = [f"memory/{phase}_{what}_gib" for what in ("allocated", "peak")]
+        assert all(0.05 < row[names[0]] <= row[names[1]] < 8 for row in steps)
     evaluations = read_metrics(folder / "run/metrics.jsonl")
     assert [r["step"] for r in evaluations if "eval/accuracy" in r] == [0, 2, 4]
 
@@ -186,11 +189,29 @@ def test_a_run_of_the_same_seed_is_the_same_run(folder: Path) -> None:
     assert losses("one") == pytest.approx(losses("two"), abs=1e-6)
 
 
+def test_an_offloading_run_is_the_same_run_and_goes_on_from_its_checkpoint(folder: Path) -> None:
+    config = write_config(folder)
+
+    def losses(name: str, offload: str) -> list[float]:
+        options = [f"run.dir={folder}/{name}", f"train.offload={offload}", "train.eval_every=0"]
+        run(config, 1, *options, "train.steps=2", "train.kl_coef=0.1")
+        run(config, 1, *options, "train.steps=3", "train.kl_coef=0.1", "run.resume=auto")
+        rows = read_metrics(folder / name / "metrics.jsonl")
+        steps = [row for row in rows if "train/loss" in row]
+        assert [row["step"] for row in steps] == [1, 2, 3]
+        assert all(("time/offload_s" in row) == (offload != "none") for row in steps)
+        return [row["train/loss"] for row in steps]
+
+    assert losses("one", "all") == pytest.approx(losses("two", "none"), abs=1e-6)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_torchrun_ends_the_run_with_a_checkpoint(
     folder: Path, number: signal.Signals
 ) -> None:
-    process = start(write_config(folder), 2, "train.steps=100000", "train.eval_every=0")
+    process = start(
+        write_config(folder), 2, "train.steps=100000", "train.eval_every=0", "train.offload=all"
+    )
     assert process.stdout is not None
     try:
         for line in process.stdout:

@@ -1,0 +1,183 @@
+"""Scores from hidden states in chunks: the same numbers and gradients, in less memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_packing import builder, make_batch, random_samples
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from training_models import make_model
+from transformers import AutoModelForCausalLM, GraniteConfig
+
+from umbra.trainer.packed_attention import PACKED_ATTENTION, register_packed_attention
+from umbra.trainer.policy import _Scorer  # pyright: ignore[reportPrivateUsage]
+from umbra.trainer.scoring import score_hidden
+
+NUM_TOKENS, HIDDEN, VOCAB = 53, 16, 300
+CHUNK = 7  # tokens; does not divide 53
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the size of the largest tensor that any operation returns."""
+
+    numel = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result: Any = func(*args, **(kwargs or {}))
+        for value in pytree.tree_leaves(result):
+            if isinstance(value, Tensor):
+                self.numel = max(self.numel, value.numel())
+        return result
+
+
+def chunk_scores(monkeypatch: pytest.MonkeyPatch, num_tokens: int, vocab: int = VOCAB) -> None:
+    monkeypatch.setattr("umbra.trainer.scoring._MAX_KEPT_LOGITS", 0)
+    monkeypatch.setattr("umbra.trainer.scoring._MAX_CHUNK_LOGITS", num_tokens * vocab + vocab - 1)
+
+
+def make_head(dtype: torch.dtype, bias: bool = False) -> tuple[nn.Linear, Tensor, Tensor]:
+    torch.default_generator.manual_seed(0)
+    head = nn.Linear(HIDDEN, VOCAB, bias=bias, dtype=dtype)
+    hidden = torch.randn(NUM_TOKENS, HIDDEN, dtype=dtype, requires_grad=True)
+    return head, hidden, torch.randint(VOCAB, (NUM_TOKENS,))
+
+
+def scores_and_gradients(
+    dtype: torch.dtype = torch.float64, bias: bool = False, temperature: float = 0.7
+) -> dict[str, Tensor]:
+    head, hidden, targets = make_head(dtype, bias)
+    logprobs, entropy = score_hidden(head, hidden, targets, temperature, True)
+    assert not entropy.requires_grad
+    weights = torch.linspace(-1, 1, NUM_TOKENS)
+    torch.autograd.backward((weights * logprobs.exp()).sum())
+    gradients = {name: parameter.grad for name, parameter in head.named_parameters()}
+    found = {"logprobs": logprobs, "entropy": entropy, "hidden": hidden.grad, **gradients}
+    return {name: value.detach() for name, value in found.items() if value is not None}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 1e-2)],
+)
+def test_chunks_give_what_all_at_once_gives(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tolerance: float, bias: bool
+) -> None:
+    whole = scores_and_gradients(dtype, bias)
+
+    chunk_scores(monkeypatch, CHUNK)
+    chunked = scores_and_gradients(dtype, bias)
+
+    assert len(whole) == (5 if bias else 4)
+    for name, value in whole.items():
+        assert chunked[name].dtype == value.dtype
+        torch.testing.assert_close(chunked[name], value, atol=tolerance, rtol=tolerance)
+
+
+def test_no_tensor_has_the_logits_of_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    largest: list[int] = []
+    for is_chunked in (False, True):
+        if is_chunked:
+            chunk_scores(monkeypatch, CHUNK)
+        with LargestTensor() as watch:
+            scores_and_gradients(torch.bfloat16)
+        largest.append(watch.numel)
+
+    # else the head itself, and the sum of its gradient
+    assert largest == [NUM_TOKENS * VOCAB, VOCAB * HIDDEN]
+
+
+def test_a_frozen_head_gets_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunk_scores(monkeypatch, CHUNK)
+    head, hidden, targets = make_head(torch.float32)
+    head.requires_grad_(False)
+
+    logprobs, entropy = score_hidden(head, hidden, targets, 1.0, False)
+    torch.autograd.backward(logprobs.sum())
+
+    assert len(entropy) == 0
+    assert hidden.grad is not None
+    assert head.weight.grad is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])  # with tied embeddings, and without
+def test_a_models_gradients_are_the_same(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    samples = random_samples(1, [4, 6], [5, 9, 3, 8], group_size=2)
+    (micro_batch,) = builder(packed=False).build(make_batch(samples))
+    gradients: list[dict[str, Tensor]] = []
+    for is_chunked in (False, True):
+        if is_chunked:
+            chunk_scores(monkeypatch, 4, vocab=64)
+        model = make_model(kind).double()
+        logprobs, _ = _Scorer(model)(micro_batch.inputs, micro_batch.targets, 1.0, False)
+        torch.autograd.backward(logprobs.square().sum())
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+
+    torch.testing.assert_close(gradients[0], gradients[1], atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_model_that_changes_its_logits_is_taken_at_its_word(
+    packed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    samples = random_samples(2, [4], [5, 9], group_size=2)
+    model = granite_model(packed)
+
+    (micro_batch,) = builder(packed).build(make_batch(samples))
+    logprobs, _ = _Scorer(model)(micro_batch.inputs, micro_batch.targets, 1.0, False)
+
+    assert "the model sets logits_scaling" in caplog.text
+    plain = granite_model(packed=False)
+    expected: list[Tensor] = []
+    for prompt, completion in sorted(samples, key=lambda sample: -len(sample[1])):
+        every = plain(torch.tensor([[*prompt, *completion]])).logits[0].log_softmax(-1)
+        wanted = torch.tensor(completion)
+        expected.append(every[len(prompt) - 1 : -1].gather(1, wanted[:, None])[:, 0])
+    torch.testing.assert_close(logprobs, torch.cat(expected), atol=1e-5, rtol=0)
+
+
+def granite_model(packed: bool) -> Any:
+    torch.default_generator.manual_seed(3)
+    config = GraniteConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        initializer_range=0.2,
+        logits_scaling=0.25,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_config(config).eval()
+    if packed:
+        register_packed_attention()
+        model.set_attn_implementation(PACKED_ATTENTION)
+    return model
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_gpu_memory_is_bounded_by_a_chunk() -> None:
+    """32768 tokens of a vocabulary of 152064: 20 GB of float32 logits."""
+    device = torch.device("cuda")
+    head = nn.Linear(256, 152064, bias=False, dtype=torch.bfloat16, device=device)
+    hidden = torch.randn(32768, 256, dtype=torch.bfloat16, device=device, requires_grad=True)
+    targets = torch.randint(152064, (32768,), device=device)
+    torch.cuda.reset_peak_memory_stats()
+
+    logprobs, _ = score_hidden(head, hidden, targets, 0.9, True)
+    torch.autograd.backward(logprobs.sum())
+
+    assert torch.cuda.max_memory_allocated() < 4 << 30
+    assert head.weight.grad is not None

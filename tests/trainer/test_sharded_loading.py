@@ -1,0 +1,178 @@
+"""Each rank reads its own part of the weights, and gets the same bits as from transformers."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loading_programs import compare_loading
+from training_models import make_model, save_model, save_tokenizer
+
+from umbra.runtime.errors import DataError
+from umbra.runtime.testing.world import DistributedWorld
+from umbra.trainer.config import ModelSection
+from umbra.trainer.model import prepare_causal_lm
+from umbra.trainer.stored_weights import StoredWeights
+
+
+def save_in_shards(folder: Path, kind: str, **changes: Any) -> Path:
+    """In bfloat16, over several files with an index."""
+    model = make_model(kind, **changes).to(torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size="20KB")
+    save_tokenizer(folder)
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    return folder
+
+
+def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    safetensors: Any = importlib.import_module("safetensors.torch")
+    weights = safetensors.load_file(folder / "model.safetensors")
+    change(weights)
+    safetensors.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def loading_cases(tmp_path: Path) -> list[list[str]]:
+    tied = str(save_model(tmp_path / "tied"))
+    sharded = str(save_in_shards(tmp_path / "sharded", "llama"))
+    # 65 rows, and 3 heads of 8, do not divide by two: the last shard is padded
+    odd: dict[str, Any] = {"vocab_size": 65, "hidden_size": 24, "num_attention_heads": 3}
+    uneven = str(save_in_shards(tmp_path / "uneven", "qwen2", num_key_value_heads=3, **odd))
+    return [
+        [tied, "float32", "root"],
+        [tied, "float64", "layer"],
+        [sharded, "float32", "layer"],
+        [sharded, "bfloat16", "root"],
+        [uneven, "float32", "layer"],
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_shards_are_read_bit_for_bit(
+    distributed_world: DistributedWorld, tmp_path: Path, num_ranks: int
+) -> None:
+    cases = loading_cases(tmp_path)
+
+    outcomes = distributed_world(compare_loading, cases, num_ranks=num_ranks, timeout_s=120.0)
+
+    for rank in outcomes:
+        for case, outcome in zip(cases, rank, strict=True):
+            assert outcome.pop("tensors") > 20
+            assert outcome == {
+                "sharded": True,
+                "unequal": [],
+                "unequal_buffers": [],
+                "same_logprobs": True,
+            }, case
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_shards_are_read_to_gpus_bit_for_bit(
+    distributed_world: DistributedWorld, tmp_path: Path
+) -> None:
+    num_ranks = min(2, torch.cuda.device_count())
+
+    outcomes = distributed_world(
+        compare_loading,
+        loading_cases(tmp_path)[:4],
+        "cuda",
+        num_ranks=num_ranks,
+        backend="cpu:gloo,cuda:nccl",
+        timeout_s=200.0,
+    )
+
+    for rank in outcomes:
+        for outcome in rank:
+            assert outcome["sharded"]
+            assert outcome["unequal"] == outcome["unequal_buffers"] == []
+
+
+@pytest.mark.slow
+def test_parameters_take_no_memory_before_they_are_read(tmp_path: Path) -> None:
+    folder = save_model(tmp_path)
+    prepared = prepare_causal_lm(ModelSection(path=folder), torch.float32)
+
+    assert {parameter.device.type for parameter in prepared.model.parameters()} == {"meta"}
+    assert {buffer.device.type for buffer in prepared.model.buffers()} == {"cpu"}
+
+
+@pytest.mark.slow
+def test_generation_settings_are_kept(tmp_path: Path) -> None:
+    folder = save_model(tmp_path)
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"temperature": 0.3}))
+
+    prepared = prepare_causal_lm(ModelSection(path=folder), torch.float32)
+
+    model: Any = prepared.model
+    assert model.generation_config.temperature == 0.3
+
+
+@pytest.mark.slow
+def test_what_needs_conversion_is_left_to_transformers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = save_model(tmp_path)  # names without "model." are those of the model without head
+
+    def rename(weights: dict[str, torch.Tensor]) -> None:
+        for name in list(weights):
+            weights[name.removeprefix("model.")] = weights.pop(name)
+
+    change_weights(folder, rename)
+
+    prepared = prepare_causal_lm(ModelSection(path=folder), torch.float32)
+
+    assert prepared.weights is None
+    assert "every rank loads all weights" in caplog.text
+    for name, parameter in make_model().named_parameters():
+        assert torch.equal(prepared.model.get_parameter(name), parameter), name
+
+
+@pytest.mark.slow
+def test_incomplete_weights_are_named_as_before(tmp_path: Path) -> None:
+    folder = save_model(tmp_path)
+    change_weights(folder, lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"))
+
+    with pytest.raises(DataError, match=r"lack 1 tensors, such as model.layers.1.mlp.up_proj"):
+        prepare_causal_lm(ModelSection(path=folder), torch.float32)
+
+
+def test_missing_weights_are_named_as_before(tmp_path: Path) -> None:
+    folder = save_model(tmp_path)
+    (folder / "model.safetensors").unlink()
+
+    with pytest.raises(DataError, match=f"model.path: {folder} cannot be loaded"):
+        prepare_causal_lm(ModelSection(path=folder), torch.float32)
+
+
+def test_unexpected_weights_are_left_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = save_model(tmp_path)
+    change_weights(folder, lambda weights: weights.update(extra=torch.zeros(2)))
+
+    with caplog.at_level(logging.WARNING):
+        prepared = prepare_causal_lm(ModelSection(path=folder), torch.float32)
+
+    assert prepared.weights is not None
+
+
+@pytest.mark.slow
+def test_a_torn_file_is_named(tmp_path: Path) -> None:
+    folder = save_model(tmp_path)
+    prepared = prepare_causal_lm(ModelSection(path=folder), torch.float32)
+    assert prepared.weights is not None
+    (folder / "model.safetensors").write_bytes(b"nonsense")
+
+    with pytest.raises(DataError, match=f"model.path: {folder} cannot be loaded"):
+        prepared.weights.fill(make_model().state_dict())
+    with pytest.raises(DataError, match=f"model.path: {folder} cannot be loaded"):
+        StoredWeights(folder)

@@ -1,0 +1,67 @@
+"""How much memory a rank takes in each phase of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from umbra.trainer.world import max_over_ranks
+
+_GIB: Final = 1 << 30
+_STATUS: Final = Path("/proc/self/status")
+_CLEAR_REFS: Final = Path("/proc/self/clear_refs")
+
+
+class MemoryAccount:
+    """On CUDA what torch has allocated; on the CPU what of the process is resident.
+
+    Every rank has one, and goes through the same phases.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._nbytes: dict[str, int] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Generator[None]:
+        """Measures as the block begins, and the peak while it runs."""
+        self._nbytes[f"{name}_allocated"] = self._reset()
+        try:
+            yield
+        finally:
+            self._nbytes[f"{name}_peak"] = self._peak()
+
+    def take(self) -> dict[str, float]:
+        """`memory/PHASE_allocated_gib` and `..._peak_gib` of the rank that takes most. Collective.
+
+        Forgets them.
+        """
+        counts = torch.tensor(list(self._nbytes.values()), dtype=torch.float64)
+        gib: list[float] = (max_over_ranks(counts) / _GIB).tolist()  # pyright: ignore[reportUnknownMemberType]
+        names, self._nbytes = list(self._nbytes), {}
+        return {f"memory/{name}_gib": value for name, value in zip(names, gib, strict=True)}
+
+    def _reset(self) -> int:
+        """Lets the peak begin anew; what is taken now."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            return torch.cuda.memory_allocated(self._device)
+        with suppress(OSError):  # some containers forbid it: the peak is the process's then
+            _CLEAR_REFS.write_text("5")
+        return _resident("VmRSS")
+
+    def _peak(self) -> int:
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        return _resident("VmHWM")
+
+
+def _resident(field: str) -> int:
+    for line in _STATUS.read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    return 0

@@ -1,0 +1,46 @@
+"""Decoder blocks that keep only their inputs, and compute the rest again in the backward pass."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.utils import checkpoint as checkpointing
+
+from umbra.runtime.errors import ConfigError
+
+
+def decoder_blocks(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks, by the class names that the model declares."""
+    names = cast("set[str]", set(getattr(model, "_no_split_modules", None) or ()))
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def recompute_blocks(model: nn.Module) -> None:
+    """Once for each block, before it is sharded: gathering its parameters stays outside.
+
+    Raises:
+        ConfigError: it is not known what the model's blocks are.
+    """
+    blocks = decoder_blocks(model)
+    if not blocks:
+        raise ConfigError(
+            f"train.activation_checkpointing: {type(model).__name__} does not say what its "
+            "decoder blocks are (_no_split_modules); use 'none'"
+        )
+    for block in blocks:
+        _recompute(block)
+
+
+def _recompute(block: Any) -> None:
+    forward, run_again = block.forward, cast(Any, checkpointing.checkpoint)
+
+    def recomputing(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        # There is no dropout: models are in evaluation mode.
+        options = {"use_reentrant": False, "preserve_rng_state": False}
+        return run_again(forward, *args, **options, **kwargs)
+
+    block.forward = recomputing

@@ -1,0 +1,141 @@
+"""Log-probabilities of tokens from hidden states, without the logits of all tokens at once.
+
+M: tokens to score; C: tokens of a chunk; E: hidden size; V: vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+# Up to so many logits (256 MiB in float32) are kept for the backward pass, along with a few
+# tensors of their size. Lower means computing more of them twice; higher takes memory.
+_MAX_KEPT_LOGITS: Final = 1 << 26
+# Beyond that, so many logits exist at a time, and the backward pass computes them again. Lower
+# means adding up the head's gradient from more parts, which is bound by memory bandwidth.
+_MAX_CHUNK_LOGITS: Final = 1 << 27
+# Settings by which models change logits behind their head.
+_LOGIT_OPTIONS: Final = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+
+
+def head_obstacle(model: nn.Module) -> str:
+    """Why logits are not just a linear layer over the hidden states; "" if they are."""
+    any_model: Any = model
+    config = any_model.config.get_text_config()
+    for option in _LOGIT_OPTIONS:
+        if getattr(config, option, None) not in (None, 1, 1.0):
+            return f"the model sets {option}"
+    head = any_model.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        return f"its head is a {type(head).__name__}"
+    return ""
+
+
+def score_hidden(
+    head: nn.Linear, hidden: Tensor, targets: Tensor, temperature: float, with_entropy: bool
+) -> tuple[Tensor, Tensor]:
+    """[M] log-probabilities of `targets`, and [M] entropies without gradient, or [0].
+
+    Args:
+        hidden: [M, E] final hidden states.
+    """
+    num_logits = len(targets) * head.weight.shape[0]
+    if num_logits <= _MAX_KEPT_LOGITS:
+        return score_logits(head(hidden), targets, temperature, with_entropy)
+    chunk_len = max(1, _MAX_CHUNK_LOGITS // head.weight.shape[0])
+    scores: Any = _ChunkedScores.apply(  # pyright: ignore[reportUnknownMemberType]
+        hidden, head.weight, cast("Tensor | None", head.bias), targets, temperature, with_entropy,
+        chunk_len,
+    )  # fmt: skip
+    return cast("tuple[Tensor, Tensor]", scores)
+
+
+def score_logits(
+    logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool
+) -> tuple[Tensor, Tensor]:
+    """The same, from [M, V] logits."""
+    every = _log_softmax(logits, temperature)
+    logprobs = -F.nll_loss(every, targets, reduction="none")
+    with torch.no_grad():
+        entropy = _entropy(every) if with_entropy else every.new_empty(0)
+    return logprobs, entropy
+
+
+def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
+    """[C, V] in float32 at least."""
+    if logits.dtype.itemsize < torch.float32.itemsize:
+        logits = logits.float()
+    if temperature != 1.0:
+        logits = logits / temperature
+    return logits.log_softmax(-1)
+
+
+def _entropy(every: Tensor) -> Tensor:
+    return every.exp().mul_(every).sum(-1).neg_()
+
+
+class _ChunkedScores(torch.autograd.Function):
+    """`score_logits(F.linear(hidden, weight, bias), ...)`, of C tokens at a time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        with_entropy: bool,
+        chunk_len: int,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(hidden, weight, bias, targets)
+        ctx.temperature, ctx.chunk_len = temperature, chunk_len
+        scores = [
+            score_logits(F.linear(part, weight, bias), wanted, temperature, with_entropy)
+            for part, wanted in zip(hidden.split(chunk_len), targets.split(chunk_len), strict=True)
+        ]
+        entropy = torch.cat([score[1] for score in scores])
+        ctx.mark_non_differentiable(entropy)
+        return torch.cat([score[0] for score in scores]), entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets = ctx.saved_tensors
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        # A sum of parts that are rounded to half precision one by one would lose digits.
+        total = torch.float32 if weight.dtype.itemsize < 4 else weight.dtype
+        of_hidden = torch.empty_like(hidden) if wants_hidden else None
+        of_weight = torch.zeros_like(weight, dtype=total) if wants_weight else None
+        of_bias = torch.zeros_like(bias, dtype=total) if wants_bias else None
+        for start in range(0, len(targets), ctx.chunk_len):
+            chunk = slice(start, start + ctx.chunk_len)
+            part = hidden[chunk]
+            every = _log_softmax(F.linear(part, weight, bias), ctx.temperature)
+            of_logits = _logit_gradient(every, targets[chunk], gradients[0][chunk])
+            of_logits = of_logits.div_(ctx.temperature).to(weight.dtype)
+            del every
+            if of_hidden is not None:
+                torch.mm(of_logits, weight, out=of_hidden[chunk])
+            if of_weight is not None and total == weight.dtype:
+                of_weight.addmm_(of_logits.t(), part)
+            elif of_weight is not None:
+                of_weight += of_logits.t() @ part
+            if of_bias is not None:
+                of_bias += of_logits.sum(0)
+        return (
+            of_hidden,
+            None if of_weight is None else of_weight.to(weight.dtype),
+            None if of_bias is None else of_bias.to(weight.dtype),
+            None, None, None, None,
+        )  # fmt: skip
+
+
+def _logit_gradient(every: Tensor, targets: Tensor, gradient: Tensor) -> Tensor:
+    """[C, V]: (one-hot - softmax) * gradient; takes the place of `every`."""
+    of_logits = every.exp_().mul_(-gradient.unsqueeze(1))
+    return of_logits.scatter_add_(1, targets.unsqueeze(1), gradient.unsqueeze(1))
