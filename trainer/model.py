@@ -110,7 +110,8 @@ def _parameters_on_meta() -> Generator[None]:
             return parameter
         return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
 
-    hook: Any = register_module_parameter_registration_hook(replace)
+    register: Any = register_module_parameter_registration_hook  # its types forget the result
+    hook = register(replace)
     try:
         yield
     finally:

@@ -142,4 +142,4 @@ class _HostCopy:
 
 
 def _storage_key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+    return int(tensor.untyped_storage()._cdata)  # pyright: ignore[reportPrivateUsage]

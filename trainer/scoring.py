@@ -47,10 +47,9 @@ def score_hidden(
     if num_logits <= _MAX_KEPT_LOGITS:
         return score_logits(head(hidden), targets, temperature, with_entropy)
     chunk_len = max(1, _MAX_CHUNK_LOGITS // head.weight.shape[0])
-    scores: Any = _ChunkedScores.apply(  # pyright: ignore[reportUnknownMemberType]
-        hidden, head.weight, cast("Tensor | None", head.bias), targets, temperature, with_entropy,
-        chunk_len,
-    )  # fmt: skip
+    apply: Any = _ChunkedScores.apply  # pyright: ignore[reportUnknownMemberType]
+    bias = cast("Tensor | None", head.bias)
+    scores: Any = apply(hidden, head.weight, bias, targets, temperature, with_entropy, chunk_len)
     return cast("tuple[Tensor, Tensor]", scores)
 
 
@@ -96,7 +95,9 @@ class _ChunkedScores(torch.autograd.Function):
         ctx.temperature, ctx.chunk_len = temperature, chunk_len
         scores = [
             score_logits(F.linear(part, weight, bias), wanted, temperature, with_entropy)
-            for part, wanted in zip(hidden.split(chunk_len), targets.split(chunk_len), strict=True)
+            for part, wanted in zip(
+                torch.split(hidden, chunk_len), torch.split(targets, chunk_len), strict=True
+            )
         ]
         entropy = torch.cat([score[1] for score in scores])
         ctx.mark_non_differentiable(entropy)
