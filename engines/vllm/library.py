@@ -14,7 +14,7 @@ from umbra.runtime.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-TESTED_VERSIONS: Final = ("0.32.0",)
+TESTED_VERSIONS: Final = ("0.32.0", "0.26.0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
