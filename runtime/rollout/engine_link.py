@@ -71,6 +71,7 @@ class EngineLink:
         self._outgoing: deque[dict[str, Any]] = deque()  # bounded by the router's max_inflight
         self._withdrawn: list[int] = []
         self._pending = asyncio.Event()
+        self._attached = asyncio.Event()  # the stream: it has begun to send
         self._reported = asyncio.Event()  # since the last submit began
         self._patience: asyncio.Timeout | None = None
         self._serving = False
@@ -133,6 +134,7 @@ class EngineLink:
         stream = self._handle.stream("deltas", timeout_s=None, credits=_DELTA_CREDITS)
         async with stream as batches:
             async for item in batches:
+                self._attached.set()
                 self._dispatcher.on_batch(self.engine, DeltaBatch.from_wire(item))
                 self._reset_patience()
                 if not self._is_trusted:
@@ -148,6 +150,9 @@ class EngineLink:
         self._patience.reschedule(now + self._delta_timeout_s if busy else None)
 
     async def _submit(self) -> None:
+        # Not before the engine's first batch, which says that the stream is this link's: with the
+        # stream of a manager that died, of which the engine may not know yet, go its requests.
+        await self._attached.wait()
         while True:
             await self._pending.wait()
             self._pending.clear()

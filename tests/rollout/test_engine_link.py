@@ -1,4 +1,4 @@
-"""A link to an engine that refuses requests asks again, at the next report or after a while."""
+"""A link to an engine: no request before its stream is there, refused ones are sent again."""
 
 from __future__ import annotations
 
@@ -27,20 +27,26 @@ ENGINE = EngineId("e", 1)
 
 
 class PausingEngine:
-    """Takes requests unless it is paused."""
+    """Takes requests unless it is paused. Its stream begins a little late."""
 
     def __init__(self) -> None:
         self.is_paused = True
+        self.has_greeted = False
+        self.was_early = False  # a request came before anybody had the stream
         self.refused = asyncio.Event()
         self.took = asyncio.Event()
 
     def submit(self, requests: Sequence[Any]) -> None:
+        self.was_early |= not self.has_greeted
         if self.is_paused:
             self.refused.set()
             raise EngineUnhealthy("paused")
         self.took.set()
 
     async def deltas(self) -> AsyncGenerator[DeltaBatch, None]:
+        for _ in range(20):
+            await asyncio.sleep(0)
+        self.has_greeted = True
         yield empty_batch()
         await asyncio.Event().wait()
 
@@ -84,6 +90,7 @@ def run_with_link(
                 task.cancel()
         context.term()
         assert not failures
+        assert not engine.was_early
 
     asyncio.run(run())
 
