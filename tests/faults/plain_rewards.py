@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 
 def distinct(prompts: list[str], completions: list[str], **columns: list[Any]) -> list[float]:
     """The share of different characters."""
     return [len(set(text)) / max(1, len(text)) for text in completions]
+
+
+def distinct_after_a_while(
+    prompts: list[str], completions: list[str], **columns: list[Any]
+) -> list[float]:
+    """The same; a step takes long enough for a test to do something in it."""
+    time.sleep(0.05)
+    return distinct(prompts, completions)

@@ -110,8 +110,16 @@ def test_a_killed_job_goes_on_with_another_number_of_ranks(
 
 
 def test_the_ranks_do_not_notice_that_the_manager_was_killed(
-    job: KilledJob, rng: random.Random, undisturbed: History
+    folder: Path, rng: random.Random, undisturbed: History
 ) -> None:
+    slowly = "reward.function=plain_rewards:distinct_after_a_while"
+    with KilledJob(folder, (*SMALL, slowly), rng=rng) as job:
+        kill_managers(job, rng)
+        check_all(job.history(), job.run_dir)
+        check_same(job.history(), undisturbed)
+
+
+def kill_managers(job: KilledJob, rng: random.Random) -> None:
     # The run goes on for a step or two until a kill has come: none may come after its last batch.
     targets = sorted(rng.sample(range(1, STEPS - 4), NUM_MANAGER_KILLS))
 
@@ -124,8 +132,6 @@ def test_the_ranks_do_not_notice_that_the_manager_was_killed(
         ended = job.finish(run)
 
     assert "Error" not in ended.output, ended.output
-    check_all(job.history(), job.run_dir)
-    check_same(job.history(), undisturbed)
 
 
 def kill_manager(run: Run, incarnation: int, after_s: float) -> None:
