@@ -25,7 +25,7 @@ from umbra.engines.vllm.core import VllmCore
 from umbra.engines.vllm.requests import check_request
 from umbra.engines.vllm.settings import VllmSettings
 from umbra.engines.vllm.stream import RunningRequest, RunningRequests
-from umbra.engines.vllm.weights import WeightImage
+from umbra.engines.weight_image import WeightImage
 from umbra.runtime.errors import EngineError
 from umbra.runtime.lifecycle import ALL_TAGS, SleepLevel, Tag
 

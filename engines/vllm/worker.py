@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from umbra.engines.vllm.settings import TRANSFER_BACKEND
-from umbra.engines.vllm.weights import image_tensors
+from umbra.engines.weight_image import image_tensors
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.weights.manifest import Manifest
 

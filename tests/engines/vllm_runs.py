@@ -17,7 +17,7 @@ from torch import Tensor
 from umbra.engines.vllm.actor import VllmEngine
 from umbra.engines.vllm.core import VllmCore
 from umbra.engines.vllm.settings import VllmSettings
-from umbra.engines.vllm.weights import image_tensors
+from umbra.engines.weight_image import image_tensors
 from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.memfd import close_fds, create_buckets
 

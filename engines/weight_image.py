@@ -1,7 +1,7 @@
-"""The engine's end of a weight sync: into one image in shared memory, which vLLM's workers map.
+"""The engine's end of a weight sync: into one image in shared memory, which its workers map.
 
-    ranks ──buckets──▶ WeightImage (engine process) ──memfd──▶ every vLLM worker
-                       checksums are compared here              layerwise reload
+    ranks ──buckets──▶ WeightImage (engine process) ──memfd──▶ every engine worker
+                       checksums are compared here              its own loader
 
 Nothing of the model is touched before the whole image has come and its checksums are right.
 """
@@ -59,7 +59,7 @@ class WeightImage:
         self._open_receiver().check_open()
 
     def describe(self) -> dict[str, Any]:
-        """For vLLM's workers on this host: where the image is, and what is in it."""
+        """For the workers on this host: where the image is, and what is in it."""
         self.check_open()
         return {
             "path": f"/proc/{os.getpid()}/fd/{self._fd}",
@@ -88,7 +88,7 @@ class WeightImage:
     def _open(self, manifest: Mapping[str, Any]) -> None:
         layout = Manifest.from_wire(manifest)
         self._nbytes = max(layout.nbytes, _MIN_NBYTES)
-        self._fd = create_buckets(["umbra-vllm-weights"], self._nbytes)["umbra-vllm-weights"]
+        self._fd = create_buckets(["umbra-weights"], self._nbytes)["umbra-weights"]
         self._manifest = manifest
         self._receiver = WeightReceiver(image_tensors(layout, mmap.mmap(self._fd, self._nbytes)))
 
