@@ -6,7 +6,7 @@ refused before an engine sees it.
     DEAD <──Died── any                      the supervisor learns that the process has ended
      │
      └──Restart──> STARTING
-                      │ Started
+                      │ Started (Started(v): with weights of its own, straight to SERVING(v))
                       v
         ┌────> PENDING_WEIGHTS ───────Sleep───────────> ASLEEP(level)
         │        │          ^                             ^    │
@@ -29,6 +29,8 @@ refused before an engine sees it.
   needs both. In hybrid mode: Wake(weights), update, Wake(kv_cache), Resume.
 - An engine restarted while the trainer trains must free its memory too, so PENDING_WEIGHTS may
   Sleep; it then wakes to PENDING_WEIGHTS, whatever the level.
+- An engine that loads its weights itself (a judge) comes up SERVING, in every life. No update and
+  no level 2 ever takes its version from it; the pool sees to that.
 - Invalidate: the trainer that made the weights was restarted. A SERVING engine is paused first; in
   ASLEEP and WAKING only the version goes.
 """
@@ -62,6 +64,9 @@ class EngineState(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Started:
     """The engine answers; its parameters are allocated."""
+
+    version: int | None = None
+    """Of the weights that it has loaded by itself, and serves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +173,10 @@ class EngineLifecycle:
             case Restart():
                 self._require(event, EngineState.DEAD)
                 return EngineLifecycle()
-            case Started():
+            case Started(version=version):
                 self._require(event, EngineState.STARTING)
+                if version is not None:
+                    return replace(self, state=EngineState.SERVING, version=version)
                 return replace(self, state=EngineState.PENDING_WEIGHTS)
             case Pause():
                 self._require(event, EngineState.SERVING)

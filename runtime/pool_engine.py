@@ -37,16 +37,27 @@ logger = logging.getLogger(__name__)
 
 
 class PoolEngine:
-    """Owned by its pool. `on_change` is called after every transition."""
+    """Owned by its pool. `on_change` is called after every transition.
+
+    Args:
+        own_version: of the weights that every life of it loads by itself; None where they come by
+            a sync.
+    """
 
     def __init__(
-        self, actor: SupervisedActor, client: Client, on_change: Callable[[PoolEngine], None]
+        self,
+        actor: SupervisedActor,
+        client: Client,
+        on_change: Callable[[PoolEngine], None],
+        own_version: int | None = None,
     ) -> None:
         self.actor = actor
         self.lifecycle = EngineLifecycle()
         self._client = client
         self._on_change = on_change
+        self._own_version = own_version
         self._handle: Handle | None = None
+        self._holds_memory = False  # in ASLEEP: it has not said yet that all is freed
 
     @property
     def name(self) -> str:
@@ -75,13 +86,20 @@ class PoolEngine:
             "num_restarts": self.actor.num_restarts,
         }
 
+    @property
+    def takes_no_memory(self) -> bool:
+        """Asleep, or without a process: it takes nothing of what pools share."""
+        if self.actor.state != ActorState.RUNNING:
+            return not self.actor.has_process
+        return self.state == EngineState.ASLEEP and not self._holds_memory
+
     def follow_actor(self) -> None:
         """Takes over what happened to the process."""
         if self.actor.state == ActorState.RUNNING and self.actor.ref is not None:
             self._handle = self._client.handle(self.actor.ref)
             if self.state == EngineState.DEAD:
                 self.apply(Restart())
-            self.apply(Started())
+            self.apply(Started(self._own_version))
         elif self.state != EngineState.DEAD:
             if self._handle is not None:
                 self._client.drop(self._handle.ref, "its process ended")
@@ -123,7 +141,10 @@ class PoolEngine:
     async def sleep(self, level: SleepLevel, timeout_s: float) -> None:
         """PAUSED or PENDING_WEIGHTS → ASLEEP."""
         self.apply(Sleep(level))
+        self._holds_memory = True
         await self._request("sleep", level, timeout_s=timeout_s)
+        self._holds_memory = False
+        logger.debug("%s#%d has freed its memory", self.name, self.incarnation)
 
     async def wake(self, tags: Iterable[Tag], timeout_s: float) -> None:
         """Wakes those of `tags` that are asleep."""

@@ -8,6 +8,7 @@ asleep is put to sleep too, so that a trainer's memory is never taken by a resta
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -16,11 +17,13 @@ from typing import Any, Final, Self
 
 from umbra.runtime.actor import ActorSpec
 from umbra.runtime.errors import ConfigError, DeadlineExceeded, EngineError, WeightSyncError
-from umbra.runtime.lifecycle import EngineState, SleepLevel, Tag, catch_up
+from umbra.runtime.first_of import first_of
+from umbra.runtime.lifecycle import ALL_TAGS, EngineState, SleepLevel, Tag, catch_up
 from umbra.runtime.pool_engine import PoolEngine
 from umbra.runtime.restart import RestartPolicy
 from umbra.runtime.rpc.client import Client
 from umbra.runtime.supervised import ActorState, SupervisedActor
+from umbra.runtime.turns import TurnRules
 from umbra.runtime.weights.coordinator import SyncCoordinator, SyncSettings
 from umbra.runtime.weights.memfd import FdServer
 
@@ -31,7 +34,10 @@ _MAX_UNREAD_CHANGES: Final = 10_000
 _SETTLE_TIMEOUT_S: Final = 60.0
 # From SIGKILL to reaped: a large engine needs seconds to free its memory.
 _END_LIMIT_S: Final = 30.0
-_KNOWN_MODES: Final = ("hybrid", "standalone")
+_REST_LEVEL: Final[SleepLevel] = 1
+_KNOWN_MODES: Final = ("hybrid", "standalone", "colocated")
+# Of weights that engines have loaded themselves.
+_OWN_VERSION: Final = 0
 _KNOWN_ON_UPDATE: Final = ("abort", "keep", "drain")
 
 
@@ -59,8 +65,13 @@ class PoolSpec:
     Attributes:
         engine: `module:Class` of the engine actor.
         count: number of engines on this node.
-        mode: hybrid engines take turns with the trainer (sleep and wake); standalone ones do not.
+        mode: hybrid engines take turns with the trainer (sleep and wake); standalone ones do not;
+            colocated ones take turns with the engines of `shares_with`, see `umbra.runtime.turns`.
         kwargs: for the engine's constructor.
+        own_weights: engines load them from their model directory (`load_weights` is added to
+            `kwargs`) and always serve version 0; no sync touches them.
+        shares_with: name of the pool on whose GPUs a colocated one is.
+        max_wait_s, max_turn_s: of a colocated pool, see `TurnRules`.
         on_update: what a sync does to running generation: abort (resumed under the new weights),
             keep (frozen, goes on) or drain (finished first).
         update_waves: 1 updates all engines at once; more updates one part of them after the other,
@@ -83,6 +94,10 @@ class PoolSpec:
     on_update: str = "abort"
     update_waves: int = 1
     bucket_nbytes: int = 2 << 20
+    own_weights: bool = False
+    shares_with: str = ""
+    max_wait_s: float | None = None
+    max_turn_s: float = 60.0
 
     def __post_init__(self) -> None:
         if self.count < 1:
@@ -90,7 +105,16 @@ class PoolSpec:
         if self.on_update not in _KNOWN_ON_UPDATE:
             raise ConfigError(f"on_update {self.on_update!r}: use {', '.join(_KNOWN_ON_UPDATE)}")
         if self.mode not in _KNOWN_MODES:
-            raise ConfigError(f"pool mode {self.mode!r}: use {' or '.join(_KNOWN_MODES)}")
+            raise ConfigError(f"pool mode {self.mode!r}: use {', '.join(_KNOWN_MODES)}")
+        if (self.mode == "colocated") != bool(self.shares_with):
+            raise ConfigError(
+                f"pool {self.name!r}: mode 'colocated' and shares_with, the pool it takes turns "
+                "with, go together: give both or neither"
+            )
+        if self.mode == "colocated" and not self.own_weights:
+            raise ConfigError(
+                f"pool {self.name!r}: a colocated pool gets no weights by a sync: set own_weights"
+            )
         problem = update_waves_problem(self.update_waves, self.mode, self.count)
         if problem:
             raise ConfigError(f"pool {self.name!r}: {problem}")
@@ -104,13 +128,18 @@ class PoolSpec:
         fields["restart"] = RestartPolicy(**fields.get("restart", {}))
         return cls(**fields)
 
+    @property
+    def turn_rules(self) -> TurnRules:
+        return TurnRules(max_wait_s=self.max_wait_s, max_turn_s=self.max_turn_s)
+
     def engine_specs(self) -> list[ActorSpec]:
         """One actor per engine, named POOL-0, POOL-1, ..."""
+        kwargs = {**self.kwargs, "load_weights": True} if self.own_weights else self.kwargs
         return [
             ActorSpec(
                 name=f"{self.name}-{idx}",
                 target=self.engine,
-                kwargs=self.kwargs,
+                kwargs=kwargs,
                 restart=self.restart,
                 start_timeout_s=self.start_timeout_s,
                 hung_limit_s=self.hung_limit_s,
@@ -128,7 +157,8 @@ class EnginePool:
     """The engines of one pool. Owned by the supervisor; all calls are on its loop.
 
     `sync` carries weights to them; its `version` is the last one committed, which an engine
-    that restarts or joins has to be brought to.
+    that restarts or joins has to be brought to. No process of the pool is started while
+    `may_start` is not set.
     """
 
     def __init__(
@@ -157,14 +187,23 @@ class EnginePool:
         self._client = client
         self._note = note
         self._tasks = tasks
+        self.may_start = asyncio.Event()
+        self.may_start.set()
         self._sleep_level: SleepLevel | None = None
+        self._resting: set[tuple[str, int]] | None = None  # those that served before
+        self._moved = asyncio.Event()
         self._gathering: set[int] = set()  # ranks that publish the current version once more
         self._returned: set[tuple[str, int]] = set()
         self._watchers: set[asyncio.Queue[dict[str, Any]]] = set()
 
     def add(self, actor: SupervisedActor) -> None:
         """Takes an actor as an engine; its process may not be up yet."""
-        self.engines[actor.spec.name] = PoolEngine(actor, self._client, self._on_engine_change)
+        self.engines[actor.spec.name] = PoolEngine(
+            actor,
+            self._client,
+            self._on_engine_change,
+            _OWN_VERSION if self.spec.own_weights else None,
+        )
 
     async def wait_running(self) -> None:
         """Until every engine is up; raises the first one's failure, such as ActorDied."""
@@ -192,7 +231,8 @@ class EnginePool:
         engine.follow_actor()
         if actor.state == ActorState.RUNNING and self._sleep_level is not None:
             level = self._sleep_level
-            self._tasks.create_task(self._settle(engine, lambda: engine.sleep(level, 30.0)))
+            self._tasks.create_task(self._settle(engine, lambda: self._lull(engine, level)))
+        self._tell_moved()
 
     async def watch(self) -> AsyncGenerator[dict[str, Any], None]:
         """First the state of every engine, then each change (`PoolEngine.describe`)."""
@@ -222,6 +262,7 @@ class EnginePool:
     def _on_engine_change(self, engine: PoolEngine) -> None:
         state = engine.describe()
         logger.debug("%s#%d is %s", engine.name, engine.incarnation, engine.lifecycle)
+        self._tell_moved()
         key = (engine.name, engine.incarnation)
         if (
             engine.state == EngineState.SERVING
@@ -249,7 +290,13 @@ class EnginePool:
     async def sleep(self, level: SleepLevel, timeout_s: float) -> None:
         """Frees memory; engines that serve are paused (mode `abort`) first."""
         await self._after_sync(timeout_s)
-        self._sleep_level = level
+        if level == 2 and self.spec.own_weights:
+            raise EngineError(
+                f"pool {self.spec.name}: level 2 would lose the weights, which nobody brings "
+                "again: sleep at level 1"
+            )
+        self._sleep_level, self._resting = level, None
+        self.may_start.set()
         await self._pause("abort", timeout_s)
         sleepy = {EngineState.PAUSED, EngineState.PENDING_WEIGHTS}
         await self._all(sleepy, lambda engine: engine.sleep(level, timeout_s))
@@ -266,6 +313,70 @@ class EnginePool:
         await self._pause("abort", _SETTLE_TIMEOUT_S)
         for engine in self.engines.values():
             engine.invalidate()
+
+    # -- turns with other pools, see `umbra.runtime.pool_turns` ---------------------------
+
+    async def rest(self, hurry: asyncio.Event) -> None:
+        """Frees all memory, keeps the weights on the host; until `rise`. Idempotent.
+
+        Engines that are being started get the time for it, unless `hurry` is set; who does not
+        give its memory back is killed. Until `rise` nothing is started.
+        """
+        self.may_start.clear()
+        self._sleep_level = _REST_LEVEL
+        if self._resting is None:
+            self._resting = set()
+        for engine in self.engines.values():
+            if engine.state == EngineState.SERVING:
+                self._resting.add((engine.name, engine.incarnation))
+        awake = {EngineState.SERVING, EngineState.PAUSED, EngineState.PENDING_WEIGHTS}
+        await self._all(awake, lambda engine: self._lull(engine, _REST_LEVEL))
+        starting = [e for e in self.engines.values() if not e.takes_no_memory]
+        if starting:
+            await self._until_resting(self.spec.start_timeout_s, hurry)
+        for engine in self.engines.values():
+            if not engine.takes_no_memory:
+                engine.kill("it did not give its memory back for another pool's turn")
+        await self._until_resting(_END_LIMIT_S, asyncio.Event())
+
+    async def rise(self) -> None:
+        """After `rest`: all have their memory again, and who served serves. Else does nothing."""
+        served, self._resting = self._resting, None
+        self.may_start.set()
+        if served is None:
+            return
+        self._sleep_level = None
+        await self._all({EngineState.ASLEEP}, lambda e: e.wake(ALL_TAGS, _SETTLE_TIMEOUT_S))
+        await self._all({EngineState.PAUSED}, lambda e: self._serve_again(e, served))
+
+    @property
+    def is_resting(self) -> bool:
+        return self._resting is not None
+
+    async def _lull(self, engine: PoolEngine, level: SleepLevel) -> None:
+        if engine.state == EngineState.SERVING:
+            if self._resting is not None:
+                self._resting.add((engine.name, engine.incarnation))
+            await engine.pause("abort", _SETTLE_TIMEOUT_S)
+        if engine.state in (EngineState.PAUSED, EngineState.PENDING_WEIGHTS):
+            await engine.sleep(level, _SETTLE_TIMEOUT_S)
+
+    async def _serve_again(self, engine: PoolEngine, served: set[tuple[str, int]]) -> None:
+        if (engine.name, engine.incarnation) in served:
+            await engine.resume(_SETTLE_TIMEOUT_S)
+
+    async def _until_resting(self, timeout_s: float, hurry: asyncio.Event) -> None:
+        """Until no engine takes memory, or the time is up, or there is a hurry."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not all(engine.takes_no_memory for engine in self.engines.values()):
+                    self._moved.clear()
+                    await first_of(self._moved, hurry)
+                    if hurry.is_set():
+                        return
+
+    def _tell_moved(self) -> None:
+        self._moved.set()
 
     async def _after_sync(self, timeout_s: float) -> None:
         """A rank may have a sync's outcome, and go on, a moment before the sync is settled."""
@@ -298,6 +409,8 @@ class EnginePool:
         except (EngineError, TimeoutError) as error:
             if engine.incarnation == incarnation and engine.state != EngineState.DEAD:
                 engine.kill(str(error) or "no answer in time")
+        finally:
+            self._tell_moved()
 
     # -- weight syncs --------------------------------------------------------------------
 
@@ -309,6 +422,8 @@ class EnginePool:
             raise WeightSyncError(
                 f"pool {self.spec.name} has version {self.sync.version} already, got {version}"
             )
+        if self.spec.own_weights:
+            raise WeightSyncError(f"pool {self.spec.name} loads its weights itself: no sync")
         self._sleep_level = None
         is_repeated = version == self.sync.version
         if is_repeated:

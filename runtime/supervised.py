@@ -27,6 +27,7 @@ import zmq
 from umbra.runtime.actor import ActorSpec
 from umbra.runtime.environment import ACTOR_VARIABLE, without_rank
 from umbra.runtime.errors import ActorDied, DeadlineExceeded, UmbraError
+from umbra.runtime.first_of import first_of
 from umbra.runtime.process.child import ChildProcess
 from umbra.runtime.process.exit_status import ExitStatus
 from umbra.runtime.process.orphans import end_orphans
@@ -79,6 +80,7 @@ class SupervisedActor:
         on_change: called on the loop after each change of `state`.
         on_note: told, in one line, what an operator would want to know.
         num_earlier: incarnations that other actors of this name have had.
+        may_start: no process is started while it is not set.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class SupervisedActor:
         on_change: Callable[[SupervisedActor], None],
         on_note: Callable[[str], None],
         num_earlier: int = 0,
+        may_start: asyncio.Event | None = None,
     ) -> None:
         self.spec = spec
         self.state = ActorState.STARTING
@@ -97,12 +100,14 @@ class SupervisedActor:
         self.pid = 0
         self.failure = ""
         self.has_run = False
+        self.has_process = False
         self.ended = asyncio.Event()
         self._num_earlier = num_earlier
         self._node = node
         self._context = context
         self._on_change = on_change
         self._on_note = on_note
+        self._may_start = may_start
         self._kill_reason = ""
         self._stop = asyncio.Event()
         self._changed = asyncio.Condition()
@@ -153,9 +158,14 @@ class SupervisedActor:
 
     async def run(self) -> None:
         tracker = RestartTracker(self.spec.restart)
-        while not self._stop.is_set():
+        while True:
+            await self._await_leave()
+            if self._stop.is_set():
+                break
             self.incarnation += 1
+            self.has_process = True
             status, how = await self._run_incarnation()
+            self.has_process = False
             if self._stop.is_set():
                 break
             if not self.has_run:
@@ -174,6 +184,12 @@ class SupervisedActor:
                 async with asyncio.timeout(decision.delay_s):
                     await self._stop.wait()
         await self._end(ActorState.STOPPED, f"{self.spec.name} was stopped")
+
+    async def _await_leave(self) -> None:
+        """Until a process may be started, or the actor is to stop."""
+        gate = self._may_start
+        while gate is not None and not gate.is_set() and not self._stop.is_set():
+            await first_of(gate, self._stop)
 
     async def _run_incarnation(self) -> tuple[ExitStatus, str]:
         """One process from spawn to reaped; how it ended, in words with the last log lines."""

@@ -22,6 +22,7 @@ import zmq
 from umbra.runtime.actor import ActorSpec
 from umbra.runtime.errors import ActorNotFound, ConfigError
 from umbra.runtime.lifecycle import SleepLevel, Tag
+from umbra.runtime.node_pools import NodePools
 from umbra.runtime.pools import EnginePool, PoolSpec
 from umbra.runtime.process.pid_watch import PidWatch
 from umbra.runtime.rpc.client import Client
@@ -68,7 +69,11 @@ class Supervisor:
         self._client = client
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._actors: dict[str, SupervisedActor] = {}
-        self._pools: dict[str, EnginePool] = {}
+        self._pools = NodePools(
+            self._make_pool,
+            self._start,
+            lambda work: self._tasks.create_task(work),  # noqa: PLW0108 -- there is none yet
+        )
         self._ranks: dict[int, _Rank] = {}
         self._farewells: set[int] = set()
         self._rank_incarnation = 1
@@ -78,7 +83,6 @@ class Supervisor:
         self._fd_server: FdServer
         self._tasks: asyncio.TaskGroup
         self._lives: asyncio.TaskGroup
-        self._syncs: list[asyncio.Task[None]] = []
         self._rank_came = asyncio.Event()
         self._ranks_gone = asyncio.Event()
         self._spawned = asyncio.Event()
@@ -139,8 +143,7 @@ class Supervisor:
         others = [actor for actor in self._actors.values() if actor.spec.role != "engine"]
         for actor in others:
             actor.stop()
-        for pool in self._pools.values():
-            await pool.invalidate()
+        await self._pools.invalidate()
         for actor in others:
             await actor.ended.wait()
             del self._actors[actor.spec.name]
@@ -185,7 +188,7 @@ class Supervisor:
     def _on_rank_gone(self, gone: _Rank, local_world_size: int, may_restart: bool) -> None:
         orderly = gone.rank in self._farewells
         if not orderly:
-            for pool in self._pools.values():
+            for pool in self._pools.all():
                 pool.sync.rank_lost(gone.rank)
             self._fail(
                 f"rank {gone.rank}",
@@ -267,7 +270,7 @@ class Supervisor:
             )
         return actor
 
-    def _start(self, spec: ActorSpec) -> SupervisedActor:
+    def _start(self, spec: ActorSpec, may_start: asyncio.Event | None = None) -> SupervisedActor:
         known = self._actors.get(spec.name)
         if known is not None and not known.ended.is_set():
             raise ConfigError(f"an actor named {spec.name!r} exists already: choose another name")
@@ -282,6 +285,7 @@ class Supervisor:
             self.note,
             # A name that is used again goes on counting, or an old reference would fit it.
             num_earlier=self._last_incarnations.get(spec.name, 0),
+            may_start=may_start,
         )
         self._actors[spec.name] = actor
         self._spawned.set()
@@ -292,7 +296,7 @@ class Supervisor:
     def _on_actor_change(self, actor: SupervisedActor) -> None:
         self._last_incarnations[actor.spec.name] = actor.incarnation
         self._write_processes()
-        for pool in self._pools.values():
+        for pool in self._pools.all():
             pool.on_actor_change(actor)
         # A first start that fails is the answer to `spawn`, not the job's failure.
         if actor.state == ActorState.FAILED and actor.spec.essential and actor.has_run:
@@ -320,44 +324,21 @@ class Supervisor:
         Raises:
             ConfigError, ActorDied.
         """
-        parsed = PoolSpec.from_wire(spec)
-        known = self._pools.get(parsed.name)
-        if known is not None:
-            if known.spec != parsed:
-                raise ConfigError(f"a pool named {parsed.name!r} exists, with other settings")
-            return
-        pool = EnginePool(
-            parsed, self._client, self.note, self._tasks, self._fd_server, self._fd_socket
-        )
-        sync = self._tasks.create_task(pool.sync.run())
-        self._syncs.append(sync)
-        self._pools[parsed.name] = pool
-        try:
-            for engine_spec in parsed.engine_specs():
-                pool.add(self._start(engine_spec))
-            await pool.wait_running()
-        except BaseException:
-            del self._pools[parsed.name]
-            self._syncs.remove(sync)
-            sync.cancel()
-            await pool.end()
-            raise
+        await self._pools.create(PoolSpec.from_wire(spec))
 
-    def _pool(self, name: str) -> EnginePool:
-        pool = self._pools.get(name)
-        if pool is None:
-            known = ", ".join(sorted(self._pools)) or "none"
-            raise ActorNotFound(f"no pool {name!r}; there are: {known}")
-        return pool
+    def _make_pool(self, spec: PoolSpec) -> EnginePool:
+        return EnginePool(
+            spec, self._client, self.note, self._tasks, self._fd_server, self._fd_socket
+        )
 
     async def watch_pool(self, name: str) -> AsyncGenerator[dict[str, Any], None]:
         """Engine states of a pool: first all of them, then every change (see `EnginePool`)."""
-        async for event in self._pool(name).watch():
+        async for event in self._pools[name].watch():
             yield event
 
     @idempotent
     def pool_states(self, name: str) -> list[dict[str, Any]]:
-        return self._pool(name).states()
+        return self._pools[name].states()
 
     @idempotent
     def catch_up(self, name: str) -> dict[str, Any]:
@@ -367,19 +348,27 @@ class Supervisor:
             {"version": int | None, "engines": [[name, incarnation], ...], "ranks": [rank, ...]};
             `ranks` publish that version again already, and wait for the others to do it too.
         """
-        return self._pool(name).catch_up()
+        return self._pools[name].catch_up()
+
+    @idempotent
+    def pool_has_work(self, name: str, has_work: bool) -> None:
+        """A pool has requests to answer, or none any more; said by who dispatches them.
+
+        Pools that share memory have their turns by it; see `umbra.runtime.turns`.
+        """
+        self._pools.report_work(name, has_work)
 
     async def pool_pause(self, name: str, mode: str, timeout_s: float) -> None:
-        await self._pool(name).pause(mode, timeout_s)
+        await self._pools.pause(name, mode, timeout_s)
 
     async def pool_resume(self, name: str, timeout_s: float) -> None:
-        await self._pool(name).resume(timeout_s)
+        await self._pools.resume(name, timeout_s)
 
     async def pool_sleep(self, name: str, level: SleepLevel, timeout_s: float) -> None:
-        await self._pool(name).sleep(level, timeout_s)
+        await self._pools.sleep(name, level, timeout_s)
 
     async def pool_wake(self, name: str, tags: list[Tag], timeout_s: float) -> None:
-        await self._pool(name).wake(tags, timeout_s)
+        await self._pools.wake(name, tags, timeout_s)
 
     # -- weight syncs: see `umbra.runtime.weights.coordinator` --------------------------------
 
@@ -392,7 +381,7 @@ class Supervisor:
         manifest: dict[str, Any] | None,
         timeout_s: float,
     ) -> dict[str, Any]:
-        return await self._pool(pool).sync_begin(version, rank, world_size, manifest, timeout_s)
+        return await self._pools.sync_begin(pool, version, rank, world_size, manifest, timeout_s)
 
     async def sync_filled(
         self, sync_id: str, rank: int, regions: list[list[int | None]], timeout_s: float
@@ -409,7 +398,7 @@ class Supervisor:
         self._coordinator(sync_id).sync_abort(sync_id, rank, reason)
 
     def _coordinator(self, sync_id: str) -> SyncCoordinator:
-        return self._pool(sync_id.rpartition("-")[0]).sync
+        return self._pools[sync_id.rpartition("-")[0]].sync
 
     # -- life ----------------------------------------------------------------------------
 
@@ -425,8 +414,7 @@ class Supervisor:
                     logger.info("the job is over: stopping %d actors", len(self._actors))
                     for actor in self._actors.values():
                         actor.stop()
-                for sync in self._syncs:
-                    sync.cancel()
+                self._pools.close()
         finally:
             self._context.destroy(linger=0)
 

@@ -63,6 +63,7 @@ PATHS: dict[str, list[Event]] = {
 
 EVENTS: dict[str, Event] = {
     "started": Started(),
+    "started 7": Started(7),
     "begin 8": BeginUpdate(8),
     "commit 7": CommitUpdate(7),
     "commit 8": CommitUpdate(8),
@@ -101,7 +102,7 @@ SLEEP_UNKNOWN: dict[str, tuple[Where, int | None]] = {
     "sleep 2": ("ASLEEP", None),
 }
 ALLOWED: dict[str, dict[str, tuple[Where, int | None]]] = {
-    "STARTING": {"started": ("PENDING_WEIGHTS", None)},
+    "STARTING": {"started": ("PENDING_WEIGHTS", None), "started 7": ("SERVING", 7)},
     "PENDING_WEIGHTS": {
         "begin 8": ("UPDATING", None),
         "invalidate": ("PENDING_WEIGHTS", None),
@@ -218,6 +219,16 @@ def test_a_hybrid_step_sleeps_syncs_and_serves_the_new_version() -> None:
     ]
 
 
+def test_an_engine_with_weights_of_its_own_serves_them_in_every_life() -> None:
+    sleeps_and_wakes = [Pause(), Sleep(1), Wake(BOTH), Woken(), Resume()]
+
+    first = after([Started(0), *sleeps_and_wakes])
+    second = after([Started(0), Died(), Restart(), Started(0), *sleeps_and_wakes])
+
+    assert str(first) == str(second) == "SERVING(0)"
+    assert catch_up({"judge": after([Started(0)])}, 7, ranks_waiting=True) == []
+
+
 def test_light_sleep_keeps_the_version_over_two_wakes() -> None:
     lifecycle = after([*PATHS["ASLEEP_1"], Wake(CACHE), Woken(), Wake(WEIGHTS), Woken(), Resume()])
 
@@ -294,6 +305,12 @@ class LifecycleMachine(RuleBasedStateMachine):
     @rule()
     def start(self) -> None:
         self.attempt(Started())
+
+    @rule()
+    def start_with_weights(self) -> None:
+        if self.attempt(Started(0)):
+            assert self.lifecycle.state == EngineState.SERVING
+            self.engine.content = 0
 
     @rule()
     def die(self) -> None:

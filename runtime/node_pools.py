@@ -1,0 +1,171 @@
+"""All pools of a node: made, found by name, and moved, where they share memory in turn."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+from umbra.runtime.actor import ActorSpec
+from umbra.runtime.errors import ActorNotFound, ConfigError
+from umbra.runtime.lifecycle import SleepLevel, Tag
+from umbra.runtime.pool_turns import PoolTurns
+from umbra.runtime.pools import EnginePool, PoolSpec
+from umbra.runtime.supervised import SupervisedActor
+
+_INVALIDATE_LIMIT_S: Final = 60.0
+
+StartActor = Callable[[ActorSpec, asyncio.Event], SupervisedActor]
+
+
+class NodePools:
+    """Owned by the supervisor, as are all tasks made here.
+
+    Args:
+        make: a pool without engines.
+        start: starts an engine's actor once the event is set.
+        run: gives what lives as long as the supervisor a task; `close` ends it.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[PoolSpec], EnginePool],
+        start: StartActor,
+        run: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+    ) -> None:
+        self._make = make
+        self._start = start
+        self._run = run
+        self._pools: dict[str, EnginePool] = {}
+        self._turns: dict[str, PoolTurns] = {}  # by the host's name
+        self._hosts: dict[str, str] = {}  # by the guest's name
+        self._lives: list[asyncio.Task[None]] = []
+
+    def __getitem__(self, name: str) -> EnginePool:
+        pool = self._pools.get(name)
+        if pool is None:
+            known = ", ".join(sorted(self._pools)) or "none"
+            raise ActorNotFound(f"no pool {name!r}; there are: {known}")
+        return pool
+
+    def all(self) -> list[EnginePool]:
+        return list(self._pools.values())
+
+    def close(self) -> None:
+        for life in self._lives:
+            life.cancel()
+
+    async def create(self, spec: PoolSpec) -> None:
+        """Starts the engines of a pool and waits until each is up.
+
+        The same pool again (after an elastic restart) is the one whose engines are warm.
+
+        Raises:
+            ConfigError, ActorDied.
+        """
+        known = self._pools.get(spec.name)
+        if known is not None:
+            if known.spec != spec:
+                raise ConfigError(f"a pool named {spec.name!r} exists, with other settings")
+            return
+        pool = self._pools[spec.name] = self._make(spec)
+        sync: asyncio.Task[None] | None = None
+        if not spec.own_weights:
+            sync = self._live(pool.sync.run())
+        try:
+            async with self._joining(pool):
+                for engine_spec in spec.engine_specs():
+                    pool.add(self._start(engine_spec, pool.may_start))
+                await pool.wait_running()
+        except BaseException:
+            del self._pools[spec.name]
+            self._hosts.pop(spec.name, None)
+            if sync is not None:
+                self._lives.remove(sync)
+                sync.cancel()
+            pool.may_start.set()
+            await pool.end()
+            raise
+
+    @asynccontextmanager
+    async def _joining(self, pool: EnginePool) -> AsyncGenerator[None]:
+        host = pool.spec.shares_with or pool.spec.name
+        if pool.spec.shares_with:
+            self._hosts[pool.spec.name] = host
+            if host not in self._turns:
+                turns = self._turns[host] = PoolTurns(host)
+                self._live(turns.run())
+                if host in self._pools and self._pools[host].engines:
+                    turns.take_host(self._pools[host])
+        turns_of_pool = self._turns.get(host)
+        if turns_of_pool is None:
+            yield
+        else:
+            async with turns_of_pool.joining(pool):
+                yield
+
+    def _live(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._run(work)
+        self._lives.append(task)
+        return task
+
+    def report_work(self, name: str, has_work: bool) -> None:
+        """See `Supervisor.pool_has_work`."""
+        self[name]  # raises where there is none
+        turns = self._turns.get(self._hosts.get(name, name))
+        if turns is not None:
+            turns.report(name, has_work)
+
+    async def invalidate(self) -> None:
+        """The trainer that made the weights was restarted, and who asked the pools was ended."""
+        for name, pool in list(self._pools.items()):
+            if pool.spec.own_weights:
+                continue
+            async with self._trainers_turn(name, _INVALIDATE_LIMIT_S):
+                await pool.invalidate()
+        for turns in self._turns.values():
+            turns.forget_work()
+
+    # -- what the trainer does -----------------------------------------------------------
+
+    async def pause(self, name: str, mode: str, timeout_s: float) -> None:
+        async with self._trainers_turn(name, timeout_s):
+            await self[name].pause(mode, timeout_s)
+
+    async def resume(self, name: str, timeout_s: float) -> None:
+        async with self._trainers_turn(name, timeout_s):
+            await self[name].resume(timeout_s)
+
+    async def sleep(self, name: str, level: SleepLevel, timeout_s: float) -> None:
+        async with self._trainers_turn(name, timeout_s, sleeps=True):
+            await self[name].sleep(level, timeout_s)
+
+    async def wake(self, name: str, tags: list[Tag], timeout_s: float) -> None:
+        async with self._trainers_turn(name, timeout_s, sleeps=False):
+            await self[name].wake(tags, timeout_s)
+
+    async def sync_begin(
+        self, name: str, version: int, rank: int, world_size: int, manifest: Any, timeout_s: float
+    ) -> dict[str, Any]:
+        pool, deadline = self[name], time.monotonic() + timeout_s
+        turns = self._turns.get(name)
+        begins = contextlib.nullcontext() if turns is None else turns.sync_begins(timeout_s)
+        async with begins:
+            remaining_s = max(0.0, deadline - time.monotonic())
+            return await pool.sync_begin(version, rank, world_size, manifest, remaining_s)
+
+    def _trainers_turn(
+        self, name: str, timeout_s: float, *, sleeps: bool | None = None
+    ) -> contextlib.AbstractAsyncContextManager[None]:
+        if name in self._hosts:
+            raise ConfigError(
+                f"pool {name!r} shares memory with {self._hosts[name]!r}, and is woken and put to "
+                "sleep in turn with it: leave that to umbra"
+            )
+        turns = self._turns.get(name)
+        if turns is None:
+            return contextlib.nullcontext()
+        return turns.trainers_turn(timeout_s, sleeps=sleeps)

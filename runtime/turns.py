@@ -1,0 +1,131 @@
+"""Whose turn it is among pools that share memory: pure, the clock is an argument.
+
+    host   generates with the weights it gets from a trainer; has the memory unless a guest's turn is
+    guest  a judge or the like, which has its turn when it has requests and
+
+             - the host has nothing to do, or
+             - it has waited for `max_wait_s`
+
+The holder keeps the memory as long as nobody else has a use for it. Else a guest's turn ends when
+it has no requests left, or after `max_turn_s`; it then waits anew. While the host is reserved (the
+trainer has put it to sleep, or carries weights to it), no guest gets a turn, and one ends at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+LINGER_S: Final = 0.1
+"""A pool has nothing to do once it has had no request for so long. Longer wastes it at the end of
+each turn; shorter hands the memory over between an answer and the request that follows from it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnRules:
+    """When a guest has its turn.
+
+    Attributes:
+        max_wait_s: so long its requests wait while the host has work; None: as long as that lasts.
+        max_turn_s: so long it keeps others waiting that have work.
+    """
+
+    max_wait_s: float | None
+    max_turn_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Who is to have the memory, and when to ask again though nothing happens (None: never)."""
+
+    holder: str
+    look_again_at: float | None = None
+
+
+@dataclass(slots=True)
+class _Pool:
+    """`since`: when `has_work` became what it is, or, if later, when its last turn ended."""
+
+    has_work: bool
+    since: float
+
+
+class TurnTaking:
+    """Decides; who carries it out tells of it by `begin`.
+
+    The host counts as having work until something else is reported: not everybody reports.
+    """
+
+    def __init__(self, host: str) -> None:
+        self.host = host
+        self.holder = host
+        self.is_reserved = False
+        self._began_at = 0.0
+        self._rules: dict[str, TurnRules] = {}
+        self._pools = {host: _Pool(has_work=True, since=0.0)}
+
+    def add(self, guest: str, rules: TurnRules) -> None:
+        self._rules[guest] = rules
+        self._pools[guest] = _Pool(has_work=False, since=0.0)
+
+    def remove(self, guest: str) -> None:
+        """Nobody holds the memory for it any more."""
+        del self._rules[guest], self._pools[guest]
+        if self.holder == guest:
+            self.holder = self.host
+
+    def report(self, pool: str, has_work: bool, now: float) -> None:
+        """A pool has requests to answer, or none any more."""
+        known = self._pools[pool]
+        if known.has_work != has_work:
+            known.has_work, known.since = has_work, now
+
+    def begin(self, pool: str, now: float) -> None:
+        """The pool has the memory from now on."""
+        last = self._pools[self.holder]
+        if pool != self.holder and last.has_work:
+            last.since = now
+        self.holder, self._began_at = pool, now
+
+    def decide(self, now: float) -> Decision:
+        if self.is_reserved:
+            return Decision(self.host)
+        if self.holder == self.host:
+            return self._of_host(now)
+        return self._of_guest(self.holder, now)
+
+    def _of_host(self, now: float) -> Decision:
+        waiting = {name: self._pools[name].since for name in self._waiting()}
+        if not waiting:
+            return Decision(self.host)
+        times: list[float] = []
+        host = self._pools[self.host]
+        if not host.has_work:
+            times.append(host.since + LINGER_S)
+            if times[0] <= now:
+                return Decision(min(waiting, key=waiting.__getitem__))
+        for name, since in waiting.items():
+            max_wait_s = self._rules[name].max_wait_s
+            if max_wait_s is None:
+                continue
+            if since + max_wait_s <= now:
+                return Decision(name)
+            times.append(since + max_wait_s)
+        return Decision(self.host, min(times, default=None))
+
+    def _of_guest(self, guest: str, now: float) -> Decision:
+        others = {name: self._pools[name].since for name in self._waiting() if name != guest}
+        if self._pools[self.host].has_work:
+            other = self.host
+        elif others:
+            other = min(others, key=others.__getitem__)
+        else:
+            return Decision(guest)
+        me = self._pools[guest]
+        ends_at = self._began_at + self._rules[guest].max_turn_s
+        if not me.has_work:
+            ends_at = min(ends_at, max(me.since, self._began_at) + LINGER_S)
+        return Decision(other) if ends_at <= now else Decision(guest, ends_at)
+
+    def _waiting(self) -> list[str]:
+        return [name for name in self._rules if self._pools[name].has_work]
