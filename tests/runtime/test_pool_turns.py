@@ -1,0 +1,257 @@
+"""Pools in turn, with real engines: never two awake at once, whatever dies or interferes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from umbra.runtime.errors import ConfigError, EngineError, UmbraError
+from umbra.runtime.pools import PoolSpec
+from umbra.runtime.restart import RestartPolicy
+from umbra.runtime.session import Session
+from umbra.runtime.testing.sessions import SessionFactory
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+RESTART = RestartPolicy(
+    mode="on_failure", max_restarts=5, backoff_initial_s=0.05, backoff_max_s=0.2
+)
+
+
+def spec(name: str, **settings: Any) -> PoolSpec:
+    base: dict[str, Any] = {
+        "engine": "umbra.engines.echo:EchoEngine",
+        "count": 1,
+        "mode": "standalone",
+        "own_weights": True,
+        "restart": RESTART,
+    }
+    return PoolSpec(name=name, **(base | settings))
+
+
+def judge_spec(**settings: Any) -> PoolSpec:
+    return spec("judge", mode="colocated", shares_with="policy", **settings)
+
+
+class Shared:
+    """A policy and a judge that share memory, and what the supervisor saw of them."""
+
+    def __init__(self, factory: SessionFactory, **judge: Any) -> None:
+        self.session = factory(environ={"UMBRA_LOG_LEVEL": "DEBUG"})
+        self._log = factory.run_dirs[-1] / "logs" / "supervisor.log"
+        self.session.create_pool(judge_spec(**judge))
+        self.session.create_pool(spec("policy"))
+
+    def has_work(self, pool: str, has_work: bool) -> None:
+        self.session.supervisor_call("pool_has_work", pool, has_work)
+
+    def state(self, pool: str) -> str:
+        return str(self.session.pool(pool).states()[0]["state"])
+
+    def wait_for(self, policy: str, judge: str) -> None:
+        wait_until(lambda: (self.state("policy"), self.state("judge")) == (policy, judge))
+
+    def pid(self, name: str) -> int:
+        rows = self.session.supervisor_call("list_actors")
+        return next(int(row["pid"]) for row in rows if row["name"] == name)
+
+    def incarnation(self, name: str) -> int:
+        rows = self.session.supervisor_call("list_actors")
+        return next(int(row["incarnation"]) for row in rows if row["name"] == name)
+
+    def kill(self, name: str) -> None:
+        os.kill(self.pid(name), signal.SIGKILL)
+
+    def check_never_both_awake(self) -> None:
+        assert_never_both_awake(self._log)
+
+
+def assert_never_both_awake(log: Path) -> None:
+    """Goes through the supervisor's log, where every engine's states are in their order."""
+    awake: dict[str, set[str]] = {"policy": set(), "judge": set()}
+    num_events = 0
+    for line in log.read_text().splitlines():
+        found = re.search(r"((policy|judge)-\d+)#\d+ (has freed its memory|is (\w+))", line)
+        if found is None:
+            continue
+        engine, pool, what, state = found.groups()
+        num_events += 1
+        if what == "has freed its memory" or state == "DEAD":
+            awake[pool].discard(engine)
+        elif state != "ASLEEP":
+            awake[pool].add(engine)
+        assert not (awake["policy"] and awake["judge"]), line
+    assert num_events > 4
+
+
+def wait_until(is_so: Callable[[], bool], within_s: float = 20.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_judge_has_its_turn_while_the_policy_has_nothing_to_do(
+    umbra_session_factory: SessionFactory,
+) -> None:
+    shared = Shared(umbra_session_factory)
+    shared.wait_for("SERVING", "ASLEEP")
+
+    shared.has_work("judge", True)
+    time.sleep(0.3)  # nothing is to happen
+    assert shared.state("judge") == "ASLEEP"
+    shared.has_work("policy", False)
+    shared.wait_for("ASLEEP", "SERVING")
+    shared.has_work("judge", False)
+    shared.has_work("policy", True)
+    shared.wait_for("SERVING", "ASLEEP")
+
+    shared.check_never_both_awake()
+
+
+def test_a_busy_policy_is_interrupted_and_gets_the_memory_back(
+    umbra_session_factory: SessionFactory,
+) -> None:
+    shared = Shared(umbra_session_factory, max_wait_s=0.3, max_turn_s=0.3)
+    shared.wait_for("SERVING", "ASLEEP")
+
+    shared.has_work("judge", True)
+    for _ in range(3):
+        shared.wait_for("ASLEEP", "SERVING")
+        shared.wait_for("SERVING", "ASLEEP")
+
+    shared.check_never_both_awake()
+
+
+def test_the_trainer_takes_the_memory_from_a_judge_and_keeps_it(
+    umbra_session_factory: SessionFactory,
+) -> None:
+    shared = Shared(umbra_session_factory)
+    shared.has_work("policy", False)
+    shared.has_work("judge", True)
+    shared.wait_for("ASLEEP", "SERVING")
+    policy = shared.session.pool("policy")
+
+    policy.sleep(1)
+
+    assert (shared.state("policy"), shared.state("judge")) == ("ASLEEP", "ASLEEP")
+    time.sleep(0.3)  # nothing is to happen
+    assert (shared.state("policy"), shared.state("judge")) == ("ASLEEP", "ASLEEP")
+    shared.has_work("policy", True)
+    policy.wake(["weights", "kv_cache"])
+    policy.resume()
+    shared.wait_for("SERVING", "ASLEEP")
+    shared.has_work("policy", False)
+    shared.wait_for("ASLEEP", "SERVING")
+    shared.check_never_both_awake()
+
+
+def test_a_judge_that_dies_in_its_turn_comes_back_in_its_turn(
+    umbra_session_factory: SessionFactory,
+) -> None:
+    shared = Shared(umbra_session_factory)
+    shared.has_work("policy", False)
+    shared.has_work("judge", True)
+    shared.wait_for("ASLEEP", "SERVING")
+
+    shared.kill("judge-0")
+
+    wait_until(lambda: shared.incarnation("judge-0") == 2)
+    shared.wait_for("ASLEEP", "SERVING")
+    shared.check_never_both_awake()
+
+
+def test_a_judge_that_dies_asleep_is_started_only_in_its_turn(
+    umbra_session_factory: SessionFactory,
+) -> None:
+    shared = Shared(umbra_session_factory)
+    shared.wait_for("SERVING", "ASLEEP")
+
+    shared.kill("judge-0")
+    wait_until(lambda: shared.state("judge") == "DEAD")
+    time.sleep(0.5)  # nothing is to happen
+    assert shared.incarnation("judge-0") == 1
+    shared.has_work("judge", True)
+    shared.has_work("policy", False)
+
+    shared.wait_for("ASLEEP", "SERVING")
+    assert shared.incarnation("judge-0") == 2
+    shared.check_never_both_awake()
+
+
+def test_a_policy_engine_that_dies_asleep_is_started_after_the_judges_turn(
+    umbra_session_factory: SessionFactory,
+) -> None:
+    shared = Shared(umbra_session_factory)
+    shared.has_work("policy", False)
+    shared.has_work("judge", True)
+    shared.wait_for("ASLEEP", "SERVING")
+
+    shared.kill("policy-0")
+    wait_until(lambda: shared.state("policy") == "DEAD")
+    time.sleep(0.5)  # nothing is to happen
+    assert shared.incarnation("policy-0") == 1
+    shared.has_work("judge", False)
+    shared.has_work("policy", True)
+
+    shared.wait_for("SERVING", "ASLEEP")
+    assert shared.incarnation("policy-0") == 2
+    shared.check_never_both_awake()
+
+
+def test_a_judge_that_does_not_give_its_memory_back_is_killed(
+    umbra_session_factory: SessionFactory,
+) -> None:
+    """It is stopped, so it is given up as hung, and the policy goes on after that."""
+    shared = Shared(umbra_session_factory, hung_limit_s=1.0)
+    shared.has_work("policy", False)
+    shared.has_work("judge", True)
+    shared.wait_for("ASLEEP", "SERVING")
+
+    os.kill(shared.pid("judge-0"), signal.SIGSTOP)
+    shared.has_work("judge", False)
+    shared.has_work("policy", True)
+
+    shared.wait_for("SERVING", "DEAD")
+    shared.check_never_both_awake()
+
+
+def test_a_judge_that_joins_later_takes_the_memory_to_start(umbra_session: Session) -> None:
+    umbra_session.create_pool(spec("policy"))
+
+    umbra_session.create_pool(judge_spec())
+
+    wait_until(lambda: umbra_session.pool("policy").states()[0]["state"] == "SERVING")
+    assert umbra_session.pool("judge").states()[0]["state"] == "ASLEEP"
+
+
+def test_a_judge_that_cannot_start_leaves_the_memory_to_the_policy(
+    umbra_session: Session,
+) -> None:
+    with pytest.raises(UmbraError, match="vocab_size=0"):
+        umbra_session.create_pool(judge_spec(kwargs={"vocab_size": 0}))
+
+    umbra_session.create_pool(spec("policy"))
+
+    assert umbra_session.pool("policy").states()[0]["state"] == "SERVING"
+
+
+def test_what_does_not_fit_a_shared_pool_is_refused(umbra_session: Session) -> None:
+    with pytest.raises(ConfigError, match="go together"):
+        spec("judge", mode="colocated")
+    with pytest.raises(ConfigError, match="set own_weights"):
+        PoolSpec(name="j", engine="m:E", count=1, mode="colocated", shares_with="policy")
+    umbra_session.create_pool(judge_spec())
+    umbra_session.create_pool(spec("other"))
+
+    with pytest.raises(UmbraError, match="leave that to umbra"):
+        umbra_session.pool("judge").sleep(1)
+    with pytest.raises(EngineError, match="sleep at level 1"):
+        umbra_session.pool("other").sleep(2)
