@@ -73,7 +73,7 @@ class NodePools:
             return
         pool = self._pools[spec.name] = self._make(spec)
         sync: asyncio.Task[None] | None = None
-        if not spec.own_weights:
+        if not spec.load_weights:
             sync = self._live(pool.sync.run())
         try:
             async with self._joining(pool):
@@ -122,7 +122,7 @@ class NodePools:
     async def invalidate(self) -> None:
         """The trainer that made the weights was restarted, and who asked the pools was ended."""
         for name, pool in list(self._pools.items()):
-            if pool.spec.own_weights:
+            if pool.spec.load_weights:
                 continue
             async with self._trainers_turn(name, _INVALIDATE_LIMIT_S):
                 await pool.invalidate()

@@ -68,7 +68,7 @@ class PoolSpec:
         mode: hybrid engines take turns with the trainer (sleep and wake); standalone ones do not;
             colocated ones take turns with the engines of `shares_with`, see `umbra.runtime.turns`.
         kwargs: for the engine's constructor.
-        own_weights: engines load them from their model directory (`load_weights` is added to
+        load_weights: engines load them from their model directory (`load_weights` is added to
             `kwargs`) and always serve version 0; no sync touches them.
         shares_with: name of the pool on whose GPUs a colocated one is.
         max_wait_s, max_turn_s: of a colocated pool, see `TurnRules`.
@@ -94,7 +94,7 @@ class PoolSpec:
     on_update: str = "abort"
     update_waves: int = 1
     bucket_nbytes: int = 2 << 20
-    own_weights: bool = False
+    load_weights: bool = False
     shares_with: str = ""
     max_wait_s: float | None = None
     max_turn_s: float = 60.0
@@ -111,9 +111,9 @@ class PoolSpec:
                 f"pool {self.name!r}: mode 'colocated' and shares_with, the pool it takes turns "
                 "with, go together: give both or neither"
             )
-        if self.mode == "colocated" and not self.own_weights:
+        if self.mode == "colocated" and not self.load_weights:
             raise ConfigError(
-                f"pool {self.name!r}: a colocated pool gets no weights by a sync: set own_weights"
+                f"pool {self.name!r}: a colocated pool gets no weights by a sync: set load_weights"
             )
         problem = update_waves_problem(self.update_waves, self.mode, self.count)
         if problem:
@@ -134,7 +134,7 @@ class PoolSpec:
 
     def engine_specs(self) -> list[ActorSpec]:
         """One actor per engine, named POOL-0, POOL-1, ..."""
-        kwargs = {**self.kwargs, "load_weights": True} if self.own_weights else self.kwargs
+        kwargs = {**self.kwargs, "load_weights": True} if self.load_weights else self.kwargs
         return [
             ActorSpec(
                 name=f"{self.name}-{idx}",
@@ -202,7 +202,7 @@ class EnginePool:
             actor,
             self._client,
             self._on_engine_change,
-            _OWN_VERSION if self.spec.own_weights else None,
+            _OWN_VERSION if self.spec.load_weights else None,
         )
 
     async def wait_running(self) -> None:
@@ -290,7 +290,7 @@ class EnginePool:
     async def sleep(self, level: SleepLevel, timeout_s: float) -> None:
         """Frees memory; engines that serve are paused (mode `abort`) first."""
         await self._after_sync(timeout_s)
-        if level == 2 and self.spec.own_weights:
+        if level == 2 and self.spec.load_weights:
             raise EngineError(
                 f"pool {self.spec.name}: level 2 would lose the weights, which nobody brings "
                 "again: sleep at level 1"
@@ -422,7 +422,7 @@ class EnginePool:
             raise WeightSyncError(
                 f"pool {self.spec.name} has version {self.sync.version} already, got {version}"
             )
-        if self.spec.own_weights:
+        if self.spec.load_weights:
             raise WeightSyncError(f"pool {self.spec.name} loads its weights itself: no sync")
         self._sleep_level = None
         is_repeated = version == self.sync.version

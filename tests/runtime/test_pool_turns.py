@@ -30,7 +30,7 @@ def spec(name: str, **settings: Any) -> PoolSpec:
         "engine": "umbra.engines.echo:EchoEngine",
         "count": 1,
         "mode": "standalone",
-        "own_weights": True,
+        "load_weights": True,
         "restart": RESTART,
     }
     return PoolSpec(name=name, **(base | settings))
@@ -246,7 +246,7 @@ def test_a_judge_that_cannot_start_leaves_the_memory_to_the_policy(
 def test_what_does_not_fit_a_shared_pool_is_refused(umbra_session: Session) -> None:
     with pytest.raises(ConfigError, match="go together"):
         spec("judge", mode="colocated")
-    with pytest.raises(ConfigError, match="set own_weights"):
+    with pytest.raises(ConfigError, match="set load_weights"):
         PoolSpec(name="j", engine="m:E", count=1, mode="colocated", shares_with="policy")
     umbra_session.create_pool(judge_spec())
     umbra_session.create_pool(spec("other"))
