@@ -37,15 +37,26 @@ logger = logging.getLogger(__name__)
 
 
 class PoolEngine:
-    """Owned by its pool. `on_change` is called after every transition."""
+    """Owned by its pool.
+
+    Args:
+        on_change: called after every transition.
+        loads_weights: it serves as version 0 as soon as it is up.
+    """
 
     def __init__(
-        self, actor: SupervisedActor, client: Client, on_change: Callable[[PoolEngine], None]
+        self,
+        actor: SupervisedActor,
+        client: Client,
+        on_change: Callable[[PoolEngine], None],
+        *,
+        loads_weights: bool = False,
     ) -> None:
         self.actor = actor
         self.lifecycle = EngineLifecycle()
         self._client = client
         self._on_change = on_change
+        self._loads_weights = loads_weights
         self._handle: Handle | None = None
 
     @property
@@ -81,16 +92,22 @@ class PoolEngine:
             self._handle = self._client.handle(self.actor.ref)
             if self.state == EngineState.DEAD:
                 self.apply(Restart())
-            self.apply(Started())
+            if self._loads_weights:
+                self.apply(Started(), BeginUpdate(0), CommitUpdate(0), Resume())
+            else:
+                self.apply(Started())
         elif self.state != EngineState.DEAD:
             if self._handle is not None:
                 self._client.drop(self._handle.ref, "its process ended")
             self._handle = None
             self.apply(Died())
 
-    def apply(self, event: Event) -> None:
-        """Raises IllegalTransition where the state does not allow the event."""
-        self.lifecycle = self.lifecycle.apply(event)
+    def apply(self, *events: Event) -> None:
+        """Raises IllegalTransition where the state does not allow the events one by one."""
+        lifecycle = self.lifecycle
+        for event in events:
+            lifecycle = lifecycle.apply(event)
+        self.lifecycle = lifecycle
         self._on_change(self)
 
     def invalidate(self) -> None:

@@ -65,6 +65,8 @@ class PoolSpec:
             keep (frozen, goes on) or drain (finished first).
         update_waves: 1 updates all engines at once; more updates one part of them after the other,
             while the others generate. For standalone engines, at most one wave for each.
+        load_weights: engines read their weights themselves and serve from the start, as version 0;
+            the pool takes part in no sync. Engines are told by an argument of the same name.
         bucket_nbytes: size of each of the four buffers that weights travel in, see SyncSettings.
     """
 
@@ -82,6 +84,7 @@ class PoolSpec:
     memory_limit_nbytes: int = 0
     on_update: str = "abort"
     update_waves: int = 1
+    load_weights: bool = False
     bucket_nbytes: int = 2 << 20
 
     def __post_init__(self) -> None:
@@ -106,11 +109,12 @@ class PoolSpec:
 
     def engine_specs(self) -> list[ActorSpec]:
         """One actor per engine, named POOL-0, POOL-1, ..."""
+        own_weights = {"load_weights": True} if self.load_weights else {}
         return [
             ActorSpec(
                 name=f"{self.name}-{idx}",
                 target=self.engine,
-                kwargs=self.kwargs,
+                kwargs={**self.kwargs, **own_weights},
                 restart=self.restart,
                 start_timeout_s=self.start_timeout_s,
                 hung_limit_s=self.hung_limit_s,
@@ -164,7 +168,9 @@ class EnginePool:
 
     def add(self, actor: SupervisedActor) -> None:
         """Takes an actor as an engine; its process may not be up yet."""
-        self.engines[actor.spec.name] = PoolEngine(actor, self._client, self._on_engine_change)
+        self.engines[actor.spec.name] = PoolEngine(
+            actor, self._client, self._on_engine_change, loads_weights=self.spec.load_weights
+        )
 
     async def wait_running(self) -> None:
         """Until every engine is up; raises the first one's failure, such as ActorDied."""
@@ -192,7 +198,12 @@ class EnginePool:
         engine.follow_actor()
         if actor.state == ActorState.RUNNING and self._sleep_level is not None:
             level = self._sleep_level
-            self._tasks.create_task(self._settle(engine, lambda: engine.sleep(level, 30.0)))
+
+            async def go_to_sleep() -> None:
+                await engine.pause("abort", 30.0)
+                await engine.sleep(level, 30.0)
+
+            self._tasks.create_task(self._settle(engine, go_to_sleep))
 
     async def watch(self) -> AsyncGenerator[dict[str, Any], None]:
         """First the state of every engine, then each change (`PoolEngine.describe`)."""
@@ -262,6 +273,8 @@ class EnginePool:
 
     async def invalidate(self) -> None:
         """Disowns the version: the trainer that made the weights was restarted."""
+        if self.spec.load_weights:
+            return
         self.sync.version = None
         await self._pause("abort", _SETTLE_TIMEOUT_S)
         for engine in self.engines.values():
@@ -305,6 +318,11 @@ class EnginePool:
         self, version: int, rank: int, world_size: int, manifest: object, timeout_s: float
     ) -> dict[str, Any]:
         """See `SyncCoordinator.sync_begin`. A sync wakes the pool."""
+        if self.spec.load_weights:
+            raise WeightSyncError(
+                f"pool {self.spec.name} takes no weights: its engines load their own "
+                "(load_weights), and would load them again after a restart"
+            )
         if self.sync.version is not None and version < self.sync.version:
             raise WeightSyncError(
                 f"pool {self.spec.name} has version {self.sync.version} already, got {version}"
