@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Final
 
 from umbra.runtime.errors import EngineUnhealthy, UmbraError
 from umbra.runtime.lifecycle import (
@@ -35,13 +35,16 @@ from umbra.runtime.supervised import ActorState, SupervisedActor
 
 logger = logging.getLogger(__name__)
 
+_OWN_VERSION: Final = 0
+"""Of weights that engines have loaded themselves."""
+
 
 class PoolEngine:
-    """Owned by its pool. `on_change` is called after every transition.
+    """Owned by its pool.
 
     Args:
-        own_version: of the weights that every life of it loads by itself; None where they come by
-            a sync.
+        on_change: called after every transition.
+        loads_weights: it serves as version 0 as soon as it is up.
     """
 
     def __init__(
@@ -49,13 +52,14 @@ class PoolEngine:
         actor: SupervisedActor,
         client: Client,
         on_change: Callable[[PoolEngine], None],
-        own_version: int | None = None,
+        *,
+        loads_weights: bool = False,
     ) -> None:
         self.actor = actor
         self.lifecycle = EngineLifecycle()
         self._client = client
         self._on_change = on_change
-        self._own_version = own_version
+        self._loads_weights = loads_weights
         self._handle: Handle | None = None
         self._holds_memory = False  # in ASLEEP: it has not said yet that all is freed
 
@@ -99,7 +103,7 @@ class PoolEngine:
             self._handle = self._client.handle(self.actor.ref)
             if self.state == EngineState.DEAD:
                 self.apply(Restart())
-            self.apply(Started(self._own_version))
+            self.apply(Started(_OWN_VERSION if self._loads_weights else None))
         elif self.state != EngineState.DEAD:
             if self._handle is not None:
                 self._client.drop(self._handle.ref, "its process ended")

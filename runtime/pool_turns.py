@@ -180,4 +180,3 @@ class PoolTurns:
         finally:
             self._lock.release()
             self._changed.set()
-

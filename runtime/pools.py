@@ -10,20 +10,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
-from typing import Any, Final, Self
+from typing import Any, Final
 
-from umbra.runtime.actor import ActorSpec
-from umbra.runtime.errors import ConfigError, DeadlineExceeded, EngineError, WeightSyncError
+from umbra.runtime.errors import DeadlineExceeded, EngineError, WeightSyncError
 from umbra.runtime.first_of import first_of
 from umbra.runtime.lifecycle import ALL_TAGS, EngineState, SleepLevel, Tag, catch_up
 from umbra.runtime.pool_engine import PoolEngine
-from umbra.runtime.restart import RestartPolicy
+from umbra.runtime.pool_spec import PoolSpec as PoolSpec
 from umbra.runtime.rpc.client import Client
 from umbra.runtime.supervised import ActorState, SupervisedActor
-from umbra.runtime.turns import TurnRules
 from umbra.runtime.weights.coordinator import SyncCoordinator, SyncSettings
 from umbra.runtime.weights.memfd import FdServer
 
@@ -35,122 +32,6 @@ _SETTLE_TIMEOUT_S: Final = 60.0
 # From SIGKILL to reaped: a large engine needs seconds to free its memory.
 _END_LIMIT_S: Final = 30.0
 _REST_LEVEL: Final[SleepLevel] = 1
-_KNOWN_MODES: Final = ("hybrid", "standalone", "colocated")
-# Of weights that engines have loaded themselves.
-_OWN_VERSION: Final = 0
-_KNOWN_ON_UPDATE: Final = ("abort", "keep", "drain")
-
-
-def update_waves_problem(update_waves: int, mode: str, count: int) -> str:
-    """What is wrong with the setting, and what to change; "" where nothing is."""
-    if update_waves == 1:
-        return ""
-    if mode != "standalone":
-        return (
-            f"update_waves {update_waves} is for mode 'standalone': {mode} engines generate "
-            "nothing when they are updated; set update_waves to 1, or mode to 'standalone'"
-        )
-    if not 1 <= update_waves <= count:
-        return (
-            f"update_waves {update_waves} is not possible with {count} engines: use 1 to {count}, "
-            "or raise count"
-        )
-    return ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolSpec:
-    """How to start a pool.
-
-    Attributes:
-        engine: `module:Class` of the engine actor.
-        count: number of engines on this node.
-        mode: hybrid engines take turns with the trainer (sleep and wake); standalone ones do not;
-            colocated ones take turns with the engines of `shares_with`, see `umbra.runtime.turns`.
-        kwargs: for the engine's constructor.
-        load_weights: engines load them from their model directory (`load_weights` is added to
-            `kwargs`) and always serve version 0; no sync touches them.
-        shares_with: name of the pool on whose GPUs a colocated one is.
-        max_wait_s, max_turn_s: of a colocated pool, see `TurnRules`.
-        on_update: what a sync does to running generation: abort (resumed under the new weights),
-            keep (frozen, goes on) or drain (finished first).
-        update_waves: 1 updates all engines at once; more updates one part of them after the other,
-            while the others generate. For standalone engines, at most one wave for each.
-        bucket_nbytes: size of each of the four buffers that weights travel in, see SyncSettings.
-    """
-
-    name: str
-    engine: str
-    count: int
-    mode: str = "hybrid"
-    kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    restart: RestartPolicy = field(default_factory=RestartPolicy)
-    start_timeout_s: float = 300.0
-    hung_limit_s: float = 15.0
-    busy_limit_s: float = 300.0
-    grace_s: float = 3.0
-    env: Mapping[str, str] = field(default_factory=dict[str, str])
-    memory_limit_nbytes: int = 0
-    on_update: str = "abort"
-    update_waves: int = 1
-    bucket_nbytes: int = 2 << 20
-    load_weights: bool = False
-    shares_with: str = ""
-    max_wait_s: float | None = None
-    max_turn_s: float = 60.0
-
-    def __post_init__(self) -> None:
-        if self.count < 1:
-            raise ConfigError(f"pool {self.name!r} has count {self.count}: use 1 or more")
-        if self.on_update not in _KNOWN_ON_UPDATE:
-            raise ConfigError(f"on_update {self.on_update!r}: use {', '.join(_KNOWN_ON_UPDATE)}")
-        if self.mode not in _KNOWN_MODES:
-            raise ConfigError(f"pool mode {self.mode!r}: use {', '.join(_KNOWN_MODES)}")
-        if (self.mode == "colocated") != bool(self.shares_with):
-            raise ConfigError(
-                f"pool {self.name!r}: mode 'colocated' and shares_with, the pool it takes turns "
-                "with, go together: give both or neither"
-            )
-        if self.mode == "colocated" and not self.load_weights:
-            raise ConfigError(
-                f"pool {self.name!r}: a colocated pool gets no weights by a sync: set load_weights"
-            )
-        problem = update_waves_problem(self.update_waves, self.mode, self.count)
-        if problem:
-            raise ConfigError(f"pool {self.name!r}: {problem}")
-
-    def to_wire(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_wire(cls, data: Mapping[str, Any]) -> Self:
-        fields = dict(data)
-        fields["restart"] = RestartPolicy(**fields.get("restart", {}))
-        return cls(**fields)
-
-    @property
-    def turn_rules(self) -> TurnRules:
-        return TurnRules(max_wait_s=self.max_wait_s, max_turn_s=self.max_turn_s)
-
-    def engine_specs(self) -> list[ActorSpec]:
-        """One actor per engine, named POOL-0, POOL-1, ..."""
-        kwargs = {**self.kwargs, "load_weights": True} if self.load_weights else self.kwargs
-        return [
-            ActorSpec(
-                name=f"{self.name}-{idx}",
-                target=self.engine,
-                kwargs=kwargs,
-                restart=self.restart,
-                start_timeout_s=self.start_timeout_s,
-                hung_limit_s=self.hung_limit_s,
-                busy_limit_s=self.busy_limit_s,
-                grace_s=self.grace_s,
-                env=self.env,
-                memory_limit_nbytes=self.memory_limit_nbytes,
-                role="engine",
-            )
-            for idx in range(self.count)
-        ]
 
 
 class EnginePool:
@@ -199,10 +80,7 @@ class EnginePool:
     def add(self, actor: SupervisedActor) -> None:
         """Takes an actor as an engine; its process may not be up yet."""
         self.engines[actor.spec.name] = PoolEngine(
-            actor,
-            self._client,
-            self._on_engine_change,
-            _OWN_VERSION if self.spec.load_weights else None,
+            actor, self._client, self._on_engine_change, loads_weights=self.spec.load_weights
         )
 
     async def wait_running(self) -> None:
@@ -309,6 +187,8 @@ class EnginePool:
 
     async def invalidate(self) -> None:
         """Disowns the version: the trainer that made the weights was restarted."""
+        if self.spec.load_weights:
+            return
         self.sync.version = None
         await self._pause("abort", _SETTLE_TIMEOUT_S)
         for engine in self.engines.values():
@@ -418,12 +298,15 @@ class EnginePool:
         self, version: int, rank: int, world_size: int, manifest: object, timeout_s: float
     ) -> dict[str, Any]:
         """See `SyncCoordinator.sync_begin`. A sync wakes the pool."""
+        if self.spec.load_weights:
+            raise WeightSyncError(
+                f"pool {self.spec.name} takes no weights: its engines load their own "
+                "(load_weights), and would load them again after a restart"
+            )
         if self.sync.version is not None and version < self.sync.version:
             raise WeightSyncError(
                 f"pool {self.spec.name} has version {self.sync.version} already, got {version}"
             )
-        if self.spec.load_weights:
-            raise WeightSyncError(f"pool {self.spec.name} loads its weights itself: no sync")
         self._sleep_level = None
         is_repeated = version == self.sync.version
         if is_repeated:

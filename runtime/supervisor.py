@@ -72,7 +72,7 @@ class Supervisor:
         self._pools = NodePools(
             self._make_pool,
             self._start,
-            lambda work: self._tasks.create_task(work),  # noqa: PLW0108 -- there is none yet
+            lambda work: self._tasks.create_task(work),
         )
         self._ranks: dict[int, _Rank] = {}
         self._farewells: set[int] = set()

@@ -1,6 +1,6 @@
 """Whose turn it is among pools that share memory: pure, the clock is an argument.
 
-    host   generates with the weights it gets from a trainer; has the memory unless a guest's turn is
+    host   generates with a trainer's weights; has the memory when it is nobody else's turn
     guest  a judge or the like, which has its turn when it has requests and
 
              - the host has nothing to do, or

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from umbra.runtime.engine_names import ENGINE_TARGETS
-from umbra.runtime.pools import update_waves_problem
+from umbra.runtime.pool_spec import update_waves_problem
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 # Text and TOML have no path or tuple type, so these two are not checked strictly.

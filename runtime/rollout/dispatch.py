@@ -80,7 +80,7 @@ class Dispatcher:
 
     Args:
         router: chooses engines.
-        on_failure: told of an error that no other engine would heal.
+        on_failure: told of an error that no other engine would heal, of a turn without `on_error`.
         journal: told of what was appended to recorded trajectories (`uid` not -1).
         clock: seconds, by which the speed and the idle time of engines are measured.
 
@@ -179,8 +179,13 @@ class Dispatcher:
             self._requeue(turn)
         self.pump()
 
-    def fail(self, error: UmbraError) -> None:
-        self._on_failure(error)
+    def refuse(self, engine: EngineId, request_id: int, error: UmbraError) -> None:
+        """The engine says that it could never serve this request, and no other could."""
+        turn = self._inflight.get(engine, {}).get(request_id)
+        if turn is not None:
+            self._take_back(engine, turn)
+            self._fail(turn, error)
+            self.pump()
 
     def num_inflight(self, engine: EngineId) -> int:
         return len(self._inflight.get(engine, ()))
@@ -351,14 +356,18 @@ class Dispatcher:
         if turn.num_errors < _MAX_TURN_ERRORS:
             self._requeue(turn)
             return
-        self._on_failure(
+        self._fail(
+            turn,
             EngineError(
                 f"{engine} failed {turn.trajectory.sample_id} after "
                 f"{turn.trajectory.completion_len} tokens, attempt {turn.num_errors} of "
                 f"{_MAX_TURN_ERRORS}: {reason!r} with {turn.room()} tokens left and no stop token "
                 "last; see the engine's log"
-            )
+            ),
         )
+
+    def _fail(self, turn: Turn, error: UmbraError) -> None:
+        (turn.on_error or self._on_failure)(error)
 
     def _take_back(self, engine: EngineId, turn: Turn) -> None:
         """The attempt is over; the trajectory keeps what it brought."""

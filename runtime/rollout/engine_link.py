@@ -170,9 +170,14 @@ class EngineLink:
         try:
             await self._call("submit", requests)
         except RemoteError as error:
+            if len(requests) > 1:  # none was taken because of one: which is found out by trial
+                for request in requests:
+                    await self._submit_batch([request])
+                return
             is_ours = error.remote_type == "builtins.ValueError"
             what = error.remote_message if is_ours else str(error)
-            self._dispatcher.fail(RolloutError(f"{self.engine} refused a request: {what}"))
+            refusal = RolloutError(f"{self.engine} refused a request: {what}")
+            self._dispatcher.refuse(self.engine, requests[0]["id"], refusal)
         except EngineError as error:
             logger.warning("%s takes no requests now: %s", self.engine, error)
             self._dispatcher.hand_back(self.engine, [request["id"] for request in requests])

@@ -11,7 +11,6 @@ from typing import Any, Final
 from umbra.runtime.actor import ActorContext
 from umbra.runtime.errors import ConnectionLost, UmbraError
 from umbra.runtime.lifecycle import EngineState
-from umbra.runtime.rollout.config import RolloutConfig
 from umbra.runtime.rollout.dispatch import Dispatcher, Moved
 from umbra.runtime.rollout.engine_link import EngineLink
 from umbra.runtime.rollout.router import EngineId
@@ -22,6 +21,21 @@ logger = logging.getLogger(__name__)
 # A link that ended while the supervisor still counts its engine as serving is tried again
 # after this: sooner only repeats what failed, later leaves the engine idle.
 _RELINK_DELAY_S: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetConfig:
+    """Settings of a fleet.
+
+    Attributes:
+        pool: name of the engine pool.
+        delta_timeout_s: how long a serving engine that has work may stay silent.
+        submit_timeout_s: deadline for an engine to accept requests.
+    """
+
+    pool: str
+    delta_timeout_s: float
+    submit_timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +58,7 @@ class Fleet:
 
     def __init__(
         self,
-        config: RolloutConfig,
+        config: FleetConfig,
         context: ActorContext,
         dispatcher: Dispatcher,
         on_change: Callable[[], None],

@@ -24,9 +24,10 @@ from umbra.runtime.rollout.admission import Admission
 from umbra.runtime.rollout.config import RolloutConfig
 from umbra.runtime.rollout.dispatch import Dispatcher
 from umbra.runtime.rollout.error_groups import first_leaf
-from umbra.runtime.rollout.fleet import Fleet
+from umbra.runtime.rollout.fleet import Fleet, FleetConfig
 from umbra.runtime.rollout.group_runner import GroupRunner
 from umbra.runtime.rollout.ledger.events import Restored
+from umbra.runtime.rollout.notes import Notes
 from umbra.runtime.rollout.recorder import Recorder
 from umbra.runtime.rollout.recovery import Recovered, recover_groups
 from umbra.runtime.rollout.rendezvous import Round
@@ -57,6 +58,7 @@ class RolloutManager:
         self._admission = Admission(self._config)
         context = actor_context()
         self._context = context
+        self._notes = Notes(context.supervisor)
         router = Router(self._config.max_inflight_per_engine)
         folder = Path(self._config.ledger_path) if self._config.ledger_path else None
         self._recorder = Recorder(folder, self._fail)
@@ -75,11 +77,15 @@ class RolloutManager:
             on_failure=self._fail,
         )
         self._fleet = Fleet(
-            self._config,
+            FleetConfig(
+                pool=self._config.pool,
+                delta_timeout_s=self._config.delta_timeout_s,
+                submit_timeout_s=self._config.submit_timeout_s,
+            ),
             context,
             self._dispatcher,
             lambda: self._rounds.on_pool_change(),
-            self._note,
+            self._notes.put,
         )
         self._runner = GroupRunner(
             context.name,
@@ -112,7 +118,6 @@ class RolloutManager:
             on_failure=self._fail,
         )
         self._wanted = asyncio.Event()
-        self._notes: asyncio.Queue[str] = asyncio.Queue()
         self._recovering = asyncio.Lock()
         self._is_recovered = False
 
@@ -128,7 +133,7 @@ class RolloutManager:
     async def run(self) -> None:
         """Owns every task of the manager; lives until the actor is stopped."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._send_notes())
+            tasks.create_task(self._notes.run())
             if self._context.num_restarts:
                 tasks.create_task(self._take_up())
             await self._wanted.wait()  # the pool and the workers may be made after the manager
@@ -268,7 +273,7 @@ class RolloutManager:
         self._is_recovered = True
         groups = len(recovered.open) + len(recovered.ready)
         if groups:
-            self._note(
+            self._notes.put(
                 f"the rollout manager goes on with {groups} groups, {len(recovered.ready)} of them "
                 f"scored, and {recovered.num_tokens} tokens"
             )
@@ -329,16 +334,3 @@ class RolloutManager:
         self._rounds.fail(error)
         self._flow.abandon()
         self._runner.abandon_all()
-
-    def _note(self, text: str) -> None:
-        logger.info("%s", text)
-        self._notes.put_nowait(text)  # one a lost engine: bounded by the restart policy
-
-    async def _send_notes(self) -> None:
-        """Puts notes where the person who runs the job sees them."""
-        while True:
-            text = await self._notes.get()
-            try:
-                await self._context.supervisor.call("note", text, timeout_s=5.0)
-            except UmbraError as error:
-                logger.warning("the supervisor did not take a note: %s", error)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from umbra.runtime.errors import UmbraError
 from umbra.runtime.rollout.group import Group
 from umbra.runtime.rollout.router import EngineId
 from umbra.runtime.rollout.trajectory import Trajectory
@@ -22,6 +23,8 @@ class Turn:
         temperature: 0 is greedy.
         stop_token_ids: it ends after any of these.
         on_end: told once, with "stop" or "length"; never after `Dispatcher.cancel`.
+        on_error: told instead, of an error that no other engine heals. None: it is the error of
+            whoever owns the dispatcher.
         request_id: of the attempt in progress; each attempt has its own, so that late deltas
             of an earlier one are recognised.
         charged: tokens that the router was charged for the attempt.
@@ -37,6 +40,7 @@ class Turn:
     temperature: float
     stop_token_ids: Sequence[int]
     on_end: Callable[[Turn, str], None]
+    on_error: Callable[[UmbraError], None] | None = None
     request_id: int = 0
     charged: int = 0
     engine: EngineId | None = None

@@ -1,0 +1,33 @@
+"""Lines for the person who runs the job, by way of the supervisor."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from umbra.runtime.errors import UmbraError
+from umbra.runtime.rpc.client import Handle
+
+logger = logging.getLogger(__name__)
+
+
+class Notes:
+    """Takes lines at any time; `run()` hands them on."""
+
+    def __init__(self, supervisor: Handle) -> None:
+        self._supervisor = supervisor
+        # one a lost engine: bounded by the restart policy
+        self._lines: asyncio.Queue[str] = asyncio.Queue()
+
+    def put(self, text: str) -> None:
+        logger.info("%s", text)
+        self._lines.put_nowait(text)
+
+    async def run(self) -> None:
+        """Lives until cancelled."""
+        while True:
+            text = await self._lines.get()
+            try:
+                await self._supervisor.call("note", text, timeout_s=5.0)
+            except UmbraError as error:
+                logger.warning("the supervisor did not take a note: %s", error)

@@ -1,0 +1,246 @@
+"""Generation for anyone: a pool with its own weights, a generator actor, no manager, no ledger."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from umbra.engines.echo import echo_tokens
+from umbra.runtime.actor import ActorSpec
+from umbra.runtime.collective import SessionSync
+from umbra.runtime.errors import RemoteError, RolloutError, WeightSyncError
+from umbra.runtime.pools import PoolSpec
+from umbra.runtime.restart import RestartPolicy
+from umbra.runtime.session import Session, SyncHandle
+from umbra.runtime.weights.publish import WeightPublisher
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+VOCAB_SIZE = 64
+PROMPT = np.asarray([1, 2, 3], np.int32)
+SOON = RestartPolicy(mode="on_failure", max_restarts=5, backoff_initial_s=0.05)
+
+
+def start(
+    session: Session,
+    *,
+    num_engines: int = 1,
+    tokens_per_s: float | None = None,
+    mode: str = "standalone",
+    **config: Any,
+) -> SyncHandle:
+    """A pool of echo engines that have their own weights, and its generator."""
+    session.create_pool(
+        PoolSpec(
+            name="judge",
+            engine="umbra.engines.echo:EchoEngine",
+            count=num_engines,
+            mode=mode,
+            kwargs={
+                "vocab_size": VOCAB_SIZE,
+                "tick_ms": 5.0,
+                "max_context_len": 4096,
+                "tokens_per_s": tokens_per_s,
+            },
+            restart=SOON,
+            load_weights=True,
+        )
+    )
+    settings = {"pool": "judge", "max_context_len": 1024, **config}
+    return session.spawn(
+        ActorSpec(
+            name="judge-front",
+            target="umbra.runtime.rollout.generator_service:GeneratorService",
+            kwargs={"config": settings},
+        )
+    )
+
+
+def expected(seed: int, num_tokens: int) -> list[int]:
+    return echo_tokens(seed, np.arange(num_tokens), VOCAB_SIZE).tolist()
+
+
+def pids(session: Session) -> dict[str, int]:
+    return {row["name"]: row["pid"] for row in session.supervisor_call("list_actors")}
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 20.0
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+def test_a_pool_that_loads_its_weights_generates_at_once(umbra_session: Session) -> None:
+    judge = start(umbra_session)
+
+    answer = judge.call("generate", PROMPT, 40, seed=7)
+
+    assert answer["tokens"].tolist() == expected(7, 40)
+    assert answer["tokens"].dtype == np.int32
+    assert answer["logprobs"].shape == (40,)
+    assert answer["finish_reason"] == "length"
+    assert [state["version"] for state in umbra_session.pool("judge").states()] == [0]
+
+
+def test_a_stop_token_ends_a_generation_and_is_its_last(umbra_session: Session) -> None:
+    judge = start(umbra_session)
+    tokens = expected(3, 30)
+    stop = tokens[9]
+
+    answer = judge.call("generate", PROMPT, 30, 0.5, [stop], seed=3)
+
+    assert answer["tokens"].tolist() == tokens[: tokens.index(stop) + 1]
+    assert answer["finish_reason"] == "stop"
+
+
+def test_the_context_bounds_a_generation_without_a_budget(umbra_session: Session) -> None:
+    judge = start(umbra_session, max_context_len=50)
+
+    answer = judge.call("generate", PROMPT, seed=1)
+
+    assert answer["tokens"].tolist() == expected(1, 47)
+    assert answer["finish_reason"] == "length"
+
+
+def test_a_stream_that_loses_its_engine_goes_on_elsewhere(umbra_session: Session) -> None:
+    judge = start(umbra_session, num_engines=2, tokens_per_s=200.0)
+    pieces = judge.stream("stream", PROMPT, 300, 1.0, [], 11)
+
+    first = next(pieces)
+    os.kill(holder_of_work(umbra_session), signal.SIGKILL)
+    rest = list(pieces)
+
+    tokens = [token for piece in [first, *rest] for token in piece["tokens"].tolist()]
+    assert tokens == expected(11, 300)
+    assert [piece["finish_reason"] for piece in rest] == [""] * (len(rest) - 1) + ["length"]
+    assert len(rest) > 10
+    wait_until(
+        lambda: {s["state"] for s in umbra_session.pool("judge").states()} == {"SERVING"},
+        "the engine came back with its own weights",
+    )
+
+
+def holder_of_work(session: Session) -> int:
+    """pid of the engine that has a request."""
+    for name, pid in pids(session).items():
+        if name != "judge-front" and session.actor(name).call("stats")["running"]:
+            return pid
+    raise AssertionError("no engine works")
+
+
+def test_a_pool_that_is_put_to_sleep_goes_on_after_it_wakes(umbra_session: Session) -> None:
+    judge = start(umbra_session, tokens_per_s=200.0, mode="hybrid")
+    pool = umbra_session.pool("judge")
+    pieces = judge.stream("stream", PROMPT, 100, 1.0, [], 5)
+
+    tokens: list[int] = next(pieces)["tokens"].tolist()
+    pool.sleep(1)
+    pool.wake(["weights", "kv_cache"])
+    pool.resume()
+    for piece in pieces:
+        tokens += piece["tokens"].tolist()
+
+    assert tokens == expected(5, 100)
+
+
+def test_an_engine_that_restarts_in_a_sleeping_pool_sleeps(umbra_session: Session) -> None:
+    start(umbra_session, mode="hybrid")
+    pool = umbra_session.pool("judge")
+
+    pool.sleep(1)
+    os.kill(pids(umbra_session)["judge-0"], signal.SIGKILL)
+
+    wait_until(
+        lambda: [(s["incarnation"], s["state"]) for s in pool.states()] == [(2, "ASLEEP")],
+        "the new life sleeps too",
+    )
+
+
+def test_a_caller_that_goes_away_frees_the_engine(umbra_session: Session) -> None:
+    judge = start(umbra_session, tokens_per_s=50.0)
+    engine = umbra_session.actor("judge-0")
+    pieces = judge.stream("stream", PROMPT, 1000, 1.0, [], 5)
+    next(pieces)
+    assert engine.call("stats")["running"] == 1
+
+    pieces.close()
+
+    wait_until(lambda: engine.call("stats")["running"] == 0, "the engine works on")
+    assert judge.call("stats")["open"] == 0
+
+
+def test_two_engines_share_the_load(umbra_session: Session) -> None:
+    judge = start(umbra_session, num_engines=2, tokens_per_s=100.0)
+
+    with ThreadPoolExecutor(8) as callers:
+        seeds = range(8)
+        calls = [callers.submit(judge.call, "generate", PROMPT, 60, seed=seed) for seed in seeds]
+
+    for seed, call in zip(seeds, calls, strict=True):
+        assert call.result()["tokens"].tolist() == expected(seed, 60)
+    done = [umbra_session.actor(f"judge-{i}").call("stats")["tokens_total"] for i in range(2)]
+    assert done == [240, 240]
+
+
+def test_a_request_that_no_engine_can_serve_fails_alone(umbra_session: Session) -> None:
+    judge = start(umbra_session, mode="hybrid")
+    pool = umbra_session.pool("judge")
+    wrong = np.asarray([1, VOCAB_SIZE], np.int32)
+
+    pool.sleep(1)
+    with ThreadPoolExecutor(6) as callers:
+        good = [callers.submit(judge.call, "generate", PROMPT, 50, seed=i) for i in range(5)]
+        bad = callers.submit(judge.call, "generate", wrong, 50, seed=1)
+        wait_until(lambda: judge.call("stats")["open"] == 6, "all ask while the engine sleeps")
+        pool.wake(["weights", "kv_cache"])
+        pool.resume()  # so that it gets all of them at once
+
+    with pytest.raises(RolloutError, match=rf"refused a request: .*token {VOCAB_SIZE} is outside"):
+        bad.result()
+    assert [call.result()["tokens"].tolist() for call in good] == [
+        expected(seed, 50) for seed in range(5)
+    ]
+
+
+def test_what_cannot_be_asked_is_refused(umbra_session: Session) -> None:
+    judge = start(umbra_session)
+    wrong: list[tuple[tuple[Any, ...], str]] = [
+        ((np.asarray([], np.int32), 5), "not empty"),
+        ((np.zeros(1024, np.int32), 5), "leaves no room"),
+        ((np.asarray([-1], np.int32), 5), "no token ids"),
+        ((PROMPT, 0), "max_new_tokens"),
+        ((PROMPT, 5, -0.5), "temperature"),
+        ((PROMPT, 5, 1.0, [], -1), "seed"),
+    ]
+
+    for arguments, problem in wrong:
+        with pytest.raises(RemoteError, match=problem) as caught:
+            judge.call("generate", *arguments)
+        assert caught.value.remote_type == "builtins.ValueError"
+
+
+def test_a_generation_that_no_engine_takes_ends_with_an_error(umbra_session: Session) -> None:
+    judge = start(umbra_session, mode="hybrid", engine_timeout_s=0.3)
+    umbra_session.pool("judge").sleep(1)
+
+    with pytest.raises(
+        (RemoteError, RolloutError), match=r"has served for 0\.3 s.*judge-0#1 ASLEEP"
+    ):
+        judge.call("generate", PROMPT, 5)
+
+
+def test_a_pool_with_its_own_weights_takes_no_others(umbra_session: Session) -> None:
+    start(umbra_session)
+    publisher = WeightPublisher(SessionSync(umbra_session), 0, 1, {"w": torch.zeros(10)})
+
+    with pytest.raises(WeightSyncError, match="load their own"):
+        publisher.publish("judge", 1, 5.0)
