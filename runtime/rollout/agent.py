@@ -14,7 +14,6 @@ Turns are appended as tokens; the text of a trajectory is never tokenised anew.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -22,6 +21,8 @@ from typing import Any
 import numpy as np
 
 from umbra.runtime.errors import RewardError, RolloutError
+from umbra.runtime.rollout.asked_pool import AskedPool
+from umbra.runtime.rollout.patience import Patience
 from umbra.runtime.rollout.task_host import UserThread
 from umbra.runtime.rollout.text import TextCodec
 from umbra.runtime.rollout.user_function import describe, load_function
@@ -41,6 +42,7 @@ class AgentContext:
         sample: the data set's row.
         prompt, prompt_tokens: as the data set has them.
         finish_reason: of the last generation: "stop", or "length" where a budget ended it.
+        pool: `pool(name)` is a further pool of the config, such as a judge; see `AskedPool`.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class AgentContext:
         generate: Generate,
         recall: Recall,
         keep: Keep,
+        pool: Callable[[str], AskedPool],
     ) -> None:
         self.sample = sample
         self.prompt = prompt
@@ -59,6 +62,7 @@ class AgentContext:
         self.finish_reason = ""
         self.encode = codec.encode
         self.decode = codec.decode
+        self.pool = pool
         self._generate = generate
         self._recall = recall
         self._keep = keep
@@ -114,23 +118,22 @@ class AgentLoop:
         self._function = load_function(target, "agent loop")
         self._thread = thread
 
-    async def run(self, context: AgentContext, sample_id: str, timeout_s: float) -> float | None:
+    async def run(self, context: AgentContext, sample_id: str, patience: Patience) -> float | None:
         """Runs the loop once; returns the reward it gives, if any.
 
         Raises:
             RolloutError: it raised, or took too long.
             RewardError: it returned something that is neither None nor a finite number.
         """
-        limit = asyncio.timeout(timeout_s)
         try:
-            async with limit:
+            async with patience:
                 result = await self._thread.run_async(
                     lambda: self._function(context, context.sample), sample_id
                 )
         except (Exception, SystemExit) as error:  # user code: anything may come
-            if limit.expired():
+            if patience.expired:
                 raise RolloutError(
-                    f"agent loop {self.target} took longer than {timeout_s:.3g} s for sample "
+                    f"agent loop {self.target} took longer than {patience.limit_s:.3g} s for sample "
                     f"{sample_id}; give its tools deadlines or raise agent_timeout_s"
                 ) from None
             raise RolloutError(

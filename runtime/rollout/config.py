@@ -51,6 +51,9 @@ class RolloutConfig:
         agent_retries: how often a trajectory's agent loop may fail by itself (raise, take too
             long) and be run again, with what it has generated replayed.
         agent: trajectories are driven by the workers' agent loop, not by one generation.
+        shares_memory: the pool has it in turn with others, so the supervisor is told of work.
+        pools_timeout_s: added to the deadlines of rewards and agent loops here, where they may
+            wait for other pools: the workers do not count that.
         accuracy_threshold: in `evaluate`, a sample counts as right from this reward on.
         rank_timeout_s: how long ranks may be apart when they call `next_batch`.
         engine_timeout_s: how long work may wait while no engine of the pool serves.
@@ -88,6 +91,8 @@ class RolloutConfig:
     advantage: str = "grpo"
     ledger_path: str = ""
     agent: bool = False
+    shares_memory: bool = False
+    pools_timeout_s: float = 0.0
     agent_retries: int = 1
     accuracy_threshold: float = 1.0
     rank_timeout_s: float = 120.0
@@ -164,6 +169,7 @@ _NOT_NEGATIVE: Final = (
     "max_staleness",
     "max_failed_share",
     "agent_retries",
+    "pools_timeout_s",
 )
 
 

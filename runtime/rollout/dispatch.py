@@ -82,6 +82,7 @@ class Dispatcher:
         router: chooses engines.
         on_failure: told of an error that no other engine would heal, of a turn without `on_error`.
         journal: told of what was appended to recorded trajectories (`uid` not -1).
+        on_work: told, whenever it may have changed, whether there is anything left to generate.
         clock: seconds, by which the speed and the idle time of engines are measured.
 
     Attributes:
@@ -97,7 +98,9 @@ class Dispatcher:
         on_failure: Callable[[UmbraError], None],
         journal: Journal,
         clock: Callable[[], float] = time.monotonic,
+        on_work: Callable[[bool], None] = lambda has_work: None,
     ) -> None:
+        self._on_work = on_work
         self._router = router
         self._journal = journal
         self._on_failure = on_failure
@@ -194,8 +197,16 @@ class Dispatcher:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting) or any(self._inflight.values())
+
     def pump(self) -> None:
         """Gives waiting turns to engines while there is room."""
+        self._give_waiting()
+        self._on_work(self.has_work)
+
+    def _give_waiting(self) -> None:
         while self._waiting:
             turn = self._waiting[0]
             kin = turn.group.home if turn.group else None

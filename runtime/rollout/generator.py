@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from umbra.runtime.actor import ActorContext
 from umbra.runtime.errors import RolloutError, UmbraError
 from umbra.runtime.rollout.alarm import Alarm
+from umbra.runtime.rollout.demand import Demand
 from umbra.runtime.rollout.dispatch import Dispatcher
 from umbra.runtime.rollout.error_groups import first_leaf
 from umbra.runtime.rollout.fleet import Fleet, FleetConfig
@@ -50,6 +51,7 @@ class GeneratorConfig:
         engine_timeout_s: how long a generation may wait while no engine of the pool serves.
         delta_timeout_s: how long a serving engine that has work may stay silent.
         submit_timeout_s: deadline for an engine to accept requests.
+        shares_memory: the pool has it in turn with others, so the supervisor is told of work.
     """
 
     pool: str
@@ -58,6 +60,7 @@ class GeneratorConfig:
     engine_timeout_s: float = 600.0
     delta_timeout_s: float = 120.0
     submit_timeout_s: float = 30.0
+    shares_memory: bool = False
 
 
 class Piece(NamedTuple):
@@ -97,6 +100,7 @@ class Generator:
             submit_timeout_s=config.submit_timeout_s,
         )
         self._fleet = Fleet(fleet, context, self._dispatcher, self._watch, note)
+        self._demand = Demand(context.supervisor, config.pool)
         self._starving = Alarm(config.engine_timeout_s, self._on_starved)
 
     async def run(self) -> None:
@@ -106,7 +110,10 @@ class Generator:
             RolloutError: the supervisor was lost or knows no such pool; so do all generations.
         """
         try:
-            await self._fleet.run()
+            async with asyncio.TaskGroup() as tasks:
+                if self._config.shares_memory:
+                    tasks.create_task(self._demand.run())
+                await self._fleet.run()
         except* UmbraError as group:
             self._fail(RolloutError(f"lost sight of the engines: {first_leaf(group)}"))
         finally:
@@ -231,6 +238,7 @@ class Generator:
     # -- what happens meanwhile ----------------------------------------------------------
 
     def _watch(self) -> None:
+        self._demand.observe(bool(self._open))
         self._starving.watch(bool(self._open) and not self._fleet.is_serving)
 
     def _on_starved(self) -> None:

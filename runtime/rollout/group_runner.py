@@ -164,7 +164,9 @@ class GroupRunner:
             sample_id=sample.sample_id,
             method="run_agent",
             make_arguments=make_arguments,
-            timeout_s=self._config.agent_timeout_s + _WORKER_MARGIN_S,
+            timeout_s=self._config.agent_timeout_s
+            + self._config.pools_timeout_s
+            + _WORKER_MARGIN_S,
             on_result=on_result,
             on_failure=lambda error: self._fail(run, error),
             is_wanted=lambda: run.is_wanted,
@@ -187,7 +189,9 @@ class GroupRunner:
             sample_id=samples[0].sample_id,
             method="score",
             make_arguments=lambda: (items,),
-            timeout_s=self._config.reward_timeout_s * calls + _WORKER_MARGIN_S,
+            timeout_s=self._config.reward_timeout_s * calls
+            + self._config.pools_timeout_s
+            + _WORKER_MARGIN_S,
             on_result=on_result,
             on_failure=lambda error: self._fail(run, error),
             is_wanted=lambda: run.is_wanted,

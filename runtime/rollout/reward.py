@@ -2,41 +2,54 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from umbra.runtime.errors import RewardError
+from umbra.runtime.errors import ConfigError, RewardError
+from umbra.runtime.rollout.asked_pool import PoolDesk, RewardContext
+from umbra.runtime.rollout.patience import Patience
 from umbra.runtime.rollout.task_host import UserThread
 from umbra.runtime.rollout.user_function import describe, load_function
 
 _SHOWN_SAMPLES: Final = 4
+_CONTEXT: Final = "ctx"
 
 
 class RewardFunction:
     """`def reward(prompts, completions, **columns) -> list[float]`, or `async def`.
 
     It gets G prompts, G completions and, for each column of the data set that it takes, a list
-    of G values. It must return G finite numbers.
+    of G values; an `async def` that takes an argument `ctx` gets a `RewardContext`, by which it
+    asks other models. It must return G finite numbers.
 
     Args:
         target: `module:function`.
-        timeout_s: deadline of one call.
+        timeout_s: deadline of one call; what other models take for their answers is not counted.
+        pools: those that it may ask.
 
     Raises (on a call):
         RewardError: it raised, took too long, wants a column that is not there, or returned
             something else than G finite numbers. Names function, samples, cause and remedy.
     """
 
-    def __init__(self, target: str, thread: UserThread, timeout_s: float) -> None:
+    def __init__(
+        self, target: str, thread: UserThread, timeout_s: float, pools: PoolDesk | None = None
+    ) -> None:
         self.target = target
         self._function: Callable[..., Any] = load_function(target, "reward function")
         self._parameters = list(inspect.signature(self._function).parameters.values())
         self._is_async = inspect.iscoroutinefunction(self._function) or (
             inspect.iscoroutinefunction(getattr(self._function, "__call__", None))  # noqa: B004
         )
+        self._takes_context = any(p.name == _CONTEXT for p in self._parameters)
+        if self._takes_context and not self._is_async:
+            raise ConfigError(
+                f"reward function {target} takes {_CONTEXT}, whose answers have to be awaited: "
+                "make it an async def"
+            )
+        self._pools = pools
         self._thread = thread
         self._timeout_s = timeout_s
 
@@ -50,12 +63,14 @@ class RewardFunction:
         """G rewards."""
         who = _name(sample_ids)
         columns = self._columns(rows, who)
-        limit = asyncio.timeout(self._timeout_s)
+        patience = Patience(self._timeout_s)
+        if self._takes_context and self._pools is not None:
+            columns[_CONTEXT] = RewardContext(self._pools, patience)
         try:
-            async with limit:
+            async with patience:
                 result = await self._call(prompts, completions, columns, sample_ids[0])
         except (Exception, SystemExit) as error:  # user code: anything may come
-            if limit.expired():
+            if patience.expired:
                 raise RewardError(
                     f"reward function {self.target} took longer than {self._timeout_s:.3g} s for "
                     f"{who}; make it faster or raise timeout_s of [reward]"
@@ -70,7 +85,7 @@ class RewardFunction:
         self,
         prompts: list[str],
         completions: list[str],
-        columns: dict[str, list[Any]],
+        columns: dict[str, Any],
         label: str,
     ) -> Any:
         def call() -> Any:
@@ -80,14 +95,15 @@ class RewardFunction:
             return await self._thread.run_async(call, label)
         return await self._thread.run_sync(call)
 
-    def _columns(self, rows: Sequence[Mapping[str, Any]], who: str) -> dict[str, list[Any]]:
+    def _columns(self, rows: Sequence[Mapping[str, Any]], who: str) -> dict[str, Any]:
         """The data set's columns that the function takes, one list each."""
-        present = set[str]().union(*rows) - {"prompts", "completions"}
+        given = {"prompts", "completions", *([_CONTEXT] if self._takes_context else [])}
+        present = set[str]().union(*rows) - given
         kinds = inspect.Parameter
         named = [
             p for p in self._parameters if p.kind not in (kinds.VAR_KEYWORD, kinds.VAR_POSITIONAL)
         ]
-        wanted = {p.name for p in named} - {"prompts", "completions"}
+        wanted = {p.name for p in named} - given
         needed = {p.name for p in named if p.default is kinds.empty} & wanted
         if needed - present:
             raise RewardError(

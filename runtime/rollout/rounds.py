@@ -74,6 +74,7 @@ class Rounds:
         self._round: Round | None = None
         self._evaluation: Harvest | None = None
         self._last_evaluation: Evaluated | None = None
+        self._has_work = False
         self._num_answers = 0
         self._num_delivered = 0
         self._to_deliver: asyncio.Queue[tuple[Round, list[dict[str, Any]]]] = asyncio.Queue()
@@ -162,9 +163,19 @@ class Rounds:
         self._catch_up.observe(self._fleet.pending)
         self.answer()
 
+    def on_work(self, has_work: bool) -> None:
+        """The engines have something to generate, or nothing any more."""
+        self._has_work = has_work
+        self._watch_engines()
+
+    def _watch_engines(self) -> None:
+        """Work must not wait for them for ever. Without any it is others that are waited for."""
+        is_wanted = self._round is not None and self._has_work and self.failure is None
+        self._starving.watch(is_wanted and not self._fleet.is_serving)
+
     def answer(self) -> None:
         """Answers the ranks, if all are here and there is something to say."""
-        self._starving.watch(self._round is not None and not self._fleet.is_serving)
+        self._watch_engines()
         if self._round is None or self.failure is not None or not self._ranks.is_full:
             return
         try:

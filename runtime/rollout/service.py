@@ -22,6 +22,7 @@ from umbra.runtime.actor import actor_context, idempotent
 from umbra.runtime.errors import RolloutError, UmbraError
 from umbra.runtime.rollout.admission import Admission
 from umbra.runtime.rollout.config import RolloutConfig
+from umbra.runtime.rollout.demand import Demand
 from umbra.runtime.rollout.dispatch import Dispatcher
 from umbra.runtime.rollout.error_groups import first_leaf
 from umbra.runtime.rollout.fleet import Fleet, FleetConfig
@@ -62,7 +63,8 @@ class RolloutManager:
         router = Router(self._config.max_inflight_per_engine)
         folder = Path(self._config.ledger_path) if self._config.ledger_path else None
         self._recorder = Recorder(folder, self._fail)
-        self._dispatcher = Dispatcher(router, self._fail, self._recorder)
+        self._demand = Demand(context.supervisor, self._config.pool)
+        self._dispatcher = Dispatcher(router, self._fail, self._recorder, on_work=self._on_work)
         self._sessions = AgentSessions(
             self._dispatcher, self._recorder, self._config.stop_token_ids
         )
@@ -140,6 +142,8 @@ class RolloutManager:
             tasks.create_task(self._workers.run())
             tasks.create_task(self._follow_pool())
             tasks.create_task(self._rounds.run())
+            if self._config.shares_memory:
+                tasks.create_task(self._demand.run())
 
     # -- calls of the ranks --------------------------------------------------------------
 
@@ -319,6 +323,10 @@ class RolloutManager:
         }
 
     # -- what happens meanwhile ----------------------------------------------------------
+
+    def _on_work(self, has_work: bool) -> None:
+        self._demand.observe(has_work)
+        self._rounds.on_work(has_work)
 
     async def _follow_pool(self) -> None:
         try:

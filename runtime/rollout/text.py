@@ -10,12 +10,22 @@ from umbra.runtime.errors import ConfigError, DataError
 
 
 class TextCodec:
-    """Wraps a tokenizer. Never adds special tokens; decoding leaves them out."""
+    """Wraps a tokenizer.
+
+    Attributes:
+        encode: tokens of a text, no special ones added.
+        encode_prompt: with those that the tokenizer itself adds to a text.
+        decode: back to text; leaves special tokens out.
+    """
 
     def __init__(
-        self, encode: Callable[[str], list[int]], decode: Callable[[Sequence[int]], str]
+        self,
+        encode: Callable[[str], list[int]],
+        encode_prompt: Callable[[str], list[int]],
+        decode: Callable[[Sequence[int]], str],
     ) -> None:
         self.encode = encode
+        self.encode_prompt = encode_prompt
         self.decode = decode
 
     @classmethod
@@ -42,6 +52,7 @@ class TextCodec:
             raise DataError(f"{file} is no usable tokenizer: {error}") from error
         return cls(
             lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
+            lambda text: tokenizer.encode(text).ids,
             lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True),
         )
 
@@ -61,5 +72,6 @@ class TextCodec:
             raise DataError(f"{place} holds no tokenizer: {error}") from error
         return cls(
             lambda text: tokenizer.encode(text, add_special_tokens=False),
+            lambda text: tokenizer.encode(text),
             lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True),
         )

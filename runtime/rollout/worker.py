@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, Self
 
 from umbra.runtime.actor import actor_context
 from umbra.runtime.errors import ConfigError, RolloutError, UmbraError
 from umbra.runtime.rollout.agent import AgentContext, AgentLoop
+from umbra.runtime.rollout.asked_pool import PoolDesk
+from umbra.runtime.rollout.patience import Patience
 from umbra.runtime.rollout.reward import RewardFunction
 from umbra.runtime.rollout.task_host import TaskHost, UserThread
 from umbra.runtime.rollout.text import TextCodec
@@ -31,6 +33,7 @@ class RolloutWorker:
         reward_timeout_s: deadline of one call of the reward function.
         block_limit_s: how long asynchronous user code may keep the others of this process from
             going on. Then the process ends, and the manager is told which one it was.
+        pools: `AskedPoolConfig` as a dict, by name: further models that user code may ask.
     """
 
     def __init__(
@@ -41,12 +44,16 @@ class RolloutWorker:
         agent: str | None = None,
         reward_timeout_s: float = 120.0,
         block_limit_s: float = 30.0,
+        pools: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         sys.path[:0] = [folder for folder in sys_path if folder not in sys.path]
         self._codec = TextCodec.open(tokenizer_path)
         self._stack = contextlib.AsyncExitStack()
         self._thread = UserThread("user-code")
-        self._reward = RewardFunction(reward, self._thread, reward_timeout_s) if reward else None
+        self._pools = PoolDesk(pools or {})
+        self._reward = (
+            RewardFunction(reward, self._thread, reward_timeout_s, self._pools) if reward else None
+        )
         self._agent = AgentLoop(agent, self._thread) if agent else None
         if self._reward is None and self._agent is None:
             raise ConfigError("a rollout worker needs a reward function or an agent loop")
@@ -56,6 +63,7 @@ class RolloutWorker:
     async def __aenter__(self) -> Self:
         await self._stack.enter_async_context(self._thread)
         self._calls_out = await self._stack.enter_async_context(TaskHost())
+        await self._stack.enter_async_context(self._pools)
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -126,6 +134,7 @@ class RolloutWorker:
 
             return ask
 
+        patience = Patience(timeout_s)
         context = AgentContext(
             item["row"],
             item["prompt"],
@@ -134,8 +143,9 @@ class RolloutWorker:
             generate=asking("generate"),
             recall=asking("recall"),
             keep=asking("keep"),
+            pool=lambda name: self._pools.pool(name, patience),
         )
-        return await self._agent.run(context, item["sample_id"], timeout_s)
+        return await self._agent.run(context, item["sample_id"], patience)
 
     async def _manager(self, name: str) -> Handle:
         if name not in self._managers:

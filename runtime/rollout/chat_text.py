@@ -1,0 +1,47 @@
+"""Conversations as a model wants them: its own chat template, by transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from umbra.runtime.errors import ConfigError, DataError
+
+
+class ChatText:
+    """Renders and tokenises conversations. Importing transformers takes seconds.
+
+    Raises (on construction):
+        ConfigError: `transformers` is not installed.
+        DataError: there is no tokenizer, or it has no chat template.
+    """
+
+    def __init__(self, path: str) -> None:
+        try:
+            import transformers
+        except ImportError as error:
+            raise ConfigError(
+                "chat templates need `transformers`: pip install 'umbra-rl[train]'"
+            ) from error
+        auto: Any = transformers.AutoTokenizer
+        try:
+            self._tokenizer = auto.from_pretrained(path, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path} holds no tokenizer: {error}") from error
+        if not self._tokenizer.chat_template:
+            raise DataError(f"{path}: the tokenizer has no chat template; give plain text instead")
+
+    def encode(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Tokens of a conversation up to where the assistant answers.
+
+        Raises:
+            DataError: the template does not accept the messages.
+        """
+        try:
+            text = self._tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # a template raises what its author likes
+            raise DataError(f"the chat template refused the messages: {error}") from error
+        tokens: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return tokens

@@ -1,0 +1,57 @@
+"""A deadline that stands still while something is waited for that has a deadline of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
+
+
+class Patience:
+    """`asyncio.timeout(limit_s)` with pauses. Belongs to one loop; entered once."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self._timeout = asyncio.timeout(limit_s)
+        self._rest_s = limit_s
+        self._num_pauses = 0
+        self._runs = False
+
+    @property
+    def expired(self) -> bool:
+        return self._timeout.expired()
+
+    async def __aenter__(self) -> Self:
+        await self._timeout.__aenter__()
+        self._runs = True
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool | None:
+        self._runs = False
+        return await self._timeout.__aexit__(kind, error, trace)
+
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """Time spent in here does not count. Of several at a time the last one ends the pause."""
+        loop = asyncio.get_running_loop()
+        if not self._num_pauses and self._can_move:
+            self._rest_s = (self._timeout.when() or loop.time()) - loop.time()
+            self._timeout.reschedule(None)
+        self._num_pauses += 1
+        try:
+            yield
+        finally:
+            self._num_pauses -= 1
+            if not self._num_pauses and self._can_move:
+                self._timeout.reschedule(loop.time() + self._rest_s)
+
+    @property
+    def _can_move(self) -> bool:
+        return self._runs and not self._timeout.expired()
