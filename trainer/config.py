@@ -4,51 +4,29 @@ Relative paths are taken from the current directory, as on any command line; the
 own place does not matter. `umbra.trainer.config_file` reads a file and words the errors.
 """
 
+# ruff: noqa: RUF012  pydantic copies defaults
+
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from umbra.runtime.engine_names import ENGINE_TARGETS
 from umbra.runtime.pool_spec import update_waves_problem
-
-Dtype = Literal["float32", "bfloat16", "float64"]
-# Text and TOML have no path or tuple type, so these two are not checked strictly.
-FilePath = Annotated[Path, Field(strict=False)]
-Positive = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0)]
-Share = Annotated[float, Field(ge=0, lt=1)]
-Betas = Annotated[tuple[Share, Share], Field(strict=False)]
-
-
-def _check_function(spec: str) -> str:
-    module, colon, function = spec.partition(":")
-    parts = [*module.split("."), *function.split(".")]
-    if not colon or not all(part.isidentifier() for part in parts):
-        raise ValueError(f"a function is written as 'module:function', got {spec!r}")
-    return spec
-
-
-def _check_engine(spec: str) -> str:
-    if spec not in ENGINE_TARGETS and ":" not in spec:
-        names = ", ".join(repr(name) for name in ENGINE_TARGETS)
-        raise ValueError(
-            f"there is no engine {spec!r}; use {names} or the 'module:Class' of another"
-        )
-    return spec
-
-
-FunctionSpec = Annotated[str, AfterValidator(_check_function)]
-EngineSpec = Annotated[str, AfterValidator(_check_engine)]
-
-
-class Section(BaseModel):
-    """Base of all sections: immutable, no unknown keys, no silent conversions."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+from umbra.trainer.config_section import (
+    Betas,
+    Count,
+    Dtype,
+    EngineSpec,
+    FilePath,
+    FunctionSpec,
+    Positive,
+    Seconds,
+    Section,
+    Share,
+)
+from umbra.trainer.further_pool import FurtherPoolSection, further_pools_problem
 
 
 class RunSection(Section):
@@ -127,8 +105,9 @@ class RewardSection(Section):
 
     Attributes:
         function: "module:function", called as function(prompts, completions, **columns) with
-            lists of equal length; returns one finite number per completion. May be async.
-        timeout_s: for one call.
+            lists of equal length; returns one finite number per completion. May be async, and then
+            take an argument `ctx`, by which it asks further pools: ctx.pool("judge").
+        timeout_s: for one call, without what it waits for further pools.
         accuracy_threshold: a held-out answer counts as right from this reward on.
         python_path: searched for the module, before the current directory.
     """
@@ -162,7 +141,7 @@ class RolloutSection(Section):
             function or agent loop failed; one more ends the run.
         workers: processes that run rewards and agent loops.
         agent: "module:function" of an agent loop; without, one generation per prompt.
-        agent_timeout_s: for one run of the agent loop.
+        agent_timeout_s: for one run of the agent loop, without what it waits for further pools.
         agent_retries: how often the loop of one completion may raise or take too long and be run
             again, with what was generated replayed.
         block_limit_s: how long an agent loop may keep the others of its process from running, at
@@ -326,7 +305,7 @@ class TrainSection(Section):
 
 
 class TrainerConfig(Section):
-    """A whole config file; each attribute is the section of its name."""
+    """A whole config file; each attribute is the section of its name, `pools` a table of them."""
 
     run: RunSection = RunSection()
     model: ModelSection
@@ -334,6 +313,7 @@ class TrainerConfig(Section):
     reward: RewardSection
     rollout: RolloutSection = RolloutSection()
     pool: PoolSection = PoolSection()
+    pools: dict[str, FurtherPoolSection] = {}
     train: TrainSection
 
     @model_validator(mode="after")
@@ -343,6 +323,13 @@ class TrainerConfig(Section):
                 f"train.offload = {self.train.offload!r} needs pool.mode = 'hybrid': engines of a "
                 "standalone pool do not share the trainer's memory"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_pools(self) -> Self:
+        problem = further_pools_problem(self.pools)
+        if problem:
+            raise ValueError(problem)
         return self
 
     @property

@@ -83,11 +83,18 @@ def _takes_text(annotation: Any) -> bool:
 def _annotation(keys: Sequence[str]) -> Any:
     model: Any = TrainerConfig
     for key in keys:
-        if not (isinstance(model, type) and issubclass(model, BaseModel)):
-            return None
-        field = model.model_fields.get(key)
-        model = field.annotation if field else None
+        model = _inner(model, key)
     return model
+
+
+def _inner(annotation: Any, key: int | str) -> Any:
+    """What a section has under `key`, or a table of sections; None where nothing is known."""
+    if typing.get_origin(annotation) is dict:
+        return typing.get_args(annotation)[1]
+    if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+        return None
+    field = annotation.model_fields.get(str(key))
+    return field.annotation if field else None
 
 
 def _describe(problem: Any) -> str:
@@ -112,7 +119,7 @@ def _describe(problem: Any) -> str:
 def _close_match(location: tuple[int | str, ...]) -> str:
     model: Any = TrainerConfig
     for part in location[:-1]:
-        model = model.model_fields[part].annotation
+        model = _inner(model, part)
     known = list(model.model_fields)
     close = difflib.get_close_matches(str(location[-1]), known, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""

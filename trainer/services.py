@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from umbra.runtime.actor import ActorSpec
 from umbra.runtime.engine_names import engine_target
@@ -19,13 +20,11 @@ from umbra.runtime.rollout.ledger.history import ledger_folder
 from umbra.runtime.session import Session
 from umbra.trainer.config import TrainerConfig
 from umbra.trainer.data import PromptFiles
-from umbra.trainer.tokenizer import read_model_config
+from umbra.trainer.further_pool import asked_pools, further_pool_specs, generator_spec
+from umbra.trainer.tokenizer import default_context_len
 
-_Spec = TypeVar("_Spec", ActorSpec, PoolSpec)
 POOL: Final = "policy"
 MANAGER: Final = "rollouts"
-# Longest context assumed where the config names none: an engine's KV cache grows with it.
-_DEFAULT_CONTEXT_LEN: Final = 4096
 # Tokens of a micro-batch where the config says nothing. On a CPU more falls out of its caches and
 # less pays for Python; on a GPU more takes memory and less leaves it idle.
 _DEFAULT_TOKENS: Final = {"cpu": 2048, "cuda": 16384}
@@ -66,27 +65,42 @@ class ServiceStarter:
 
         They are not joined: what they wait for ends with the session at the latest.
         """
-        executor = ThreadPoolExecutor(2 + config.rollout.workers, "umbra-start")
+        num_starts = 2 + config.rollout.workers + len(config.pools)
+        executor = ThreadPoolExecutor(num_starts, "umbra-start")
         try:
             yield cls(session, config, device_type, executor)
         finally:
             executor.shutdown(wait=False, cancel_futures=True)
 
     def start_engines(self) -> None:
-        self._start(self._session.create_pool, engine_pool_spec(self._config, self._device_type))
+        """Pools that share memory are started one after the other."""
+        config, device_type = self._config, self._device_type
+        in_turn: list[PoolSpec] = []
+        for spec in further_pool_specs(config, device_type, POOL):
+            if spec.mode == "colocated":
+                in_turn.append(spec)
+            else:
+                self._start(partial(self._create_pools, [spec]))
+        self._start(partial(self._create_pools, [*in_turn, engine_pool_spec(config, device_type)]))
+
+    def _create_pools(self, specs: Sequence[PoolSpec]) -> None:
+        for spec in specs:
+            self._session.create_pool(spec)
+            if spec.name in self._config.pools:
+                self._session.spawn(generator_spec(spec.name, self._config))
 
     def start_workers(self) -> None:
         for spec in worker_specs(self._config):
-            self._start(self._session.spawn, spec)
+            self._start(partial(self._session.spawn, spec))
 
     def start_manager(
         self, prompts: PromptFiles, stop_token_ids: list[int], world_size: int
     ) -> None:
         spec = manager_spec(self._config, prompts, stop_token_ids, world_size, self._device_type)
-        self._start(self._session.spawn, spec)
+        self._start(partial(self._session.spawn, spec))
 
-    def _start(self, start: Callable[[_Spec], object], spec: _Spec) -> None:
-        future = self._executor.submit(start, spec)
+    def _start(self, start: Callable[[], object]) -> None:
+        future = self._executor.submit(start)
         future.add_done_callback(self._on_started)
         self._started.append(future)
 
@@ -145,6 +159,7 @@ def worker_specs(config: TrainerConfig) -> list[ActorSpec]:
         "reward_timeout_s": config.reward.timeout_s,
         # else the innocent would reach their own deadlines while they are kept waiting
         "block_limit_s": min(config.rollout.block_limit_s, config.rollout.agent_timeout_s / 2),
+        "pools": asked_pools(config),
     }
     return [
         ActorSpec(
@@ -202,6 +217,9 @@ def manager_spec(
         "reward_timeout_s": config.reward.timeout_s,
         "agent_timeout_s": rollout.agent_timeout_s,
         "agent_retries": rollout.agent_retries,
+        "shares_memory": any(pool.mode == "colocated" for pool in config.pools.values()),
+        # the longest that anybody waits for a batch, and so for what it is made of
+        "pools_timeout_s": rollout.timeout_s if config.pools else 0.0,
         "max_inflight_per_engine": config.pool.max_num_seqs,
     }
     return ActorSpec(
@@ -215,7 +233,4 @@ def manager_spec(
 
 def max_context_len(config: TrainerConfig) -> int:
     """Longest prompt + completion: as configured, else the model's limit, at most 4096."""
-    if config.pool.max_context_len is not None:
-        return config.pool.max_context_len
-    limit = read_model_config(config.model.path).get("max_position_embeddings")
-    return min(limit, _DEFAULT_CONTEXT_LEN) if isinstance(limit, int) else _DEFAULT_CONTEXT_LEN
+    return config.pool.max_context_len or default_context_len(config.model.path)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from umbra.runtime.errors import DataError
+
+# Longest context assumed where the config names none: an engine's KV cache grows with it.
+_DEFAULT_CONTEXT_LEN: Final = 4096
 
 
 class PromptTokenizer:
@@ -115,20 +118,32 @@ def stop_token_ids(
     Raises:
         DataError: none is known anywhere, so that no completion would ever end by itself.
     """
-    config = read_model_config(model_path)
-    generation_path = model_path / "generation_config.json"
-    generation = _read_json(generation_path, "") if generation_path.exists() else {}
-    for source in (generation, config, {"eos_token_id": tokenizer.eos_token_id}):
-        found = source.get("eos_token_id")
-        if found is not None:
-            ids = cast("list[int]", found if isinstance(found, list) else [found])
-            return sorted({*ids, *extra})
-    if extra:
-        return sorted(set(extra))
+    known = known_stop_token_ids(model_path)
+    if not known and tokenizer.eos_token_id is not None:
+        known = [tokenizer.eos_token_id]
+    if known or extra:
+        return sorted({*known, *extra})
     raise DataError(
         f"model.path: {model_path} names no eos_token_id (generation_config.json, config.json or "
         "the tokenizer); set rollout.stop_token_ids"
     )
+
+
+def known_stop_token_ids(model_path: Path) -> list[int]:
+    """Tokens that end a text, by the model's generation settings, else its config; or none."""
+    generation_path = model_path / "generation_config.json"
+    generation = _read_json(generation_path, "") if generation_path.exists() else {}
+    for source in (generation, read_model_config(model_path)):
+        found = source.get("eos_token_id")
+        if found is not None:
+            return cast("list[int]", found if isinstance(found, list) else [found])
+    return []
+
+
+def default_context_len(model_path: Path) -> int:
+    """The model's limit, at most 4096."""
+    limit = read_model_config(model_path).get("max_position_embeddings")
+    return min(limit, _DEFAULT_CONTEXT_LEN) if isinstance(limit, int) else _DEFAULT_CONTEXT_LEN
 
 
 def _read_json(path: Path, remedy: str) -> dict[str, Any]:

@@ -248,7 +248,8 @@ class Trainer:
         from_lead(world, lambda: self._report(journal, steps))
 
     def _report(self, journal: Journal, steps: int) -> None:
-        states = self._session.pool(POOL).states()
+        pools = [self._session.pool(name) for name in (POOL, *self._config.pools)]
+        states = [state for pool in pools for state in pool.states()]
         summary = finish(
             self._config,
             journal,

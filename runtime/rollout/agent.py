@@ -133,8 +133,8 @@ class AgentLoop:
         except (Exception, SystemExit) as error:  # user code: anything may come
             if patience.expired:
                 raise RolloutError(
-                    f"agent loop {self.target} took longer than {patience.limit_s:.3g} s for sample "
-                    f"{sample_id}; give its tools deadlines or raise agent_timeout_s"
+                    f"agent loop {self.target} took longer than {patience.limit_s:.3g} s for "
+                    f"sample {sample_id}; give its tools deadlines or raise agent_timeout_s"
                 ) from None
             raise RolloutError(
                 f"agent loop {self.target} raised {describe(error)} for sample {sample_id}; "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,10 @@ def document() -> str:
     parts = [_HEAD]
     for name, field in TrainerConfig.model_fields.items():
         section: Any = field.annotation
-        summary = (inspect.getdoc(section) or "").split("\n")[0].partition(": ")[2]
+        if typing.get_origin(section) is dict:
+            name, section = f"{name}.NAME", typing.get_args(section)[1]
+        summary = (inspect.getdoc(section) or "").split("\n\n")[0].partition(": ")[2]
+        summary = " ".join(summary.split())
         parts.append(f"\n## [{name}]\n\n{summary[0].upper()}{summary[1:]}\n")
         parts.append("\n| key | default | what it is |\n|---|---|---|\n")
         texts = _attributes(inspect.getdoc(section) or "")

@@ -4,8 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
+from umbra.runtime.rollout.asked_pool import RewardContext
+
 
 def low_digits(prompts: list[str], completions: list[str], **columns: list[Any]) -> list[float]:
     """Share of the characters that are 0 to 4; uses a column, to show that it arrives."""
     assert all(answer == "low" for answer in columns["answer"])
     return [sum(c in "01234" for c in text) / 8 for text in completions]
+
+
+async def judged(
+    prompts: list[str], completions: list[str], ctx: RewardContext, **columns: list[Any]
+) -> list[float]:
+    """The same, and a little for the length of what a judge says to it."""
+    plain = low_digits(prompts, completions, **columns)
+    judge = ctx.pool("judge")
+    said = [await judge.complete(f"{text}?", 4) for text in completions]
+    return [a + len(answer.tokens) / 1000 for a, answer in zip(plain, said, strict=True)]
+
+
+async def misjudged(prompts: list[str], completions: list[str], ctx: RewardContext) -> list[float]:
+    """Asks a judge that is not there."""
+    answers = [await ctx.pool("jduge").complete(text) for text in completions]
+    return [float(len(answer.tokens)) for answer in answers]

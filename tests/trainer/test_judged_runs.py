@@ -1,0 +1,124 @@
+"""Training runs whose rewards ask a judge, which shares the engines' memory or has its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_training_runs import read_summary, run, start, write_config
+from training_models import save_model
+
+from umbra.trainer.metrics import read_metrics
+
+sys.path.append(str(Path(__file__).parents[1] / "runtime"))
+from test_pool_turns import assert_never_both_awake
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+JUDGE = """
+[pools.judge]
+model_path = "{folder}/judge"
+tick_ms = 5.0
+max_num_seqs = 16
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("UMBRA_LOG_LEVEL", "DEBUG")
+    save_model(tmp_path / "model", initializer_range=0.02)
+    save_model(tmp_path / "judge", seed=7)
+    for name, count in (("train", 64), ("eval", 16)):
+        rows = [{"prompt": f"{name} {idx}=", "answer": "low"} for idx in range(count)]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    path = write_config(tmp_path)
+    path.write_text(path.read_text() + JUDGE.format(folder=tmp_path))
+    return path
+
+
+JUDGED = "reward.function=digit_rewards:judged"
+
+
+def steps_of(config: Path) -> list[dict[str, Any]]:
+    rows = read_metrics(config.parent / "run/metrics.jsonl")
+    return [dict(row) for row in rows if "train/loss" in row]
+
+
+def supervisor_log(config: Path) -> Path:
+    return config.parent / "run/logs/supervisor.log"
+
+
+def num_turns(config: Path) -> int:
+    return supervisor_log(config).read_text().count("pool judge has the memory after policy")
+
+
+def test_a_hybrid_run_shares_its_memory_with_a_judge(config: Path) -> None:
+    run(config, 2, JUDGED)
+
+    summary, steps = read_summary(config.parent), steps_of(config)
+    assert [row["step"] for row in steps] == [1, 2, 3, 4]
+    assert summary["reward_last"] > summary["reward_first"]
+    assert summary["engine_restarts"] == 0
+    # a batch and an evaluation can wait for more than one turn, but not each prompt for its own
+    assert 4 <= num_turns(config) <= 16
+    assert all(abs(row["train/ratio_mean"] - 1) < 1e-3 for row in steps)
+    assert_never_both_awake(supervisor_log(config))
+
+
+def test_an_asynchronous_run_is_interrupted_for_its_judge(config: Path) -> None:
+    run(
+        config, 1, JUDGED, "pool.mode=standalone", "rollout.max_staleness=1",
+        "pools.judge.max_wait_s=0.2",
+    )  # fmt: skip
+
+    assert [row["step"] for row in steps_of(config)] == [1, 2, 3, 4]
+    assert num_turns(config) >= 2
+    assert all(row["rollout/staleness_max"] <= 1 for row in steps_of(config))
+    assert_never_both_awake(supervisor_log(config))
+
+
+def test_a_judge_of_its_own_is_always_awake(config: Path) -> None:
+    run(config, 1, JUDGED, "pools.judge.mode=standalone", "train.steps=2")
+
+    assert [row["step"] for row in steps_of(config)] == [1, 2]
+    assert num_turns(config) == 0
+    assert "judge-0#1 is ASLEEP" not in supervisor_log(config).read_text()
+
+
+def test_a_pool_that_is_not_there_is_named_with_those_that_are(config: Path) -> None:
+    process = start(config, 1, "reward.function=digit_rewards:misjudged")
+    output, _ = process.communicate(timeout=120)
+
+    assert process.returncode != 0
+    assert "there is no pool 'jduge' to ask; there are: judge" in output
+
+
+@pytest.mark.parametrize("victim", ["judge-0", "policy-0"])
+def test_an_engine_that_dies_in_the_judges_turn_costs_nothing_but_time(
+    config: Path, victim: str
+) -> None:
+    process = start(config, 1, JUDGED)
+    try:
+        deadline = time.monotonic() + 60
+        log, processes = supervisor_log(config), config.parent / "run/processes.json"
+        while not (log.exists() and num_turns(config) >= 1):
+            assert time.monotonic() < deadline
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.002)
+        os.kill(json.loads(processes.read_text())[victim]["pid"], signal.SIGKILL)
+        output, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
+        process.wait()
+
+    assert process.returncode == 0, output
+    assert [row["step"] for row in steps_of(config)] == [1, 2, 3, 4]
+    assert read_summary(config.parent)["engine_restarts"] == 1
+    assert_never_both_awake(log)
