@@ -82,11 +82,13 @@ class Bench:
         self.failures: list[UmbraError] = []
         self.ended: dict[str, str] = {}
         self.now = 0.0
+        self.told: list[bool] = []
         self.dispatcher = Dispatcher(
             Router(max_inflight),
             self.failures.append,
             journal or Recorder(None, self.failures.append),
             clock=lambda: self.now,
+            on_work=self.told.append,
         )
         self.inboxes: dict[EngineId, Inbox] = {}
 
@@ -117,6 +119,23 @@ class Bench:
         )
         self.dispatcher.submit(turn)
         return turn
+
+
+def test_it_tells_whether_anything_is_left_to_generate() -> None:
+    bench = Bench()
+    first = bench.submit("first")
+    assert bench.told[-1], "waiting for an engine is work"
+    inbox = bench.serve(A)
+    bench.submit("second")
+
+    bench.dispatcher.cancel([first])
+    assert bench.told[-1]
+    request_id = inbox.requests[-1]["id"]
+    bench.dispatcher.on_batch(A, delta([(request_id, 0, [STOP], 1)]))
+    bench.dispatcher.on_batch(A, delta([], [(request_id, "stop")]))
+
+    assert bench.ended == {"second": "stop"}
+    assert not bench.told[-1]
 
 
 def test_a_request_says_all_that_an_engine_needs() -> None:

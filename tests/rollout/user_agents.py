@@ -110,3 +110,30 @@ async def blocks_for_t3(ctx: AgentContext, sample: dict[str, Any]) -> float | No
     if ctx.prompt == "t3":
         time.sleep(60.0)  # noqa: ASYNC251
     return float(len(tokens))
+
+
+async def asks_judge(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
+    """A judge's answer to the first 5 tokens is given; its length makes the reward."""
+    tokens = [*ctx.prompt_tokens]
+    tokens += await ctx.generate(tokens, max_new_tokens=5)
+    judge = ctx.pool("judge")
+    answer = await judge.generate(tokens, 4, temperature=1.0, seed=3)
+    assert judge.decode(answer.tokens) == answer.text
+    tokens += answer.tokens
+    await ctx.generate(tokens)
+    return float(len(answer.tokens) + len(answer.logprobs))
+
+
+async def dies_after_asking(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
+    """One of the loops kills the process, once, when the judge has answered."""
+    tokens = [*ctx.prompt_tokens]
+    tokens += await ctx.generate(tokens, max_new_tokens=5)
+    answer = await ctx.pool("judge").generate(tokens, 4)
+    die_the_first_time(Path(sample["marker"]))
+    await ctx.generate(tokens + answer.tokens, max_new_tokens=5)
+    return 1.0
+
+
+async def asks_nobody(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
+    await ctx.pool("jury").generate([1], 1)
+    return 1.0

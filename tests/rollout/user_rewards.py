@@ -86,3 +86,14 @@ def dies_always(prompts: list[str], completions: list[str], **_: Any) -> list[fl
     os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(30)
     return []
+
+
+async def by_judge(prompts: list[str], completions: list[str], ctx: Any) -> list[float]:
+    """The judge's answer to each text, as long as it is told to be."""
+    judge = ctx.pool("judge")
+    answers = [await judge.complete(text, 3, temperature=0.0) for text in completions]
+    return [float(len(answer.tokens)) for answer in answers]
+
+
+def by_judge_at_once(prompts: list[str], completions: list[str], ctx: Any) -> list[float]:
+    return [1.0 for _ in completions]

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from umbra.runtime.collective import SessionSync
 from umbra.runtime.errors import ConfigError, EngineError, UmbraError
 from umbra.runtime.pools import PoolSpec
 from umbra.runtime.restart import RestartPolicy
 from umbra.runtime.session import Session
+from umbra.runtime.testing.pool_log import assert_never_both_awake
 from umbra.runtime.testing.sessions import SessionFactory
+from umbra.runtime.weights.publish import WeightPublisher
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -43,11 +45,21 @@ def judge_spec(**settings: Any) -> PoolSpec:
 class Shared:
     """A policy and a judge that share memory, and what the supervisor saw of them."""
 
-    def __init__(self, factory: SessionFactory, **judge: Any) -> None:
+    def __init__(
+        self, factory: SessionFactory, policy: dict[str, Any] | None = None, **judge: Any
+    ) -> None:
         self.session = factory(environ={"UMBRA_LOG_LEVEL": "DEBUG"})
         self._log = factory.run_dirs[-1] / "logs" / "supervisor.log"
         self.session.create_pool(judge_spec(**judge))
-        self.session.create_pool(spec("policy"))
+        self.session.create_pool(spec("policy", **(policy or {})))
+
+    def publish(self, version: int) -> None:
+        """As the trainer does."""
+        weights = {"w": torch.zeros(10)}
+        WeightPublisher(SessionSync(self.session), 0, 1, weights).publish("policy", version, 20.0)
+
+    def versions(self) -> list[int]:
+        return [row["version"] for row in self.session.pool("policy").states()]
 
     def has_work(self, pool: str, has_work: bool) -> None:
         self.session.supervisor_call("pool_has_work", pool, has_work)
@@ -71,24 +83,6 @@ class Shared:
 
     def check_never_both_awake(self) -> None:
         assert_never_both_awake(self._log)
-
-
-def assert_never_both_awake(log: Path) -> None:
-    """Goes through the supervisor's log, where every engine's states are in their order."""
-    awake: dict[str, set[str]] = {"policy": set(), "judge": set()}
-    num_events = 0
-    for line in log.read_text().splitlines():
-        found = re.search(r"((policy|judge)-\d+)#\d+ (has freed its memory|is (\w+))", line)
-        if found is None:
-            continue
-        engine, pool, what, state = found.groups()
-        num_events += 1
-        if what == "has freed its memory" or state == "DEAD":
-            awake[pool].discard(engine)
-        elif state != "ASLEEP":
-            awake[pool].add(engine)
-        assert not (awake["policy"] and awake["judge"]), line
-    assert num_events > 4
 
 
 def wait_until(is_so: Callable[[], bool], within_s: float = 20.0) -> None:
@@ -150,6 +144,46 @@ def test_the_trainer_takes_the_memory_from_a_judge_and_keeps_it(
     shared.wait_for("SERVING", "ASLEEP")
     shared.has_work("policy", False)
     shared.wait_for("ASLEEP", "SERVING")
+    shared.check_never_both_awake()
+
+
+@pytest.mark.parametrize(
+    "policy", [{"mode": "hybrid"}, {"count": 2, "update_waves": 2}], ids=["hybrid", "waves"]
+)
+def test_weights_that_arrive_in_the_judges_turn_end_it(
+    umbra_session_factory: SessionFactory, policy: dict[str, Any]
+) -> None:
+    shared = Shared(umbra_session_factory, policy={"load_weights": False, **policy})
+    shared.publish(1)
+    shared.has_work("policy", False)
+    shared.has_work("judge", True)
+    shared.wait_for("ASLEEP", "SERVING")
+
+    shared.publish(2)
+    assert set(shared.versions()) == {2}
+    shared.wait_for("ASLEEP", "SERVING")
+    assert set(shared.versions()) == {2}  # which a turn does not cost
+    shared.has_work("policy", True)
+    shared.has_work("judge", False)
+    shared.wait_for("SERVING", "ASLEEP")
+    shared.check_never_both_awake()
+
+
+def test_a_judge_sleeps_while_the_trainer_trains_and_wakes_with_the_next_weights(
+    umbra_session_factory: SessionFactory,
+) -> None:
+    shared = Shared(umbra_session_factory, policy={"mode": "hybrid", "load_weights": False})
+    shared.publish(1)
+    shared.session.pool("policy").sleep(2)
+    shared.has_work("policy", False)
+    shared.has_work("judge", True)
+    time.sleep(0.4)  # nothing is to happen
+    assert (shared.state("policy"), shared.state("judge")) == ("ASLEEP", "ASLEEP")
+
+    shared.publish(2)
+
+    shared.wait_for("ASLEEP", "SERVING")
+    assert shared.versions() == [2]
     shared.check_never_both_awake()
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -17,10 +16,8 @@ import pytest
 from test_training_runs import read_summary, run, start, write_config
 from training_models import save_model
 
+from umbra.runtime.testing.pool_log import assert_never_both_awake
 from umbra.trainer.metrics import read_metrics
-
-sys.path.append(str(Path(__file__).parents[1] / "runtime"))
-from test_pool_turns import assert_never_both_awake
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 

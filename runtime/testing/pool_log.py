@@ -1,0 +1,24 @@
+"""What a supervisor's log (UMBRA_LOG_LEVEL=DEBUG) tells of pools that share memory."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+
+def assert_never_both_awake(log: Path) -> None:
+    """Goes through the supervisor's log, where every engine's states are in their order."""
+    awake: dict[str, set[str]] = {"policy": set(), "judge": set()}
+    num_events = 0
+    for line in log.read_text().splitlines():
+        found = re.search(r"((policy|judge)-\d+)#\d+ (has freed its memory|is (\w+))", line)
+        if found is None:
+            continue
+        engine, pool, what, state = found.groups()
+        num_events += 1
+        if what == "has freed its memory" or state == "DEAD":
+            awake[pool].discard(engine)
+        elif state != "ASLEEP":
+            awake[pool].add(engine)
+        assert not (awake["policy"] and awake["judge"]), line
+    assert num_events > 4

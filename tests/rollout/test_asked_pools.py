@@ -1,0 +1,155 @@
+"""Agent loops and rewards ask a judge, which is awake always or in turn with the policy."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from live_rollouts import VOCAB_SIZE, LiveRollouts, merged, while_generating, write_tokenizer
+
+from umbra.engines.echo import echo_tokens
+from umbra.runtime.actor import ActorSpec
+from umbra.runtime.errors import ConfigError
+from umbra.runtime.pools import PoolSpec
+from umbra.runtime.restart import RestartPolicy
+from umbra.runtime.rollout.patience import Patience
+from umbra.runtime.rollout.reward import RewardFunction
+from umbra.runtime.rollout.task_host import UserThread
+from umbra.runtime.session import Session
+
+RESTART = RestartPolicy(mode="on_failure", max_restarts=5, backoff_initial_s=0.05)
+
+
+def start(
+    session: Session, folder: Path, *, colocated: bool = True, **settings: Any
+) -> LiveRollouts:
+    """A judge, and rollouts whose user code may ask it. Tokens of the policy come slowly."""
+    turns: dict[str, Any] = {"mode": "colocated", "shares_with": "policy", "max_wait_s": 0.2}
+    session.create_pool(
+        PoolSpec(
+            name="judge",
+            engine="umbra.engines.echo:EchoEngine",
+            count=1,
+            kwargs={"vocab_size": VOCAB_SIZE, "tick_ms": 5.0},
+            load_weights=True,
+            restart=RESTART,
+            **(turns if colocated else {"mode": "standalone"}),
+        )
+    )
+    config = {"pool": "judge", "max_context_len": 128, "shares_memory": colocated}
+    session.spawn(
+        ActorSpec(
+            name="judge-generator",
+            target="umbra.runtime.rollout.generator_service:GeneratorService",
+            kwargs={"config": config},
+            restart=RESTART,
+        )
+    )
+    write_tokenizer(folder / "tokenizer.json")
+    asked = {
+        "generator": "judge-generator",
+        "tokenizer_path": str(folder),
+        "stop_token_ids": [],
+        "timeout_s": 60.0,
+    }
+    return LiveRollouts(
+        session,
+        folder,
+        engine={"tokens_per_s": 200.0},
+        worker={"pools": {"judge": asked}},
+        config={"shares_memory": colocated, "pools_timeout_s": 60.0, "max_new_tokens": 24},
+        **settings,
+    )
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize("colocated", [True, False], ids=["colocated", "standalone"])
+def test_an_agent_loop_asks_a_judge(
+    umbra_session: Session, tmp_path: Path, colocated: bool
+) -> None:
+    live = start(umbra_session, tmp_path, colocated=colocated, agent="asks_judge", reward="")
+
+    for step in range(2):
+        live.publish(step)
+        samples = merged(live.next_batch(step))
+
+        assert len(samples) == 16
+        for sample in samples.values():
+            assert sample["reward"] == 8.0
+            assert len(sample["completion"]) == 24 + 4
+            said = sample["completion"][5:9]
+            assert said == echo_tokens(3, np.arange(4), VOCAB_SIZE).tolist()
+            assert sum(sample["mask"]) == 24  # what the judge says is not trained on
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["judge-generator", "judge-0", "policy-0", "policy-1"])
+def test_a_reward_gets_its_answers_whoever_dies(
+    umbra_session: Session, tmp_path: Path, victim: str
+) -> None:
+    live = start(umbra_session, tmp_path, reward="by_judge")
+    live.publish(0)
+
+    with while_generating(live, 60, lambda: live.signal(victim, signal.SIGKILL)):
+        samples = merged(live.next_batch(0))
+
+    assert [sample["reward"] for sample in samples.values()] == [3.0] * 16
+    assert all(len(sample["completion"]) == 24 for sample in samples.values())
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_a_loop_whose_process_dies_asks_again(umbra_session: Session, tmp_path: Path) -> None:
+    live = start(umbra_session, tmp_path, agent="dies_after_asking", reward="")
+    live.publish(0)
+
+    samples = merged(live.next_batch(0))
+
+    assert (tmp_path / "marker").exists()
+    assert [sample["reward"] for sample in samples.values()] == [1.0] * 16
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_an_unknown_pool_is_named_with_those_that_are_there(
+    umbra_session: Session, tmp_path: Path
+) -> None:
+    live = start(umbra_session, tmp_path, agent="asks_nobody", reward="")
+    live.publish(0)
+
+    errors = live.call_as_ranks(lambda rank: live.failure_of_next_batch(rank, 0))
+
+    assert all("no pool 'jury' to ask; there are: judge" in str(error) for error in errors)
+
+
+def test_a_plain_function_cannot_take_the_context() -> None:
+    async def load() -> None:
+        async with UserThread("user") as thread:
+            with pytest.raises(ConfigError, match="make it an async def"):
+                RewardFunction("user_rewards:by_judge_at_once", thread, 1.0)
+
+    asyncio.run(load())
+
+
+def test_a_pause_does_not_count_for_patience() -> None:
+    async def wait() -> None:
+        async with Patience(0.05) as patience:
+            with patience.paused():
+                with patience.paused():
+                    await asyncio.sleep(0.06)
+                await asyncio.sleep(0.06)
+        assert not patience.expired
+
+        async with Patience(0.02) as patience:
+            with patience.paused():
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(5.0)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(wait())
