@@ -178,6 +178,8 @@ class Generator:
 
         Raises:
             ValueError: an argument out of range, or a prompt that leaves no room in the context.
+            RequestRefused: the engine could never serve this, such as a token outside the model's
+                vocabulary.
             RolloutError, EngineError: no engine served for too long, or all that tried failed.
         """
         generation = self._begin(tokens, max_new_tokens, temperature, stop_token_ids, seed)
