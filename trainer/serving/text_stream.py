@@ -43,7 +43,7 @@ class TextStream:
 
 
 class StopScanner:
-    """Lets text through up to the first stop, and holds back what may become one."""
+    """Lets text through up to the stop that is complete first; holds back what may become one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
@@ -53,10 +53,10 @@ class StopScanner:
     def add(self, text: str) -> str:
         """What is certain to come before any stop."""
         held = self._held + text
-        places = [place for stop in self._stops if (place := held.find(stop)) >= 0]
-        if places:
+        found = [(place + len(s), place) for s in self._stops if (place := held.find(s)) >= 0]
+        if found:
             self.is_stopped, self._held = True, ""
-            return held[: min(places)]
+            return held[: min(found)[1]]
         keep = self._num_held(held)
         self._held = held[len(held) - keep :]
         return held[: len(held) - keep]
