@@ -17,7 +17,7 @@ import secrets
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -128,9 +128,15 @@ class Generator:
     def max_context_len(self) -> int:
         return self._config.max_context_len
 
-    def describe(self) -> str:
-        """`engine0#1 SERVING, engine1#2 STARTING`."""
-        return self._fleet.describe()
+    def engines(self) -> dict[str, dict[str, Any]]:
+        """By name and life, such as `judge-0#1`: "state", and "requests" that it holds."""
+        return {
+            str(view.engine): {
+                "state": str(view.state),
+                "requests": self._dispatcher.num_inflight(view.engine),
+            }
+            for view in self._fleet.views
+        }
 
     async def generate(
         self,

@@ -72,6 +72,15 @@ class Server:
             response.close()
             connection.close()
 
+    @contextmanager
+    def asking(self, path: str, body: dict[str, Any]) -> Generator[None]:
+        """Asks and waits for no answer; leaving the block hangs up."""
+        connection = self._send(path, body, None, None)
+        try:
+            yield
+        finally:
+            connection.close()
+
     def stream(self, path: str, body: dict[str, Any]) -> list[Any]:
         """All chunks of a stream that comes to its end."""
         with self.streaming(path, body) as events:

@@ -134,7 +134,7 @@ class HttpFront:
         is_serving = self._generator.is_serving
         body = {
             "status": "ok" if is_serving else "no engine serves",
-            "engines": self._generator.describe(),
+            "engines": self._generator.engines(),
             "generations": self._generator.num_open,
         }
         return web.json_response(body, status=200 if is_serving else 503)
