@@ -7,6 +7,7 @@
 | UMBRA_SOCKET_ROOT | user | folder for sockets, default /tmp/umbra-UID; must be node-local and short |
 | UMBRA_SECRET_FILE | user | file with the job's keys, default ~/.config/umbra/jobs/JOB |
 | UMBRA_LOG_LEVEL | user | level of umbra's own processes, default INFO |
+| UMBRA_API_KEY | user | what clients of `umbra serve` must know, where `--api-key` does not say |
 | UMBRA_ACTOR | supervisor | NAME#INCARNATION of the actor that a process belongs to |
 """  # noqa: E501
 
@@ -120,6 +121,11 @@ def secret_file(job: str, environ: Mapping[str, str] = os.environ) -> Path:
 def is_secret_file_named(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether the user, not umbra, looks after the file with the keys."""
     return bool(environ.get("UMBRA_SECRET_FILE"))
+
+
+def api_key(environ: Mapping[str, str] = os.environ) -> str:
+    """What clients of `umbra serve` must know; "" lets everybody in."""
+    return environ.get("UMBRA_API_KEY", "")
 
 
 def log_level(environ: Mapping[str, str] = os.environ) -> int:

@@ -17,6 +17,7 @@ UmbraError
 │   ├── EngineUnhealthy    an engine hangs or crashes in a loop
 │   └── WeightSyncError    weights did not arrive whole
 ├── RolloutError
+│   ├── RequestRefused     an engine says that it could never serve a request
 │   └── RewardError        a reward function raised or returned something unusable
 ├── LedgerError            the record of samples is damaged, contradicts itself or cannot be written
 └── JobFailed              another rank or an essential process failed; the message names it
@@ -117,6 +118,10 @@ class WeightSyncError(EngineError):
 
 class RolloutError(UmbraError):
     """Rollouts cannot be produced."""
+
+
+class RequestRefused(RolloutError):
+    """An engine says that it could never serve a request; the message says why."""
 
 
 class RewardError(RolloutError):

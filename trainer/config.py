@@ -348,3 +348,17 @@ class TrainerConfig(Section):
     def samples_per_step(self) -> int:
         """Completions of one step, over all ranks."""
         return self.rollout.groups_per_step * self.rollout.group_size
+
+
+class ServeConfig(Section):
+    """What `umbra serve` and `umbra generate` read of a config file; the other sections may be
+    there, as in the file of a training run, and are checked."""
+
+    run: RunSection = RunSection()
+    model: ModelSection
+    data: DataSection | None = None
+    reward: RewardSection | None = None
+    rollout: RolloutSection = RolloutSection()
+    pool: PoolSection = PoolSection()
+    pools: dict[str, FurtherPoolSection] = {}
+    train: TrainSection | None = None

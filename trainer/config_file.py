@@ -8,15 +8,22 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
 
 from umbra.runtime.errors import ConfigError
-from umbra.trainer.config import TrainerConfig
+from umbra.trainer.config import ServeConfig, TrainerConfig
+
+_Config = TypeVar("_Config", TrainerConfig, ServeConfig)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainerConfig:
+    """The config of a training run; see `read_config`."""
+    return read_config(TrainerConfig, path, overrides)
+
+
+def read_config(kind: type[_Config], path: str | Path, overrides: Sequence[str] = ()) -> _Config:
     """Reads `path` and puts `overrides` ("section.key=value", values as in TOML) over it.
 
     Raises:
@@ -32,15 +39,23 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainerConfi
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {place} is not valid TOML: {error}") from error
-    for override in overrides:
-        _apply_override(values, override)
-    return parse_config(values, str(place))
+    return check_config(kind, values, str(place), overrides)
 
 
 def parse_config(values: Mapping[str, Any], source: str = "config") -> TrainerConfig:
     """Checks settings that are already a map of sections; raises ConfigError as `load_config`."""
+    return check_config(TrainerConfig, values, source)
+
+
+def check_config(
+    kind: type[_Config], values: Mapping[str, Any], source: str, overrides: Sequence[str] = ()
+) -> _Config:
+    """The same for either kind of config, with `overrides` over it."""
+    values = dict(values)
+    for override in overrides:
+        _apply_override(values, override)
     try:
-        return TrainerConfig.model_validate(values)
+        return kind.model_validate(values)
     except ValidationError as error:
         problems = [_describe(problem) for problem in error.errors(include_url=False)]
         raise ConfigError(f"{source}: " + "; ".join(problems)) from None

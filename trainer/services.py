@@ -18,7 +18,7 @@ from umbra.runtime.pools import PoolSpec
 from umbra.runtime.restart import RestartPolicy
 from umbra.runtime.rollout.ledger.history import ledger_folder
 from umbra.runtime.session import Session
-from umbra.trainer.config import TrainerConfig
+from umbra.trainer.config import ServeConfig, TrainerConfig
 from umbra.trainer.data import PromptFiles
 from umbra.trainer.further_pool import asked_pools, further_pool_specs, generator_spec
 from umbra.trainer.tokenizer import default_context_len
@@ -117,8 +117,15 @@ class ServiceStarter:
             future.result()
 
 
-def engine_pool_spec(config: TrainerConfig, device_type: str) -> PoolSpec:
-    """The pool of engines that generate."""
+def engine_pool_spec(
+    config: TrainerConfig | ServeConfig, device_type: str, *, load_weights: bool = False
+) -> PoolSpec:
+    """The pool of engines that generate.
+
+    Args:
+        device_type: the trainer's.
+        load_weights: engines load the model's weights themselves: no trainer brings any.
+    """
     pool = config.pool
     cores = len(os.sched_getaffinity(0))
     kwargs: dict[str, Any] = {
@@ -139,6 +146,7 @@ def engine_pool_spec(config: TrainerConfig, device_type: str) -> PoolSpec:
         mode=pool.mode,
         on_update=pool.on_update,
         update_waves=pool.update_waves,
+        load_weights=load_weights,
         kwargs=kwargs,
         restart=RestartPolicy(mode="on_failure", max_restarts=pool.max_restarts, window_s=600.0),
         start_timeout_s=pool.sync_timeout_s,
@@ -231,6 +239,6 @@ def manager_spec(
     )
 
 
-def max_context_len(config: TrainerConfig) -> int:
+def max_context_len(config: TrainerConfig | ServeConfig) -> int:
     """Longest prompt + completion: as configured, else the model's limit, at most 4096."""
     return config.pool.max_context_len or default_context_len(config.model.path)

@@ -14,7 +14,7 @@ from umbra.runtime.errors import UmbraError
 from umbra.runtime.rollout.config import RolloutConfig
 from umbra.runtime.rollout.deltas import DeltaBatch
 from umbra.runtime.rollout.dispatch import Dispatcher
-from umbra.runtime.rollout.fleet import Fleet
+from umbra.runtime.rollout.fleet import Fleet, FleetConfig
 from umbra.runtime.rollout.prompts import Prompt
 from umbra.runtime.rollout.recorder import Recorder
 from umbra.runtime.rollout.router import EngineId, Router
@@ -34,8 +34,13 @@ class GapManager:
         self._prompt = Prompt("p", "prompt", np.arange(1, prompt_len + 1, dtype=np.int32), {})
         router = Router(self._config.max_inflight_per_engine)
         self._dispatcher = _NotingDispatcher(router, _fail, Recorder(None, _fail))
+        fleet = FleetConfig(
+            pool=self._config.pool,
+            delta_timeout_s=self._config.delta_timeout_s,
+            submit_timeout_s=self._config.submit_timeout_s,
+        )
         self._fleet = Fleet(
-            self._config, actor_context(), self._dispatcher, lambda: None, lambda text: None
+            fleet, actor_context(), self._dispatcher, lambda: None, lambda text: None
         )
         self._wanted = asyncio.Event()
         self._num_begun = 0

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
@@ -19,6 +21,15 @@ _BENCH: Final = (
 _LEDGER: Final = (
     "Shows where the samples of a job are (pending, running, partial, finished, scored, leased, "
     "trained, dropped), from the ledger in its run directory; the job may be running."
+)
+
+_SERVE: Final = (
+    "Starts the engines of a config without a trainer, and an OpenAI-compatible HTTP server in "
+    "front of them, until Ctrl-C. The config is that of a training run; [model] is enough."
+)
+_GENERATE: Final = (
+    "Generates one completion and prints it as it comes: with an engine started for it, or, with "
+    "--url, by a server that is running."
 )
 
 
@@ -48,6 +59,15 @@ def _run(arguments: argparse.Namespace) -> int:
             from umbra.runtime.cli import ledger
 
             return ledger.run(arguments)
+        case "serve":
+            # By name: nothing here imports the trainer, whose config it reads.
+            return int(import_module("umbra.trainer.serving.command").serve(arguments))
+        case "generate" if arguments.url:
+            from umbra.runtime.cli import ask
+
+            return ask.run(arguments)
+        case "generate":
+            return int(import_module("umbra.trainer.serving.command").generate(arguments))
         case _:
             raise AssertionError(arguments.command)
 
@@ -65,7 +85,52 @@ def _parser() -> argparse.ArgumentParser:
     _add_ledger_arguments(
         commands.add_parser("ledger", help="where a job's samples are", description=_LEDGER)
     )
+    _add_serve_arguments(
+        commands.add_parser("serve", help="engines behind an HTTP endpoint", description=_SERVE)
+    )
+    _add_generate_arguments(
+        commands.add_parser("generate", help="one completion", description=_GENERATE)
+    )
     return parser
+
+
+def _add_serve_arguments(serve: argparse.ArgumentParser) -> None:
+    serve.add_argument("config", metavar="CONFIG", help="TOML file, or a model directory")
+    serve.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="settings to change"
+    )
+    serve.add_argument("--host", default="127.0.0.1", help="to listen on (default 127.0.0.1)")
+    serve.add_argument(
+        "--port", type=_port, default=8000, help="to listen on; 0 takes a free one (default 8000)"
+    )
+    serve.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help="what clients must send (default: UMBRA_API_KEY, else everybody may come in)",
+    )
+
+
+def _add_generate_arguments(generate: argparse.ArgumentParser) -> None:
+    generate.add_argument(
+        "config", nargs="?", metavar="CONFIG", help="TOML file, or a model directory"
+    )
+    generate.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="settings to change"
+    )
+    generate.add_argument("--prompt", required=True, metavar="TEXT")
+    generate.add_argument(
+        "--chat", action="store_true", help="the prompt is a user's message, for a chat template"
+    )
+    generate.add_argument(
+        "--max-tokens", type=_positive, metavar="N", help="default: what the context leaves"
+    )
+    generate.add_argument(
+        "--temperature", type=_temperature, default=1.0, metavar="T", help="0 is greedy (default 1)"
+    )
+    generate.add_argument("--seed", type=_seed, help="the same gives the same text again")
+    generate.add_argument("--engine", help="embedded, vllm, ... (default: as the config says)")
+    generate.add_argument("--url", help="of a running server, such as http://127.0.0.1:8000")
+    generate.add_argument("--api-key", metavar="KEY", help="of the server (default: UMBRA_API_KEY)")
 
 
 def _add_ledger_arguments(ledger: argparse.ArgumentParser) -> None:
@@ -113,6 +178,28 @@ def _positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
     return number
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal() or int(text) >= 1 << 63:
+        raise argparse.ArgumentTypeError(f"{text!r} is no seed: use 0 to 2**63 - 1")
+    return int(text)
+
+
+def _temperature(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no temperature: use 0 (greedy) or more")
+    return number
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port: use 0 to 65535")
+    return int(text)
 
 
 def _version() -> str:

@@ -20,7 +20,7 @@ from umbra.runtime.errors import (
     DeadlineExceeded,
     EngineError,
     RemoteError,
-    RolloutError,
+    RequestRefused,
     UmbraError,
 )
 from umbra.runtime.rollout.deltas import DeltaBatch
@@ -176,7 +176,7 @@ class EngineLink:
                 return
             is_ours = error.remote_type == "builtins.ValueError"
             what = error.remote_message if is_ours else str(error)
-            refusal = RolloutError(f"{self.engine} refused a request: {what}")
+            refusal = RequestRefused(f"{self.engine} refused a request: {what}")
             self._dispatcher.refuse(self.engine, requests[0]["id"], refusal)
         except EngineError as error:
             logger.warning("%s takes no requests now: %s", self.engine, error)

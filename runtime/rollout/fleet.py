@@ -88,10 +88,14 @@ class Fleet:
     def is_serving(self) -> bool:
         return any(v.state == EngineState.SERVING for v in self._views.values())
 
+    @property
+    def views(self) -> list[EngineView]:
+        """Of all engines, by name."""
+        return sorted(self._views.values(), key=lambda view: view.engine)
+
     def describe(self) -> str:
         """`engine0#1 SERVING, engine1#2 STARTING`."""
-        views = sorted(self._views.values(), key=lambda view: view.engine)
-        return ", ".join(f"{view.engine} {view.state}" for view in views) or "no engines"
+        return ", ".join(f"{view.engine} {view.state}" for view in self.views) or "no engines"
 
     async def run(self) -> None:
         """Follows the pool until cancelled.

@@ -17,7 +17,7 @@ import secrets
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -135,9 +135,15 @@ class Generator:
     def max_context_len(self) -> int:
         return self._config.max_context_len
 
-    def describe(self) -> str:
-        """`engine0#1 SERVING, engine1#2 STARTING`."""
-        return self._fleet.describe()
+    def engines(self) -> dict[str, dict[str, Any]]:
+        """By name and life, such as `judge-0#1`: "state", and "requests" that it holds."""
+        return {
+            str(view.engine): {
+                "state": str(view.state),
+                "requests": self._dispatcher.num_inflight(view.engine),
+            }
+            for view in self._fleet.views
+        }
 
     async def generate(
         self,
@@ -185,6 +191,8 @@ class Generator:
 
         Raises:
             ValueError: an argument out of range, or a prompt that leaves no room in the context.
+            RequestRefused: the engine could never serve this, such as a token outside the model's
+                vocabulary.
             RolloutError, EngineError: no engine served for too long, or all that tried failed.
         """
         generation = self._begin(tokens, max_new_tokens, temperature, stop_token_ids, seed)

@@ -83,4 +83,4 @@ class GeneratorService:
     @idempotent
     def stats(self) -> dict[str, Any]:
         """What is in progress."""
-        return {"open": self._generator.num_open, "engines": self._generator.describe()}
+        return {"open": self._generator.num_open, "engines": self._generator.engines()}

@@ -16,7 +16,7 @@ import torch
 from umbra.engines.echo import echo_tokens
 from umbra.runtime.actor import ActorSpec
 from umbra.runtime.collective import SessionSync
-from umbra.runtime.errors import RemoteError, RolloutError, WeightSyncError
+from umbra.runtime.errors import RemoteError, RequestRefused, RolloutError, WeightSyncError
 from umbra.runtime.pools import PoolSpec
 from umbra.runtime.restart import RestartPolicy
 from umbra.runtime.session import Session, SyncHandle
@@ -204,7 +204,7 @@ def test_a_request_that_no_engine_can_serve_fails_alone(umbra_session: Session) 
         pool.wake(["weights", "kv_cache"])
         pool.resume()  # so that it gets all of them at once
 
-    with pytest.raises(RolloutError, match=rf"refused a request: .*token {VOCAB_SIZE} is outside"):
+    with pytest.raises(RequestRefused, match=rf"refused .*token {VOCAB_SIZE} is outside"):
         bad.result()
     assert [call.result()["tokens"].tolist() for call in good] == [
         expected(seed, 50) for seed in range(5)

@@ -1,0 +1,86 @@
+"""`umbra generate --url`: a completion by a running server, with the standard library."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Iterator
+from http.client import HTTPException
+from typing import Any, Final
+
+from umbra.runtime.environment import api_key
+from umbra.runtime.errors import ConfigError, ConnectionLost, UmbraError
+
+_SILENCE_S: Final = 600.0
+"""Longest wait for the next bytes: a server whose engines are all starting says nothing."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the text as it comes.
+
+    Raises:
+        ConfigError: the server refused the request, or the URL is none.
+        UmbraError: it cannot be reached, or failed.
+    """
+    if arguments.config or arguments.engine:
+        raise ConfigError("--url asks a running server: leave out CONFIG and --engine")
+    request = _request(arguments)
+    try:
+        with urllib.request.urlopen(request, timeout=_SILENCE_S) as response:
+            for text in _texts(response):
+                print(text, end="", flush=True)
+    except urllib.error.HTTPError as error:
+        with error:
+            message = f"{arguments.url} answered {error.code}: {_message(error.read())}"
+        raise ConfigError(message) if error.code < 500 else UmbraError(message) from error
+    except (OSError, HTTPException) as error:
+        raise ConnectionLost(f"{arguments.url}: {getattr(error, 'reason', error)}") from error
+    print()
+    return 0
+
+
+def _request(arguments: argparse.Namespace) -> urllib.request.Request:
+    body: dict[str, Any] = {"stream": True, "temperature": arguments.temperature}
+    if arguments.chat:
+        path = "/v1/chat/completions"
+        body["messages"] = [{"role": "user", "content": arguments.prompt}]
+    else:
+        path = "/v1/completions"
+        body["prompt"] = arguments.prompt
+    if arguments.max_tokens is not None:
+        body["max_tokens"] = arguments.max_tokens
+    if arguments.seed is not None:
+        body["seed"] = arguments.seed
+    headers = {"Content-Type": "application/json"}
+    key = arguments.api_key or api_key()
+    if key:
+        headers["Authorization"] = f"Bearer {key}"
+    url = arguments.url.rstrip("/").removesuffix("/v1") + path
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"--url {arguments.url!r}: write it as http://HOST:PORT")
+    return urllib.request.Request(url, json.dumps(body).encode(), headers)
+
+
+def _texts(lines: Iterable[bytes]) -> Iterator[str]:
+    """The text in a stream of server-sent events."""
+    for line in lines:
+        data = line.strip().removeprefix(b"data: ")
+        if not data or data == b"[DONE]":
+            continue
+        chunk = json.loads(data)
+        if "error" in chunk:
+            raise UmbraError(f"the server failed: {chunk['error']['message']}")
+        for choice in chunk["choices"]:
+            text = choice["delta"].get("content") if "delta" in choice else choice["text"]
+            if text:
+                yield text
+
+
+def _message(body: bytes) -> str:
+    """Of an error in the API's form, else the beginning of what came."""
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        return str(json.loads(body)["error"]["message"])
+    return body[:200].decode(errors="replace")

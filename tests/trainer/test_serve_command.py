@@ -1,0 +1,148 @@
+"""The commands `umbra serve` and `umbra generate`: how they start, refuse and end."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import tempfile
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from http_server import run_umbra, serving
+from training_models import listed, make_model, save_model, save_tokenizer
+
+from umbra.runtime.cli.main import main
+from umbra.runtime.rollout.text import TextCodec
+from umbra.trainer.tokenizer import PromptTokenizer
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+
+@pytest.fixture
+def folder() -> Generator[Path]:
+    """A short path: sockets lie below it."""
+    with tempfile.TemporaryDirectory(prefix="umbra-test-", dir="/tmp") as name:
+        yield Path(name)
+
+
+def test_clients_that_hang_up_free_the_engines_and_a_signal_ends_it_all(folder: Path) -> None:
+    model = save_model(folder / "tiny", max_position_embeddings=4096)
+    slow = [
+        f"pool.engine_args.{setting}" for setting in ("vocab_size=1_000_000", "tokens_per_s=20")
+    ]
+    # 200 seconds: among so many tokens no stop comes; logprobs, because they have no text
+    body = {"prompt": "1", "max_tokens": 4000, "n": 4, "logprobs": 0}
+    busy = {f"policy-{idx}#1": {"state": "SERVING", "requests": 2} for idx in range(2)}
+
+    with serving(folder, model, ["pool.engine=echo", "pool.count=2", *slow]) as server:
+        with server.streaming("/v1/completions", body) as events:
+            next(events)
+            server.wait_for_health(generations=4, engines=busy)
+        server.wait_for_health(generations=0)
+        with server.asking("/v1/completions", body):
+            server.wait_for_health(generations=4)
+        server.wait_for_health(generations=0)
+        with server.streaming("/v1/completions", body) as events:
+            next(events)
+            status = server.end(signal.SIGINT)
+            rest = list(events)
+
+    assert status == 0
+    assert "[DONE]" not in rest
+
+
+def test_a_server_with_a_key_lets_in_who_knows_it(folder: Path) -> None:
+    model = save_model(folder / "tiny")
+
+    with serving(folder, model, ["--api-key", "secret"]) as server:
+        body = {"prompt": "1", "max_tokens": 3}
+        without = server.ask("/v1/completions", body)
+        wrong = server.ask("/v1/models", headers={"Authorization": "Bearer guess"})
+        right = server.ask("/v1/completions", body, headers={"Authorization": "Bearer secret"})
+        assert server.ask("/health")[0] == 200
+        ask = ("generate", "--url", server.url, "--prompt", "1", "--max-tokens", 3)
+        assert run_umbra(folder, *ask).returncode == 2
+        assert run_umbra(folder, *ask, "--api-key", "secret").returncode == 0
+        assert server.end(signal.SIGTERM) == 0
+
+    assert (without[0], wrong[0], right[0]) == (401, 401, 200)
+    assert without[1]["error"]["code"] == "invalid_api_key"
+
+
+def test_one_prompt_is_generated_by_an_engine_of_its_own(folder: Path) -> None:
+    model_dir = save_model(folder / "tiny")
+    tokens = PromptTokenizer(model_dir).encode_rendered("u=12+3= a=")
+    model: Any = make_model()
+    with torch.no_grad():
+        made = model.generate(torch.tensor([tokens]), max_new_tokens=25, do_sample=False)[0]
+    expected = TextCodec.open(str(model_dir)).decode(listed(made)[len(tokens) :])
+
+    done = run_umbra(
+        folder, "generate", model_dir, "--chat", "--prompt", "12+3=", "--max-tokens", 25,
+        "--temperature", 0, "--engine", "embedded",
+    )  # fmt: skip
+
+    assert (done.returncode, done.stdout) == (0, expected + "\n"), done.stderr
+    assert not list((folder / "sockets").iterdir())
+
+
+def test_what_cannot_work_is_said_before_anything_is_started(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = save_model(folder / "tiny")
+    config = folder / "serve.toml"
+    config.write_text(f'[model]\npath = "{model}"\n[pool]\ncuont = 2\n')
+    bare = folder / "bare"
+    bare.mkdir()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        wrong: list[tuple[tuple[object, ...], str]] = [
+            (("serve", folder / "none.toml"), "cannot be read"),
+            (("serve", config), "did you mean 'count'"),
+            (("serve", bare), "config.json cannot be read"),
+            (("serve", model, "--port", port), "choose others"),
+            (("serve", model, "--port", 70000), "no port"),
+            (("generate", "--prompt", "1"), "--url"),
+            (("generate", model, "--prompt", ""), "has 0 tokens"),
+            (("generate", model, "--prompt", "1", "--engine", "vlm"), "there is no engine 'vlm'"),
+            (("generate", model, "--prompt", "1", "--temperature", "nan"), "no temperature"),
+        ]
+
+        for arguments, problem in wrong:
+            assert status_of(arguments) == 2, arguments
+            assert problem in capsys.readouterr().err, arguments
+
+
+def status_of(arguments: tuple[object, ...]) -> object:
+    try:
+        return main([str(argument) for argument in arguments])
+    except SystemExit as end:  # argparse
+        return end.code
+
+
+def test_engines_that_cannot_start_are_a_failure_that_says_why(folder: Path) -> None:
+    model = save_model(folder / "tiny")
+    (model / "model.safetensors").unlink()
+    save_tokenizer(model)
+
+    done = run_umbra(folder, "generate", model, "--prompt", "1")
+
+    assert done.returncode == 1
+    assert "safetensors" in done.stderr
+    assert not list((folder / "sockets").iterdir())
+
+
+def test_nobody_is_there(folder: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+
+    done = run_umbra(folder, "generate", "--url", url, "--prompt", "1")
+
+    assert done.returncode == 1
+    assert "refused" in done.stderr

@@ -1,0 +1,287 @@
+"""`umbra serve` over HTTP: real processes, a small model from a seed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from http_server import Server, run_umbra, serving
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from training_models import CHARS, VOCAB_SIZE, listed, make_model, save_model
+
+from umbra.runtime.rollout.text import TextCodec
+from umbra.trainer.tokenizer import PromptTokenizer
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+PROMPT = "12+3="
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+IDLE = {"state": "SERVING", "requests": 0}
+LONG = 3000  # tokens: time enough to act in the middle
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    save_model(folder, max_position_embeddings=4096)
+    save_byte_tokenizer(folder / "tokenizer.json")
+    return folder
+
+
+def save_byte_tokenizer(path: Path) -> None:
+    """One token a character, and some that end or begin in the middle of an é (bytes C3 A9)."""
+    tokens = ["<pad>", "<eos>", *CHARS.replace(" ", "Ġ")]
+    tokens += [f"{char}Ã" for char in "abcdefghijk"]
+    tokens += [f"©{char}" for char in "abcdefghijklm"[: VOCAB_SIZE - len(tokens)]]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    tokenizer: Any = Tokenizer(models.WordLevel(vocab, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split("", "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<pad>", "<eos>"])
+    tokenizer.save(str(path))
+
+
+@pytest.fixture(scope="module")
+def server(model_dir: Path) -> Generator[Server]:
+    # Not below pytest's folder: a socket's path may have 100 bytes.
+    with (
+        tempfile.TemporaryDirectory(prefix="umbra-test-", dir="/tmp") as folder,
+        serving(Path(folder), model_dir, ["pool.count=2"]) as server,
+    ):
+        yield server
+        assert server.end() == 0
+
+
+def greedy_text(model_dir: Path, prompt: list[int], num_tokens: int) -> str:
+    """What transformers generates."""
+    model: Any = make_model(max_position_embeddings=4096)
+    with torch.no_grad():
+        tokens = model.generate(torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False)[
+            0
+        ]
+    return TextCodec.open(str(model_dir)).decode(listed(tokens)[len(prompt) :])
+
+
+def text_of(chunks: list[Any]) -> str:
+    return "".join(
+        choice["text"] if "text" in choice else choice["delta"].get("content", "")
+        for chunk in chunks
+        for choice in chunk["choices"]
+    )
+
+
+def test_a_completion_is_what_transformers_generates(server: Server, model_dir: Path) -> None:
+    tokens = PromptTokenizer(model_dir).encode(PROMPT)
+
+    answer = server.complete(model="tiny", prompt=PROMPT, max_tokens=30, temperature=0)
+
+    choice = answer["choices"][0]
+    assert choice["text"] == greedy_text(model_dir, tokens, 30)
+    assert choice["finish_reason"] == "length"
+    assert answer["object"] == "text_completion"
+    assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": 30, "total_tokens": 35}
+    of_tokens = server.complete(prompt=tokens, max_tokens=30, temperature=0)
+    assert of_tokens["choices"][0]["text"] == choice["text"]
+
+
+def test_a_chat_is_rendered_by_the_models_own_template(server: Server, model_dir: Path) -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": PROMPT}]}]
+    tokens = PromptTokenizer(model_dir).encode_rendered(f"u={PROMPT} a=")
+
+    answer = server.chat(messages=messages, max_completion_tokens=20, temperature=0)
+
+    message = answer["choices"][0]["message"]
+    assert (message["role"], message["content"]) == (
+        "assistant",
+        greedy_text(model_dir, tokens, 20),
+    )
+    assert answer["usage"]["prompt_tokens"] == len(tokens)
+
+
+def test_a_stream_says_what_the_whole_answer_says(server: Server) -> None:
+    body = {"prompt": [PROMPT, "7"], "max_tokens": 60, "seed": 5, "n": 2, "logprobs": 1}
+    whole = server.complete(**body)
+
+    chunks = server.stream(COMPLETIONS, {**body, "stream_options": {"include_usage": True}})
+
+    assert chunks[-1]["choices"] == []
+    assert chunks.pop()["usage"] == whole["usage"]
+    assert len({choice["text"] for choice in whole["choices"]}) == 4, "each choice is its own"
+    for index, choice in enumerate(whole["choices"]):
+        own = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
+        assert "".join(part["text"] for part in own) == choice["text"]
+        assert [part["finish_reason"] for part in own[:-1]] == [None] * (len(own) - 1)
+        assert own[-1]["finish_reason"] == choice["finish_reason"]
+        for name in ("tokens", "token_logprobs"):
+            streamed = [item for part in own if part["logprobs"] for item in part["logprobs"][name]]
+            assert streamed == pytest.approx(choice["logprobs"][name])
+    assert len(chunks) > 8, "it came in pieces"
+
+
+def test_a_stop_text_is_cut_off_wherever_it_comes(server: Server) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 60, "seed": 3}
+    text: str = server.complete(**body)["choices"][0]["text"]
+    stop = text[20:23]
+    place = text.find(stop)
+
+    answer = server.complete(**body, stop=["never", stop], logprobs=0)
+    chunks = server.stream(COMPLETIONS, {**body, "stop": stop})
+
+    choice = answer["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == (text[:place], "stop")
+    num_tokens = answer["usage"]["completion_tokens"]
+    assert len(choice["logprobs"]["tokens"]) == num_tokens
+    with_stop = server.complete(**{**body, "max_tokens": num_tokens})["choices"][0]["text"]
+    without = server.complete(**{**body, "max_tokens": num_tokens - 1})["choices"][0]["text"]
+    assert stop in with_stop
+    assert stop not in without
+    assert text_of(chunks) == text[:place]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+def test_a_stop_token_ends_the_text_before_it(server: Server) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 60, "seed": 3}
+    whole = server.complete(**body, logprobs=0)["choices"][0]["logprobs"]["tokens"]
+    letter = next(token for token in whole[5:] if token in set(CHARS) - set(whole[:5]))
+    before = server.complete(**{**body, "max_tokens": whole.index(letter)})["choices"][0]["text"]
+
+    answer = server.complete(**body, stop_token_ids=[2 + CHARS.index(letter)])
+
+    assert answer["choices"][0]["text"] == before
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["usage"]["completion_tokens"] == whole.index(letter) + 1
+
+
+def test_a_character_in_two_tokens_is_never_shown_by_halves(server: Server) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 400, "temperature": 2.0, "seed": 8, "n": 20}
+    texts = [choice["text"] for choice in server.complete(**body)["choices"]]
+    assert "é" in "".join(texts)
+
+    chunks = server.stream(COMPLETIONS, body)
+
+    for index, text in enumerate(texts):
+        own = [chunk for chunk in chunks if chunk["choices"][0]["index"] == index]
+        assert text_of(own) == text
+
+
+def test_chat_logprobs_name_each_token(server: Server) -> None:
+    messages = [{"role": "user", "content": PROMPT}]
+
+    answer = server.chat(messages=messages, max_tokens=40, seed=1, logprobs=True)
+
+    content = answer["choices"][0]["logprobs"]["content"]
+    assert len(content) == answer["usage"]["completion_tokens"]
+    assert all(item["logprob"] < 0 for item in content)
+    for item in content:
+        is_whole = "\ufffd" not in item["token"]
+        assert item["bytes"] == (list(item["token"].encode()) if is_whole else None)
+
+
+@pytest.mark.allow_leaks("the server, which other tests share, starts another engine")
+def test_a_killed_engine_costs_a_stream_nothing(server: Server) -> None:
+    body = {"prompt": PROMPT, "max_tokens": LONG, "temperature": 0}
+    answer = server.complete(**body)
+    assert answer["usage"]["completion_tokens"] == LONG, "this seed ends early: take another"
+    text = answer["choices"][0]["text"]
+
+    with server.streaming(COMPLETIONS, body) as events:
+        chunks = [next(events)]
+        engines = server.ask("/health")[1]["engines"]
+        (name,) = (name.partition("#")[0] for name, at in engines.items() if at["requests"])
+        os.kill(server.pids()[name], signal.SIGKILL)
+        chunks += list(events)
+
+    assert chunks.pop() == "[DONE]"
+    assert text_of(chunks) == text
+    other = ({"policy-0", "policy-1"} - {name}).pop()
+    server.wait_for_health(engines={f"{name}#2": IDLE, f"{other}#1": IDLE})
+    assert "trajectories keep" in (server.folder / "stderr.txt").read_text(), "it was in the middle"
+
+
+def test_many_clients_at_a_time_get_their_own_answers(server: Server) -> None:
+    bodies = [{"prompt": PROMPT, "max_tokens": 40, "seed": seed} for seed in range(12)]
+    alone = [server.complete(**body)["choices"][0]["text"] for body in bodies]
+
+    with ThreadPoolExecutor(12) as clients:
+        calls = [clients.submit(server.complete, **body) for body in bodies]
+
+    assert [call.result()["choices"][0]["text"] for call in calls] == alone
+
+
+def test_what_is_not_possible_is_refused_in_the_apis_own_form(server: Server) -> None:
+    prompt = {"prompt": PROMPT}
+    wrong: list[tuple[str, dict[str, Any], int, str | None, str]] = [
+        (COMPLETIONS, {}, 400, "prompt", "prompt is missing"),
+        (COMPLETIONS, {"prompt": []}, 400, "prompt", "empty"),
+        (COMPLETIONS, {**prompt, "top_p": 0.9}, 400, "top_p", "only 1"),
+        (COMPLETIONS, {**prompt, "echo": True}, 400, "echo", "not supported"),
+        (COMPLETIONS, {**prompt, "grammar": "x"}, 400, "grammar", "not supported"),
+        (COMPLETIONS, {**prompt, "temperature": -1}, 400, "temperature", "greater than"),
+        (COMPLETIONS, {**prompt, "temperature": 1e-9}, 400, None, "temperature must be 0"),
+        (COMPLETIONS, {**prompt, "max_tokens": 0}, 400, "max_tokens", "greater than"),
+        (COMPLETIONS, {**prompt, "max_tokens": 4092}, 400, "prompt", "context holds 4096"),
+        (COMPLETIONS, {"prompt": [1, 64]}, 400, None, "token 64 is outside"),
+        (COMPLETIONS, {**prompt, "model": "gpt"}, 404, "model", "only 'tiny'"),
+        (CHAT, {"messages": []}, 400, "messages", "at least 1"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400,
+         "messages", "parts of text"),
+        (CHAT, {"messages": [{"role": "user", "content": "1"}], "tools": [{}]}, 400, "tools",
+         "not supported"),
+    ]  # fmt: skip
+
+    for path, body, expected, param, problem in wrong:
+        status, answer = server.ask(path, body)
+        error = answer["error"]
+        assert (status, error["param"]) == (expected, param), (body, answer)
+        assert problem in error["message"], (body, answer)
+        assert set(error) == {"message", "type", "param", "code"}
+
+
+def test_what_changes_nothing_is_taken(server: Server) -> None:
+    answer = server.complete(
+        prompt=PROMPT, max_tokens=4, temperature=0, user="me", metadata={"a": 1}, top_p=1.0,
+        presence_penalty=0, logit_bias=None, seed=None,
+    )  # fmt: skip
+
+    assert answer["usage"]["completion_tokens"] == 4
+
+
+def test_what_is_no_request_is_told_so(server: Server) -> None:
+    assert server.ask(COMPLETIONS, raw=b"{")[0] == 400
+    assert server.ask(COMPLETIONS, [1])[0] == 400
+    assert server.ask(COMPLETIONS, {}, headers={"Content-Type": "text/plain"})[0] == 415
+    assert server.ask("/v1/nothing", {})[0] == 404
+    assert server.ask(COMPLETIONS)[0] == 405
+    status, answer = server.ask(COMPLETIONS, {"prompt": "1" * (9 << 20)})
+    assert (status, answer["error"]["type"]) == (413, "invalid_request_error")
+    models = server.ask("/v1/models")[1]["data"]
+    assert [model["id"] for model in models] == ["tiny"]
+
+
+def test_one_prompt_can_be_asked_of_a_running_server(server: Server, tmp_path: Path) -> None:
+    body = {"max_tokens": 30, "seed": 4}
+    text = server.complete(prompt=PROMPT, **body)["choices"][0]["text"]
+    messages = [{"role": "user", "content": PROMPT}]
+    answer = server.chat(messages=messages, **body)["choices"][0]["message"]["content"]
+    ask = ("generate", "--url", server.url, "--prompt", PROMPT, "--max-tokens", 30, "--seed", 4)
+
+    plain, chat = run_umbra(tmp_path, *ask), run_umbra(tmp_path, *ask, "--chat")
+    wrong = run_umbra(tmp_path, "generate", "--url", server.url, "--prompt", "1" * 5000)
+
+    assert (plain.returncode, plain.stdout) == (0, text + "\n"), plain.stderr
+    assert (chat.returncode, chat.stdout) == (0, answer + "\n"), chat.stderr
+    assert wrong.returncode == 2
+    assert "context holds 4096 tokens" in wrong.stderr

@@ -1,0 +1,147 @@
+"""Tokens to text in pieces, and stops that are texts, against doing it all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+
+from umbra.trainer.serving.api_error import ApiError
+from umbra.trainer.serving.requests import ChatRequest, CompletionRequest, parse_body
+from umbra.trainer.serving.text_stream import StopScanner, TextStream
+
+
+def decode_bytes(tokens: Sequence[int]) -> str:
+    """A token a byte."""
+    return bytes(tokens).decode(errors="replace")
+
+
+def cut(tokens: Sequence[int], places: Sequence[int]) -> list[Sequence[int]]:
+    bounds = [0, *sorted(place % (len(tokens) + 1) for place in places), len(tokens)]
+    return [tokens[start:stop] for start, stop in pairwise(bounds)]
+
+
+@given(st.text(max_size=30), st.lists(st.integers(0, 1000), max_size=20))
+def test_text_is_shown_character_by_character(text: str, places: list[int]) -> None:
+    stream = TextStream(decode_bytes)
+
+    pieces = [stream.add(run) for run in cut(text.encode(errors="replace"), places)]
+
+    assert "".join([*pieces, stream.close()]) == text.encode(errors="replace").decode()
+    if "\ufffd" not in text:
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
+@given(st.binary(max_size=40), st.lists(st.integers(0, 1000), max_size=20))
+def test_bytes_that_are_no_text_come_out_as_when_decoded_at_once(
+    data: bytes, places: list[int]
+) -> None:
+    stream = TextStream(decode_bytes)
+
+    pieces = [stream.add(run) for run in cut(data, places)]
+
+    assert "".join([*pieces, stream.close()]) == decode_bytes(data)
+
+
+@given(st.lists(st.integers(0, 4), max_size=12), st.lists(st.integers(0, 1000), max_size=6))
+def test_a_tokenizer_that_drops_the_first_space_keeps_the_others(
+    tokens: list[int], places: list[int]
+) -> None:
+    stream = TextStream(decode_words)
+
+    pieces = [stream.add(run) for run in cut(tokens, places)]
+
+    assert "".join([*pieces, stream.close()]) == decode_words(tokens)
+
+
+def make_word_tokenizer() -> Any:
+    vocab = {"<s>": 0, "▁a": 1, "▁b": 2, "c": 3, "▁": 4}
+    tokenizer: Any = Tokenizer(models.WordLevel(vocab, unk_token="<s>"))
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.add_special_tokens(["<s>"])
+    return tokenizer
+
+
+WORDS = make_word_tokenizer()
+
+
+def decode_words(tokens: Sequence[int]) -> str:
+    text: str = WORDS.decode(list(tokens), skip_special_tokens=True)
+    return text
+
+
+@given(
+    st.text("abc", max_size=30),
+    st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
+    st.lists(st.integers(0, 1000), max_size=10),
+)
+def test_the_stop_that_is_complete_first_ends_the_text(
+    text: str, stops: list[str], places: list[int]
+) -> None:
+    ends = [(place + len(s), place) for s in stops if (place := text.find(s)) >= 0]
+    scanner = StopScanner(stops)
+    shown = ""
+    bounds = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
+
+    for start, stop in pairwise(bounds):
+        shown += scanner.add(text[start:stop])
+        if scanner.is_stopped:
+            break
+    shown += scanner.close()
+
+    assert scanner.is_stopped == bool(ends)
+    assert shown == (text[: min(ends)[1]] if ends else text)
+
+
+def test_a_stop_is_held_back_only_while_it_may_come() -> None:
+    scanner = StopScanner(["END"])
+
+    assert [scanner.add(text) for text in ["an E", "N", "d", " EN", "DX"]] == [
+        "an ", "", "ENd", " ", "",
+    ]  # fmt: skip
+    assert scanner.is_stopped
+
+
+def test_null_and_neutral_values_are_as_if_they_were_not_there() -> None:
+    body = {"prompt": "x", "stop": None, "top_p": 1, "top_k": -1, "user": "me", "n": 2}
+
+    request = parse_body(body, CompletionRequest)
+
+    assert (request.prompts, request.stops, request.n) == (["x"], [], 2)
+
+
+def test_prompts_are_texts_or_tokens_one_or_several() -> None:
+    given: list[Any] = ["a", ["a", "b"], [1, 2], [[1], [2, 3]]]
+
+    prompts = [parse_body({"prompt": prompt}, CompletionRequest).prompts for prompt in given]
+
+    assert prompts == [["a"], ["a", "b"], [[1, 2]], [[1], [2, 3]]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": "1"}, "temperature"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"n": 129}, "n"),
+        ({"seed": -1}, "seed"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"stream_options": {"x": 1}}, "stream_options"),
+        ({"min_p": 0.1}, "min_p"),
+    ],
+)
+def test_a_wrong_parameter_is_named(changes: dict[str, Any], param: str) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], **changes}
+
+    with pytest.raises(ApiError) as caught:
+        parse_body(body, ChatRequest)
+
+    assert (caught.value.status, caught.value.param) == (400, param)

@@ -1,0 +1,54 @@
+"""Errors as clients of the OpenAI API know them: {"error": {message, type, param, code}}."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from umbra.runtime.errors import RequestRefused, RolloutError, UmbraError
+
+_TYPES: Final = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class ApiError(Exception):
+    """An answer that is an error.
+
+    Args:
+        status: of HTTP.
+        param: the parameter that is wrong, where it is one.
+        code: for programs, such as "model_not_found".
+    """
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        default = "invalid_request_error" if self.status < 500 else "server_error"
+        return {
+            "error": {
+                "message": str(self),
+                "type": _TYPES.get(self.status, default),
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+
+def as_api_error(error: BaseException) -> ApiError | None:
+    """What the client is told of an error; None where it is a bug, of which it learns nothing."""
+    match error:
+        case ApiError():
+            return error
+        case RequestRefused():
+            return ApiError(400, str(error))
+        case RolloutError():
+            return ApiError(503, str(error), code="no_engine")
+        case UmbraError():
+            return ApiError(500, str(error))
+        case _:
+            return None

@@ -1,0 +1,116 @@
+"""One choice of an answer: a generation as text, with stops that are texts."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from umbra.runtime.rollout.generator import Generator, Piece
+from umbra.trainer.serving.text_stream import StopScanner, TextStream
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How a choice is drawn.
+
+    Attributes:
+        max_new_tokens: None for what the context leaves.
+        stops: texts that end it, and are not part of it.
+        stop_token_ids: tokens that end it, and whose text is not part of it.
+        seed: None draws one.
+    """
+
+    max_new_tokens: int | None
+    temperature: float
+    stops: Sequence[str]
+    stop_token_ids: Sequence[int]
+    seed: int | None
+
+    def at(self, place: int) -> Sampling:
+        """For the choice at `place` of an answer: the first has the request's own seed."""
+        if self.seed is None or place == 0:
+            return self
+        digest = hashlib.blake2b(f"{self.seed}/{place}".encode(), digest_size=8).digest()
+        return replace(self, seed=int.from_bytes(digest) >> 1)
+
+
+class Step(NamedTuple):
+    """What has come of a choice since the step before.
+
+    Attributes:
+        tokens, logprobs: all that were generated, a stop token and those of a stop text included.
+        finish_reason: "stop" or "length" in the last step, else "".
+    """
+
+    text: str
+    tokens: list[int]
+    logprobs: list[float]
+    finish_reason: str
+
+
+async def generate_choice(
+    generator: Generator,
+    decode: Callable[[Sequence[int]], str],
+    prompt: Sequence[int],
+    sampling: Sampling,
+) -> AsyncGenerator[Step, None]:
+    """Steps as engines report tokens. Closing it withdraws the request; raises as `Generator`."""
+    writer = StepWriter(decode, sampling.stops)
+    pieces = generator.stream(
+        prompt,
+        sampling.max_new_tokens,
+        temperature=sampling.temperature,
+        stop_token_ids=sampling.stop_token_ids,
+        seed=sampling.seed,
+    )
+    async with aclosing(pieces):
+        async for piece in pieces:
+            step = writer.write(piece)
+            yield step
+            if step.finish_reason:
+                return
+
+
+async def collect(steps: AsyncGenerator[Step, None]) -> Step:
+    """All of them as one."""
+    texts: list[str] = []
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    reason = ""
+    async with aclosing(steps):
+        async for step in steps:
+            texts.append(step.text)
+            tokens += step.tokens
+            logprobs += step.logprobs
+            reason = step.finish_reason
+    return Step("".join(texts), tokens, logprobs, reason)
+
+
+class StepWriter:
+    """Makes steps of a generation's pieces."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str]) -> None:
+        self._stream = TextStream(decode)
+        self._scanner = StopScanner(stops)
+        self._is_token_by_token = bool(stops)  # which of them completes a stop matters then
+
+    def write(self, piece: Piece) -> Step:
+        tokens: list[int] = piece.tokens.tolist()
+        logprobs: list[float] = piece.logprobs.tolist()
+        reason = piece.finish_reason
+        shown = tokens[:-1] if reason == "stop" else tokens
+        runs = [[token] for token in shown] if self._is_token_by_token else [shown]
+        text = ""
+        for num_tokens, run in enumerate(runs, 1):
+            text += self._scanner.add(self._stream.add(run))
+            if self._scanner.is_stopped:
+                return Step(text, tokens[:num_tokens], logprobs[:num_tokens], "stop")
+        if reason:
+            text += self._scanner.add(self._stream.close())
+            if self._scanner.is_stopped:
+                reason = "stop"
+            text += self._scanner.close()
+        return Step(text, tokens, logprobs, reason)

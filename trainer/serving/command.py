@@ -1,0 +1,169 @@
+"""`umbra serve` and `umbra generate`: engines without a trainer, for clients or for one prompt."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import socket
+import tempfile
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from umbra.runtime.actor import ActorSpec
+from umbra.runtime.environment import api_key
+from umbra.runtime.errors import ConfigError, DataError
+from umbra.runtime.restart import RestartPolicy
+from umbra.runtime.rollout.generator import Piece
+from umbra.runtime.session import Session
+from umbra.trainer.config import ServeConfig
+from umbra.trainer.run_lock import RunLock
+from umbra.trainer.services import max_context_len
+from umbra.trainer.serving.choice import StepWriter
+from umbra.trainer.serving.model_text import ModelText
+from umbra.trainer.serving.pool_session import generator_settings, read_serve_config, with_pool
+
+_FRONT: Final = "front"
+_GENERATOR: Final = "generator"
+# Clients connect again; the engines stay as they are meanwhile.
+_FRONT_RESTARTS: Final = RestartPolicy(mode="on_failure", max_restarts=5, window_s=600.0)
+_LOOK_S: Final = 3600.0
+"""Of one wait for the end; a new one follows."""
+
+
+def serve(arguments: argparse.Namespace) -> int:
+    """Serves until SIGINT or SIGTERM, which is how a server ends: 0 then.
+
+    Raises:
+        ConfigError: a setting, the model directory or the address is wrong.
+        UmbraError: engines cannot be started or kept up.
+    """
+    if importlib.util.find_spec("aiohttp") is None:
+        raise ConfigError("umbra serve needs aiohttp: pip install 'umbra-rl[serve]'")
+    config = read_serve_config(arguments.config, arguments.overrides)
+    host, port = arguments.host, arguments.port
+    _check_address(host, port)
+    key = arguments.api_key or api_key()
+    spec = front_spec(config, host, port, key)
+    run_dir = config.run.dir / "serve"
+    run_dir.mkdir(parents=True, exist_ok=True)
+
+    def work(session: Session) -> None:
+        at_host, at_port = session.spawn(spec).call("address")
+        shown = f"[{at_host}]" if ":" in at_host else at_host
+        print(f"{config.model.path.absolute().name} is served at http://{shown}:{at_port}/v1")
+        print(f"engines: {config.pool.count} {config.pool.engine}; logs: {run_dir / 'logs'}")
+        if not key and not _is_loopback(at_host):
+            print("anybody who reaches this address can use it: set --api-key")
+        print("Ctrl-C ends it", flush=True)
+        while True:
+            session.raise_if_lost(_LOOK_S)  # raises as soon as it is
+
+    with RunLock(run_dir):
+        with_pool(config, run_dir, work)
+    return 0
+
+
+def generate(arguments: argparse.Namespace) -> int:
+    """Prints one completion; the exit status is 128 + signal where one ended it.
+
+    Raises: as `serve`.
+    """
+    if not arguments.config:
+        raise ConfigError("give a config file or a model directory, or --url of a running server")
+    engine = [f"pool.engine={arguments.engine}"] if arguments.engine else []
+    overrides = [*arguments.overrides, *engine, "pool.count=1", "pool.update_waves=1"]
+    config = read_serve_config(arguments.config, overrides)
+    text = _open_text(config)
+    tokens = _encode(text, arguments, config)
+    spec = ActorSpec(
+        name=_GENERATOR,
+        target="umbra.runtime.rollout.generator_service:GeneratorService",
+        kwargs={"config": generator_settings(config)},
+    )
+
+    def work(session: Session) -> None:
+        writer = StepWriter(text.decode, ())
+        asked = (tokens, arguments.max_tokens, arguments.temperature, text.stop_token_ids)
+        answer = session.spawn(spec).stream("stream", *asked, arguments.seed, timeout_s=None)
+        for piece in answer:
+            print(writer.write(Piece(**piece)).text, end="", flush=True)
+        print()
+
+    with tempfile.TemporaryDirectory(prefix="umbra-generate-") as folder:
+        return with_pool(config, Path(folder), work)
+
+
+def front_spec(config: ServeConfig, host: str, port: int, key: str) -> ActorSpec:
+    """The HTTP server of the pool."""
+    return ActorSpec(
+        name=_FRONT,
+        target="umbra.trainer.serving.front:HttpFront",
+        kwargs={
+            "generator": generator_settings(config),
+            "model": config.model.path.absolute().name,
+            "model_path": str(config.model.path.absolute()),
+            "host": host,
+            "port": port,
+            "api_key": key,
+            "extra_stop_ids": config.rollout.stop_token_ids,
+            "template_variables": config.data.chat_template_kwargs if config.data else {},
+            "trust_remote_code": config.model.trust_remote_code,
+        },
+        restart=_FRONT_RESTARTS,
+    )
+
+
+def _open_text(config: ServeConfig) -> ModelText:
+    try:
+        return ModelText(
+            config.model.path,
+            config.rollout.stop_token_ids,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+    except DataError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _encode(
+    text: ModelText, arguments: argparse.Namespace, config: ServeConfig
+) -> NDArray[np.int32]:
+    """The prompt's tokens. Raises ConfigError where it cannot be used."""
+    variables = config.data.chat_template_kwargs if config.data else {}
+    try:
+        tokens = (
+            text.encode_chat_now([{"role": "user", "content": arguments.prompt}], variables)
+            if arguments.chat
+            else text.encode_now(arguments.prompt)
+        )
+    except DataError as error:
+        raise ConfigError(f"--chat: {error}") from error
+    limit = max_context_len(config)
+    if not 0 < len(tokens) < limit:
+        raise ConfigError(
+            f"--prompt has {len(tokens)} tokens; the context holds {limit} (pool.max_context_len), "
+            "of which one has to be left"
+        )
+    return np.asarray(tokens, np.int32)
+
+
+def _check_address(host: str, port: int) -> None:
+    """Finds out what can be known to be wrong before minutes are spent on starting engines."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        with socket.socket(family, kind, protocol) as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            trial.bind(address)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host} port {port} ({error.strerror}): choose others with --host "
+            "and --port"
+        ) from error
+
+
+def _is_loopback(host: str) -> bool:
+    return ip_address(host).is_loopback

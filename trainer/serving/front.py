@@ -1,0 +1,207 @@
+"""The HTTP front of a pool: an actor that speaks the OpenAI API outside and umbra's own inside.
+
+    client ──HTTP──▶ HttpFront ──▶ Endpoints ──▶ Generator ──▶ the pool's engines, of any kind
+
+A client that disconnects cancels the handler of its request, and with it its generations.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any, Final, Self
+
+from aiohttp import web
+
+from umbra.runtime.actor import actor_context, idempotent
+from umbra.runtime.errors import ConfigError
+from umbra.runtime.rollout.error_groups import first_leaf
+from umbra.runtime.rollout.generator import Generator, GeneratorConfig
+from umbra.runtime.rollout.notes import Notes
+from umbra.trainer.serving.api_error import ApiError, as_api_error
+from umbra.trainer.serving.endpoints import Endpoints, Job
+from umbra.trainer.serving.model_text import ModelText
+
+logger = logging.getLogger(__name__)
+
+_MAX_BODY_NBYTES: Final = 8 << 20
+"""Longer than any context; a larger one would keep the tokenizer busy for seconds."""
+_SHUTDOWN_S: Final = 1.0
+"""For answers under way when the server ends, which are cut. Below the actor's grace."""
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class HttpFront:
+    """Serves one pool. An actor; owns the listening socket.
+
+    Args:
+        generator: `GeneratorConfig` as a dict.
+        model: the name that clients call the model by.
+        model_path: its directory, for the tokenizer.
+        port: 0 takes a free one.
+        api_key: what clients must know; "" lets everybody in.
+    """
+
+    def __init__(
+        self,
+        *,
+        generator: dict[str, Any],
+        model: str,
+        model_path: str,
+        host: str,
+        port: int,
+        api_key: str = "",
+        extra_stop_ids: list[int] | None = None,
+        template_variables: Mapping[str, Any] | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        context = actor_context()
+        self._notes = Notes(context.supervisor)
+        self._generator = Generator(GeneratorConfig(**generator), context, self._notes.put)
+        self._text = ModelText(
+            Path(model_path), extra_stop_ids or (), trust_remote_code=trust_remote_code
+        )
+        self._endpoints = Endpoints(self._generator, self._text, model, template_variables or {})
+        self._api_key = api_key
+        self._place = (host, port)
+        self._stack = contextlib.AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(self._text)
+            app = web.Application(middlewares=[self._guard], client_max_size=_MAX_BODY_NBYTES)
+            app.add_routes(
+                [
+                    web.get("/health", self._health),
+                    web.get("/v1/models", self._models),
+                    web.post("/v1/completions", self._completions),
+                    web.post("/v1/chat/completions", self._chat),
+                ]
+            )
+            runner = web.AppRunner(
+                app, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_S, access_log=None
+            )
+            stack.push_async_callback(runner.cleanup)
+            await runner.setup()
+            await _listen(runner, *self._place)
+            self._place = runner.addresses[0][:2]
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._stack.aclose()
+
+    async def run(self) -> None:
+        """Lives until the actor is stopped or the pool is lost from sight."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._notes.run())
+            tasks.create_task(self._generator.run())
+
+    @idempotent
+    def address(self) -> list[Any]:
+        """[host, port] that it listens on."""
+        return list(self._place)
+
+    # -- HTTP ----------------------------------------------------------------------------
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Lets in who may come in; every error leaves in the API's form."""
+        try:
+            self._check_key(request)
+            return await handler(request)
+        except web.HTTPException as error:
+            told = ApiError(error.status, f"{request.method} {request.path}: {error.reason}")
+        except Exception as error:  # noqa: BLE001 -- whatever it is, the client is to be answered
+            told = _told(error)
+        return web.json_response(told.body, status=told.status)
+
+    def _check_key(self, request: web.Request) -> None:
+        if not self._api_key or request.path == "/health":
+            return
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode(), self._api_key.encode()):
+            raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
+
+    async def _health(self, request: web.Request) -> web.Response:
+        del request
+        is_serving = self._generator.is_serving
+        body = {
+            "status": "ok" if is_serving else "no engine serves",
+            "engines": self._generator.engines(),
+            "generations": self._generator.num_open,
+        }
+        return web.json_response(body, status=200 if is_serving else 503)
+
+    async def _models(self, request: web.Request) -> web.Response:
+        del request
+        return web.json_response(self._endpoints.models())
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, await self._endpoints.completion(await _body(request)))
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, await self._endpoints.chat(await _body(request)))
+
+    async def _answer(self, request: web.Request, job: Job) -> web.StreamResponse:
+        if not job.is_stream:
+            return web.json_response(await self._endpoints.whole(job))
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        )
+
+        async def write(chunk: dict[str, Any]) -> None:
+            if not response.prepared:  # not before there is something: it may be an error
+                await response.prepare(request)
+            await response.write(_event(chunk))
+
+        try:
+            await self._endpoints.stream(job, write)
+            await response.write(b"data: [DONE]\n\n")
+        except Exception as error:  # the status may be sent: then the stream itself has to tell
+            if isinstance(first_leaf(error), ConnectionError):
+                logger.info("a client went away")
+                return response
+            if not response.prepared:
+                raise
+            await response.write(_event(_told(error).body))
+        return response
+
+
+def _told(error: Exception) -> ApiError:
+    """What the client learns of an error."""
+    told = as_api_error(first_leaf(error))
+    if told is None:
+        logger.error("a request failed", exc_info=error)
+        return ApiError(500, "an error of the server's own; see its log")
+    return told
+
+
+async def _listen(runner: web.AppRunner, host: str, port: int) -> None:
+    try:
+        await web.TCPSite(runner, host, port).start()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host} port {port} ({error.strerror}): choose others with --host "
+            "and --port"
+        ) from error
+
+
+async def _body(request: web.Request) -> object:
+    # Also what keeps a web page that its user visits from sending requests here unasked.
+    if request.content_type != "application/json":
+        raise ApiError(415, "send JSON, with the header Content-Type: application/json")
+    try:
+        return await request.json()
+    except ValueError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}") from None
+
+
+def _event(body: Mapping[str, Any]) -> bytes:
+    return b"data: " + json.dumps(body).encode() + b"\n\n"

@@ -1,0 +1,202 @@
+"""What a client may ask, as the OpenAI API writes it.
+
+What would change the answer and is not possible here is refused, never dropped in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, TypeVar, cast
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from umbra.trainer.serving.api_error import ApiError
+
+_MAX_CHOICES: Final = 128
+_MAX_PROMPTS: Final = 256
+_MAX_STOPS: Final = 16
+_COMPLETION_TOKENS: Final = 16
+"""What `max_tokens` of a completion is in the OpenAI API where the client does not say."""
+
+# Of no consequence for the answer.
+_IGNORED: Final = frozenset(
+    {
+        "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+        "prompt_cache_retention", "parallel_tool_calls",
+    }
+)  # fmt: skip
+# Taken with the value that changes nothing only.
+_NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
+    "top_p": (1,),
+    "top_k": (-1, 0),
+    "min_p": (0,),
+    "typical_p": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "echo": (False,),
+    "suffix": ("",),
+    "min_tokens": (0,),
+    "ignore_eos": (False,),
+    "skip_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "top_logprobs": (0,),
+    "tools": ([],),
+    "functions": ([],),
+    "tool_choice": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "add_generation_prompt": (True,),
+}
+_WHOLE_DISTRIBUTION: Final = frozenset({"top_p", "top_k", "min_p", "typical_p"})
+
+Text = Annotated[str, Field(min_length=1)]
+TokenIds = list[Annotated[int, Field(ge=0, lt=1 << 31)]]
+
+
+class StreamOptions(BaseModel):
+    """What a stream tells besides the text."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    include_usage: bool = False
+    include_obfuscation: bool = False  # of no use here: nothing is added in any case
+
+
+class SamplingRequest(BaseModel):
+    """What both endpoints take."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    model: str | None = None
+    n: Annotated[int, Field(ge=1, le=_MAX_CHOICES)] = 1
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    stop: Text | Annotated[list[Text], Field(max_length=_MAX_STOPS)] = []
+    stop_token_ids: TokenIds = []
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+
+class CompletionRequest(SamplingRequest):
+    """POST /v1/completions."""
+
+    prompt: str | list[str] | TokenIds | list[TokenIds]
+    max_tokens: Annotated[int, Field(ge=1)] = _COMPLETION_TOKENS
+    # 1 asks for the best alternative too, which is not known: see docs/serving.md
+    logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One or several, each text or tokens."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if not self.prompt:
+            raise ApiError(400, "prompt is empty", param="prompt")
+        if isinstance(self.prompt[0], int):
+            return [cast("list[int]", self.prompt)]
+        if len(self.prompt) > _MAX_PROMPTS:
+            raise ApiError(
+                400, f"prompt holds {len(self.prompt)}, at most {_MAX_PROMPTS}", param="prompt"
+            )
+        return list(cast("list[str | list[int]]", self.prompt))
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None
+
+
+class ChatRequest(SamplingRequest):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+
+    @property
+    def budget(self) -> int | None:
+        """None: what the context leaves."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def plain_messages(self) -> list[dict[str, Any]]:
+        """With contents as plain text, as chat templates want them."""
+        return [
+            {**message, "content": _plain(message.get("content"), idx)}
+            for idx, message in enumerate(self.messages)
+        ]
+
+
+_Request = TypeVar("_Request", bound=SamplingRequest)
+
+
+def parse_body(body: object, kind: type[_Request]) -> _Request:
+    """Checks a request.
+
+    Raises:
+        ApiError: it is no JSON object, or a parameter is wrong, unknown or not possible.
+    """
+    if not isinstance(body, dict):
+        raise ApiError(400, "the body must be a JSON object")
+    values: dict[str, Any] = {}
+    for name, value in cast("dict[str, Any]", body).items():
+        if value is None or name in _IGNORED:
+            continue
+        if name in _NEUTRAL:
+            _check_neutral(name, value)
+        elif name in kind.model_fields:
+            values[name] = value
+        else:
+            raise ApiError(400, f"{name} is not supported here; leave it out", param=name)
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise _worded(error) from None
+
+
+def _check_neutral(name: str, value: object) -> None:
+    allowed = _NEUTRAL[name]
+    if value in allowed:
+        return
+    why = ""
+    if name in _WHOLE_DISTRIBUTION:
+        why = ": tokens are drawn from the model's whole distribution, as in training"
+    only = " or ".join(repr(known) for known in allowed)
+    raise ApiError(400, f"{name} {value!r} is not supported, only {only}{why}", param=name)
+
+
+def _worded(error: ValidationError) -> ApiError:
+    """The first problem; of a union's, that of its first kind."""
+    problem = error.errors(include_url=False)[0]
+    param = str(problem["loc"][0])
+    if problem["type"] == "missing":
+        return ApiError(400, f"{param} is missing", param=param)
+    place = ".".join(str(part) for part in problem["loc"])
+    return ApiError(400, f"{place}: {problem['msg']}", param=param)
+
+
+def _plain(content: object, idx: int) -> str:
+    """A message's content; parts of text are one text."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    texts: list[str] = []
+    for part in cast("list[object]", content) if isinstance(content, list) else [content]:
+        text = cast("dict[str, object]", part).get("text") if isinstance(part, dict) else None
+        if not isinstance(text, str):
+            raise ApiError(
+                400, f"messages.{idx}.content must be text or parts of text", param="messages"
+            )
+        texts.append(text)
+    return "".join(texts)

@@ -1,0 +1,79 @@
+"""Tokens to text while they come: characters are shown when they are whole, stops are cut off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+_REPLACEMENT: Final = "\ufffd"  # what decoders give for bytes that are no character (yet)
+
+
+class TextStream:
+    """The texts of all pieces together are what decoding all tokens at once gives.
+
+    A piece is decoded with the tokens of the piece before it, on which its text may depend (a
+    leading space, for one), and held back while it ends in the middle of a character.
+
+    Args:
+        decode: gives the text of tokens.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._tokens: list[int] = []  # from the beginning of the last shown piece on
+        self._num_shown = 0
+
+    def add(self, tokens: Sequence[int]) -> str:
+        """What is to be shown after these tokens; "" where they end within a character."""
+        self._tokens += tokens
+        return self._advance(may_hold=True)
+
+    def close(self) -> str:
+        """The rest: bytes that never became a character."""
+        return self._advance(may_hold=False)
+
+    def _advance(self, may_hold: bool) -> str:
+        shown = self._decode(self._tokens[: self._num_shown])
+        text = self._decode(self._tokens)
+        if len(text) <= len(shown) or (may_hold and text.endswith(_REPLACEMENT)):
+            return ""
+        del self._tokens[: self._num_shown]
+        self._num_shown = len(self._tokens)
+        return text[len(shown) :]
+
+
+class StopScanner:
+    """Lets text through up to the stop that is complete first; holds back what may become one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._held = ""
+        self.is_stopped = False
+
+    def add(self, text: str) -> str:
+        """What is certain to come before any stop."""
+        held = self._held + text
+        found = [(place + len(s), place) for s in self._stops if (place := held.find(s)) >= 0]
+        if found:
+            self.is_stopped, self._held = True, ""
+            return held[: min(found)[1]]
+        keep = self._num_held(held)
+        self._held = held[len(held) - keep :]
+        return held[: len(held) - keep]
+
+    def close(self) -> str:
+        """No more comes: what was held back is no stop."""
+        held, self._held = self._held, ""
+        return held
+
+    def _num_held(self, text: str) -> int:
+        """Length of the longest end of `text` that begins a stop."""
+        return max(
+            (
+                length
+                for stop in self._stops
+                for length in range(min(len(stop) - 1, len(text)), 0, -1)
+                if text.endswith(stop[:length])
+            ),
+            default=0,
+        )
