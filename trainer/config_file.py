@@ -124,7 +124,7 @@ def _describe(problem: Any) -> str:
         case "literal_error":
             return f"{key}: {_lower_first(problem['msg'])}{_close_literal(problem)}"
         case "value_error":
-            return f"{key}: {problem['ctx']['error']}"
+            return f"{key}: {problem['ctx']['error']}" if key else str(problem["ctx"]["error"])
         case _:
             given = problem["input"]
             shown = f", got {given!r}" if isinstance(given, str | int | float | bool) else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,51 @@ def test_only_a_hybrid_pool_gives_reason_to_offload(config_file: Path) -> None:
         load_config(config_file, ["train.offload=all", "pool.mode=standalone"])
 
 
+def test_further_pools_have_names_of_their_own(config_file: Path) -> None:
+    judge = "pools.judge.model_path=models/judge"
+
+    config = load_config(config_file, [judge, "pools.judge.count=2", "pools.Rm_2.model_path=rm"])
+
+    assert {name: pool.count for name, pool in config.pools.items()} == {"judge": 2, "Rm_2": 1}
+    assert config.pools["judge"].model_path == Path("models/judge")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["pools.judge.count=2"], ["pools.judge.model_path is missing"]),
+        (["pools.policy.model_path=m"], ["pools.policy: this name is taken", "section [pool]"]),
+        (["pools.worker.model_path=m"], ["pools.worker: this name is taken; choose another one"]),
+        (["pools.a-b.model_path=m"], ["pools.a-b", "letters, digits and '_' only"]),
+        (
+            ["pools.judge.model_path=m", "pools.judge.cuont=2"],
+            ["pools.judge.cuont is unknown", "did you mean 'count'?"],
+        ),
+        (
+            ["pools.judge.model_path=m", "pools.judge.mode=hybrid"],
+            ["pools.judge.mode", "'colocated' or 'standalone'"],
+        ),
+        (
+            ["pools.j.model_path=m", "pools.j.mode=standalone", "pools.j.max_wait_s=1"],
+            ["pools.j: max_wait_s is for mode 'colocated'", "leave it out, or set mode to"],
+        ),
+        (
+            ["pools.judge.model_path=m", "pools.judge.max_turn_s=0"],
+            ["pools.judge.max_turn_s", "greater than 0"],
+        ),
+    ],
+)
+def test_a_wrong_further_pool_is_told_what_to_change(
+    config_file: Path, overrides: list[str], said: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_config(config_file, overrides)
+
+    for text in said:
+        assert text in str(raised.value)
+    assert "config.toml: pools." in str(raised.value)
+
+
 def test_all_wrong_settings_are_named_at_once(config_file: Path) -> None:
     with pytest.raises(ConfigError, match=r"pool\.count.*train\.steps"):
         load_config(config_file, ["train.steps=0", "pool.count=0"])
@@ -159,6 +205,8 @@ def test_master_dtype_follows_float64() -> None:
 def test_every_setting_is_documented() -> None:
     for name, section in TrainerConfig.model_fields.items():
         kind: Any = section.annotation
+        if typing.get_origin(kind) is dict:
+            kind = typing.get_args(kind)[1]
         for key in kind.model_fields:
             assert key in kind.__doc__, f"[{name}] {key} is not in the docstring of {kind.__name__}"
 
