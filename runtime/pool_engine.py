@@ -97,6 +97,11 @@ class PoolEngine:
             return not self.actor.has_process
         return self.state == EngineState.ASLEEP and not self._holds_memory
 
+    @property
+    def is_starting(self) -> bool:
+        """It has a process that does not answer yet."""
+        return self.actor.has_process and self.actor.state == ActorState.STARTING
+
     def follow_actor(self) -> None:
         """Takes over what happened to the process."""
         if self.actor.state == ActorState.RUNNING and self.actor.ref is not None:

@@ -142,8 +142,10 @@ class PoolTurns:
                 if name != to:
                     resting.create_task(pool.rest(self._hurry))
         self._turns.begin(to, self._clock())
-        if wakes and to in self._pools:
-            await self._pools[to].rise()
+        if to in self._pools:
+            self._pools[to].may_start.set()
+            if wakes:
+                await self._pools[to].rise()
         if to != last:
             took_s = self._clock() - began_at
             logger.info("pool %s has the memory after %s, within %.3f s", to, last, took_s)

@@ -199,25 +199,19 @@ class EnginePool:
     async def rest(self, hurry: asyncio.Event) -> None:
         """Frees all memory, keeps the weights on the host; until `rise`. Idempotent.
 
-        Engines that are being started get the time for it, unless `hurry` is set; who does not
-        give its memory back is killed. Until `rise` nothing is started.
+        Engines that are being started get the time for it, unless `hurry` is set, and the others
+        serve meanwhile. Who does not give its memory back is killed. Until `rise` nothing starts.
         """
         self.may_start.clear()
+        await self._until(lambda engine: not engine.is_starting, self.spec.start_timeout_s, hurry)
+        self._kill_those(lambda engine: engine.is_starting, "its start kept another pool waiting")
         self._sleep_level = _REST_LEVEL
-        if self._resting is None:
-            self._resting = set()
-        for engine in self.engines.values():
-            if engine.state == EngineState.SERVING:
-                self._resting.add((engine.name, engine.incarnation))
+        self._resting = self._resting or set()
         awake = {EngineState.SERVING, EngineState.PAUSED, EngineState.PENDING_WEIGHTS}
         await self._all(awake, lambda engine: self._lull(engine, _REST_LEVEL))
-        starting = [e for e in self.engines.values() if not e.takes_no_memory]
-        if starting:
-            await self._until_resting(self.spec.start_timeout_s, hurry)
-        for engine in self.engines.values():
-            if not engine.takes_no_memory:
-                engine.kill("it did not give its memory back for another pool's turn")
-        await self._until_resting(_END_LIMIT_S, asyncio.Event())
+        await self._until(lambda engine: engine.takes_no_memory, _END_LIMIT_S)
+        self._kill_those(lambda engine: not engine.takes_no_memory, "it did not free its memory")
+        await self._until(lambda engine: engine.takes_no_memory, _END_LIMIT_S)
 
     async def rise(self) -> None:
         """After `rest`: all have their memory again, and who served serves. Else does nothing."""
@@ -245,15 +239,26 @@ class EnginePool:
         if (engine.name, engine.incarnation) in served:
             await engine.resume(_SETTLE_TIMEOUT_S)
 
-    async def _until_resting(self, timeout_s: float, hurry: asyncio.Event) -> None:
-        """Until no engine takes memory, or the time is up, or there is a hurry."""
+    async def _until(
+        self,
+        is_so: Callable[[PoolEngine], bool],
+        timeout_s: float,
+        hurry: asyncio.Event | None = None,
+    ) -> None:
+        """Until it is so of every engine, or the time is up, or there is a hurry."""
+        hurry = hurry or asyncio.Event()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while not all(engine.takes_no_memory for engine in self.engines.values()):
-                    self._moved.clear()
-                    await first_of(self._moved, hurry)
+                while not all(is_so(engine) for engine in self.engines.values()):
                     if hurry.is_set():
                         return
+                    self._moved.clear()
+                    await first_of(self._moved, hurry)
+
+    def _kill_those(self, is_so: Callable[[PoolEngine], bool], reason: str) -> None:
+        for engine in self.engines.values():
+            if is_so(engine):
+                engine.kill(reason)
 
     def _tell_moved(self) -> None:
         self._moved.set()
