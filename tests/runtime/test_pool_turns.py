@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -199,6 +201,52 @@ def test_a_judge_that_dies_in_its_turn_comes_back_in_its_turn(
 
     wait_until(lambda: shared.incarnation("judge-0") == 2)
     shared.wait_for("ASLEEP", "SERVING")
+    shared.check_never_both_awake()
+
+
+def slow_starts(folder: Path, start_s: float) -> dict[str, Any]:
+    """A judge's settings; `folder`/marker is there once it starts again."""
+    return {
+        "engine": "slow_engine:SlowEngine",
+        "kwargs": {"start_s": start_s, "marker": str(folder / "marker")},
+        "env": {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
+    }
+
+
+def test_a_turn_does_not_end_before_a_start_that_is_under_way(
+    umbra_session_factory: SessionFactory, tmp_path: Path
+) -> None:
+    shared = Shared(umbra_session_factory, **slow_starts(tmp_path, start_s=1.0))
+    shared.has_work("policy", False)
+    shared.has_work("judge", True)
+    shared.wait_for("ASLEEP", "SERVING")
+    shared.kill("judge-0")
+    wait_until((tmp_path / "marker").exists)
+
+    shared.has_work("judge", False)
+    shared.has_work("policy", True)
+
+    shared.wait_for("SERVING", "ASLEEP")
+    assert shared.incarnation("judge-0") == 2
+    shared.check_never_both_awake()
+
+
+def test_the_trainer_does_not_wait_for_a_start(
+    umbra_session_factory: SessionFactory, tmp_path: Path
+) -> None:
+    shared = Shared(umbra_session_factory, **slow_starts(tmp_path, start_s=60.0))
+    shared.has_work("policy", False)
+    shared.has_work("judge", True)
+    shared.wait_for("ASLEEP", "SERVING")
+    shared.kill("judge-0")
+    wait_until((tmp_path / "marker").exists)
+    shared.has_work("policy", True)  # so the turn would end, but for the start
+
+    began_at = time.monotonic()
+    shared.session.pool("policy").sleep(1)
+
+    assert time.monotonic() - began_at < 20.0
+    assert (shared.state("policy"), shared.state("judge")) == ("ASLEEP", "DEAD")
     shared.check_never_both_awake()
 
 
