@@ -29,6 +29,7 @@ def start(
 ) -> LiveRollouts:
     """A judge, and rollouts whose user code may ask it. Tokens of the policy come slowly."""
     turns: dict[str, Any] = {"mode": "colocated", "shares_with": "policy", "max_wait_s": 0.2}
+    alone: dict[str, Any] = {"mode": "standalone"}
     session.create_pool(
         PoolSpec(
             name="judge",
@@ -37,7 +38,7 @@ def start(
             kwargs={"vocab_size": VOCAB_SIZE, "tick_ms": 5.0},
             load_weights=True,
             restart=RESTART,
-            **(turns if colocated else {"mode": "standalone"}),
+            **(turns if colocated else alone),
         )
     )
     config = {"pool": "judge", "max_context_len": 128, "shares_memory": colocated}
@@ -50,7 +51,7 @@ def start(
         )
     )
     write_tokenizer(folder / "tokenizer.json")
-    asked = {
+    asked: dict[str, Any] = {
         "generator": "judge-generator",
         "tokenizer_path": str(folder),
         "stop_token_ids": [],
