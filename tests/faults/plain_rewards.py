@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from umbra.runtime.rollout.asked_pool import RewardContext
+
 
 def distinct(prompts: list[str], completions: list[str], **columns: list[Any]) -> list[float]:
     """The share of different characters."""
@@ -16,4 +18,13 @@ def distinct_after_a_while(
 ) -> list[float]:
     """The same; a step takes long enough for a test to do something in it."""
     time.sleep(0.05)
+    return distinct(prompts, completions)
+
+
+async def distinct_by_judge(
+    prompts: list[str], completions: list[str], ctx: RewardContext, **columns: list[Any]
+) -> list[float]:
+    """The same, once a judge has answered."""
+    answers = [await ctx.pool("judge").complete("all 0=", 2) for _ in completions]
+    assert all(answer.tokens for answer in answers)
     return distinct(prompts, completions)

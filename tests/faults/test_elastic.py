@@ -14,17 +14,26 @@ from umbra.trainer.metrics import read_metrics
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 
-def test_a_restart_by_torchrun_resumes_and_keeps_the_engines(folder: Path) -> None:
-    settings = ("train.steps=4000", "train.checkpoint_every=2")
+@pytest.mark.parametrize("judged", [False, True], ids=["alone", "judged"])
+def test_a_restart_by_torchrun_resumes_and_keeps_the_engines(
+    folder: Path, assets: Path, judged: bool
+) -> None:
+    settings = ["train.steps=4000", "train.checkpoint_every=2"]
+    if judged:
+        settings += [
+            f"pools.judge.model_path={assets / 'model'}",
+            "reward.function=plain_rewards:distinct_by_judge",
+        ]
+    engines = ["policy-0", *(["judge-0"] if judged else []), "supervisor"]
 
     with start_run(folder, *settings, torchrun=("--standalone", "--max-restarts", "1")) as run:
         run.wait_for_step(3)
-        engine, supervisor = run.pid_of("policy-0"), run.pid_of("supervisor")
+        before = [run.pid_of(name) for name in engines]
         os.kill(run.pid_of("rank 1"), signal.SIGKILL)
         lost_at = run.num_steps()
         run.wait_for_step(lost_at + 5)
 
-        assert (run.pid_of("policy-0"), run.pid_of("supervisor")) == (engine, supervisor)
+        assert [run.pid_of(name) for name in engines] == before
         os.kill(run.process.pid, signal.SIGTERM)
         ended = run.wait()
 
