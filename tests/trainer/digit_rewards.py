@@ -23,6 +23,19 @@ async def judged(
     return [a + len(answer.tokens) / 1000 for a, answer in zip(plain, said, strict=True)]
 
 
+async def judged_in_talk(
+    prompts: list[str], completions: list[str], ctx: RewardContext, **columns: list[Any]
+) -> list[float]:
+    """The same, by the judge's chat template: what is asked is "u=... a=" then."""
+    judge = ctx.pool("judge")
+    talk = [{"role": "user", "content": "which"}]
+    as_text = await judge.generate(judge.encode("u=which a="), 4)
+    as_chat = await judge.chat(talk, 4)
+    assert (as_chat.tokens, as_chat.text) == (as_text.tokens, as_text.text)
+    assert len(as_chat.logprobs) == len(as_chat.tokens) > 0
+    return low_digits(prompts, completions, **columns)
+
+
 async def misjudged(prompts: list[str], completions: list[str], ctx: RewardContext) -> list[float]:
     """Asks a judge that is not there."""
     answers = [await ctx.pool("jduge").complete(text) for text in completions]

@@ -93,8 +93,9 @@ def test_an_asynchronous_run_is_interrupted_for_its_judge(config: Path) -> None:
     assert_never_both_awake(supervisor_log(config))
 
 
-def test_a_judge_of_its_own_is_always_awake(config: Path) -> None:
-    run(config, 1, JUDGED, "pools.judge.mode=standalone", "train.steps=2")
+def test_a_judge_of_its_own_is_always_awake_and_takes_part_in_talks(config: Path) -> None:
+    reward = "reward.function=digit_rewards:judged_in_talk"
+    run(config, 1, reward, "pools.judge.mode=standalone", "train.steps=2")
 
     assert [row["step"] for row in steps_of(config)] == [1, 2]
     assert num_turns(config) == 0
