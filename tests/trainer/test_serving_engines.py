@@ -21,7 +21,10 @@ pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 PROMPT = "12+3="
 COMPLETIONS = "/v1/completions"
-SHAPE = {"head_dim": 32, "max_position_embeddings": 1024}  # heads that vLLM has kernels for
+SHAPE: dict[str, Any] = {
+    "head_dim": 32,
+    "max_position_embeddings": 1024,
+}  # heads that vLLM has kernels for
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here"
 )
