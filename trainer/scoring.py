@@ -47,9 +47,11 @@ def score_hidden(
     if num_logits <= _MAX_KEPT_LOGITS:
         return score_logits(head(hidden), targets, temperature, with_entropy)
     chunk_len = max(1, _MAX_CHUNK_LOGITS // head.weight.shape[0])
-    apply: Any = _ChunkedScores.apply  # pyright: ignore[reportUnknownMemberType]
+    untyped: Any = _ChunkedScores
     bias = cast("Tensor | None", head.bias)
-    scores: Any = apply(hidden, head.weight, bias, targets, temperature, with_entropy, chunk_len)
+    scores: Any = untyped.apply(
+        hidden, head.weight, bias, targets, temperature, with_entropy, chunk_len
+    )
     return cast("tuple[Tensor, Tensor]", scores)
 
 
@@ -105,7 +107,9 @@ class _ChunkedScores(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         # A sum of parts that are rounded to half precision one by one would lose digits.

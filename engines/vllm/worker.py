@@ -122,7 +122,8 @@ def _weights(manifest: Manifest, memory: mmap.mmap) -> Iterator[tuple[str, Tenso
 
 def _check_whole(model: nn.Module) -> None:
     """Raises WeightSyncError for a layer that got some of its weights, such as q without k."""
-    for name, layer in model.named_modules():
+    modules: Any = model
+    for name, layer in modules.named_modules():
         info: Any = _layerwise.get_layerwise_info(layer)
         if not info.can_load() or isinstance(layer, _embedding):  # embeddings have padding
             continue

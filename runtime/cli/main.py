@@ -10,7 +10,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
-from umbra.runtime.errors import ConfigError, UmbraError
+from umbra.runtime.errors import ConfigError, DataError, UmbraError
 
 _BENCH: Final = (
     "Measures umbra beside bare pyzmq, Ray, Monarch and Xoscar, alternating, in one run. "
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         return _run(arguments)
-    except ConfigError as error:
+    except (ConfigError, DataError) as error:
         print(f"umbra: {error}", file=sys.stderr)
         return 2
     except UmbraError as error:

@@ -114,7 +114,7 @@ class Dispatcher:
         self._engine_numbers = itertools.count()
         self._request_ids = itertools.count(1)
         self.counters = dict.fromkeys(_COUNTERS, 0)
-        self._told = dict.fromkeys(_TOLD, 0)  # in the last `take_metrics`
+        self._told: dict[str, int] = dict.fromkeys(_TOLD, 0)  # in the last `take_metrics`
 
     def take_metrics(self) -> dict[str, float]:
         """The engines' idle shares and losses since this was called last."""

@@ -264,12 +264,6 @@ class Generator:
         for generation in self._open.values():
             generation.fail(error)
 
-    def check_integrity(self) -> None:
-        """Asserts that nothing is left of generations that are over."""
-        self._dispatcher.check_integrity()
-        if not self._open:
-            assert self._dispatcher.num_waiting == 0
-
 
 class _Generation:
     """One generation: its turn, and what its caller has not taken yet."""

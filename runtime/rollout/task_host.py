@@ -160,7 +160,8 @@ class UserThread:
     def _what_blocks(self) -> Blocked:
         task = asyncio.current_task(self._loop)
         label = None if task is None else self._labels.get(task)
-        frame = sys._current_frames().get(self._thread.ident or 0)
+        frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
+        frame = frames.get(self._thread.ident or 0)
         stack = traceback.extract_stack(frame)
         logger.warning("user code blocks its loop:\n%s", "".join(traceback.format_list(stack)))
         last = max((i for i, f in enumerate(stack) if f.filename.startswith(_UMBRA)), default=-1)

@@ -125,6 +125,17 @@ def status_of(arguments: tuple[object, ...]) -> object:
         return end.code
 
 
+def test_a_model_without_a_tokenizer_is_not_served_though_engines_could(folder: Path) -> None:
+    model = save_model(folder / "tiny")
+    (model / "tokenizer.json").unlink()
+
+    done = run_umbra(folder, "serve", model, f"run.dir={folder / 'run'}", "--port", 0)
+
+    assert done.returncode == 1, done.stderr
+    assert "holds no usable tokenizer" in done.stderr
+    assert not list((folder / "sockets").iterdir())
+
+
 def test_engines_that_cannot_start_are_a_failure_that_says_why(folder: Path) -> None:
     model = save_model(folder / "tiny")
     (model / "model.safetensors").unlink()

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from umbra.runtime.actor import ActorSpec
 from umbra.runtime.environment import api_key
-from umbra.runtime.errors import ConfigError, DataError
+from umbra.runtime.errors import ConfigError
 from umbra.runtime.restart import RestartPolicy
 from umbra.runtime.rollout.generator import Piece
-from umbra.runtime.session import Session
+from umbra.runtime.session import Session, SyncHandle
 from umbra.trainer.config import ServeConfig
 from umbra.trainer.run_lock import RunLock
 from umbra.trainer.services import max_context_len
@@ -38,7 +38,7 @@ def serve(arguments: argparse.Namespace) -> int:
     """Serves until SIGINT or SIGTERM, which is how a server ends: 0 then.
 
     Raises:
-        ConfigError: a setting, the model directory or the address is wrong.
+        ConfigError, DataError: a setting, the model directory or the address is wrong.
         UmbraError: engines cannot be started or kept up.
     """
     if importlib.util.find_spec("aiohttp") is None:
@@ -51,8 +51,8 @@ def serve(arguments: argparse.Namespace) -> int:
     run_dir = config.run.dir / "serve"
     run_dir.mkdir(parents=True, exist_ok=True)
 
-    def work(session: Session) -> None:
-        at_host, at_port = session.spawn(spec).call("address")
+    def work(session: Session, front: SyncHandle) -> None:
+        at_host, at_port = front.call("address")
         shown = f"[{at_host}]" if ":" in at_host else at_host
         print(f"{config.model.path.absolute().name} is served at http://{shown}:{at_port}/v1")
         print(f"engines: {config.pool.count} {config.pool.engine}; logs: {run_dir / 'logs'}")
@@ -63,7 +63,7 @@ def serve(arguments: argparse.Namespace) -> int:
             session.raise_if_lost(_LOOK_S)  # raises as soon as it is
 
     with RunLock(run_dir):
-        with_pool(config, run_dir, work)
+        with_pool(config, run_dir, spec, work)
     return 0
 
 
@@ -77,7 +77,11 @@ def generate(arguments: argparse.Namespace) -> int:
     engine = [f"pool.engine={arguments.engine}"] if arguments.engine else []
     overrides = [*arguments.overrides, *engine, "pool.count=1", "pool.update_waves=1"]
     config = read_serve_config(arguments.config, overrides)
-    text = _open_text(config)
+    text = ModelText(
+        config.model.path,
+        config.rollout.stop_token_ids,
+        trust_remote_code=config.model.trust_remote_code,
+    )
     tokens = _encode(text, arguments, config)
     spec = ActorSpec(
         name=_GENERATOR,
@@ -85,16 +89,15 @@ def generate(arguments: argparse.Namespace) -> int:
         kwargs={"config": generator_settings(config)},
     )
 
-    def work(session: Session) -> None:
+    def work(_: Session, generator: SyncHandle) -> None:
         writer = StepWriter(text.decode, ())
         asked = (tokens, arguments.max_tokens, arguments.temperature, text.stop_token_ids)
-        answer = session.spawn(spec).stream("stream", *asked, arguments.seed, timeout_s=None)
-        for piece in answer:
+        for piece in generator.stream("stream", *asked, arguments.seed, timeout_s=None):
             print(writer.write(Piece(**piece)).text, end="", flush=True)
         print()
 
     with tempfile.TemporaryDirectory(prefix="umbra-generate-") as folder:
-        return with_pool(config, Path(folder), work)
+        return with_pool(config, Path(folder), spec, work)
 
 
 def front_spec(config: ServeConfig, host: str, port: int, key: str) -> ActorSpec:
@@ -117,30 +120,16 @@ def front_spec(config: ServeConfig, host: str, port: int, key: str) -> ActorSpec
     )
 
 
-def _open_text(config: ServeConfig) -> ModelText:
-    try:
-        return ModelText(
-            config.model.path,
-            config.rollout.stop_token_ids,
-            trust_remote_code=config.model.trust_remote_code,
-        )
-    except DataError as error:
-        raise ConfigError(str(error)) from error
-
-
 def _encode(
     text: ModelText, arguments: argparse.Namespace, config: ServeConfig
 ) -> NDArray[np.int32]:
-    """The prompt's tokens. Raises ConfigError where it cannot be used."""
+    """The prompt's tokens. Raises ConfigError or DataError where it cannot be used."""
     variables = config.data.chat_template_kwargs if config.data else {}
-    try:
-        tokens = (
-            text.encode_chat_now([{"role": "user", "content": arguments.prompt}], variables)
-            if arguments.chat
-            else text.encode_now(arguments.prompt)
-        )
-    except DataError as error:
-        raise ConfigError(f"--chat: {error}") from error
+    if arguments.chat:
+        messages = [{"role": "user", "content": arguments.prompt}]
+        tokens = text.encode_chat_now(messages, variables)
+    else:
+        tokens = text.encode_now(arguments.prompt)
     limit = max_context_len(config)
     if not 0 < len(tokens) < limit:
         raise ConfigError(

@@ -165,9 +165,12 @@ class Endpoints:
         )
         tells_usage = request.stream_options.include_usage
         job = Job(prompts, request.n, sampling, form, request.stream, tells_usage)
-        if self._generator.num_open + job.num_choices > _MAX_OPEN:
+        num_open = self._generator.num_open
+        if num_open + job.num_choices > _MAX_OPEN:
             raise ApiError(
-                429, f"{self._generator.num_open} generations are under way: try again later"
+                429,
+                f"{job.num_choices} choices are too many now: {num_open} are under way of at most "
+                f"{_MAX_OPEN}; try again later, or with fewer",
             )
         return job
 

@@ -69,7 +69,7 @@ class HttpFront:
         )
         self._endpoints = Endpoints(self._generator, self._text, model, template_variables or {})
         self._api_key = api_key
-        self._place = (host, port)
+        self._place: tuple[str, int] = (host, port)
         self._stack = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -90,7 +90,8 @@ class HttpFront:
             stack.push_async_callback(runner.cleanup)
             await runner.setup()
             await _listen(runner, *self._place)
-            self._place = runner.addresses[0][:2]
+            bound: Any = runner.addresses[0]
+            self._place = (bound[0], bound[1])
             self._stack = stack.pop_all()
         return self
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
-from umbra.runtime.errors import ConfigError, DataError
-from umbra.runtime.session import Session, SessionConfig
+from umbra.runtime.actor import ActorSpec
+from umbra.runtime.session import Session, SessionConfig, SyncHandle
 from umbra.trainer.config import ServeConfig
 from umbra.trainer.config_file import check_config, read_config
 from umbra.trainer.notes import NoteBoard
@@ -22,17 +23,18 @@ _STOP_GRACE_S: Final = 20.0
 
 
 def read_serve_config(place: str, overrides: Sequence[str]) -> ServeConfig:
-    """Of a config file, or for a model directory. Raises ConfigError, also for a bad model."""
+    """Of a config file, or for a model directory.
+
+    Raises:
+        ConfigError, DataError: settings are wrong, or the model's.
+    """
     path = Path(place)
     if path.is_dir():
         values = {"model": {"path": str(path)}}
         config = check_config(ServeConfig, values, place, overrides)
     else:
         config = read_config(ServeConfig, path, overrides)
-    try:
-        read_model_config(config.model.path)
-    except DataError as error:
-        raise ConfigError(str(error)) from error
+    read_model_config(config.model.path)
     return config
 
 
@@ -46,13 +48,17 @@ def generator_settings(config: ServeConfig) -> dict[str, Any]:
     }
 
 
-def with_pool(config: ServeConfig, run_dir: Path, work: Callable[[Session], None]) -> int:
-    """Does `work` while the pool's engines serve; nothing of them is left afterwards.
+def with_pool(
+    config: ServeConfig, run_dir: Path, spec: ActorSpec, work: Callable[[Session, SyncHandle], None]
+) -> int:
+    """Does `work` while the pool's engines and an actor in front of them serve.
 
-    Returns 0, or 128 and the signal's number where SIGINT or SIGTERM ended it.
+    Nothing of them is left afterwards. Returns 0, or 128 and the signal's number where SIGINT or
+    SIGTERM ended it.
 
     Raises:
-        UmbraError: what `work` raises, and JobFailed where the engines cannot be kept up.
+        UmbraError: what `work` raises, what the actor or an engine raised when it started, and
+            JobFailed where they cannot be kept up.
     """
     settings = SessionConfig(run_dir=run_dir, shutdown_grace_s=_SHUTDOWN_GRACE_S)
     notes = NoteBoard(is_shown=True)
@@ -64,12 +70,23 @@ def with_pool(config: ServeConfig, run_dir: Path, work: Callable[[Session], None
         signals.defer()
         try:
             with signals.interruptible():
-                spec = engine_pool_spec(config, _device_type(config), load_weights=True)
-                session.create_pool(spec)
-                work(session)
+                work(session, _start(session, config, spec))
         except StopRequested:
             pass
     return 128 + int(signals.received) if signals.received is not None else 0
+
+
+def _start(session: Session, config: ServeConfig, spec: ActorSpec) -> SyncHandle:
+    """Pool and actor at the same time: what the actor finds wrong is said before engines are up."""
+    pool = engine_pool_spec(config, _device_type(config), load_weights=True)
+    executor = ThreadPoolExecutor(1, "umbra-start")
+    try:
+        engines = executor.submit(session.create_pool, pool)
+        handle = session.spawn(spec)
+        engines.result()
+    finally:
+        executor.shutdown(wait=False)  # where this fails, the session ends what it waits for
+    return handle
 
 
 def _device_type(config: ServeConfig) -> str:

@@ -1,0 +1,77 @@
+"""`umbra serve` with engines that not every machine has: vLLM, and GPUs."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from http_server import serving
+from training_models import listed, make_model, save_model
+
+from umbra.runtime.rollout.text import TextCodec
+from umbra.trainer.tokenizer import PromptTokenizer
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+PROMPT = "12+3="
+COMPLETIONS = "/v1/completions"
+SHAPE: dict[str, Any] = {
+    "head_dim": 32,
+    "max_position_embeddings": 1024,
+}  # heads that vLLM has kernels for
+needs_vllm = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here"
+)
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+needs_no_gpu = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="where a GPU is, vLLM is not that for the CPU"
+)
+
+
+@pytest.mark.parametrize(
+    ("engine", "device"),
+    [
+        pytest.param("vllm", "cpu", marks=[needs_vllm, needs_no_gpu]),
+        pytest.param("embedded", "cuda", marks=[needs_gpu, pytest.mark.gpu]),
+        pytest.param("vllm", "cuda", marks=[needs_vllm, needs_gpu, pytest.mark.gpu]),
+    ],
+)
+def test_answers_are_the_models_own_though_the_engine_is_killed(engine: str, device: str) -> None:
+    with tempfile.TemporaryDirectory(prefix="umbra-test-", dir="/tmp") as name:
+        folder = Path(name)
+        model_dir = save_model(folder / "tiny", **SHAPE)
+        expected = greedy_text(model_dir, 20)
+        settings = [f"pool.engine={engine}", f"pool.device={device}"]
+        body = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0}
+        long = {"prompt": PROMPT, "max_tokens": 900, "seed": 1, "n": 8, "logprobs": 0}
+
+        with serving(folder, model_dir, settings) as server:
+            assert server.complete(**body)["choices"][0]["text"] == expected
+            with server.streaming(COMPLETIONS, long) as events:
+                chunks = [next(events)]
+                os.kill(server.pids()["policy-0"], signal.SIGKILL)
+                chunks += list(events)
+            assert server.complete(**body)["choices"][0]["text"] == expected
+            assert server.end() == 0
+
+        assert chunks.pop() == "[DONE]"
+        choices = [chunk["choices"][0] for chunk in chunks]
+        ends = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
+        assert len(ends) == 8
+        assert set(ends) <= {"stop", "length"}
+        assert "trajectories keep" in (folder / "stderr.txt").read_text(), "it was in the middle"
+
+
+def greedy_text(model_dir: Path, num_tokens: int) -> str:
+    """What transformers generates, on the CPU."""
+    prompt = PromptTokenizer(model_dir).encode(PROMPT)
+    model: Any = make_model(**SHAPE)
+    with torch.no_grad():
+        made = model.generate(torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False)[0]
+    return TextCodec.open(str(model_dir)).decode(listed(made)[len(prompt) :])
