@@ -278,6 +278,8 @@ class TrainSection(Section):
         log_entropy: measure the policy's entropy (one more pass over the logits).
         activation_checkpointing: "full" keeps only the input of each decoder block for the backward
             pass, which computes the block again: about a third more work for far less memory.
+        compile: decoder blocks and log-probabilities by torch.compile: on a GPU about twice as fast
+            and in less memory. The first step takes a minute longer; needs a C++ compiler.
         offload: what goes to host memory while engines generate, in a hybrid pool: "optimizer" the
             optimizer's state, "all" the parameters too.
         eval_every: steps between evaluations, which also run before the first step and at
@@ -315,6 +317,7 @@ class TrainSection(Section):
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     log_entropy: bool = True
     activation_checkpointing: Literal["none", "full"] = "none"
+    compile: bool = False
     offload: Literal["none", "optimizer", "all"] = "none"
     eval_every: Count = 0
     checkpoint_every: Count = 0
