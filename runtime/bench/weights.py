@@ -146,10 +146,17 @@ class _Supervisor:
         return self._coordinators[sync_id.rpartition("-")[0]]
 
     async def sync_begin(
-        self, pool: str, version: int, rank: int, world_size: int, manifest: Any, timeout_s: float
+        self,
+        pool: str,
+        version: int,
+        rank: int,
+        world_size: int,
+        manifest: Any,
+        timeout_s: float,
+        offer: Any,
     ) -> dict[str, Any]:
         coordinator = self._coordinators[pool]
-        return await coordinator.sync_begin(version, rank, world_size, manifest, timeout_s)
+        return await coordinator.sync_begin(version, rank, world_size, manifest, timeout_s, offer)
 
     async def sync_filled(self, sync_id: str, rank: int, regions: Any) -> None:
         await self._find(sync_id).sync_filled(sync_id, rank, regions)
@@ -170,6 +177,9 @@ class _Engine:
     def __init__(self, handle: Handle) -> None:
         self._handle = handle
         self.lifecycle = EngineLifecycle().apply(Started())
+
+    async def probe_import(self, allocations: list[list[Any]], timeout_s: float) -> str:
+        return str(await self._handle.call("probe_import", allocations, timeout_s=timeout_s))
 
     async def pause(self, mode: str, timeout_s: float) -> None:
         if self.lifecycle.state == EngineState.SERVING:

@@ -116,8 +116,9 @@ class RemoteSupervisor:
         world_size: int,
         manifest: dict[str, Any] | None,
         timeout_s: float,
+        offer: dict[str, Any] | None = None,
     ) -> Mapping[str, Any]:
-        args = (pool, version, rank, world_size, manifest, timeout_s)
+        args = (pool, version, rank, world_size, manifest, timeout_s, offer)
         grant: Mapping[str, Any] = self._call("sync_begin", *args)
         return grant
 
