@@ -326,9 +326,7 @@ class EnginePool:
         if is_repeated:
             self._gathering.add(rank)
         try:
-            return await self.sync.sync_begin(
-                version, rank, world_size, manifest, timeout_s, offer
-            )
+            return await self.sync.sync_begin(version, rank, world_size, manifest, timeout_s, offer)
         finally:
             if is_repeated:
                 self._gathering.discard(rank)

@@ -23,6 +23,7 @@ from umbra.engines.memory import tree_resident_nbytes
 from umbra.engines.protocol import EngineStats, PauseMode
 from umbra.engines.requests import GenerationRequest, parse_request
 from umbra.engines.weight_image import WeightImage
+from umbra.engines.weight_import import WeightImport
 from umbra.runtime.errors import EngineError
 from umbra.runtime.lifecycle import ALL_TAGS, SleepLevel, Tag
 
@@ -69,6 +70,7 @@ class AdapterEngine:
         self._num_updates = 0  # committed
         self._is_loaded = False  # the weights of the update in progress are in the core
         self._image = WeightImage()
+        self._import: WeightImport | None = None  # an update that takes no image
         self._image_thread = ThreadPoolExecutor(1, thread_name_prefix="weight-image")
 
     async def __aenter__(self) -> Self:
@@ -273,6 +275,9 @@ class AdapterEngine:
 
     # -- weights -------------------------------------------------------------------------
 
+    async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
+        return await self._core.probe_import(allocations)
+
     async def begin_update(
         self, version: int, manifest: Mapping[str, Any], buckets: Mapping[str, Any]
     ) -> None:
@@ -282,13 +287,28 @@ class AdapterEngine:
         async with self._order:
             if not self._core.is_paused:
                 await self._pause_core(keep=True)
+        if buckets.get("transport") == "cuda_ipc":
+            await self._in_image_thread(self._image.close)
+            self._import = WeightImport(manifest, buckets)
+            return
+        self._import = None
         await self._in_image_thread(lambda: self._image.begin(manifest, buckets))
 
     async def load(self) -> dict[str, int]:
-        return {"nbytes": await self._in_image_thread(self._image.load)}
+        """Without an image the model itself is loaded: nothing is kept to load it from later."""
+        update = self._import
+        if update is None:
+            return {"nbytes": await self._in_image_thread(self._image.load)}
+        async with self._order:
+            read = await self._core.import_weights(update.description)
+        return {"nbytes": update.note(read)}
 
     async def finish_update(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
         """Attests what came; where it is right, it goes to the model."""
+        if self._import is not None:
+            report = self._import.finish(regions)
+            self._is_loaded = not report["mismatches"]
+            return report
         report = await self._in_image_thread(lambda: self._image.finish(regions))
         if not report["mismatches"]:
             async with self._order:
@@ -297,16 +317,19 @@ class AdapterEngine:
         return report
 
     async def commit_update(self) -> None:
-        self._image.check_open()
+        if self._import is None:
+            self._image.check_open()
         if not self._is_loaded:
             raise EngineError("the update has not been attested; finish_update comes first")
         self._gate.commit_update()
         self._num_updates += 1
+        self._import = None
         await self._in_image_thread(self._image.end)
 
     async def abort_update(self) -> None:
         self._image.stop()
         await self._in_image_thread(self._image.end)
+        self._import = None
         self._gate.abort_update()
 
     async def _in_image_thread(self, job: Callable[[], _T]) -> _T:

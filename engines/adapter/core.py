@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from umbra.engines.requests import GenerationRequest
+from umbra.engines.weight_import import WorkerRegions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,3 +116,15 @@ class Core(Protocol):
             EngineError: they do not fit, or loading failed; nothing is known of the weights then.
         """
         ...
+
+    async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
+        """Why not every worker can read the ranks' memory, or "": see `Engine.probe_import`."""
+        return f"{self.name} reads no memory of other processes' GPUs"
+
+    async def import_weights(self, description: Mapping[str, Any]) -> Sequence[WorkerRegions]:
+        """As `load_weights`, from the ranks' own memory; what each worker has read.
+
+        Args:
+            description: of a `WeightImport`, for `umbra.engines.weight_source` in the workers.
+        """
+        raise NotImplementedError

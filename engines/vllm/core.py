@@ -24,6 +24,7 @@ from umbra.engines.vllm.library import VllmLibrary
 from umbra.engines.vllm.output import VllmOutput
 from umbra.engines.vllm.requests import check_request, sampling_params
 from umbra.engines.vllm.settings import VllmSettings
+from umbra.engines.weight_import import WorkerRegions
 from umbra.runtime.errors import EngineError, UmbraError
 from umbra.runtime.process import descendants
 from umbra.runtime.process.pid_watch import PidWatch
@@ -133,9 +134,22 @@ class VllmCore(Core):
     async def reset_prefix_cache(self) -> None:
         await self.call(self._llm.reset_prefix_cache())
 
+    async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
+        if self.library.is_cpu:
+            return "its parameters are in memory of cpu, not of a GPU"
+        asked = self._llm.collective_rpc("umbra_probe_import", args=(allocations,))
+        problems: list[str] = await self.call(asked)
+        return next((problem for problem in problems if problem), "")
+
+    async def import_weights(self, description: Mapping[str, Any]) -> Sequence[WorkerRegions]:
+        await self.load_weights(description)
+        regions: list[WorkerRegions] = await self.call(self._llm.collective_rpc("umbra_regions"))
+        return regions
+
     async def load_weights(self, description: Mapping[str, Any]) -> None:
         await self.call(self._llm.start_weight_update())
-        request = self.library.WeightTransferUpdateRequest(update_info=dict(description))
+        update_info = {"description": dict(description)}
+        request = self.library.WeightTransferUpdateRequest(update_info=update_info)
         await self.call(self._llm.update_weights(request))
         await self.call(self._llm.finish_weight_update())
 

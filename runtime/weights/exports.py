@@ -91,7 +91,7 @@ class Part:
                     and len(sizes) == len(steps)
                     and 0 <= offset <= MAX_IMAGE_NBYTES
                     and 0 <= allocation < len(allocations)
-                    and 0 <= start
+                    and start >= 0
                     and start % ITEMSIZES[dtype] == 0
                     and start + part.span_nbytes <= allocations[allocation].nbytes
                 ):

@@ -1,7 +1,7 @@
 """The tensors of an image, read from what the ranks export: no buckets in between.
 
-    manifest entry   |------------ w ------------|
-    parts            | rank 0    | rank 1  | r 2 |    each in memory of its rank, in its dtype
+manifest entry   |------------ w ------------|
+parts            | rank 0    | rank 1  | r 2 |    each in memory of its rank, in its dtype
 """
 
 from __future__ import annotations

@@ -195,9 +195,7 @@ class _Import:
         self.end_of_sync.close()
 
 
-def _attest(
-    destinations: Destinations, regions: Sequence[Sequence[int | None]]
-) -> dict[str, Any]:
+def _attest(destinations: Destinations, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
     destinations.settle()
     nbytes, mismatches = destinations.verify(regions)
     return {"count": len(regions), "nbytes": nbytes, "mismatches": mismatches}
