@@ -61,7 +61,17 @@ class TestSupervisor:
     def check(self) -> None:
         pass
 
-    def sync_begin(self, pool: str, *arguments: Any) -> Mapping[str, Any]:
+    def sync_begin(
+        self,
+        pool: str,
+        version: int,
+        rank: int,
+        world_size: int,
+        manifest: dict[str, Any] | None,
+        timeout_s: float,
+        offer: dict[str, Any] | None = None,
+    ) -> Mapping[str, Any]:
+        arguments = (version, rank, world_size, manifest, timeout_s, offer)
         grant: Mapping[str, Any] = self._call("sync_begin", *arguments)
         return grant
 
