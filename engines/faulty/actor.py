@@ -162,6 +162,7 @@ class FaultyEngine:
         await self._inner.wake(tags)
 
     async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
+        self._may_fail("probe_import")
         return await self._inner.probe_import(allocations)
 
     async def begin_update(

@@ -8,10 +8,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import closing
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,6 +40,7 @@ from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.memfd import close_fds, create_buckets, serve_fds
 from umbra.runtime.weights.progress import SyncProgress
 from umbra.runtime.weights.publish import SyncReport, WeightPublisher
+from umbra.runtime.weights.receive import WeightReceiver
 
 SMALL = SyncSettings(bucket_nbytes=512, attest_every=1, engine_timeout_s=10.0)
 
@@ -277,6 +280,7 @@ def test_host_memory_can_be_asked_for(ipc: FakeIpc) -> None:
 # -- the order ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_ranks_keep_their_memory_until_engines_have_read_it(ipc: FakeIpc) -> None:
     tensors = {"a": torch.randn(1000), "b": torch.randn(7, 5)}
     expected = {name: raw_bytes(tensor) for name, tensor in tensors.items()}
@@ -289,6 +293,9 @@ def test_ranks_keep_their_memory_until_engines_have_read_it(ipc: FakeIpc) -> Non
             first_has_read.set()
         else:
             first_has_read.wait(10.0)
+            while "finish_update" not in engine.log:
+                time.sleep(0.005)
+            time.sleep(0.3)  # long enough for the engine to go on, if it did not wait
             logs.append(list(engine.log))
         for tensor in tensors.values():
             tensor.zero_()
@@ -404,49 +411,75 @@ def test_an_engine_reads_no_further_once_a_rank_has_died(ipc: FakeIpc) -> None:
 # -- what an engine's workers do -----------------------------------------------------------
 
 
-async def read_by_worker(
-    tmp_path: Any, wire: Sequence[object], manifest: Manifest, ipc: FakeIpc, *, attest: bool
-) -> tuple[dict[str, Tensor], list[list[int | None]], int]:
+@asynccontextmanager
+async def offered(
+    tmp_path: Path, wire: Sequence[object], manifest: Manifest
+) -> AsyncGenerator[tuple[dict[str, Any], SyncProgress]]:
+    """What begin_update brings for exports that are ready to be read."""
     fds = create_buckets(["progress"], SyncProgress.nbytes_needed(1, 1))
     progress = SyncProgress(fds["progress"], 1, 1)
     progress.set_filled(0, len(manifest.entries))
     path = str(tmp_path / "fds")
+    numbers = {"num_ranks": 1, "num_engines": 1, "engine": 0, "timeout_s": 10.0}
+    buckets = {
+        "transport": "cuda_ipc",
+        "fd_socket": path,
+        "bucket_nbytes": 512,
+        "exports": wire,
+        "attest": True,
+        "progress": {"name": "progress"} | numbers,
+    }
     try:
         async with serve_fds(path, fds):
-            buckets = {
-                "fd_socket": path,
-                "exports": wire,
-                "attest": attest,
-                "progress": {
-                    **{"name": "progress", "num_ranks": 1, "num_engines": 1},
-                    **{"engine": 0, "timeout_s": 10.0},
-                },
-            }
-            description = WeightImport(manifest.to_wire(), buckets).description
-
-            def read() -> tuple[dict[str, Tensor], list[list[int | None]]]:
-                device = torch.device("cpu")
-                opener = lambda: FakeOpener(ipc)  # noqa: E731
-                with open_weights(description, device, make_opener=opener) as source:
-                    return dict(source.tensors()), source.regions
-
-            found, regions = await asyncio.to_thread(read)
-        return found, regions, progress.num_loaded(0)
+            yield buckets, progress
     finally:
         progress.close()
         close_fds(fds)
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_shards_of_several_ranks_go_straight_into_parameters(
+    ipc: FakeIpc, tmp_path: Path, num_ranks: int
+) -> None:
+    tensors = {"a": torch.randn(10, 3), "b": torch.randn(1, 4), "strided": torch.randn(7, 2)}
+    manifest = manifest_of(tensors)
+    wire = [exports.to_wire() for exports in export_rows(ipc, tensors, num_ranks)]
+    parameters = empty_like(tensors) | {"strided": torch.zeros(2, 7).t()}
+    receiver = WeightReceiver(parameters, make_opener=lambda: FakeOpener(ipc))
+
+    async def receive() -> int:
+        async with offered(tmp_path, wire, manifest) as (buckets, _):
+            await asyncio.to_thread(receiver.begin, manifest.to_wire(), buckets)
+            nbytes = await asyncio.to_thread(receiver.load)
+            receiver.finish([])
+            receiver.close()
+            return nbytes
+
+    assert asyncio.run(receive()) == 4 * (30 + 4 + 14)
+    for name, tensor in tensors.items():
+        assert torch.equal(parameters[name], tensor), name
+    assert ipc.num_open == 0
+
+
 def test_a_worker_gets_whole_tensors_under_every_name_and_attests_them(
-    ipc: FakeIpc, tmp_path: Any
+    ipc: FakeIpc, tmp_path: Path
 ) -> None:
     tensors = {"a": torch.randn(10, 3), "b": torch.randn(4)}
     manifest = replace(manifest_of(tensors), aliases={"head": "a"})
     wire = [exports.to_wire() for exports in export_rows(ipc, tensors, 2)]
 
-    found, regions, num_loaded = asyncio.run(
-        read_by_worker(tmp_path, wire, manifest, ipc, attest=True)
-    )
+    async def read() -> tuple[dict[str, Tensor], list[list[int | None]], int]:
+        async with offered(tmp_path, wire, manifest) as (buckets, progress):
+            description = WeightImport(manifest.to_wire(), buckets).description
+            found = await asyncio.to_thread(read_all, description)
+            return *found, progress.num_loaded(0)
+
+    def read_all(description: dict[str, Any]) -> tuple[dict[str, Tensor], list[list[int | None]]]:
+        cpu = torch.device("cpu")
+        with open_weights(description, cpu, make_opener=lambda: FakeOpener(ipc)) as source:
+            return dict(source.tensors()), source.regions
+
+    found, regions, num_loaded = asyncio.run(read())
 
     assert list(found) == ["a", "head", "b"]
     assert torch.equal(found["head"], tensors["a"])
