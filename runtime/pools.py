@@ -23,6 +23,7 @@ from umbra.runtime.rpc.client import Client
 from umbra.runtime.supervised import ActorState, SupervisedActor
 from umbra.runtime.weights.coordinator import SyncCoordinator, SyncSettings
 from umbra.runtime.weights.memfd import FdServer
+from umbra.runtime.weights.transport import TRANSPORT_SETTINGS, TransportSetting
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,7 @@ class PoolSpec:
         update_waves: 1 updates all engines at once; more updates one part of them after the other,
             while the others generate. For standalone engines, at most one wave for each.
         bucket_nbytes: size of each of the four buffers that weights travel in, see SyncSettings.
+        transport: how weights travel: auto, memfd or cuda_ipc; `umbra.runtime.weights.transport`.
     """
 
     name: str
@@ -83,12 +85,15 @@ class PoolSpec:
     on_update: str = "abort"
     update_waves: int = 1
     bucket_nbytes: int = 2 << 20
+    transport: TransportSetting = "auto"
 
     def __post_init__(self) -> None:
         if self.count < 1:
             raise ConfigError(f"pool {self.name!r} has count {self.count}: use 1 or more")
         if self.on_update not in _KNOWN_ON_UPDATE:
             raise ConfigError(f"on_update {self.on_update!r}: use {', '.join(_KNOWN_ON_UPDATE)}")
+        if self.transport not in TRANSPORT_SETTINGS:
+            raise ConfigError(f"transport {self.transport!r}: use {', '.join(TRANSPORT_SETTINGS)}")
         if self.mode not in _KNOWN_MODES:
             raise ConfigError(f"pool mode {self.mode!r}: use {' or '.join(_KNOWN_MODES)}")
         problem = update_waves_problem(self.update_waves, self.mode, self.count)
@@ -151,6 +156,7 @@ class EnginePool:
                 pause_mode=spec.on_update,
                 require_engine=False,
                 update_waves=spec.update_waves,
+                transport=spec.transport,
             ),
         )
         self.engines: dict[str, PoolEngine] = {}
@@ -302,7 +308,13 @@ class EnginePool:
     # -- weight syncs --------------------------------------------------------------------
 
     async def sync_begin(
-        self, version: int, rank: int, world_size: int, manifest: object, timeout_s: float
+        self,
+        version: int,
+        rank: int,
+        world_size: int,
+        manifest: object,
+        timeout_s: float,
+        offer: object = None,
     ) -> dict[str, Any]:
         """See `SyncCoordinator.sync_begin`. A sync wakes the pool."""
         if self.sync.version is not None and version < self.sync.version:
@@ -314,7 +326,7 @@ class EnginePool:
         if is_repeated:
             self._gathering.add(rank)
         try:
-            return await self.sync.sync_begin(version, rank, world_size, manifest, timeout_s)
+            return await self.sync.sync_begin(version, rank, world_size, manifest, timeout_s, offer)
         finally:
             if is_repeated:
                 self._gathering.discard(rank)

@@ -214,6 +214,9 @@ class PoolSection(Section):
         num_threads: CPU threads of an engine; default cores / engines.
         engine_args: passed on to the engine unchanged; for "vllm" options of its
             AsyncEngineArgs, such as tensor_parallel_size.
+        transport: how weights travel to the engines: "cuda_ipc" has engines read them on the
+            trainer's GPUs, "memfd" sends them through host memory; "auto" is the first where every
+            rank and engine can, else the second.
         sync_bucket_mib: size of each of the four buffers that weights travel in.
         sync_timeout_s: for one weight update, all its waves, and engine start-up in the first.
         max_restarts: of one engine within ten minutes; more fail the run.
@@ -234,6 +237,7 @@ class PoolSection(Section):
     tick_ms: Seconds = 50.0
     num_threads: Positive | None = None
     engine_args: dict[str, Any] = {}
+    transport: Literal["auto", "memfd", "cuda_ipc"] = "auto"
     sync_bucket_mib: Positive = 2
     sync_timeout_s: Seconds = 600.0
     max_restarts: Count = 5

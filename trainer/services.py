@@ -131,6 +131,7 @@ def engine_pool_spec(config: TrainerConfig, device_type: str) -> PoolSpec:
         hung_limit_s=pool.hung_limit_s,
         memory_limit_nbytes=pool.memory_limit_mib << 20,
         bucket_nbytes=pool.sync_bucket_mib << 20,
+        transport=pool.transport,
     )
 
 

@@ -4,18 +4,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from adapter_runs import SharedEngine, weight_image
 from conformance_suite import *  # noqa: F403 - the tests
 from conformance_suite import MakeEngine, requests, results_of, weights
 from engine_runs import Engine, run_async, running
+from ipc_pool import EngineInPool, pool_of, rank_processes
 from local_sync import publish
 from model_factory import make_model
-from vllm_runs import MAX_CONTEXT_LEN, SharedVllmEngine, needs_vllm, running_core, weight_image
+from vllm_runs import MAX_CONTEXT_LEN, needs_vllm, running_core
 
 from umbra.engines.vllm.core import VllmCore
 
@@ -59,18 +62,15 @@ def frees_memory_asleep() -> bool:
 
 
 @pytest.fixture(params=["vllm"])
-def make_engine(
-    vllm_core: VllmCore, first_image: dict[str, Any], model_folder: Callable[[str], Path]
-) -> MakeEngine:
+def make_engine(vllm_core: VllmCore, first_image: dict[str, Any]) -> MakeEngine:
     def make(*, load_weights: bool = True, **settings: Any) -> Engine:
         given: dict[str, Any] = {
             "max_context_len": MAX_CONTEXT_LEN,
             "max_num_seqs": 256,
             "tick_ms": 2.0,
-            "device": "cuda",
         }
         image = first_image if load_weights else None
-        return SharedVllmEngine(vllm_core, model_folder("qwen3"), image, **(given | settings))
+        return SharedEngine(vllm_core, image, **(given | settings))
 
     return make
 
@@ -139,3 +139,68 @@ def test_256_requests_at_once_come_back_whole(make_engine: MakeEngine) -> None:
         assert all(len(results[i].tokens) == 100 for i in range(256))
 
     run_async(body)
+
+
+@pytest.mark.process
+def test_weights_read_from_the_trainer_s_gpu_generate_as_those_through_the_host(
+    make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    async def body() -> None:
+        engine = make_engine(load_weights=False)
+        in_pool = EngineInPool(engine)
+        async with running(engine):
+            outputs: list[list[list[int]]] = []
+            for transport in ("memfd", "cuda_ipc"):
+                async with pool_of(in_pool, tmp_path, transport=transport) as coordinator:
+                    for seed in (1, 2):
+                        ranks[0].call("make", "model", seed, None)
+                        report = await ranks[0].publish(coordinator, len(outputs) + 1)
+                        await coordinator.wait_settled()
+                        print(f"seed {seed}: {report}")
+                        assert report["transport"] == transport
+                        assert not report["failed"]
+                        found = await results_of(engine, requests(8, temperature=0.0))
+                        outputs.append([found[i].tokens for i in range(8)])
+
+        assert outputs[0] != outputs[1]
+        assert outputs[2:] == outputs[:2]
+
+    with rank_processes(tmp_path) as ranks:
+        run_async(body)
+
+
+def open_files() -> list[str]:
+    return [os.path.realpath(file) for file in Path("/proc/self/fd").iterdir()]
+
+
+@pytest.mark.process
+def test_a_level_2_sleeper_is_updated_from_the_trainer_s_gpu_without_an_image(
+    make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    async def body() -> None:
+        engine = make_engine(load_weights=False)
+        in_pool = EngineInPool(engine)
+        async with (
+            running(engine),
+            pool_of(in_pool, tmp_path, transport="cuda_ipc") as coordinator,
+        ):
+            ranks[0].call("make", "model", 1, None)
+            await ranks[0].publish(coordinator, 1)
+            await coordinator.wait_settled()
+            before = await results_of(engine, requests(8, temperature=0.0))
+            await in_pool.pause("abort", 10.0)
+            await engine.sleep(2)
+            await engine.wake(["weights", "kv_cache"])
+
+            report = await ranks[0].publish(coordinator, 2)
+            await coordinator.wait_settled()
+
+            print(report)
+            assert report["transport"] == "cuda_ipc"
+            assert not any("umbra-weights" in file for file in open_files())
+            after = await results_of(engine, requests(8, temperature=0.0))
+        for i in range(8):
+            assert after[i].tokens == before[i].tokens
+
+    with rank_processes(tmp_path) as ranks:
+        run_async(body)
