@@ -192,9 +192,9 @@ class PoolSection(Section):
     """`[pool]`: the inference engines.
 
     Attributes:
-        engine: "embedded", "vllm" (see docs/engines.md), "echo" (no model, for tests: give it
-            the model's vocab_size in `engine_args`), "faulty" (another one that fails on purpose,
-            see docs/faults.md), or the "module:Class" of another.
+        engine: "embedded", "vllm" or "sglang" (see docs/engines.md), "echo" (no model, for tests:
+            give it the model's vocab_size in `engine_args`), "faulty" (another one that fails on
+            purpose, see docs/faults.md), or the "module:Class" of another.
         count: number of engines.
         mode: "hybrid": engines and trainer take turns with the memory, engines sleep while the
             trainer computes; "standalone": engines have their own and never sleep, which
@@ -213,7 +213,8 @@ class PoolSection(Section):
         tick_ms: how often engines report new tokens.
         num_threads: CPU threads of an engine; default cores / engines.
         engine_args: passed on to the engine unchanged; for "vllm" options of its
-            AsyncEngineArgs, such as tensor_parallel_size.
+            AsyncEngineArgs, such as tensor_parallel_size, for "sglang" of its ServerArgs, such as
+            tp_size.
         sync_bucket_mib: size of each of the four buffers that weights travel in.
         sync_timeout_s: for one weight update, all its waves, and engine start-up in the first.
         max_restarts: of one engine within ten minutes; more fail the run.
