@@ -192,9 +192,9 @@ class PoolSection(Section):
     """`[pool]`: the inference engines.
 
     Attributes:
-        engine: "embedded", "vllm" (see docs/engines.md), "echo" (no model, for tests: give it
-            the model's vocab_size in `engine_args`), "faulty" (another one that fails on purpose,
-            see docs/faults.md), or the "module:Class" of another.
+        engine: "embedded", "vllm" or "sglang" (see docs/engines.md), "echo" (no model, for tests:
+            give it the model's vocab_size in `engine_args`), "faulty" (another one that fails on
+            purpose, see docs/faults.md), or the "module:Class" of another.
         count: number of engines.
         mode: "hybrid": engines and trainer take turns with the memory, engines sleep while the
             trainer computes; "standalone": engines have their own and never sleep, which
@@ -213,7 +213,8 @@ class PoolSection(Section):
         tick_ms: how often engines report new tokens.
         num_threads: CPU threads of an engine; default cores / engines.
         engine_args: passed on to the engine unchanged; for "vllm" options of its
-            AsyncEngineArgs, such as tensor_parallel_size.
+            AsyncEngineArgs, such as tensor_parallel_size, for "sglang" of its ServerArgs, such as
+            tp_size.
         transport: how weights travel to the engines: "cuda_ipc" has engines read them on the
             trainer's GPUs, "memfd" sends them through host memory; "auto" is the first where every
             rank and engine can, else the second.

@@ -107,6 +107,7 @@ def engine_pool_spec(config: TrainerConfig, device_type: str) -> PoolSpec:
     """The pool of engines that generate."""
     pool = config.pool
     cores = len(os.sched_getaffinity(0))
+    is_foreign = pool.engine in ("vllm", "sglang")  # with options of their own
     kwargs: dict[str, Any] = {
         "model_path": str(config.model.path.absolute()),
         "dtype": config.model.dtype,
@@ -116,7 +117,7 @@ def engine_pool_spec(config: TrainerConfig, device_type: str) -> PoolSpec:
         "kv_cache_num_tokens": pool.kv_cache_num_tokens,
         "tick_ms": pool.tick_ms,
         "num_threads": pool.num_threads or max(1, cores // pool.count),
-        **({"engine_args": pool.engine_args} if pool.engine == "vllm" else pool.engine_args),
+        **({"engine_args": pool.engine_args} if is_foreign else pool.engine_args),
     }
     return PoolSpec(
         name=POOL,

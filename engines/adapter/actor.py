@@ -68,6 +68,7 @@ class AdapterEngine:
         self._is_doomed = asyncio.Event()
         self._order = asyncio.Lock()  # calls that change the core's state, or add requests
         self._num_updates = 0  # committed
+        self._older_version = 0  # held before the update in progress, or the last one
         self._is_loaded = False  # the weights of the update in progress are in the core
         self._image = WeightImage()
         self._import: WeightImport | None = None  # an update that takes no image
@@ -134,8 +135,13 @@ class AdapterEngine:
     # -- tokens --------------------------------------------------------------------------
 
     def _take_tokens(self) -> int:
-        """All tokens that have come go out, as made under the version held; their number."""
-        count = self._running.collect(self._version)
+        """All tokens that have come go out, as made under the version held; their number.
+
+        (Between two versions some that the older one made may come.)
+        """
+        held = self._gate.version
+        version = self._older_version if held is None else held
+        count = self._running.collect(version, self._older_version)
         batch = self._buffer.take()
         if batch is not None:
             self._stream.put(batch, self._stream.epoch)
@@ -148,10 +154,6 @@ class AdapterEngine:
         while quiet < _QUIET_PASSES:
             quiet = 0 if self._take_tokens() else quiet + 1
             await asyncio.sleep(0)
-
-    @property
-    def _version(self) -> int:
-        return self._gate.version or 0
 
     def _settle(self) -> None:
         """Brings the events in line with the state; called after every change."""
@@ -192,7 +194,8 @@ class AdapterEngine:
         added: list[RunningRequest] = []
         try:
             for request in requests:
-                key = f"{request.id}-{next(self._serials)}"
+                # No key is the beginning of another: SGLang would end both.
+                key = f"{next(self._serials):012d}-{request.id}"
                 output = await self._core.add(key, request, self._cache_salt)
                 added.append(RunningRequest(request=request, key=key, output=output))
         except BaseException:
@@ -282,7 +285,9 @@ class AdapterEngine:
         self, version: int, manifest: Mapping[str, Any], buckets: Mapping[str, Any]
     ) -> None:
         """Frozen requests keep their KV cache, so they go on with keys of the older weights."""
+        held = self._gate.version
         self._gate.begin_update(version, is_idle=not self._running)
+        self._older_version = self._older_version if held is None else held
         self._is_loaded = False
         async with self._order:
             if not self._core.is_paused:

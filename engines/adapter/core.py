@@ -21,11 +21,13 @@ class NewOutput:
     Attributes:
         logprobs: one for each token.
         finish_reason: "stop", "length", "abort" or the engine's own word; None: it goes on.
+        num_older: so many of the first tokens may have been made by the weights before those held.
     """
 
     tokens: Sequence[int]
     logprobs: Sequence[float]
     finish_reason: str | None
+    num_older: int = 0
 
 
 class Output(Protocol):

@@ -6,7 +6,7 @@ that Python runs per request and tick, not per token.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,45 +71,35 @@ class RunningRequests:
         self._by_id.clear()
         return keys
 
-    def collect(self, version: int) -> int:
+    def collect(self, version: int, older_version: int) -> int:
         """Moves what has come to the buffer, as made under `version`; how many tokens.
 
         Raises whatever the engine failed with.
+
+        Args:
+            older_version: of what an output says is older.
         """
-        ids: list[int] = []
-        positions: list[int] = []
-        counts: list[int] = []
-        tokens: list[int] = []
-        logprobs: list[float] = []
+        runs, older_runs = _Runs(), _Runs()
         finishes: list[tuple[int, str]] = []
         for request_id, running in self._by_id.items():
             new = running.output.take()
             if new is None:
                 continue
-            count = len(new.tokens)
-            if count:
-                ids.append(request_id)
-                positions.append(running.request.position + running.num_new_tokens)
-                counts.append(count)
-                tokens.extend(new.tokens)
-                logprobs.extend(new.logprobs)
-                running.num_new_tokens += count
+            position = running.request.position + running.num_new_tokens
+            cut = new.num_older
+            older_runs.add(request_id, position, new.tokens[:cut], new.logprobs[:cut])
+            runs.add(request_id, position + cut, new.tokens[cut:], new.logprobs[cut:])
+            running.num_new_tokens += len(new.tokens)
             if new.finish_reason is not None:
                 finishes.append((request_id, self._reason(running.request, new)))
-        if ids:
-            self._buffer.add_runs(
-                ids=np.array(ids, np.int64),
-                positions=np.array(positions, np.int64),
-                counts=np.array(counts, np.int64),
-                tokens=np.array(tokens, np.int32),
-                logprobs=np.array(logprobs, np.float32),
-                version=version,
-            )
+        older_runs.move_to(self._buffer, older_version)
+        runs.move_to(self._buffer, version)
         for request_id, reason in finishes:
             del self._by_id[request_id]
             self._buffer.add_finish(request_id, reason)
-        self.num_tokens_total += len(tokens)
-        return len(tokens)
+        num_tokens = len(older_runs.tokens) + len(runs.tokens)
+        self.num_tokens_total += num_tokens
+        return num_tokens
 
     def _reason(self, request: GenerationRequest, new: NewOutput) -> str:
         reason = new.finish_reason
@@ -118,3 +108,35 @@ class RunningRequests:
         if reason in ("stop", "length", "abort"):
             return reason
         return f"error: {self._engine_name} ended the request with {reason!r}"
+
+
+class _Runs:
+    """Runs of tokens made under one version, on the way to the buffer."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self._logprobs: list[float] = []
+        self._ids: list[int] = []
+        self._positions: list[int] = []
+        self._counts: list[int] = []
+
+    def add(
+        self, request_id: int, position: int, tokens: Sequence[int], logprobs: Sequence[float]
+    ) -> None:
+        if len(tokens):
+            self._ids.append(request_id)
+            self._positions.append(position)
+            self._counts.append(len(tokens))
+            self.tokens.extend(tokens)
+            self._logprobs.extend(logprobs)
+
+    def move_to(self, buffer: DeltaBuffer, version: int) -> None:
+        if self._ids:
+            buffer.add_runs(
+                ids=np.array(self._ids, np.int64),
+                positions=np.array(self._positions, np.int64),
+                counts=np.array(self._counts, np.int64),
+                tokens=np.array(self.tokens, np.int32),
+                logprobs=np.array(self._logprobs, np.float32),
+                version=version,
+            )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from adapter_fixtures import MAX_CONTEXT_LEN
 from engine_runs import shared_loop
 
 from umbra.engines.vllm.core import VllmCore
@@ -19,7 +20,6 @@ needs_vllm = pytest.mark.skipif(
     reason="vLLM is not installed here; `make test-vllm` installs it in .venv-vllm",
 )
 MAX_NUM_SEQS = 64
-MAX_CONTEXT_LEN = 512
 
 
 @contextmanager
