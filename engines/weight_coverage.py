@@ -5,9 +5,9 @@ Loaders of foreign engines skip what they do not know, or do not get, without a 
 
 from __future__ import annotations
 
-import bisect
 import math
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any, Self
 
@@ -21,20 +21,27 @@ _Region = tuple[int, tuple[int, ...], tuple[int, ...]]  # offset, shape, strides
 
 
 class WeightCoverage:
-    """Watches every operation in its `with` block, on one thread.
+    """Watches every operation in its `with` block, on one thread."""
 
-    Args:
-        sources: tensors that the loader is given.
-    """
-
-    def __init__(self, model: nn.Module, sources: Mapping[str, Tensor]) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._sources = {
-            name: range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
-            for name, tensor in sources.items()
-        }
+        self._given: dict[str, _Given] = {}
         self._before = {name: _storage(p) for name, p in model.named_parameters()}
         self._mode = _Recorder()
+
+    def watch(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The same, for the loader; a further name of a tensor follows its first one.
+
+        A tensor may be gone when the next one comes, and its memory be that one's.
+        """
+        last: _Given | None = None
+        for name, tensor in weights:
+            if last is None or last.tensor() is not tensor:
+                last = self._given[name] = _Given(tensor)
+            self._mode.read.clear()
+            yield name, tensor
+            last.look(self._mode.read)
+            del tensor
 
     def __enter__(self) -> Self:
         self._mode.__enter__()
@@ -59,14 +66,28 @@ class WeightCoverage:
 
     def unread(self) -> list[str]:
         """Names of tensors that nothing was read from."""
-        addresses = sorted(self._mode.read)
-        return [name for name, region in self._sources.items() if not _any_in(addresses, region)]
+        for given in self._given.values():
+            if given.tensor() is not None:  # the loader may have come to it after the last one
+                given.look(self._mode.read)
+        return [name for name, given in self._given.items() if not given.is_read]
 
     def _lacks(self, name: str, parameter: nn.Parameter) -> bool:
         if _storage(parameter) != self._before.get(name):
             return False  # the loader has put another tensor in its place
         regions = self._mode.written.get(_storage(parameter), set())
         return sum(math.prod(shape) for _, shape, _ in regions) < parameter.numel()
+
+
+class _Given:
+    """A tensor that the loader was given; `is_read` once something was read from its memory."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = weakref.ref(tensor)
+        self.is_read = tensor.nbytes == 0
+        self._region = range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
+
+    def look(self, addresses: set[int]) -> None:
+        self.is_read = self.is_read or any(address in self._region for address in addresses)
 
 
 class _Recorder(_Base):  # type: ignore[misc]
@@ -94,9 +115,3 @@ class _Recorder(_Base):  # type: ignore[misc]
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _any_in(addresses: list[int], region: range) -> bool:
-    """Whether one of the sorted `addresses` lies in `region`, which has them where it is empty."""
-    idx = bisect.bisect_left(addresses, region.start)
-    return not region or (idx < len(addresses) and addresses[idx] < region.stop)

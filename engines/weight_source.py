@@ -42,7 +42,7 @@ class WeightSource(Protocol):
     regions: Regions
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every name with its tensor, tied ones under each name. Once.
+        """Every name with its tensor; a tied one under each name, one after the other. Once.
 
         A tensor may be kept as long as the source is open, and longer where it came from a GPU.
 
@@ -93,10 +93,10 @@ class _ImageSource:
             os.close(fd)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        tensors = image_tensors(self._manifest, self._memory)
-        yield from tensors.items()
-        for alias, name in self._manifest.aliases.items():
-            yield alias, tensors[name]
+        aliases = _aliases(self._manifest)
+        for name, tensor in image_tensors(self._manifest, self._memory).items():
+            for each in (name, *aliases.get(name, ())):
+                yield each, tensor
 
 
 class _ExportSource:
@@ -108,9 +108,7 @@ class _ExportSource:
         self._end = end
         self._device = device
         self._attest = attest
-        self._aliases: dict[str, list[str]] = {}
-        for alias, name in image.manifest.aliases.items():
-            self._aliases.setdefault(name, []).append(alias)
+        self._aliases = _aliases(image.manifest)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         entries = self._image.manifest.entries
@@ -127,3 +125,11 @@ class _ExportSource:
             part = data[offset - start : offset - start + nbytes]
             checksum = checksum_of(part) if self._attest else None
             self.regions.append([offset, nbytes, checksum])
+
+
+def _aliases(manifest: Manifest) -> dict[str, list[str]]:
+    """Further names of each tensor that has some."""
+    aliases: dict[str, list[str]] = {}
+    for alias, name in manifest.aliases.items():
+        aliases.setdefault(name, []).append(alias)
+    return aliases

@@ -31,6 +31,7 @@ from umbra.engines.sglang.orders import Reports, pack_order
 from umbra.engines.sglang.output import SglangOutput
 from umbra.engines.sglang.requests import check_request, generate_fields
 from umbra.engines.sglang.settings import WEIGHT_LOADER, SglangSettings
+from umbra.engines.weight_import import WorkerRegions
 from umbra.runtime.actor import actor_context
 from umbra.runtime.errors import EngineError, UmbraError
 from umbra.runtime.process import descendants
@@ -286,9 +287,12 @@ class SglangCore(Core):
     # -- weights -------------------------------------------------------------------------
 
     async def load_weights(self, description: Mapping[str, Any]) -> None:
+        await self.import_weights(description)
+
+    async def import_weights(self, description: Mapping[str, Any]) -> Sequence[WorkerRegions]:
         for output, _ in self._live.values():
             output.expect_older()
-        reports = await self._order("load", **description)
+        reports = await self._order("load", weights=dict(description))
         unread = set[str].intersection(*(set(report["unread"]) for report in reports))
         if unread:
             names = sorted(unread)
@@ -296,13 +300,19 @@ class SglangCore(Core):
                 f"SGLang has no place for {len(names)} of the trainer's weights: "
                 f"{', '.join(names[:5])}"
             )
+        return [report["regions"] for report in reports]
+
+    async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
+        reports = await self._order("probe", allocations=allocations)
+        return next((report["problem"] for report in reports if report["problem"]), "")
 
     async def _order(self, action: str, **details: Any) -> list[dict[str, Any]]:
         """Has every worker do something to the model; their reports."""
         with Reports(self._settings.num_workers) as reports:
             payloads = [
-                self._payload(details | {"action": action, "report": path})
-                for path in reports.paths
+                # One worker says for all how far they are.
+                self._payload(details | {"action": action, "report": path, "counts": rank == 0})
+                for rank, path in enumerate(reports.paths)
             ]
             await self._begin_update()
             success, message = await self.call(

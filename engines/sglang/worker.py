@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -12,8 +10,8 @@ from torch import Tensor, nn
 
 from umbra.engines.sglang.orders import unpack_order, write_report
 from umbra.engines.weight_coverage import WeightCoverage
-from umbra.engines.weight_image import image_tensors
-from umbra.runtime.weights.manifest import Manifest
+from umbra.engines.weight_source import open_weights
+from umbra.runtime.weights.cuda_ipc import probe_import
 
 _saved: dict[str, Tensor] = {}  # in host memory, while the weights sleep
 
@@ -42,20 +40,23 @@ def _measure(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
 
 def _load(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
     """Raises WeightSyncError for a parameter that gets no value; tells what has no place here."""
-    manifest = Manifest.from_wire(order["manifest"])
-    fd = os.open(order["path"], os.O_RDWR)
-    try:
-        memory = mmap.mmap(fd, order["nbytes"])
-    finally:
-        os.close(fd)
-    tensors = image_tensors(manifest, memory)
-    weights = [*tensors.items(), *((a, tensors[name]) for a, name in manifest.aliases.items())]
+    device = next(model.parameters()).device
     loader: Any = model
-    with WeightCoverage(model, tensors) as coverage:
-        loader.load_weights(weights)
+    with (
+        open_weights(order["weights"], device, counts=order["counts"]) as source,
+        WeightCoverage(model) as coverage,
+    ):
+        loader.load_weights(coverage.watch(source.tensors()))
     if getattr(model, "quant_config", None) is None:  # else parameters have other shapes
         coverage.check_filled("SGLang")
-    return {"unread": coverage.unread()}
+    return {"unread": coverage.unread(), "regions": source.regions}
+
+
+def _probe(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
+    device = next(model.parameters()).device
+    if device.type != "cuda":
+        return {"problem": f"its parameters are in memory of {device}, not of a GPU"}
+    return {"problem": probe_import(order["allocations"])}
 
 
 def _save(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,6 +83,7 @@ _ACTIONS: Final[Mapping[str, Callable[[nn.Module, Mapping[str, Any]], dict[str, 
     "settle": _settle,
     "measure": _measure,
     "load": _load,
+    "probe": _probe,
     "save": _save,
     "restore": _restore,
 }

@@ -8,6 +8,7 @@ model from a seed, and what logprobs may differ from its own by.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 import torch
 from conformance_suite import MakeEngine, requests, results_of, weights
 from engine_runs import Completion, run_async, running
+from ipc_pool import EngineInPool, pool_of, rank_processes
 from local_sync import publish
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -135,3 +137,68 @@ def test_256_requests_at_once_come_back_whole(make_engine: MakeEngine) -> None:
         assert all(len(results[i].tokens) == 100 for i in range(256))
 
     run_async(body)
+
+
+@pytest.mark.process
+def test_weights_read_from_the_trainer_s_gpu_generate_as_those_through_the_host(
+    make_engine: MakeEngine, model_kind: str, tmp_path: Path
+) -> None:
+    async def body() -> None:
+        engine = make_engine(load_weights=False)
+        in_pool = EngineInPool(engine)
+        async with running(engine):
+            outputs: list[list[list[int]]] = []
+            for transport in ("memfd", "cuda_ipc"):
+                async with pool_of(in_pool, tmp_path, transport=transport) as coordinator:
+                    for seed in (1, 2):
+                        ranks[0].call("make", model_kind, seed, None)
+                        report = await ranks[0].publish(coordinator, len(outputs) + 1)
+                        await coordinator.wait_settled()
+                        print(f"seed {seed}: {report}")
+                        assert report["transport"] == transport
+                        assert not report["failed"]
+                        found = await results_of(engine, requests(8, temperature=0.0))
+                        outputs.append([found[i].tokens for i in range(8)])
+
+        assert outputs[0] != outputs[1]
+        assert outputs[2:] == outputs[:2]
+
+    with rank_processes(tmp_path) as ranks:
+        run_async(body)
+
+
+def open_files() -> list[str]:
+    return [os.path.realpath(file) for file in Path("/proc/self/fd").iterdir()]
+
+
+@pytest.mark.process
+def test_a_level_2_sleeper_is_updated_from_the_trainer_s_gpu_without_an_image(
+    make_engine: MakeEngine, model_kind: str, tmp_path: Path
+) -> None:
+    async def body() -> None:
+        engine = make_engine(load_weights=False)
+        in_pool = EngineInPool(engine)
+        async with (
+            running(engine),
+            pool_of(in_pool, tmp_path, transport="cuda_ipc") as coordinator,
+        ):
+            ranks[0].call("make", model_kind, 1, None)
+            await ranks[0].publish(coordinator, 1)
+            await coordinator.wait_settled()
+            before = await results_of(engine, requests(8, temperature=0.0))
+            await in_pool.pause("abort", 10.0)
+            await engine.sleep(2)
+            await engine.wake(["weights", "kv_cache"])
+
+            report = await ranks[0].publish(coordinator, 2)
+            await coordinator.wait_settled()
+
+            print(report)
+            assert report["transport"] == "cuda_ipc"
+            assert not any("umbra-weights" in file for file in open_files())
+            after = await results_of(engine, requests(8, temperature=0.0))
+        for i in range(8):
+            assert after[i].tokens == before[i].tokens
+
+    with rank_processes(tmp_path) as ranks:
+        run_async(body)

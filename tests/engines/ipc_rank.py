@@ -42,8 +42,8 @@ def mixed_tensors(seed: int) -> dict[str, Tensor]:
     }
 
 
-def model_tensors(seed: int) -> dict[str, Tensor]:
-    return {name: p.detach() for name, p in make_model("qwen3", seed).named_parameters()}
+def model_tensors(kind: str, seed: int) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in make_model(kind, seed).named_parameters()}
 
 
 def uniform_tensors(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
@@ -107,10 +107,9 @@ class Rank:
         torch.zeros(1, device=DEVICE)
 
     def make(self, kind: str, seed: int, wire: str | None, is_sharded: bool = False) -> None:
-        """Makes "mixed" or "model" tensors on its GPU, of sharded ones its own rows only."""
-        self._take(
-            mixed_tensors(seed) if kind == "mixed" else model_tensors(seed), wire, is_sharded
-        )
+        """Makes "mixed" tensors, or those of a model, on its GPU; of sharded ones its own rows."""
+        tensors = mixed_tensors(seed) if kind == "mixed" else model_tensors(kind, seed)
+        self._take(tensors, wire, is_sharded)
 
     def make_uniform(self, shapes: dict[str, tuple[int, ...]], wire: str | None) -> None:
         self._take(uniform_tensors(shapes), wire, False)

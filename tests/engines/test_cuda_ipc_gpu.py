@@ -269,7 +269,7 @@ def test_the_embedded_engine_generates_by_the_weights_it_has_read(
             for transport in ("memfd", IPC):
                 async with pool_of(in_pool, tmp_path, transport=transport) as coordinator:
                     for seed in (1, 2):
-                        ranks[0].call("make", "model", seed, dtype)
+                        ranks[0].call("make", "qwen3", seed, dtype)
                         version = len(outputs) + 1
                         report = await publish_all(coordinator, ranks, version)
                         assert report["transport"] == transport

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -28,7 +30,8 @@ def sources() -> dict[str, Tensor]:
     return {name: part.view(shapes[name]) for name, part in zip(shapes, parts, strict=True)}
 
 
-def load(model: nn.Module, weights: dict[str, Tensor], *, only: set[str]) -> None:
+def load(model: nn.Module, given: Iterable[tuple[str, Tensor]], *, only: set[str]) -> None:
+    weights = dict(given)
     qkv, norm, embedding = (parameter.data for parameter in model.parameters())
     if "q" in only:
         qkv.narrow(0, 0, 4).copy_(weights["q"])
@@ -47,8 +50,8 @@ def load(model: nn.Module, weights: dict[str, Tensor], *, only: set[str]) -> Non
 def test_all_that_is_read_and_written_counts(is_inference: bool) -> None:
     model, weights = fused_model(), sources()
 
-    with torch.inference_mode(is_inference), WeightCoverage(model, weights) as coverage:
-        load(model, weights, only={"q", "k", "norm", "embedding"})
+    with torch.inference_mode(is_inference), WeightCoverage(model) as coverage:
+        load(model, coverage.watch(weights.items()), only={"q", "k", "norm", "embedding"})
 
     coverage.check_filled("SGLang")
     assert coverage.unread() == ["other"]
@@ -60,8 +63,12 @@ def test_all_that_is_read_and_written_counts(is_inference: bool) -> None:
 def test_a_parameter_without_its_value_is_named(left_out: str, text: str) -> None:
     model, weights = fused_model(), sources()
 
-    with WeightCoverage(model, weights) as coverage:
-        load(model, weights, only={"q", "k", "norm", "embedding"} - {left_out})
+    with WeightCoverage(model) as coverage:
+        load(
+            model,
+            coverage.watch(weights.items()),
+            only={"q", "k", "norm", "embedding"} - {left_out},
+        )
 
     with pytest.raises(WeightSyncError, match=f"do not fill 1 of SGLang's parameters: {text}"):
         coverage.check_filled("SGLang")
@@ -71,8 +78,30 @@ def test_a_parameter_without_its_value_is_named(left_out: str, text: str) -> Non
 def test_a_tensor_put_in_a_parameter_s_place_fills_it() -> None:
     model, weights = fused_model(), sources()
 
-    with WeightCoverage(model, weights) as coverage:
-        load(model, weights, only={"q", "k", "embedding"})
+    with WeightCoverage(model) as coverage:
+        load(model, coverage.watch(weights.items()), only={"q", "k", "embedding"})
         model.get_parameter("norm").data = weights["norm"].float()
 
     coverage.check_filled("SGLang")
+
+
+def test_tensors_that_come_one_at_a_time_are_told_apart_though_they_share_memory() -> None:
+    model, weights = fused_model(), sources()
+    memory = torch.empty(24, dtype=torch.float64)
+
+    def one_at_a_time() -> Iterator[tuple[str, Tensor]]:
+        for name in ("other", "norm", "q"):
+            tensor = memory[: weights[name].numel()].view(weights[name].shape)
+            tensor.copy_(weights[name])
+            yield name, tensor
+            if name == "norm":
+                yield "norm_again", tensor
+
+    with WeightCoverage(model) as coverage:
+        for name, tensor in coverage.watch(one_at_a_time()):
+            if name == "norm_again":
+                model.get_parameter("norm").data.copy_(tensor)
+            if name == "q":
+                model.get_parameter("qkv").data[:4].copy_(tensor)
+
+    assert coverage.unread() == ["other"]
