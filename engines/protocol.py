@@ -61,6 +61,13 @@ class Engine(Protocol):
         """Takes memory again for those of `tags` that sleep."""
         ...
 
+    async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
+        """Why the ranks' memory (`umbra.runtime.weights.exports`) cannot be read here, or "".
+
+        In any state. Where it can be, an update may bring "exports" in place of buckets.
+        """
+        ...
+
     async def begin_update(
         self, version: int, manifest: Mapping[str, Any], buckets: Mapping[str, Any]
     ) -> None:

@@ -37,26 +37,27 @@ class SessionSync:
         world_size: int,
         manifest: dict[str, Any] | None,
         timeout_s: float,
+        offer: dict[str, Any] | None = None,
     ) -> Mapping[str, Any]:
-        args = (pool, version, rank, world_size, manifest, timeout_s)
-        grant: Mapping[str, Any] = self._call("sync_begin", *args)
+        args = (pool, version, rank, world_size, manifest, timeout_s, offer)
+        grant: Mapping[str, Any] = self._call("sync_begin", *args, timeout_s=timeout_s)
         return grant
 
     def sync_filled(
         self, sync_id: str, rank: int, regions: list[list[int | None]], timeout_s: float
     ) -> None:
-        self._call("sync_filled", sync_id, rank, regions, timeout_s)
+        self._call("sync_filled", sync_id, rank, regions, timeout_s, timeout_s=timeout_s)
 
     def sync_end(self, sync_id: str, rank: int, timeout_s: float) -> Mapping[str, Any]:
-        report: Mapping[str, Any] = self._call("sync_end", sync_id, rank, timeout_s)
+        report: Mapping[str, Any] = self._call(
+            "sync_end", sync_id, rank, timeout_s, timeout_s=timeout_s
+        )
         return report
 
     def sync_abort(self, sync_id: str, rank: int, reason: str, timeout_s: float) -> None:
-        self._call("sync_abort", sync_id, rank, reason, timeout_s)
+        self._call("sync_abort", sync_id, rank, reason, timeout_s, timeout_s=timeout_s)
 
-    def _call(self, method: str, *args: object) -> Any:
-        timeout_s = args[-1]
-        assert isinstance(timeout_s, float | int)
+    def _call(self, method: str, *args: object, timeout_s: float) -> Any:
         # The supervisor's own deadline comes first: its error says which rank or engine is late.
         return self._session.supervisor_call(method, *args, timeout_s=timeout_s + 2.0)
 

@@ -8,6 +8,7 @@ from typing import Final
 ENGINE_TARGETS: Final[Mapping[str, str]] = {
     "embedded": "umbra.engines.embedded.actor:EmbeddedEngine",
     "vllm": "umbra.engines.vllm.actor:VllmEngine",
+    "sglang": "umbra.engines.sglang.actor:SglangEngine",
     "echo": "umbra.engines.echo:EchoEngine",
     "faulty": "umbra.engines.faulty.actor:FaultyEngine",
 }

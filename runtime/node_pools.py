@@ -148,14 +148,21 @@ class NodePools:
             await self[name].wake(tags, timeout_s)
 
     async def sync_begin(
-        self, name: str, version: int, rank: int, world_size: int, manifest: Any, timeout_s: float
+        self,
+        name: str,
+        version: int,
+        rank: int,
+        world_size: int,
+        manifest: object,
+        timeout_s: float,
+        offer: object = None,
     ) -> dict[str, Any]:
         pool, deadline = self[name], time.monotonic() + timeout_s
         turns = self._turns.get(name)
         begins = contextlib.nullcontext() if turns is None else turns.sync_begins(timeout_s)
         async with begins:
             remaining_s = max(0.0, deadline - time.monotonic())
-            return await pool.sync_begin(version, rank, world_size, manifest, remaining_s)
+            return await pool.sync_begin(version, rank, world_size, manifest, remaining_s, offer)
 
     def _trainers_turn(
         self, name: str, timeout_s: float, *, sleeps: bool | None = None

@@ -164,6 +164,11 @@ class PoolEngine:
         await self._request("wake", sorted(wanted), timeout_s=timeout_s)
         self.apply(Woken())
 
+    async def probe_import(self, allocations: list[list[Any]], timeout_s: float) -> str:
+        """Why it cannot open the ranks' memory, or ""."""
+        problem: str = await self._request("probe_import", allocations, timeout_s=timeout_s)
+        return problem
+
     async def begin_update(
         self, version: int, manifest: dict[str, Any], buckets: dict[str, Any], timeout_s: float
     ) -> None:

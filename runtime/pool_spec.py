@@ -10,6 +10,7 @@ from umbra.runtime.actor import ActorSpec
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.restart import RestartPolicy
 from umbra.runtime.turns import TurnRules
+from umbra.runtime.weights.transport import TRANSPORT_SETTINGS, TransportSetting
 
 _KNOWN_MODES: Final = ("hybrid", "standalone", "colocated")
 _KNOWN_ON_UPDATE: Final = ("abort", "keep", "drain")
@@ -51,6 +52,7 @@ class PoolSpec:
         load_weights: engines read their weights themselves and serve from the start, as version 0;
             the pool takes part in no sync. Engines are told by an argument of the same name.
         bucket_nbytes: size of each of the four buffers that weights travel in, see SyncSettings.
+        transport: how weights travel: auto, memfd or cuda_ipc; `umbra.runtime.weights.transport`.
     """
 
     name: str
@@ -69,6 +71,7 @@ class PoolSpec:
     update_waves: int = 1
     load_weights: bool = False
     bucket_nbytes: int = 2 << 20
+    transport: TransportSetting = "auto"
     shares_with: str = ""
     max_wait_s: float | None = None
     max_turn_s: float = 60.0
@@ -78,6 +81,8 @@ class PoolSpec:
             raise ConfigError(f"pool {self.name!r} has count {self.count}: use 1 or more")
         if self.on_update not in _KNOWN_ON_UPDATE:
             raise ConfigError(f"on_update {self.on_update!r}: use {', '.join(_KNOWN_ON_UPDATE)}")
+        if self.transport not in TRANSPORT_SETTINGS:
+            raise ConfigError(f"transport {self.transport!r}: use {', '.join(TRANSPORT_SETTINGS)}")
         if self.mode not in _KNOWN_MODES:
             raise ConfigError(f"pool mode {self.mode!r}: use {', '.join(_KNOWN_MODES)}")
         if (self.mode == "colocated") != bool(self.shares_with):

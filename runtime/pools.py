@@ -62,6 +62,7 @@ class EnginePool:
                 pause_mode=spec.on_update,
                 require_engine=False,
                 update_waves=spec.update_waves,
+                transport=spec.transport,
             ),
         )
         self.engines: dict[str, PoolEngine] = {}
@@ -300,7 +301,13 @@ class EnginePool:
     # -- weight syncs --------------------------------------------------------------------
 
     async def sync_begin(
-        self, version: int, rank: int, world_size: int, manifest: object, timeout_s: float
+        self,
+        version: int,
+        rank: int,
+        world_size: int,
+        manifest: object,
+        timeout_s: float,
+        offer: object = None,
     ) -> dict[str, Any]:
         """See `SyncCoordinator.sync_begin`. A sync wakes the pool."""
         if self.spec.load_weights:
@@ -317,7 +324,7 @@ class EnginePool:
         if is_repeated:
             self._gathering.add(rank)
         try:
-            return await self.sync.sync_begin(version, rank, world_size, manifest, timeout_s)
+            return await self.sync.sync_begin(version, rank, world_size, manifest, timeout_s, offer)
         finally:
             if is_repeated:
                 self._gathering.discard(rank)

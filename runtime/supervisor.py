@@ -380,8 +380,11 @@ class Supervisor:
         world_size: int,
         manifest: dict[str, Any] | None,
         timeout_s: float,
+        offer: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        return await self._pools.sync_begin(pool, version, rank, world_size, manifest, timeout_s)
+        return await self._pools.sync_begin(
+            pool, version, rank, world_size, manifest, timeout_s, offer
+        )
 
     async def sync_filled(
         self, sync_id: str, rank: int, regions: list[list[int | None]], timeout_s: float

@@ -171,9 +171,9 @@ class PoolSection(Section):
     """`[pool]`: the inference engines.
 
     Attributes:
-        engine: "embedded", "vllm" (see docs/engines.md), "echo" (no model, for tests: give it
-            the model's vocab_size in `engine_args`), "faulty" (another one that fails on purpose,
-            see docs/faults.md), or the "module:Class" of another.
+        engine: "embedded", "vllm" or "sglang" (see docs/engines.md), "echo" (no model, for tests:
+            give it the model's vocab_size in `engine_args`), "faulty" (another one that fails on
+            purpose, see docs/faults.md), or the "module:Class" of another.
         count: number of engines.
         mode: "hybrid": engines and trainer take turns with the memory, engines sleep while the
             trainer computes; "standalone": engines have their own and never sleep, which
@@ -192,7 +192,11 @@ class PoolSection(Section):
         tick_ms: how often engines report new tokens.
         num_threads: CPU threads of an engine; default cores / engines.
         engine_args: passed on to the engine unchanged; for "vllm" options of its
-            AsyncEngineArgs, such as tensor_parallel_size.
+            AsyncEngineArgs, such as tensor_parallel_size, for "sglang" of its ServerArgs, such as
+            tp_size.
+        transport: how weights travel to the engines: "cuda_ipc" has engines read them on the
+            trainer's GPUs, "memfd" sends them through host memory; "auto" is the first where every
+            rank and engine can, else the second.
         sync_bucket_mib: size of each of the four buffers that weights travel in.
         sync_timeout_s: for one weight update, all its waves, and engine start-up in the first.
         max_restarts: of one engine within ten minutes; more fail the run.
@@ -213,6 +217,7 @@ class PoolSection(Section):
     tick_ms: Seconds = 50.0
     num_threads: Positive | None = None
     engine_args: dict[str, Any] = {}
+    transport: Literal["auto", "memfd", "cuda_ipc"] = "auto"
     sync_bucket_mib: Positive = 2
     sync_timeout_s: Seconds = 600.0
     max_restarts: Count = 5
@@ -257,6 +262,8 @@ class TrainSection(Section):
         log_entropy: measure the policy's entropy (one more pass over the logits).
         activation_checkpointing: "full" keeps only the input of each decoder block for the backward
             pass, which computes the block again: about a third more work for far less memory.
+        compile: decoder blocks and log-probabilities by torch.compile: on a GPU about twice as fast
+            and in less memory. The first step takes a minute longer; needs a C++ compiler.
         offload: what goes to host memory while engines generate, in a hybrid pool: "optimizer" the
             optimizer's state, "all" the parameters too.
         eval_every: steps between evaluations, which also run before the first step and at
@@ -294,6 +301,7 @@ class TrainSection(Section):
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     log_entropy: bool = True
     activation_checkpointing: Literal["none", "full"] = "none"
+    compile: bool = False
     offload: Literal["none", "optimizer", "all"] = "none"
     eval_every: Count = 0
     checkpoint_every: Count = 0

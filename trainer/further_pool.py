@@ -127,6 +127,7 @@ def further_pool_specs(config: TrainerConfig, device_type: str, host: str) -> li
 def _pool_spec(name: str, config: TrainerConfig, device_type: str, host: str) -> PoolSpec:
     pool = config.pools[name]
     cores = len(os.sched_getaffinity(0))
+    is_foreign = pool.engine in ("vllm", "sglang")  # with options of their own
     kwargs: dict[str, Any] = {
         "model_path": str(pool.model_path.absolute()),
         "dtype": pool.dtype or config.model.dtype,
@@ -136,7 +137,7 @@ def _pool_spec(name: str, config: TrainerConfig, device_type: str, host: str) ->
         "kv_cache_num_tokens": pool.kv_cache_num_tokens,
         "tick_ms": pool.tick_ms,
         "num_threads": pool.num_threads or max(1, cores // pool.count),
-        **({"engine_args": pool.engine_args} if pool.engine == "vllm" else pool.engine_args),
+        **({"engine_args": pool.engine_args} if is_foreign else pool.engine_args),
     }
     is_colocated = pool.mode == "colocated"
     max_wait_s = pool.max_wait_s

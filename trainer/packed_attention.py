@@ -8,6 +8,7 @@ attention. L: packed rows; H, H_kv: heads; D: head dimension; B, C, K as in `pac
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -46,16 +47,27 @@ def packed_attention(
     if isinstance(packed.attention, VarlenLayout):
         output = _attend_varlen(packed.attention, queries, keys, values, heads, scaling)
     else:
-        outputs = [
-            _attend(block, queries, keys, values, heads, scaling) for block in packed.attention
-        ]
-        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        output = _attend_blocks(packed.attention, queries, keys, values, heads, scaling)
     return output.view(1, query.shape[2], query.shape[1], query.shape[3]), None
 
 
 def _rows(heads_first: Tensor) -> Tensor:
     """[1, H, L, D] to [L, H * D]; a view, as models transpose what was [1, L, H, D] in memory."""
     return heads_first[0].transpose(0, 1).flatten(1)
+
+
+# Compiled, code for each number and shape of blocks would be made for ever.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _attend_blocks(
+    blocks: Sequence[AttentionBlock],
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    heads: tuple[int, int],
+    scaling: float | None,
+) -> Tensor:
+    outputs = [_attend(block, queries, keys, values, heads, scaling) for block in blocks]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def _attend(
@@ -107,9 +119,9 @@ def _attend_varlen(
 
     kernel: Any = varlen_attn
     num_heads, num_kv_heads = heads
-    kv_shape = (len(layout.key_rows), num_kv_heads, -1)
-    k = keys.index_select(0, layout.key_rows).view(kv_shape)
-    v = values.index_select(0, layout.key_rows).view(kv_shape)
+    kv_shape = (len(layout.keys.rows), num_kv_heads, -1)
+    k = layout.keys.gather(keys).view(kv_shape)
+    v = layout.keys.gather(values).view(kv_shape)
     options: dict[str, Any] = {}
     if num_heads != num_kv_heads:
         if "enable_gqa" in inspect.signature(kernel).parameters:

@@ -21,6 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from umbra.trainer.key_rows import KeyRows
+
 # A block takes sequences down to this share of its longest. Lower means fewer, larger blocks
 # with more padding; higher means more kernel launches.
 _BLOCK_LENGTH_RATIO: Final = 0.75
@@ -75,13 +77,13 @@ class VarlenLayout:
 
     Attributes:
         query_starts, key_starts: [S + 1] int32; the queries are the packed rows in order.
-        key_rows: [sum of keys] packed row of each key.
+        keys: which packed rows the keys are.
         max_queries, max_keys: of one sequence.
     """
 
     query_starts: Tensor
     key_starts: Tensor
-    key_rows: Tensor
+    keys: KeyRows
     max_queries: int
     max_keys: int
 
@@ -168,19 +170,23 @@ def _plan_attention(
     prompts: list[_Span], completions: list[_Span], dtype: torch.dtype, device: torch.device
 ) -> VarlenLayout | tuple[AttentionBlock, ...]:
     if device.type == "cuda" and dtype.itemsize == 2:
-        return _make_varlen([s for s in (*prompts, *completions) if s.num_rows], device)
+        return _make_varlen(prompts, [span for span in completions if span.num_rows], device)
     chunks = _chunks(prompts) + _chunks(completions)
     return tuple(_make_block(chunk, dtype, device) for chunk in chunks)
 
 
-def _make_varlen(spans: Sequence[_Span], device: torch.device) -> VarlenLayout:
+def _make_varlen(
+    prompts: Sequence[_Span], completions: Sequence[_Span], device: torch.device
+) -> VarlenLayout:
+    spans = [*prompts, *completions]
     num_queries = [span.num_rows for span in spans]
     num_keys = [span.prompt_len + span.num_rows for span in spans]
     key_rows = np.concatenate([span.key_rows() for span in spans])
+    num_prompt_rows = sum(span.num_rows for span in prompts)
     return VarlenLayout(
         query_starts=torch.as_tensor(_starts(num_queries).astype(np.int32), device=device),
         key_starts=torch.as_tensor(_starts(num_keys).astype(np.int32), device=device),
-        key_rows=torch.as_tensor(key_rows, device=device),
+        keys=KeyRows.invert(key_rows, num_prompt_rows, sum(num_queries), device),
         max_queries=max(num_queries),
         max_keys=max(num_keys),
     )

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from umbra.trainer.batch import MicroBatch, PaddedInputs
+from umbra.trainer.compiling import compile_blocks
 from umbra.trainer.packing import PackedInputs
 from umbra.trainer.recomputing import decoder_blocks, recompute_blocks
 from umbra.trainer.scoring import head_obstacle, score_hidden, score_logits
@@ -49,6 +50,7 @@ class Policy:
         wrap: see `ModelSection.fsdp_wrap`.
         temperature: log-probabilities are those of softmax(logits / temperature).
         recomputes: see `TrainSection.activation_checkpointing`.
+        compiles: see `TrainSection.compile`.
     """
 
     def __init__(
@@ -61,14 +63,17 @@ class Policy:
         wrap: Wrap = "auto",
         temperature: float = 1.0,
         recomputes: bool = False,
+        compiles: bool = False,
         weights: StoredWeights | None = None,
     ) -> None:
+        if compiles:
+            compile_blocks(model)
         if recomputes:
             recompute_blocks(model)
         self.is_packed = is_packed
         self.compute_dtype = compute_dtype
         self._temperature = temperature
-        self._scorer = _Scorer(model)
+        self._scorer = _Scorer(model, compiles=compiles)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         if wrap == "auto":
             wrap = "root" if num_parameters <= _ROOT_WRAP_MAX_PARAMETERS else "layer"
@@ -144,9 +149,10 @@ class Policy:
 class _Scorer(nn.Module):
     """Decoder, head and log-probabilities as one module, so that FSDP gathers once for all."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, compiles: bool = False) -> None:
         super().__init__()
         self.model = model
+        self._compiles = compiles
         obstacle = head_obstacle(model)
         self._uses_own_logits = bool(obstacle)
         if obstacle:
@@ -167,7 +173,9 @@ class _Scorer(nn.Module):
         model: Any = self.model
         hidden = self._hidden(inputs).index_select(0, inputs.predicting)  # [M, E]
         head: nn.Linear = model.get_output_embeddings()
-        return score_hidden(head, hidden, targets, temperature, with_entropy)
+        return score_hidden(
+            head, hidden, targets, temperature, with_entropy, compiles=self._compiles
+        )
 
     def _hidden(self, inputs: PackedInputs | PaddedInputs) -> Tensor:
         """[rows, E] final hidden states."""

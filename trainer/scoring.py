@@ -5,6 +5,8 @@ M: tokens to score; C: tokens of a chunk; E: hidden size; V: vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any, Final, cast
 
 import torch
@@ -17,7 +19,7 @@ from torch.autograd.function import once_differentiable
 _MAX_KEPT_LOGITS: Final = 1 << 26
 # Beyond that, so many logits exist at a time, and the backward pass computes them again. Lower
 # means adding up the head's gradient from more parts, which is bound by memory bandwidth.
-_MAX_CHUNK_LOGITS: Final = 1 << 27
+_MAX_CHUNK_LOGITS: Final = 1 << 28
 # Settings by which models change logits behind their head.
 _LOGIT_OPTIONS: Final = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
@@ -36,21 +38,29 @@ def head_obstacle(model: nn.Module) -> str:
 
 
 def score_hidden(
-    head: nn.Linear, hidden: Tensor, targets: Tensor, temperature: float, with_entropy: bool
+    head: nn.Linear,
+    hidden: Tensor,
+    targets: Tensor,
+    temperature: float,
+    with_entropy: bool,
+    *,
+    compiles: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """[M] log-probabilities of `targets`, and [M] entropies without gradient, or [0].
 
     Args:
         hidden: [M, E] final hidden states.
+        compiles: through torch.compile, with fewer passes over the logits.
     """
     num_logits = len(targets) * head.weight.shape[0]
     if num_logits <= _MAX_KEPT_LOGITS:
-        return score_logits(head(hidden), targets, temperature, with_entropy)
+        score = _compiled(score_logits) if compiles else score_logits
+        return score(head(hidden), targets, temperature, with_entropy)
     chunk_len = max(1, _MAX_CHUNK_LOGITS // head.weight.shape[0])
     untyped: Any = _ChunkedScores
     bias = cast("Tensor | None", head.bias)
     scores: Any = untyped.apply(
-        hidden, head.weight, bias, targets, temperature, with_entropy, chunk_len
+        hidden, head.weight, bias, targets, temperature, with_entropy, chunk_len, compiles
     )
     return cast("tuple[Tensor, Tensor]", scores)
 
@@ -92,11 +102,13 @@ class _ChunkedScores(torch.autograd.Function):
         temperature: float,
         with_entropy: bool,
         chunk_len: int,
+        compiles: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(hidden, weight, bias, targets)
-        ctx.temperature, ctx.chunk_len = temperature, chunk_len
+        ctx.temperature, ctx.chunk_len, ctx.compiles = temperature, chunk_len, compiles
+        score = _compiled(score_logits) if compiles else score_logits
         scores = [
-            score_logits(F.linear(part, weight, bias), wanted, temperature, with_entropy)
+            score(F.linear(part, weight, bias), wanted, temperature, with_entropy)
             for part, wanted in zip(
                 torch.split(hidden, chunk_len), torch.split(targets, chunk_len), strict=True
             )
@@ -117,30 +129,48 @@ class _ChunkedScores(torch.autograd.Function):
         of_hidden = torch.empty_like(hidden) if wants_hidden else None
         of_weight = torch.zeros_like(weight, dtype=total) if wants_weight else None
         of_bias = torch.zeros_like(bias, dtype=total) if wants_bias else None
+        derive = _compiled(_logit_gradient) if ctx.compiles else _logit_gradient
         for start in range(0, len(targets), ctx.chunk_len):
             chunk = slice(start, start + ctx.chunk_len)
             part = hidden[chunk]
-            every = _log_softmax(F.linear(part, weight, bias), ctx.temperature)
-            of_logits = _logit_gradient(every, targets[chunk], gradients[0][chunk])
-            of_logits = of_logits.div_(ctx.temperature).to(weight.dtype)
-            del every
+            logits = F.linear(part, weight, bias)
+            of_logits = derive(logits, targets[chunk], gradients[0][chunk], ctx.temperature)
+            del logits
             if of_hidden is not None:
                 torch.mm(of_logits, weight, out=of_hidden[chunk])
-            if of_weight is not None and total == weight.dtype:
-                of_weight.addmm_(of_logits.t(), part)
-            elif of_weight is not None:
-                of_weight += of_logits.t() @ part
+            if of_weight is not None:
+                _add_product(of_weight, of_logits.t(), part)
             if of_bias is not None:
                 of_bias += of_logits.sum(0)
         return (
             of_hidden,
             None if of_weight is None else of_weight.to(weight.dtype),
             None if of_bias is None else of_bias.to(weight.dtype),
-            None, None, None, None,
+            None, None, None, None, None,
         )  # fmt: skip
 
 
-def _logit_gradient(every: Tensor, targets: Tensor, gradient: Tensor) -> Tensor:
-    """[C, V]: (one-hot - softmax) * gradient; takes the place of `every`."""
-    of_logits = every.exp_().mul_(-gradient.unsqueeze(1))
-    return of_logits.scatter_add_(1, targets.unsqueeze(1), gradient.unsqueeze(1))
+def _logit_gradient(
+    logits: Tensor, targets: Tensor, gradient: Tensor, temperature: float
+) -> Tensor:
+    """[C, V], in the dtype of `logits`: (one-hot - softmax) * gradient / temperature."""
+    every = _log_softmax(logits, temperature)
+    places, scale = targets.unsqueeze(1), (gradient / temperature).unsqueeze(1)
+    of_targets = every.gather(1, places).expm1() * -scale  # 1 - p, without rounding p first
+    of_logits = every.exp_().mul_(-scale).to(logits.dtype)
+    return of_logits.scatter_(1, places, of_targets.to(logits.dtype))
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """`total` += `left` @ `right`, also where they are of half its precision."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif total.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)

@@ -128,6 +128,7 @@ def engine_pool_spec(
     """
     pool = config.pool
     cores = len(os.sched_getaffinity(0))
+    is_foreign = pool.engine in ("vllm", "sglang")  # with options of their own
     kwargs: dict[str, Any] = {
         "model_path": str(config.model.path.absolute()),
         "dtype": config.model.dtype,
@@ -137,7 +138,7 @@ def engine_pool_spec(
         "kv_cache_num_tokens": pool.kv_cache_num_tokens,
         "tick_ms": pool.tick_ms,
         "num_threads": pool.num_threads or max(1, cores // pool.count),
-        **({"engine_args": pool.engine_args} if pool.engine == "vllm" else pool.engine_args),
+        **({"engine_args": pool.engine_args} if is_foreign else pool.engine_args),
     }
     return PoolSpec(
         name=POOL,
@@ -153,6 +154,7 @@ def engine_pool_spec(
         hung_limit_s=pool.hung_limit_s,
         memory_limit_nbytes=pool.memory_limit_mib << 20,
         bucket_nbytes=pool.sync_bucket_mib << 20,
+        transport=pool.transport,
     )
 
 

@@ -203,6 +203,7 @@ class Trainer:
             wrap=config.model.fsdp_wrap,
             temperature=config.rollout.temperature,
             recomputes=config.train.activation_checkpointing == "full",
+            compiles=config.train.compile,
             weights=prepared.weights,
         )
 

@@ -124,6 +124,9 @@ class EmbeddedEngine:
 
     # -- weights -------------------------------------------------------------------------
 
+    async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
+        return await self._thread.run(lambda worker: worker.probe_import(allocations))
+
     async def begin_update(
         self, version: int, manifest: Mapping[str, Any], buckets: Mapping[str, Any]
     ) -> None:

@@ -24,6 +24,7 @@ from umbra.engines.protocol import EngineStats, PauseMode
 from umbra.engines.requests import parse_request
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.lifecycle import SleepLevel, Tag
+from umbra.runtime.weights.cuda_ipc import probe_import
 from umbra.runtime.weights.receive import WeightReceiver
 
 
@@ -144,6 +145,12 @@ class EngineWorker:
         self._gate.woken()
 
     # -- weights -------------------------------------------------------------------------
+
+    def probe_import(self, allocations: Sequence[object]) -> str:
+        device = self._model.parameters.device
+        if device.type != "cuda":
+            return f"its parameters are in memory of {device.type}, not of a GPU"
+        return probe_import(allocations)
 
     def begin_update(
         self, version: int, manifest: Mapping[str, Any], buckets: Mapping[str, Any]

@@ -161,6 +161,10 @@ class FaultyEngine:
         self._may_fail("wake")
         await self._inner.wake(tags)
 
+    async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
+        self._may_fail("probe_import")
+        return await self._inner.probe_import(allocations)
+
     async def begin_update(
         self, version: int, manifest: Mapping[str, Any], buckets: Mapping[str, Any]
     ) -> None:

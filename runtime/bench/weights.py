@@ -44,6 +44,7 @@ from umbra.runtime.rpc.ref import ActorRef
 from umbra.runtime.rpc.server import ActorServer
 from umbra.runtime.weights.coordinator import SyncCoordinator, SyncSettings
 from umbra.runtime.weights.memfd import serve_fds
+from umbra.runtime.weights.transport import TRANSPORT_SETTINGS
 
 _ROUND_TIMEOUT_S: Final = 120.0
 _ROLES: Final = "umbra.runtime.bench.weights_roles"
@@ -70,17 +71,42 @@ def run(rounds: int, total_nbytes: int) -> dict[str, Any]:
     }
 
 
-async def _round(total_nbytes: int) -> dict[str, float]:
+def run_on_gpu(rounds: int) -> dict[str, Any]:
+    """Host memory against CUDA IPC for the tensors of a Qwen3-0.6B, float32 to bfloat16, one GPU.
+
+    Each number is the median over the rounds of a rank's `publish`, in seconds; `..._attested_s`
+    with checksums. In a round, one sync by each transport alternates with the other. The plain copy
+    is the same cast within the rank.
+    """
+    pools = {
+        f"{transport}{suffix}": SyncSettings(transport=transport, attest_every=every)
+        for transport in TRANSPORT_SETTINGS
+        if transport != "auto"
+        for suffix, every in {"": 1 << 30, "_attested": 1}.items()
+    }
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        rows = [runner.run(_round(0, pools, "gpu_")) for _ in range(rounds)]
+    median = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
+    umbra: dict[str, Any] = {key: round(value, 4) for key, value in median.items()}
+    umbra["nbytes"] = int(median["nbytes"])
+    umbra["memfd_to_cuda_ipc"] = round(median["memfd_s"] / median["cuda_ipc_s"], 2)
+    return umbra
+
+
+async def _round(
+    total_nbytes: int, pools: Mapping[str, SyncSettings] | None = None, prefix: str = ""
+) -> dict[str, float]:
+    pools = pools or {"plain": SyncSettings(), "attested": SyncSettings(attest_every=1)}
     with tempfile.TemporaryDirectory(prefix="umbra-bench-") as name:
         folder = Path(name)
         async with (
             asyncio.timeout(_ROUND_TIMEOUT_S),
-            _process("engine", folder, total_nbytes) as engine,
-            _supervisor(folder),
+            _process(f"{prefix}engine", folder, total_nbytes) as engine,
+            _supervisor(folder, pools),
         ):
             assert engine.stdout is not None
             await engine.stdout.readline()
-            async with _process("rank", folder, total_nbytes) as rank:
+            async with _process(f"{prefix}rank", folder, total_nbytes) as rank:
                 output, _ = await rank.communicate()
     facts: dict[str, float] = json.loads(output)
     return facts
@@ -103,7 +129,7 @@ async def _process(
 
 
 @asynccontextmanager
-async def _supervisor(folder: Path) -> AsyncGenerator[None]:
+async def _supervisor(folder: Path, pools: Mapping[str, SyncSettings]) -> AsyncGenerator[None]:
     """Serves syncs at `folder`/supervisor while the block runs."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket_path = str(folder / "fds")
@@ -115,10 +141,7 @@ async def _supervisor(folder: Path) -> AsyncGenerator[None]:
         engine = _Engine(client.handle(_ref("engine", folder)))
         coordinators = {
             name: SyncCoordinator(name, lambda: [engine], fds, socket_path, settings)
-            for name, settings in {
-                "plain": SyncSettings(),
-                "attested": SyncSettings(attest_every=1),
-            }.items()
+            for name, settings in pools.items()
         }
         server = ActorServer(_Supervisor(coordinators), 1)
         server.bind(context.socket(zmq.ROUTER), _ref("supervisor", folder).ipc_endpoint)
@@ -146,10 +169,17 @@ class _Supervisor:
         return self._coordinators[sync_id.rpartition("-")[0]]
 
     async def sync_begin(
-        self, pool: str, version: int, rank: int, world_size: int, manifest: Any, timeout_s: float
+        self,
+        pool: str,
+        version: int,
+        rank: int,
+        world_size: int,
+        manifest: Any,
+        timeout_s: float,
+        offer: Any,
     ) -> dict[str, Any]:
         coordinator = self._coordinators[pool]
-        return await coordinator.sync_begin(version, rank, world_size, manifest, timeout_s)
+        return await coordinator.sync_begin(version, rank, world_size, manifest, timeout_s, offer)
 
     async def sync_filled(self, sync_id: str, rank: int, regions: Any) -> None:
         await self._find(sync_id).sync_filled(sync_id, rank, regions)
@@ -170,6 +200,9 @@ class _Engine:
     def __init__(self, handle: Handle) -> None:
         self._handle = handle
         self.lifecycle = EngineLifecycle().apply(Started())
+
+    async def probe_import(self, allocations: list[list[Any]], timeout_s: float) -> str:
+        return str(await self._handle.call("probe_import", allocations, timeout_s=timeout_s))
 
     async def pause(self, mode: str, timeout_s: float) -> None:
         if self.lifecycle.state == EngineState.SERVING:

@@ -12,8 +12,9 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,6 +27,7 @@ from umbra.runtime.rpc.client import Client, Handle
 from umbra.runtime.rpc.loop_thread import LoopThread
 from umbra.runtime.rpc.ref import ActorRef
 from umbra.runtime.rpc.server import ActorServer
+from umbra.runtime.weights.cuda_ipc import probe_import
 from umbra.runtime.weights.destination import populate
 from umbra.runtime.weights.publish import WeightPublisher
 from umbra.runtime.weights.receive import WeightReceiver
@@ -57,15 +59,35 @@ def model_tensors(total_nbytes: int) -> dict[str, Tensor]:
     }
 
 
+def qwen3_tensors(dtype: torch.dtype) -> dict[str, Tensor]:
+    """Those of a Qwen3-0.6B, on the GPU."""
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens": (151936, 1024)}
+    for idx in range(28):
+        rows = {"q_proj": 2048, "k_proj": 1024, "v_proj": 1024, "gate_proj": 3072, "up_proj": 3072}
+        shapes |= {f"model.layers.{idx}.{name}": (count, 1024) for name, count in rows.items()}
+        shapes |= {f"model.layers.{idx}.o_proj": (1024, 2048)}
+        shapes |= {f"model.layers.{idx}.down_proj": (1024, 3072)}
+        shapes |= {f"model.layers.{idx}.{name}_norm": (128,) for name in ("q", "k")}
+        shapes |= {f"model.layers.{idx}.{name}_layernorm": (1024,) for name in ("input", "post")}
+    shapes["model.norm"] = (1024,)
+    return {
+        name: torch.full(shape, len(name) / 64, dtype=dtype, device="cuda")
+        for name, shape in shapes.items()
+    }
+
+
 class BenchEngine:
     """An engine without a model: parameters in memory, the steps of a sync in one thread."""
 
-    def __init__(self, total_nbytes: int) -> None:
-        tensors = model_tensors(total_nbytes)
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         parameters = {name: torch.empty_like(t) for name, t in tensors.items()}
         populate(parameters.values())
         self._thread = ThreadPoolExecutor(1)
         self._receiver = WeightReceiver(parameters)
+
+    async def probe_import(self, allocations: list[list[Any]]) -> str:
+        problem: str = await self._run(probe_import, allocations)
+        return problem
 
     async def begin_update(
         self, version: int, manifest: dict[str, Any], buckets: dict[str, Any]
@@ -116,8 +138,9 @@ class RemoteSupervisor:
         world_size: int,
         manifest: dict[str, Any] | None,
         timeout_s: float,
+        offer: dict[str, Any] | None = None,
     ) -> Mapping[str, Any]:
-        args = (pool, version, rank, world_size, manifest, timeout_s)
+        args = (pool, version, rank, world_size, manifest, timeout_s, offer)
         grant: Mapping[str, Any] = self._call("sync_begin", *args)
         return grant
 
@@ -142,17 +165,8 @@ def run_rank(folder: Path, total_nbytes: int) -> dict[str, Any]:
     tensors = model_tensors(total_nbytes)
     copies = {name: tensor.clone() for name, tensor in tensors.items()}
 
-    async def connect() -> tuple[Client, Handle]:
-        client = Client("here")
-        return client, client.handle(ref("supervisor", folder))
-
-    async def disconnect(client: Client) -> None:
-        client.close()
-
-    with LoopThread("rpc") as loop:
-        client, handle = loop.run(connect())
-        publisher = WeightPublisher(RemoteSupervisor(loop, handle), 0, 1, tensors)
-
+    with _supervisor(folder) as supervisor:
+        publisher = WeightPublisher(supervisor, 0, 1, tensors)
         versions = itertools.count(1)
 
         def sync(pool: str) -> float:
@@ -170,7 +184,6 @@ def run_rank(folder: Path, total_nbytes: int) -> dict[str, Any]:
             copy_s.append(time.perf_counter() - begun_at)
             later_s.append(sync("plain"))
         attested_s = min(sync("attested") for _ in range(2))
-        loop.run(disconnect(client))
     return {
         "nbytes": publisher.manifest.payload_nbytes,
         "first_s": first_s,
@@ -180,14 +193,58 @@ def run_rank(folder: Path, total_nbytes: int) -> dict[str, Any]:
     }
 
 
+def run_gpu_rank(folder: Path) -> dict[str, Any]:
+    """One round on a GPU: each pool has a first sync that does not count, then all in turn."""
+    tensors = qwen3_tensors(torch.float32)
+    copies = {name: t.to(torch.bfloat16) for name, t in tensors.items()}
+    pools = [f"{name}{suffix}" for suffix in ("", "_attested") for name in ("memfd", "cuda_ipc")]
+    seconds: dict[str, list[float]] = {name: [] for name in [*pools, "plain_copy"]}
+    versions = itertools.count(1)
+    with _supervisor(folder) as supervisor:
+        publisher = WeightPublisher(supervisor, 0, 1, tensors, torch.bfloat16)
+        for _ in range(1 + _SYNCS_A_ROUND):
+            for pool in pools:
+                begun_at = time.perf_counter()
+                publisher.publish(pool, next(versions), _TIMEOUT_S)
+                seconds[pool].append(time.perf_counter() - begun_at)
+            begun_at = time.perf_counter()
+            for name, tensor in tensors.items():
+                copies[name].copy_(tensor)
+            torch.cuda.synchronize()
+            seconds["plain_copy"].append(time.perf_counter() - begun_at)
+    medians = {f"{name}_s": statistics.median(taken[1:]) for name, taken in seconds.items()}
+    return {"nbytes": publisher.manifest.payload_nbytes} | medians
+
+
+@contextmanager
+def _supervisor(folder: Path) -> Generator[RemoteSupervisor]:
+    async def connect() -> tuple[Client, Handle]:
+        client = Client("here")
+        return client, client.handle(ref("supervisor", folder))
+
+    async def disconnect(client: Client) -> None:
+        client.close()
+
+    with LoopThread("rpc") as loop:
+        client, handle = loop.run(connect())
+        try:
+            yield RemoteSupervisor(loop, handle)
+        finally:
+            loop.run(disconnect(client))
+
+
 def main() -> None:
     role, folder, total_nbytes = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
-    if role == "engine":
+    if role.endswith("engine"):
+        is_on_gpu = role == "gpu_engine"
+        tensors = qwen3_tensors(torch.bfloat16) if is_on_gpu else model_tensors(total_nbytes)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve(BenchEngine(total_nbytes), "engine", folder))
+            runner.run(serve(BenchEngine(tensors), "engine", folder))
     else:
-        print(json.dumps(run_rank(folder, total_nbytes)), flush=True)
+        is_on_gpu = role == "gpu_rank"
+        facts = run_gpu_rank(folder) if is_on_gpu else run_rank(folder, total_nbytes)
+        print(json.dumps(facts), flush=True)
 
 
 if __name__ == "__main__":

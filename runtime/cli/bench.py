@@ -55,24 +55,27 @@ def _measure(arguments: argparse.Namespace, on_progress: Callable[[str], None]) 
 
             return startup.run(arguments.rounds, _peer_python(arguments.peer_python), on_progress)
         case "weights":
-            return _measure_weights(arguments.rounds, arguments.megabytes * 10**6)
+            return _measure_weights(arguments)
         case "rollout":
             return _measure_rollout(arguments, on_progress)
         case _:
             raise AssertionError(arguments.what)
 
 
-def _measure_weights(rounds: int, total_nbytes: int) -> dict[str, Any]:
+def _measure_weights(arguments: argparse.Namespace) -> dict[str, Any]:
     _require_torch("weights")
     import umbra.runtime.bench.weights as weights
     from umbra.runtime.bench.hardware import describe_hardware
 
-    facts = weights.run(rounds, total_nbytes)
+    if arguments.device == "cuda":
+        facts = weights.run_on_gpu(arguments.rounds)
+    else:
+        facts = weights.run(arguments.rounds, arguments.megabytes * 10**6)
     return {
         "bench": "weights",
         "hardware": describe_hardware(),
         "versions": {"torch": version("torch"), "umbra": version("umbra-rl")},
-        "rounds": rounds,
+        "rounds": arguments.rounds,
         **(facts if "umbra" in facts else {"umbra": facts}),
     }
 

@@ -157,6 +157,12 @@ def _add_bench_arguments(bench: argparse.ArgumentParser) -> None:
         help="of weights carried by `weights` (default 1024)",
     )
     bench.add_argument(
+        "--device",
+        choices=["cpu", "cuda"],
+        default="cpu",
+        help="of `weights`: cuda compares the ways from one GPU's trainer to its engine",
+    )
+    bench.add_argument(
         "--trajectories",
         type=_positive,
         default=10_000,

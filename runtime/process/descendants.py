@@ -167,7 +167,7 @@ def send_signal(pid: int, number: int) -> None:
 
 
 def wait_for_exits(pids: Collection[int], timeout_s: float) -> None:
-    """Block until one of `pids` has ended, or the time is over."""
+    """Block until one of `pids` has ended (also before), or the time is over."""
     poller = select.poll()
     pidfds: list[int] = []
     try:
@@ -175,7 +175,7 @@ def wait_for_exits(pids: Collection[int], timeout_s: float) -> None:
             try:
                 pidfd = os.pidfd_open(pid)
             except ProcessLookupError:
-                continue
+                return
             pidfds.append(pidfd)
             poller.register(pidfd, select.POLLIN)
         poller.poll(timeout_s * 1000)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Final, cast
 
 from umbra.runtime.errors import ProtocolError, WeightSyncError
+from umbra.runtime.weights.exports import Offer, RankExports, offer_from_wire
 from umbra.runtime.weights.image import NUM_BUFFERS, BucketGrid
 from umbra.runtime.weights.manifest import ALIGNMENT, Manifest, align
 from umbra.runtime.weights.memfd import FdServer, close_fds, create_buckets
@@ -29,6 +30,7 @@ from umbra.runtime.weights.sync_events import Aborted, RankFilled, RankJoined
 from umbra.runtime.weights.sync_run import SyncRun
 from umbra.runtime.weights.sync_worker import OpenedImage, SyncEngine
 from umbra.runtime.weights.transaction import Phase
+from umbra.runtime.weights.transport import Transport, TransportChooser, TransportSetting
 from umbra.runtime.weights.waves import able_engines, choose_wave, remaining
 
 logger = logging.getLogger(__name__)
@@ -56,6 +58,7 @@ class SyncSettings:
             a warning, for engines to catch up with.
         update_waves: a new version reaches the pool in so many syncs, one after the other, each
             with a part of the engines; see `umbra.runtime.weights.waves`.
+        transport: see `umbra.runtime.weights.transport`.
     """
 
     bucket_nbytes: int = 2 << 20
@@ -64,6 +67,7 @@ class SyncSettings:
     pause_mode: str = "abort"
     require_engine: bool = True
     update_waves: int = 1
+    transport: TransportSetting = "auto"
 
 
 class SyncCoordinator:
@@ -95,6 +99,7 @@ class SyncCoordinator:
         self._fd_socket = fd_socket
         self._settings = settings or SyncSettings()
         self._on_commit = on_commit
+        self._transports = TransportChooser(pool, self._settings.transport)
         self._sync_ids = itertools.count(1)
         self._fds: dict[str, int] = {}
         self._progress: tuple[str, int, SyncProgress] | None = None  # name, descriptor, mapping
@@ -166,26 +171,37 @@ class SyncCoordinator:
     # -- what ranks call -----------------------------------------------------------------
 
     async def sync_begin(
-        self, version: int, rank: int, world_size: int, manifest: object, timeout_s: float
+        self,
+        version: int,
+        rank: int,
+        world_size: int,
+        manifest: object,
+        timeout_s: float,
+        offer: object = None,
     ) -> dict[str, Any]:
         """Returns once all ranks have called it; engines get ready while the ranks fill.
 
-        Collective: all ranks, with the same version. `manifest` comes from rank 0, else None.
+        Collective: all ranks, with the same version. `manifest` comes from rank 0, else None;
+        `offer` is what the rank exports (`umbra.runtime.weights.exports`).
 
         Raises:
             WeightSyncError: a rank is missing or disagrees, or no engine can take part.
-            ProtocolError: a malformed manifest.
+            ProtocolError: a malformed manifest or offer.
         """
         layout = None if manifest is None else self._read_manifest(manifest)
+        exports = offer_from_wire(offer)
         deadline = time.monotonic() + timeout_s
         run = await self._joinable_run(version, timeout_s)
         run.shorten_lease((deadline - time.monotonic()) * _ANSWER_SHARE)
         await run.join(
-            RankJoined(rank=rank, world_size=world_size, version=version, manifest=layout)
+            RankJoined(
+                rank=rank, world_size=world_size, version=version, manifest=layout, offer=exports
+            )
         )
         assert run.opened is not None
         return {
             "sync_id": run.sync_id,
+            "transport": run.opened.buckets["transport"],
             "fd_socket": self._fd_socket,
             "buckets": run.opened.buckets["names"],
             "bucket_nbytes": run.opened.buckets["bucket_nbytes"],
@@ -223,37 +239,44 @@ class SyncCoordinator:
 
     # -- what a run asks for -------------------------------------------------------------
 
-    def open_image(self, version: int, manifest: Manifest, num_ranks: int) -> OpenedImage:
+    async def choose_transport(self, offers: Sequence[Offer], timeout_s: float) -> Transport:
+        """Raises WeightSyncError where the one that is set cannot be had."""
+        return await self._transports.choose(offers, self._able_engines(), timeout_s)
+
+    def open_image(
+        self, version: int, manifest: Manifest, offers: Sequence[Offer], transport: Transport
+    ) -> OpenedImage:
         """Chooses the engines: the next wave of those that can take part and lack `version`.
 
         Raises:
             WeightSyncError: the system has no memory or descriptors for a sync.
         """
-        chosen = self._able_engines()
-        num_versions, num_waves_left = self._num_versions, self._settings.update_waves
-        if version == self.version:
-            chosen = [engine for engine in chosen if engine.lifecycle.version != version]
-            num_versions, num_waves_left = num_versions - 1, num_waves_left - self._num_waves
-        chosen = choose_wave(chosen, num_waves_left)
+        chosen = self._choose_engines(version, transport)
         if not self._fds:
             raise WeightSyncError(self._why_no_buckets)
         bucket_nbytes = min(
             align(self._settings.bucket_nbytes), max(align(manifest.nbytes), ALIGNMENT)
         )
-        is_due = num_versions % self._settings.attest_every == 0
-        is_new = any((e.name, e.incarnation) not in self._attested for e in chosen)
-        name, progress = self._open_progress(num_ranks, len(chosen))
+        name, progress = self._open_progress(len(offers), len(chosen))
+        attest = self._is_attested_next(version, chosen)
+        buckets: dict[str, Any] = {
+            "transport": str(transport),
+            "fd_socket": self._fd_socket,
+            "names": list(self._fds),
+            "bucket_nbytes": bucket_nbytes,
+            "progress": {"name": name, "num_ranks": len(offers), "num_engines": len(chosen)},
+        }
+        num_buckets = BucketGrid(manifest.nbytes, bucket_nbytes).num_buckets
+        if transport == Transport.CUDA_IPC:
+            exports = [offer.to_wire() for offer in offers if isinstance(offer, RankExports)]
+            buckets |= {"names": [], "exports": exports, "attest": attest}
+            num_buckets = len(manifest.entries)
         return OpenedImage(
             engines=chosen,
-            buckets={
-                "fd_socket": self._fd_socket,
-                "names": list(self._fds),
-                "bucket_nbytes": bucket_nbytes,
-                "progress": {"name": name, "num_ranks": num_ranks, "num_engines": len(chosen)},
-            },
+            buckets=buckets,
             progress=progress,
-            num_buckets=BucketGrid(manifest.nbytes, bucket_nbytes).num_buckets,
-            attest=is_due or is_new,
+            num_buckets=num_buckets,
+            attest=attest,
         )
 
     def commit_version(self, version: int, run: SyncRun) -> None:
@@ -289,6 +312,21 @@ class SyncCoordinator:
         self._discarded.add((engine, incarnation))
 
     # -- private -------------------------------------------------------------------------
+
+    def _choose_engines(self, version: int, transport: Transport) -> list[SyncEngine]:
+        chosen = self._able_engines()
+        if transport == Transport.CUDA_IPC:  # others have come since it was chosen
+            chosen = [engine for engine in chosen if self._transports.can_import(engine)]
+        num_waves_left = self._settings.update_waves
+        if version == self.version:
+            chosen = [engine for engine in chosen if engine.lifecycle.version != version]
+            num_waves_left -= self._num_waves
+        return choose_wave(chosen, num_waves_left)
+
+    def _is_attested_next(self, version: int, engines: Sequence[SyncEngine]) -> bool:
+        num_versions = self._num_versions - (version == self.version)
+        is_due = num_versions % self._settings.attest_every == 0
+        return is_due or any((e.name, e.incarnation) not in self._attested for e in engines)
 
     def _able_engines(self) -> list[SyncEngine]:
         able = able_engines(self._engines())

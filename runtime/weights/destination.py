@@ -14,7 +14,7 @@ from torch import Tensor
 from umbra.runtime.errors import ProtocolError, WeightSyncError
 from umbra.runtime.weights.checksum import checksum_of
 from umbra.runtime.weights.image import BucketGrid, Extent, Piece
-from umbra.runtime.weights.manifest import Manifest, TensorEntry
+from umbra.runtime.weights.manifest import ITEMSIZES, Manifest, TensorEntry
 from umbra.runtime.weights.pages import populate_range
 from umbra.runtime.weights.views import dtype_name, flatten
 
@@ -54,6 +54,11 @@ class Destinations:
             self._targets[piece.key].write(piece, memory)
             nbytes += piece.nbytes
         return nbytes
+
+    def write_values(self, key: int, start: int, values: Tensor) -> int:
+        """Copies `values` [elements], of any device and dtype, to the entry's elements from `start`
+        on; the bytes that they are there."""
+        return self._targets[key].write_values(start, values)
 
     def settle(self) -> None:
         """Once all is written: strided parameters get their values."""
@@ -111,6 +116,15 @@ class _Target:
         if self._strided:
             data = _as_bytes(self._stage())
             data[piece.start : piece.start + piece.nbytes].copy_(source)
+
+    def write_values(self, start: int, values: Tensor) -> int:
+        stop = start + values.numel()
+        for tensor in self._tensors:
+            if tensor.is_contiguous():
+                flatten(tensor)[start:stop].copy_(values)
+        if self._strided:
+            flatten(self._stage())[start:stop].copy_(values)
+        return values.numel() * ITEMSIZES[self.entry.dtype]
 
     def settle(self) -> None:
         with torch.no_grad():

@@ -210,13 +210,15 @@ class EngineEnd:
         wire: what came with begin_update: "fd_socket", and "progress" with the control block's
             name and sizes, the "engine" number of this engine and "timeout_s", the seconds that
             the sync may still take.
+        counts: says what is loaded. Of the workers of one engine, one does.
     """
 
-    def __init__(self, wire: Mapping[str, Any], timeout_s: float) -> None:
+    def __init__(self, wire: Mapping[str, Any], timeout_s: float, *, counts: bool = True) -> None:
         progress: Mapping[str, Any] = wire["progress"]
         self._deadline = time.monotonic() + float(progress["timeout_s"])
         self._engine = int(progress["engine"])
         self._progress = SyncProgress.receive(wire["fd_socket"], progress, timeout_s)
+        self._counts = counts
         self._is_stopped = False
         self.num_loaded = 0
 
@@ -239,7 +241,8 @@ class EngineEnd:
                 raise WeightSyncError(f"the sync was given up before bucket {idx} was filled")
             yield idx
             self.num_loaded = idx + 1
-            self._progress.set_loaded(self._engine, self.num_loaded)
+            if self._counts:
+                self._progress.set_loaded(self._engine, self.num_loaded)
 
     def check_all_loaded(self, num_buckets: int) -> None:
         """Raises WeightSyncError unless so many were loaded."""

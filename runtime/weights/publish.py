@@ -5,7 +5,8 @@ rank 1  fill 0 | fill 1 | wait | fill 2 ...      no rank sees another's
 engine         | load 0        | load 1 ...      with two buffers; bucket i + 2 has that of i
 
 Who is how far is in shared memory (`umbra.runtime.weights.progress`); the supervisor is told once,
-when this rank has filled everything.
+when this rank has filled everything. Where all can, engines read the ranks' GPUs instead: then a
+rank exports its shards, and there is nothing to fill.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from torch import Tensor
 
 from umbra.runtime.errors import DeadlineExceeded, ProtocolError, UmbraError, WeightSyncError
 from umbra.runtime.weights.checksum import checksum_of, copy_with_checksum
+from umbra.runtime.weights.cuda_ipc import export_tensors
+from umbra.runtime.weights.exports import Offer, offer_to_wire
 from umbra.runtime.weights.image import BucketGrid, Extent, Piece
 from umbra.runtime.weights.memfd import BucketMappings, MappedBucket
 from umbra.runtime.weights.progress import SyncProgress
@@ -50,6 +53,7 @@ class SyncSupervisor(Protocol):
         world_size: int,
         manifest: dict[str, Any] | None,
         timeout_s: float,
+        offer: dict[str, Any] | None = None,
     ) -> Mapping[str, Any]: ...
 
     def sync_filled(
@@ -69,10 +73,12 @@ class SyncReport:
         engines: name -> {"nbytes": bytes loaded, "load_s": seconds that took, waits included}.
         failed: name -> why this engine did not get the version; it is being replaced.
         remaining: engines that serve an older version, and get this one by the next wave.
+        transport: "memfd" or "cuda_ipc"; of a rolling update, that of the last wave.
         prepare_s, transfer_s, attest_s, resume_s: seconds of each phase, over all waves.
     """
 
     version: int
+    transport: str
     engines: Mapping[str, Mapping[str, float]]
     failed: Mapping[str, str]
     remaining: Sequence[str]
@@ -92,6 +98,7 @@ class SyncReport:
         """With what the next wave reports."""
         return SyncReport(
             version=self.version,
+            transport=later.transport,
             engines={**self.engines, **later.engines},
             failed={**self.failed, **later.failed},
             remaining=later.remaining,
@@ -123,8 +130,10 @@ class WeightPublisher:
         aliases: further name -> name in `tensors` for tied parameters; None finds them by storage.
         keep_dtype: names exempt from `wire_dtype`, such as rotary frequencies.
         locate: a tensor's part on this rank, for tensors whose memory may be elsewhere.
-        on_read: called when this rank has read its tensors and engines do not have them all yet:
+        on_read: called when the tensors of this rank have been read, by itself or by the engines:
             they take memory for their KV cache only after it has returned on every rank.
+        export: offers tensors, each with its offset in the image, to engines on the same GPUs; or
+            says why it cannot.
     """
 
     def __init__(
@@ -139,6 +148,7 @@ class WeightPublisher:
         *,
         locate: Callable[[Tensor], Tensor] = local_part,
         on_read: Callable[[], None] | None = None,
+        export: Callable[[Sequence[tuple[int, Tensor]]], Offer] = export_tensors,
     ) -> None:
         self._supervisor = supervisor
         self._rank = rank
@@ -155,6 +165,7 @@ class WeightPublisher:
                 self._extents.append(extent)
         self._locate = locate
         self._on_read = on_read
+        self._export = export
         self._mappings = BucketMappings()
         self._wire = self.manifest.to_wire()
         self._plan: tuple[int, list[list[Piece]]] | None = None  # for buckets of this size
@@ -178,17 +189,23 @@ class WeightPublisher:
 
     def _publish_wave(self, pool: str, version: int, deadline: float) -> SyncReport:
         manifest = self._wire if self._rank == 0 else None
+        offer = offer_to_wire(self._offer())
         grant = self._supervisor.sync_begin(
-            pool, version, self._rank, self._world_size, manifest, _remaining_s(deadline)
+            pool, version, self._rank, self._world_size, manifest, _remaining_s(deadline), offer
         )
         sync_id = str(grant["sync_id"])
+        is_exported = grant.get("transport") == "cuda_ipc"
+        on_read = self._on_read or _nothing
         try:
-            regions = self._transfer(grant, deadline)
+            hand_over = self._lend if is_exported else self._transfer
+            regions = hand_over(grant, deadline)
             if regions is not None:
-                if self._on_read is not None:
-                    self._on_read()
+                if not is_exported:
+                    on_read()
                 arguments = (sync_id, self._rank, regions, _remaining_s(deadline))
                 self._supervisor.sync_filled(*arguments)
+                if is_exported:
+                    on_read()
             # Of a sync that was given up, this raises the reason.
             report = self._supervisor.sync_end(sync_id, self._rank, _remaining_s(deadline))
         except BaseException as error:
@@ -213,15 +230,40 @@ class WeightPublisher:
                 f"rank {self._rank} cuts its image into {len(plan)} buckets, "
                 f"rank 0's has {grant['num_buckets']}: their tensors differ"
             )
-        fd_socket = str(grant["fd_socket"])
         left_s = _remaining_s(deadline)
+        fd_socket = str(grant["fd_socket"])
         buckets = self._mappings.open(fd_socket, grant["buckets"], bucket_nbytes, left_s)
-        try:
-            progress = SyncProgress.receive(fd_socket, grant["progress"], left_s)
-        except WeightSyncError:
-            return None  # it is offered as long as the sync lasts
+        progress = _open_progress(grant, left_s)
+        if progress is None:
+            return None
         try:
             return self._fill_buckets(plan, buckets, progress, bool(grant["attest"]), deadline)
+        finally:
+            progress.close()
+
+    def _offer(self) -> Offer:
+        shards = zip(self._extents, self._sources, strict=True)
+        return self._export([(e.offset, self._locate(source.tensor)) for e, source in shards])
+
+    @torch.no_grad()
+    def _lend(self, grant: Mapping[str, Any], deadline: float) -> list[list[int | None]] | None:
+        """Engines read this rank's tensors; the regions, or None where the sync was given up."""
+        num_entries = len(self.manifest.entries)
+        if num_entries != grant["num_buckets"]:
+            raise ProtocolError(
+                f"rank {self._rank} publishes {num_entries} tensors, "
+                f"rank 0 {grant['num_buckets']}: their tensors differ"
+            )
+        progress = _open_progress(grant, _remaining_s(deadline))
+        if progress is None:
+            return None
+        try:
+            progress.set_filled(self._rank, num_entries)  # they have been ready since the offer
+            reader = _ShardReader(self._sources, self._locate)
+            return [
+                [extent.offset, extent.nbytes, reader.checksum(extent) if grant["attest"] else None]
+                for extent in self._extents
+            ]
         finally:
             progress.close()
 
@@ -285,6 +327,11 @@ class _ShardReader:
         target.copy_(data)
         return checksum_of(data)
 
+    def checksum(self, extent: Extent) -> int:
+        """Of a whole shard, in the dtype in which it travels."""
+        data = self._flat_shard(extent.key).to(self._sources[extent.key].wire_dtype)
+        return checksum_of(data.view(torch.uint8))
+
     def _flat_shard(self, key: int) -> Tensor:
         if key != self._key:
             local = self._locate(self._sources[key].tensor)
@@ -293,6 +340,18 @@ class _ShardReader:
             self._flat = flatten(local.resolve_neg().contiguous())
             self._key = key
         return self._flat
+
+
+def _open_progress(grant: Mapping[str, Any], timeout_s: float) -> SyncProgress | None:
+    """The control block, or None where it is offered no more: the sync was given up."""
+    try:
+        return SyncProgress.receive(str(grant["fd_socket"]), grant["progress"], timeout_s)
+    except WeightSyncError:
+        return None
+
+
+def _nothing() -> None:
+    """For publishers whose memory nobody waits for."""
 
 
 def _remaining_s(deadline: float) -> float:

@@ -1,5 +1,7 @@
 """The engine's end of syncs: buckets into parameters, and the proof that they arrived.
 
+Where the ranks' GPUs can be read, parameters are filled from there, without buckets.
+
 begin -> load -> finish -> end         once for each version; `end` alone where it is given up
 """
 
@@ -12,7 +14,9 @@ import torch
 from torch import Tensor
 
 from umbra.runtime.errors import WeightSyncError
+from umbra.runtime.weights.cuda_ipc import CudaOpener
 from umbra.runtime.weights.destination import Destinations
+from umbra.runtime.weights.imports import ExportedImage, MakeOpener
 from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.memfd import BucketMappings, MappedBucket
 from umbra.runtime.weights.progress import EngineEnd
@@ -31,17 +35,22 @@ class WeightReceiver:
         parameters: name -> parameter or buffer of this engine, any strides. They may move to other
             memory between updates, by their storages.
         timeout_s: for the supervisor to hand over the buckets.
+        make_opener: opens what ranks export.
     """
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], timeout_s: float = _OPEN_TIMEOUT_S
+        self,
+        parameters: Mapping[str, Tensor],
+        timeout_s: float = _OPEN_TIMEOUT_S,
+        make_opener: MakeOpener = CudaOpener,
     ) -> None:
         self._parameters = parameters
         self._timeout_s = timeout_s
+        self._make_opener = make_opener
         self._mappings = BucketMappings()
         self._layout: tuple[Mapping[str, Any], int] | None = None
         self._destinations: Destinations | None = None
-        self._update: _Update | None = None
+        self._update: _Update | _Import | None = None
 
     def begin(self, manifest: Mapping[str, Any], buckets: Mapping[str, Any]) -> None:
         """Gets ready for one version; an update that was open is given up.
@@ -49,7 +58,7 @@ class WeightReceiver:
         Args:
             manifest: the wire form that came with begin_update.
             buckets: {"fd_socket": path, "names": [...], "bucket_nbytes": int} from there, with
-                what `EngineEnd` wants.
+                what `EngineEnd` wants; or with "exports" of the ranks where "transport" says so.
 
         Raises:
             WeightSyncError: names, shapes or dtypes are not those of the parameters: the
@@ -60,6 +69,12 @@ class WeightReceiver:
         self.end()
         bucket_nbytes: int = buckets["bucket_nbytes"]
         destinations = self._destinations_for(manifest, bucket_nbytes)
+        if buckets.get("transport") == "cuda_ipc":
+            image = ExportedImage(
+                Manifest.from_wire(manifest), buckets["exports"], self._make_opener
+            )
+            self._update = _Import(destinations, image, EngineEnd(buckets, self._timeout_s))
+            return
         mapped = self._mappings.open(
             buckets["fd_socket"], buckets["names"], bucket_nbytes, self._timeout_s
         )
@@ -115,7 +130,7 @@ class WeightReceiver:
         """Raises WeightSyncError where no update is in progress."""
         self._open_update()
 
-    def _open_update(self) -> _Update:
+    def _open_update(self) -> _Update | _Import:
         if self._update is None:
             raise WeightSyncError("no update is in progress; begin_update comes first")
         return self._update
@@ -141,10 +156,46 @@ class _Update:
 
     def finish(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
         self.end_of_sync.check_all_loaded(self._destinations.num_buckets)
-        self._destinations.settle()
-        nbytes, mismatches = self._destinations.verify(regions)
-        return {"count": len(regions), "nbytes": nbytes, "mismatches": mismatches}
+        return _attest(self._destinations, regions)
 
     def close(self) -> None:
         self._destinations.drop_staging()
         self.end_of_sync.close()
+
+
+class _Import:
+    """The same from the ranks' own memory, which is open while `load` runs."""
+
+    def __init__(
+        self, destinations: Destinations, image: ExportedImage, end_of_sync: EngineEnd
+    ) -> None:
+        self.end_of_sync = end_of_sync
+        self._destinations = destinations
+        self._image = image
+        self._num_entries = len(image.manifest.entries)
+
+    @torch.no_grad()
+    def load(self) -> int:
+        nbytes = 0
+        try:
+            for idx in self.end_of_sync.buckets(self._num_entries):
+                for start, values in self._image.read(idx):
+                    nbytes += self._destinations.write_values(idx, start, values)
+        finally:
+            self._image.close()
+        return nbytes
+
+    def finish(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
+        self.end_of_sync.check_all_loaded(self._num_entries)
+        return _attest(self._destinations, regions)
+
+    def close(self) -> None:
+        self._image.close()
+        self._destinations.drop_staging()
+        self.end_of_sync.close()
+
+
+def _attest(destinations: Destinations, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
+    destinations.settle()
+    nbytes, mismatches = destinations.verify(regions)
+    return {"count": len(regions), "nbytes": nbytes, "mismatches": mismatches}

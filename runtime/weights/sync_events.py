@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from umbra.runtime.weights.exports import Offer
 from umbra.runtime.weights.manifest import Manifest
 
 # -- events ------------------------------------------------------------------------------
@@ -12,19 +13,24 @@ from umbra.runtime.weights.manifest import Manifest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankJoined:
-    """A rank called sync_begin. Rank 0 brings the layout."""
+    """A rank called sync_begin. Rank 0 brings the layout; each says what memory it exports."""
 
     rank: int
     world_size: int
     version: int
     manifest: Manifest | None
+    offer: Offer = "it offers no memory of a GPU"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """After `Open`: these engines take part."""
+    """After `Open`: these engines take part.
+
+    `reads_exports`: they read the ranks' own memory, so nothing else may use it before they have.
+    """
 
     engines: Sequence[str]
+    reads_exports: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +39,13 @@ class RankFilled:
 
     rank: int
     regions: Sequence[tuple[int, int, int | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class RankReleased:
+    """Nothing of this rank is in the way of engines that take memory for their KV cache."""
+
+    rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +115,7 @@ Event = (
     RankJoined
     | Opened
     | RankFilled
+    | RankReleased
     | EnginePrepared
     | EngineLoaded
     | EngineAttested
@@ -118,10 +132,10 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Choose engines and make the control block; answer with `Opened`."""
+    """Choose transport and engines, make the control block; answer with `Opened` or `Aborted`."""
 
     manifest: Manifest
-    num_ranks: int
+    offers: Sequence[Offer]  # of each rank
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,13 @@ transaction gives up (`umbra.runtime.weights.progress`).
 from __future__ import annotations
 
 import asyncio
-import collections
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any, Protocol, assert_never
 
 from umbra.runtime.errors import ProtocolError, UmbraError, WeightSyncError
+from umbra.runtime.weights.exports import Offer
 from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.sync_events import (
     Aborted,
@@ -34,12 +35,14 @@ from umbra.runtime.weights.sync_events import (
     Prepare,
     RankFilled,
     RankJoined,
+    RankReleased,
     Report,
     Resume,
     Revert,
 )
 from umbra.runtime.weights.sync_worker import EngineWorker, Lease, OpenedImage
 from umbra.runtime.weights.transaction import Phase, SyncTransaction
+from umbra.runtime.weights.transport import Transport
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +54,10 @@ class SyncHost(Protocol):
     def pause_mode(self) -> str: ...
     @property
     def engine_timeout_s(self) -> float: ...
-    def open_image(self, version: int, manifest: Manifest, num_ranks: int) -> OpenedImage: ...
+    async def choose_transport(self, offers: Sequence[Offer], timeout_s: float) -> Transport: ...
+    def open_image(
+        self, version: int, manifest: Manifest, offers: Sequence[Offer], transport: Transport
+    ) -> OpenedImage: ...
     def commit_version(self, version: int, run: SyncRun) -> None: ...
     def remaining(self, version: int) -> list[str]: ...
     def on_discarded(self, engine: str, incarnation: int) -> None: ...
@@ -97,16 +103,12 @@ class SyncRun:
 
     def feed(self, event: Event) -> None:
         """Takes an event and carries out what follows from it."""
-        events = collections.deque([event])
-        while events:
-            phase = self.transaction.phase
-            actions = self.transaction.observe(events.popleft())
-            if self.transaction.phase != phase:
-                self._entered_at.setdefault(self.transaction.phase, time.monotonic())
-            for action in actions:
-                follow_up = self._act(action)
-                if follow_up is not None:
-                    events.append(follow_up)
+        phase = self.transaction.phase
+        actions = self.transaction.observe(event)
+        if self.transaction.phase != phase:
+            self._entered_at.setdefault(self.transaction.phase, time.monotonic())
+        for action in actions:
+            self._act(action)
 
     # -- ranks ---------------------------------------------------------------------------
 
@@ -119,12 +121,12 @@ class SyncRun:
         await self._wait("filled", event.rank, event)
 
     async def end(self, rank: int) -> dict[str, Any]:
-        """The report, once engines serve the version."""
+        """The report, once engines serve the version. The rank keeps no memory for them."""
         if "end" not in self._granted:
-            await self._wait("end", rank, None)
+            await self._wait("end", rank, RankReleased(rank))
         return self._report
 
-    async def _wait(self, what: str, rank: int, event: Event | None) -> None:
+    async def _wait(self, what: str, rank: int, event: Event) -> None:
         """Feeds the rank's event and waits until `what` is granted.
 
         A rank that stops waiting (its call was cancelled, it died) aborts the sync.
@@ -138,8 +140,7 @@ class SyncRun:
         future = asyncio.get_running_loop().create_future()
         self._waiting[key] = future
         try:
-            if event is not None:
-                self.feed(event)
+            self.feed(event)
             await future
         except asyncio.CancelledError:
             self.feed(Aborted(f"rank {rank} stopped waiting ({what})"))
@@ -164,10 +165,11 @@ class SyncRun:
 
     # -- actions -------------------------------------------------------------------------
 
-    def _act(self, action: Action) -> Event | None:
+    def _act(self, action: Action) -> None:
         match action:
             case Open():
-                return self._open(action)
+                assert self._tasks is not None
+                self._tasks.create_task(self._open(action), name=f"open:{self.sync_id}")
             case Prepare() | Load() | Attest() | Commit() | Resume() | Revert():
                 self._workers[action.engine].request(action)
             case GrantBegin():
@@ -190,14 +192,19 @@ class SyncRun:
                 self._lease.changed.set()
             case _:
                 assert_never(action)
-        return None
 
-    def _open(self, action: Open) -> Event:
+    async def _open(self, action: Open) -> None:
         assert self._tasks is not None
         try:
-            self.opened = self._host.open_image(self.version, action.manifest, action.num_ranks)
+            transport = await self._host.choose_transport(action.offers, self._lease.left_s / 2)
+            if self.transaction.phase != Phase.OPENING:
+                return  # given up meanwhile
+            self.opened = self._host.open_image(
+                self.version, action.manifest, action.offers, transport
+            )
         except UmbraError as error:
-            return Aborted(str(error))
+            self.feed(Aborted(str(error)))
+            return
         for number, engine in enumerate(self.opened.engines):
             worker = self._workers[engine.name] = EngineWorker(
                 engine,
@@ -210,7 +217,8 @@ class SyncRun:
                 engine_timeout_s=self._host.engine_timeout_s,
             )
             self._tasks.create_task(worker.run(), name=f"sync:{engine.name}")
-        return Opened(engines=list(self._workers))
+        reads_exports = transport == Transport.CUDA_IPC
+        self.feed(Opened(engines=list(self._workers), reads_exports=reads_exports))
 
     def _make_report(self) -> None:
         entered: dict[Phase, float] = {}
@@ -221,6 +229,7 @@ class SyncRun:
         prepared_at = max([entered[Phase.OPENING], *prepared])
         self._report = {
             "version": self.version,
+            "transport": "" if self.opened is None else self.opened.buckets["transport"],
             "engines": {
                 name: {
                     "nbytes": self.transaction.loaded_nbytes(name),

@@ -54,6 +54,7 @@ class SyncEngine(Protocol):
     about to be those of no version (lifecycle BeginUpdate). `load` returns when every bucket is
     loaded, and fails soon after the sync's control block says that the sync is given up.
     `abort_update` ends the update; the lifecycle loses the version only if it was touched.
+    `probe_import` says why allocations (`umbra.runtime.weights.exports`) cannot be opened, or "".
     """
 
     @property
@@ -63,6 +64,7 @@ class SyncEngine(Protocol):
     @property
     def lifecycle(self) -> EngineLifecycle: ...
 
+    async def probe_import(self, allocations: list[list[Any]], timeout_s: float) -> str: ...
     async def pause(self, mode: str, timeout_s: float) -> None: ...
     async def wake(self, tags: Sequence[Tag], timeout_s: float) -> None: ...
     async def resume(self, timeout_s: float) -> None: ...
@@ -84,9 +86,11 @@ class OpenedImage:
     """What the coordinator provides once the layout is known.
 
     Attributes:
-        buckets: for engines: fd_socket, names, bucket_nbytes, progress (name, num_ranks,
-            num_engines); engines are numbered as they stand in `engines`.
+        buckets: for engines: transport, fd_socket, names, bucket_nbytes, progress (name, num_ranks,
+            num_engines); engines are numbered as they stand in `engines`. Where the transport is
+            cuda_ipc no names, but attest, and exports: those of each rank.
         progress: the control block, mapped; the host closes it after the run.
+        num_buckets: with cuda_ipc the number of tensors, which are loaded one by one.
     """
 
     engines: Sequence[SyncEngine]

@@ -8,6 +8,8 @@ Pure: no clock, task or socket. `umbra.runtime.weights.sync_run` feeds it and do
 
     any state before COMMITTING ──Aborted, LeaseExpired, no engine left──> ABORTING ──> CLOSED
 
+Where engines read the ranks' own memory, COMMITTING waits for all ranks, too, which may have had
+something to do as soon as their memory was read: an engine that commits takes more for itself.
 An engine that fails is discarded and the rest go on. In TRANSFERRING an engine is told to load as
 soon as it is prepared. Which bucket may be filled or loaded next, ranks and engines tell each other
 (`umbra.runtime.weights.progress`); here arrives that one of them is done with all.
@@ -20,6 +22,7 @@ from enum import IntEnum, StrEnum
 from typing import assert_never
 
 from umbra.runtime.weights.coverage import find_gap
+from umbra.runtime.weights.exports import Offer
 from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.sync_events import (
     Aborted,
@@ -47,6 +50,7 @@ from umbra.runtime.weights.sync_events import (
     Prepare,
     RankFilled,
     RankJoined,
+    RankReleased,
     Report,
     Resume,
     Revert,
@@ -97,8 +101,10 @@ class SyncTransaction:
         self.failed: dict[str, str] = {}
         self._require_engine = require_engine
         self._world_size = 0
-        self._joined: set[int] = set()
+        self._joined: dict[int, Offer] = {}
         self._filled: set[int] = set()
+        self._released: set[int] = set()
+        self._reads_exports = False
         self._engines: dict[str, _Engine] = {}
 
     @property
@@ -119,6 +125,9 @@ class SyncTransaction:
                 return self._on_opened(event)
             case RankFilled():
                 return self._on_filled(event)
+            case RankReleased():
+                self._released.add(event.rank)
+                return self._advance()
             case Aborted():
                 return self._abort(event.reason)
             case LeaseExpired():
@@ -156,20 +165,21 @@ class SyncTransaction:
                 f"rank {event.rank} of {expected_size} came twice or is none of them"
             )
         self._world_size = expected_size
-        self._joined.add(event.rank)
+        self._joined[event.rank] = event.offer
         self.manifest = event.manifest or self.manifest
         if len(self._joined) < expected_size:
             return []
         if self.manifest is None:
             return self._abort("no rank brought a manifest; rank 0 must")
         self.phase = Phase.OPENING
-        return [Open(self.manifest, expected_size)]
+        return [Open(self.manifest, [self._joined[rank] for rank in range(expected_size)])]
 
     def _on_opened(self, event: Opened) -> list[Action]:
         if self.phase != Phase.OPENING:
             return []
         self.phase = Phase.TRANSFERRING
         self._engines = {name: _Engine() for name in event.engines}
+        self._reads_exports = event.reads_exports
         return [*(Prepare(name) for name in event.engines), GrantBegin(), *self._advance()]
 
     def _on_filled(self, event: RankFilled) -> list[Action]:
@@ -241,7 +251,7 @@ class SyncTransaction:
             return self._give_up()
         if self.phase == Phase.TRANSFERRING and self._is_transferred():
             return self._finish_transfer()
-        if self.phase == Phase.ATTESTING and self._all_at(Stage.ATTESTED):
+        if self.phase == Phase.ATTESTING and self._is_attested():
             self.phase = Phase.COMMITTING
             commits: list[Action] = [Commit(name) for name in self._engines]
             return [CommitVersion(), *commits, *([] if commits else self._advance())]
@@ -254,7 +264,11 @@ class SyncTransaction:
         return []
 
     def _is_transferred(self) -> bool:
-        return self._filled == self._joined and self._all_at(Stage.LOADED)
+        return self._filled == self._joined.keys() and self._all_at(Stage.LOADED)
+
+    def _is_attested(self) -> bool:
+        is_released = not self._reads_exports or self._released >= self._joined.keys()
+        return is_released and self._all_at(Stage.ATTESTED)
 
     def _finish_transfer(self) -> list[Action]:
         assert self.manifest is not None
@@ -292,10 +306,13 @@ class SyncTransaction:
 
     def _laggards(self, progress: str) -> str:
         if self.phase == Phase.GATHERING:
-            missing = sorted(set(range(self._world_size)) - self._joined)
+            missing = sorted(set(range(self._world_size)) - self._joined.keys())
             return f"ranks {missing} of {self._world_size} did not publish version {self.version}"
         engines = [f"{name} (has yet to {e.stage})" for name, e in self._engines.items()]
         slow = f"waiting engines: {', '.join(engines) or 'none'}"
         if self.phase == Phase.TRANSFERRING:
-            slow = f"not filled by ranks {sorted(self._joined - self._filled)}; {slow}; {progress}"
+            laggards = sorted(self._joined.keys() - self._filled)
+            slow = f"not filled by ranks {laggards}; {slow}; {progress}"
+        if self.phase == Phase.ATTESTING and self._reads_exports:
+            slow = f"held back by ranks {sorted(self._joined.keys() - self._released)}; {slow}"
         return f"{self.phase.name.lower()}; {slow}"

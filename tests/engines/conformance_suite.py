@@ -36,8 +36,8 @@ def requests(count: int, **changes: Any) -> list[dict[str, Any]]:
     ]
 
 
-def weights(seed: int = 0) -> dict[str, Tensor]:
-    model = make_model("qwen3", seed).double()
+def weights(kind: str, seed: int = 0) -> dict[str, Tensor]:
+    model = make_model(kind, seed).double()
     return dict(model.named_parameters(remove_duplicate=True))
 
 
@@ -330,7 +330,9 @@ def test_a_new_consumer_replaces_the_old(make_engine: MakeEngine) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_is_served_before_weights_came(make_engine: MakeEngine, tmp_path: Path) -> None:
+def test_nothing_is_served_before_weights_came(
+    make_engine: MakeEngine, tmp_path: Path, model_kind: str
+) -> None:
     async def body() -> None:
         engine = make_engine(load_weights=False)
         async with running(engine):
@@ -340,18 +342,18 @@ def test_nothing_is_served_before_weights_came(make_engine: MakeEngine, tmp_path
             with pytest.raises(IllegalTransition):
                 await engine.resume()
 
-            attested = await publish(engine, weights(), 7, tmp_path)
+            attested = await publish(engine, weights(model_kind), 7, tmp_path)
 
             results = await results_of(engine, requests(1))
         assert results[0].versions == [7] * 8
         assert attested["mismatches"] == []
-        assert attested["nbytes"] == regions_nbytes(list(weights().values()))
+        assert attested["nbytes"] == regions_nbytes(list(weights(model_kind).values()))
 
     run_async(body)
 
 
 def test_an_update_that_fails_its_checksums_is_never_served(
-    make_engine: MakeEngine, tmp_path: Path
+    make_engine: MakeEngine, tmp_path: Path, model_kind: str
 ) -> None:
     def tamper(regions: list[list[int | None]]) -> None:
         regions[3][2] = 12345
@@ -359,12 +361,12 @@ def test_an_update_that_fails_its_checksums_is_never_served(
     async def body() -> None:
         engine = make_engine()
         async with running(engine):
-            attested = await publish(engine, weights(), 1, tmp_path, tamper=tamper)
+            attested = await publish(engine, weights(model_kind), 1, tmp_path, tamper=tamper)
 
             assert len(attested["mismatches"]) == 1
             with pytest.raises(EngineError, match="PENDING_WEIGHTS"):
                 await engine.submit(requests(1))
-            await publish(engine, weights(), 2, tmp_path)
+            await publish(engine, weights(model_kind), 2, tmp_path)
             assert (await results_of(engine, requests(1)))[0].versions == [2] * 8
 
     run_async(body)
@@ -372,7 +374,7 @@ def test_an_update_that_fails_its_checksums_is_never_served(
 
 @pytest.mark.slow
 def test_versions_follow_updates_and_frozen_requests_go_on(
-    make_engine: MakeEngine, tmp_path: Path
+    make_engine: MakeEngine, tmp_path: Path, model_kind: str
 ) -> None:
     async def body() -> None:
         engine = make_engine()
@@ -382,7 +384,7 @@ def test_versions_follow_updates_and_frozen_requests_go_on(
             while not collector[1].tokens:
                 collector.apply(await anext(batches))
             await engine.pause("keep")
-            await publish(engine, weights(seed=1), 1, tmp_path)
+            await publish(engine, weights(model_kind, seed=1), 1, tmp_path)
             while collector.num_finished() < 2:
                 collector.apply(await anext(batches))
 
@@ -412,7 +414,11 @@ def test_the_steps_of_an_update_come_in_order(make_engine: MakeEngine) -> None:
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_sleep_and_wake_keep_or_lose_the_version(
-    make_engine: MakeEngine, tmp_path: Path, level: Any, frees_memory_asleep: bool
+    make_engine: MakeEngine,
+    tmp_path: Path,
+    level: Any,
+    frees_memory_asleep: bool,
+    model_kind: str,
 ) -> None:
     async def body() -> None:
         engine = make_engine()
@@ -431,7 +437,7 @@ def test_sleep_and_wake_keep_or_lose_the_version(
                 assert asleep["version"] == -1
                 assert asleep["weights_nbytes"] == 0 or not frees_memory_asleep
                 await engine.wake(["kv_cache"])
-                await publish(engine, weights(), 3, tmp_path)
+                await publish(engine, weights(model_kind), 3, tmp_path)
             else:
                 assert asleep["version"] == 0
                 await engine.wake(["kv_cache"])

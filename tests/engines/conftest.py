@@ -42,3 +42,9 @@ def resumes_draws() -> bool:
 def frees_memory_asleep() -> bool:
     """Whether the engine under test frees memory when it sleeps, here."""
     return True
+
+
+@pytest.fixture(scope="session")
+def model_kind() -> str:
+    """Of the model that the engine under test has (see model_factory)."""
+    return "qwen3"

@@ -70,6 +70,7 @@ class LocalSync:
         world_size: int,
         manifest: dict[str, Any] | None,
         timeout_s: float,
+        offer: dict[str, Any] | None = None,
     ) -> Mapping[str, Any]:
         assert manifest is not None
         self._call(self._engine.begin_update(version, manifest, self._grant))
@@ -93,6 +94,7 @@ class LocalSync:
             self._call(self._engine.commit_update())
             self._call(self._engine.resume())
         report: dict[str, Any] = {"version": 0, "engines": {}, "failed": {}, "remaining": []}
+        report["transport"] = "memfd"
         return report | dict.fromkeys(("prepare_s", "transfer_s", "attest_s", "resume_s"), 0.0)
 
     def sync_abort(self, sync_id: str, rank: int, reason: str, timeout_s: float) -> None:

@@ -48,6 +48,13 @@ def make_model(kind: str, seed: int = 0) -> PreTrainedModel:
         case "qwen3":
             config = Qwen3Config(**BASE, head_dim=32, tie_word_embeddings=True)
             model = Qwen3ForCausalLM(config)
+        case "qwen3-wide":  # sizes for which GPU kernels are made
+            wide: dict[str, Any] = BASE | {
+                "hidden_size": 256,
+                "intermediate_size": 512,
+                "initializer_range": 0.065,
+            }
+            model = Qwen3ForCausalLM(Qwen3Config(**wide, head_dim=128, tie_word_embeddings=True))
         case "qwen3-untied":
             model = Qwen3ForCausalLM(Qwen3Config(**BASE, head_dim=32, tie_word_embeddings=False))
         case "qwen3-untied-bias":

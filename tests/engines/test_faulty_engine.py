@@ -176,6 +176,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "pause": ("abort",),
     "sleep": (1,),
     "wake": (["weights"],),
+    "probe_import": ([],),
     "begin_update": (1, {}, {}),
     "finish_update": ([],),
 }

@@ -13,21 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from adapter_fixtures import *  # noqa: F403 - the fixtures
 from conformance_suite import *  # noqa: F403 - the tests
-from conformance_suite import VOCAB_SIZE, MakeEngine, requests, results_of, weights
-from engine_runs import Collector, Engine, collect, run_async, running, wire_request
+from conformance_suite import VOCAB_SIZE, MakeEngine, requests, results_of
+from engine_runs import Collector, collect, run_async, running, wire_request
 from local_sync import publish
 from model_factory import make_model
 from torch import Tensor
 from transformers import PreTrainedModel
-from vllm_runs import (
-    MAX_CONTEXT_LEN,
-    MAX_NUM_SEQS,
-    SharedVllmEngine,
-    needs_vllm,
-    running_core,
-    weight_image,
-)
+from vllm_runs import MAX_NUM_SEQS, needs_vllm, running_core
 
 from umbra.engines.vllm.actor import VllmEngine
 from umbra.engines.vllm.core import VllmCore
@@ -41,43 +35,20 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def vllm_core(model_folder: Callable[[str], Path]) -> Generator[VllmCore]:
+@pytest.fixture(scope="module", params=["vllm"])
+def core(model_folder: Callable[[str], Path]) -> Generator[VllmCore]:
     with running_core(model_folder("qwen3")) as core:
         yield core
 
 
-@pytest.fixture(scope="module")
-def first_image() -> Generator[dict[str, Any]]:
-    with weight_image(weights()) as image:
-        yield image
-
-
 @pytest.fixture(scope="session")
-def resumes_draws() -> bool:
-    return False
+def max_num_seqs() -> int:
+    return MAX_NUM_SEQS
 
 
 @pytest.fixture(scope="session")
 def frees_memory_asleep() -> bool:
     return False
-
-
-@pytest.fixture(params=["vllm"])
-def make_engine(
-    vllm_core: VllmCore, first_image: dict[str, Any], model_folder: Callable[[str], Path]
-) -> MakeEngine:
-    def make(*, load_weights: bool = True, **settings: Any) -> Engine:
-        given: dict[str, Any] = {
-            "max_context_len": MAX_CONTEXT_LEN,
-            "max_num_seqs": MAX_NUM_SEQS,
-            "tick_ms": 2.0,
-            "device": "cpu",
-        }
-        image = first_image if load_weights else None
-        return SharedVllmEngine(vllm_core, model_folder("qwen3"), image, **(given | settings))
-
-    return make
 
 
 def greedy_of_transformers(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -410,6 +411,17 @@ def test_children_are_found_with_and_without_the_kernels_listing(
 
     assert stranger.pid in found
     assert sorted(descendants.scan_child_pids(os.getpid())) == sorted(found)
+
+
+@pytest.mark.process
+def test_nobody_waits_for_a_process_that_is_gone() -> None:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    started = time.monotonic()
+
+    descendants.wait_for_exits([process.pid, os.getpid()], 20.0)
+
+    assert time.monotonic() - started < 5.0
 
 
 def test_descendants_end_at_the_children_to_spare(run: Run, pipe: tuple[int, int]) -> None:

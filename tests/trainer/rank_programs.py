@@ -50,6 +50,7 @@ def make_policy(
     wrap: Wrap = "root",
     kind: str = "qwen3",
     recomputes: bool = False,
+    compiles: bool = False,
 ) -> Policy:
     model = make_model(kind)
     if packed:
@@ -63,6 +64,7 @@ def make_policy(
         wrap=wrap,
         temperature=0.9,
         recomputes=recomputes,
+        compiles=compiles,
     )
 
 
@@ -164,10 +166,11 @@ def train_and_return_parameters(
     micro_batches: int = 1,
     chunked: bool = False,
     recomputes: bool = False,
+    compiles: bool = False,
     offload: Offload = "none",
 ) -> tuple[Arrays, list[dict[str, float]]]:
     """Parameters after `num_steps` steps, whole, and the metrics of each step."""
-    policy = make_policy(world, packed=packed, wrap=wrap, recomputes=recomputes)
+    policy = make_policy(world, packed=packed, wrap=wrap, recomputes=recomputes, compiles=compiles)
     reference = make_policy(world, packed=packed, wrap=wrap).freeze() if train.kl_coef else None
     train_step, optimizer = make_train_step(world, policy, train, reference)
     tensors = [p for one in (policy, reference) if one for p in one.parameters.values()]
@@ -222,8 +225,9 @@ def train_variant(world: World, changes: dict[str, Any], options: dict[str, Any]
     return train_and_return_parameters(world, TRAIN.model_copy(update=changes), 3, **options)
 
 
-def half_precision_logprobs(world: World, packed: bool) -> NDArray[Any]:
-    """[M] of a fixed batch on one rank, computed in bfloat16; in the order of the batch."""
+def half_precision_scores(world: World, packed: bool) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Of a fixed batch on one rank, computed in bfloat16: [M] logprobs, in the order of the batch,
+    and the gradient of their sum for the first layer's keys."""
     model = make_model(head_dim=16, hidden_size=64)
     if packed:
         register_packed_attention()
@@ -239,7 +243,9 @@ def half_precision_logprobs(world: World, packed: bool) -> NDArray[Any]:
     (micro_batch,) = builder.build(rank_batch(world, 3, 1))
     scores = policy.scores(micro_batch)
     torch.autograd.backward(scores.logprobs.sum())
-    return whole(scores.logprobs)
+    (of_keys,) = (p for n, p in policy.parameters.items() if "layers.0.self_attn.k_proj" in n)
+    assert of_keys.grad is not None
+    return whole(scores.logprobs), whole(of_keys.grad)
 
 
 def save_after_two_steps(world: World, folder: str) -> Arrays:

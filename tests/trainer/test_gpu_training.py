@@ -29,6 +29,12 @@ def test_gpus_train_like_the_cpu(distributed_world: DistributedWorld) -> None:
         "padded": ["train_variant", {"kl_coef": 0.1}, {"packed": False, "micro_batches": 2}],
         "layer": ["train_variant", {"kl_coef": 0.1}, {"wrap": "layer"}],
         "offloaded": ["train_variant", {"kl_coef": 0.1}, {"offload": "all"}],
+        "compiled": ["train_variant", {"kl_coef": 0.1}, {"compiles": True}],
+        "compiled, recomputed, layer": [
+            "train_variant",
+            {"kl_coef": 0.1},
+            {"compiles": True, "recomputes": True, "wrap": "layer", "chunked": True},
+        ],
         "recomputed": ["train_variant", {"kl_coef": 0.1}, {"recomputes": True, "chunked": True}],
     }
     num_gpus = min(2, torch.cuda.device_count())
@@ -42,16 +48,19 @@ def test_gpus_train_like_the_cpu(distributed_world: DistributedWorld) -> None:
         assert metrics[2]["train/loss"] == pytest.approx(on_cpu[1][2]["train/loss"], abs=1e-3)
 
 
-def test_the_varlen_kernel_gives_the_models_own_logprobs(
+def test_the_varlen_kernel_gives_the_models_own_logprobs_and_gradients(
     distributed_world: DistributedWorld,
 ) -> None:
     calls = {
-        "packed": ["half_precision_logprobs", True],
-        "padded": ["half_precision_logprobs", False],
+        "packed": ["half_precision_scores", True],
+        "padded": ["half_precision_scores", False],
     }
 
-    logprobs = on_gpus(distributed_world, calls, 1)
+    scores = on_gpus(distributed_world, calls, 1)
 
-    assert logprobs["packed"].shape == logprobs["padded"].shape
     # Both orders are those of packing; bfloat16 keeps three digits.
-    np.testing.assert_allclose(logprobs["packed"], logprobs["padded"], atol=0.1)
+    (packed, packed_gradient), (padded, padded_gradient) = scores["packed"], scores["padded"]
+    assert packed.shape == padded.shape
+    np.testing.assert_allclose(packed, padded, atol=0.1)
+    difference = np.linalg.norm(packed_gradient - padded_gradient)
+    assert difference < 0.05 * np.linalg.norm(padded_gradient)

@@ -88,7 +88,7 @@ def test_an_override_may_make_a_new_section(config_file: Path) -> None:
         ("reward.function=score", ["reward.function", "'module:function'"]),
         (
             "pool.engine=embeded",
-            ["pool.engine", "'embedded', 'vllm', 'echo', 'faulty' or the 'module:Class'"],
+            ["pool.engine", "'embedded', 'vllm', 'sglang', 'echo', 'faulty' or the 'module:Class'"],
         ),
         ("rollout.temperature=0", ["rollout.temperature", "greater than 0"]),
         ("pool.update_waves=0", ["pool.update_waves", "greater than or equal to 1"]),

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import tempfile
 import threading
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from umbra.runtime.lifecycle import (
 )
 from umbra.runtime.rpc.loop_thread import LoopThread
 from umbra.runtime.weights.coordinator import SyncCoordinator, SyncSettings
+from umbra.runtime.weights.cuda_ipc import CudaOpener, Opener
 from umbra.runtime.weights.memfd import serve_fds
 from umbra.runtime.weights.receive import WeightReceiver
 from umbra.runtime.weights.views import flatten
@@ -46,16 +47,24 @@ class ThreadEngine:
     order.
     """
 
-    def __init__(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        name: str,
+        tensors: Mapping[str, Tensor],
+        make_opener: Callable[[], Opener] = CudaOpener,
+    ) -> None:
         self.name = name
+        self._make_opener = make_opener
         self.incarnation = 1
         self.lifecycle = EngineLifecycle().apply(Started())
         self._receiver = WeightReceiver({})
         self.destinations = tensors
         self.log: list[str] = []
+        self.probed: list[list[list[Any]]] = []
         self.fail_at: str | None = None
         self.hang_at: str | None = None
         self.corrupts_after_load = False
+        self.import_problem = "it has no GPU"
         self.hanging = asyncio.Event()
         self._has_died = asyncio.Event()
         self.killed: str | None = None
@@ -69,10 +78,14 @@ class ThreadEngine:
     def destinations(self, tensors: Mapping[str, Tensor]) -> None:
         self._destinations = dict(tensors)
         self._receiver.close()
-        self._receiver = WeightReceiver(self._destinations)
+        self._receiver = WeightReceiver(self._destinations, make_opener=self._make_opener)
 
     def apply(self, event: Event) -> None:
         self.lifecycle = self.lifecycle.apply(event)
+
+    async def probe_import(self, allocations: list[list[Any]], timeout_s: float) -> str:
+        self.probed.append(allocations)
+        return self.import_problem
 
     async def pause(self, mode: str, timeout_s: float) -> None:
         if self.lifecycle.state == EngineState.SERVING:
@@ -170,9 +183,10 @@ class LocalSupervisor:
         world_size: int,
         manifest: dict[str, Any] | None,
         timeout_s: float,
+        offer: dict[str, Any] | None = None,
     ) -> Mapping[str, Any]:
         return self._loop.run(
-            self.coordinator.sync_begin(version, rank, world_size, manifest, timeout_s)
+            self.coordinator.sync_begin(version, rank, world_size, manifest, timeout_s, offer)
         )
 
     def sync_filled(

@@ -218,7 +218,8 @@ def test_a_deadline_of_the_rank_alone_ends_its_wait(sources: dict[str, Tensor]) 
         """Asks for a lease that outlives the rank's own patience."""
 
         def sync_begin(self, *args: Any, **kwargs: Any) -> Any:
-            return super().sync_begin(*args[:-1], timeout_s=60.0)
+            *first, _, offer = args
+            return super().sync_begin(*first, timeout_s=60.0, offer=offer)
 
     engine = ThreadEngine("engine", empty_like(sources))
     engine.hang_at = "load"

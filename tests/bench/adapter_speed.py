@@ -1,14 +1,16 @@
-"""umbra's vLLM engine beside bare `AsyncLLM.generate`, on the same vLLM and the same requests.
+"""umbra's vLLM or SGLang engine beside the bare library, on the same engine and the same requests.
 
-64 concurrent requests (256 on a GPU) of 128 new tokens each. The sides alternate; what is printed
-as JSON are the medians of the rounds, in tokens/s, for a model so small that all is overhead and
-larger ones.
+64 concurrent requests (256 on a GPU) of 128 new tokens each, one task a request on the bare side:
+`AsyncLLM.generate`, or SGLang's `async_generate`, which answers each request as a whole. The sides
+alternate; what is printed as JSON are the medians of the rounds, in tokens/s, for models so small
+that all is overhead (vLLM) and larger ones.
 
-    .venv-vllm/bin/python tests/bench/vllm_adapter.py [--rounds 7] [--device cuda]
+    .venv-vllm/bin/python tests/bench/adapter_speed.py [--rounds 7] [--device cuda]
+    python tests/bench/adapter_speed.py --engine sglang --device cuda
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
+# pyright: reportUnknownArgumentType=false, reportPrivateUsage=false
 
 from __future__ import annotations
 
@@ -18,6 +20,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Coroutine
 from contextlib import aclosing
 from typing import Any
 
@@ -25,8 +28,13 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from umbra.engines.requests import parse_request
+from umbra.engines.adapter.actor import AdapterEngine
+from umbra.engines.requests import GenerationRequest, parse_request
+from umbra.engines.sglang.actor import SglangEngine
+from umbra.engines.sglang.core import SglangCore
+from umbra.engines.sglang.requests import generate_fields
 from umbra.engines.vllm.actor import VllmEngine
+from umbra.engines.vllm.core import VllmCore
 from umbra.engines.vllm.requests import sampling_params
 
 NUM_REQUESTS = {"cpu": 64, "cuda": 256}
@@ -81,30 +89,49 @@ def make_requests(vocab_size: int, count: int) -> list[dict[str, Any]]:
     ]
 
 
-async def run_bare(engine: VllmEngine, asked: list[dict[str, Any]], serial: int) -> float:
-    """Seconds for all requests, one task each, as a program on vLLM alone would do it."""
-    core = engine._core  # pyright: ignore[reportPrivateUsage]
-    llm: Any = core._llm  # pyright: ignore[reportPrivateUsage]
+async def ask_vllm(core: VllmCore, key: str, request: GenerationRequest) -> int:
+    """The number of tokens that came."""
     count = 0
+    prompt = core.library.tokens_input(request.tokens.tolist(), cache_salt="bare")
+    params = sampling_params(core.library, request, core.vocab_size)
+    llm: Any = core._llm
+    async for output in llm.generate(prompt, params, key):
+        count += len(output.outputs[0].token_ids)
+    return count
 
-    async def one(raw: dict[str, Any]) -> None:
-        nonlocal count
-        request = parse_request(raw, max_context_len=MAX_CONTEXT_LEN, vocab_size=None)
-        prompt = core.library.tokens_input(request.tokens.tolist(), cache_salt="bare")
-        params = sampling_params(core.library, request, core.vocab_size)
-        async for output in llm.generate(prompt, params, f"bare-{serial}-{request.id}"):
-            count += len(output.outputs[0].token_ids)
 
+async def ask_sglang(core: SglangCore, key: str, request: GenerationRequest) -> int:
+    fields = generate_fields(request, key, "bare") | {"stream": False}
+    frontend: Any = core._frontend
+    asked = core.library.GenerateReqInput(**fields)
+    async with aclosing(frontend.generate_request(asked)) as answers:
+        answer = await anext(answers)
+    return len(answer["output_ids"])
+
+
+async def run_bare(engine: AdapterEngine, asked: list[dict[str, Any]], serial: int) -> float:
+    """Seconds for all requests, as a program on the library alone would do it."""
+    core: Any = engine._core
+    is_vllm = isinstance(engine, VllmEngine)
+    ask: Callable[..., Coroutine[Any, Any, int]] = ask_vllm if is_vllm else ask_sglang
     started = time.perf_counter()
-    async with asyncio.TaskGroup() as tasks:
-        for raw in asked:
-            tasks.create_task(one(raw))
+    async with asyncio.TaskGroup() as group:
+        tasks = [
+            group.create_task(
+                ask(
+                    core,
+                    f"bare-{serial:04d}-{raw['id']:06d}",
+                    parse_request(raw, max_context_len=MAX_CONTEXT_LEN, vocab_size=None),
+                )
+            )
+            for raw in asked
+        ]
     took_s = time.perf_counter() - started
-    assert count == len(asked) * NUM_NEW_TOKENS
+    assert sum(task.result() for task in tasks) == len(asked) * NUM_NEW_TOKENS
     return took_s
 
 
-async def run_adapter(engine: VllmEngine, asked: list[dict[str, Any]]) -> float:
+async def run_adapter(engine: AdapterEngine, asked: list[dict[str, Any]]) -> float:
     count = num_finished = 0
     started = time.perf_counter()
     async with aclosing(engine.deltas()) as batches:
@@ -119,12 +146,15 @@ async def run_adapter(engine: VllmEngine, asked: list[dict[str, Any]]) -> float:
     return took_s
 
 
-async def measure(shape: dict[str, Any], num_rounds: int, device: str) -> dict[str, float]:
+async def measure(
+    kind: str, shape: dict[str, Any], num_rounds: int, device: str, engine_args: dict[str, Any]
+) -> dict[str, float]:
     asked = make_requests(shape["vocab_size"], NUM_REQUESTS[device])
     seconds: dict[str, list[float]] = {"bare": [], "umbra": []}
+    make: Callable[..., AdapterEngine] = SglangEngine if kind == "sglang" else VllmEngine
     with tempfile.TemporaryDirectory() as folder:
         save_model(folder, shape, device)
-        engine = VllmEngine(
+        engine = make(
             model_path=folder,
             dtype=DTYPES[device],
             device=device,
@@ -132,6 +162,7 @@ async def measure(shape: dict[str, Any], num_rounds: int, device: str) -> dict[s
             max_context_len=MAX_CONTEXT_LEN,
             kv_cache_num_tokens=len(asked) * MAX_CONTEXT_LEN,
             load_weights=True,
+            engine_args=engine_args,
         )
         async with engine, asyncio.TaskGroup() as tasks:
             running = tasks.create_task(engine.run())
@@ -149,14 +180,20 @@ async def measure(shape: dict[str, Any], num_rounds: int, device: str) -> dict[s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--engine", choices=["vllm", "sglang"], default="vllm")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device", choices=sorted(NUM_REQUESTS), default="cpu")
+    parser.add_argument("--engine-args", type=json.loads, default={}, help="JSON")
     given = parser.parse_args()
-    shapes = SHAPES | (LARGE_SHAPES if given.device == "cuda" else {})
+    shapes = LARGE_SHAPES if given.engine == "sglang" else SHAPES
+    if given.device == "cuda":
+        shapes = shapes | LARGE_SHAPES
     report = {
         name: {key: round(value, 3) for key, value in measured.items()}
         for name, shape in shapes.items()
-        for measured in [asyncio.run(measure(shape, given.rounds, given.device))]
+        for measured in [
+            asyncio.run(measure(given.engine, shape, given.rounds, given.device, given.engine_args))
+        ]
     }
     print(json.dumps(report, indent=2))
 

@@ -1,0 +1,50 @@
+"""Importing a foreign engine: late, and with errors that say what to do."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from umbra.runtime.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+
+def load_library(
+    name: str, module: str, pick: Callable[[str], _T], *, tested: Sequence[str], missing: str
+) -> _T:
+    """What `pick` makes of the library's version. Warns where it has not been tested.
+
+    Args:
+        name: for messages.
+        module: its package.
+        pick: imports what is used; ImportError and AttributeError say what a version lacks.
+        missing: what to do where it is not installed.
+
+    Raises:
+        ConfigError: it is not installed, cannot be imported, or lacks what is needed.
+    """
+    try:
+        library: Any = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise ConfigError(f"{name} cannot be imported: {error}") from error
+        raise ConfigError(
+            f'engine = "{module}" needs {name}, which is not installed here: {missing}'
+        ) from None
+    except ImportError as error:
+        raise ConfigError(f"{name} cannot be imported: {error}") from error
+    version = str(library.__version__)
+    try:
+        picked = pick(version)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"{name} {version} lacks what umbra needs: {error}; tested with {', '.join(tested)}"
+        ) from error
+    if version.partition("+")[0] not in tested:
+        logger.warning("%s %s is untested with umbra; tested: %s", name, version, ", ".join(tested))
+    return picked

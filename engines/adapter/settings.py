@@ -1,0 +1,92 @@
+"""What the settings of all foreign engines share, and how a user's further options are checked."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from umbra.runtime.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSettings:
+    """Settings of a foreign engine.
+
+    Attributes:
+        kv_cache_num_tokens: of all sequences together. None: the engine's choice.
+        num_threads: for the operations on the CPU.
+        load_weights: read them from `model_path` and serve as version 0.
+        engine_args: further options of the engine's own, by name.
+    """
+
+    model_path: str
+    dtype: str
+    device: str
+    max_num_seqs: int
+    max_context_len: int
+    kv_cache_num_tokens: int | None
+    num_threads: int
+    load_weights: bool
+    engine_args: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_context_len", "num_threads"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """Which options of a foreign engine a user may set in `pool.engine_args`.
+
+    Attributes:
+        library: its name, for messages.
+        owner: the class that has the options.
+        own_settings: options that stand for a setting of umbra's, which is to be used instead.
+        fixed: options that umbra sets, and why they cannot be chosen.
+    """
+
+    library: str
+    owner: str
+    own_settings: Mapping[str, str]
+    fixed: Mapping[str, str]
+
+    def check(self, engine_args: Mapping[str, Any], known: Collection[str]) -> None:
+        """Raises ConfigError naming the first option that cannot be passed on, and what to do.
+
+        Args:
+            known: names of the options that the installed version has.
+        """
+        for name in engine_args:
+            if name in self.own_settings:
+                raise ConfigError(f"pool.engine_args.{name}: set {self.own_settings[name]} instead")
+            if name in self.fixed:
+                raise ConfigError(f"pool.engine_args.{name} is set by umbra: {self.fixed[name]}")
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=3)
+                hint = (
+                    f"did you mean {' or '.join(close)}?"
+                    if close
+                    else f"see {self.library}'s {self.owner}"
+                )
+                raise ConfigError(
+                    f"pool.engine_args.{name} is not an option of {self.library}; {hint}"
+                )
+
+
+def read_config(model_path: str) -> dict[str, Any]:
+    """The model directory's config.json; of a model with several parts, that of the text."""
+    path = Path(model_path) / "config.json"
+    try:
+        raw: Any = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+    if not isinstance(raw, dict):
+        raise DataError(f"{path} does not hold a JSON object")
+    config = cast("dict[str, Any]", raw)
+    inner = config.get("text_config")
+    return cast("dict[str, Any]", inner) if isinstance(inner, dict) else config

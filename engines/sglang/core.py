@@ -1,0 +1,374 @@
+"""SGLang's Engine, started, watched and ended; what it does and its errors as umbra's.
+
+    this process (actor)      TokenizerManager, event loop
+      ├ scheduler             one for each GPU of a tensor-parallel engine, with its worker
+      └ detokenizer           has nothing to do: tokens come straight from the first scheduler
+
+All of these end with this process: it is their subreaper or child of one (`runtime.process`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, aclosing
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import torch
+
+from umbra.engines.adapter.core import Core, Output
+from umbra.engines.requests import GenerationRequest
+from umbra.engines.sglang import processes
+from umbra.engines.sglang.library import SglangLibrary
+from umbra.engines.sglang.orders import Reports, pack_order
+from umbra.engines.sglang.output import SglangOutput
+from umbra.engines.sglang.requests import check_request, generate_fields
+from umbra.engines.sglang.settings import WEIGHT_LOADER, SglangSettings
+from umbra.engines.weight_import import WorkerRegions
+from umbra.runtime.actor import actor_context
+from umbra.runtime.errors import EngineError, UmbraError
+from umbra.runtime.process import descendants
+from umbra.runtime.process.pid_watch import PidWatch
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+_FIRST_ANSWER_LIMIT_S: Final = 60.0
+_END_LIMIT_S: Final = 30.0
+# For requests to end once they are told to, which takes SGLang a step or two.
+_END_AGAIN_S: Final = 0.2
+# Between two tellings: one that comes at the wrong moment is lost.
+_MEMORY_TAGS: Final = ("weights", "kv_cache")
+_GIB: Final = 1 << 30
+
+
+class SglangCore(Core):
+    """Owns SGLang's Engine and the processes below it; see `Core` for the methods' promises.
+
+    Its tasks live from `start` to `stop`, whichever task calls these.
+    """
+
+    name = "SGLang"
+
+    def __init__(self, settings: SglangSettings) -> None:
+        self._settings = settings
+        self._watches = ExitStack()
+        self._engine: Any = None
+        self._frontend: Any = None  # TokenizerManager
+        self._library: SglangLibrary | None = None
+        self._children: list[int] = []
+        self._handling: asyncio.Task[None] | None = None
+        self._live: dict[str, tuple[SglangOutput, asyncio.Task[None]]] = {}
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+        self._is_frozen = False  # the schedulers do nothing until they are told to go on
+        self._released: set[str] = set()  # of _MEMORY_TAGS
+        self._is_saved = False  # the weights that sleep are in host memory
+        self.died = asyncio.Event()
+        self.is_paused = False
+        self.vocab_size = 0
+        self.memory: Mapping[str, int] = {"weights_nbytes": 0, "kv_nbytes": 0}
+
+    @property
+    def library(self) -> SglangLibrary:
+        assert self._library is not None
+        return self._library
+
+    @property
+    def frees_memory_asleep(self) -> bool:
+        return True
+
+    async def start(self) -> None:
+        self._library = library = SglangLibrary.load()
+        options = self._settings.options(library.option_names())
+        os.environ.update(self._settings.environment())
+        logging.getLogger("sglang").setLevel(str(options["log_level"]).upper())
+        self._sigquit = signal.getsignal(signal.SIGQUIT)
+        before = set(descendants.child_pids(os.getpid()))
+        try:
+            with processes.keeping_logging(), processes.temporary_files_in(_job_folder()):
+                self._engine = library.Engine(**options)
+        except Exception as error:
+            raise EngineError(f"SGLang {library.version} did not start: {error}") from error
+        finally:
+            after = set(descendants.child_pids(os.getpid()))
+            self._children = sorted(after - before - {_resource_tracker_pid()})
+        for pid in self._children:
+            self._watches.enter_context(PidWatch(pid, self.died.set))
+        self._take_over_frontend()
+        async with asyncio.timeout(_FIRST_ANSWER_LIMIT_S):
+            await self._measure()
+
+    def _take_over_frontend(self) -> None:
+        """What SGLang would do at the first request: it would also take SIGTERM and SIGQUIT."""
+        atexit.unregister(self._engine.shutdown)  # which ends all children of this process
+        self._frontend = self._engine.tokenizer_manager
+        watchdog = getattr(self._frontend, "_subprocess_watchdog", None)
+        if watchdog is not None:
+            watchdog.stop()
+        loop = asyncio.get_running_loop()
+        self._frontend.event_loop = loop
+        self._handling = loop.create_task(self._frontend.handle_loop())
+        self._handling.add_done_callback(self._on_handling_done)
+        self.vocab_size = int(self._frontend.model_config.vocab_size)
+        self._stop_ids = frozenset(self._frontend.model_config.hf_eos_token_id or ())
+
+    def _on_handling_done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            logger.error("SGLang's frontend has ended", exc_info=task.exception())
+            self.died.set()
+
+    async def _measure(self) -> None:
+        reports = await self._order("measure")
+        (state, *_) = await self.call(self._frontend.get_internal_state())
+        usage = state.get("memory_usage") or {}
+        self.memory = {
+            "weights_nbytes": sum(report["weights_nbytes"] for report in reports),
+            # SGLang's number is of one GPU, rounded to thousandths.
+            "kv_nbytes": int(usage.get("kvcache", 0.0) * _GIB) * self._settings.num_workers,
+        }
+
+    def stop(self) -> None:
+        self._watches.close()
+        for _, task in self._live.values():
+            task.cancel()
+        if self._handling is not None:
+            self._handling.cancel()
+            self._handling = None
+        if self._children:
+            processes.end_children(self._children)
+            self._children = []
+        if self._engine is not None:
+            self._close_sockets()
+            processes.restore_sigquit(self._sigquit)
+            self._engine = None
+
+    def _close_sockets(self) -> None:
+        owned = [
+            getattr(self._engine, "send_to_rpc", None),
+            getattr(self._frontend, "recv_from_detokenizer", None),
+            getattr(self._frontend, "send_to_scheduler", None),
+        ]
+        for socket in owned:
+            if socket is not None:
+                socket.close(linger=0)
+        for path in processes.socket_files(self._engine.port_args):
+            path.unlink(missing_ok=True)
+
+    async def call(self, awaitable: Awaitable[_T]) -> _T:
+        """What SGLang raises comes as EngineError, umbra's own errors as they are."""
+        try:
+            return await awaitable
+        except UmbraError:
+            raise
+        except Exception as error:
+            raise EngineError(f"SGLang failed: {type(error).__name__}: {error}") from error
+
+    # -- requests ------------------------------------------------------------------------
+
+    def check_request(self, request: GenerationRequest) -> None:
+        check_request(request, self._stop_ids)
+
+    async def add(self, key: str, request: GenerationRequest, cache_salt: str) -> Output:
+        asked = self.library.GenerateReqInput(**generate_fields(request, key, cache_salt))
+        output = SglangOutput()
+        task = asyncio.get_running_loop().create_task(self._follow(key, asked, output))
+        self._live[key] = output, task
+        self._is_idle.clear()
+        return output
+
+    async def _follow(self, key: str, asked: Any, output: SglangOutput) -> None:
+        """Until SGLang is done with the request."""
+        try:
+            async with aclosing(self._frontend.generate_request(asked)) as chunks:
+                async for chunk in chunks:
+                    output.feed(chunk)
+                    # The frontend looks here for each token; this task shall wake at the end only.
+                    asked.stream = False
+            output.end("its answer broke off")
+        except Exception as error:  # noqa: BLE001 - it is the end of this request alone
+            output.end(f"{type(error).__name__}: {error}")
+        finally:
+            del self._live[key]
+            if not self._live:
+                self._is_idle.set()
+
+    async def abort(self, keys: Iterable[str]) -> None:
+        """The tokens that SGLang has not yet sent are lost, from the end."""
+        await self._let_begin()
+        for key in keys:
+            if key in self._live:
+                self._live[key][0].end("abort")
+                self._frontend.abort_request(key)
+
+    @staticmethod
+    async def _let_begin() -> None:
+        """Requests just added reach SGLang, which knows nothing of them before."""
+        await asyncio.sleep(0)
+
+    # -- states --------------------------------------------------------------------------
+
+    async def pause(self, *, keep: bool) -> None:
+        await self._let_begin()
+        if keep and self._live:
+            await self._freeze()
+        elif not keep:
+            await self._end_all()
+        self.is_paused = True
+
+    async def resume(self) -> None:
+        await self._unfreeze()
+        self.is_paused = False
+
+    async def _freeze(self) -> None:
+        if not self._is_frozen:
+            request = self.library.PauseGenerationReqInput(mode="in_place")
+            await self.call(self._frontend.pause_generation(request))
+            self._is_frozen = True
+            await self._order("settle")
+
+    async def _unfreeze(self) -> None:
+        if self._is_frozen:
+            request = self.library.ContinueGenerationReqInput(torch_empty_cache=False)
+            await self.call(self._frontend.continue_generation(request))
+            self._is_frozen = False
+
+    async def _end_all(self) -> None:
+        """SGLang's own way (pause mode "abort") looks but once a second whether all have ended."""
+        if self._is_frozen:
+            for output, _ in self._live.values():
+                output.end("abort")  # what it makes while it ends is by weights of no version
+        with self._limit("end all requests"):
+            async with asyncio.timeout(_END_LIMIT_S):
+                while self._live:
+                    self._frontend.abort_request(abort_all=True)
+                    await self._unfreeze()
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(_END_AGAIN_S):
+                            await self._is_idle.wait()
+        await self._unfreeze()
+
+    async def sleep(self, level: int) -> None:
+        """SGLang would end where its memory is in use: an emptied cache says that none is."""
+        await self.reset_prefix_cache()
+        if level == 1:
+            await self._order("save")
+            self._is_saved = True
+        tags = [tag for tag in _MEMORY_TAGS if tag not in self._released]
+        request = self.library.ReleaseMemoryOccupationReqInput(tags=tags)
+        await self.call(self._frontend.release_memory_occupation(request))
+        self._released.update(tags)
+        self.is_paused = True
+
+    async def wake(self, tags: Sequence[str]) -> None:
+        wanted = [tag for tag in tags if tag in self._released]
+        if not wanted:
+            return
+        request = self.library.ResumeMemoryOccupationReqInput(tags=wanted)
+        await self.call(self._frontend.resume_memory_occupation(request))
+        self._released.difference_update(wanted)
+        if "weights" in wanted and self._is_saved:
+            await self._order("restore")
+            self._is_saved = False
+
+    async def reset_prefix_cache(self) -> None:
+        """Waits until SGLang has nothing to do."""
+        result = await self.call(self._frontend.flush_cache(timeout_s=_END_LIMIT_S))
+        if not result.success:
+            raise EngineError(f"SGLang has not come to rest within {_END_LIMIT_S} s")
+
+    # -- weights -------------------------------------------------------------------------
+
+    async def load_weights(self, description: Mapping[str, Any]) -> None:
+        await self.import_weights(description)
+
+    async def import_weights(self, description: Mapping[str, Any]) -> Sequence[WorkerRegions]:
+        for output, _ in self._live.values():
+            output.expect_older()
+        reports = await self._order("load", weights=dict(description))
+        unread = set[str].intersection(*(set(report["unread"]) for report in reports))
+        if unread:
+            names = sorted(unread)
+            raise EngineError(
+                f"SGLang has no place for {len(names)} of the trainer's weights: "
+                f"{', '.join(names[:5])}"
+            )
+        return [report["regions"] for report in reports]
+
+    async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
+        reports = await self._order("probe", allocations=allocations)
+        return next((report["problem"] for report in reports if report["problem"]), "")
+
+    async def _order(self, action: str, **details: Any) -> list[dict[str, Any]]:
+        """Has every worker do something to the model; their reports."""
+        with Reports(self._settings.num_workers) as reports:
+            payloads = [
+                # One worker says for all how far they are.
+                self._payload(details | {"action": action, "report": path, "counts": rank == 0})
+                for rank, path in enumerate(reports.paths)
+            ]
+            await self._begin_update()
+            success, message = await self.call(
+                self._frontend.update_weights_from_tensor(
+                    self.library.UpdateWeightsFromTensorReqInput(
+                        serialized_named_tensors=payloads,
+                        load_format=WEIGHT_LOADER,
+                        flush_cache=False,  # cached prefixes are salted by their weights
+                    )
+                )
+            )
+            await self._end_update()
+            if not success:
+                raise EngineError(f"SGLang failed: {message}")
+            found = reports.read()
+        for rank, report in enumerate(found):
+            if "error" in report:
+                raise EngineError(f"SGLang failed, worker {rank}: {report['error']}")
+        return found
+
+    def _payload(self, order: Mapping[str, Any]) -> bytes:
+        # Empty, so that it is sent as a value; others would be shared through a thread of torch's.
+        nothing = torch.empty(0, dtype=torch.uint8)
+        serializer = self.library.MultiprocessingSerializer
+        payload: bytes = serializer.serialize([(pack_order(order), nothing)])
+        return payload
+
+    async def _begin_update(self) -> None:
+        """From 0.5.23 on an update must be announced."""
+        if self.library.BeginWeightUpdateReqInput is not None:
+            request = self.library.BeginWeightUpdateReqInput()
+            await self.call(self._frontend.begin_weight_update(request))
+
+    async def _end_update(self) -> None:
+        if self.library.EndWeightUpdateReqInput is not None:
+            request = self.library.EndWeightUpdateReqInput()
+            await self.call(self._frontend.end_weight_update(request))
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _limit(what: str) -> Any:
+        try:
+            yield
+        except TimeoutError:
+            raise EngineError(f"SGLang did not {what} within {_END_LIMIT_S} s") from None
+
+
+def _job_folder() -> Path | None:
+    """The job's socket directory, which goes with it; None for an engine outside an actor."""
+    try:
+        endpoint = actor_context().supervisor.ref.ipc_endpoint
+    except RuntimeError:
+        return None
+    return Path(endpoint.removeprefix("ipc://")).parent
+
+
+def _resource_tracker_pid() -> int | None:
+    tracker: Any = sys.modules.get("multiprocessing.resource_tracker")
+    return None if tracker is None else getattr(tracker._resource_tracker, "_pid", None)

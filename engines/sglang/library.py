@@ -1,0 +1,72 @@
+"""What the adapter uses of SGLang, imported late: umbra is typed, tested and run without it too.
+
+SGLang is a heavy import, and not there where types are checked, so its objects are `Any` from here.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, fields
+from typing import Any, Final, Self
+
+from umbra.engines.adapter.library import load_library
+
+TESTED_VERSIONS: Final = ("0.5.17",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SglangLibrary:
+    """Classes of SGLang, by the names that they have there.
+
+    Attributes:
+        BeginWeightUpdateReqInput, EndWeightUpdateReqInput: None before 0.5.23, which needs them.
+    """
+
+    version: str
+    Engine: Any
+    ServerArgs: Any
+    MultiprocessingSerializer: Any
+    GenerateReqInput: Any
+    PauseGenerationReqInput: Any
+    ContinueGenerationReqInput: Any
+    ReleaseMemoryOccupationReqInput: Any
+    ResumeMemoryOccupationReqInput: Any
+    UpdateWeightsFromTensorReqInput: Any
+    BeginWeightUpdateReqInput: Any
+    EndWeightUpdateReqInput: Any
+
+    @classmethod
+    def load(cls) -> Self:
+        """Imports SGLang, which takes seconds; see `load_library`."""
+        return load_library(
+            "SGLang",
+            "sglang",
+            cls._pick,
+            tested=TESTED_VERSIONS,
+            missing="pip install sglang",
+        )
+
+    @classmethod
+    def _pick(cls, version: str) -> Self:
+        def module(name: str) -> Any:
+            return importlib.import_module(f"sglang.srt.{name}")
+
+        structs = module("managers.io_struct")
+        return cls(
+            version=version,
+            Engine=module("entrypoints.engine").Engine,
+            ServerArgs=module("server_args").ServerArgs,
+            MultiprocessingSerializer=module("utils").MultiprocessingSerializer,
+            GenerateReqInput=structs.GenerateReqInput,
+            PauseGenerationReqInput=structs.PauseGenerationReqInput,
+            ContinueGenerationReqInput=structs.ContinueGenerationReqInput,
+            ReleaseMemoryOccupationReqInput=structs.ReleaseMemoryOccupationReqInput,
+            ResumeMemoryOccupationReqInput=structs.ResumeMemoryOccupationReqInput,
+            UpdateWeightsFromTensorReqInput=structs.UpdateWeightsFromTensorReqInput,
+            BeginWeightUpdateReqInput=getattr(structs, "BeginWeightUpdateReqInput", None),
+            EndWeightUpdateReqInput=getattr(structs, "EndWeightUpdateReqInput", None),
+        )
+
+    def option_names(self) -> list[str]:
+        """Of ServerArgs."""
+        return [field.name for field in fields(self.ServerArgs)]

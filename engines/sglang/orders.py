@@ -1,0 +1,67 @@
+"""How the adapter talks to its code in SGLang's scheduler processes, and hears of the outcome.
+
+SGLang hands tensors to a custom weight loader. An order travels as the name of an empty tensor.
+SGLang does not tell what a loader returned, and ends where it raises, so each worker leaves its
+report in a file of the adapter's.
+
+    adapter                             worker, one for each GPU
+      | -- order {action, report, ..} --> |
+      | <-- report in shared memory ----- |  before SGLang answers
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import msgpack
+
+
+def pack_order(order: Mapping[str, Any]) -> str:
+    return base64.b64encode(msgpack.packb(dict(order))).decode()
+
+
+def unpack_order(name: str) -> dict[str, Any]:
+    order: dict[str, Any] = msgpack.unpackb(base64.b64decode(name))
+    return order
+
+
+def write_report(path: str, report: Mapping[str, Any]) -> None:
+    with open(path, "wb") as file:
+        file.write(msgpack.packb(dict(report)))
+
+
+class Reports:
+    """Where the workers' reports of one order go; memory without a name, freed at the exit."""
+
+    def __init__(self, num_workers: int) -> None:
+        self._fds = [os.memfd_create("umbra-report", os.MFD_CLOEXEC) for _ in range(num_workers)]
+
+    @property
+    def paths(self) -> list[str]:
+        return [f"/proc/{os.getpid()}/fd/{fd}" for fd in self._fds]
+
+    def read(self) -> list[dict[str, Any]]:
+        """One of each worker; {"error": ...} for one that left none."""
+        return [self._read(fd) for fd in self._fds]
+
+    @staticmethod
+    def _read(fd: int) -> dict[str, Any]:
+        data = os.pread(fd, os.fstat(fd).st_size, 0)
+        report: dict[str, Any] = msgpack.unpackb(data) if data else {"error": "it did nothing"}
+        return report
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for fd in self._fds:
+            os.close(fd)

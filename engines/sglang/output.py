@@ -1,0 +1,72 @@
+"""The tokens of one request as they gather in SGLang's frontend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from umbra.engines.adapter.core import NewOutput
+
+
+class SglangOutput:
+    """Reads what the frontend (TokenizerManager) makes of one request.
+
+    Its first chunk brings the list to which the frontend adds all later tokens, so that no task
+    has to wake for each of them.
+    """
+
+    def __init__(self) -> None:
+        self._entries: Sequence[Sequence[Any]] = ()  # (logprob, token, text or None)
+        self._num_taken = 0
+        self._num_older = 0  # of all tokens
+        self._limit: int | None = None  # of tokens; what comes after them is of no interest
+        self._reason: str | None = None
+
+    def feed(self, chunk: Mapping[str, Any]) -> None:
+        """A chunk of SGLang's answer; only the first and the last bring anything new."""
+        if self._limit is not None:
+            return
+        meta = chunk["meta_info"]
+        if not self._entries:
+            self._entries = meta.get("output_token_logprobs") or ()
+        reason = meta.get("finish_reason")
+        if reason is not None:
+            self.end(_word(reason))
+
+    def end(self, reason: str) -> None:
+        """Nothing follows what has come by now."""
+        if self._limit is None:
+            self._limit = len(self._entries)
+            self._reason = reason
+
+    def expect_older(self) -> None:
+        """New weights come while the request is frozen; its next token may be of the older ones.
+
+        SGLang computes a batch while it looks at the one before: of one that is done when it
+        freezes, the tokens come after it goes on.
+        """
+        self._num_older = len(self._entries) + 1
+
+    def take(self) -> NewOutput | None:
+        start, reason = self._num_taken, self._reason
+        end = len(self._entries) if self._limit is None else self._limit
+        if end == start and reason is None:
+            return None
+        self._num_taken, self._reason = end, None
+        new = self._entries[start:end]
+        return NewOutput(
+            tokens=[entry[1] for entry in new],
+            logprobs=[entry[0] for entry in new],
+            finish_reason=reason,
+            num_older=max(0, min(self._num_older, end) - start),
+        )
+
+
+def _word(reason: Mapping[str, Any]) -> str:
+    """SGLang's finish reason as one of umbra's, or what went wrong."""
+    kind = str(reason.get("type"))
+    if kind == "stop" and not isinstance(reason.get("matched"), int):
+        return str(reason.get("matched"))  # "NaN happened"
+    if kind == "abort" and reason.get("status_code") is not None:
+        return str(reason.get("message"))
+    return kind

@@ -1,0 +1,69 @@
+"""Keeps SGLang's habits from the process that it is started in.
+
+It takes over the logging, makes files for its sockets in the folder for temporary ones, and has its
+children send SIGQUIT, on which it would kill this process; umbra watches the children itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import tempfile
+from collections.abc import Collection, Generator
+from pathlib import Path
+from typing import Any, Final
+
+from umbra.runtime.process import descendants
+
+_EXIT_LIMIT_S: Final = 20.0
+# For killed processes to be gone, with their memory on the GPU.
+
+
+def ignore_sigquit(signum: int, frame: object) -> None:
+    """SGLang's `custom_sigquit_handler`: what failed ends, and is missed."""
+
+
+@contextlib.contextmanager
+def keeping_logging() -> Generator[None]:
+    """The root logger's level and handlers afterwards are those from before."""
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    try:
+        yield
+    finally:
+        root.setLevel(level)
+        root.handlers[:] = handlers
+
+
+@contextlib.contextmanager
+def temporary_files_in(folder: Path | None) -> Generator[None]:
+    """Of this process, not of those it starts: their compilers' caches serve later runs."""
+    before = tempfile.tempdir
+    tempfile.tempdir = before if folder is None else str(folder)
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
+
+
+def socket_files(port_args: Any) -> list[Path]:
+    """Files that SGLang made for its sockets and leaves behind."""
+    names = [value for value in vars(port_args).values() if isinstance(value, str)]
+    return [Path(name.removeprefix("ipc://")) for name in names if name.startswith("ipc://")]
+
+
+def end_children(pids: Collection[int]) -> None:
+    """SIGKILL children of this process and all below them; blocks until they are gone."""
+    for pid in pids:
+        descendants.kill_tree(pid)
+    for pid in pids:
+        descendants.wait_for_exits([pid], _EXIT_LIMIT_S)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+
+
+def restore_sigquit(handler: Any) -> None:
+    """`handler` as `signal.getsignal` gave it."""
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL if handler is None else handler)

@@ -1,0 +1,152 @@
+"""From a pool's settings to SGLang's own options."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Final
+
+from umbra.engines.adapter.settings import AdapterSettings, EngineOptions, read_config
+from umbra.engines.sglang.processes import ignore_sigquit
+from umbra.runtime.errors import ConfigError
+
+WEIGHT_LOADER: Final = "umbra.engines.sglang.worker.obey"
+
+_TOKENS: Final = "engines take and give tokens"
+_WEIGHTS: Final = "umbra carries the weights"
+_ONE_NODE: Final = "an engine's workers live on one node, and pool.count gives more engines"
+
+OPTIONS: Final = EngineOptions(
+    library="SGLang",
+    owner="ServerArgs",
+    own_settings={
+        "model_path": "model.path",
+        "dtype": "model.dtype",
+        "device": "pool.device",
+        "context_length": "pool.max_context_len",
+        "max_running_requests": "pool.max_num_seqs",
+        "max_total_tokens": "pool.kv_cache_num_tokens",
+    },
+    fixed={
+        "tokenizer_path": _TOKENS,
+        "skip_tokenizer_init": _TOKENS,
+        "tokenizer_worker_num": _TOKENS,
+        "detokenizer_worker_num": _TOKENS,
+        "load_format": "the weights come from the trainer",
+        "custom_weight_loader": _WEIGHTS,
+        "weight_version": _WEIGHTS,
+        "enable_memory_saver": "engines free their memory when they sleep",
+        "preferred_sampling_params": "requests say how to sample",
+        "allow_auto_truncate": "a request is served whole or not at all",
+        "stream_interval": "all tokens must be known before the weights change",
+        "incremental_streaming_output": "all tokens must be known before the weights change",
+        "custom_sigquit_handler": "umbra minds the processes",
+        "dp_size": _ONE_NODE,
+        "pp_size": "the loading of weights is checked for tensor parallelism (tp_size) alone",
+        "nnodes": _ONE_NODE,
+        "node_rank": _ONE_NODE,
+        "use_ray": "umbra minds the processes",
+        "speculative_algorithm": "a draft model would keep its older weights",
+        "disaggregation_mode": "an engine both reads prompts and generates",
+    },
+)
+
+_SPARE_CONTEXT_LEN: Final = 8
+# SGLang (0.5.17) ends a request two tokens before its context is full.
+_SPARE_KV_NUM_TOKENS: Final = 256
+# And a page and one token before its KV cache is.
+_DTYPES: Final = ("bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SglangSettings(AdapterSettings):
+    """Settings of an SGLang engine; `engine_args` are options of its ServerArgs.
+
+    Where `kv_cache_num_tokens` is None: SGLang's choice (`mem_fraction_static`).
+    """
+
+    @property
+    def num_workers(self) -> int:
+        """Scheduler processes, one for each GPU."""
+        return int(self.engine_args.get("tp_size", 1))
+
+    def options(self, known: Collection[str]) -> dict[str, Any]:
+        """The arguments for ServerArgs.
+
+        Args:
+            known: names of the options that this SGLang has.
+
+        Raises:
+            ConfigError: an option is unknown or umbra's own, or a setting is not SGLang's.
+            DataError: the model directory cannot be read.
+        """
+        OPTIONS.check(self.engine_args, known)
+        self._check_context_len()
+        if self.dtype not in _DTYPES:
+            raise ConfigError(
+                f"dtype {self.dtype!r} is not SGLang's; allowed: {', '.join(_DTYPES)}"
+            )
+        args = dict(self.engine_args)
+        options: dict[str, Any] = {
+            "model_path": self.model_path,
+            "dtype": self.dtype,
+            "device": "cuda",
+            "base_gpu_id": self._gpu_idx(),
+            "context_length": self.max_context_len + _SPARE_CONTEXT_LEN,
+            "max_running_requests": self.max_num_seqs,
+            "skip_tokenizer_init": True,
+            "load_format": "auto" if self.load_weights else "dummy",
+            "custom_weight_loader": [WEIGHT_LOADER],
+            "custom_sigquit_handler": ignore_sigquit,
+            "enable_memory_saver": True,
+            "sleep_on_idle": True,  # else its processes take a core each while the trainer works
+            "log_level": "warning",
+            # Requests bring their stop tokens; the model's own would end them, too.
+            "json_model_override_args": _without_stop_tokens(
+                args.pop("json_model_override_args", "{}")
+            ),
+        }
+        if self.kv_cache_num_tokens is not None:
+            options["max_total_tokens"] = self.kv_cache_num_tokens + _SPARE_KV_NUM_TOKENS
+        return options | args
+
+    @staticmethod
+    def environment() -> dict[str, str]:
+        """Variables for SGLang's processes, over what the user has set."""
+        return {
+            # Logprobs are those of the distribution that is sampled from.
+            "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
+            # For the spare tokens; _check_context_len keeps the model's limit.
+            "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+        }
+
+    def _check_context_len(self) -> None:
+        config = read_config(self.model_path)
+        limit = config.get("max_position_embeddings")
+        rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        # SGLang derives a longer limit from a scaled one.
+        is_scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
+        if isinstance(limit, int) and not is_scaled and self.max_context_len > limit:
+            raise ConfigError(
+                f"max_context_len={self.max_context_len} exceeds the model's "
+                f"max_position_embeddings={limit}"
+            )
+
+    def _gpu_idx(self) -> int:
+        name, _, index = self.device.partition(":")
+        if name != "cuda" or (index and not index.isdecimal()):
+            raise ConfigError(
+                f"device {self.device!r}: SGLang's published builds need a GPU; use cuda or cuda:N"
+            )
+        return int(index or 0)
+
+
+def _without_stop_tokens(overrides: Any) -> str:
+    try:
+        values: Any = json.loads(overrides)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"pool.engine_args.json_model_override_args is not JSON: {error}"
+        ) from None
+    return json.dumps({**values, "eos_token_id": None})

@@ -1,0 +1,89 @@
+"""In SGLang's scheduler processes: obeys the adapter's orders. SGLang finds `obey` by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from umbra.engines.sglang.orders import unpack_order, write_report
+from umbra.engines.weight_coverage import WeightCoverage
+from umbra.engines.weight_source import open_weights
+from umbra.runtime.weights.cuda_ipc import probe_import
+
+_saved: dict[str, Tensor] = {}  # in host memory, while the weights sleep
+
+
+def obey(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
+    """SGLang's custom weight loader. Never raises, for SGLang would end."""
+    ((name, _),) = named_tensors
+    order = unpack_order(name)
+    try:
+        _synchronize()  # a batch may still be computed
+        report = _ACTIONS[order["action"]](model, order)
+        _synchronize()
+    except Exception as error:  # noqa: BLE001 - whatever it is, the adapter is told
+        report = {"error": f"{type(error).__name__}: {error}"}
+    write_report(order["report"], report)
+
+
+def _settle(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
+    """Nothing is computed any more when it is done."""
+    return {}
+
+
+def _measure(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
+    return {"weights_nbytes": sum(parameter.nbytes for parameter in model.parameters())}
+
+
+def _load(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
+    """Raises WeightSyncError for a parameter that gets no value; tells what has no place here."""
+    device = next(model.parameters()).device
+    loader: Any = model
+    with (
+        open_weights(order["weights"], device, counts=order["counts"]) as source,
+        WeightCoverage(model) as coverage,
+    ):
+        loader.load_weights(coverage.watch(source.tensors()))
+    if getattr(model, "quant_config", None) is None:  # else parameters have other shapes
+        coverage.check_filled("SGLang")
+    return {"unread": coverage.unread(), "regions": source.regions}
+
+
+def _probe(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
+    device = next(model.parameters()).device
+    if device.type != "cuda":
+        return {"problem": f"its parameters are in memory of {device}, not of a GPU"}
+    return {"problem": probe_import(order["allocations"])}
+
+
+def _save(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
+    _saved.clear()
+    for name, parameter in model.named_parameters():
+        _saved[name] = parameter.detach().to("cpu", copy=True)
+    return {}
+
+
+def _restore(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(_saved[name])
+    _saved.clear()
+    return {}
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+_ACTIONS: Final[Mapping[str, Callable[[nn.Module, Mapping[str, Any]], dict[str, Any]]]] = {
+    "settle": _settle,
+    "measure": _measure,
+    "load": _load,
+    "probe": _probe,
+    "save": _save,
+    "restore": _restore,
+}

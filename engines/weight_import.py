@@ -1,0 +1,61 @@
+"""An update whose weights the engine's workers read from the ranks' GPUs themselves.
+
+ranks ──exports──▶ supervisor ──▶ engine process ──description──▶ every worker: its own loader
+                                  compares checksums ◀──regions── what it read, and loaded
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from umbra.runtime.errors import WeightSyncError
+
+_MAX_MISMATCHES = 32
+
+WorkerRegions = Sequence[Sequence[int | None]]
+
+
+class WeightImport:
+    """One update. Args: as they come with begin_update."""
+
+    def __init__(self, manifest: Mapping[str, Any], buckets: Mapping[str, Any]) -> None:
+        kept = ("exports", "fd_socket", "progress", "attest")
+        self.description: dict[str, Any] = {name: buckets[name] for name in kept}
+        self.description["manifest"] = manifest
+        self._read: list[dict[int, tuple[int, int | None]]] | None = None
+
+    def note(self, per_worker: Sequence[WorkerRegions]) -> int:
+        """What each worker says that it read and loaded; the bytes of the model.
+
+        Raises:
+            WeightSyncError: there is no worker that says anything.
+        """
+        if not per_worker:
+            raise WeightSyncError("no worker of the engine has read the weights")
+        self._read = [
+            {int(offset or 0): (int(nbytes or 0), checksum) for offset, nbytes, checksum in regions}
+            for regions in per_worker
+        ]
+        return min(sum(nbytes for nbytes, _ in read.values()) for read in self._read)
+
+    def finish(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
+        """Compares what was sent with what every worker read: count, nbytes, mismatches."""
+        if self._read is None:
+            raise WeightSyncError("nothing was loaded before attesting")
+        mismatches: list[str] = []
+        count = nbytes = 0
+        for offset, sent_nbytes, sent in regions:
+            found = [read.get(int(offset or 0), (0, None)) for read in self._read]
+            for worker, (read_nbytes, arrived) in enumerate(found):
+                if read_nbytes != sent_nbytes or (sent is not None and arrived != sent):
+                    mismatches.append(
+                        f"worker {worker}, image bytes from {offset}: sent {sent_nbytes} with "
+                        f"checksum {sent}, read {read_nbytes} with {arrived}"
+                    )
+            count += 1
+            nbytes += min(read_nbytes for read_nbytes, _ in found)
+        if len(mismatches) > _MAX_MISMATCHES:
+            more = len(mismatches) - _MAX_MISMATCHES
+            mismatches = [*mismatches[:_MAX_MISMATCHES], f"and {more} more"]
+        return {"count": count, "nbytes": nbytes, "mismatches": mismatches}

@@ -1,0 +1,135 @@
+"""In an engine's worker process: where the weights of an update come from, one tensor at a time.
+
+A description is a plain map, made by the engine's process and handed on by whatever the engine
+uses between its processes:
+
+    image     path, nbytes, manifest                        umbra.engines.weight_image
+    exports   exports, manifest, fd_socket, progress, attest     umbra.engines.weight_import
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+
+from umbra.engines.weight_image import image_tensors
+from umbra.runtime.weights.checksum import checksum_of
+from umbra.runtime.weights.cuda_ipc import CudaOpener
+from umbra.runtime.weights.imports import ExportedImage, MakeOpener
+from umbra.runtime.weights.manifest import Manifest
+from umbra.runtime.weights.progress import EngineEnd
+from umbra.runtime.weights.views import flatten
+
+_OPEN_TIMEOUT_S: Final = 10.0
+
+Regions = list[list[int | None]]
+"""[image offset, nbytes, checksum or None] of each."""
+
+
+class WeightSource(Protocol):
+    """The weights of one update.
+
+    Attributes:
+        regions: what was read and has not been attested before, once all of it was taken.
+    """
+
+    regions: Regions
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every name with its tensor; a tied one under each name, one after the other. Once.
+
+        A tensor may be kept as long as the source is open, and longer where it came from a GPU.
+
+        Raises:
+            WeightSyncError: the ranks' memory cannot be read, or the sync was given up.
+        """
+        ...
+
+
+@contextmanager
+def open_weights(
+    description: Mapping[str, Any],
+    device: torch.device,
+    *,
+    counts: bool = True,
+    make_opener: MakeOpener = CudaOpener,
+) -> Generator[WeightSource]:
+    """The source described; closed at the end of the block.
+
+    Args:
+        device: of the tensors, where they do not come from an image.
+        counts: says how far the engine is; of its workers, one does.
+
+    Raises:
+        WeightSyncError, ProtocolError: it is not what the manifest says, or cannot be read.
+    """
+    manifest = Manifest.from_wire(description["manifest"])
+    if "exports" not in description:
+        yield _ImageSource(manifest, description)
+        return
+    image = ExportedImage(manifest, description["exports"], make_opener)
+    end = EngineEnd(description, _OPEN_TIMEOUT_S, counts=counts)
+    try:
+        yield _ExportSource(image, end, device, attest=bool(description["attest"]))
+    finally:
+        image.close()
+        end.close()
+
+
+class _ImageSource:
+    def __init__(self, manifest: Manifest, description: Mapping[str, Any]) -> None:
+        self.regions: Regions = []
+        self._manifest = manifest
+        fd = os.open(description["path"], os.O_RDWR)
+        try:
+            self._memory = mmap.mmap(fd, description["nbytes"])
+        finally:
+            os.close(fd)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        aliases = _aliases(self._manifest)
+        for name, tensor in image_tensors(self._manifest, self._memory).items():
+            for each in (name, *aliases.get(name, ())):
+                yield each, tensor
+
+
+class _ExportSource:
+    def __init__(
+        self, image: ExportedImage, end: EngineEnd, device: torch.device, *, attest: bool
+    ) -> None:
+        self.regions: Regions = []
+        self._image = image
+        self._end = end
+        self._device = device
+        self._attest = attest
+        self._aliases = _aliases(image.manifest)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        entries = self._image.manifest.entries
+        for idx in self._end.buckets(len(entries)):
+            tensor = self._image.assemble(idx, self._device)
+            self._note(idx, tensor)
+            for name in (entries[idx].name, *self._aliases.get(entries[idx].name, ())):
+                yield name, tensor
+
+    def _note(self, idx: int, tensor: Tensor) -> None:
+        data = flatten(tensor).view(torch.uint8)
+        start = self._image.manifest.entries[idx].offset
+        for offset, nbytes in self._image.regions(idx):
+            part = data[offset - start : offset - start + nbytes]
+            checksum = checksum_of(part) if self._attest else None
+            self.regions.append([offset, nbytes, checksum])
+
+
+def _aliases(manifest: Manifest) -> dict[str, list[str]]:
+    """Further names of each tensor that has some."""
+    aliases: dict[str, list[str]] = {}
+    for alias, name in manifest.aliases.items():
+        aliases.setdefault(name, []).append(alias)
+    return aliases

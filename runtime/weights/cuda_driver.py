@@ -1,0 +1,100 @@
+"""The few calls of CUDA's driver that exporting memory takes, by ctypes. Torch-free.
+
+torch's own way (`UntypedStorage._share_cuda_`) wraps the storage anew at every call and counts its
+readers in files of /dev/shm; here the sync says when everybody has read. Calls work on the context
+that is current in the thread: see `umbra.runtime.weights.cuda_ipc`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Final
+
+from umbra.runtime.errors import WeightSyncError
+from umbra.runtime.weights.exports import HANDLE_NBYTES, UUID_NBYTES
+
+_LAZY_ENABLE_PEER_ACCESS: Final = 1
+# Memory of a GPU that another one of this process reaches directly is mapped for it, too.
+
+
+class _Handle(ctypes.Structure):
+    """CUipcMemHandle, which is passed by value."""
+
+    _fields_ = (("data", ctypes.c_char * HANDLE_NBYTES),)
+
+
+class CudaDriver:
+    """libcuda, initialised.
+
+    Raises (everywhere):
+        WeightSyncError: there is no driver, or it refuses; says which call and why.
+    """
+
+    def __init__(self) -> None:
+        try:
+            self._lib = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise WeightSyncError(f"there is no CUDA driver: {error}") from error
+        self._lib.cuIpcOpenMemHandle_v2.argtypes = (
+            ctypes.POINTER(ctypes.c_uint64),
+            _Handle,
+            ctypes.c_uint,
+        )
+        self._call("cuInit", 0)
+
+    def device_uuids(self) -> list[bytes]:
+        """Of the GPUs that this process may use, by index."""
+        count = ctypes.c_int()
+        self._call("cuDeviceGetCount", ctypes.byref(count))
+        return [self._device_uuid(idx) for idx in range(count.value)]
+
+    def address_range(self, pointer: int) -> tuple[int, int]:
+        """First address and bytes of the allocation that `pointer` is in."""
+        base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
+        self._call(
+            "cuMemGetAddressRange_v2",
+            *(ctypes.byref(base), ctypes.byref(nbytes), ctypes.c_uint64(pointer)),
+        )
+        return base.value, nbytes.value
+
+    def export(self, base: int) -> bytes:
+        """The handle of an allocation of this process."""
+        handle = _Handle()
+        self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(base))
+        return bytes(handle)
+
+    def open(self, handle: bytes) -> int:
+        """Maps another process's allocation; its address here. Each is to be closed."""
+        pointer = ctypes.c_uint64()
+        self._call(
+            "cuIpcOpenMemHandle_v2",
+            ctypes.byref(pointer),
+            _Handle.from_buffer_copy(handle),
+            ctypes.c_uint(_LAZY_ENABLE_PEER_ACCESS),
+        )
+        return pointer.value
+
+    def close(self, pointer: int) -> None:
+        """Unmaps what `open` has mapped; nothing may be reading it."""
+        self._call("cuIpcCloseMemHandle", ctypes.c_uint64(pointer))
+
+    def _device_uuid(self, idx: int) -> bytes:
+        device, uuid = ctypes.c_int(), ctypes.create_string_buffer(UUID_NBYTES)
+        self._call("cuDeviceGet", ctypes.byref(device), idx)
+        self._call("cuDeviceGetUuid_v2", uuid, device)
+        return uuid.raw
+
+    def _call(self, name: str, *arguments: object) -> None:
+        status: int = getattr(self._lib, name)(*arguments)
+        if status != 0:
+            text = ctypes.c_char_p()
+            self._lib.cuGetErrorName(status, ctypes.byref(text))
+            reason = (text.value or b"unknown").decode()
+            raise WeightSyncError(f"{name} failed: {reason} ({status})")
+
+
+@cache
+def cuda_driver() -> CudaDriver:
+    """This process's. Raises WeightSyncError where there is none."""
+    return CudaDriver()

@@ -1,0 +1,161 @@
+"""Memory of one process's GPU, read by another: exporting it, and opening what was exported.
+
+A rank exports the allocations that its tensors lie in; who opens one maps it whole and closes it
+before the rank goes on. Nothing counts readers: the sync itself says when all have read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from umbra.runtime.errors import ProtocolError, WeightSyncError
+from umbra.runtime.weights.cuda_driver import cuda_driver
+from umbra.runtime.weights.exports import Allocation, Offer, Part, RankExports
+from umbra.runtime.weights.views import dtype_name
+
+
+class Opener(Protocol):
+    """Opens exported memory and owns it until `close`."""
+
+    def open(self, allocation: Allocation) -> Tensor:
+        """All of it: uint8 [nbytes], not to be written to. The same tensor for the same one.
+
+        Raises:
+            WeightSyncError: it cannot be opened here.
+        """
+        ...
+
+    def close(self) -> None:
+        """Waits for what reads it, and unmaps it. Idempotent."""
+        ...
+
+
+def export_tensors(tensors: Sequence[tuple[int, Tensor]]) -> Offer:
+    """Exports tensors as parts, each with its offset in the image; or says why it cannot be.
+
+    All that was queued on their GPUs is done then. They must stay where they are, and as they are,
+    until the sync is over.
+    """
+    for _, tensor in tensors:
+        if not tensor.is_cuda:
+            return f"its tensors are in memory of {tensor.device.type}, not of a GPU"
+        if tensor.is_conj() or tensor.is_neg():
+            return "a tensor of it is a view that negates or conjugates"
+    try:
+        return _Exporter().export(tensors)
+    except WeightSyncError as error:
+        return f"its memory cannot be exported: {error}"
+
+
+class _Exporter:
+    def __init__(self) -> None:
+        self._uuids: list[bytes] = []
+        self._allocations: list[Allocation] = []
+        self._numbers: dict[int, int] = {}  # by first address
+
+    def export(self, tensors: Sequence[tuple[int, Tensor]]) -> RankExports:
+        parts: list[Part] = []
+        if tensors:
+            self._uuids = cuda_driver().device_uuids()
+        for device in sorted({tensor.device.index for _, tensor in tensors}):
+            with _context_of(device):
+                torch.cuda.synchronize()
+                here = [item for item in tensors if item[1].device.index == device]
+                parts += [self._part(offset, tensor) for offset, tensor in here]
+        return RankExports(tuple(self._allocations), tuple(parts))
+
+    def _part(self, offset: int, tensor: Tensor) -> Part:
+        pointer = tensor.data_ptr()
+        base, nbytes = cuda_driver().address_range(pointer)
+        if base not in self._numbers:
+            self._numbers[base] = len(self._allocations)
+            handle = cuda_driver().export(base)
+            self._allocations.append(Allocation(self._uuids[tensor.device.index], handle, nbytes))
+        return Part(
+            offset,
+            self._numbers[base],
+            pointer - base,
+            dtype_name(tensor.dtype),
+            tuple(tensor.shape),
+            tensor.stride(),
+        )
+
+
+class CudaOpener:
+    """Maps each allocation once, on the GPU that it is on. One thread at a time."""
+
+    def __init__(self) -> None:
+        self._opened: dict[Allocation, tuple[int, int, Tensor]] = {}  # device, address, memory
+
+    def open(self, allocation: Allocation) -> Tensor:
+        if allocation not in self._opened:
+            device = _index_of(allocation.device)
+            with _context_of(device):
+                pointer = cuda_driver().open(allocation.handle)
+                memory = torch.as_tensor(
+                    _DeviceMemory(pointer, allocation.nbytes), device=f"cuda:{device}"
+                )
+            self._opened[allocation] = device, pointer, memory
+        return self._opened[allocation][2]
+
+    def close(self) -> None:
+        for device in {device for device, _, _ in self._opened.values()}:
+            torch.cuda.synchronize(device)
+        if self._opened:
+            torch.cuda.synchronize()  # copies to this process's own GPU
+        opened, self._opened = self._opened, {}
+        for device, pointer, _ in opened.values():
+            with _context_of(device):
+                cuda_driver().close(pointer)
+
+
+class _DeviceMemory:
+    """Bytes on a GPU, in the form in which torch takes them without a copy."""
+
+    def __init__(self, pointer: int, nbytes: int) -> None:
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (pointer, False),  # torch refuses memory that is marked as read-only
+            "strides": None,
+            "version": 2,
+        }
+
+
+def probe_import(raw: Sequence[object]) -> str:
+    """Whether allocations on the wire can be opened in this process: "", or why not."""
+    opener = CudaOpener()
+    try:
+        for allocation in raw:
+            memory = opener.open(Allocation.from_wire(allocation))
+            memory[:1].cpu()
+    except (WeightSyncError, ProtocolError) as error:
+        return str(error)
+    except RuntimeError as error:  # torch cannot use CUDA, or not this memory
+        return f"torch: {error}"[:500]
+    finally:
+        opener.close()
+    return ""
+
+
+def _index_of(uuid: bytes) -> int:
+    uuids = cuda_driver().device_uuids()
+    if uuid not in uuids:
+        raise WeightSyncError(
+            f"the rank's GPU {uuid.hex()} is not among the {len(uuids)} that this process may use "
+            "(CUDA_VISIBLE_DEVICES)"
+        )
+    return uuids.index(uuid)
+
+
+@contextmanager
+def _context_of(device: int) -> Generator[None]:
+    """The driver's calls work on that GPU: torch enters its context with the first call."""
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().synchronize()
+        yield

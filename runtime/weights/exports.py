@@ -1,0 +1,164 @@
+"""What a rank exports of its GPUs' memory, as it crosses processes. Torch-free.
+
+    rank ──exports──▶ supervisor ──those of all ranks──▶ engine ──▶ its workers
+
+Plain numbers and bytes: the supervisor checks their bounds and does not know what they mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Self, cast
+
+from umbra.runtime.errors import ProtocolError
+from umbra.runtime.weights.manifest import ITEMSIZES, MAX_DIMS, MAX_IMAGE_NBYTES, MAX_TENSORS
+
+UUID_NBYTES: Final = 16
+HANDLE_NBYTES: Final = 64  # a CUDA IPC memory handle
+_MAX_PROBLEM_LEN: Final = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Memory of a GPU that another process can open, whole.
+
+    Attributes:
+        device: the GPU's UUID; its index may be another one in every process.
+        handle: CUDA's, valid while the exporter lives and keeps the memory.
+    """
+
+    device: bytes
+    handle: bytes
+    nbytes: int
+
+    def to_wire(self) -> list[Any]:
+        return [self.device, self.handle, self.nbytes]
+
+    @classmethod
+    def from_wire(cls, raw: object) -> Self:
+        match raw:
+            case [bytes(device), bytes(handle), int(nbytes)] if (
+                len(device) == UUID_NBYTES
+                and len(handle) == HANDLE_NBYTES
+                and 0 < nbytes <= MAX_IMAGE_NBYTES
+            ):
+                return cls(device, handle, nbytes)
+            case _:
+                raise ProtocolError(f"not an allocation of a GPU: {str(raw)[:200]}")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a rank holds of one tensor: a strided view of an allocation.
+
+    Attributes:
+        offset: first byte in the image that it makes up, in the dtype of the manifest.
+        allocation: number of the allocation among the rank's.
+        start: byte of the allocation where the first element is.
+        dtype: as the rank holds it; engines cast.
+        strides: in elements.
+    """
+
+    offset: int
+    allocation: int
+    start: int
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def span_nbytes(self) -> int:
+        """From its first byte to its last in the allocation."""
+        steps = sum((n - 1) * step for n, step in zip(self.shape, self.strides, strict=True))
+        return (steps + 1) * ITEMSIZES[self.dtype]
+
+    def to_wire(self) -> list[Any]:
+        return [
+            *(self.offset, self.allocation, self.start, self.dtype),
+            *(list(self.shape), list(self.strides)),
+        ]
+
+    @classmethod
+    def from_wire(cls, raw: object, allocations: Sequence[Allocation]) -> Self:
+        """Raises ProtocolError for a part that is not inside its allocation."""
+        match raw:
+            case [int(offset), int(allocation), int(start), str(dtype), list(shape), list(strides)]:
+                sizes, steps = _numbers(shape, 1), _numbers(strides, 0)
+                part = cls(offset, allocation, start, dtype, sizes, steps)
+                if (
+                    dtype in ITEMSIZES
+                    and len(sizes) == len(steps)
+                    and 0 <= offset <= MAX_IMAGE_NBYTES
+                    and 0 <= allocation < len(allocations)
+                    and start >= 0
+                    and start % ITEMSIZES[dtype] == 0
+                    and start + part.span_nbytes <= allocations[allocation].nbytes
+                ):
+                    return part
+            case _:
+                pass
+        raise ProtocolError(f"not a part of an exported allocation: {str(raw)[:200]}")
+
+
+@dataclass(frozen=True, slots=True)
+class RankExports:
+    """All that one rank holds of the tensors to be published."""
+
+    allocations: tuple[Allocation, ...]
+    parts: tuple[Part, ...]
+
+    def to_wire(self) -> dict[str, Any]:
+        return {
+            "allocations": [allocation.to_wire() for allocation in self.allocations],
+            "parts": [part.to_wire() for part in self.parts],
+        }
+
+    @classmethod
+    def from_wire(cls, raw: object) -> Self:
+        """Raises ProtocolError for anything that `to_wire` could not have made."""
+        match raw:
+            case {"allocations": list(allocations), "parts": list(parts)} if (
+                len(cast("list[Any]", allocations)) <= MAX_TENSORS
+                and len(cast("list[Any]", parts)) <= MAX_TENSORS
+            ):
+                read = tuple(Allocation.from_wire(a) for a in cast("list[Any]", allocations))
+                return cls(read, tuple(Part.from_wire(p, read) for p in cast("list[Any]", parts)))
+            case _:
+                raise ProtocolError(f"not the exports of a rank: {str(raw)[:200]}")
+
+
+Offer = RankExports | str
+"""What a rank exports, or why it does not."""
+
+
+def offer_to_wire(offer: Offer) -> dict[str, Any]:
+    return {"problem": offer[:_MAX_PROBLEM_LEN]} if isinstance(offer, str) else offer.to_wire()
+
+
+def offer_from_wire(raw: object) -> Offer:
+    """Raises ProtocolError where it is neither exports nor a reason."""
+    match raw:
+        case None:
+            return "it offers no memory of a GPU"
+        case {"problem": str(problem)} if 0 < len(problem) <= _MAX_PROBLEM_LEN:
+            return problem
+        case _:
+            return RankExports.from_wire(raw)
+
+
+def probe_allocations(exports: Sequence[RankExports]) -> list[Allocation]:
+    """One of every rank and GPU: what an engine tries to open before it takes part."""
+    first: dict[tuple[int, bytes], Allocation] = {}
+    for rank, exported in enumerate(exports):
+        for allocation in exported.allocations:
+            first.setdefault((rank, allocation.device), allocation)
+    return list(first.values())
+
+
+def _numbers(raw: object, least: int) -> tuple[int, ...]:
+    values = cast("list[Any]", raw)
+    are_numbers = all(type(v) is int and least <= v <= MAX_IMAGE_NBYTES for v in values)
+    if len(values) > MAX_DIMS or not are_numbers:
+        raise ProtocolError(f"not a shape or strides of an exported part: {str(raw)[:200]}")
+    return tuple(values)

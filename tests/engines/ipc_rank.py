@@ -1,0 +1,223 @@
+"""A rank in a process of its own, with memory of its own on the GPU: `python ipc_rank.py FD ...`.
+
+The test's end is in `ipc_pool`. Both talk over one connection: commands to the rank, and, while it
+publishes, its calls to the supervisor, which runs in the test.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from model_factory import make_model
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from umbra.runtime.errors import WeightSyncError
+from umbra.runtime.weights.publish import WeightPublisher
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def mixed_tensors(seed: int) -> dict[str, Tensor]:
+    """Float32 and others; two in one storage, one transposed, large and tiny ones."""
+    generator = torch.Generator().manual_seed(seed)
+    shared = torch.randn(1000, 33, generator=generator)
+    return {
+        "first": shared[:300],
+        "second": shared[300:],
+        "transposed": torch.randn(70, 90, generator=generator).t(),
+        "large": torch.randn(4000, 1500, generator=generator),
+        "ids": torch.arange(seed, seed + 777),
+        "scalar": torch.tensor(3.5 + seed),
+        "one row": torch.randn(1, 50, generator=generator),
+    }
+
+
+def model_tensors(kind: str, seed: int) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in make_model(kind, seed).named_parameters()}
+
+
+def uniform_tensors(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    return {name: torch.full(shape, 0.5, device=DEVICE) for name, shape in shapes.items()}
+
+
+class TestSupervisor:
+    """`SyncSupervisor` by way of the test."""
+
+    __test__ = False
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def check(self) -> None:
+        pass
+
+    def sync_begin(
+        self,
+        pool: str,
+        version: int,
+        rank: int,
+        world_size: int,
+        manifest: dict[str, Any] | None,
+        timeout_s: float,
+        offer: dict[str, Any] | None = None,
+    ) -> Mapping[str, Any]:
+        arguments = (version, rank, world_size, manifest, timeout_s, offer)
+        grant: Mapping[str, Any] = self._call("sync_begin", *arguments)
+        return grant
+
+    def sync_filled(self, sync_id: str, rank: int, regions: Any, timeout_s: float) -> None:
+        self._call("sync_filled", sync_id, rank, regions)
+
+    def sync_end(self, sync_id: str, rank: int, timeout_s: float) -> Mapping[str, Any]:
+        report: Mapping[str, Any] = self._call("sync_end", sync_id, rank)
+        return report
+
+    def sync_abort(self, sync_id: str, rank: int, reason: str, timeout_s: float) -> None:
+        self._call("sync_abort", sync_id, rank, reason)
+
+    def _call(self, method: str, *arguments: object) -> Any:
+        self._connection.send(("call", method, arguments))
+        kind, value = self._connection.recv()
+        if kind == "failed":
+            raise WeightSyncError(value)
+        return value
+
+
+class Rank:
+    """What the test tells it to do."""
+
+    def __init__(self, connection: Connection, rank: int, world_size: int, store: str) -> None:
+        self._supervisor = TestSupervisor(connection)
+        self._rank = rank
+        self._world_size = world_size
+        self._store = store
+        self._tensors: dict[str, Tensor] = {}
+        self._publisher: WeightPublisher | None = None
+        self._mesh: DeviceMesh | None = None
+        torch.zeros(1, device=DEVICE)
+
+    def make(self, kind: str, seed: int, wire: str | None, is_sharded: bool = False) -> None:
+        """Makes "mixed" tensors, or those of a model, on its GPU; of sharded ones its own rows."""
+        tensors = mixed_tensors(seed) if kind == "mixed" else model_tensors(kind, seed)
+        self._take(tensors, wire, is_sharded)
+
+    def make_uniform(self, shapes: dict[str, tuple[int, ...]], wire: str | None) -> None:
+        self._take(uniform_tensors(shapes), wire, False)
+
+    def _take(self, tensors: dict[str, Tensor], wire: str | None, is_sharded: bool) -> None:
+        if is_sharded:
+            self._tensors = {name: self._shard(tensor) for name, tensor in tensors.items()}
+        else:
+            self._tensors = _to_device(tensors)
+        dtype = None if wire is None else getattr(torch, wire)
+        self._publisher = WeightPublisher(
+            self._supervisor, self._rank, self._world_size, self._tensors, dtype
+        )
+
+    def negate(self) -> None:
+        """The next version of the weights; left to run on the GPU."""
+        for tensor in self._tensors.values():
+            tensor.detach().neg_()
+
+    def publish(self, version: int, error: str | None) -> dict[str, Any]:
+        """
+        Args:
+            error: raised as soon as its memory has been read.
+        """
+        assert self._publisher is not None
+
+        def fail() -> None:
+            if error is not None:
+                raise RuntimeError(error)
+
+        self._publisher._on_read = fail  # pyright: ignore[reportPrivateUsage]
+        begun_at = time.perf_counter()
+        report = self._publisher.publish("pool", version, 60.0)
+        return {
+            "transport": report.transport,
+            "engines": dict(report.engines),
+            "failed": dict(report.failed),
+            "wall_s": time.perf_counter() - begun_at,
+        }
+
+    def release(self) -> None:
+        """Gives all its memory on the GPU back but that of CUDA itself."""
+        assert self._publisher is not None
+        self._publisher.close()
+        self._publisher, self._tensors = None, {}
+        gc.collect()
+        if DEVICE == "cuda":
+            torch.cuda.empty_cache()
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def _shard(self, tensor: Tensor) -> Tensor:
+        if self._mesh is None:
+            torch.distributed.init_process_group(
+                "gloo",
+                init_method=f"file://{self._store}",
+                rank=self._rank,
+                world_size=self._world_size,
+            )
+            self._mesh = init_device_mesh(DEVICE, (self._world_size,))
+        if tensor.ndim == 0:
+            return tensor.to(DEVICE)
+        rows = tensor.chunk(self._world_size)
+        own = rows[self._rank] if self._rank < len(rows) else tensor[:0]
+        return DTensor.from_local(
+            own.to(DEVICE).contiguous(),
+            self._mesh,
+            [Shard(0)],
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.contiguous().stride(),
+        )
+
+
+def _to_device(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """As they are: strides kept, and what shares a storage goes on doing so."""
+    storages: dict[int, Tensor] = {}
+    moved: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        key = tensor.untyped_storage().data_ptr()
+        if key not in storages:
+            whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            whole.set_(tensor.untyped_storage())  # pyright: ignore[reportUnknownMemberType]
+            storages[key] = whole.to(DEVICE)
+        moved[name] = storages[key].as_strided(
+            tensor.shape, tensor.stride(), tensor.storage_offset()
+        )
+    return moved
+
+
+def main() -> None:
+    fd, rank, world_size, store = sys.argv[1:]
+    connection = Connection(int(fd))
+    server = Rank(connection, int(rank), int(world_size), store)
+    connection.send(("done", None))
+    while True:
+        try:
+            method, arguments = connection.recv()
+        except EOFError:
+            break
+        try:
+            connection.send(("done", getattr(server, method)(*arguments)))
+        except Exception:  # noqa: BLE001 - the test's to see
+            connection.send(("failed", traceback.format_exc()))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""A stand-in for the package `sglang`, for machines without a GPU: what the adapter calls of it.
+
+It keeps what was read in SGLang 0.5.17: lists that grow, answers that come a step late (the next
+batch is begun before the last one is looked at), pauses that leave a step half way, aborts by
+the beginning of a name, and schedulers that end where they are asked for what they cannot do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import importlib
+import io
+import os
+import pickle
+from collections.abc import AsyncGenerator, Callable
+from multiprocessing.reduction import ForkingPickler
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from umbra.engines.uniforms import uniforms
+
+VERSION = "0.5.17"
+STEP_S = 0.0005
+
+
+@dataclasses.dataclass
+class ServerArgs:
+    model_path: str
+    dtype: str = "auto"
+    device: str = "cuda"
+    base_gpu_id: int = 0
+    context_length: int | None = None
+    max_running_requests: int | None = None
+    max_total_tokens: int | None = None
+    skip_tokenizer_init: bool = False
+    load_format: str = "auto"
+    custom_weight_loader: list[str] | None = None
+    custom_sigquit_handler: Callable[..., Any] | None = None
+    enable_memory_saver: bool = False
+    sleep_on_idle: bool = False
+    log_level: str = "info"
+    json_model_override_args: str = "{}"
+    tp_size: int = 1
+
+
+def request_class(name: str) -> Any:
+    """A request that has whatever it is given."""
+    return type(name, (SimpleNamespace,), {})
+
+
+class Serializer:
+    @staticmethod
+    def serialize(obj: Any) -> bytes:
+        buffer = io.BytesIO()
+        ForkingPickler(buffer).dump(obj)
+        return buffer.getvalue()
+
+
+@dataclasses.dataclass(eq=False)
+class _Request:
+    asked: Any
+    entries: list[tuple[float, int, None]] = dataclasses.field(
+        default_factory=list[tuple[float, int, None]]
+    )
+    num_sampled: int = 0
+    to_abort: bool = False
+    reason: dict[str, Any] | None = None
+    event: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+
+
+class Frontend:
+    """TokenizerManager and, in its `handle_loop`, one scheduler."""
+
+    def __init__(self, args: ServerArgs, model: nn.Module, vocab_size: int) -> None:
+        self.args = args
+        self.model = model
+        self.model_config = SimpleNamespace(vocab_size=vocab_size, hf_eos_token_id=None)
+        self.event_loop: Any = None
+        self.is_pause = False
+        self.rid_to_state: dict[str, _Request] = {}
+        self._in_flight: list[tuple[_Request, int]] = []
+        self._engine_paused = False
+        self.released: set[str] = set()
+        self.num_wakes = 0
+        self._stepped = asyncio.Event()
+
+    async def handle_loop(self) -> None:
+        while True:
+            await asyncio.sleep(STEP_S)
+            if not self._engine_paused:
+                self._step()
+                self._stepped.set()
+
+    def _step(self) -> None:
+        done, self._in_flight = self._in_flight, []
+        for request in list(self.rid_to_state.values())[: self.args.max_running_requests]:
+            if request.num_sampled < request.asked.sampling_params["max_new_tokens"]:
+                self._in_flight.append((request, self._sample(request)))
+                request.num_sampled += 1
+        for request, token in done:
+            if request.reason is None:
+                self._take(request, token)
+
+    def _sample(self, request: _Request) -> int:
+        assert "kv_cache" not in self.released, "an illegal memory access"
+        params = request.asked.sampling_params
+        place = len(request.asked.input_ids) + request.num_sampled
+        seed = 0 if params["temperature"] == 0 else params["sampling_seed"]
+        draw = uniforms(np.array([seed], np.uint64), np.array([place], np.int64))[0]
+        return int(draw * self.model_config.vocab_size)
+
+    def _take(self, request: _Request, token: int) -> None:
+        params = request.asked.sampling_params
+        request.entries.append((-1.0, token, None))
+        if request.to_abort:
+            request.reason = {"type": "abort", "message": "Aborted", "status_code": None}
+        elif len(request.entries) >= params["max_new_tokens"]:
+            request.reason = {"type": "length", "length": len(request.entries)}
+        elif not params["ignore_eos"] and token in params["stop_token_ids"]:
+            request.reason = {"type": "stop", "matched": token}
+        if request.reason is not None:
+            del self.rid_to_state[request.asked.rid]
+        if request.reason is not None or request.asked.stream:
+            request.event.set()
+
+    async def generate_request(self, asked: Any) -> AsyncGenerator[dict[str, Any], None]:
+        assert not self.is_pause
+        assert asked.rid not in self.rid_to_state
+        request = self.rid_to_state[asked.rid] = _Request(asked)
+        while request.reason is None:
+            await request.event.wait()
+            request.event.clear()
+            self.num_wakes += 1
+            yield {
+                "output_ids": [token for _, token, _ in request.entries],
+                "meta_info": {
+                    "output_token_logprobs": request.entries,
+                    "finish_reason": request.reason,
+                },
+            }
+
+    def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
+        for name, request in self.rid_to_state.items():
+            if abort_all or name.startswith(rid):
+                request.to_abort = True
+
+    async def pause_generation(self, asked: Any) -> None:
+        assert asked.mode == "in_place"
+        self.is_pause = self._engine_paused = True
+
+    async def continue_generation(self, asked: Any) -> None:
+        self.is_pause = self._engine_paused = False
+
+    async def get_internal_state(self) -> list[dict[str, Any]]:
+        return [{"memory_usage": {"kvcache": 0.001}}]
+
+    def _is_fully_idle(self) -> bool:
+        return not self.rid_to_state and not self._in_flight
+
+    async def flush_cache(self, timeout_s: float) -> Any:
+        async with asyncio.timeout(timeout_s):
+            while not self._is_fully_idle():
+                self._stepped.clear()
+                await self._stepped.wait()
+        return SimpleNamespace(success=True)
+
+    async def update_weights_from_tensor(self, asked: Any) -> tuple[bool, str]:
+        assert asked.load_format in (self.args.custom_weight_loader or [])
+        assert self.is_pause or not self.rid_to_state, "it would wait for all requests"
+        assert not asked.flush_cache
+        module, _, name = asked.load_format.rpartition(".")
+        loader = getattr(importlib.import_module(module), name)
+        await asyncio.sleep(0)
+        loader(self.model, pickle.loads(asked.serialized_named_tensors[0]))
+        return True, "Success"
+
+    async def release_memory_occupation(self, asked: Any) -> None:
+        assert self._is_fully_idle()
+        self.released |= set(asked.tags)
+        if "weights" in asked.tags:
+            for parameter in self.model.parameters():
+                parameter.data.fill_(float("nan"))
+
+    async def resume_memory_occupation(self, asked: Any) -> None:
+        for tag in asked.tags:
+            self.released.remove(tag)
+
+
+class StandInModel(nn.Module):
+    """Parameters by their names; what it does not know it skips, as SGLang's models do."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner.named_parameters(*args, **kwargs)
+
+    def load_weights(self, weights: list[tuple[str, Tensor]]) -> None:
+        parameters = dict(self.named_parameters())
+        for name, tensor in weights:
+            if name in parameters:
+                parameters[name].data.copy_(tensor)
+
+
+def make_modules(make_model: Callable[[], nn.Module], vocab_size: int) -> dict[str, ModuleType]:
+    """Modules for `sys.modules`."""
+
+    class Engine:
+        def __init__(self, **kwargs: Any) -> None:
+            self.server_args = ServerArgs(**kwargs)
+            os.posix_spawnp("sleep", ["sleep", "1000"], os.environ)  # for a scheduler
+            model = StandInModel(make_model())
+            self.tokenizer_manager = Frontend(self.server_args, model, vocab_size)
+            self.port_args = SimpleNamespace(tokenizer_ipc_name="ipc:///nowhere/at-all")
+
+        def shutdown(self) -> None:
+            raise AssertionError("it would end all children of this process")
+
+    names = ("Generate", "PauseGeneration", "ContinueGeneration", "UpdateWeightsFromTensor")
+    names += ("ReleaseMemoryOccupation", "ResumeMemoryOccupation")
+    contents: dict[str, dict[str, Any]] = {
+        "sglang": {"__version__": VERSION},
+        "sglang.srt": {},
+        "sglang.srt.entrypoints": {},
+        "sglang.srt.entrypoints.engine": {"Engine": Engine},
+        "sglang.srt.server_args": {"ServerArgs": ServerArgs},
+        "sglang.srt.utils": {"MultiprocessingSerializer": Serializer},
+        "sglang.srt.managers": {},
+        "sglang.srt.managers.io_struct": {
+            f"{name}ReqInput": request_class(f"{name}ReqInput") for name in names
+        },
+    }
+    modules: dict[str, ModuleType] = {}
+    for name, attributes in contents.items():
+        modules[name] = ModuleType(name)
+        vars(modules[name]).update(attributes)
+    return modules

@@ -1,0 +1,282 @@
+"""Weights read from the GPU memory of other processes: contents, failures, memory given back."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_runs import Collector, Engine, collect, run_async, running, wire_request
+from ipc_pool import (
+    EngineInPool,
+    RankFailed,
+    RankProcess,
+    TensorsOnly,
+    in_device_memory,
+    pool_of,
+    rank_processes,
+)
+from ipc_rank import DEVICE, mixed_tensors
+from torch import Tensor
+
+from umbra.engines.embedded.actor import EmbeddedEngine
+from umbra.runtime.lifecycle import EngineState
+from umbra.runtime.weights.coordinator import SyncCoordinator
+from umbra.runtime.weights.cuda_driver import cuda_driver
+from umbra.runtime.weights.cuda_ipc import CudaOpener, export_tensors, probe_import
+from umbra.runtime.weights.exports import Allocation, RankExports
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.process,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+MIB = 1 << 20
+IPC = "cuda_ipc"
+
+
+def cast(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    return {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+
+
+def check_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, tensor in expected.items():
+        arrived = found[name].cpu()
+        num_wrong = int((arrived != tensor).sum())
+        assert num_wrong == 0, f"{name}: {num_wrong} of {tensor.numel()} elements are wrong"
+
+
+async def publish_all(
+    coordinator: SyncCoordinator, ranks: list[RankProcess], version: int
+) -> dict[str, Any]:
+    reports = await asyncio.gather(*(rank.publish(coordinator, version) for rank in ranks))
+    await coordinator.wait_settled()
+    print(f"version {version}: {reports[0]}")
+    assert not reports[0]["failed"], reports[0]
+    return reports[0]
+
+
+@pytest.mark.parametrize("wire", [None, "bfloat16"])
+def test_tensors_of_another_process_arrive_bit_for_bit(tmp_path: Path, wire: str | None) -> None:
+    tensors = mixed_tensors(0)
+    expected = tensors if wire is None else cast(tensors, torch.bfloat16)
+    destinations = in_device_memory(expected)
+    engine = TensorsOnly(destinations)
+
+    async def body() -> None:
+        async with pool_of(EngineInPool(engine), tmp_path) as coordinator:
+            report = await publish_all(coordinator, ranks, 1)
+            assert report["transport"] == IPC, "the log says why"
+            check_equal(destinations, expected)
+            ranks[0].call("negate")
+            await publish_all(coordinator, ranks, 2)
+            check_equal(destinations, {name: -tensor for name, tensor in expected.items()})
+
+    with rank_processes(tmp_path) as ranks:
+        ranks[0].call("make", "mixed", 0, wire)
+        run_async(body)
+    engine.close()
+
+
+def test_shards_of_two_ranks_make_up_whole_tensors(tmp_path: Path) -> None:
+    tensors = mixed_tensors(0)
+    expected = cast(tensors, torch.bfloat16)
+    destinations = in_device_memory(expected)
+    engine = TensorsOnly(destinations)
+
+    async def body() -> None:
+        async with pool_of(EngineInPool(engine), tmp_path) as coordinator:
+            assert (await publish_all(coordinator, ranks, 1))["transport"] == IPC
+            check_equal(destinations, expected)
+
+    with rank_processes(tmp_path, 2) as ranks:
+        for rank in ranks:
+            rank._connection.send(("make", ("mixed", 0, "bfloat16", True)))  # pyright: ignore[reportPrivateUsage]
+        for rank in ranks:
+            rank.wait_done()
+        run_async(body)
+    engine.close()
+
+
+def test_the_rank_s_memory_is_free_again_once_it_has_been_read(tmp_path: Path) -> None:
+    shapes = {f"t{idx}": (64 * MIB // 4,) for idx in range(8)}
+    destinations = {name: torch.zeros(shape, device=DEVICE) for name, shape in shapes.items()}
+    engine = TensorsOnly(destinations)
+
+    def free_mib() -> int:
+        gc.collect()
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info()[0] // MIB
+
+    async def body() -> None:
+        async with pool_of(EngineInPool(engine), tmp_path) as coordinator:
+            for version in range(1, 6):
+                assert (await publish_all(coordinator, ranks, version))["transport"] == IPC
+
+    with rank_processes(tmp_path) as ranks:
+        before = free_mib()
+        ranks[0].call("make_uniform", shapes, None)
+        held = before - free_mib()
+        run_async(body)
+        still_held = before - free_mib()
+        ranks[0].call("release")
+        left = before - free_mib()
+    engine.close()
+
+    print(f"MiB held by 512 MiB of tensors {held}, after five syncs {still_held}, at last {left}")
+    assert all(bool((tensor == 0.5).all()) for tensor in destinations.values())
+    assert held >= 500
+    assert left <= 100  # what CUDA loads on first use
+
+
+def test_a_rank_that_gives_up_leaves_the_engine_waiting_for_weights(tmp_path: Path) -> None:
+    tensors = mixed_tensors(0)
+    destinations = in_device_memory(tensors)
+    engine = TensorsOnly(destinations)
+    in_pool = EngineInPool(engine)
+
+    async def body() -> None:
+        async with pool_of(in_pool, tmp_path) as coordinator:
+            with pytest.raises(RankFailed, match="no memory on the host"):
+                await ranks[0].publish(coordinator, 1, error="no memory on the host")
+            await coordinator.wait_settled()
+            assert in_pool.lifecycle.state == EngineState.PENDING_WEIGHTS
+            assert in_pool.killed is None
+            assert (await publish_all(coordinator, ranks, 2))["transport"] == IPC
+            assert in_pool.lifecycle.state == EngineState.SERVING
+            check_equal(destinations, tensors)
+
+    with rank_processes(tmp_path) as ranks:
+        ranks[0].call("make", "mixed", 0, None)
+        run_async(body)
+    engine.close()
+
+
+def test_a_rank_that_is_killed_while_it_is_read_costs_no_engine(tmp_path: Path) -> None:
+    tensors = mixed_tensors(0)
+    destinations = in_device_memory(tensors)
+    told: list[Callable[[], None]] = []
+
+    class Killing(CudaOpener):
+        """Kills the rank once its first allocation is open."""
+
+        def open(self, allocation: Allocation) -> Tensor:
+            memory = super().open(allocation)
+            if told:
+                told.pop()()
+            return memory
+
+    engine = TensorsOnly(destinations, Killing)
+    in_pool = EngineInPool(engine)
+
+    async def kill_while_reading() -> None:
+        async with pool_of(in_pool, tmp_path) as coordinator:
+            loop = asyncio.get_running_loop()
+
+            def kill() -> None:
+                ranks[0].process.send_signal(signal.SIGKILL)
+                ranks[0].process.wait()
+                loop.call_soon_threadsafe(coordinator.rank_lost, 0)
+
+            told.append(kill)
+            with pytest.raises(RankFailed):
+                await ranks[0].publish(coordinator, 1)
+            await coordinator.wait_settled()
+        assert told == []
+        assert in_pool.killed is None
+        assert in_pool.lifecycle.state == EngineState.PENDING_WEIGHTS
+
+    async def again() -> None:
+        async with pool_of(in_pool, tmp_path) as coordinator:
+            assert (await publish_all(coordinator, ranks, 2))["transport"] == IPC
+            check_equal(destinations, tensors)
+
+    for body in (kill_while_reading, again):
+        with rank_processes(tmp_path) as ranks:
+            ranks[0].call("make", "mixed", 0, None)
+            run_async(body)
+    engine.close()
+
+
+def test_memory_that_cannot_be_exported_goes_through_the_host(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    tensors = mixed_tensors(0)
+    destinations = in_device_memory(tensors)
+    engine = TensorsOnly(destinations)
+
+    async def body() -> None:
+        async with pool_of(EngineInPool(engine), tmp_path) as coordinator:
+            assert (await publish_all(coordinator, ranks, 1))["transport"] == "memfd"
+            check_equal(destinations, tensors)
+
+    # Both names: torch has renamed it.
+    setting = "expandable_segments:True"
+    env = {"PYTORCH_CUDA_ALLOC_CONF": setting, "PYTORCH_ALLOC_CONF": setting}
+    with rank_processes(tmp_path, env=env) as ranks:
+        ranks[0].call("make", "mixed", 0, None)
+        run_async(body)
+    engine.close()
+    assert "travel by memfd: rank 0: its memory cannot be exported" in caplog.text
+
+
+def test_what_cannot_be_opened_is_named() -> None:
+    own = torch.ones(5, device=DEVICE)
+    exported = export_tensors([(0, own)])
+    assert isinstance(exported, RankExports), exported
+    here = cuda_driver().device_uuids()[torch.cuda.current_device()]
+    assert exported.allocations[0].device == here
+    assert exported.allocations[0].nbytes >= exported.parts[0].start + 20
+
+    elsewhere = Allocation(bytes(16), exported.allocations[0].handle, MIB)
+    broken = Allocation(here, bytes(64), MIB)
+
+    assert "is not among the" in probe_import([elsewhere.to_wire()])
+    assert "cuIpcOpenMemHandle_v2 failed" in probe_import([broken.to_wire()])
+    assert own.sum().item() == 5
+
+
+async def greedy(engine: Engine) -> list[list[int]]:
+    collector = Collector()
+    await engine.submit([wire_request(i, [i] * 40, temperature=0.0) for i in range(8)])
+    await collect(engine, collector, 8)
+    return [collector[i].tokens for i in range(8)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_embedded_engine_generates_by_the_weights_it_has_read(
+    model_folder: Callable[[str], Path], tmp_path: Path, dtype: str
+) -> None:
+    async def body() -> None:
+        engine = EmbeddedEngine(
+            model_path=str(model_folder("qwen3")),
+            device=DEVICE,
+            dtype=dtype,
+            max_context_len=512,
+            kv_cache_num_tokens=1 << 14,
+        )
+        in_pool = EngineInPool(engine)
+        async with running(engine):
+            outputs: list[list[list[int]]] = []
+            for transport in ("memfd", IPC):
+                async with pool_of(in_pool, tmp_path, transport=transport) as coordinator:
+                    for seed in (1, 2):
+                        ranks[0].call("make", "qwen3", seed, dtype)
+                        version = len(outputs) + 1
+                        report = await publish_all(coordinator, ranks, version)
+                        assert report["transport"] == transport
+                        outputs.append(await greedy(engine))
+
+        assert outputs[0] != outputs[1]
+        assert outputs[2:] == outputs[:2]
+
+    with rank_processes(tmp_path) as ranks:
+        run_async(body)

@@ -1,0 +1,227 @@
+"""The SGLang adapter over a stand-in for SGLang: the conformance suite, without a GPU."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Generator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapter_fixtures import *  # noqa: F403 - the fixtures
+from conformance_suite import *  # noqa: F403 - the tests
+from conformance_suite import VOCAB_SIZE, MakeEngine, requests, results_of, weights
+from engine_runs import Collector, run_async, running, shared_loop
+from local_sync import publish
+from model_factory import make_model
+from sglang_stand_in import Frontend, make_modules
+from torch import Tensor
+
+from umbra.engines.sglang.actor import SglangEngine
+from umbra.engines.sglang.core import SglangCore
+from umbra.engines.sglang.settings import SglangSettings
+from umbra.runtime.errors import EngineError
+
+
+@pytest.fixture(scope="module")
+def stand_in() -> Generator[None]:
+    modules = make_modules(lambda: make_model("qwen3").double(), VOCAB_SIZE)
+    sys.modules.update(modules)
+    yield
+    for name in modules:
+        del sys.modules[name]
+
+
+@pytest.fixture(scope="module", params=["sglang"])
+def core(stand_in: None, model_folder: Callable[[str], Path]) -> Generator[SglangCore]:
+    settings = SglangSettings(
+        model_path=str(model_folder("qwen3")),
+        dtype="float32",
+        device="cuda",
+        max_num_seqs=256,
+        max_context_len=512,
+        kv_cache_num_tokens=None,
+        num_threads=1,
+        load_weights=True,
+        engine_args={},
+    )
+    with shared_loop() as runner:
+        core = SglangCore(settings)
+        try:
+            runner.run(core.start())
+            yield core
+        finally:
+            core.stop()
+
+
+def frontend_of(core: SglangCore) -> Frontend:
+    return core._frontend  # pyright: ignore[reportPrivateUsage]
+
+
+def test_tokens_wake_nobody_but_at_both_ends_of_a_request(
+    make_engine: MakeEngine, core: SglangCore
+) -> None:
+    async def body() -> None:
+        before = frontend_of(core).num_wakes
+        engine = make_engine()
+        async with running(engine):
+            await results_of(engine, requests(10, max_new_tokens=50))
+        assert frontend_of(core).num_wakes - before <= 30
+
+    run_async(body)
+
+
+def with_unknown(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return tensors | {"model.layers.1.unknown.weight": torch.ones(3)}
+
+
+def without_norm(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: t for name, t in tensors.items() if name != "model.norm.weight"}
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (with_unknown, "has no place for 1 of the trainer's weights: model.layers.1.unknown"),
+        (without_norm, "do not fill 1 of SGLang's parameters: model.norm.weight"),
+    ],
+)
+def test_weights_that_do_not_fit_fail_the_update_and_not_the_engine(
+    make_engine: MakeEngine,
+    tmp_path: Path,
+    change: Callable[[dict[str, Tensor]], dict[str, Tensor]],
+    text: str,
+) -> None:
+    async def body() -> None:
+        engine = make_engine()
+        async with running(engine):
+            tensors = change(weights("qwen3", 1))
+            assert text in await failure_of(publish(engine, tensors, 1, tmp_path))
+            with pytest.raises(EngineError, match="PENDING_WEIGHTS"):
+                await engine.submit(requests(1))
+            await publish(engine, weights("qwen3", 2), 2, tmp_path)
+            assert (await results_of(engine, requests(1)))[0].versions == [2] * 8
+
+    run_async(body)
+
+
+async def failure_of(publishing: Coroutine[Any, Any, object]) -> str:
+    try:
+        await publishing
+    except ExceptionGroup as group:
+        return str(group.exceptions[0])
+    raise AssertionError("it was taken")
+
+
+def test_an_update_and_both_sleeps_leave_the_model_with_the_right_weights(
+    make_engine: MakeEngine, core: SglangCore, tmp_path: Path
+) -> None:
+    def assert_holds(seed: int) -> None:
+        held = dict(frontend_of(core).model.named_parameters())
+        for name, tensor in weights("qwen3", seed).items():
+            assert torch.equal(held[name], tensor), name
+
+    async def body() -> None:
+        engine = make_engine()
+        async with running(engine):
+            assert_holds(0)
+            await publish(engine, weights("qwen3", 1), 1, tmp_path)
+            assert_holds(1)
+            await engine.pause("abort")
+            await engine.sleep(1)
+            assert frontend_of(core).released == {"weights", "kv_cache"}
+            await engine.wake(["weights"])
+            assert_holds(1)
+            assert frontend_of(core).released == {"kv_cache"}
+            await engine.wake(["kv_cache"])
+            await engine.sleep(2)
+            await engine.wake(["weights"])
+            await publish_asleep(engine, tmp_path)
+            assert_holds(2)
+
+    async def publish_asleep(engine: Any, folder: Path) -> None:
+        """As in hybrid mode: the KV cache wakes after the update."""
+        await publish(Waking(engine), weights("qwen3", 2), 2, folder)  # type: ignore[arg-type]
+
+    run_async(body)
+
+
+class Waking:
+    """An engine that wakes its KV cache before it resumes, as the supervisor has it do."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def resume(self) -> None:
+        await self._engine.wake(["kv_cache"])
+        await self._engine.resume()
+
+
+def test_the_token_that_was_on_its_way_counts_as_made_by_the_older_weights(
+    make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    async def body() -> None:
+        engine = make_engine()
+        collector = Collector()
+        async with running(engine), aclosing(engine.deltas()) as batches:
+            await engine.submit(requests(1, max_new_tokens=100))
+            while not collector[0].tokens:
+                collector.apply(await anext(batches))
+            await engine.pause("keep")
+            num_before = (await engine.stats())["tokens_total"]
+            await publish(engine, weights("qwen3", 1), 1, tmp_path)
+            while not collector.num_finished():
+                collector.apply(await anext(batches))
+        assert collector[0].versions.count(0) == num_before + 1
+
+    run_async(body)
+
+
+def test_what_is_frozen_ends_before_a_sleep_with_the_tokens_it_had(
+    make_engine: MakeEngine,
+) -> None:
+    async def body() -> None:
+        engine = make_engine()
+        collector = Collector()
+        async with running(engine), aclosing(engine.deltas()) as batches:
+            await engine.submit(requests(3, max_new_tokens=400))
+            while not collector[2].tokens:
+                collector.apply(await anext(batches))
+            await engine.pause("keep")
+            num_tokens = (await engine.stats())["tokens_total"]
+            await engine.sleep(2)
+            while collector.num_finished() < 3:
+                collector.apply(await anext(batches))
+            assert (await engine.stats())["tokens_total"] == num_tokens
+        assert {c.reason for c in collector.completions.values()} == {"abort"}
+
+    run_async(body)
+
+
+@pytest.mark.process
+def test_the_engine_fails_when_a_process_of_sglang_ends(
+    stand_in: None, model_folder: Callable[[str], Path]
+) -> None:
+    async def body() -> None:
+        engine = SglangEngine(
+            model_path=str(model_folder("qwen3")), dtype="float32", max_context_len=512
+        )
+        before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGQUIT)
+        async with engine:
+            core = engine._core  # pyright: ignore[reportPrivateUsage]
+            assert isinstance(core, SglangCore)
+            (scheduler,) = core._children  # pyright: ignore[reportPrivateUsage]
+            os.kill(scheduler, signal.SIGKILL)
+            with pytest.raises(EngineError, match="a process of SGLang has ended"):
+                await engine.run()
+        assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGQUIT)) == before
+
+    asyncio.run(body())

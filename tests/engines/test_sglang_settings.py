@@ -1,0 +1,225 @@
+"""What of a pool's settings and requests reaches SGLang, and what is read of its answers."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_runs import make_request
+
+from umbra.engines.sglang.library import SglangLibrary
+from umbra.engines.sglang.orders import Reports, pack_order, unpack_order, write_report
+from umbra.engines.sglang.output import SglangOutput
+from umbra.engines.sglang.requests import check_request, generate_fields
+from umbra.engines.sglang.settings import WEIGHT_LOADER, SglangSettings
+from umbra.runtime.errors import ConfigError, DataError
+
+KNOWN = ["model_path", "tp_size", "mem_fraction_static", "attention_backend", "dtype", "dp_size"]
+
+
+def settings(folder: Path, model: dict[str, Any] | None = None, **changes: Any) -> SglangSettings:
+    config = {"max_position_embeddings": 512} if model is None else model
+    (folder / "config.json").write_text(json.dumps(config))
+    values: dict[str, Any] = {
+        "model_path": str(folder),
+        "dtype": "bfloat16",
+        "device": "cuda",
+        "max_num_seqs": 4,
+        "max_context_len": 200,
+        "kv_cache_num_tokens": None,
+        "num_threads": 2,
+        "load_weights": False,
+        "engine_args": {},
+    }
+    return SglangSettings(**(values | changes))
+
+
+def chunk(entries: list[Any], reason: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {"meta_info": {"output_token_logprobs": entries, "finish_reason": reason}}
+
+
+def test_options_say_what_umbra_needs_of_sglang(tmp_path: Path) -> None:
+    engine_args = {"tp_size": 2, "log_level": "info", "json_model_override_args": '{"a": 1}'}
+
+    options = settings(tmp_path, engine_args=engine_args, device="cuda:3").options(
+        [*KNOWN, "log_level", "json_model_override_args"]
+    )
+
+    assert options["model_path"] == str(tmp_path)
+    assert options["context_length"] >= 202  # it ends requests two tokens early
+    assert options["max_running_requests"] == 4
+    assert options["skip_tokenizer_init"] is True
+    assert options["load_format"] == "dummy"
+    assert options["custom_weight_loader"] == [WEIGHT_LOADER]
+    assert options["enable_memory_saver"] is True
+    assert options["base_gpu_id"] == 3
+    assert options["tp_size"] == 2
+    assert options["log_level"] == "info"
+    assert json.loads(options["json_model_override_args"]) == {"a": 1, "eos_token_id": None}
+    assert "max_total_tokens" not in options
+    assert pickle.loads(pickle.dumps(options)) == options  # to the schedulers
+
+
+def test_a_chosen_kv_cache_has_room_for_what_sglang_keeps_free(tmp_path: Path) -> None:
+    options = settings(tmp_path, kv_cache_num_tokens=1000).options(KNOWN)
+
+    assert 1000 < options["max_total_tokens"] < 1500
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ("dtype", "set model.dtype instead"),
+        ("max_total_tokens", "set pool.kv_cache_num_tokens instead"),
+        ("dp_size", "is set by umbra: .*pool.count"),
+        ("mem_fraction_statik", "did you mean mem_fraction_static"),
+        ("frobnicate", "not an option of SGLang; see SGLang's ServerArgs"),
+    ],
+)
+def test_an_option_that_cannot_be_passed_on_is_refused_with_a_hint(
+    tmp_path: Path, option: str, text: str
+) -> None:
+    with pytest.raises(ConfigError, match=text):
+        settings(tmp_path, engine_args={option: 1}).options(KNOWN)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:x", "cuda0"])
+def test_a_device_without_a_gpu_is_refused(tmp_path: Path, device: str) -> None:
+    with pytest.raises(ConfigError, match="need a GPU"):
+        settings(tmp_path, device=device).options(KNOWN)
+
+
+def test_a_context_longer_than_the_model_s_is_refused_but_where_it_is_stretched(
+    tmp_path: Path,
+) -> None:
+    plain = {"max_position_embeddings": 512, "rope_parameters": {"rope_type": "default"}}
+    with pytest.raises(ConfigError, match="max_context_len=600 exceeds"):
+        settings(tmp_path, plain, max_context_len=600).options(KNOWN)
+    stretched = {"max_position_embeddings": 512, "rope_scaling": {"type": "yarn", "factor": 4.0}}
+    settings(tmp_path, stretched, max_context_len=600).options(KNOWN)
+
+
+def test_a_dtype_that_sglang_lacks_and_a_missing_model_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'float64' is not SGLang's"):
+        settings(tmp_path, dtype="float64").options(KNOWN)
+    with pytest.raises(DataError, match=r"config\.json cannot be read"):
+        settings(tmp_path, model_path="/nowhere").options(KNOWN)
+
+
+def test_a_request_asks_for_the_distribution_as_it_is_and_explicit_stops() -> None:
+    request = make_request(7, [1, 2], temperature=0.7, stop_token_ids=[5], seed=11)
+
+    fields = generate_fields(request, "000-7", "weights-3")
+
+    params = fields["sampling_params"]
+    assert fields["rid"] == "000-7"
+    assert fields["input_ids"] == [1, 2]
+    assert fields["extra_key"] == "weights-3"
+    assert fields["return_logprob"] is True
+    assert (params["temperature"], params["top_p"], params["top_k"]) == (0.7, 1.0, -1)
+    assert params["stop_token_ids"] == [5]
+    assert params["ignore_eos"] is False  # which would switch off the stop tokens, too
+    assert params["sampling_seed"] == 11
+    free = generate_fields(make_request(7, [1]), "000-7", "weights-3")
+    assert free["sampling_params"]["ignore_eos"] is True
+
+
+def test_stop_tokens_that_the_request_does_not_name_are_refused() -> None:
+    check_request(make_request(1, [1], stop_token_ids=[3, 4]), {3})
+    check_request(make_request(1, [1], stop_token_ids=[]), {3})
+    with pytest.raises(ValueError, match=r"end-of-text tokens \[9\]"):
+        check_request(make_request(1, [1], stop_token_ids=[3]), {3, 9})
+
+
+def test_an_output_gives_what_has_come_since_it_was_last_asked() -> None:
+    output, entries = SglangOutput(), [(-0.5, 11, None)]
+    assert output.take() is None
+
+    output.feed(chunk(entries))
+    first = output.take()
+    entries += [(-0.25, 12, None), (-1.0, 13, None)]  # as the frontend does
+    second = output.take()
+    output.feed(chunk(entries, {"type": "length", "length": 3}))
+    last = output.take()
+
+    assert first is not None
+    assert second is not None
+    assert last is not None
+    assert (first.tokens, first.logprobs, first.finish_reason) == ([11], [-0.5], None)
+    assert (second.tokens, second.logprobs, second.num_older) == ([12, 13], [-0.25, -1.0], 0)
+    assert (last.tokens, last.finish_reason) == ([], "length")
+    assert output.take() is None
+
+
+def test_what_comes_after_an_output_was_ended_here_is_of_no_interest() -> None:
+    output, entries = SglangOutput(), [(-0.5, 11, None)]
+    output.feed(chunk(entries))
+
+    output.end("abort")
+    entries.append((-0.25, 12, None))
+    output.feed(chunk(entries, {"type": "abort", "message": "Aborted", "status_code": None}))
+
+    ended = output.take()
+    assert ended is not None
+    assert (ended.tokens, ended.finish_reason) == ([11], "abort")
+    assert output.take() is None
+
+
+def test_the_first_token_after_new_weights_may_be_of_the_older_ones() -> None:
+    output, entries = SglangOutput(), [(-0.5, 11, None)]
+    output.feed(chunk(entries))
+    output.take()
+
+    output.expect_older()
+    entries += [(-0.25, 12, None), (-1.0, 13, None)]
+
+    new = output.take()
+    assert new is not None
+    assert (new.tokens, new.num_older) == ([12, 13], 1)
+    entries.append((-1.0, 14, None))
+    later = output.take()
+    assert later is not None
+    assert later.num_older == 0
+
+
+@pytest.mark.parametrize(
+    ("reason", "word"),
+    [
+        ({"type": "stop", "matched": 5}, "stop"),
+        ({"type": "length", "length": 3}, "length"),
+        ({"type": "abort", "message": "Aborted", "status_code": None}, "abort"),
+        ({"type": "abort", "message": "no room", "status_code": 503}, "no room"),
+        ({"type": "stop", "matched": "NaN happened"}, "NaN happened"),
+    ],
+)
+def test_finish_reasons_are_umbra_s_words_or_what_went_wrong(
+    reason: dict[str, Any], word: str
+) -> None:
+    output = SglangOutput()
+
+    output.feed(chunk([], reason))
+
+    ended = output.take()
+    assert ended is not None
+    assert ended.finish_reason == word
+
+
+def test_an_order_and_its_report_come_as_they_were_sent() -> None:
+    manifest = {"entries": [["a.weight", "bfloat16", [2, 3], 0]], "handle": b"\x00\xff"}
+    order = {"action": "load", "path": "/proc/1/fd/3", "nbytes": 1 << 40, "manifest": manifest}
+
+    assert unpack_order(pack_order(order)) == order
+    with Reports(2) as reports:
+        write_report(reports.paths[1], {"unread": ["a"]})
+        assert reports.read() == [{"error": "it did nothing"}, {"unread": ["a"]}]
+
+
+def test_without_sglang_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sglang", None)
+
+    with pytest.raises(ConfigError, match="needs SGLang, which is not installed here"):
+        SglangLibrary.load()

@@ -1,0 +1,79 @@
+"""Keys and values of packed rows, laid out for a kernel that takes sequences of any length.
+
+A prompt's rows are keys of its own sequence and of every completion of it, so the gradient of such
+a row is a sum. It is gathered here, in a fixed order: adding up in place, as `index_select` does on
+a GPU, takes four times as long and rounds in a different order each time.
+
+K: key rows of all sequences; L: packed rows, of which the first P are prompts'; U: most uses of a
+prompt's row; W: width of a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyRows:
+    """Which packed row each key is, and the other way round.
+
+    Attributes:
+        rows: [K] packed row of each key.
+        own: [L - P] place among the keys of each completion's row, which is there once.
+        shared: [U, P] places of each prompt row; `is_use` says which of them there are.
+        is_use: [U, P] bool.
+    """
+
+    rows: Tensor
+    own: Tensor
+    shared: Tensor
+    is_use: Tensor
+
+    @classmethod
+    def invert(
+        cls, rows: NDArray[np.int64], num_prompt_rows: int, num_rows: int, device: torch.device
+    ) -> KeyRows:
+        """From the packed rows of the keys, [K]; every packed row is among them."""
+        order = np.argsort(rows, kind="stable")  # [K] places, by the row that they hold
+        counts = np.bincount(rows, minlength=num_rows)
+        firsts = np.cumsum(counts) - counts  # [L] where a row's places begin in `order`
+        use = np.arange(counts[:num_prompt_rows].max(initial=1))[:, None]
+        is_use = use < counts[:num_prompt_rows]  # [U, P]
+        places = order[firsts[:num_prompt_rows] + np.where(is_use, use, 0)]
+        return cls(
+            rows=torch.as_tensor(rows, device=device),
+            own=torch.as_tensor(order[firsts[num_prompt_rows:]], device=device),
+            shared=torch.as_tensor(places, device=device),
+            is_use=torch.as_tensor(is_use, device=device),
+        )
+
+    def gather(self, values: Tensor) -> Tensor:
+        """[L, W] packed rows to [K, W] keys."""
+        gather: Any = _Gather.apply  # pyright: ignore[reportUnknownMemberType]
+        return cast("Tensor", gather(values, self.rows, self.own, self.shared, self.is_use))
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, values: Tensor, rows: Tensor, own: Tensor, shared: Tensor, is_use: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(own, shared, is_use)
+        return values.index_select(0, rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        own, shared, is_use = ctx.saved_tensors
+        (of_keys,) = gradients  # [K, W]
+        uses = of_keys.index_select(0, shared.flatten()).view(*shared.shape, -1)  # [U, P, W]
+        of_prompts = uses.masked_fill(~is_use.unsqueeze(2), 0).sum(0)
+        of_values = torch.cat([of_prompts, of_keys.index_select(0, own)])
+        return of_values, None, None, None, None
