@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -94,13 +94,13 @@ class _Recorder(_Base):  # type: ignore[misc]
     """Regions written, by storage, and addresses at which reads began."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # pyright: ignore[reportUnknownMemberType]
         self.written: dict[int, set[_Region]] = {}
         self.read: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        results = result if isinstance(result, list | tuple) else [result]
+        result: Any = func(*args, **(kwargs or {}))
+        results: Sequence[Any] = result if isinstance(result, list | tuple) else [result]
         made = {_storage(tensor) for tensor in results if isinstance(tensor, Tensor)}
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if not isinstance(value, Tensor):

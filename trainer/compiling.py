@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final, cast
 
 import torch
@@ -32,4 +33,11 @@ def compile_blocks(model: nn.Module) -> None:
     dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, _MAX_VARIANTS)
     for block in blocks:
         any_block: Any = block
-        any_block.forward = torch.compile(any_block.forward, dynamic=True)
+        any_block.forward = compile_function(any_block.forward)
+
+
+def compile_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled at its first call, for tensors of any size."""
+    torch_compile: Any = cast("Any", torch).compile
+    compiled: Callable[..., Any] = torch_compile(function, dynamic=True)
+    return compiled

@@ -11,7 +11,7 @@ prompt's row; W: width of a row.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,8 +44,9 @@ class KeyRows:
         order = np.argsort(rows, kind="stable")  # [K] places, by the row that they hold
         counts = np.bincount(rows, minlength=num_rows)
         firsts = np.cumsum(counts) - counts  # [L] where a row's places begin in `order`
-        use = np.arange(counts[:num_prompt_rows].max(initial=1))[:, None]
-        is_use = use < counts[:num_prompt_rows]  # [U, P]
+        num_uses: int = counts[:num_prompt_rows].max(initial=1)
+        use: NDArray[np.int64] = np.arange(num_uses)[:, None]
+        is_use: NDArray[np.bool_] = use < counts[:num_prompt_rows]  # [U, P]
         places = order[firsts[:num_prompt_rows] + np.where(is_use, use, 0)]
         return cls(
             rows=torch.as_tensor(rows, device=device),
@@ -56,8 +57,9 @@ class KeyRows:
 
     def gather(self, values: Tensor) -> Tensor:
         """[L, W] packed rows to [K, W] keys."""
-        gather: Any = _Gather.apply  # pyright: ignore[reportUnknownMemberType]
-        return cast("Tensor", gather(values, self.rows, self.own, self.shared, self.is_use))
+        untyped: Any = _Gather
+        keys: Tensor = untyped.apply(values, self.rows, self.own, self.shared, self.is_use)
+        return keys
 
 
 class _Gather(torch.autograd.Function):
@@ -70,7 +72,9 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor | None, ...]:
         own, shared, is_use = ctx.saved_tensors
         (of_keys,) = gradients  # [K, W]
         uses = of_keys.index_select(0, shared.flatten()).view(*shared.shape, -1)  # [U, P, W]

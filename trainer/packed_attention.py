@@ -8,7 +8,7 @@ attention. L: packed rows; H, H_kv: heads; D: head dimension; B, C, K as in `pac
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -47,7 +47,7 @@ def packed_attention(
     if isinstance(packed.attention, VarlenLayout):
         output = _attend_varlen(packed.attention, queries, keys, values, heads, scaling)
     else:
-        output = _attend_blocks(packed.attention, queries, keys, values, heads, scaling)
+        output = _blocks_uncompiled(packed.attention, queries, keys, values, heads, scaling)
     return output.view(1, query.shape[2], query.shape[1], query.shape[3]), None
 
 
@@ -56,8 +56,6 @@ def _rows(heads_first: Tensor) -> Tensor:
     return heads_first[0].transpose(0, 1).flatten(1)
 
 
-# Compiled, code for each number and shape of blocks would be made for ever.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attend_blocks(
     blocks: Sequence[AttentionBlock],
     queries: Tensor,
@@ -68,6 +66,11 @@ def _attend_blocks(
 ) -> Tensor:
     outputs = [_attend(block, queries, keys, values, heads, scaling) for block in blocks]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+_uncompiled: Any = torch.compiler.disable
+_blocks_uncompiled: Callable[..., Tensor] = _uncompiled(_attend_blocks)
+# Compiled, code for each number and shape of blocks would be made for ever.
 
 
 def _attend(

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from umbra.trainer.compiling import compile_function
+
 # Up to so many logits (256 MiB in float32) are kept for the backward pass, along with a few
 # tensors of their size. Lower means computing more of them twice; higher takes memory.
 _MAX_KEPT_LOGITS: Final = 1 << 26
@@ -173,4 +175,4 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=True)
+    return compile_function(function)

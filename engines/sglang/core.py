@@ -128,7 +128,7 @@ class SglangCore(Core):
     async def _measure(self) -> None:
         reports = await self._order("measure")
         (state, *_) = await self.call(self._frontend.get_internal_state())
-        usage = state.get("memory_usage") or {}
+        usage: dict[str, float] = state.get("memory_usage") or {}
         self.memory = {
             "weights_nbytes": sum(report["weights_nbytes"] for report in reports),
             # SGLang's number is of one GPU, rounded to thousandths.

@@ -50,7 +50,8 @@ def temporary_files_in(folder: Path | None) -> Generator[None]:
 
 def socket_files(port_args: Any) -> list[Path]:
     """Files that SGLang made for its sockets and leaves behind."""
-    names = [value for value in vars(port_args).values() if isinstance(value, str)]
+    fields: dict[str, Any] = vars(port_args)
+    names = [value for value in fields.values() if isinstance(value, str)]
     return [Path(name.removeprefix("ipc://")) for name in names if name.startswith("ipc://")]
 
 

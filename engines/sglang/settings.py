@@ -124,7 +124,7 @@ class SglangSettings(AdapterSettings):
     def _check_context_len(self) -> None:
         config = read_config(self.model_path)
         limit = config.get("max_position_embeddings")
-        rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        rope: dict[str, Any] = config.get("rope_scaling") or config.get("rope_parameters") or {}
         # SGLang derives a longer limit from a scaled one.
         is_scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
         if isinstance(limit, int) and not is_scaled and self.max_context_len > limit:

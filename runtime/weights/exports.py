@@ -83,7 +83,7 @@ class Part:
     def from_wire(cls, raw: object, allocations: Sequence[Allocation]) -> Self:
         """Raises ProtocolError for a part that is not inside its allocation."""
         match raw:
-            case [int(offset), int(allocation), int(start), str(dtype), list(shape), list(strides)]:
+            case [int(offset), int(allocation), int(start), str(dtype), shape, strides]:
                 sizes, steps = _numbers(shape, 1), _numbers(strides, 0)
                 part = cls(offset, allocation, start, dtype, sizes, steps)
                 if (
@@ -118,12 +118,9 @@ class RankExports:
     def from_wire(cls, raw: object) -> Self:
         """Raises ProtocolError for anything that `to_wire` could not have made."""
         match raw:
-            case {"allocations": list(allocations), "parts": list(parts)} if (
-                len(cast("list[Any]", allocations)) <= MAX_TENSORS
-                and len(cast("list[Any]", parts)) <= MAX_TENSORS
-            ):
-                read = tuple(Allocation.from_wire(a) for a in cast("list[Any]", allocations))
-                return cls(read, tuple(Part.from_wire(p, read) for p in cast("list[Any]", parts)))
+            case {"allocations": allocations, "parts": parts}:
+                read = tuple(Allocation.from_wire(a) for a in _list(allocations, MAX_TENSORS))
+                return cls(read, tuple(Part.from_wire(p, read) for p in _list(parts, MAX_TENSORS)))
             case _:
                 raise ProtocolError(f"not the exports of a rank: {str(raw)[:200]}")
 
@@ -157,8 +154,16 @@ def probe_allocations(exports: Sequence[RankExports]) -> list[Allocation]:
 
 
 def _numbers(raw: object, least: int) -> tuple[int, ...]:
-    values = cast("list[Any]", raw)
-    are_numbers = all(type(v) is int and least <= v <= MAX_IMAGE_NBYTES for v in values)
-    if len(values) > MAX_DIMS or not are_numbers:
+    values = _list(raw, MAX_DIMS)
+    if not all(type(v) is int and least <= v <= MAX_IMAGE_NBYTES for v in values):
         raise ProtocolError(f"not a shape or strides of an exported part: {str(raw)[:200]}")
     return tuple(values)
+
+
+def _list(raw: object, limit: int) -> list[Any]:
+    if not isinstance(raw, list):
+        raise ProtocolError(f"not a list, as exports have it: {str(raw)[:200]}")
+    values = cast("list[Any]", raw)
+    if len(values) > limit:
+        raise ProtocolError(f"exports have a list of {len(values)}, at most {limit} are allowed")
+    return values
