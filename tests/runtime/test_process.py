@@ -403,6 +403,32 @@ def test_orphans_of_a_dead_child_are_ended_and_the_living_left_alone() -> None:
         assert keeper.wait(DEADLINE_S) == 0
 
 
+MAKES_NAMES = """
+import os, signal
+from multiprocessing import shared_memory
+from umbra.runtime.process import descendants, prctl
+prctl.become_subreaper()
+read_fd, write_fd = os.pipe()
+if os.fork() == 0:
+    memory = shared_memory.SharedMemory(create=True, size=100)
+    os.write(write_fd, memory.name.encode())
+    signal.pause()
+print(os.read(read_fd, 100).decode(), flush=True)
+assert descendants.kill_all_descendants(20.0) == []
+"""
+
+
+@pytest.mark.slow
+def test_names_of_shared_memory_go_with_all_descendants() -> None:
+    argv = [sys.executable, "-c", MAKES_NAMES]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as maker:
+        name = maker.communicate(timeout=DEADLINE_S)[0].strip()
+
+    assert name.startswith("psm_")
+    assert maker.returncode == 0
+    assert not Path("/dev/shm", name).exists()
+
+
 def test_children_are_found_with_and_without_the_kernels_listing(
     stranger: subprocess.Popen[bytes],
 ) -> None:
