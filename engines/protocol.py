@@ -90,3 +90,10 @@ class Engine(Protocol):
     async def stats(self) -> EngineStats:
         """Counters and sizes."""
         ...
+
+    def progress(self) -> object | None:
+        """What changes as the engine gets on with its requests; None while it has nothing to do.
+
+        Where it stands still for `ActorSpec.stall_limit_s`, the engine is killed and replaced.
+        """
+        ...

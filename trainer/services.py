@@ -129,6 +129,7 @@ def engine_pool_spec(config: TrainerConfig, device_type: str) -> PoolSpec:
         restart=RestartPolicy(mode="on_failure", max_restarts=pool.max_restarts, window_s=600.0),
         start_timeout_s=pool.sync_timeout_s,
         hung_limit_s=pool.hung_limit_s,
+        stall_limit_s=pool.stall_limit_s,
         memory_limit_nbytes=pool.memory_limit_mib << 20,
         bucket_nbytes=pool.sync_bucket_mib << 20,
     )

@@ -187,6 +187,9 @@ class FaultyEngine:
         self._may_fail("stats")
         return await self._inner.stats()
 
+    def progress(self) -> object | None:
+        return self._inner.progress()
+
 
 def _own_life() -> tuple[str, int]:
     """Name and incarnation of the actor that this is."""

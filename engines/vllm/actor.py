@@ -344,6 +344,11 @@ class VllmEngine:
             kv_nbytes=self._core.memory["kv_nbytes"] if "kv_cache" in awake else 0,
         )
 
+    def progress(self) -> int | None:
+        """Tokens made, while there are requests to make them for."""
+        is_idle = not self._running or self._core.is_paused
+        return None if is_idle else self._running.num_tokens_total
+
 
 def _assign(event: asyncio.Event, value: bool) -> None:
     if value:

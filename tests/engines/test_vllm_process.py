@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import time
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,7 @@ from engine_runs import Collector, wire_request
 from vllm_runs import needs_vllm
 
 from umbra.runtime.actor import ActorSpec
-from umbra.runtime.errors import UmbraError
+from umbra.runtime.errors import ActorDied, UmbraError
 from umbra.runtime.process import descendants
 from umbra.runtime.restart import RestartPolicy
 from umbra.runtime.session import Session, SyncHandle
@@ -104,6 +108,49 @@ def test_vllm_killed_takes_all_its_processes_along_and_serves_again(
     os.kill(core_of(tree[0]), signal.SIGKILL)
 
     assert_ended(tree)  # the actor, too, which is of no use without its core
+
+
+def disturb_generation(engine: SyncHandle, disturb: Callable[[], None], tree: list[int]) -> None:
+    """Does it after the first tokens; returns when the engine's processes have ended."""
+    engine.call("submit", [wire_request(0, [1, 2, 3], max_new_tokens=500, temperature=0.0)])
+    with closing(engine.stream("deltas", timeout_s=20.0)) as batches:
+        next(batch for batch in batches if len(batch["tokens"]))
+        disturb()
+        assert_ended(tree)
+
+
+def hang(pid: int) -> None:
+    """Holds its main thread, which is not stopped then as a signal does it, until it is killed."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for request in (0x4206, 0x4207):  # PTRACE_SEIZE, PTRACE_INTERRUPT
+        assert libc.ptrace(request, pid, None, None) == 0, os.strerror(ctypes.get_errno())
+    os.waitpid(pid, 0)
+
+
+def test_vllm_whose_scheduler_is_stopped_or_hangs_is_replaced(
+    umbra_session: Session, model_folder: Callable[[str], Path]
+) -> None:
+    restart = RestartPolicy(mode="on_failure", max_restarts=1)
+    spec = vllm_spec(model_folder("qwen3"), restart)
+    spec = replace(spec, role="engine", stall_limit_s=8.0)
+    engine = umbra_session.spawn(spec)
+    tree = tree_of(actor_of(umbra_session)["pid"])
+
+    began = time.monotonic()
+    disturb_generation(engine, lambda: os.kill(core_of(tree[0]), signal.SIGSTOP), tree)
+
+    assert time.monotonic() - began < 8.0  # noticed before the limit for stalls
+
+    resolve = partial(umbra_session.supervisor_call, "resolve", "vllm", START_TIMEOUT_S)
+    engine = umbra_session.connect(resolve(1, timeout_s=START_TIMEOUT_S + 1.0))
+    tree = tree_of(actor_of(umbra_session)["pid"])
+
+    core = core_of(tree[0])
+    disturb_generation(engine, lambda: hang(core), tree)
+    os.waitpid(core, 0)  # whom it holds nobody else can reap
+
+    with pytest.raises(ActorDied, match="made no token"):
+        resolve(2, timeout_s=START_TIMEOUT_S + 1.0)
 
 
 def test_vllm_that_cannot_start_says_why(
