@@ -23,7 +23,7 @@ _MIN_PINGS: Final = 4
 # For how long an engine's process may be stopped by a signal. Longer keeps its requests waiting;
 # shorter kills it for tools that stop a process to look at it.
 _STOPPED_LIMIT_S: Final = 3.0
-# Pings between two searches for new processes, which take milliseconds where there are many threads.
+# Pings between two searches for new processes, which take milliseconds where threads are many.
 _LOOK_EVERY: Final = 10
 
 

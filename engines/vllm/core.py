@@ -17,10 +17,12 @@ from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Final, TypeVar
 
+from umbra.engines.adapter.core import Core, Output
 from umbra.engines.requests import GenerationRequest
 from umbra.engines.vllm.leftovers import file_variables, unlink_shared_memory
 from umbra.engines.vllm.library import VllmLibrary
-from umbra.engines.vllm.requests import sampling_params
+from umbra.engines.vllm.output import VllmOutput
+from umbra.engines.vllm.requests import check_request, sampling_params
 from umbra.engines.vllm.settings import VllmSettings
 from umbra.runtime.errors import EngineError, UmbraError
 from umbra.runtime.process import descendants
@@ -33,11 +35,10 @@ _SHUTDOWN_TIMEOUT_S: Final = 0.2
 # For EngineCore to end by itself, which takes its workers seconds and saves nothing.
 
 
-class VllmCore:
-    """Owns AsyncLLM and the processes below it, from `start` to `stop`.
+class VllmCore(Core):
+    """Owns AsyncLLM and the processes below it; see `Core` for the methods' promises."""
 
-    Its scheduler runs, or is paused: `is_paused` follows what vLLM does, also by itself.
-    """
+    name = "vLLM"
 
     def __init__(self, settings: VllmSettings) -> None:
         self._settings = settings
@@ -60,13 +61,6 @@ class VllmCore:
         return not self.library.is_cpu
 
     async def start(self) -> None:
-        """Blocks the loop for the seconds that it takes: processes are started from the main
-        thread only.
-
-        Raises:
-            ConfigError, DataError: vLLM or the settings cannot be used.
-            EngineError: vLLM did not start; its own processes said why in the log.
-        """
         self._library = library = VllmLibrary.load()
         options = self._settings.options(library.option_names(), is_cpu=library.is_cpu)
         variables = self._settings.environment(is_cpu=library.is_cpu)
@@ -87,7 +81,6 @@ class VllmCore:
         self.memory = {name: sum(worker[name] for worker in per_worker) for name in per_worker[0]}
 
     def stop(self) -> None:
-        """Ends vLLM's processes. Idempotent."""
         self._watches.close()
         if self._llm is not None:
             unlink_shared_memory()
@@ -105,25 +98,21 @@ class VllmCore:
 
     # -- requests ------------------------------------------------------------------------
 
-    async def add(self, key: str, request: GenerationRequest, cache_salt: str) -> Any:
-        """vLLM's collector of the request's outputs.
+    def check_request(self, request: GenerationRequest) -> None:
+        check_request(request)
 
-        Args:
-            cache_salt: requests share cached prefixes with those of the same salt only.
-        """
+    async def add(self, key: str, request: GenerationRequest, cache_salt: str) -> Output:
         prompt = self.library.tokens_input(request.tokens.tolist(), cache_salt=cache_salt)
         params = sampling_params(self.library, request, self.vocab_size)
-        return await self.call(self._llm.add_request(key, prompt, params))
+        return VllmOutput(await self.call(self._llm.add_request(key, prompt, params)))
 
     async def abort(self, keys: Iterable[str]) -> None:
-        """Ends them at once: tokens on their way from EngineCore are lost, from the end."""
+        """Tokens on their way from EngineCore are lost, from the end."""
         await self.call(self._llm.abort(list(keys)))
 
     # -- states --------------------------------------------------------------------------
 
     async def pause(self, *, keep: bool) -> None:
-        """Until nothing runs: requests are ended, all their tokens delivered, or kept as they are
-        with their cache."""
         mode = "keep" if keep else "abort"
         await self.call(self._llm.pause_generation(mode=mode, clear_cache=False))
         self.is_paused = True
@@ -144,10 +133,9 @@ class VllmCore:
     async def reset_prefix_cache(self) -> None:
         await self.call(self._llm.reset_prefix_cache())
 
-    async def load_weights(self, image: Mapping[str, Any]) -> None:
-        """Raises EngineError, with weights of which nothing is known."""
+    async def load_weights(self, description: Mapping[str, Any]) -> None:
         await self.call(self._llm.start_weight_update())
-        request = self.library.WeightTransferUpdateRequest(update_info=dict(image))
+        request = self.library.WeightTransferUpdateRequest(update_info=dict(description))
         await self.call(self._llm.update_weights(request))
         await self.call(self._llm.finish_weight_update())
 

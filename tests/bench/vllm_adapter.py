@@ -27,6 +27,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from umbra.engines.requests import parse_request
 from umbra.engines.vllm.actor import VllmEngine
+from umbra.engines.vllm.core import VllmCore
 from umbra.engines.vllm.requests import sampling_params
 
 NUM_REQUESTS = {"cpu": 64, "cuda": 256}
@@ -84,6 +85,7 @@ def make_requests(vocab_size: int, count: int) -> list[dict[str, Any]]:
 async def run_bare(engine: VllmEngine, asked: list[dict[str, Any]], serial: int) -> float:
     """Seconds for all requests, one task each, as a program on vLLM alone would do it."""
     core = engine._core  # pyright: ignore[reportPrivateUsage]
+    assert isinstance(core, VllmCore)
     llm: Any = core._llm  # pyright: ignore[reportPrivateUsage]
     count = 0
 

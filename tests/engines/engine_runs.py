@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from umbra.engines.adapter.actor import AdapterEngine
 from umbra.engines.deltas import DeltaBatch
 from umbra.engines.echo import EchoEngine
 from umbra.engines.embedded.actor import EmbeddedEngine
@@ -25,7 +26,6 @@ from umbra.engines.embedded.model import DecoderModel
 from umbra.engines.embedded.scheduler import Limits
 from umbra.engines.faulty.actor import FaultyEngine
 from umbra.engines.requests import GenerationRequest
-from umbra.engines.vllm.actor import VllmEngine
 
 DEADLINE_S = 60.0
 
@@ -159,7 +159,7 @@ def take(core: EngineCore, collector: Collector) -> None:
         collector.apply(batch)
 
 
-Engine: TypeAlias = EchoEngine | EmbeddedEngine | FaultyEngine | VllmEngine
+Engine: TypeAlias = EchoEngine | EmbeddedEngine | FaultyEngine | AdapterEngine
 
 
 @asynccontextmanager

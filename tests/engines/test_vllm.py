@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from adapter_runs import SharedEngine, weight_image
 from conformance_suite import *  # noqa: F403 - the tests
 from conformance_suite import VOCAB_SIZE, MakeEngine, requests, results_of, weights
 from engine_runs import Collector, Engine, collect, run_async, running, wire_request
@@ -23,10 +24,8 @@ from transformers import PreTrainedModel
 from vllm_runs import (
     MAX_CONTEXT_LEN,
     MAX_NUM_SEQS,
-    SharedVllmEngine,
     needs_vllm,
     running_core,
-    weight_image,
 )
 
 from umbra.engines.vllm.actor import VllmEngine
@@ -64,18 +63,15 @@ def frees_memory_asleep() -> bool:
 
 
 @pytest.fixture(params=["vllm"])
-def make_engine(
-    vllm_core: VllmCore, first_image: dict[str, Any], model_folder: Callable[[str], Path]
-) -> MakeEngine:
+def make_engine(vllm_core: VllmCore, first_image: dict[str, Any]) -> MakeEngine:
     def make(*, load_weights: bool = True, **settings: Any) -> Engine:
         given: dict[str, Any] = {
             "max_context_len": MAX_CONTEXT_LEN,
             "max_num_seqs": MAX_NUM_SEQS,
             "tick_ms": 2.0,
-            "device": "cpu",
         }
         image = first_image if load_weights else None
-        return SharedVllmEngine(vllm_core, model_folder("qwen3"), image, **(given | settings))
+        return SharedEngine(vllm_core, image, **(given | settings))
 
     return make
 

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from adapter_runs import SharedEngine, weight_image
 from conformance_suite import *  # noqa: F403 - the tests
 from conformance_suite import MakeEngine, requests, results_of, weights
 from engine_runs import Engine, run_async, running
 from local_sync import publish
 from model_factory import make_model
-from vllm_runs import MAX_CONTEXT_LEN, SharedVllmEngine, needs_vllm, running_core, weight_image
+from vllm_runs import MAX_CONTEXT_LEN, needs_vllm, running_core
 
 from umbra.engines.vllm.core import VllmCore
 
@@ -59,18 +60,15 @@ def frees_memory_asleep() -> bool:
 
 
 @pytest.fixture(params=["vllm"])
-def make_engine(
-    vllm_core: VllmCore, first_image: dict[str, Any], model_folder: Callable[[str], Path]
-) -> MakeEngine:
+def make_engine(vllm_core: VllmCore, first_image: dict[str, Any]) -> MakeEngine:
     def make(*, load_weights: bool = True, **settings: Any) -> Engine:
         given: dict[str, Any] = {
             "max_context_len": MAX_CONTEXT_LEN,
             "max_num_seqs": 256,
             "tick_ms": 2.0,
-            "device": "cuda",
         }
         image = first_image if load_weights else None
-        return SharedVllmEngine(vllm_core, model_folder("qwen3"), image, **(given | settings))
+        return SharedEngine(vllm_core, image, **(given | settings))
 
     return make
 

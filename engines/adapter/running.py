@@ -1,18 +1,17 @@
-"""The requests that vLLM works on, and their tokens on the way to deltas.
+"""The requests that a foreign engine works on, and their tokens on the way to deltas.
 
-vLLM gathers each request's new tokens in a collector of its own, merging what is not yet taken;
-they are taken from all of them once a tick, so that Python runs per request and tick, not per
-token.
+New tokens gather in the engine's frontend until they are taken from all requests once a tick, so
+that Python runs per request and tick, not per token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from umbra.engines.adapter.core import NewOutput, Output
 from umbra.engines.deltas import DeltaBuffer
 from umbra.engines.requests import GenerationRequest
 
@@ -22,14 +21,13 @@ class RunningRequest:
     """One request.
 
     Attributes:
-        key: its name in vLLM, never used again, unlike the id.
-        collector: vLLM's RequestOutputCollector.
-        num_new_tokens: taken from it so far.
+        key: its name in the engine, never used again, unlike the id.
+        num_new_tokens: taken from `output` so far.
     """
 
     request: GenerationRequest
     key: str
-    collector: Any
+    output: Output
     num_new_tokens: int = 0
 
     @property
@@ -38,10 +36,15 @@ class RunningRequest:
 
 
 class RunningRequests:
-    """All requests from their submission to their finish. Event loop only."""
+    """All requests from their submission to their finish. Event loop only.
 
-    def __init__(self, buffer: DeltaBuffer) -> None:
+    Args:
+        engine_name: for the reasons of requests that end otherwise than they should.
+    """
+
+    def __init__(self, buffer: DeltaBuffer, engine_name: str) -> None:
         self._buffer = buffer
+        self._engine_name = engine_name
         self._by_id: dict[int, RunningRequest] = {}
         self.num_tokens_total = 0
 
@@ -57,16 +60,13 @@ class RunningRequests:
     def add(self, running: RunningRequest) -> None:
         self._by_id[running.request.id] = running
 
-    def discard(self, request_id: int) -> RunningRequest | None:
-        return self._by_id.pop(request_id, None)
-
     def keys(self, ids: Iterable[int] | None) -> list[str]:
-        """vLLM's names of those of `ids` (None: all) that are here."""
+        """The engine's names of those of `ids` (None: all) that are here."""
         wanted = list(self._by_id) if ids is None else dict.fromkeys(ids)
         return [self._by_id[i].key for i in wanted if i in self._by_id]
 
     def clear(self) -> list[str]:
-        """Forgets all requests; their names in vLLM."""
+        """Forgets all requests; their names in the engine."""
         keys = self.keys(None)
         self._by_id.clear()
         return keys
@@ -74,7 +74,7 @@ class RunningRequests:
     def collect(self, version: int) -> int:
         """Moves what has come to the buffer, as made under `version`; how many tokens.
 
-        Raises whatever vLLM failed with.
+        Raises whatever the engine failed with.
         """
         ids: list[int] = []
         positions: list[int] = []
@@ -83,20 +83,19 @@ class RunningRequests:
         logprobs: list[float] = []
         finishes: list[tuple[int, str]] = []
         for request_id, running in self._by_id.items():
-            output = running.collector.get_nowait()
-            if output is None:
+            new = running.output.take()
+            if new is None:
                 continue
-            completion = output.outputs[0]
-            count = len(completion.token_ids)
+            count = len(new.tokens)
             if count:
                 ids.append(request_id)
                 positions.append(running.request.position + running.num_new_tokens)
                 counts.append(count)
-                tokens.extend(completion.token_ids)
-                logprobs.extend(_sampled_logprobs(completion))
+                tokens.extend(new.tokens)
+                logprobs.extend(new.logprobs)
                 running.num_new_tokens += count
-            if output.finished:
-                finishes.append((request_id, _reason(running.request, completion)))
+            if new.finish_reason is not None:
+                finishes.append((request_id, self._reason(running.request, new)))
         if ids:
             self._buffer.add_runs(
                 ids=np.array(ids, np.int64),
@@ -112,18 +111,10 @@ class RunningRequests:
         self.num_tokens_total += len(tokens)
         return len(tokens)
 
-
-def _sampled_logprobs(completion: Any) -> list[float]:
-    """One for each token: with `logprobs=0` vLLM gives those of the sampled tokens alone."""
-    pairs = zip(completion.token_ids, completion.logprobs, strict=True)
-    return [position[token].logprob for token, position in pairs]
-
-
-def _reason(request: GenerationRequest, completion: Any) -> str:
-    reason = str(completion.finish_reason)
-    tokens = completion.token_ids
-    if reason == "length" and len(tokens) and tokens[-1] in request.stop_token_ids:
-        return "stop"  # it was the last that was allowed, too
-    if reason in ("stop", "length", "abort"):
-        return reason
-    return f"error: vLLM ended the request with {reason!r}"
+    def _reason(self, request: GenerationRequest, new: NewOutput) -> str:
+        reason = new.finish_reason
+        if reason == "length" and len(new.tokens) and new.tokens[-1] in request.stop_token_ids:
+            return "stop"  # it was the last that was allowed, too
+        if reason in ("stop", "length", "abort"):
+            return reason
+        return f"error: {self._engine_name} ended the request with {reason!r}"

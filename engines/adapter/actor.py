@@ -1,0 +1,342 @@
+"""A foreign inference engine as an engine actor: umbra's protocol over a `Core`.
+
+Methods are those of `umbra.engines.protocol.Engine`. What differs from the embedded engine: frozen
+requests do not outlive a sleep, which ends them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from types import TracebackType
+from typing import Any, Final, Self, TypeVar
+
+from umbra.engines.adapter.core import Core
+from umbra.engines.adapter.running import RunningRequest, RunningRequests
+from umbra.engines.delta_stream import DeltaStream
+from umbra.engines.deltas import DeltaBatch, DeltaBuffer
+from umbra.engines.gate import EngineGate
+from umbra.engines.memory import tree_resident_nbytes
+from umbra.engines.protocol import EngineStats, PauseMode
+from umbra.engines.requests import GenerationRequest, parse_request
+from umbra.engines.weight_image import WeightImage
+from umbra.runtime.errors import EngineError
+from umbra.runtime.lifecycle import ALL_TAGS, SleepLevel, Tag
+
+_T = TypeVar("_T")
+
+_QUIET_PASSES: Final = 3
+# Passes of the event loop without a token after which the engine's frontend has handled all that
+# had come: vLLM's handles a part in each.
+
+
+class AdapterEngine:
+    """Entering it starts the foreign engine, leaving it ends its processes. `run()` raises when
+    they fail.
+
+    Args:
+        tick_ms: the time between two deltas.
+        load_weights: the core starts with weights, and serves as version 0.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        *,
+        max_num_seqs: int,
+        max_context_len: int,
+        tick_ms: float,
+        load_weights: bool,
+    ) -> None:
+        self._core = core
+        self._max_num_seqs = max_num_seqs
+        self._max_context_len = max_context_len
+        self._tick_s = tick_ms / 1000
+        self._load_weights = load_weights
+        self._gate = EngineGate()
+        self._buffer = DeltaBuffer()
+        self._running = RunningRequests(self._buffer, core.name)
+        self._stream = DeltaStream(self._forget)
+        self._has_work = asyncio.Event()
+        self._is_quiet = asyncio.Event()  # a drain is over
+        self._serials = itertools.count()
+        self._doomed: list[str] = []  # their consumer has gone
+        self._is_doomed = asyncio.Event()
+        self._order = asyncio.Lock()  # calls that change the core's state, or add requests
+        self._num_updates = 0  # committed
+        self._is_loaded = False  # the weights of the update in progress are in the core
+        self._image = WeightImage()
+        self._image_thread = ThreadPoolExecutor(1, thread_name_prefix="weight-image")
+
+    async def __aenter__(self) -> Self:
+        await self._start_core()
+        if self._load_weights:
+            self._gate.start_serving(0)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._image.stop()
+        await self._in_image_thread(self._image.close)
+        self._image_thread.shutdown()
+        await self._stop_core()
+
+    async def _start_core(self) -> None:
+        try:
+            await self._core.start()
+        except BaseException:
+            self._core.stop()
+            raise
+
+    async def _stop_core(self) -> None:
+        self._core.stop()
+
+    async def run(self) -> None:
+        """Until cancelled; raises EngineError when the foreign engine fails."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._take_tokens_forever())
+                tasks.create_task(self._abort_doomed_forever())
+                tasks.create_task(self._fail_with_core())
+        except ExceptionGroup as group:
+            error = group.exceptions[0]
+            if not isinstance(error, EngineError):
+                error = EngineError(f"{self._core.name} failed: {type(error).__name__}: {error}")
+            self._stream.fail(error)
+            raise error from None
+
+    async def _take_tokens_forever(self) -> None:
+        while True:
+            await self._has_work.wait()
+            await asyncio.sleep(self._tick_s)  # the tick: tokens gather in the core
+            self._take_tokens()
+
+    async def _abort_doomed_forever(self) -> None:
+        while True:
+            await self._is_doomed.wait()
+            self._is_doomed.clear()
+            doomed, self._doomed = self._doomed, []
+            await self._core.abort(doomed)
+
+    async def _fail_with_core(self) -> None:
+        await self._core.died.wait()
+        raise EngineError(f"a process of {self._core.name} has ended; the log says why")
+
+    # -- tokens --------------------------------------------------------------------------
+
+    def _take_tokens(self) -> int:
+        """All tokens that have come go out, as made under the version held; their number."""
+        count = self._running.collect(self._version)
+        batch = self._buffer.take()
+        if batch is not None:
+            self._stream.put(batch, self._stream.epoch)
+        self._settle()
+        return count
+
+    async def _take_last_tokens(self) -> None:
+        """The same for those still on their way through the engine's frontend."""
+        quiet = 0
+        while quiet < _QUIET_PASSES:
+            quiet = 0 if self._take_tokens() else quiet + 1
+            await asyncio.sleep(0)
+
+    @property
+    def _version(self) -> int:
+        return self._gate.version or 0
+
+    def _settle(self) -> None:
+        """Brings the events in line with the state; called after every change."""
+        if self._gate.is_draining and not self._running:
+            self._gate.pause()
+        _assign(self._has_work, len(self._running) > 0)
+        _assign(self._is_quiet, not self._gate.is_draining)
+
+    def _forget(self, _epoch: int) -> None:
+        self._doomed += self._running.clear()
+        self._buffer.clear()
+        if self._doomed:
+            self._is_doomed.set()
+        self._settle()
+
+    # -- requests ------------------------------------------------------------------------
+
+    async def submit(self, requests: Sequence[Mapping[str, Any]]) -> None:
+        self._gate.admit()
+        parsed = [self._parse(raw) for raw in requests]
+        async with self._order:
+            self._gate.admit()  # it may have been paused meanwhile
+            ids = [request.id for request in parsed]
+            taken = sorted(i for i in set(ids) if i in self._running)
+            if taken or len(set(ids)) < len(ids):
+                raise ValueError(f"request ids must be unique; already here: {taken or 'repeated'}")
+            await self._add(parsed)
+
+    def _parse(self, raw: Mapping[str, Any]) -> GenerationRequest:
+        request = parse_request(
+            raw, max_context_len=self._max_context_len, vocab_size=self._core.vocab_size
+        )
+        self._core.check_request(request)
+        return request
+
+    async def _add(self, requests: list[GenerationRequest]) -> None:
+        epoch = self._stream.epoch
+        added: list[RunningRequest] = []
+        try:
+            for request in requests:
+                key = f"{request.id}-{next(self._serials)}"
+                output = await self._core.add(key, request, self._cache_salt)
+                added.append(RunningRequest(request=request, key=key, output=output))
+        except BaseException:
+            self._doom(added)
+            raise
+        if epoch != self._stream.epoch:  # the consumer that they were for has gone
+            self._doom(added)
+            return
+        for running in added:
+            self._running.add(running)
+        self._settle()
+
+    def _doom(self, requests: list[RunningRequest]) -> None:
+        self._doomed += [running.key for running in requests]
+        self._is_doomed.set()
+
+    @property
+    def _cache_salt(self) -> str:
+        """A cached prefix of older weights is of no use to newer ones."""
+        return f"weights-{self._num_updates}"
+
+    async def deltas(self) -> AsyncGenerator[DeltaBatch, None]:
+        async with aclosing(self._stream.read()) as batches:
+            async for batch in batches:
+                yield batch
+
+    async def abort(self, ids: Sequence[int] | None) -> int:
+        """What the engine has sampled but not yet delivered is lost; it is the end of each."""
+        keys = self._running.keys(ids)
+        if keys:
+            await self._core.abort(keys)
+            self._take_tokens()
+        return len(keys)
+
+    async def pause(self, mode: PauseMode) -> None:
+        if mode not in ("abort", "keep", "drain"):
+            raise ValueError(f"pause mode must be abort, keep or drain, got {mode!r}")
+        if mode == "drain":
+            self._gate.drain()
+            self._settle()
+            await self._is_quiet.wait()
+            return
+        self._gate.pause()
+        self._settle()
+        async with self._order:
+            await self._pause_core(keep=mode == "keep")
+
+    async def _pause_core(self, *, keep: bool) -> None:
+        await self._core.pause(keep=keep)
+        await self._take_last_tokens()
+        if not keep:
+            await self.abort(None)  # nothing is left, whatever the core made of the pause
+
+    async def resume(self) -> None:
+        async with self._order:
+            self._gate.resume()
+            if self._core.is_paused:
+                await self._core.resume()
+            self._settle()
+
+    # -- memory --------------------------------------------------------------------------
+
+    async def sleep(self, level: SleepLevel) -> None:
+        """Ends frozen requests."""
+        if not self._running:
+            self._gate.pause()
+        self._gate.sleep(level)
+        async with self._order:
+            await self._pause_core(keep=False)
+            await self._in_image_thread(self._image.close)
+            await self._core.sleep(level)
+
+    async def wake(self, tags: Sequence[Tag]) -> None:
+        wanted = self._gate.wake(tags)
+        if not wanted:
+            return
+        async with self._order:
+            await self._core.wake(sorted(wanted, reverse=True))
+        self._gate.woken()
+
+    # -- weights -------------------------------------------------------------------------
+
+    async def begin_update(
+        self, version: int, manifest: Mapping[str, Any], buckets: Mapping[str, Any]
+    ) -> None:
+        """Frozen requests keep their KV cache, so they go on with keys of the older weights."""
+        self._gate.begin_update(version, is_idle=not self._running)
+        self._is_loaded = False
+        async with self._order:
+            if not self._core.is_paused:
+                await self._pause_core(keep=True)
+        await self._in_image_thread(lambda: self._image.begin(manifest, buckets))
+
+    async def load(self) -> dict[str, int]:
+        return {"nbytes": await self._in_image_thread(self._image.load)}
+
+    async def finish_update(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
+        """Attests what came; where it is right, it goes to the model."""
+        report = await self._in_image_thread(lambda: self._image.finish(regions))
+        if not report["mismatches"]:
+            async with self._order:
+                await self._core.load_weights(self._image.describe())
+            self._is_loaded = True
+        return report
+
+    async def commit_update(self) -> None:
+        self._image.check_open()
+        if not self._is_loaded:
+            raise EngineError("the update has not been attested; finish_update comes first")
+        self._gate.commit_update()
+        self._num_updates += 1
+        await self._in_image_thread(self._image.end)
+
+    async def abort_update(self) -> None:
+        self._image.stop()
+        await self._in_image_thread(self._image.end)
+        self._gate.abort_update()
+
+    async def _in_image_thread(self, job: Callable[[], _T]) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._image_thread, job)
+
+    async def stats(self) -> EngineStats:
+        """`resident_nbytes` is of the engine's own processes, too."""
+        version, awake = self._gate.version, self._gate.awake
+        if not self._core.frees_memory_asleep:
+            awake = ALL_TAGS
+        num_running = min(len(self._running), self._max_num_seqs)
+        return EngineStats(
+            running=num_running,
+            waiting=len(self._running) - num_running,
+            tokens_total=self._running.num_tokens_total,
+            kv_tokens_used=sum(running.num_tokens for running in self._running),
+            version=-1 if version is None else version,
+            resident_nbytes=tree_resident_nbytes(),
+            weights_nbytes=self._core.memory["weights_nbytes"] if "weights" in awake else 0,
+            kv_nbytes=self._core.memory["kv_nbytes"] if "kv_cache" in awake else 0,
+        )
+
+    def progress(self) -> int | None:
+        """Tokens made, while there are requests to make them for."""
+        is_idle = not self._running or self._core.is_paused
+        return None if is_idle else self._running.num_tokens_total
+
+
+def _assign(event: asyncio.Event, value: bool) -> None:
+    if value:
+        event.set()
+    else:
+        event.clear()

@@ -1,0 +1,117 @@
+"""What an adapter asks of a foreign inference engine: the small part that is not the same for all.
+
+`AdapterEngine` does the rest: gate, deltas, order of calls, weight image.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from umbra.engines.requests import GenerationRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewOutput:
+    """What has come for one request since it was last asked.
+
+    Attributes:
+        logprobs: one for each token.
+        finish_reason: "stop", "length", "abort" or the engine's own word; None: it goes on.
+    """
+
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    finish_reason: str | None
+
+
+class Output(Protocol):
+    """The tokens of one request as they gather in the engine's frontend."""
+
+    def take(self) -> NewOutput | None:
+        """All that is new, or None; raises what the engine failed with."""
+        ...
+
+
+class Core(Protocol):
+    """Owns a foreign engine and its processes, from `start` to `stop`. One event loop.
+
+    Whatever the engine raises comes as EngineError; umbra's own errors and ValueError as they are.
+
+    Attributes:
+        name: of the library, for messages.
+        died: set when a process of the engine ends; the engine is of no use then.
+        is_paused: follows what the engine does, also by itself.
+        memory: bytes when awake, "weights_nbytes" and "kv_nbytes".
+    """
+
+    name: str
+    died: asyncio.Event
+    is_paused: bool
+    vocab_size: int
+    memory: Mapping[str, int]
+
+    @property
+    def frees_memory_asleep(self) -> bool: ...
+
+    async def start(self) -> None:
+        """May block the loop: processes are started from the main thread only.
+
+        Raises:
+            ConfigError, DataError: the engine or the settings cannot be used.
+            EngineError: the engine did not start; its own processes said why in the log.
+        """
+        ...
+
+    def stop(self) -> None:
+        """Ends the engine's processes. Idempotent."""
+        ...
+
+    # -- requests ------------------------------------------------------------------------
+
+    def check_request(self, request: GenerationRequest) -> None:
+        """Raises ValueError for what the engine would refuse or silently change."""
+        ...
+
+    async def add(self, key: str, request: GenerationRequest, cache_salt: str) -> Output:
+        """Takes a request.
+
+        Args:
+            key: its name here, never used again, unlike the request's id.
+            cache_salt: it may share cached prefixes with requests of the same salt only.
+        """
+        ...
+
+    async def abort(self, keys: Iterable[str]) -> None:
+        """Ends them at once, as their outputs say; unknown keys are nothing."""
+        ...
+
+    # -- states --------------------------------------------------------------------------
+
+    async def pause(self, *, keep: bool) -> None:
+        """Until nothing runs: requests are ended, all their tokens delivered, or kept as they are
+        with their cache."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def sleep(self, level: int) -> None:
+        """Frees memory: 1 keeps the weights on the host, 2 loses them. Nothing runs or waits."""
+        ...
+
+    async def wake(self, tags: Sequence[str]) -> None: ...
+
+    # -- weights -------------------------------------------------------------------------
+
+    async def load_weights(self, description: Mapping[str, Any]) -> None:
+        """Gives the model the weights described, in every worker of the engine.
+
+        Args:
+            description: as `WeightImage.describe` gives it.
+
+        Raises:
+            EngineError: they do not fit, or loading failed; nothing is known of the weights then.
+        """
+        ...

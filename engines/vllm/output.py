@@ -1,0 +1,33 @@
+"""The tokens of one request as they gather in vLLM's frontend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from umbra.engines.adapter.core import NewOutput
+
+
+class VllmOutput:
+    """Over vLLM's RequestOutputCollector, which merges what has not been taken yet."""
+
+    def __init__(self, collector: Any) -> None:
+        self._collector = collector
+
+    def take(self) -> NewOutput | None:
+        output = self._collector.get_nowait()
+        if output is None:
+            return None
+        completion = output.outputs[0]
+        return NewOutput(
+            tokens=completion.token_ids,
+            logprobs=_sampled_logprobs(completion),
+            finish_reason=str(completion.finish_reason) if output.finished else None,
+        )
+
+
+def _sampled_logprobs(completion: Any) -> list[float]:
+    """One for each token: with `logprobs=0` vLLM gives those of the sampled tokens alone."""
+    if not completion.token_ids:
+        return []
+    pairs = zip(completion.token_ids, completion.logprobs, strict=True)
+    return [position[token].logprob for token, position in pairs]

@@ -1,0 +1,68 @@
+"""One foreign engine for all tests of a module: its start takes longer than all of them."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from umbra.engines.adapter.actor import AdapterEngine
+from umbra.engines.adapter.core import Core
+from umbra.engines.weight_image import image_tensors
+from umbra.runtime.weights.manifest import Manifest
+from umbra.runtime.weights.memfd import close_fds, create_buckets
+
+
+class SharedCore(Core, Protocol):
+    """A core that can be left as if it had just been started."""
+
+    async def reset_prefix_cache(self) -> None: ...
+
+
+class SharedEngine(AdapterEngine):
+    """An engine of its own over a core that outlives it.
+
+    Args:
+        image: weights to begin with; None: it waits for an update.
+    """
+
+    def __init__(self, core: SharedCore, image: Mapping[str, Any] | None, **settings: Any) -> None:
+        super().__init__(core, load_weights=image is not None, **settings)
+        self._shared_core = core
+        self._first_image = image
+
+    async def _start_core(self) -> None:
+        if self._first_image is not None:
+            await self._core.load_weights(self._first_image)
+        await self._core.resume()
+
+    async def _stop_core(self) -> None:
+        core = self._shared_core
+        if core.is_paused:
+            await core.wake(["weights", "kv_cache"])
+        await core.pause(keep=False)
+        await core.reset_prefix_cache()
+
+
+@contextmanager
+def weight_image(tensors: Mapping[str, Tensor]) -> Generator[dict[str, Any]]:
+    """The tensors as a sync leaves them: what `Core.load_weights` takes."""
+    manifest = Manifest.layout(
+        (name, str(t.dtype).removeprefix("torch."), t.shape) for name, t in tensors.items()
+    )
+    fds = create_buckets(["image"], manifest.nbytes)
+    try:
+        views = image_tensors(manifest, mmap.mmap(fds["image"], manifest.nbytes))
+        for name, tensor in tensors.items():
+            views[name].copy_(tensor.detach())
+        yield {
+            "path": f"/proc/{os.getpid()}/fd/{fds['image']}",
+            "nbytes": manifest.nbytes,
+            "manifest": manifest.to_wire(),
+        }
+    finally:
+        close_fds(fds)
