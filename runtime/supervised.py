@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 # How long a dead actor's children may take to end. One that hangs in a driver is left to the
 # supervisor's regular look rather than holding up the restart for ever.
 _ORPHAN_DEADLINE_S: Final = 10.0
-# How long a dead engine's GPU memory may take to be free. Longer holds up a restart that might work;
-# shorter starts engines that run out of memory.
+# How long a dead engine's GPU memory may take to be free. Longer holds up a restart that might
+# work; shorter starts engines that run out of memory.
 _GPU_DEADLINE_S: Final = 30.0
 # From a lost connection to the end of its process, beyond the actor's own grace. Longer holds a
 # caller whose connection alone broke; shorter sends it back to a dying process.
@@ -233,16 +233,19 @@ class SupervisedActor:
             async with asyncio.timeout(self.spec.start_timeout_s):
                 outcome = await self._read_outcome(read_fd, child)
         except TimeoutError:
-            return (
-                f"not up within start_timeout_s = {self.spec.start_timeout_s:g}; last output:\n"
-                f"{child.log_tail()}"
-            )
+            late = f"not up within start_timeout_s = {self.spec.start_timeout_s:g}"
+            if self.spec.role == "engine":
+                late += " (pool.sync_timeout_s)"
+            return f"{late}; last output:\n{child.log_tail() or '(none)'}"
         if outcome is None:
             if self._stop.is_set():
                 return "it was stopped"
             return child.describe_end()
         if "error" in outcome:
-            return f"{outcome['error']}: {outcome['message']}\n{outcome['traceback']}".rstrip()
+            # What an engine says of itself refers to what its own processes have printed.
+            more = child.describe_errors() if outcome["error"] == "EngineError" else ""
+            said = f"{outcome['error']}: {outcome['message']}\n{outcome['traceback']}"
+            return f"{said.rstrip()}{more}"
         self.ref = dataclasses.replace(self._make_ref(), tcp_endpoint=outcome["tcp_endpoint"])
         return ""
 

@@ -16,6 +16,7 @@ from typing import Any, Final, Self, TypeVar
 
 from umbra.engines.adapter.core import Core
 from umbra.engines.adapter.running import RunningRequest, RunningRequests
+from umbra.engines.adapter.warm_up import warm_up
 from umbra.engines.delta_stream import DeltaStream
 from umbra.engines.deltas import DeltaBatch, DeltaBuffer
 from umbra.engines.gate import EngineGate
@@ -91,6 +92,7 @@ class AdapterEngine:
     async def _start_core(self) -> None:
         try:
             await self._core.start()
+            await warm_up(self._core)
         except BaseException:
             self._core.stop()
             raise

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -26,6 +29,7 @@ from umbra.runtime.session import Session, SyncHandle
 pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.process]
 
 START_TIMEOUT_S = 180.0
+NEVER = RestartPolicy(mode="never")
 
 
 def vllm_spec(folder: Path, restart: RestartPolicy, **settings: Any) -> ActorSpec:
@@ -110,13 +114,15 @@ def test_vllm_killed_takes_all_its_processes_along_and_serves_again(
     assert_ended(tree)  # the actor, too, which is of no use without its core
 
 
-def disturb_generation(engine: SyncHandle, disturb: Callable[[], None], tree: list[int]) -> None:
-    """Does it after the first tokens; returns when the engine's processes have ended."""
+def disturb_generation(engine: SyncHandle, disturb: Callable[[], None], tree: list[int]) -> float:
+    """Does it after the first tokens; after how many seconds the engine's processes had ended."""
     engine.call("submit", [wire_request(0, [1, 2, 3], max_new_tokens=500, temperature=0.0)])
     with closing(engine.stream("deltas", timeout_s=20.0)) as batches:
         next(batch for batch in batches if len(batch["tokens"]))
+        began = time.monotonic()
         disturb()
         assert_ended(tree)
+        return time.monotonic() - began
 
 
 def hang(pid: int) -> None:
@@ -136,17 +142,16 @@ def test_vllm_whose_scheduler_is_stopped_or_hangs_is_replaced(
     engine = umbra_session.spawn(spec)
     tree = tree_of(actor_of(umbra_session)["pid"])
 
-    began = time.monotonic()
-    disturb_generation(engine, lambda: os.kill(core_of(tree[0]), signal.SIGSTOP), tree)
+    took_s = disturb_generation(engine, lambda: os.kill(core_of(tree[0]), signal.SIGSTOP), tree)
 
-    assert time.monotonic() - began < 8.0  # noticed before the limit for stalls
+    assert took_s < 8.0  # before the limit for stalls
 
     resolve = partial(umbra_session.supervisor_call, "resolve", "vllm", START_TIMEOUT_S)
     engine = umbra_session.connect(resolve(1, timeout_s=START_TIMEOUT_S + 1.0))
     tree = tree_of(actor_of(umbra_session)["pid"])
 
     core = core_of(tree[0])
-    disturb_generation(engine, lambda: hang(core), tree)
+    assert disturb_generation(engine, lambda: hang(core), tree) > 8.0
     os.waitpid(core, 0)  # whom it holds nobody else can reap
 
     with pytest.raises(ActorDied, match="made no token"):
@@ -156,11 +161,63 @@ def test_vllm_whose_scheduler_is_stopped_or_hangs_is_replaced(
 def test_vllm_that_cannot_start_says_why(
     umbra_session: Session, model_folder: Callable[[str], Path]
 ) -> None:
-    spec = vllm_spec(
-        model_folder("qwen3"),
-        RestartPolicy(mode="never"),
-        engine_args={"tensor_parallel_sice": 2},
-    )
+    spec = vllm_spec(model_folder("qwen3"), NEVER, engine_args={"tensor_parallel_sice": 2})
 
     with pytest.raises(UmbraError, match="did you mean tensor_parallel_size"):
         umbra_session.spawn(spec)
+
+
+def test_what_vllms_processes_said_at_a_failed_start_is_told_and_not_printed(
+    umbra_session: Session,
+    model_folder: Callable[[str], Path],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder("qwen3"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["vocab_size"] += 64  # other than that of the weights
+    (folder / "config.json").write_text(json.dumps(config))
+
+    with pytest.raises(ActorDied) as caught:
+        umbra_session.spawn(vllm_spec(folder, NEVER))
+
+    said = str(caught.value)
+    assert "the first error in " in said
+    assert "vllm.log:" in said
+    assert "assert loaded_weight.shape" in said
+    assert "EngineCore" not in "".join(capfd.readouterr())
+
+
+def test_vllm_that_starts_for_too_long_is_ended_with_its_last_lines(
+    umbra_session: Session, model_folder: Callable[[str], Path]
+) -> None:
+    spec = replace(vllm_spec(model_folder("qwen3"), NEVER), role="engine", start_timeout_s=6.0)
+
+    with pytest.raises(
+        ActorDied, match=r"start_timeout_s = 6 \(pool.sync_timeout_s\); last output"
+    ):
+        umbra_session.spawn(spec)
+
+
+@pytest.mark.parametrize("num_names", [1, 3])
+def test_vllm_killed_while_it_starts_leaves_no_names(
+    umbra_session: Session, model_folder: Callable[[str], Path], num_names: int
+) -> None:
+    before = shared_names()
+    spec = vllm_spec(model_folder("qwen3"), NEVER)
+
+    with ThreadPoolExecutor(1) as threads:
+        starting = threads.submit(umbra_session.spawn, spec)
+        while len(shared_names() - before) < num_names:
+            assert not starting.done()
+            time.sleep(0.002)
+        os.kill(actor_of(umbra_session)["pid"], signal.SIGKILL)
+        with pytest.raises(ActorDied, match="killed by SIGKILL"):
+            starting.result(60.0)
+
+    assert not shared_names() - before
+
+
+def shared_names() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if name.startswith(("psm_", "sem.mp-"))}

@@ -307,6 +307,40 @@ def test_a_tail_reads_a_bounded_part_of_a_long_log(tmp_path: Path) -> None:
     assert len(log.tail(100)) < 65 * 1024
 
 
+WORKER = "(Worker pid=7) ERROR 11-22 01:37:48 [multiproc_executor.py:953] "
+SEVERAL_TRACEBACKS = f"""\
+Exception: of no traceback
+{WORKER}Traceback (most recent call last):
+{WORKER}  File "loader.py", line 1, in load
+{WORKER}    weight_loader(param)
+{WORKER}  File "embedding.py", line 515, in weight_loader
+{WORKER}    assert weight.shape[0] == self.vocab_size
+{WORKER}           ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
+{WORKER}AssertionError
+
+Traceback (most recent call last):
+  File "core.py", line 3, in main
+    raise RuntimeError("initialization failed; see the root cause above")
+RuntimeError: initialization failed; see the root cause above
+"""
+
+
+def test_the_first_error_in_a_log_is_found_with_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "child.log"
+    path.write_text("Traceback (most recent call last):\nValueError: of an earlier life\n")
+    log = ChildLog.begin(path, "a life")
+
+    assert log.first_error() == ""
+
+    with path.open("a") as file:
+        file.write(SEVERAL_TRACEBACKS)
+    assert log.first_error().splitlines() == [
+        '  File "embedding.py", line 515, in weight_loader',
+        "    assert weight.shape[0] == self.vocab_size",
+        "AssertionError",
+    ]
+
+
 def test_a_program_that_cannot_be_executed_is_told(run: Run, tmp_path: Path) -> None:
     async def body() -> None:
         missing = ["/does/not/exist"]
