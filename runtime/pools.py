@@ -77,7 +77,7 @@ class PoolSpec:
     start_timeout_s: float = 300.0
     hung_limit_s: float = 15.0
     busy_limit_s: float = 300.0
-    stall_limit_s: float = 60.0
+    stall_limit_s: float = 100.0
     grace_s: float = 3.0
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     memory_limit_nbytes: int = 0

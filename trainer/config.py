@@ -242,7 +242,7 @@ class PoolSection(Section):
     max_restarts: Count = 5
     memory_limit_mib: Count = 0
     hung_limit_s: Seconds = 15.0
-    stall_limit_s: Seconds = 60.0
+    stall_limit_s: Seconds = 100.0
 
     @model_validator(mode="after")
     def _check_update_waves(self) -> Self:

@@ -34,6 +34,9 @@ _DEFAULT_TOKENS: Final = {"cpu": 2048, "cuda": 16384}
 _WORKER_RESTARTS: Final = RestartPolicy(
     mode="on_failure", max_restarts=50, window_s=600.0, backoff_max_s=2.0
 )
+# From the time at which its supervisor kills an engine that makes no token until the manager gives
+# it up: without that it would go on with an engine that hangs.
+_DELTA_PATIENCE_S: Final = 20.0
 # A new manager goes on with what the ledger has.
 _MANAGER_RESTARTS: Final = RestartPolicy(mode="on_failure", max_restarts=5, window_s=600.0)
 
@@ -200,6 +203,7 @@ def manager_spec(
         "agent": rollout.agent is not None,
         "accuracy_threshold": config.reward.accuracy_threshold,
         "engine_timeout_s": config.pool.sync_timeout_s,
+        "delta_timeout_s": config.pool.stall_limit_s + _DELTA_PATIENCE_S,
         "reward_timeout_s": config.reward.timeout_s,
         "agent_timeout_s": rollout.agent_timeout_s,
         "agent_retries": rollout.agent_retries,

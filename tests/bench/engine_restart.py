@@ -7,7 +7,7 @@ as the new engine waits for them. Printed as JSON, medians of the kills, in seco
 - `end_to_spawn_s`: from there until its other processes are gone and the next one is started; of it
   0.1 s are the backoff before a first restart, twice as long before each further one
 - `start_s`: from there until it is up: imports, model, and what the engine compiles
-- `ready_to_token_s`: from there to its first token at the manager; `sync_s` of it is the weight sync
+- `ready_to_token_s`: from there to its first token at the manager, `sync_s` of it a weight sync
 - `added_s`: all but the first and `start_s`; `added_max_s` is that of the slowest kill
 
     .venv-vllm/bin/python tests/bench/engine_restart.py --engine vllm [--kills 5]
