@@ -212,6 +212,8 @@ class SupervisedActor:
             status = await child.terminate(self.spec.grace_s)
         await self._enter(ActorState.STARTING)  # Or at its end: `run` decides when all is freed.
         how = child.describe_end()
+        if self.spec.role == "engine" and not status.signal_name:
+            how += child.describe_errors()
         await self._await_free_memory(label)
         if self._kill_reason and status.signal_name == "SIGKILL":
             how = f"{label} was killed: {self._kill_reason}\n{how}"

@@ -17,8 +17,9 @@ beginning of a long traceback."""
 
 _ERROR_NBYTES = 1 << 20
 """Most that is read to find the first error, from the incarnation's beginning."""
-_PREFIX: Final = re.compile(r"^\([^)]*\) [A-Z]+ .*?\] ?|^\[[^]]*\] ")
-# What loggers put before a traceback's lines: "(Worker pid=7) ERROR 11-22 [file:3] ", "[TP0] ".
+_PREFIX: Final = re.compile(r"^\([^)]*\) [A-Z]+ .*?\] ?|^\[[^]]*\] |^ *[|+] ")
+# What loggers and exception groups put before a traceback's lines: "(Worker pid=7) ERROR 11-22
+# [file:3] ", "[TP0] ", "    | ".
 _ERROR: Final = re.compile(r"([A-Za-z_]\w*\.)*[A-Z]\w*(Error|Exception|Interrupt)(: .*)?$")
 _NUM_BEFORE: Final = 2  # lines of a traceback that go with its error: where, and the code there
 

@@ -37,6 +37,7 @@ from umbra.runtime.actor import ActorSpec
 from umbra.runtime.collective import SessionSync
 from umbra.runtime.pools import PoolSpec
 from umbra.runtime.process.descendants import wait_for_exits
+from umbra.runtime.restart import RestartPolicy
 from umbra.runtime.session import Session, SessionConfig, SyncHandle
 from umbra.runtime.weights.publish import WeightPublisher
 
@@ -86,6 +87,7 @@ def start(session: Session, engine: str, folder: Path) -> SyncHandle:
             engine=TARGETS[engine],
             count=1,
             mode="standalone",
+            restart=RestartPolicy(max_restarts=20),
             kwargs={
                 "model_path": str(folder),
                 "max_context_len": MAX_CONTEXT_LEN,

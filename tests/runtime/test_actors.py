@@ -457,8 +457,9 @@ def test_an_engine_that_fails_is_gone_at_once_for_who_asks_for_its_successor(
     engine = spawn(actor("DiesSlowly", role="engine", restart=NEVER, essential=False))
     engine.call("give_up")
 
-    with pytest.raises(ActorDied, match="exited with status 1"):
+    with pytest.raises(ActorDied, match="exited with status 1") as caught:
         session.supervisor_call("resolve", engine.ref.name, 20.0, engine.ref.incarnation)
+    assert "RuntimeError: the scheduler has ended" in str(caught.value).partition("first error")[2]
 
 
 # -- what an actor leaves ------------------------------------------------------------------
