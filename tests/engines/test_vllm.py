@@ -114,6 +114,21 @@ def test_logprobs_are_those_of_transformers(make_engine: MakeEngine, temperature
     run_async(body)
 
 
+def test_prompts_of_more_tokens_than_a_step_takes_are_served(make_engine: MakeEngine) -> None:
+    """As trajectories that are resumed after a death: all at once, long, with seeds."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, VOCAB_SIZE, 480).tolist() for _ in range(MAX_NUM_SEQS)]
+    asked = [wire_request(i, p, max_new_tokens=4) for i, p in enumerate(prompts)]
+
+    async def body() -> None:
+        engine = make_engine()
+        async with running(engine):
+            results = await results_of(engine, asked)
+        assert [len(results[i].tokens) for i in range(MAX_NUM_SEQS)] == [4] * MAX_NUM_SEQS
+
+    run_async(body)
+
+
 def test_an_update_changes_the_output_to_that_of_the_new_weights(
     make_engine: MakeEngine, tmp_path: Path
 ) -> None:
