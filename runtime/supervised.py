@@ -201,23 +201,30 @@ class SupervisedActor:
         async with child:
             self._child, self.pid, self._tree_pids = child, child.pid, [child.pid]
             start_error = await self._await_announcement(read_fd, child)
-            if start_error:
-                status = await child.terminate(self.spec.grace_s)
-                # However politely it ends then, it has not done what it was started for.
-                status = ExitStatus(None) if status.is_success else status
-                return status, f"{label} failed to start: {start_error}"
-            self.has_run = True
-            await self._enter(ActorState.RUNNING)
-            await self._watch(child)
+            if not start_error:
+                self.has_run = True
+                await self._enter(ActorState.RUNNING)
+                await self._watch(child)
             status = await child.terminate(self.spec.grace_s)
-        await self._enter(ActorState.STARTING)  # Or at its end: `run` decides when all is freed.
+        if self.state == ActorState.RUNNING:
+            await self._enter(
+                ActorState.STARTING
+            )  # Or at its end: `run` decides when all is freed.
+        how = self._describe_end(label, child, status)
+        await self._await_free_memory(label)
+        if start_error:
+            # However politely it ends then, it has not done what it was started for.
+            status = ExitStatus(None) if status.is_success else status
+            how = f"{label} failed to start: {start_error}"
+        return status, how
+
+    def _describe_end(self, label: str, child: ChildProcess, status: ExitStatus) -> str:
         how = child.describe_end()
         if self.spec.role == "engine" and not status.signal_name:
             how += child.describe_errors()
-        await self._await_free_memory(label)
         if self._kill_reason and status.signal_name == "SIGKILL":
             how = f"{label} was killed: {self._kill_reason}\n{how}"
-        return status, how
+        return how
 
     async def _await_free_memory(self, label: str) -> None:
         """What it forked must be gone, and its GPU memory, before its successor needs the room."""
