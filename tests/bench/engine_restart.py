@@ -5,7 +5,7 @@ as the new engine waits for them. Printed as JSON, medians of the kills, in seco
 
 - `kill_to_end_s`: from SIGKILL until the kernel has ended the actor's process
 - `end_to_spawn_s`: from there until its other processes are gone and the next one is started; of it
-  0.1 s are the backoff before a first restart, twice as long before each further one
+  0.1 s are the backoff before a first restart, here that of all
 - `start_s`: from there until it is up: imports, model, and what the engine compiles
 - `ready_to_token_s`: from there to its first token at the manager, `sync_s` of it a weight sync
 - `added_s`: all but the first and `start_s`; `added_max_s` is that of the slowest kill
@@ -87,7 +87,7 @@ def start(session: Session, engine: str, folder: Path) -> SyncHandle:
             engine=TARGETS[engine],
             count=1,
             mode="standalone",
-            restart=RestartPolicy(max_restarts=20),
+            restart=RestartPolicy(max_restarts=20, backoff_max_s=0.1),
             kwargs={
                 "model_path": str(folder),
                 "max_context_len": MAX_CONTEXT_LEN,

@@ -117,7 +117,7 @@ def test_logprobs_are_those_of_transformers(make_engine: MakeEngine, temperature
 def test_prompts_of_more_tokens_than_a_step_takes_are_served(make_engine: MakeEngine) -> None:
     """As trajectories that are resumed after a death: all at once, long, with seeds."""
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, VOCAB_SIZE, 480).tolist() for _ in range(MAX_NUM_SEQS)]
+    prompts: list[list[int]] = rng.integers(0, VOCAB_SIZE, (MAX_NUM_SEQS, 480)).tolist()
     asked = [wire_request(i, p, max_new_tokens=4) for i, p in enumerate(prompts)]
 
     async def body() -> None:
