@@ -22,8 +22,9 @@ class ProcessTree:
         self.pids = [self._root_pid, *(pid for pid, _ in living_descendants(self._root_pid))]
 
     def stopped_pids(self) -> list[int]:
-        """Those that a signal has stopped. (One that a debugger holds is in another state.)"""
-        stats = ((pid, process_stat(pid)) for pid in self.pids)
+        """Those below the root that a signal has stopped. (One that a debugger holds is in another
+        state.)"""
+        stats = ((pid, process_stat(pid)) for pid in self.pids[1:])
         return [pid for pid, stat in stats if stat is not None and stat.state == "T"]
 
     def resident_nbytes(self) -> int:
