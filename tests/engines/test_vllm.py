@@ -117,7 +117,9 @@ def test_logprobs_are_those_of_transformers(make_engine: MakeEngine, temperature
 def test_prompts_of_more_tokens_than_a_step_takes_are_served(make_engine: MakeEngine) -> None:
     """As trajectories that are resumed after a death: all at once, long, with seeds."""
     rng = np.random.default_rng(0)
-    prompts: list[list[int]] = rng.integers(0, VOCAB_SIZE, (MAX_NUM_SEQS, 480)).tolist()
+    prompts = [
+        [int(token) for token in rng.integers(0, VOCAB_SIZE, 480)] for _ in range(MAX_NUM_SEQS)
+    ]
     asked = [wire_request(i, p, max_new_tokens=4) for i, p in enumerate(prompts)]
 
     async def body() -> None:
