@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable, Coroutine, Generator
 from contextlib import aclosing
 from pathlib import Path
@@ -116,10 +117,8 @@ def test_logprobs_are_those_of_transformers(make_engine: MakeEngine, temperature
 
 def test_prompts_of_more_tokens_than_a_step_takes_are_served(make_engine: MakeEngine) -> None:
     """As trajectories that are resumed after a death: all at once, long, with seeds."""
-    rng = np.random.default_rng(0)
-    prompts = [
-        [int(token) for token in rng.integers(0, VOCAB_SIZE, 480)] for _ in range(MAX_NUM_SEQS)
-    ]
+    draw = random.Random(0)
+    prompts = [draw.choices(range(VOCAB_SIZE), k=480) for _ in range(MAX_NUM_SEQS)]
     asked = [wire_request(i, p, max_new_tokens=4) for i, p in enumerate(prompts)]
 
     async def body() -> None:
