@@ -312,6 +312,9 @@ class EchoEngine:
             kv_nbytes=0,
         )
 
+    def progress(self) -> int | None:
+        return self._num_tokens_total if self._has_work.is_set() else None
+
 
 def _assign(event: asyncio.Event, value: bool) -> None:
     if value:

@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import os
 
-from umbra.runtime.process import descendants
+from umbra.runtime.process.tree import ProcessTree
 
 
 def resident_nbytes() -> int:
     """Resident set size of this process, in bytes (Linux)."""
-    return _resident_nbytes(os.getpid())
+    return ProcessTree(os.getpid()).resident_nbytes()
 
 
 def tree_resident_nbytes() -> int:
-    """The same of this process and all below it; pages that they share count more than once."""
-    below = (pid for pid, _ in descendants.living_descendants(os.getpid()))
-    return resident_nbytes() + sum(_resident_nbytes(pid) for pid in below)
+    """The same of this process and all below it; memory that they share counts once."""
+    tree = ProcessTree(os.getpid())
+    tree.look()
+    return tree.resident_nbytes()
 
 
 def physical_nbytes() -> int:
     """Memory of this machine, in bytes."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _resident_nbytes(pid: int) -> int:
-    try:
-        with open(f"/proc/{pid}/statm", encoding="ascii") as statm:
-            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (FileNotFoundError, ProcessLookupError):
-        return 0  # it has ended

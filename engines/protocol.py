@@ -3,6 +3,13 @@
 Life: PENDING_WEIGHTS until a first update is committed (or weights were loaded from disk), then
 as `umbra.runtime.lifecycle` says. Requests are taken while SERVING only: otherwise `submit`
 raises EngineError, and ValueError for a request that could never be served.
+
+Beside the calls below an engine may have `run()`, see `umbra.runtime.actor`, and
+
+    def progress(self) -> object | None
+
+What changes as it gets on with its requests; None while it has nothing to do. Where that stands
+still for `ActorSpec.stall_limit_s`, the engine is killed and replaced.
 """
 
 from __future__ import annotations

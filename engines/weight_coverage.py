@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any, Self
 
@@ -100,7 +100,7 @@ class _Recorder(_Base):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result: Any = func(*args, **(kwargs or {}))
-        results: Sequence[Any] = result if isinstance(result, list | tuple) else [result]
+        results: list[Any] = [*result] if isinstance(result, list | tuple) else [result]
         made = {_storage(tensor) for tensor in results if isinstance(tensor, Tensor)}
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if not isinstance(value, Tensor):

@@ -41,10 +41,13 @@ class ActorSpec:
         hung_limit_s: a process whose heartbeat thread is silent for so long is hung, and killed:
             too short, and an overloaded machine loses healthy processes.
         busy_limit_s: a loop that has not ticked for so long is hung, and the process killed.
+        stall_limit_s: for engines (0: not watched). One whose `progress()` stands still for so long
+            is killed; so is, within seconds, one of which a process is stopped.
         grace_s: from SIGTERM to SIGKILL.
         env: added to the environment.
         sys_path: folders put in front of `sys.path`, for user code.
-        memory_limit_nbytes: resident memory at which the process is killed; 0 means none.
+        memory_limit_nbytes: resident memory of the process and all below it at which they are
+            killed; 0 means none.
         role: what the process is, for listings and logs.
     """
 
@@ -56,6 +59,7 @@ class ActorSpec:
     start_timeout_s: float = 120.0
     hung_limit_s: float = 15.0
     busy_limit_s: float = 300.0
+    stall_limit_s: float = 0.0
     grace_s: float = 3.0
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     sys_path: tuple[str, ...] = ()

@@ -16,7 +16,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, NoReturn
 
 import msgpack
 import uvloop
@@ -77,13 +77,17 @@ class _Host:
             stack.callback(context.destroy, linger=0)
             server = ActorServer(target, incarnation)
             tcp_endpoint = self._bind(server, context, stack)
-            ticker = LoopTicker()
+            ticker = LoopTicker(self._progress_of(target))
             stack.enter_context(
                 HeartbeatResponder(context, self._config["heartbeat"], incarnation, ticker)
             )
             _on_stop_signal(stop.set)
             self._announce({"tcp_endpoint": tcp_endpoint})
             await self._run_until(stop, server, ticker, target)
+
+    def _progress_of(self, target: object) -> Callable[[], object] | None:
+        """Asked for of engines alone: elsewhere a method of that name may be anything."""
+        return getattr(target, "progress", None) if self._spec.stall_limit_s else None
 
     def _bind(
         self,
@@ -170,7 +174,17 @@ def main() -> None:
     except Exception as error:
         host.announce_failure(error)
         logger.exception("the actor died")
+        if config["spec"]["role"] == "engine":
+            _leave_at_once()
         sys.exit(1)
+
+
+def _leave_at_once() -> NoReturn:
+    """The interpreter's own end takes seconds where an engine's libraries are loaded, and all wait
+    for its successor meanwhile."""
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(1)
 
 
 if __name__ == "__main__":

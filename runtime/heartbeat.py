@@ -3,7 +3,8 @@
 A thread of each actor answers pings on a socket of its own and reports how long ago the
 actor's event loop last ticked. So three cases can be told apart from outside: no answer (the
 process is stopped or wedged in C code that holds the interpreter), an answer with an old tick
-(the loop is blocked: busy, or hung once `busy_limit_s` is passed) and all well.
+(the loop is blocked: busy, or hung once `busy_limit_s` is passed) and all well. An actor that
+works on something else than its loop (an engine) also says whether it gets on with it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Callable
 from typing import Final
 
 import msgpack
@@ -18,18 +20,37 @@ import zmq
 
 # The loop notes that it lives this often. Longer blurs the age, shorter wakes idle actors.
 TICK_INTERVAL_S: Final = 0.25
+# The most that a tick adds to a stall. More would blame what was stopped together with this process
+# for all of the time; less counts too little where the loop is often late.
+_MOST_PER_TICK_S: Final = 1.0
 
 
 class LoopTicker:
-    """Notes the time whenever the loop gets a turn. Owned by the actor host."""
+    """Notes the time whenever the loop gets a turn. Owned by the actor host.
 
-    def __init__(self) -> None:
+    Args:
+        progress: None while the actor has nothing to do; else what changes as it gets on.
+
+    Attributes:
+        stalled_s: for how long there has been something to do and no change.
+    """
+
+    def __init__(self, progress: Callable[[], object] | None = None) -> None:
         self.last_tick = time.monotonic()
+        self.stalled_s = 0.0
+        self._progress = progress
 
     async def run(self) -> None:
         """Ticks until cancelled."""
+        last_mark: object = None
         while True:
-            self.last_tick = time.monotonic()
+            now = time.monotonic()
+            passed_s = min(now - self.last_tick, _MOST_PER_TICK_S)
+            self.last_tick = now
+            mark = None if self._progress is None else self._progress()
+            is_stalled = mark is not None and mark == last_mark
+            self.stalled_s = self.stalled_s + passed_s if is_stalled else 0.0
+            last_mark = mark
             await asyncio.sleep(TICK_INTERVAL_S)
 
 
@@ -76,7 +97,7 @@ class HeartbeatResponder:
                     return
                 frames = self._socket.recv_multipart()
                 age_s = time.monotonic() - self._ticker.last_tick
-                beat = msgpack.packb((self._incarnation, age_s))
+                beat = msgpack.packb((self._incarnation, age_s, self._ticker.stalled_s))
                 self._socket.send_multipart([frames[0], beat])
         finally:
             stop.close(linger=0)

@@ -64,6 +64,7 @@ class PoolSpec:
     start_timeout_s: float = 300.0
     hung_limit_s: float = 15.0
     busy_limit_s: float = 300.0
+    stall_limit_s: float = 100.0
     grace_s: float = 3.0
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     memory_limit_nbytes: int = 0
@@ -123,6 +124,7 @@ class PoolSpec:
                 start_timeout_s=self.start_timeout_s,
                 hung_limit_s=self.hung_limit_s,
                 busy_limit_s=self.busy_limit_s,
+                stall_limit_s=self.stall_limit_s,
                 grace_s=self.grace_s,
                 env=self.env,
                 memory_limit_nbytes=self.memory_limit_nbytes,

@@ -30,6 +30,7 @@ from umbra.runtime.errors import ActorDied, DeadlineExceeded, UmbraError
 from umbra.runtime.first_of import first_of
 from umbra.runtime.process.child import ChildProcess
 from umbra.runtime.process.exit_status import ExitStatus
+from umbra.runtime.process.gpu_release import gpu_memory_released
 from umbra.runtime.process.orphans import end_orphans
 from umbra.runtime.restart import GiveUp, RestartTracker
 from umbra.runtime.rpc.ref import ActorRef
@@ -37,15 +38,17 @@ from umbra.runtime.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
-
+# How long a dead actor's children may take to end. One that hangs in a driver is left to the
+# supervisor's regular look rather than holding up the restart for ever.
 _ORPHAN_DEADLINE_S: Final = 10.0
+# How long a dead engine's GPU memory may take to be free. Longer holds up a restart that might
+# work; shorter starts engines that run out of memory.
+_GPU_DEADLINE_S: Final = 30.0
 # From a lost connection to the end of its process, beyond the actor's own grace. Longer holds a
 # caller whose connection alone broke; shorter sends it back to a dying process.
 _LOST_PATIENCE_S: Final = 1.0
 # From a child's end to the end of the pipe it wrote to, where no one else holds that.
 _LAST_WORDS_S: Final = 0.2
-"""How long a dead actor's children may take to end. One that hangs in a driver is left to the
-supervisor's regular look rather than holding up the restart for ever."""
 
 
 class ActorState(StrEnum):
@@ -112,6 +115,7 @@ class SupervisedActor:
         self._stop = asyncio.Event()
         self._changed = asyncio.Condition()
         self._child: ChildProcess | None = None
+        self._tree_pids: list[int] = []  # of the last incarnation, as last looked at
 
     @property
     def num_restarts(self) -> int:
@@ -179,7 +183,6 @@ class SupervisedActor:
                 return
             first_line = how.splitlines()[0]
             self._on_note(f"{first_line}; restarting it in {decision.delay_s:.2g} s")
-            await self._enter(ActorState.STARTING)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(decision.delay_s):
                     await self._stop.wait()
@@ -212,23 +215,42 @@ class SupervisedActor:
         finally:
             os.close(write_fd)
         async with child:
-            self._child, self.pid = child, child.pid
+            self._child, self.pid, self._tree_pids = child, child.pid, [child.pid]
             start_error = await self._await_announcement(read_fd, child)
-            if start_error:
-                status = await child.terminate(self.spec.grace_s)
-                # However politely it ends then, it has not done what it was started for.
-                status = ExitStatus(None) if status.is_success else status
-                return status, f"{label} failed to start: {start_error}"
-            self.has_run = True
-            await self._enter(ActorState.RUNNING)
-            await self._watch(child)
+            if not start_error:
+                self.has_run = True
+                await self._enter(ActorState.RUNNING)
+                await self._watch(child)
             status = await child.terminate(self.spec.grace_s)
-        # What it forked must be gone before its successor needs the memory.
-        await end_orphans(deadline_s=_ORPHAN_DEADLINE_S)
+        if self.state == ActorState.RUNNING:
+            await self._enter(
+                ActorState.STARTING
+            )  # Or at its end: `run` decides when all is freed.
+        how = self._describe_end(label, child, status)
+        await self._await_free_memory(label)
+        if start_error:
+            # However politely it ends then, it has not done what it was started for.
+            status = ExitStatus(None) if status.is_success else status
+            how = f"{label} failed to start: {start_error}"
+        return status, how
+
+    def _describe_end(self, label: str, child: ChildProcess, status: ExitStatus) -> str:
         how = child.describe_end()
+        if self.spec.role == "engine" and not status.signal_name:
+            how += child.describe_errors()
         if self._kill_reason and status.signal_name == "SIGKILL":
             how = f"{label} was killed: {self._kill_reason}\n{how}"
-        return status, how
+        return how
+
+    async def _await_free_memory(self, label: str) -> None:
+        """What it forked must be gone, and its GPU memory, before its successor needs the room."""
+        await end_orphans(deadline_s=_ORPHAN_DEADLINE_S)
+        if self.spec.role == "engine":
+            problem = await gpu_memory_released(
+                self._tree_pids, deadline_s=_GPU_DEADLINE_S, stop=self._stop
+            )
+            if problem:
+                self._on_note(f"{label}: {problem}; the next one may run out of memory")
 
     async def _await_announcement(self, read_fd: int, child: ChildProcess) -> str:
         """Waits until the actor serves; returns what went wrong, or ""."""
@@ -236,16 +258,19 @@ class SupervisedActor:
             async with asyncio.timeout(self.spec.start_timeout_s):
                 outcome = await self._read_outcome(read_fd, child)
         except TimeoutError:
-            return (
-                f"not up within start_timeout_s = {self.spec.start_timeout_s:g}; last output:\n"
-                f"{child.log_tail()}"
-            )
+            late = f"not up within start_timeout_s = {self.spec.start_timeout_s:g}"
+            if self.spec.role == "engine":
+                late += " (pool.sync_timeout_s)"
+            return f"{late}; last output:\n{child.log_tail() or '(none)'}"
         if outcome is None:
             if self._stop.is_set():
                 return "it was stopped"
             return child.describe_end()
         if "error" in outcome:
-            return f"{outcome['error']}: {outcome['message']}\n{outcome['traceback']}".rstrip()
+            # What an engine says of itself refers to what its own processes have printed.
+            more = child.describe_errors() if outcome["error"] == "EngineError" else ""
+            said = f"{outcome['error']}: {outcome['message']}\n{outcome['traceback']}"
+            return f"{said.rstrip()}{more}"
         self.ref = dataclasses.replace(self._make_ref(), tcp_endpoint=outcome["tcp_endpoint"])
         return ""
 
@@ -277,20 +302,14 @@ class SupervisedActor:
 
     async def _watch(self, child: ChildProcess) -> None:
         """Until the process ends, is to be stopped, or has to be killed."""
-        watchdog = Watchdog(
-            self._context,
-            self._heartbeat_endpoint(),
-            child.pid,
-            self.spec.hung_limit_s,
-            self.spec.busy_limit_s,
-            self.spec.memory_limit_nbytes,
-        )
+        watchdog = Watchdog(self._context, self._heartbeat_endpoint(), child.pid, self.spec)
         async with asyncio.TaskGroup() as tasks:
             verdict = tasks.create_task(watchdog.run())
             ended = tasks.create_task(child.wait())
             stopped = tasks.create_task(self._stop.wait())
             waiting = (verdict, ended, stopped)
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            self._tree_pids = watchdog.tree.pids
             if verdict.done() and not ended.done():
                 self.kill(verdict.result())
             for task in waiting:

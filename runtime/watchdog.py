@@ -1,4 +1,4 @@
-"""Watches one actor's process from the supervisor: hung, blocked for too long, or too large."""
+"""Watches one actor's processes from the supervisor: hung, blocked, stalled, or too large."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Final
 import msgpack
 import zmq
 
-from umbra.runtime.process.child import resident_nbytes
+from umbra.runtime.actor import ActorSpec
+from umbra.runtime.process.tree import ProcessTree
 from umbra.runtime.rpc.loop_socket import LoopSocket
 from umbra.runtime.rpc.wire import Frame
 
@@ -19,6 +20,11 @@ logger = logging.getLogger(__name__)
 PING_INTERVAL_S: Final = 1.0
 # A limit is measured by so many pings at least: with fewer, one late answer would decide.
 _MIN_PINGS: Final = 4
+# For how long an engine's process may be stopped by a signal. Longer keeps its requests waiting;
+# shorter kills it for tools that stop a process to look at it.
+_STOPPED_LIMIT_S: Final = 3.0
+# Pings between two searches for new processes, which take milliseconds where threads are many.
+_LOOK_EVERY: Final = 10
 
 
 class Watchdog:
@@ -26,6 +32,9 @@ class Watchdog:
 
     Intervals are counted, not clock time, so a supervisor that was itself stopped for a while
     does not blame its children.
+
+    Attributes:
+        tree: the processes it watches.
     """
 
     def __init__(
@@ -33,57 +42,83 @@ class Watchdog:
         context: zmq.Context[zmq.Socket[bytes]],
         endpoint: str,
         pid: int,
-        hung_limit_s: float,
-        busy_limit_s: float,
-        memory_limit_nbytes: int,
+        spec: ActorSpec,
     ) -> None:
+        self.tree = ProcessTree(pid)
         self._context = context
         self._endpoint = endpoint
-        self._pid = pid
-        self._hung_limit_s = hung_limit_s
-        self._busy_limit_s = busy_limit_s
-        self._memory_limit_nbytes = memory_limit_nbytes
+        self._spec = spec
         self._interval_s = min(
-            PING_INTERVAL_S, hung_limit_s / _MIN_PINGS, busy_limit_s / _MIN_PINGS
+            PING_INTERVAL_S, spec.hung_limit_s / _MIN_PINGS, spec.busy_limit_s / _MIN_PINGS
         )
         self._num_missed = 0
+        self._num_stopped = 0  # pings in a row that found a process stopped
         self._loop_age_s = 0.0
+        self._stalled_s = 0.0
 
     async def run(self) -> str:
         """Returns, as soon as there is one, the reason why the process must be killed."""
         dealer: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         socket = LoopSocket(dealer, self._on_beat)
+        looks_at_tree = self._spec.role == "engine" or self._spec.memory_limit_nbytes > 0
+        num_pings = 0
         try:
             dealer.connect(self._endpoint)
             while True:
+                if looks_at_tree and num_pings % _LOOK_EVERY == 0:
+                    self.tree.look()
                 reason = self._verdict()
                 if reason:
                     return reason
                 self._num_missed += 1
+                num_pings += 1
                 socket.send([b""])
                 await asyncio.sleep(self._interval_s)
         finally:
             socket.close()
 
     def _on_beat(self, frames: list[Frame]) -> None:
-        _incarnation, self._loop_age_s = msgpack.unpackb(frames[-1])
+        _incarnation, self._loop_age_s, self._stalled_s = msgpack.unpackb(frames[-1])
         self._num_missed = 0
 
     def _verdict(self) -> str:
+        return self._hung() or self._stalled() or self._too_large()
+
+    def _hung(self) -> str:
         silent_s = self._num_missed * self._interval_s
-        if silent_s > self._hung_limit_s:
+        if silent_s > self._spec.hung_limit_s:
             return f"no heartbeat for {silent_s:.3g} s: stopped, or wedged in native code"
-        if self._loop_age_s > self._busy_limit_s:
+        if self._loop_age_s > self._spec.busy_limit_s:
             return (
                 f"its event loop has been blocked for {self._loop_age_s:.0f} s "
-                f"(busy_limit_s = {self._busy_limit_s:g})"
+                f"(busy_limit_s = {self._spec.busy_limit_s:g})"
             )
-        if self._memory_limit_nbytes:
-            nbytes = resident_nbytes(self._pid)
-            if nbytes > self._memory_limit_nbytes:
-                return (
-                    f"{nbytes / 2**20:.0f} MiB resident, above its memory limit of "
-                    f"{self._memory_limit_nbytes / 2**20:.0f} MiB: raise the "
-                    "limit (pool.memory_limit_mib for engines) or give it smaller batches"
-                )
         return ""
+
+    def _stalled(self) -> str:
+        limit_s = self._spec.stall_limit_s
+        if not limit_s:
+            return ""
+        if self._stalled_s > limit_s:
+            return (
+                f"it has had requests for {self._stalled_s:.3g} s and made no token "
+                f"(pool.stall_limit_s = {limit_s:g}): what runs its model hangs; where a first "
+                "token may take longer, raise the limit"
+            )
+        stopped = self.tree.stopped_pids()
+        self._num_stopped = self._num_stopped + 1 if stopped else 0
+        stopped_s = (self._num_stopped - 1) * self._interval_s
+        if stopped_s >= min(_STOPPED_LIMIT_S, self._spec.hung_limit_s):
+            return f"its process {stopped[0]} was stopped by a signal, {stopped_s:.3g} s ago"
+        return ""
+
+    def _too_large(self) -> str:
+        limit_nbytes = self._spec.memory_limit_nbytes
+        nbytes = self.tree.resident_nbytes() if limit_nbytes else 0
+        if nbytes <= limit_nbytes:
+            return ""
+        return (
+            f"{nbytes / 2**20:.0f} MiB resident, above its memory limit of "
+            f"{limit_nbytes / 2**20:.0f} MiB: raise the "
+            "limit (pool.memory_limit_mib for engines) or give it smaller batches"
+        )

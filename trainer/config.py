@@ -200,9 +200,12 @@ class PoolSection(Section):
         sync_bucket_mib: size of each of the four buffers that weights travel in.
         sync_timeout_s: for one weight update, all its waves, and engine start-up in the first.
         max_restarts: of one engine within ten minutes; more fail the run.
-        memory_limit_mib: host memory of an engine's process, above which it is killed and
+        memory_limit_mib: host memory of an engine's processes, above which it is killed and
             restarted; 0 is no limit.
         hung_limit_s: an engine whose process does not react for so long is killed and restarted.
+        stall_limit_s: an engine that has requests and has made no token for so long is killed and
+            restarted. Set it above the longest time to a first token: a long prompt on a CPU may
+            take minutes.
     """
 
     engine: EngineSpec = "embedded"
@@ -223,6 +226,7 @@ class PoolSection(Section):
     max_restarts: Count = 5
     memory_limit_mib: Count = 0
     hung_limit_s: Seconds = 15.0
+    stall_limit_s: Seconds = 100.0
 
     @model_validator(mode="after")
     def _check_update_waves(self) -> Self:

@@ -68,8 +68,8 @@ def _attend_blocks(
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-_uncompiled: Any = torch.compiler.disable
-_blocks_uncompiled: Callable[..., Tensor] = _uncompiled(_attend_blocks)
+_compiler: Any = torch.compiler
+_blocks_uncompiled: Callable[..., Tensor] = _compiler.disable(_attend_blocks)
 # Compiled, code for each number and shape of blocks would be made for ever.
 
 

@@ -33,6 +33,9 @@ _DEFAULT_TOKENS: Final = {"cpu": 2048, "cuda": 16384}
 _WORKER_RESTARTS: Final = RestartPolicy(
     mode="on_failure", max_restarts=50, window_s=600.0, backoff_max_s=2.0
 )
+# From the time at which its supervisor kills an engine that makes no token until the manager gives
+# it up: without that it would go on with an engine that hangs.
+_DELTA_PATIENCE_S: Final = 20.0
 # A new manager goes on with what the ledger has.
 _MANAGER_RESTARTS: Final = RestartPolicy(mode="on_failure", max_restarts=5, window_s=600.0)
 
@@ -152,6 +155,7 @@ def engine_pool_spec(
         restart=RestartPolicy(mode="on_failure", max_restarts=pool.max_restarts, window_s=600.0),
         start_timeout_s=pool.sync_timeout_s,
         hung_limit_s=pool.hung_limit_s,
+        stall_limit_s=pool.stall_limit_s,
         memory_limit_nbytes=pool.memory_limit_mib << 20,
         bucket_nbytes=pool.sync_bucket_mib << 20,
         transport=pool.transport,
@@ -224,6 +228,7 @@ def manager_spec(
         "agent": rollout.agent is not None,
         "accuracy_threshold": config.reward.accuracy_threshold,
         "engine_timeout_s": config.pool.sync_timeout_s,
+        "delta_timeout_s": config.pool.stall_limit_s + _DELTA_PATIENCE_S,
         "reward_timeout_s": config.reward.timeout_s,
         "agent_timeout_s": rollout.agent_timeout_s,
         "agent_retries": rollout.agent_retries,

@@ -16,6 +16,7 @@ from typing import Any, Final, Self, TypeVar
 
 from umbra.engines.adapter.core import Core
 from umbra.engines.adapter.running import RunningRequest, RunningRequests
+from umbra.engines.adapter.warm_up import warm_up
 from umbra.engines.delta_stream import DeltaStream
 from umbra.engines.deltas import DeltaBatch, DeltaBuffer
 from umbra.engines.gate import EngineGate
@@ -94,6 +95,7 @@ class AdapterEngine:
     async def _start_core(self) -> None:
         try:
             await self._core.start()
+            await warm_up(self._core)
         except BaseException:
             self._core.stop()
             raise
@@ -356,6 +358,11 @@ class AdapterEngine:
             weights_nbytes=self._core.memory["weights_nbytes"] if "weights" in awake else 0,
             kv_nbytes=self._core.memory["kv_nbytes"] if "kv_cache" in awake else 0,
         )
+
+    def progress(self) -> int | None:
+        """Tokens made, while there are requests to make them for."""
+        is_idle = not self._running or self._core.is_paused
+        return None if is_idle else self._running.num_tokens_total
 
 
 def _assign(event: asyncio.Event, value: bool) -> None:

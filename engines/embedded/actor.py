@@ -146,3 +146,7 @@ class EmbeddedEngine:
 
     async def stats(self) -> EngineStats:
         return await self._thread.run(lambda worker: worker.stats())
+
+    def progress(self) -> int | None:
+        """Steps of the model; a job for the compute thread may wait, and has limits of its own."""
+        return self._thread.num_steps if self._thread.is_stepping else None

@@ -40,6 +40,10 @@ class ComputeThread:
         build: makes the worker; called in the thread.
         on_batch: called on the loop with a batch and the epoch it belongs to.
         on_failure: called on the loop, at most once.
+
+    Attributes:
+        num_steps: steps that have ended; readable from the loop, as is
+        is_stepping: a step is in progress.
     """
 
     def __init__(
@@ -58,6 +62,8 @@ class ComputeThread:
         self._pending: set[asyncio.Future[Any]] = set()
         self._error: Exception | None = None
         self._worker: EngineWorker | None = None
+        self.num_steps = 0
+        self.is_stepping = False
         self._epoch = 0  # of the consumer that batches are made for; set in the thread
         self._thread = threading.Thread(target=self._main, name="engine-compute", daemon=True)
 
@@ -135,7 +141,10 @@ class ComputeThread:
                 can_step = worker.can_step
                 if not can_step and self._jobs.empty():
                     self._flush(worker)
+            self.is_stepping = True
             worker.step()
+            self.is_stepping = False
+            self.num_steps += 1
             now = time.monotonic()
             if now >= next_flush or not worker.can_step:
                 self._flush(worker)

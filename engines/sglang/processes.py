@@ -13,7 +13,7 @@ import signal
 import tempfile
 from collections.abc import Collection, Generator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from umbra.runtime.process import descendants
 
@@ -50,7 +50,7 @@ def temporary_files_in(folder: Path | None) -> Generator[None]:
 
 def socket_files(port_args: Any) -> list[Path]:
     """Files that SGLang made for its sockets and leaves behind."""
-    fields: dict[str, Any] = vars(port_args)
+    fields = cast("dict[str, object]", vars(port_args))
     names = [value for value in fields.values() if isinstance(value, str)]
     return [Path(name.removeprefix("ipc://")) for name in names if name.startswith("ipc://")]
 

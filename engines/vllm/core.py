@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _SHUTDOWN_TIMEOUT_S: Final = 0.2
 # For EngineCore to end by itself, which takes its workers seconds and saves nothing.
+_MAX_ERROR_NUM_CHARS: Final = 1000
 
 
 class VllmCore(Core):
@@ -71,7 +72,10 @@ class VllmCore(Core):
         try:
             self._llm = library.AsyncLLM.from_engine_args(library.AsyncEngineArgs(**options))
         except Exception as error:
-            raise EngineError(f"vLLM {library.version} did not start: {error}") from error
+            said = str(error)
+            if len(said) > _MAX_ERROR_NUM_CHARS:  # such as a list of all models that it knows
+                said = f"{said[:_MAX_ERROR_NUM_CHARS]} ..."
+            raise EngineError(f"vLLM {library.version} did not start: {said}") from error
         self.vocab_size = int(self._llm.model_config.get_vocab_size())
         for pid in set(descendants.child_pids(os.getpid())) - before - {_resource_tracker_pid()}:
             self._watches.enter_context(PidWatch(pid, self.died.set))

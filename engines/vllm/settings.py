@@ -35,6 +35,9 @@ OPTIONS: Final = EngineOptions(
     },
 )
 
+_CPU_OPTIONS: Final = {"enforce_eager": True, "enable_chunked_prefill": False}
+# Where a step takes a part of a prompt, vLLM (0.32.0) sets back the request's generator, which one
+# of the CPU cannot do: the engine dies as soon as trajectories to be resumed exceed a step.
 _CPU_BLOCK_NUM_TOKENS: Final = 128
 _CPU_KV_SHARE_OF_MEMORY: Final = 1 / 8
 # Of the host's memory, where no size was given. vLLM takes it at once, used or not.
@@ -78,7 +81,7 @@ class VllmSettings(AdapterSettings):
             "worker_extension_cls": WORKER_EXTENSION,
             "weight_transfer_config": {"backend": TRANSFER_BACKEND},
             "disable_log_stats": True,
-            **({"enforce_eager": True} if is_cpu else {"enable_sleep_mode": True}),
+            **(_CPU_OPTIONS if is_cpu else {"enable_sleep_mode": True}),
         }
         nbytes = self._kv_cache_nbytes(is_cpu=is_cpu)
         if nbytes is not None:

@@ -150,6 +150,16 @@ class ChildProcess:
         """The last lines this incarnation wrote; empty without a log."""
         return "" if self._log is None else self._log.tail(max_lines)
 
+    def describe_errors(self) -> str:
+        """The first error in this incarnation's log and where that is, to follow other words."""
+        if self._log is None:
+            return ""
+        error = self._log.first_error()
+        found = (
+            f"the first error in {self._log.path}:\n{error}" if error else f"see {self._log.path}"
+        )
+        return f"\n{found}"
+
     def describe_end(self, max_lines: int = 20) -> str:
         """Such as `engine-0#1 (pid 7) killed by SIGKILL (9)`, with the log's last lines."""
         text = f"{self.name} (pid {self.pid}) {self.status or 'still runs'}"

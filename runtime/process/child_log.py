@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Final
 
 from umbra.runtime.errors import ConfigError
 
 _TAIL_NBYTES = 64 * 1024
 """Most that is read for a tail. More would block the loop on a slow disk; far less could miss the
 beginning of a long traceback."""
+
+_ERROR_NBYTES = 1 << 20
+"""Most that is read to find the first error, from the incarnation's beginning."""
+_PREFIX: Final = re.compile(r"^\([^)]*\) [A-Z]+ .*?\] ?|^\[[^]]*\] |^ *[|+] ")
+# What loggers and exception groups put before a traceback's lines: "(Worker pid=7) ERROR 11-22
+# [file:3] ", "[TP0] ", "    | ".
+_ERROR: Final = re.compile(r"([A-Za-z_]\w*\.)*[A-Z]\w*(Error|Exception|Interrupt)(: .*)?$")
+_NUM_BEFORE: Final = 2  # lines of a traceback that go with its error: where, and the code there
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,3 +60,25 @@ class ChildLog:
         except OSError:
             return ""
         return "\n".join(text.splitlines()[-max_lines:])
+
+    def first_error(self) -> str:
+        """The first traceback's last lines; empty where there is none.
+
+        Where several processes write, what the first one says is the cause of the others' errors,
+        and by the end of all their tracebacks it is far above the tail.
+        """
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.start_offset)
+                text = file.read(_ERROR_NBYTES).decode(errors="replace")
+        except OSError:
+            return ""
+        before: list[str] = []
+        in_traceback = False
+        for line in (_PREFIX.sub("", raw, count=1) for raw in text.splitlines()):
+            in_traceback = in_traceback or line.startswith("Traceback (most recent call last)")
+            if in_traceback and _ERROR.match(line):
+                return "\n".join([*before[-_NUM_BEFORE:], line])
+            if line.strip(" ^~"):
+                before.append(line)
+        return ""

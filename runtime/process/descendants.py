@@ -20,6 +20,10 @@ _LOOK_AGAIN_S = 0.02
 """Longest wait for deaths between two looks at the tree. Longer: a fork that slipped between two
 looks lives longer. Shorter: more reading of /proc while a large process frees its memory."""
 
+TRACKER_PATIENCE_S = 2.0
+"""For a resource tracker to end once the others have been killed: it needs milliseconds. Shorter
+leaves names in /dev/shm on a busy machine; longer waits for one whose tree lives on elsewhere."""
+
 _MAX_LOOKS = 16
 """Looks at a tree in one go. One is enough for what forks seldom; a process that always forks and
 ends (its zombies make each look slower) needs its root dead and its zombies reaped between looks.
@@ -54,10 +58,12 @@ def kill_all_descendants(deadline_s: float) -> list[int]:
     the deadline: then the pids that could not be ended are returned (uninterruptible sleep). It
     reaps every child, also those another part of this process waits for: for the very end only.
     """
-    deadline = time.monotonic() + deadline_s
+    begin = time.monotonic()
+    deadline = begin + deadline_s
     signalled: set[Identity] = set()
     while True:
-        kill_tree_below(os.getpid(), signalled)
+        is_patient = time.monotonic() - begin < TRACKER_PATIENCE_S
+        kill_tree_below(os.getpid(), signalled, spare_trackers=is_patient)
         if not _reap_every_zombie():
             return []
         left_s = deadline - time.monotonic()
@@ -67,20 +73,26 @@ def kill_all_descendants(deadline_s: float) -> list[int]:
 
 
 def kill_tree(pid: int) -> None:
-    """SIGKILL `pid`, a child of the caller, and all below it; returns before they are gone.
+    """SIGKILL `pid`, a child of the caller, and all below it but resource trackers; returns before
+    they are gone.
 
     The root is stopped first so that it does not fork between the last look and its own death.
     What forks faster than this looks is left, and goes to the nearest subreaper.
     """
     send_signal(pid, signal.SIGSTOP)
-    kill_tree_below(pid)
+    kill_tree_below(pid, spare_trackers=True)
     send_signal(pid, signal.SIGKILL)
 
 
 def kill_tree_below(
-    pid: int, signalled: set[Identity] | None = None, spared: Collection[int] = ()
+    pid: int,
+    signalled: set[Identity] | None = None,
+    spared: Collection[int] = (),
+    *,
+    spare_trackers: bool = False,
 ) -> set[Identity]:
-    """SIGKILL every descendant of `pid` but the trees of its children in `spared`.
+    """SIGKILL every descendant of `pid` but the trees of its children in `spared`, and resource
+    trackers if wanted.
 
     Looks again until a look finds nobody new: a process with SIGKILL pending forks no more. Those
     in `signalled` have been dealt with before. Returns `signalled` with the new ones.
@@ -89,7 +101,9 @@ def kill_tree_below(
     for _ in range(_MAX_LOOKS):
         num_before = len(signalled)
         for identity in living_descendants(pid, spared):
-            if identity not in signalled:
+            if identity not in signalled and not (
+                spare_trackers and _is_resource_tracker(identity.pid)
+            ):
                 _kill(identity)
                 signalled.add(identity)
         if len(signalled) == num_before:
@@ -199,6 +213,15 @@ def _kill(identity: Identity) -> None:
         return
     finally:
         os.close(pidfd)
+
+
+def _is_resource_tracker(pid: int) -> bool:
+    """A process that only says so gains nothing but the patience for one."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as cmdline:
+            return b"from multiprocessing.resource_tracker import main" in cmdline.read(4096)
+    except OSError:
+        return False
 
 
 def _reap_every_zombie() -> bool:

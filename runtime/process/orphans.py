@@ -32,9 +32,16 @@ async def end_orphans(deadline_s: float, also_living: Collection[int] = ()) -> l
     Call it after each child's end, before its successor is started (which may need the memory), and
     now and then besides. `also_living`: children that were not started by ChildProcess.
     """
-    deadline = asyncio.get_running_loop().time() + deadline_s
-    while remaining := kill_orphans(also_living):
-        left_s = deadline - asyncio.get_running_loop().time()
+    clock = asyncio.get_running_loop().time
+    begin = clock()
+    deadline = begin + deadline_s
+
+    def look() -> list[int]:
+        is_patient = clock() - begin < descendants.TRACKER_PATIENCE_S
+        return kill_orphans(also_living, spare_trackers=is_patient)
+
+    while remaining := look():
+        left_s = deadline - clock()
         if left_s <= 0:
             _logger.warning("orphans %s did not end within %g s", remaining, deadline_s)
             return remaining
@@ -42,7 +49,7 @@ async def end_orphans(deadline_s: float, also_living: Collection[int] = ()) -> l
     return []
 
 
-def kill_orphans(also_living: Collection[int] = ()) -> list[int]:
+def kill_orphans(also_living: Collection[int] = (), *, spare_trackers: bool = False) -> list[int]:
     """One look without waiting: SIGKILL every orphan, reap those that have ended.
 
     Returns the pids of those still to be reaped.
@@ -50,7 +57,7 @@ def kill_orphans(also_living: Collection[int] = ()) -> list[int]:
     if not prctl.is_subreaper():
         raise RuntimeError("only a subreaper gets orphans: call prctl.become_subreaper() at start")
     spared = living_pids() | set(also_living)
-    killed = descendants.kill_tree_below(os.getpid(), spared=spared)
+    killed = descendants.kill_tree_below(os.getpid(), spared=spared, spare_trackers=spare_trackers)
     remaining: list[int] = []
     for pid in descendants.child_pids(os.getpid()):
         if pid not in spared and not _reap(pid):

@@ -82,7 +82,7 @@ class Part:
     @classmethod
     def from_wire(cls, raw: object, allocations: Sequence[Allocation]) -> Self:
         """Raises ProtocolError for a part that is not inside its allocation."""
-        match raw:
+        match cast("Any", raw):
             case [int(offset), int(allocation), int(start), str(dtype), shape, strides]:
                 sizes, steps = _numbers(shape, 1), _numbers(strides, 0)
                 part = cls(offset, allocation, start, dtype, sizes, steps)
@@ -117,7 +117,7 @@ class RankExports:
     @classmethod
     def from_wire(cls, raw: object) -> Self:
         """Raises ProtocolError for anything that `to_wire` could not have made."""
-        match raw:
+        match cast("Any", raw):
             case {"allocations": allocations, "parts": parts}:
                 read = tuple(Allocation.from_wire(a) for a in _list(allocations, MAX_TENSORS))
                 return cls(read, tuple(Part.from_wire(p, read) for p in _list(parts, MAX_TENSORS)))

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable, Coroutine, Generator
 from contextlib import aclosing
 from pathlib import Path
@@ -85,6 +86,21 @@ def test_logprobs_are_those_of_transformers(make_engine: MakeEngine, temperature
             expected = torch.log_softmax(logits[len(prompt) - 1 : -1] / (temperature or 1.0), -1)
             chosen = expected.gather(1, torch.tensor(completion.tokens)[:, None])[:, 0]
             assert torch.tensor(completion.logprobs).allclose(chosen, atol=1e-4)
+
+    run_async(body)
+
+
+def test_prompts_of_more_tokens_than_a_step_takes_are_served(make_engine: MakeEngine) -> None:
+    """As trajectories that are resumed after a death: all at once, long, with seeds."""
+    draw = random.Random(0)
+    prompts = [draw.choices(range(VOCAB_SIZE), k=480) for _ in range(MAX_NUM_SEQS)]
+    asked = [wire_request(i, p, max_new_tokens=4) for i, p in enumerate(prompts)]
+
+    async def body() -> None:
+        engine = make_engine()
+        async with running(engine):
+            results = await results_of(engine, asked)
+        assert [len(results[i].tokens) for i in range(MAX_NUM_SEQS)] == [4] * MAX_NUM_SEQS
 
     run_async(body)
 

@@ -52,6 +52,7 @@ def test_options_say_what_umbra_needs_of_vllm(tmp_path: Path) -> None:
     assert options["generation_config"] == "vllm"
     assert options["load_format"] == "dummy"
     assert options["enforce_eager"] is True
+    assert options["enable_chunked_prefill"] is False
     assert options["tensor_parallel_size"] == 2
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import mmap
+import multiprocessing
 import os
 import signal
 import sys
 import time
 from collections.abc import AsyncGenerator
+from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +83,29 @@ class Echo:
         self._memory = bytearray(os.urandom(1)) * nbytes
         return len(self._memory)
 
+    def share_memory(self, nbytes: int, num_processes: int) -> list[int]:
+        """Maps memory that so many children map and touch, too; their pids."""
+        self._shared = mmap.mmap(-1, nbytes)
+        self._shared.write(bytes(nbytes))
+        return [self._fork_toucher(self._shared) for _ in range(num_processes)]
+
+    def take_memory_in_a_child(self, nbytes: int) -> int:
+        return self._fork_toucher(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE))
+
+    @staticmethod
+    def _fork_toucher(memory: mmap.mmap) -> int:
+        read_fd, write_fd = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            for at in range(0, len(memory), mmap.PAGESIZE):
+                memory[at] = 1
+            os.write(write_fd, b"x")
+            _sleep_for_ever()
+        os.read(read_fd, 1)
+        os.close(read_fd)
+        os.close(write_fd)
+        return pid
+
     def loaded_modules(self, names: list[str]) -> list[str]:
         return [name for name in names if name in sys.modules]
 
@@ -95,9 +122,35 @@ class Echo:
             _sleep_for_ever()
         return [child, _fork_daemon()]
 
+    def make_names(self) -> list[str]:
+        """Names in /dev/shm, as multiprocessing makes them for a child that is there, too."""
+        before = set(os.listdir("/dev/shm"))
+        context = multiprocessing.get_context("spawn")
+        self._kept = (shared_memory.SharedMemory(create=True, size=100), context.Lock())
+        child = context.Process(target=time.sleep, args=(3600.0,), daemon=True)
+        child.start()
+        return sorted(set(os.listdir("/dev/shm")) - before)
+
     async def ask(self, ref: ActorRef, method: str, *args: Any) -> Any:
         """Calls another actor, also on another node."""
         return await actor_context().connect(ref).call(method, *args, timeout_s=5.0)
+
+
+class Engine(Echo):
+    """As far as its supervisor watches one: it has requests, and gets on with them or does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._num_tokens = 0
+        self._has_requests = False
+        self._is_stuck = False
+
+    def work(self, is_stuck: bool) -> None:
+        self._has_requests, self._is_stuck = True, is_stuck
+
+    def progress(self) -> int | None:
+        self._num_tokens += not self._is_stuck
+        return self._num_tokens if self._has_requests else None
 
 
 class Meeting:
@@ -166,6 +219,22 @@ class DiesInRun(Echo):
         await asyncio.sleep(0.05)
         print("about to give up", flush=True)
         raise RuntimeError("the replay store is corrupt")
+
+
+class DiesSlowly(Echo):
+    """Its `run` raises when told to, and the interpreter then takes long to end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_over = asyncio.Event()
+        atexit.register(time.sleep, 30.0)
+
+    def give_up(self) -> None:
+        self._is_over.set()
+
+    async def run(self) -> None:
+        await self._is_over.wait()
+        raise RuntimeError("the scheduler has ended")
 
 
 class DiesSoon(Echo):

@@ -399,6 +399,69 @@ def test_an_actor_above_its_memory_limit_is_replaced_and_the_limit_named(
     assert told(shared, echo, "above its memory limit of 200 MiB")
 
 
+@pytest.mark.slow
+def test_memory_of_children_counts_and_what_they_share_counts_once(
+    session: Session, shared: SessionFactory, spawn: Spawn
+) -> None:
+    echo = spawn(actor("Echo", memory_limit_nbytes=500 * 2**20))
+
+    echo.call("share_memory", 200 * 2**20, 3, timeout_s=20.0)
+    time.sleep(1.5)  # longer than between two looks
+    assert echo.call("who")["incarnation"] == 1
+
+    with contextlib.suppress(ConnectionLost):
+        echo.call("take_memory_in_a_child", 600 * 2**20, timeout_s=20.0)
+    wait_for_incarnation(session, 2, echo.ref.name)
+    assert told(shared, echo, "above its memory limit of 500 MiB")
+
+
+# -- an engine's health --------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_an_engine_that_gets_nowhere_is_replaced_and_one_that_is_slow_or_idle_is_not(
+    session: Session, shared: SessionFactory, spawn: Spawn
+) -> None:
+    engines = [spawn(actor("Engine", role="engine", stall_limit_s=0.6)) for _ in range(3)]
+    stuck, slow, idle = engines
+
+    slow.call("work", is_stuck=False)
+    stuck.call("work", is_stuck=True)
+
+    wait_for_incarnation(session, 2, stuck.ref.name)
+    assert told(shared, stuck, "made no token (pool.stall_limit_s = 0.6)")
+    assert slow.call("who")["incarnation"] == idle.call("who")["incarnation"] == 1
+
+
+@pytest.mark.slow
+def test_an_engine_with_a_stopped_process_is_replaced_and_other_actors_are_not(
+    session: Session, shared: SessionFactory, spawn: Spawn
+) -> None:
+    engine = spawn(actor("Engine", role="engine", stall_limit_s=60.0, hung_limit_s=1.0))
+    other = spawn(actor("Echo", hung_limit_s=1.0))
+    children = [handle.call("fork_family")[0] for handle in (engine, other)]
+    time.sleep(2.6)  # until the processes below are looked for again
+
+    for pid in children:
+        os.kill(pid, signal.SIGSTOP)
+
+    with all_end(children[:1], within_s=10.0):
+        wait_for_incarnation(session, 2, engine.ref.name)
+    assert told(shared, engine, f"its process {children[0]} was stopped by a signal")
+    assert other.call("who")["incarnation"] == 1
+
+
+def test_an_engine_that_fails_is_gone_at_once_for_who_asks_for_its_successor(
+    session: Session, spawn: Spawn
+) -> None:
+    engine = spawn(actor("DiesSlowly", role="engine", restart=NEVER, essential=False))
+    engine.call("give_up")
+
+    with pytest.raises(ActorDied, match="exited with status 1") as caught:
+        session.supervisor_call("resolve", engine.ref.name, 20.0, engine.ref.incarnation)
+    assert "RuntimeError: the scheduler has ended" in str(caught.value).partition("first error")[2]
+
+
 # -- what an actor leaves ------------------------------------------------------------------
 
 
@@ -417,6 +480,21 @@ def test_children_of_a_killed_actor_go_with_it_and_others_stay(
 
     for pid in spared_family:
         os.kill(pid, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+def test_names_of_shared_memory_go_with_a_killed_actor(
+    session: Session, spawn: Spawn, signum: signal.Signals
+) -> None:
+    doomed = spawn(actor("Echo", hung_limit_s=0.5))  # who is stopped is killed by its supervisor
+    names = doomed.call("make_names", timeout_s=20.0)
+    assert {name[:4] for name in names} == {"psm_", "sem."}
+
+    kill(doomed.call("who")["pid"], signum)
+    wait_for_incarnation(session, 2, doomed.ref.name)
+
+    assert not set(names) & set(os.listdir("/dev/shm"))
 
 
 def test_an_actor_that_is_deaf_to_sigterm_is_killed_after_its_grace(

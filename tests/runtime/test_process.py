@@ -308,6 +308,40 @@ def test_a_tail_reads_a_bounded_part_of_a_long_log(tmp_path: Path) -> None:
     assert len(log.tail(100)) < 65 * 1024
 
 
+WORKER = "(Worker pid=7) ERROR 11-22 01:37:48 [multiproc_executor.py:953] "
+SEVERAL_TRACEBACKS = f"""\
+Exception: of no traceback
+{WORKER}Traceback (most recent call last):
+{WORKER}  File "loader.py", line 1, in load
+{WORKER}    weight_loader(param)
+{WORKER}  File "embedding.py", line 515, in weight_loader
+{WORKER}    assert weight.shape[0] == self.vocab_size
+{WORKER}           ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
+{WORKER}AssertionError
+
+Traceback (most recent call last):
+  File "core.py", line 3, in main
+    raise RuntimeError("initialization failed; see the root cause above")
+RuntimeError: initialization failed; see the root cause above
+"""
+
+
+def test_the_first_error_in_a_log_is_found_with_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "child.log"
+    path.write_text("Traceback (most recent call last):\nValueError: of an earlier life\n")
+    log = ChildLog.begin(path, "a life")
+
+    assert log.first_error() == ""
+
+    with path.open("a") as file:
+        file.write(SEVERAL_TRACEBACKS)
+    assert log.first_error().splitlines() == [
+        '  File "embedding.py", line 515, in weight_loader',
+        "    assert weight.shape[0] == self.vocab_size",
+        "AssertionError",
+    ]
+
+
 def test_a_program_that_cannot_be_executed_is_told(run: Run, tmp_path: Path) -> None:
     async def body() -> None:
         missing = ["/does/not/exist"]
@@ -402,6 +436,32 @@ def test_orphans_of_a_dead_child_are_ended_and_the_living_left_alone() -> None:
         }
         assert not any(Path(f"/proc/{pid}").exists() for pid in living.values())
         assert keeper.wait(DEADLINE_S) == 0
+
+
+MAKES_NAMES = """
+import os, signal
+from multiprocessing import shared_memory
+from umbra.runtime.process import descendants, prctl
+prctl.become_subreaper()
+read_fd, write_fd = os.pipe()
+if os.fork() == 0:
+    memory = shared_memory.SharedMemory(create=True, size=100)
+    os.write(write_fd, memory.name.encode())
+    signal.pause()
+print(os.read(read_fd, 100).decode(), flush=True)
+assert descendants.kill_all_descendants(20.0) == []
+"""
+
+
+@pytest.mark.slow
+def test_names_of_shared_memory_go_with_all_descendants() -> None:
+    argv = [sys.executable, "-c", MAKES_NAMES]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as maker:
+        name = maker.communicate(timeout=DEADLINE_S)[0].strip()
+
+    assert name.startswith("psm_")
+    assert maker.returncode == 0
+    assert not Path("/dev/shm", name).exists()
 
 
 def test_children_are_found_with_and_without_the_kernels_listing(

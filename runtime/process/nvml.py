@@ -1,0 +1,104 @@
+"""What NVIDIA's management library says about memory, by ctypes: no CUDA context, no package."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+LIBRARY: Final = "libnvidia-ml.so.1"
+
+_MAX_PROCESSES: Final = 512  # on one device; of more, NVML names none
+_UNKNOWN_NBYTES: Final = 2**64 - 1
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = (
+        ("total", ctypes.c_ulonglong),
+        ("free", ctypes.c_ulonglong),
+        ("used", ctypes.c_ulonglong),
+    )
+
+
+class _Process(ctypes.Structure):
+    """nvmlProcessInfo_t, of which `used` may be unknown."""
+
+    _fields_ = (
+        ("pid", ctypes.c_uint),
+        ("used", ctypes.c_ulonglong),
+        ("gpu_instance_id", ctypes.c_uint),
+        ("compute_instance_id", ctypes.c_uint),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuReading:
+    """One look at all devices.
+
+    Attributes:
+        used_nbytes: of each device, by whomever.
+        held_nbytes: of each device, by the processes asked for. In a container NVML may know them
+            by other pids; then it is 0.
+    """
+
+    used_nbytes: tuple[int, ...]
+    held_nbytes: tuple[int, ...]
+
+
+class Nvml:
+    """Owned by who opened it, and closed by them. All calls may block while a device wakes."""
+
+    def __init__(self, library: Any, devices: list[ctypes.c_void_p]) -> None:
+        """Use `open`."""
+        self._library = library
+        self._devices = devices
+        self._processes_of: Any = getattr(library, "nvmlDeviceGetComputeRunningProcesses_v3", None)
+
+    @classmethod
+    def open(cls, path: str = LIBRARY) -> Self | None:
+        """None where there is no library, no driver or no device."""
+        try:
+            library: Any = ctypes.CDLL(path)
+        except OSError:
+            return None
+        if library.nvmlInit_v2() != 0:
+            return None
+        count = ctypes.c_uint()
+        library.nvmlDeviceGetCount_v2(ctypes.byref(count))
+        devices: list[ctypes.c_void_p] = []
+        for idx in range(count.value):
+            device = ctypes.c_void_p()
+            if library.nvmlDeviceGetHandleByIndex_v2(idx, ctypes.byref(device)) == 0:
+                devices.append(device)
+        nvml = cls(library, devices)
+        if not devices:
+            nvml.close()
+            return None
+        return nvml
+
+    def close(self) -> None:
+        self._library.nvmlShutdown()
+
+    def read(self, pids: Collection[int]) -> GpuReading:
+        """What is used now, and what of it `pids` hold. A device that does not say counts as 0."""
+        return GpuReading(
+            used_nbytes=tuple(self._used_nbytes(device) for device in self._devices),
+            held_nbytes=tuple(self._held_nbytes(device, pids) for device in self._devices),
+        )
+
+    def _used_nbytes(self, device: ctypes.c_void_p) -> int:
+        memory = _Memory()
+        failed = self._library.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory))
+        return 0 if failed else int(memory.used)
+
+    def _held_nbytes(self, device: ctypes.c_void_p, pids: Collection[int]) -> int:
+        if self._processes_of is None:
+            return 0
+        count = ctypes.c_uint(_MAX_PROCESSES)
+        processes = (_Process * _MAX_PROCESSES)()
+        if self._processes_of(device, ctypes.byref(count), processes) != 0:
+            return 0
+        ours = [process for process in processes[: count.value] if process.pid in pids]
+        # One that is listed holds something, whether NVML knows how much or not.
+        return sum(max(1, p.used) if p.used != _UNKNOWN_NBYTES else 1 for p in ours)

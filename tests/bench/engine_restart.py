@@ -1,0 +1,179 @@
+"""What umbra adds to an engine's own start-up when it is killed while it generates.
+
+A pool of one engine, 32 trajectories in flight, and a rank that publishes the weights again as soon
+as the new engine waits for them. Printed as JSON, medians of the kills, in seconds:
+
+- `kill_to_end_s`: from SIGKILL until the kernel has ended the actor's process
+- `end_to_spawn_s`: from there until its other processes are gone and the next one is started; of it
+  0.1 s are the backoff before a first restart, here that of all
+- `start_s`: from there until it is up: imports, model, and what the engine compiles
+- `ready_to_token_s`: from there to its first token at the manager, `sync_s` of it a weight sync
+- `added_s`: all but the first and `start_s`; `added_max_s` is that of the slowest kill
+
+    .venv-vllm/bin/python tests/bench/engine_restart.py --engine vllm [--kills 5]
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from umbra.runtime.actor import ActorSpec
+from umbra.runtime.collective import SessionSync
+from umbra.runtime.pools import PoolSpec
+from umbra.runtime.process.descendants import wait_for_exits
+from umbra.runtime.restart import RestartPolicy
+from umbra.runtime.session import Session, SessionConfig, SyncHandle
+from umbra.runtime.weights.publish import WeightPublisher
+
+TARGETS = {
+    "embedded": "umbra.engines.embedded.actor:EmbeddedEngine",
+    "vllm": "umbra.engines.vllm.actor:VllmEngine",
+}
+NUM_TRAJECTORIES = 32
+NUM_NEW_TOKENS = 400
+MAX_CONTEXT_LEN = 512
+TIMEOUT_S = 300.0
+
+
+def make_model(folder: Path) -> dict[str, Tensor]:
+    """Writes a model's directory; its weights."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=MAX_CONTEXT_LEN,
+        tie_word_embeddings=False,
+    )
+    model = Qwen3ForCausalLM(config).eval()
+    model.save_pretrained(folder)
+    return {name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+
+def wait_for(what: Callable[[], bool]) -> float:
+    """The time at which it has come to be so."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    return time.monotonic()
+
+
+def start(session: Session, engine: str, folder: Path) -> SyncHandle:
+    """Pool and manager, which keeps the trajectories in flight."""
+    session.create_pool(
+        PoolSpec(
+            name="policy",
+            engine=TARGETS[engine],
+            count=1,
+            mode="standalone",
+            restart=RestartPolicy(max_restarts=20, backoff_max_s=0.1),
+            kwargs={
+                "model_path": str(folder),
+                "max_context_len": MAX_CONTEXT_LEN,
+                "max_num_seqs": 64,
+                "dtype": "float32",
+                "device": "cpu",
+            },
+            env={"OMP_NUM_THREADS": "1"},
+        )
+    )
+    config = {
+        "prompts_path": "none",
+        "pool": "policy",
+        "world_size": 1,
+        "groups_per_step": 1,
+        "group_size": 1,
+        "max_new_tokens": NUM_NEW_TOKENS,
+        "max_context_len": MAX_CONTEXT_LEN,
+        "rollout_actors": ["none"],
+    }
+    return session.spawn(
+        ActorSpec(
+            name="rollouts",
+            target="umbra.runtime.bench.gap_manager:GapManager",
+            kwargs={"config": config, "prompt_len": 32},
+        )
+    )
+
+
+def kill_once(
+    session: Session, manager: SyncHandle, publisher: WeightPublisher, life: int
+) -> dict[str, float]:
+    """Ends life number `life` and sees the next one generate."""
+
+    def pid() -> int:
+        rows = session.supervisor_call("list_actors")
+        return next(row["pid"] for row in rows if row["name"] == "policy-0")
+
+    def is_ready() -> bool:
+        (state,) = session.supervisor_call("pool_states", "policy")
+        return state["incarnation"] == life + 1 and state["state"] == "PENDING_WEIGHTS"
+
+    old_pid = pid()
+    killed = time.monotonic()
+    os.kill(old_pid, signal.SIGKILL)
+    wait_for_exits([old_pid], TIMEOUT_S)
+    ended = time.monotonic()
+    spawned = wait_for(lambda: pid() != old_pid)
+    ready = wait_for(is_ready)
+    publisher.publish("policy", 0, TIMEOUT_S)
+    synced = time.monotonic()
+    first_token = max(manager.call("first_tokens", 0, life + 1, timeout_s=TIMEOUT_S))
+    return {
+        "kill_to_end_s": ended - killed,
+        "end_to_spawn_s": spawned - ended,
+        "start_s": ready - spawned,
+        "sync_s": synced - ready,
+        "ready_to_token_s": first_token - ready,
+        "added_s": spawned - ended + first_token - ready,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--engine", choices=sorted(TARGETS), default="embedded")
+    parser.add_argument("--kills", type=int, default=5)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="umbra-bench-") as name:
+        folder = Path(name)
+        weights = make_model(folder)
+        config = SessionConfig(run_dir=folder / "run")
+        with Session.from_torchrun(config, on_note=lambda text: None) as session:
+            manager = start(session, arguments.engine, folder)
+            publisher = WeightPublisher(SessionSync(session), 0, 1, weights)
+            publisher.publish("policy", 0, TIMEOUT_S)
+            manager.call("keep_in_flight", NUM_TRAJECTORIES)
+            manager.call("first_tokens", 0, 1, timeout_s=TIMEOUT_S)
+            rows: list[dict[str, Any]] = [
+                kill_once(session, manager, publisher, life)
+                for life in range(1, arguments.kills + 1)
+            ]
+            publisher.close()
+    facts = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
+    facts["added_max_s"] = max(row["added_s"] for row in rows)
+    print(json.dumps({key: round(value, 3) for key, value in facts.items()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""A dead engine's GPU memory is free before its successor starts: decided, and asked of NVML."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+from actor_specs import actor
+from watching import kill
+
+from umbra.runtime.errors import DeadlineExceeded
+from umbra.runtime.process.gpu_release import ReleaseWatch, gpu_memory_released
+from umbra.runtime.process.nvml import LIBRARY, GpuReading, Nvml
+from umbra.runtime.session import Session
+
+GIB = 1 << 30
+
+FAKE_NVML = r"""
+#include <stdio.h>
+typedef struct { unsigned long long total, free, used; } memory_t;
+typedef struct { unsigned pid; unsigned long long used; unsigned gi, ci; } process_t;
+/* The file holds: bytes used, bytes held, by which pid. */
+static void look(unsigned long long *used, unsigned long long *held, unsigned *pid) {
+    FILE *file = fopen(PATH, "r");
+    *used = *held = 0; *pid = 0;
+    if (file) { if (fscanf(file, "%llu %llu %u", used, held, pid) != 3) *used = 0; fclose(file); }
+}
+int nvmlInit_v2(void) { return 0; }
+int nvmlShutdown(void) { return 0; }
+int nvmlDeviceGetCount_v2(unsigned *count) { *count = 1; return 0; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned idx, void **device) { *device = (void*)7; return 0; }
+int nvmlDeviceGetMemoryInfo(void *device, memory_t *memory) {
+    unsigned long long held; unsigned pid;
+    if (device != (void*)7) return 2;
+    look(&memory->used, &held, &pid);
+    return 0;
+}
+int nvmlDeviceGetComputeRunningProcesses_v3(void *device, unsigned *count, process_t *out) {
+    unsigned long long used, held; unsigned pid;
+    if (device != (void*)7 || *count < 2) return 2;
+    look(&used, &held, &pid);
+    out[0].pid = 1; out[0].used = 5; *count = 1;
+    if (held) { out[1].pid = pid; out[1].used = held; *count = 2; }
+    return 0;
+}
+"""
+
+
+def reading(used: float, held: float = 0.0) -> GpuReading:
+    return GpuReading(used_nbytes=(int(used * GIB),), held_nbytes=(int(held * GIB),))
+
+
+def end_of(readings: list[GpuReading], interval_s: float = 0.1) -> int | None:
+    """With which of them the wait is over."""
+    watch = ReleaseWatch(now=100.0)
+    for idx, each in enumerate(readings):
+        if watch.observe(each, 100.0 + idx * interval_s):
+            return idx
+    return None
+
+
+def test_the_wait_is_over_once_nothing_is_held_and_use_has_stopped_falling() -> None:
+    assert end_of([reading(5.0)] * 10) == 2
+    assert end_of([reading(60.0, 55.0)] * 5 + [reading(5.0)] * 5) == 7
+    falling = [reading(60.0), reading(40.0), reading(20.0), reading(5.0)]
+    assert end_of([*falling, *[reading(5.0)] * 5]) == 5
+
+
+def test_what_is_held_or_still_falls_is_told() -> None:
+    assert end_of([reading(60.0, 55.0)] * 100) is None
+    watch = ReleaseWatch(now=0.0)
+    watch.observe(reading(60.0, 55.0), 30.0)
+    assert watch.describe(30.0) == "its processes still hold 55.0 GiB of GPU 0 30 s after its end"
+    assert end_of([reading(60.0 - idx) for idx in range(50)]) is None
+
+
+def test_use_that_grows_or_wavers_holds_nobody_up() -> None:
+    assert end_of([reading(5.0 + idx) for idx in range(10)]) == 2
+    assert end_of([reading(5.0 + 0.01 * (idx % 2)) for idx in range(10)]) == 2
+
+
+def test_without_nvml_there_is_no_wait() -> None:
+    began = time.monotonic()
+    found = asyncio.run(
+        gpu_memory_released([1], deadline_s=30.0, library="libnone-of-that-name.so.1")
+    )
+    assert found == ""
+    assert time.monotonic() - began < 5.0
+
+
+@pytest.fixture(scope="module")
+def fake_nvml(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """A library with one device, and the file that says what is used, held, and by whom."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    folder = tmp_path_factory.mktemp("nvml")
+    source, library, state = folder / "fake.c", folder / "fake.so", folder / "state"
+    source.write_text(FAKE_NVML)
+    flags = ["-shared", "-fPIC", f'-DPATH="{state}"']
+    subprocess.run([compiler, *flags, "-o", library, source], check=True, timeout=60)
+    return str(library), state
+
+
+def test_nvml_tells_used_memory_and_what_is_held_by_whom(fake_nvml: tuple[str, Path]) -> None:
+    library, state = fake_nvml
+    state.write_text(f"{60 * GIB} {55 * GIB} 4711")
+
+    nvml = Nvml.open(library)
+    assert nvml is not None
+    try:
+        assert nvml.read([4711]) == reading(60.0, 55.0)
+        assert nvml.read([12]) == reading(60.0)
+    finally:
+        nvml.close()
+
+
+def test_memory_that_is_never_freed_is_told_at_the_deadline(fake_nvml: tuple[str, Path]) -> None:
+    library, state = fake_nvml
+    state.write_text(f"{60 * GIB} {55 * GIB} 4711")
+
+    found = asyncio.run(gpu_memory_released([4711], deadline_s=0.3, library=library))
+
+    assert found.startswith("its processes still hold 55.0 GiB of GPU 0")
+
+
+@pytest.mark.slow
+def test_the_wait_lasts_until_the_memory_is_freed(fake_nvml: tuple[str, Path]) -> None:
+    library, state = fake_nvml
+    state.write_text(f"{60 * GIB} {55 * GIB} 4711")
+
+    async def body() -> float:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        loop.call_later(0.5, lambda: state.write_text(f"{5 * GIB} 0 0"))
+        assert await gpu_memory_released([4711], deadline_s=30.0, library=library) == ""
+        return loop.time() - began
+
+    assert 0.5 < asyncio.run(body()) < 10.0
+
+
+def test_a_job_that_ends_does_not_wait_for_memory(fake_nvml: tuple[str, Path]) -> None:
+    library, state = fake_nvml
+    state.write_text(f"{60 * GIB} {55 * GIB} 4711")
+
+    async def body() -> None:
+        stop = asyncio.Event()
+        stop.set()
+        async with asyncio.timeout(5.0):
+            await gpu_memory_released([4711], deadline_s=30.0, stop=stop, library=library)
+
+    asyncio.run(body())
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_an_engine_is_not_restarted_before_the_memory_of_the_last_is_free(
+    fake_nvml: tuple[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    library, state = fake_nvml
+    state.write_text(f"{5 * GIB} 0 0")
+    shutil.copy(library, tmp_path / LIBRARY)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))  # for the supervisor, which begins now
+    session: Session = request.getfixturevalue("umbra_session")
+    engine = session.spawn(actor("Engine", role="engine"))
+    pid = int(engine.call("who")["pid"])
+    state.write_text(f"{60 * GIB} {55 * GIB} {pid}")
+    resolve = partial(session.supervisor_call, "resolve", engine.ref.name)
+
+    kill(pid)
+
+    with pytest.raises(DeadlineExceeded):
+        resolve(2.0, engine.ref.incarnation)
+    state.write_text(f"{5 * GIB} 0 0")
+    assert resolve(20.0, engine.ref.incarnation).incarnation == engine.ref.incarnation + 1
+
+
+HOLDER = """
+import sys, torch
+held = torch.zeros(20 << 30, dtype=torch.uint8, device="cuda")
+torch.cuda.synchronize()
+print("holding", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.process
+@pytest.mark.slow
+def test_the_memory_of_a_killed_process_is_free_after_the_wait() -> None:
+    nvml = Nvml.open()
+    if nvml is None:
+        pytest.skip("needs NVML")
+    argv = [sys.executable, "-c", HOLDER]
+    try:
+        before = nvml.read([])
+        with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == b"holding\n"
+            holding = nvml.read([holder.pid])
+            assert sum(holding.used_nbytes) - sum(before.used_nbytes) >= 20 * GIB
+
+            holder.kill()
+            holder.wait(60.0)
+            at_its_end = nvml.read([holder.pid])
+            began = time.monotonic()
+            assert asyncio.run(gpu_memory_released([holder.pid], deadline_s=30.0)) == ""
+            took_s = time.monotonic() - began
+
+        after = nvml.read([holder.pid])
+        left = [(sum(r.used_nbytes) - sum(before.used_nbytes)) / GIB for r in (at_its_end, after)]
+        print(
+            f"NVML knows the pid: {sum(holding.held_nbytes) > 0}; more used than before: "
+            f"{left[0]:.2f} GiB when reaped, {left[1]:.2f} GiB {took_s:.2f} s later"
+        )
+        assert left[1] < 1.0
+        assert not any(after.held_nbytes)
+    finally:
+        nvml.close()
