@@ -9,7 +9,7 @@ import math
 import weakref
 from collections.abc import Iterable, Iterator
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -100,8 +100,7 @@ class _Recorder(_Base):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result: Any = func(*args, **(kwargs or {}))
-        results: list[Any] = [*result] if isinstance(result, list | tuple) else [result]
-        made = {_storage(tensor) for tensor in results if isinstance(tensor, Tensor)}
+        made = {_storage(tensor) for tensor in _tensors(result)}
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if not isinstance(value, Tensor):
                 continue
@@ -111,6 +110,11 @@ class _Recorder(_Base):  # type: ignore[misc]
             elif _storage(value) not in made:  # else the result is a view of it
                 self.read.add(value.data_ptr())
         return result
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    results = cast("list[Any]", [*result] if isinstance(result, list | tuple) else [result])
+    return [tensor for tensor in results if isinstance(tensor, Tensor)]
 
 
 def _storage(tensor: Tensor) -> int:
