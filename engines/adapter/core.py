@@ -68,8 +68,8 @@ class Core(Protocol):
         """
         ...
 
-    def stop(self) -> None:
-        """Ends the engine's processes. Idempotent."""
+    async def stop(self) -> None:
+        """Ends the engine's processes, first of all, and its tasks. Idempotent."""
         ...
 
     # -- requests ------------------------------------------------------------------------
