@@ -97,11 +97,11 @@ class AdapterEngine:
             await self._core.start()
             await warm_up(self._core)
         except BaseException:
-            self._core.stop()
+            await self._core.stop()
             raise
 
     async def _stop_core(self) -> None:
-        self._core.stop()
+        await self._core.stop()
 
     async def run(self) -> None:
         """Until cancelled; raises EngineError when the foreign engine fails."""

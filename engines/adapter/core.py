@@ -68,9 +68,12 @@ class Core(Protocol):
         """
         ...
 
-    def stop(self) -> None:
-        """Ends the engine's processes. Idempotent."""
+    async def stop(self) -> None:
+        """Ends the engine's processes, first of all, and its tasks. Idempotent."""
         ...
+
+    def show_stacks(self) -> None:
+        """Has the engine's processes write where they are to the log, where they can."""
 
     # -- requests ------------------------------------------------------------------------
 

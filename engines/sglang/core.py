@@ -15,7 +15,6 @@ import contextlib
 import logging
 import os
 import signal
-import sys
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from pathlib import Path
@@ -31,6 +30,7 @@ from umbra.engines.sglang.orders import Reports, pack_order
 from umbra.engines.sglang.output import SglangOutput
 from umbra.engines.sglang.requests import check_request, generate_fields
 from umbra.engines.sglang.settings import WEIGHT_LOADER, SglangSettings
+from umbra.engines.sglang.waits import until_died, within
 from umbra.engines.weight_import import WorkerRegions
 from umbra.runtime.actor import actor_context
 from umbra.runtime.errors import EngineError, UmbraError
@@ -43,10 +43,12 @@ _T = TypeVar("_T")
 _FIRST_ANSWER_LIMIT_S: Final = 60.0
 _END_LIMIT_S: Final = 30.0
 # For requests to end once they are told to, which takes SGLang a step or two.
+_CANCEL_LIMIT_S: Final = 5.0
 _END_AGAIN_S: Final = 0.2
 # Between two tellings: one that comes at the wrong moment is lost.
 _MEMORY_TAGS: Final = ("weights", "kv_cache")
 _GIB: Final = 1 << 30
+_NOT_TAKEN: Final = object()
 
 
 class SglangCore(Core):
@@ -64,6 +66,8 @@ class SglangCore(Core):
         self._frontend: Any = None  # TokenizerManager
         self._library: SglangLibrary | None = None
         self._children: list[int] = []
+        self._schedulers: list[int] = []
+        self._sigquit: Any = _NOT_TAKEN  # the handler from before
         self._handling: asyncio.Task[None] | None = None
         self._live: dict[str, tuple[SglangOutput, asyncio.Task[None]]] = {}
         self._is_idle = asyncio.Event()
@@ -91,24 +95,32 @@ class SglangCore(Core):
         os.environ.update(self._settings.environment())
         logging.getLogger("sglang").setLevel(str(options["log_level"]).upper())
         self._sigquit = signal.getsignal(signal.SIGQUIT)
-        before = set(descendants.child_pids(os.getpid()))
-        try:
-            with processes.keeping_logging(), processes.temporary_files_in(_job_folder()):
-                self._engine = library.Engine(**options)
-        except Exception as error:
-            raise EngineError(f"SGLang {library.version} did not start: {error}") from error
-        finally:
-            after = set(descendants.child_pids(os.getpid()))
-            self._children = sorted(after - before - {_resource_tracker_pid()})
+        self._launch(library, options)
         for pid in self._children:
             self._watches.enter_context(PidWatch(pid, self.died.set))
         self._take_over_frontend()
-        async with asyncio.timeout(_FIRST_ANSWER_LIMIT_S):
+        async with until_died(self.died), within(_FIRST_ANSWER_LIMIT_S, "answer"):
             await self._measure()
+
+    def _launch(self, library: SglangLibrary, options: Mapping[str, Any]) -> None:
+        before = set(descendants.child_pids(os.getpid()))
+        # In two steps: one that fails half way has its `shutdown` called at the exit, too.
+        engine = library.Engine.__new__(library.Engine)
+        try:
+            with processes.keeping_logging(), processes.temporary_files_in(_job_folder()):
+                engine.__init__(**options)
+        except Exception as error:
+            raise EngineError(
+                f"SGLang {library.version} did not start, its processes said why above: {error}"
+            ) from error
+        finally:
+            atexit.unregister(engine.shutdown)  # which ends all children of this process
+            after = set(descendants.child_pids(os.getpid()))
+            self._children = sorted(after - before - {processes.resource_tracker_pid()})
+        self._engine = engine
 
     def _take_over_frontend(self) -> None:
         """What SGLang would do at the first request: it would also take SIGTERM and SIGQUIT."""
-        atexit.unregister(self._engine.shutdown)  # which ends all children of this process
         self._frontend = self._engine.tokenizer_manager
         watchdog = getattr(self._frontend, "_subprocess_watchdog", None)
         if watchdog is not None:
@@ -134,21 +146,36 @@ class SglangCore(Core):
             # SGLang's number is of one GPU, rounded to thousandths.
             "kv_nbytes": int(usage.get("kvcache", 0.0) * _GIB) * self._settings.num_workers,
         }
+        self._schedulers = [report["pid"] for report in reports]
 
-    def stop(self) -> None:
+    async def stop(self) -> None:
         self._watches.close()
-        for _, task in self._live.values():
-            task.cancel()
-        if self._handling is not None:
-            self._handling.cancel()
-            self._handling = None
         if self._children:
             processes.end_children(self._children)
             self._children = []
-        if self._engine is not None:
-            self._close_sockets()
-            processes.restore_sigquit(self._sigquit)
-            self._engine = None
+        try:
+            await self._end_tasks()
+        finally:
+            if self._engine is not None:
+                self._close_sockets()
+                self._engine = None
+            if self._sigquit is not _NOT_TAKEN:
+                processes.restore_sigquit(self._sigquit)
+                self._sigquit = _NOT_TAKEN
+
+    def show_stacks(self) -> None:
+        processes.show_stacks(self._schedulers)
+
+    async def _end_tasks(self) -> None:
+        """While there are sockets: a request that is cancelled tells its scheduler."""
+        tasks = [task for _, task in self._live.values()]
+        if self._handling is not None:
+            tasks.append(self._handling)
+            self._handling = None
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_CANCEL_LIMIT_S)
 
     def _close_sockets(self) -> None:
         owned = [
@@ -245,14 +272,13 @@ class SglangCore(Core):
         if self._is_frozen:
             for output, _ in self._live.values():
                 output.end("abort")  # what it makes while it ends is by weights of no version
-        with self._limit("end all requests"):
-            async with asyncio.timeout(_END_LIMIT_S):
-                while self._live:
-                    self._frontend.abort_request(abort_all=True)
-                    await self._unfreeze()
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(_END_AGAIN_S):
-                            await self._is_idle.wait()
+        async with within(_END_LIMIT_S, "end all requests"):
+            while self._live:
+                self._frontend.abort_request(abort_all=True)
+                await self._unfreeze()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_END_AGAIN_S):
+                        await self._is_idle.wait()
         await self._unfreeze()
 
     async def sleep(self, level: int) -> None:
@@ -351,14 +377,6 @@ class SglangCore(Core):
             request = self.library.EndWeightUpdateReqInput()
             await self.call(self._frontend.end_weight_update(request))
 
-    @staticmethod
-    @contextlib.contextmanager
-    def _limit(what: str) -> Any:
-        try:
-            yield
-        except TimeoutError:
-            raise EngineError(f"SGLang did not {what} within {_END_LIMIT_S} s") from None
-
 
 def _job_folder() -> Path | None:
     """The job's socket directory, which goes with it; None for an engine outside an actor."""
@@ -367,8 +385,3 @@ def _job_folder() -> Path | None:
     except RuntimeError:
         return None
     return Path(endpoint.removeprefix("ipc://")).parent
-
-
-def _resource_tracker_pid() -> int | None:
-    tracker: Any = sys.modules.get("multiprocessing.resource_tracker")
-    return None if tracker is None else getattr(tracker._resource_tracker, "_pid", None)

@@ -7,9 +7,11 @@ children send SIGQUIT, on which it would kill this process; umbra watches the ch
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import logging
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Collection, Generator
 from pathlib import Path
@@ -65,6 +67,22 @@ def end_children(pids: Collection[int]) -> None:
             os.waitpid(pid, os.WNOHANG)
 
 
+def let_stacks_be_shown() -> None:
+    """In a scheduler: SIGUSR1 has it write where its threads are to its standard error."""
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+
+
+def show_stacks(pids: Collection[int]) -> None:
+    """Of schedulers that have let it."""
+    for pid in pids:
+        descendants.send_signal(pid, signal.SIGUSR1)
+
+
 def restore_sigquit(handler: Any) -> None:
     """`handler` as `signal.getsignal` gave it."""
     signal.signal(signal.SIGQUIT, signal.SIG_DFL if handler is None else handler)
+
+
+def resource_tracker_pid() -> int | None:
+    tracker: Any = sys.modules.get("multiprocessing.resource_tracker")
+    return None if tracker is None else getattr(tracker._resource_tracker, "_pid", None)

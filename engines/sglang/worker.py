@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
+from umbra.engines.sglang import processes
 from umbra.engines.sglang.orders import unpack_order, write_report
 from umbra.engines.weight_coverage import WeightCoverage
 from umbra.engines.weight_source import open_weights
@@ -35,7 +37,9 @@ def _settle(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _measure(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
-    return {"weights_nbytes": sum(parameter.nbytes for parameter in model.parameters())}
+    processes.let_stacks_be_shown()
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    return {"weights_nbytes": nbytes, "pid": os.getpid()}
 
 
 def _load(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:

@@ -85,7 +85,7 @@ class VllmCore(Core):
         )
         self.memory = {name: sum(worker[name] for worker in per_worker) for name in per_worker[0]}
 
-    def stop(self) -> None:
+    async def stop(self) -> None:
         self._watches.close()
         if self._llm is not None:
             unlink_shared_memory()

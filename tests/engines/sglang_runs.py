@@ -54,7 +54,7 @@ def running_core(folder: Path, **changes: Any) -> Generator[SglangCore]:
             runner.run(_warm_up(core))
             yield core
         finally:
-            core.stop()
+            runner.run(core.stop())
 
 
 async def _warm_up(core: SglangCore) -> None:

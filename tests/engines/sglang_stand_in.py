@@ -60,6 +60,18 @@ class Serializer:
         return buffer.getvalue()
 
 
+class Socket:
+    def __init__(self) -> None:
+        self.is_closed = False
+        self.num_too_late = 0
+
+    def send(self) -> None:
+        self.num_too_late += self.is_closed
+
+    def close(self, linger: int) -> None:
+        self.is_closed = True
+
+
 @dataclasses.dataclass(eq=False)
 class _Request:
     asked: Any
@@ -86,6 +98,7 @@ class Frontend:
         self._engine_paused = False
         self.released: set[str] = set()
         self.num_wakes = 0
+        self.send_to_scheduler = Socket()
         self._stepped = asyncio.Event()
 
     async def handle_loop(self) -> None:
@@ -132,7 +145,11 @@ class Frontend:
         assert asked.rid not in self.rid_to_state
         request = self.rid_to_state[asked.rid] = _Request(asked)
         while request.reason is None:
-            await request.event.wait()
+            try:
+                await request.event.wait()
+            except asyncio.CancelledError:
+                self.send_to_scheduler.send()
+                raise
             request.event.clear()
             self.num_wakes += 1
             yield {

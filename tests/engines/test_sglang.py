@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from umbra.engines.sglang.actor import SglangEngine
 from umbra.engines.sglang.core import SglangCore
 from umbra.engines.sglang.settings import SglangSettings
 from umbra.runtime.errors import EngineError
+from umbra.runtime.process import descendants
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +58,7 @@ def core(stand_in: None, model_folder: Callable[[str], Path]) -> Generator[Sglan
             runner.run(core.start())
             yield core
         finally:
-            core.stop()
+            runner.run(core.stop())
 
 
 def frontend_of(core: SglangCore) -> Frontend:
@@ -223,5 +225,98 @@ def test_the_engine_fails_when_a_process_of_sglang_ends(
             with pytest.raises(EngineError, match="a process of SGLang has ended"):
                 await engine.run()
         assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGQUIT)) == before
+
+    asyncio.run(body())
+
+
+@pytest.fixture
+def settings(stand_in: None, model_folder: Callable[[str], Path]) -> dict[str, Any]:
+    return {"model_path": str(model_folder("qwen3")), "dtype": "float32", "max_context_len": 512}
+
+
+def test_requests_that_run_at_the_stop_end_before_the_sockets_are_closed(
+    settings: dict[str, Any],
+) -> None:
+    async def body() -> None:
+        engine = SglangEngine(**settings, load_weights=True)
+        async with engine:
+            frontend = frontend_of(engine._core)  # type: ignore[arg-type]  # pyright: ignore
+            await engine.submit(requests(4, max_new_tokens=400))
+        assert frontend.send_to_scheduler.is_closed
+        assert frontend.send_to_scheduler.num_too_late == 0
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(body())
+
+
+class Failing:
+    """An Engine whose scheduler fails at its start."""
+
+    def __init__(self, **_kwargs: Any) -> None:
+        atexit.register(self.shutdown)
+        os.posix_spawnp("sleep", ["sleep", "1000"], os.environ)
+        signal.signal(signal.SIGQUIT, signal.SIG_IGN)
+        raise RuntimeError("Initialization failed. Please see the error messages above.")
+
+    def shutdown(self) -> None:
+        raise AssertionError("it would end all children of this process")
+
+
+@pytest.mark.process
+def test_a_start_that_fails_half_way_leaves_nothing_in_this_process(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["sglang.srt.entrypoints.engine"], "Engine", Failing)
+    before = signal.getsignal(signal.SIGQUIT), descendants.child_pids(os.getpid())
+    at_exit: list[Any] = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    monkeypatch.setattr(atexit, "unregister", at_exit.remove)
+
+    async def body() -> None:
+        with pytest.raises(EngineError, match="did not start, its processes said why above"):
+            async with SglangEngine(**settings):
+                pass
+
+    asyncio.run(body())
+
+    assert (signal.getsignal(signal.SIGQUIT), descendants.child_pids(os.getpid())) == before
+    assert not at_exit
+
+
+@pytest.mark.process
+def test_a_scheduler_that_ends_at_the_first_token_fails_the_start(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = descendants.child_pids(os.getpid())
+
+    async def kill_scheduler(frontend: Frontend, asked: Any) -> AsyncGenerator[dict[str, Any]]:
+        for pid in set(descendants.child_pids(os.getpid())) - set(others):
+            os.kill(pid, signal.SIGKILL)
+        await asyncio.Event().wait()
+        yield {}
+
+    monkeypatch.setattr(Frontend, "generate_request", kill_scheduler)
+
+    async def body() -> None:
+        with pytest.raises(EngineError, match="a process of SGLang ended at its first request"):
+            async with SglangEngine(**settings):
+                pass
+
+    asyncio.run(body())
+
+
+def test_what_is_no_token_fails_the_start(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(frontend: Frontend, asked: Any) -> AsyncGenerator[dict[str, Any]]:
+        raise RuntimeError("no kernel image")
+        yield {}
+
+    monkeypatch.setattr(Frontend, "generate_request", fail)
+
+    async def body() -> None:
+        with pytest.raises(EngineError, match="no kernel image"):
+            async with SglangEngine(**settings):
+                pass
 
     asyncio.run(body())

@@ -44,4 +44,4 @@ def running_core(folder: Path, **changes: Any) -> Generator[VllmCore]:
             runner.run(core.wake(["weights", "kv_cache"]))
             yield core
         finally:
-            core.stop()
+            runner.run(core.stop())

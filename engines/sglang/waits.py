@@ -1,0 +1,36 @@
+"""Waits for SGLang that end: with its processes, or in time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+
+from umbra.runtime.errors import EngineError
+
+
+@contextlib.asynccontextmanager
+async def until_died(died: asyncio.Event) -> AsyncGenerator[None]:
+    """Raises EngineError as soon as a process of SGLang ends."""
+
+    async def fail() -> None:
+        await died.wait()
+        raise EngineError("a process of SGLang ended at the start; the log says why")
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            watch = tasks.create_task(fail())
+            yield
+            watch.cancel()
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from None
+
+
+@contextlib.asynccontextmanager
+async def within(limit_s: float, what: str) -> AsyncGenerator[None]:
+    """Raises EngineError where SGLang did not do it in time."""
+    try:
+        async with asyncio.timeout(limit_s):
+            yield
+    except TimeoutError:
+        raise EngineError(f"SGLang did not {what} within {limit_s:g} s") from None
