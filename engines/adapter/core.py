@@ -74,6 +74,7 @@ class Core(Protocol):
 
     def show_stacks(self) -> None:
         """Has the engine's processes write where they are to the log, where they can."""
+        return
 
     # -- requests ------------------------------------------------------------------------
 
