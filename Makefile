@@ -41,11 +41,8 @@ kills: $(VENV)/.train assets ## Kill the whole job 30 times and resume it each t
 assets: $(VENV)/.train ## Make the quickstart's model and data sets (once)
 	OMP_NUM_THREADS=1 $(BIN)/python -m umbra.trainer.quickstart $(QUICKSTART_ASSETS)
 
-# vLLM is installed while the type checkers run: one waits for the network, the others compute.
-test: $(VENV)/.dev ## All that continuous integration runs (needs no GPU)
-	$(MAKE) --no-print-directory --output-sync=target -j3 lint pyright mypy $(VLLM_VENV)/.made
+test: static ## All that continuous integration runs (needs no GPU)
 	$(BIN)/python -m pytest -m "not gpu"
-	$(VLLM_VENV)/bin/python -m pytest tests/engines/test_vllm.py tests/engines/test_vllm_training.py
 
 test-vllm: $(VLLM_VENV)/.made ## All that need a real vLLM, also those that start and kill many (ten minutes)
 	$(VLLM_VENV)/bin/python -m pytest tests/engines/test_vllm.py tests/engines/test_vllm_process.py \
