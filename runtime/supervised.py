@@ -183,6 +183,7 @@ class SupervisedActor:
                 return
             first_line = how.splitlines()[0]
             self._on_note(f"{first_line}; restarting it in {decision.delay_s:.2g} s")
+            self._on_change(self)  # the process is gone, which pools in turn wait for
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(decision.delay_s):
                     await self._stop.wait()

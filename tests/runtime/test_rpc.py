@@ -881,7 +881,7 @@ def test_heartbeats_tell_idle_blocked_and_stopped_apart(actor: ActorProcess) -> 
             """Age of the loop's last tick."""
             async with asyncio.timeout(timeout_s):
                 await socket.send(b"")
-                incarnation, age_s = msgpack.unpackb(await socket.recv())
+                incarnation, age_s, _stalled_s = msgpack.unpackb(await socket.recv())
             assert incarnation == 1
             return float(age_s)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -117,5 +118,8 @@ def _is_busy(pid: int) -> bool:
 
 def _cpu_s(pid: int) -> float:
     """Processor time of all threads so far, to the nanosecond where /proc/PID/stat has ticks."""
-    threads = Path(f"/proc/{pid}/task").iterdir()
-    return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
+    total_ns = 0
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            total_ns += int((thread / "schedstat").read_text().split()[0])
+    return total_ns / 1e9
