@@ -184,10 +184,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device", choices=sorted(NUM_REQUESTS), default="cpu")
     parser.add_argument("--engine-args", type=json.loads, default={}, help="JSON")
+    parser.add_argument(
+        "--shapes", nargs="+", choices=sorted(SHAPES | LARGE_SHAPES), help="default: by the device"
+    )
     given = parser.parse_args()
     shapes = LARGE_SHAPES if given.engine == "sglang" else SHAPES
     if given.device == "cuda":
         shapes = shapes | LARGE_SHAPES
+    if given.shapes:
+        shapes = {name: (SHAPES | LARGE_SHAPES)[name] for name in given.shapes}
     report = {
         name: {key: round(value, 3) for key, value in measured.items()}
         for name, shape in shapes.items()
