@@ -185,7 +185,7 @@ class SglangCore(Core):
         ]
         for socket in owned:
             if socket is not None:
-                socket.close(linger=0)
+                socket.context.destroy(linger=0)  # one that SGLang made for these sockets
         for path in processes.socket_files(self._engine.port_args):
             path.unlink(missing_ok=True)
 

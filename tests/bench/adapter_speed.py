@@ -1,7 +1,8 @@
 """umbra's vLLM or SGLang engine beside the bare library, on the same engine and the same requests.
 
 64 concurrent requests (256 on a GPU) of 128 new tokens each, one task a request on the bare side:
-`AsyncLLM.generate`, or SGLang's `async_generate`, which answers each request as a whole. The sides
+`AsyncLLM.generate`, or SGLang's `async_generate`, which answers each request as a whole (bare) or
+as it goes (streaming), as umbra must, which keeps what there is when an engine dies. The sides
 alternate; what is printed as JSON are the medians of the rounds, in tokens/s, for models so small
 that all is overhead (vLLM) and larger ones.
 
@@ -20,8 +21,10 @@ import json
 import statistics
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -100,27 +103,38 @@ async def ask_vllm(core: VllmCore, key: str, request: GenerationRequest) -> int:
     return count
 
 
-async def ask_sglang(core: SglangCore, key: str, request: GenerationRequest) -> int:
-    fields = generate_fields(request, key, "bare") | {"stream": False}
+async def ask_sglang(
+    core: SglangCore, key: str, request: GenerationRequest, *, streams: bool = False
+) -> int:
+    fields = generate_fields(request, key, "bare") | {"stream": streams}
     frontend: Any = core._frontend
     asked = core.library.GenerateReqInput(**fields)
+    count = 0
     async with aclosing(frontend.generate_request(asked)) as answers:
-        answer = await anext(answers)
-    return len(answer["output_ids"])
+        async for answer in answers:
+            count = answer["meta_info"]["completion_tokens"]
+    return count
 
 
-async def run_bare(engine: AdapterEngine, asked: list[dict[str, Any]], serial: int) -> float:
+Ask = Callable[..., Coroutine[Any, Any, int]]
+BARE: dict[str, dict[str, Ask]] = {
+    "vllm": {"bare": ask_vllm},
+    "sglang": {"bare": ask_sglang, "streaming": partial(ask_sglang, streams=True)},
+}
+
+
+async def run_bare(
+    engine: AdapterEngine, ask: Ask, asked: list[dict[str, Any]], serial: str
+) -> float:
     """Seconds for all requests, as a program on the library alone would do it."""
     core: Any = engine._core
-    is_vllm = isinstance(engine, VllmEngine)
-    ask: Callable[..., Coroutine[Any, Any, int]] = ask_vllm if is_vllm else ask_sglang
     started = time.perf_counter()
     async with asyncio.TaskGroup() as group:
         tasks = [
             group.create_task(
                 ask(
                     core,
-                    f"bare-{serial:04d}-{raw['id']:06d}",
+                    f"{serial}-{raw['id']:06d}",
                     parse_request(raw, max_context_len=MAX_CONTEXT_LEN, vocab_size=None),
                 )
             )
@@ -150,7 +164,7 @@ async def measure(
     kind: str, shape: dict[str, Any], num_rounds: int, device: str, engine_args: dict[str, Any]
 ) -> dict[str, float]:
     asked = make_requests(shape["vocab_size"], NUM_REQUESTS[device])
-    seconds: dict[str, list[float]] = {"bare": [], "umbra": []}
+    seconds: dict[str, list[float]] = defaultdict(list)
     make: Callable[..., AdapterEngine] = SglangEngine if kind == "sglang" else VllmEngine
     with tempfile.TemporaryDirectory() as folder:
         save_model(folder, shape, device)
@@ -167,15 +181,19 @@ async def measure(
         async with engine, asyncio.TaskGroup() as tasks:
             running = tasks.create_task(engine.run())
             for idx in range(num_rounds + 1):  # the first warms up
-                bare_s = await run_bare(engine, asked, idx)
-                umbra_s = await run_adapter(engine, asked)
+                took_s = {
+                    name: await run_bare(engine, ask, asked, f"{name}-{idx:04d}")
+                    for name, ask in BARE[kind].items()
+                }
+                took_s["umbra"] = await run_adapter(engine, asked)
                 if idx:
-                    seconds["bare"].append(bare_s)
-                    seconds["umbra"].append(umbra_s)
+                    for name, value in took_s.items():
+                        seconds[name].append(value)
             running.cancel()
     num_tokens = len(asked) * NUM_NEW_TOKENS
     speeds = {side: num_tokens / statistics.median(times) for side, times in seconds.items()}
-    return speeds | {"share": speeds["umbra"] / speeds["bare"]}
+    shares = {f"share of {name}": speeds["umbra"] / speeds[name] for name in BARE[kind]}
+    return speeds | shares
 
 
 def main() -> None:

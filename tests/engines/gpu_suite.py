@@ -95,6 +95,13 @@ def test_an_update_brings_logprobs_of_the_new_weights(
     run_async(body)
 
 
+@pytest.fixture(scope="session")
+def cuda_context() -> None:
+    """Before any test: descriptors that come with it are not what a test left behind."""
+    torch.cuda.mem_get_info()
+
+
+@pytest.mark.usefixtures("cuda_context")
 @pytest.mark.parametrize("level", [1, 2])
 def test_sleep_gives_device_memory_back(
     make_engine: MakeEngine, model_kind: str, tmp_path: Path, level: Any

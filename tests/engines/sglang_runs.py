@@ -47,6 +47,8 @@ def running_core(folder: Path, **changes: Any) -> Generator[SglangCore]:
     }
     # Triton's kernels need nothing to be compiled by nvcc, for which there may not be one.
     os.environ["SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_DEEPGEMM"] = "0"
+    # No compile workers that start when some test first needs a kernel.
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     with shared_loop() as runner:
         core = SglangCore(SglangSettings(**(settings | changes)))
         try:

@@ -61,14 +61,17 @@ class Serializer:
 
 
 class Socket:
+    """With its context in one: it is the only one there."""
+
     def __init__(self) -> None:
+        self.context = self
         self.is_closed = False
         self.num_too_late = 0
 
     def send(self) -> None:
         self.num_too_late += self.is_closed
 
-    def close(self, linger: int) -> None:
+    def destroy(self, linger: int) -> None:
         self.is_closed = True
 
 

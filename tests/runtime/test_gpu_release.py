@@ -193,6 +193,15 @@ sys.stdin.read()
 """
 
 
+@pytest.fixture(scope="session")
+def nvml_opened_before() -> None:
+    """The driver keeps some descriptors of a process's first use of NVML."""
+    if (nvml := Nvml.open()) is not None:
+        nvml.read([])
+        nvml.close()
+
+
+@pytest.mark.usefixtures("nvml_opened_before")
 @pytest.mark.gpu
 @pytest.mark.process
 @pytest.mark.slow
