@@ -41,6 +41,9 @@ _CPU_OPTIONS: Final = {"enforce_eager": True, "enable_chunked_prefill": False}
 _CPU_BLOCK_NUM_TOKENS: Final = 128
 _CPU_KV_SHARE_OF_MEMORY: Final = 1 / 8
 # Of the host's memory, where no size was given. vLLM takes it at once, used or not.
+_LEAST_MEMORY_SHARE: Final = 0.01
+# Where a size was given it decides nothing, but vLLM ends where less of the GPU than this share of
+# it is free: a trainer that holds its model there before engines start would be in the way.
 _ITEMSIZES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -86,6 +89,8 @@ class VllmSettings(AdapterSettings):
         nbytes = self._kv_cache_nbytes(is_cpu=is_cpu)
         if nbytes is not None:
             options["kv_cache_memory_bytes"] = nbytes
+            if not is_cpu:
+                options["gpu_memory_utilization"] = _LEAST_MEMORY_SHARE
         return options | dict(self.engine_args)
 
     def environment(self, *, is_cpu: bool) -> dict[str, str]:
@@ -102,7 +107,11 @@ class VllmSettings(AdapterSettings):
         num_tokens = self.kv_cache_num_tokens
         if num_tokens is None and not is_cpu:
             return None
-        token_nbytes = kv_token_nbytes(read_config(self.model_path), self.dtype)
+        token_nbytes = kv_token_nbytes(
+            read_config(self.model_path),
+            self.dtype,
+            tensor_parallel_size=int(self.engine_args.get("tensor_parallel_size", 1)),
+        )
         if num_tokens is None:
             most = int(physical_nbytes() * _CPU_KV_SHARE_OF_MEMORY) // token_nbytes
             wanted = self.max_num_seqs * _whole_blocks(self.max_context_len)
@@ -111,8 +120,10 @@ class VllmSettings(AdapterSettings):
         return (_whole_blocks(num_tokens) + _CPU_BLOCK_NUM_TOKENS) * token_nbytes
 
 
-def kv_token_nbytes(config: Mapping[str, Any], dtype: str) -> int:
-    """Bytes of one token's keys and values in all layers.
+def kv_token_nbytes(config: Mapping[str, Any], dtype: str, *, tensor_parallel_size: int = 1) -> int:
+    """Bytes of one token's keys and values in all layers, of a worker's heads.
+
+    Each worker has its share of the heads, and one at least.
 
     Raises:
         ConfigError: the config does not say, or the dtype is none of vLLM's.
@@ -124,6 +135,7 @@ def kv_token_nbytes(config: Mapping[str, Any], dtype: str) -> int:
         num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
         head_dim = int(config.get("head_dim") or int(config["hidden_size"]) // num_heads)
         num_layers = int(config["num_hidden_layers"])
+        num_kv_heads = max(1, num_kv_heads // tensor_parallel_size)
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"the model's config.json does not give the size of its KV cache ({error!r})"

@@ -76,6 +76,27 @@ def test_on_a_gpu_the_kv_cache_is_vllm_s_choice_unless_asked_for(tmp_path: Path)
     assert free["enable_sleep_mode"] is True
 
 
+def test_memory_that_a_trainer_holds_is_not_asked_for_where_the_kv_cache_has_a_size(
+    tmp_path: Path,
+) -> None:
+    chosen, own = (
+        settings(tmp_path, device="cuda", kv_cache_num_tokens=1, engine_args=engine_args)
+        for engine_args in ({}, {"gpu_memory_utilization": 0.5})
+    )
+    left_alone = settings(tmp_path, device="cuda").options(KNOWN, is_cpu=False)
+
+    assert chosen.options(KNOWN, is_cpu=False)["gpu_memory_utilization"] <= 0.01
+    assert own.options(KNOWN, is_cpu=False)["gpu_memory_utilization"] == 0.5
+    assert "gpu_memory_utilization" not in left_alone
+
+
+def test_the_workers_of_a_tensor_parallel_engine_share_the_kv_heads() -> None:
+    whole = kv_token_nbytes(MODEL, "float32")
+
+    assert kv_token_nbytes(MODEL, "float32", tensor_parallel_size=2) == whole // 2
+    assert kv_token_nbytes(MODEL, "float32", tensor_parallel_size=64) > 0
+
+
 @pytest.mark.parametrize(
     ("option", "text"),
     [
