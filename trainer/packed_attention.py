@@ -8,7 +8,7 @@ attention. L: packed rows; H, H_kv: heads; D: head dimension; B, C, K as in `pac
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -44,10 +44,10 @@ def packed_attention(
     queries = _rows(query)  # [L, H * D]
     keys, values = _rows(key), _rows(value)  # [L, H_kv * D]
     heads = (query.shape[1], key.shape[1])
-    if isinstance(packed.attention, VarlenLayout):
-        output = _attend_varlen(packed.attention, queries, keys, values, heads, scaling)
+    if packed.varlen is not None:
+        output = _attend_varlen(packed.varlen, queries, keys, values, heads, scaling)
     else:
-        output = _blocks_uncompiled(packed.attention, queries, keys, values, heads, scaling)
+        output = _blocks_uncompiled(packed, queries, keys, values, heads, scaling)
     return output.view(1, query.shape[2], query.shape[1], query.shape[3]), None
 
 
@@ -57,20 +57,21 @@ def _rows(heads_first: Tensor) -> Tensor:
 
 
 def _attend_blocks(
-    blocks: Sequence[AttentionBlock],
+    packed: PackedInputs,
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
     heads: tuple[int, int],
     scaling: float | None,
 ) -> Tensor:
-    outputs = [_attend(block, queries, keys, values, heads, scaling) for block in blocks]
+    outputs = [_attend(block, queries, keys, values, heads, scaling) for block in packed.blocks]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 _compiler: Any = torch.compiler
 _blocks_uncompiled: Callable[..., Tensor] = _compiler.disable(_attend_blocks)
-# Compiled, code for each number and shape of blocks would be made for ever.
+# Compiled, code for each number and shape of blocks would be made for ever. It takes `packed` as a
+# whole: compiled code that looks at the blocks is made anew for each number of them.
 
 
 def _attend(

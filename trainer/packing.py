@@ -95,14 +95,16 @@ class PackedInputs:
     Attributes:
         token_ids, position_ids: [1, L] int64.
         predicting: [M] int64 rows whose hidden state predicts the M generated tokens.
-        attention: a varlen layout where the device has such a kernel for the dtype, else blocks
-            that cover the L rows in order.
+        varlen: how attention runs where the device has a kernel for rows of any length and the
+            dtype, else None.
+        blocks: else, they cover the L rows in order.
     """
 
     token_ids: Tensor
     position_ids: Tensor
     predicting: Tensor
-    attention: VarlenLayout | tuple[AttentionBlock, ...]
+    varlen: VarlenLayout | None
+    blocks: tuple[AttentionBlock, ...]
 
 
 def packing_order(samples: Sequence[Sample]) -> list[int]:
@@ -133,13 +135,15 @@ def pack(samples: Sequence[Sample], dtype: torch.dtype, device: torch.device) ->
     ]
     positions = [np.arange(len(tokens)) for tokens in prompt_tokens]
     positions += [np.arange(span.num_rows) + span.prompt_len for span in spans]
+    has_kernel = device.type == "cuda" and dtype.itemsize == 2
     return PackedInputs(
         token_ids=_to_row(prompt_tokens + inputs, device),
         position_ids=_to_row(positions, device),
         predicting=_to_row(
             [_predicting(sample, span) for sample, span in zip(samples, spans, strict=True)], device
         )[0],
-        attention=_plan_attention(prompt_spans, spans, dtype, device),
+        varlen=_varlen(prompt_spans, spans, device) if has_kernel else None,
+        blocks=() if has_kernel else _blocks(prompt_spans, spans, dtype, device),
     )
 
 
@@ -166,11 +170,13 @@ def _predicting(sample: Sample, span: _Span) -> NDArray[np.int64]:
     )
 
 
-def _plan_attention(
+def _varlen(prompts: list[_Span], completions: list[_Span], device: torch.device) -> VarlenLayout:
+    return _make_varlen(prompts, [span for span in completions if span.num_rows], device)
+
+
+def _blocks(
     prompts: list[_Span], completions: list[_Span], dtype: torch.dtype, device: torch.device
-) -> VarlenLayout | tuple[AttentionBlock, ...]:
-    if device.type == "cuda" and dtype.itemsize == 2:
-        return _make_varlen(prompts, [span for span in completions if span.num_rows], device)
+) -> tuple[AttentionBlock, ...]:
     chunks = _chunks(prompts) + _chunks(completions)
     return tuple(_make_block(chunk, dtype, device) for chunk in chunks)
 
