@@ -87,8 +87,11 @@ class SourceTransferEngine(_base):  # type: ignore[misc]
         if loaded is None:  # the model's loader does not say what it loaded
             return
         ties = self._ties or {}
-        names = {name for name, _ in self.model.named_parameters()} - loaded
-        missing = sorted(name for name in names if ties.get(name) not in loaded)
+        missing = sorted(
+            _plain(name)
+            for name, _ in self.model.named_parameters()
+            if loaded.isdisjoint((_plain(name), _plain(ties.get(name, name))))
+        )
         if missing:
             raise WeightSyncError(
                 f"the trainer's weights do not fill {len(missing)} of vLLM's parameters: "
@@ -110,6 +113,11 @@ class SourceTransferEngine(_base):  # type: ignore[misc]
             if info.can_load():
                 info.loaded_weights.clear()
                 info.load_numel = 0
+
+
+def _plain(name: str) -> str:
+    """A parameter's name as in the checkpoint, also where adapters wrap its layer."""
+    return name.replace(".base_layer.", ".")
 
 
 def _is_first() -> bool:
