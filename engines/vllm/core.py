@@ -71,7 +71,7 @@ class VllmCore(Core):
         variables = self._settings.environment(is_cpu=library.is_cpu)
         for name, value in (variables | file_variables(is_cpu=library.is_cpu)).items():
             os.environ.setdefault(name, value)
-        before = set(descendants.child_pids(os.getpid()))
+        before = _pids_below()
         try:
             self._llm = library.AsyncLLM.from_engine_args(library.AsyncEngineArgs(**options))
         except Exception as error:
@@ -182,6 +182,12 @@ class VllmCore(Core):
         await self.call(self._llm.update_weights(request))
         await self.call(self._llm.finish_weight_update())
         await self._load_adapters()
+
+
+def _pids_below() -> set[int]:
+    """Of all processes; one whose parent ends meanwhile may become a child of this one's."""
+    below = {pid for pid, _ in descendants.living_descendants(os.getpid())}
+    return below | set(descendants.child_pids(os.getpid()))
 
 
 def _resource_tracker_pid() -> int | None:
