@@ -83,8 +83,8 @@ def parse_request(
     if unknown:
         raise ValueError(
             f"request {raw.get('id')!r}: unsupported keys {unknown}; allowed: "
-            f"{sorted(REQUEST_KEYS | OPTIONAL_KEYS)} (truncated sampling such as top_p or top_k would make the "
-            "returned logprobs differ from the policy's)"
+            f"{sorted(REQUEST_KEYS | OPTIONAL_KEYS)} (truncated sampling such as top_p or top_k "
+            "would make the returned logprobs differ from the policy's)"
         )
     missing = sorted(REQUEST_KEYS - set(raw))
     if missing:

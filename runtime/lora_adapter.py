@@ -34,7 +34,8 @@ class LoraAdapter:
     def read(cls, name: str, path: Path, model_path: Path) -> Self:
         """Looks at the folder, and whether its matrices fit those of the model.
 
-        Models whose checkpoint has other names than their modules are not compared.
+        Models that are quantised, or whose checkpoint has other names than their modules, are not
+        compared.
 
         Raises:
             DataError: it is not there, no LoRA adapter, damaged, or of another model.
@@ -93,6 +94,9 @@ def _ranks(config: Mapping[str, Any], shapes: Shapes) -> set[int]:
 
 
 def _model_shapes(model_path: Path) -> Shapes:
+    config: Any = json.loads((model_path / "config.json").read_text())
+    if "quantization_config" in config:  # it may be packed
+        return {}
     return {
         name: shape
         for path in sorted(model_path.glob("*.safetensors"))
@@ -114,6 +118,8 @@ def _check_fits(shapes: Shapes, model: Shapes) -> None:
     if not found:
         return
     for name, shape in modules.items():
+        if name == "lm_head":  # tied weights are not in the checkpoint
+            continue
         if name not in found:
             raise ValueError(f"the model has no {name}, so the adapter is of another one")
         if found[name] != shape:

@@ -91,12 +91,13 @@ class VllmCore(Core):
 
     def _check_adapters(self) -> None:
         settings, library = self._settings, self.library
-        if settings.lora_adapters and not settings.load_weights:
-            if not library.can_update_beneath_adapters():
-                raise ConfigError(
-                    f"vLLM {library.version} cannot take new weights beneath LoRA adapters: leave "
-                    "lora_adapters to pools that training leaves as they are, or use vLLM 0.32.0"
-                )
+        if not settings.lora_adapters or settings.load_weights:
+            return
+        if not library.can_update_beneath_adapters():
+            raise ConfigError(
+                f"vLLM {library.version} cannot take new weights beneath LoRA adapters: leave "
+                "lora_adapters to pools that training leaves as they are, or use vLLM 0.32.0"
+            )
 
     async def _load_adapters(self) -> None:
         """From their folders. An update takes those away that vLLM had."""

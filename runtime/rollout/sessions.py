@@ -160,9 +160,7 @@ class AgentSessions:
         if len(context) == 0 or (max_new_tokens is not None and max_new_tokens < 1):
             raise ValueError("generate() needs at least one token and max_new_tokens of 1 or more")
         if lora:
-            return await session.asides.generate(
-                context, max_new_tokens, session.temperature, lora
-            )
+            return await session.asides.generate(context, max_new_tokens, session.temperature, lora)
         if session.turn is not None:
             raise RolloutError(f"{trajectory.sample_id}: two generate() calls at a time; await one")
         replayed = self._replay(session, context)

@@ -71,5 +71,7 @@ def merged_model(kind: str, model_seed: int, adapter: Path | None) -> PreTrained
             module, is_first, _ = name.removeprefix(_PREFIX).partition(".lora_A.")
             if is_first:
                 second = tensors[name.replace(".lora_A.", ".lora_B.")]
-                parameters[f"{module}.weight"] += config["lora_alpha"] / config["r"] * second @ first
+                parameters[f"{module}.weight"] += (
+                    config["lora_alpha"] / config["r"] * second @ first
+                )
     return model
