@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from umbra.engines.echo import EchoEngine
 
 CRITIC_SEED = 77
+_FOLDERS = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+ADAPTED: dict[str, Any] = {
+    "engine": "adapted_echo:AdaptedEcho",
+    "env": {"PYTHONPATH": _FOLDERS},
+}  # in a PoolSpec
 
 
 class AdaptedEcho(EchoEngine):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
 import pytest
-from adapted_echo import CRITIC_SEED
-from live_rollouts import USER_CODE, VOCAB_SIZE, LiveRollouts, merged
+from adapted_echo import ADAPTED, CRITIC_SEED
+from live_rollouts import VOCAB_SIZE, LiveRollouts, merged
 
 from umbra.engines.echo import echo_tokens
 from umbra.runtime.session import Session
@@ -17,13 +16,12 @@ pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 
 def start(session: Session, folder: Path, agent: str) -> LiveRollouts:
-    path = os.pathsep.join([str(USER_CODE), os.environ.get("PYTHONPATH", "")])
     live = LiveRollouts(
         session,
         folder,
         agent=agent,
         reward="",
-        pool={"engine": "adapted_echo:AdaptedEcho", "env": {"PYTHONPATH": path}},
+        pool=ADAPTED,
         config={"max_new_tokens": 15, "max_failed_share": 0.0},
     )
     live.publish(0)

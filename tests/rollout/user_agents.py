@@ -155,3 +155,11 @@ async def asks_adapters(ctx: AgentContext, sample: dict[str, Any]) -> float | No
 async def asks_unknown_adapter(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
     await ctx.generate(ctx.prompt_tokens, 3, lora="nobody")
     return 1.0
+
+
+async def asks_judges_adapter(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
+    tokens = [*ctx.prompt_tokens]
+    tokens += await ctx.generate(tokens, max_new_tokens=5)
+    tokens += (await ctx.pool("judge").generate(tokens, 4, lora="critic")).tokens
+    await ctx.generate(tokens)
+    return 1.0
