@@ -86,10 +86,11 @@ class SourceTransferEngine(_base):  # type: ignore[misc]
     def _check_complete(self, loaded: set[str] | None) -> None:
         if loaded is None:  # the model's loader does not say what it loaded
             return
+        names: list[str] = [name for name, _ in self.model.named_parameters()]
         ties = self._ties or {}
         missing = sorted(
             _plain(name)
-            for name, _ in self.model.named_parameters()
+            for name in names
             if loaded.isdisjoint((_plain(name), _plain(ties.get(name, name))))
         )
         if missing:

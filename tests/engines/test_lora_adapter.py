@@ -5,12 +5,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from adapter_factory import save_adapter, write_adapter
 from safetensors.torch import load_file
 from torch import Tensor, ones
@@ -23,17 +22,19 @@ LATER = "base_model.model.model.layers.7.self_attn.q_proj.lora_"
 
 
 def change(
-    folder: Path,
-    config: Callable[[dict[str, Any]], object] = lambda config: None,
-    tensors: Callable[[dict[str, Tensor]], object] = lambda tensors: None,
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor | None] | None
 ) -> Path:
-    """An adapter of rank 4 with something wrong."""
+    """An adapter of rank 4 with something wrong.
+
+    Args:
+        tensors: new values, None for one that is to go; None instead of all where all are.
+    """
     save_adapter(folder, "qwen3", seed=1)
     said = json.loads((folder / "adapter_config.json").read_text())
     held = load_file(folder / "adapter_model.safetensors")
-    config(said)
-    tensors(held)
-    write_adapter(folder, said, held)
+    changed = {} if tensors is None else held | dict(tensors)
+    kept = {name: tensor for name, tensor in changed.items() if tensor is not None}
+    write_adapter(folder, said | dict(config), kept)
     return folder
 
 
@@ -50,15 +51,13 @@ def test_an_adapter_of_the_model_is_read(
 def test_ranks_may_differ_where_the_adapter_says_so(
     model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    def one_larger(tensors: dict[str, Tensor]) -> None:
-        tensors[f"{Q_PROJ}.lora_A.weight"] = torch.zeros(9, 48)
-        tensors[f"{Q_PROJ}.lora_B.weight"] = torch.zeros(128, 9)
-
+    larger = {f"{Q_PROJ}.lora_A.weight": ones(9, 48), f"{Q_PROJ}.lora_B.weight": ones(128, 9)}
     pattern = {"rank_pattern": {"layers.1.self_attn.q_proj": 9}}
-    path = change(tmp_path / "a", lambda config: config.update(pattern), one_larger)
+
+    path = change(tmp_path / "a", pattern, larger)
 
     assert LoraAdapter.read("a", path, model_folder("qwen3")).rank == 9
-    change(tmp_path / "a", tensors=one_larger)
+    change(tmp_path / "a", {}, larger)
     with pytest.raises(DataError, match=r"says r 4, its matrices \[4, 9\]"):
         LoraAdapter.read("a", path, model_folder("qwen3"))
 
@@ -66,13 +65,13 @@ def test_ranks_may_differ_where_the_adapter_says_so(
 @pytest.mark.parametrize(
     ("config", "tensors", "text"),
     [
-        (lambda c: c.update(peft_type="IA3"), lambda t: None, "peft_type 'IA3', not 'LORA'"),
-        (lambda c: c.update(r=8), lambda t: None, r"says r 8, its matrices \[4\]"),
-        (lambda c: None, lambda t: t.clear(), "holds no lora_A and lora_B"),
-        (lambda c: None, lambda t: t.pop(f"{Q_PROJ}.lora_B.weight"), "lora_B is not there"),
+        ({"peft_type": "IA3"}, {}, "peft_type 'IA3', not 'LORA'"),
+        ({"r": 8}, {}, r"says r 8, its matrices \[4\]"),
+        ({}, None, "holds no lora_A and lora_B"),
+        ({}, {f"{Q_PROJ}.lora_B.weight": None}, "lora_B is not there"),
         (
-            lambda c: None,
-            lambda t: t.update({f"{LATER}A.weight": ones(4, 48), f"{LATER}B.weight": ones(8, 4)}),
+            {},
+            {f"{LATER}A.weight": ones(4, 48), f"{LATER}B.weight": ones(8, 4)},
             r"the model has no model\.layers\.7\.self_attn\.q_proj",
         ),
     ],
@@ -80,8 +79,8 @@ def test_ranks_may_differ_where_the_adapter_says_so(
 def test_a_wrong_adapter_is_named_with_what_is_wrong(
     model_folder: Callable[[str], Path],
     tmp_path: Path,
-    config: Callable[[dict[str, Any]], object],
-    tensors: Callable[[dict[str, Tensor]], object],
+    config: dict[str, Any],
+    tensors: dict[str, Tensor | None] | None,
     text: str,
 ) -> None:
     path = change(tmp_path / "a", config, tensors)

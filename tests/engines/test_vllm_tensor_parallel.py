@@ -53,6 +53,21 @@ def core(
         yield core
 
 
+def test_a_killed_worker_takes_the_engine_and_the_other_one_along(
+    umbra_session: Session, model_folder: Callable[[str], Path]
+) -> None:
+    spec = vllm_spec(model_folder("qwen3"), NEVER, engine_args=TWO_WORKERS)
+    engine = umbra_session.spawn(spec)
+    assert len(greedy(engine)) == 20
+    tree = tree_of(actor_of(umbra_session)["pid"])
+    workers = descendants.child_pids(core_of(tree[0]))
+    assert len(workers) >= 2
+
+    os.kill(workers[-1], signal.SIGKILL)
+
+    assert_ended(tree)  # nothing is left in /dev/shm, either
+
+
 def test_two_workers_have_the_logprobs_of_the_whole_model_through_updates(
     make_engine: MakeEngine, model_kind: str, adapters: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -67,18 +82,3 @@ def test_two_workers_have_the_logprobs_of_the_whole_model_through_updates(
                 await check_each(engine, model_kind, version, adapters)
 
     run_async(body)
-
-
-def test_a_killed_worker_takes_the_engine_and_the_other_one_along(
-    umbra_session: Session, model_folder: Callable[[str], Path]
-) -> None:
-    spec = vllm_spec(model_folder("qwen3"), NEVER, engine_args=TWO_WORKERS)
-    engine = umbra_session.spawn(spec)
-    assert len(greedy(engine)) == 20
-    tree = tree_of(actor_of(umbra_session)["pid"])
-    workers = descendants.child_pids(core_of(tree[0]))
-    assert len(workers) >= 2
-
-    os.kill(workers[-1], signal.SIGKILL)
-
-    assert_ended(tree)

@@ -41,7 +41,7 @@ def start(
     """
     turns: dict[str, Any] = {"mode": "colocated", "shares_with": "policy", "max_wait_s": 0.2}
     alone: dict[str, Any] = {"mode": "standalone"}
-    engine = {"engine": "umbra.engines.echo:EchoEngine", **(judge or {})}
+    engine: dict[str, Any] = {"engine": "umbra.engines.echo:EchoEngine", **(judge or {})}
     session.create_pool(
         PoolSpec(
             name="judge",
