@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Generator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,16 @@ from engine_runs import run_async, running
 from local_sync import publish
 from lora_runs import check_each
 from model_factory import make_model
-from test_vllm_process import NEVER, actor_of, assert_ended, core_of, greedy, tree_of, vllm_spec
+from test_vllm_process import (
+    NEVER,
+    START_TIMEOUT_S,
+    actor_of,
+    assert_ended,
+    core_of,
+    greedy,
+    tree_of,
+    vllm_spec,
+)
 from vllm_runs import needs_vllm, running_core
 
 from umbra.engines.vllm.core import VllmCore
@@ -57,7 +67,7 @@ def test_a_killed_worker_takes_the_engine_and_the_other_one_along(
     umbra_session: Session, model_folder: Callable[[str], Path]
 ) -> None:
     spec = vllm_spec(model_folder("qwen3"), NEVER, engine_args=TWO_WORKERS)
-    engine = umbra_session.spawn(spec)
+    engine = umbra_session.spawn(replace(spec, start_timeout_s=2 * START_TIMEOUT_S))
     assert len(greedy(engine)) == 20
     tree = tree_of(actor_of(umbra_session)["pid"])
     workers = descendants.child_pids(core_of(tree[0]))
