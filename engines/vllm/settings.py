@@ -127,9 +127,9 @@ class VllmSettings(AdapterSettings):
                 f"{_LORA_RANKS[-1]}"
             )
         num_slots = len(adapters)
-        if (
-            is_cpu
-        ):  # vLLM (0.32.0) gives the last one's adapter to requests without, if beside others
+        if is_cpu:
+            # One stays empty: vLLM (0.32.0) has requests without an adapter use the last slot where
+            # others of a batch have one, until its operations for the CPU leave index -1 out.
             num_slots += 1
             if "max_loras" in self.engine_args:
                 raise ConfigError("pool.engine_args.max_loras is set by umbra on the CPU")

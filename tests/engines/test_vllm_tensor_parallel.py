@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Generator
 from dataclasses import replace
 from pathlib import Path
@@ -75,7 +76,9 @@ def test_a_killed_worker_takes_the_engine_and_the_other_one_along(
 
     os.kill(workers[-1], signal.SIGKILL)
 
-    assert_ended(tree)  # nothing is left in /dev/shm, either
+    began = time.monotonic()
+    assert_ended(tree, timeout_s=60.0)  # vLLM's own end comes first; /dev/shm is looked at, too
+    print(f"ended after {time.monotonic() - began:.1f} s")
 
 
 def test_two_workers_have_the_logprobs_of_the_whole_model_through_updates(
