@@ -7,7 +7,7 @@ T: tokens of a request (prompt plus tokens generated so far).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -27,6 +27,7 @@ REQUEST_KEYS: Final = frozenset(
         "stop_token_ids",
     }
 )
+OPTIONAL_KEYS: Final = frozenset({"lora"})
 
 MIN_TEMPERATURE: Final = 1e-4
 # Colder than this, logits divided by it can leave the range of float32.
@@ -38,6 +39,9 @@ class GenerationRequest:
 
     Sampling depends on (`seed`, completion position) only, so the rest of a cut trajectory is
     asked for by the tokens so far and the position reached.
+
+    Attributes:
+        lora: name of the engine's adapter to generate with; "" for the model as it is.
     """
 
     id: int
@@ -47,6 +51,7 @@ class GenerationRequest:
     max_new_tokens: int
     temperature: float  # 0: greedy
     stop_token_ids: tuple[int, ...]
+    lora: str = ""
 
     def resumed(self, tokens: Int32Array) -> GenerationRequest:
         """The rest of this request once `tokens` (prompt and all tokens so far) are known."""
@@ -60,19 +65,26 @@ class GenerationRequest:
 
 
 def parse_request(
-    raw: Mapping[str, Any], *, max_context_len: int, vocab_size: int | None
+    raw: Mapping[str, Any],
+    *,
+    max_context_len: int,
+    vocab_size: int | None,
+    lora_names: Collection[str] = (),
 ) -> GenerationRequest:
     """Checks one wire request.
+
+    Args:
+        lora_names: adapters that the engine has.
 
     Raises:
         ValueError: a key is unknown, missing or out of range; the text names id, key and limit.
     """
-    unknown = sorted(set(raw) - REQUEST_KEYS)
+    unknown = sorted(set(raw) - REQUEST_KEYS - OPTIONAL_KEYS)
     if unknown:
         raise ValueError(
             f"request {raw.get('id')!r}: unsupported keys {unknown}; allowed: "
-            f"{sorted(REQUEST_KEYS)} (truncated sampling such as top_p or top_k would make the "
-            "returned logprobs differ from the policy's)"
+            f"{sorted(REQUEST_KEYS | OPTIONAL_KEYS)} (truncated sampling such as top_p or top_k "
+            "would make the returned logprobs differ from the policy's)"
         )
     missing = sorted(REQUEST_KEYS - set(raw))
     if missing:
@@ -85,6 +97,7 @@ def parse_request(
         max_new_tokens=_integer(raw, "max_new_tokens", low=1, high=(1 << 31) - 1),
         temperature=_temperature(raw),
         stop_token_ids=_stop_token_ids(raw),
+        lora=_lora(raw, lora_names),
     )
     total = len(request.tokens) + request.max_new_tokens
     if total > max_context_len:
@@ -148,3 +161,15 @@ def _stop_token_ids(raw: Mapping[str, Any]) -> tuple[int, ...]:
             f"request {raw.get('id')!r}: stop_token_ids must be a list of token ids, got {values!r}"
         )
     return tuple(int(token) for token in array)
+
+
+def _lora(raw: Mapping[str, Any], known: Collection[str]) -> str:
+    name = raw.get("lora", "")
+    if not isinstance(name, str):
+        raise ValueError(f"request {raw.get('id')!r}: lora must be a name, got {name!r}")
+    if name and name not in known:
+        raise ValueError(
+            f"request {raw.get('id')!r}: there is no LoRA adapter {name!r} here; known: "
+            f"{', '.join(sorted(known)) or 'none'} (the pool's setting lora_adapters names them)"
+        )
+    return name

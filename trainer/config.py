@@ -21,10 +21,12 @@ from umbra.trainer.config_section import (
     EngineSpec,
     FilePath,
     FunctionSpec,
+    LoraAdapters,
     Positive,
     Seconds,
     Section,
     Share,
+    check_lora_engine,
 )
 from umbra.trainer.further_pool import FurtherPoolSection, further_pools_problem
 
@@ -194,6 +196,8 @@ class PoolSection(Section):
         engine_args: passed on to the engine unchanged; for "vllm" options of its
             AsyncEngineArgs, such as tensor_parallel_size, for "sglang" of its ServerArgs, such as
             tp_size.
+        lora_adapters: LoRA adapters by name, folders as PEFT saves them, that `ctx.generate(tokens,
+            lora="NAME")` generates with, over the weights of the moment. For engine "vllm".
         transport: how weights travel to the engines: "cuda_ipc" has engines read them on the
             trainer's GPUs, "memfd" sends them through host memory; "auto" is the first where every
             rank and engine can, else the second.
@@ -220,6 +224,7 @@ class PoolSection(Section):
     tick_ms: Seconds = 50.0
     num_threads: Positive | None = None
     engine_args: dict[str, Any] = {}
+    lora_adapters: LoraAdapters = {}
     transport: Literal["auto", "memfd", "cuda_ipc"] = "auto"
     sync_bucket_mib: Positive = 2
     sync_timeout_s: Seconds = 600.0
@@ -227,6 +232,11 @@ class PoolSection(Section):
     memory_limit_mib: Count = 0
     hung_limit_s: Seconds = 15.0
     stall_limit_s: Seconds = 100.0
+
+    @model_validator(mode="after")
+    def _check_lora(self) -> Self:
+        check_lora_engine(self.engine, self.lora_adapters)
+        return self
 
     @model_validator(mode="after")
     def _check_update_waves(self) -> Self:

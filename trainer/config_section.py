@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from umbra.runtime.engine_names import ENGINE_TARGETS
+from umbra.runtime.lora_adapter import LoraAdapter
+
+_LORA_ENGINES: Final = ("vllm", "faulty")  # that one has those of the engine it wraps
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 # Text and TOML have no path or tuple type, so these two are not checked strictly.
@@ -36,8 +40,37 @@ def _check_engine(spec: str) -> str:
     return spec
 
 
+def _check_lora_adapters(adapters: dict[str, Path]) -> dict[str, Path]:
+    if "" in adapters:
+        raise ValueError("a LoRA adapter needs a name")
+    return adapters
+
+
 FunctionSpec = Annotated[str, AfterValidator(_check_function)]
 EngineSpec = Annotated[str, AfterValidator(_check_engine)]
+LoraAdapters = Annotated[dict[str, FilePath], AfterValidator(_check_lora_adapters)]
+
+
+def check_lora_engine(engine: str, adapters: Mapping[str, Path]) -> None:
+    """Raises ValueError where umbra's engine of this name knows no LoRA adapters."""
+    if adapters and engine in ENGINE_TARGETS.keys() - _LORA_ENGINES:
+        raise ValueError(
+            f"lora_adapters: engine {engine!r} has no LoRA adapters; use engine 'vllm', or leave "
+            "them out"
+        )
+
+
+def lora_settings(adapters: Mapping[str, Path], model_path: Path) -> dict[str, Any]:
+    """An engine's settings for its adapters.
+
+    Raises:
+        DataError: one cannot be used with this model.
+    """
+    if not adapters:
+        return {}
+    for name, path in adapters.items():
+        LoraAdapter.read(name, path, model_path)
+    return {"lora_adapters": {name: str(path.absolute()) for name, path in adapters.items()}}
 
 
 class Section(BaseModel):

@@ -22,9 +22,12 @@ from umbra.trainer.config_section import (
     Dtype,
     EngineSpec,
     FilePath,
+    LoraAdapters,
     Positive,
     Seconds,
     Section,
+    check_lora_engine,
+    lora_settings,
 )
 from umbra.trainer.tokenizer import default_context_len, known_stop_token_ids
 
@@ -59,6 +62,8 @@ class FurtherPoolSection(Section):
         tick_ms: how often engines report new tokens.
         num_threads: CPU threads of an engine; default cores / engines.
         engine_args: as in [pool].
+        lora_adapters: LoRA adapters by name, folders as PEFT saves them, of which a question picks
+            one: `ctx.pool("judge").generate(tokens, lora="NAME")`. For engine "vllm".
         max_wait_s: of a colocated pool: how long requests wait while the policy has something to
             generate; then it is interrupted. It goes on later from the tokens so far, whose keys
             have to be computed again. Default: 10 for a standalone policy, which always has
@@ -86,6 +91,7 @@ class FurtherPoolSection(Section):
     tick_ms: Seconds = 50.0
     num_threads: Positive | None = None
     engine_args: dict[str, Any] = {}
+    lora_adapters: LoraAdapters = {}
     max_wait_s: Seconds | None = None
     max_turn_s: Seconds = 60.0
     start_timeout_s: Seconds = 600.0
@@ -93,6 +99,11 @@ class FurtherPoolSection(Section):
     max_restarts: Count = 5
     memory_limit_mib: Count = 0
     hung_limit_s: Seconds = 15.0
+
+    @model_validator(mode="after")
+    def _check_lora(self) -> Self:
+        check_lora_engine(self.engine, self.lora_adapters)
+        return self
 
     @model_validator(mode="after")
     def _check_turns(self) -> Self:
@@ -138,6 +149,7 @@ def _pool_spec(name: str, config: TrainerConfig, device_type: str, host: str) ->
         "tick_ms": pool.tick_ms,
         "num_threads": pool.num_threads or max(1, cores // pool.count),
         **({"engine_args": pool.engine_args} if is_foreign else pool.engine_args),
+        **lora_settings(pool.lora_adapters, pool.model_path),
     }
     is_colocated = pool.mode == "colocated"
     max_wait_s = pool.max_wait_s

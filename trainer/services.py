@@ -19,6 +19,7 @@ from umbra.runtime.restart import RestartPolicy
 from umbra.runtime.rollout.ledger.history import ledger_folder
 from umbra.runtime.session import Session
 from umbra.trainer.config import ServeConfig, TrainerConfig
+from umbra.trainer.config_section import lora_settings
 from umbra.trainer.data import PromptFiles
 from umbra.trainer.further_pool import asked_pools, further_pool_specs, generator_spec
 from umbra.trainer.tokenizer import default_context_len
@@ -142,6 +143,7 @@ def engine_pool_spec(
         "tick_ms": pool.tick_ms,
         "num_threads": pool.num_threads or max(1, cores // pool.count),
         **({"engine_args": pool.engine_args} if is_foreign else pool.engine_args),
+        **lora_settings(pool.lora_adapters, config.model.path),
     }
     return PoolSpec(
         name=POOL,

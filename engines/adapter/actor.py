@@ -186,7 +186,10 @@ class AdapterEngine:
 
     def _parse(self, raw: Mapping[str, Any]) -> GenerationRequest:
         request = parse_request(
-            raw, max_context_len=self._max_context_len, vocab_size=self._core.vocab_size
+            raw,
+            max_context_len=self._max_context_len,
+            vocab_size=self._core.vocab_size,
+            lora_names=self._core.lora_names,
         )
         self._core.check_request(request)
         return request

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -48,9 +48,11 @@ class Core(Protocol):
         died: set when a process of the engine ends; the engine is of no use then.
         is_paused: follows what the engine does, also by itself.
         memory: bytes when awake, "weights_nbytes" and "kv_nbytes".
+        lora_names: adapters that requests may name.
     """
 
     name: str
+    lora_names: Collection[str] = ()
     died: asyncio.Event
     is_paused: bool
     vocab_size: int

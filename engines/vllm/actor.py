@@ -30,6 +30,7 @@ class VllmEngine(AdapterEngine):
         num_threads: int = 1,
         load_weights: bool = False,
         engine_args: Mapping[str, Any] | None = None,
+        lora_adapters: Mapping[str, str] | None = None,
     ) -> None:
         settings = VllmSettings(
             model_path=model_path,
@@ -41,6 +42,7 @@ class VllmEngine(AdapterEngine):
             num_threads=num_threads,
             load_weights=load_weights,
             engine_args=dict(engine_args or {}),
+            lora_adapters=dict(lora_adapters or {}),
         )
         super().__init__(
             VllmCore(settings),

@@ -25,7 +25,7 @@ from umbra.engines.vllm.output import VllmOutput
 from umbra.engines.vllm.requests import check_request, sampling_params
 from umbra.engines.vllm.settings import VllmSettings
 from umbra.engines.weight_import import WorkerRegions
-from umbra.runtime.errors import EngineError, UmbraError
+from umbra.runtime.errors import ConfigError, EngineError, UmbraError
 from umbra.runtime.process import descendants
 from umbra.runtime.process.pid_watch import PidWatch
 
@@ -47,6 +47,8 @@ class VllmCore(Core):
         self._watches = ExitStack()
         self._llm: Any = None
         self._library: VllmLibrary | None = None
+        self._adapters: dict[str, Any] = {}  # LoRARequests by name
+        self.lora_names = tuple(settings.lora_adapters)
         self.died = asyncio.Event()
         self.is_paused = False
         self.vocab_size = 0
@@ -65,10 +67,11 @@ class VllmCore(Core):
     async def start(self) -> None:
         self._library = library = VllmLibrary.load()
         options = self._settings.options(library.option_names(), is_cpu=library.is_cpu)
+        self._check_adapters()
         variables = self._settings.environment(is_cpu=library.is_cpu)
         for name, value in (variables | file_variables(is_cpu=library.is_cpu)).items():
             os.environ.setdefault(name, value)
-        before = set(descendants.child_pids(os.getpid()))
+        before = _pids_below()
         try:
             self._llm = library.AsyncLLM.from_engine_args(library.AsyncEngineArgs(**options))
         except Exception as error:
@@ -84,6 +87,27 @@ class VllmCore(Core):
             self._llm.collective_rpc("umbra_memory")
         )
         self.memory = {name: sum(worker[name] for worker in per_worker) for name in per_worker[0]}
+        await self._load_adapters()
+
+    def _check_adapters(self) -> None:
+        settings, library = self._settings, self.library
+        if not settings.lora_adapters or settings.load_weights:
+            return
+        if not library.can_update_beneath_adapters():
+            raise ConfigError(
+                f"vLLM {library.version} cannot take new weights beneath LoRA adapters: leave "
+                "lora_adapters to pools that training leaves as they are, or use vLLM 0.32.0"
+            )
+
+    async def _load_adapters(self) -> None:
+        """From their folders. An update takes those away that vLLM had."""
+        for number, (name, path) in enumerate(self._settings.lora_adapters.items(), start=1):
+            anew = self.library.LoRARequest(name, number, path, load_inplace=True)
+            try:
+                await self.call(self._llm.add_lora(anew))
+            except (EngineError, ValueError) as error:
+                raise EngineError(f"LoRA adapter {name!r}, {path}: {error}") from error
+            self._adapters[name] = self.library.LoRARequest(name, number, path)
 
     async def stop(self) -> None:
         self._watches.close()
@@ -109,7 +133,9 @@ class VllmCore(Core):
     async def add(self, key: str, request: GenerationRequest, cache_salt: str) -> Output:
         prompt = self.library.tokens_input(request.tokens.tolist(), cache_salt=cache_salt)
         params = sampling_params(self.library, request, self.vocab_size)
-        return VllmOutput(await self.call(self._llm.add_request(key, prompt, params)))
+        adapter = self._adapters.get(request.lora)
+        adding = self._llm.add_request(key, prompt, params, lora_request=adapter)
+        return VllmOutput(await self.call(adding))
 
     async def abort(self, keys: Iterable[str]) -> None:
         """Tokens on their way from EngineCore are lost, from the end."""
@@ -156,6 +182,13 @@ class VllmCore(Core):
         request = self.library.WeightTransferUpdateRequest(update_info=update_info)
         await self.call(self._llm.update_weights(request))
         await self.call(self._llm.finish_weight_update())
+        await self._load_adapters()
+
+
+def _pids_below() -> set[int]:
+    """Of all processes; one whose parent ends meanwhile may become a child of this one's."""
+    below = {pid for pid, _ in descendants.living_descendants(os.getpid())}
+    return below | set(descendants.child_pids(os.getpid()))
 
 
 def _resource_tracker_pid() -> int | None:

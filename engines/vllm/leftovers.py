@@ -17,7 +17,8 @@ from umbra.runtime.socketdir import MAX_SOCKET_PATH_NBYTES
 
 _SOCKET_NAME_NUM_CHARS: Final = 40  # vLLM's own are UUIDs
 _SHARED_FOLDER: Final = "/dev/shm"
-_SHARED_NAMES: Final = ("psm_", "sem.mp-")  # those that multiprocessing makes
+_SHARED_NAMES: Final = ("psm_", "sem.mp-", "vllm_dist_")
+# Those that multiprocessing makes, and those of vLLM's workers on the CPU, where they are several.
 
 
 def file_variables(*, is_cpu: bool) -> dict[str, str]:

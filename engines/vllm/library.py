@@ -22,6 +22,7 @@ class VllmLibrary:
     is_cpu: bool
     AsyncEngineArgs: Any
     AsyncLLM: Any
+    LoRARequest: Any
     RequestOutputKind: Any
     SamplingParams: Any
     WeightTransferUpdateRequest: Any
@@ -50,6 +51,7 @@ class VllmLibrary:
             is_cpu=bool(module("platforms").current_platform.is_cpu()),
             AsyncEngineArgs=module("engine.arg_utils").AsyncEngineArgs,
             AsyncLLM=module("v1.engine.async_llm").AsyncLLM,
+            LoRARequest=module("lora.request").LoRARequest,
             RequestOutputKind=parameters.RequestOutputKind,
             SamplingParams=parameters.SamplingParams,
             WeightTransferUpdateRequest=module(
@@ -57,6 +59,11 @@ class VllmLibrary:
             ).WeightTransferUpdateRequest,
             tokens_input=module("inputs").tokens_input,
         )
+
+    def can_update_beneath_adapters(self) -> bool:
+        """Whether its loaders find the parameters of layers that adapters wrap (not 0.26.0's)."""
+        layers: Any = importlib.import_module("vllm.lora.layers")
+        return hasattr(layers.BaseLayerWithLoRA, "load_weights")
 
     def option_names(self) -> list[str]:
         """Of AsyncEngineArgs."""

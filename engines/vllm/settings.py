@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 from umbra.engines.adapter.settings import AdapterSettings, EngineOptions, read_config
 from umbra.engines.memory import physical_nbytes
 from umbra.runtime.errors import ConfigError
+from umbra.runtime.lora_adapter import LoraAdapter
 
 WORKER_EXTENSION: Final = "umbra.engines.vllm.worker.UmbraWorkerExtension"
 TRANSFER_BACKEND: Final = "umbra"
@@ -22,6 +24,7 @@ OPTIONS: Final = EngineOptions(
         "max_model_len": "pool.max_context_len",
         "max_num_seqs": "pool.max_num_seqs",
         "kv_cache_memory_bytes": "pool.kv_cache_num_tokens",
+        "enable_lora": "pool.lora_adapters",
     },
     fixed={
         "tokenizer": "engines take and give tokens",
@@ -44,6 +47,8 @@ _CPU_KV_SHARE_OF_MEMORY: Final = 1 / 8
 _LEAST_MEMORY_SHARE: Final = 0.01
 # Where a size was given it decides nothing, but vLLM ends where less of the GPU than this share of
 # it is free: a trainer that holds its model there before engines start would be in the way.
+_LORA_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+# Those that vLLM makes room for; adapters of lower rank are padded.
 _ITEMSIZES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -54,7 +59,12 @@ class VllmSettings(AdapterSettings):
     Where `kv_cache_num_tokens` is None: on a GPU vLLM's choice (`gpu_memory_utilization`), on the
     CPU enough for max_num_seqs sequences of max_context_len, but no more than an eighth of the
     memory.
+
+    Attributes:
+        lora_adapters: folders of adapters, by the name that requests pick them by.
     """
+
+    lora_adapters: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def options(self, known: Collection[str], *, is_cpu: bool) -> dict[str, Any]:
         """The arguments for AsyncEngineArgs.
@@ -64,7 +74,7 @@ class VllmSettings(AdapterSettings):
 
         Raises:
             ConfigError: an option is unknown or umbra's own, or the device is not vLLM's.
-            DataError: the model directory cannot be read.
+            DataError: the model directory, or an adapter, cannot be read.
         """
         OPTIONS.check(self.engine_args, known)
         if (self.device == "cpu") != is_cpu:
@@ -85,6 +95,7 @@ class VllmSettings(AdapterSettings):
             "weight_transfer_config": {"backend": TRANSFER_BACKEND},
             "disable_log_stats": True,
             **(_CPU_OPTIONS if is_cpu else {"enable_sleep_mode": True}),
+            **self._lora_options(is_cpu=is_cpu),
         }
         nbytes = self._kv_cache_nbytes(is_cpu=is_cpu)
         if nbytes is not None:
@@ -102,6 +113,37 @@ class VllmSettings(AdapterSettings):
                 "OMP_NUM_THREADS": str(self.num_threads),
             }
         return variables
+
+    def _lora_options(self, *, is_cpu: bool) -> dict[str, Any]:
+        """Room for all adapters at a time, unless `engine_args` say otherwise."""
+        if not self.lora_adapters:
+            return {}
+        if not is_cpu and self.dtype == "float32":
+            raise ConfigError("vLLM's LoRA kernels for GPUs know no float32: use dtype bfloat16")
+        model_path = Path(self.model_path)
+        adapters = [
+            LoraAdapter.read(name, Path(path), model_path)
+            for name, path in self.lora_adapters.items()
+        ]
+        largest = max(adapters, key=lambda adapter: adapter.rank)
+        if largest.rank > _LORA_RANKS[-1]:
+            raise ConfigError(
+                f"LoRA adapter {largest.name!r} has rank {largest.rank}; vLLM's limit is "
+                f"{_LORA_RANKS[-1]}"
+            )
+        num_slots = len(adapters)
+        if is_cpu:
+            # One stays empty: vLLM (0.32.0) has requests without an adapter use the last slot where
+            # others of a batch have one, until its operations for the CPU leave index -1 out.
+            num_slots += 1
+            if "max_loras" in self.engine_args:
+                raise ConfigError("pool.engine_args.max_loras is set by umbra on the CPU")
+        return {
+            "enable_lora": True,
+            "max_lora_rank": next(rank for rank in _LORA_RANKS if rank >= largest.rank),
+            "max_loras": num_slots,
+            "max_cpu_loras": num_slots,  # with fewer, folders would be read again and again
+        }
 
     def _kv_cache_nbytes(self, *, is_cpu: bool) -> int | None:
         num_tokens = self.kv_cache_num_tokens

@@ -86,9 +86,13 @@ class SourceTransferEngine(_base):  # type: ignore[misc]
     def _check_complete(self, loaded: set[str] | None) -> None:
         if loaded is None:  # the model's loader does not say what it loaded
             return
+        names: list[str] = [name for name, _ in self.model.named_parameters()]
         ties = self._ties or {}
-        names = {name for name, _ in self.model.named_parameters()} - loaded
-        missing = sorted(name for name in names if ties.get(name) not in loaded)
+        missing = sorted(
+            _plain(name)
+            for name in names
+            if loaded.isdisjoint((_plain(name), _plain(ties.get(name, name))))
+        )
         if missing:
             raise WeightSyncError(
                 f"the trainer's weights do not fill {len(missing)} of vLLM's parameters: "
@@ -110,6 +114,11 @@ class SourceTransferEngine(_base):  # type: ignore[misc]
             if info.can_load():
                 info.loaded_weights.clear()
                 info.load_numel = 0
+
+
+def _plain(name: str) -> str:
+    """A parameter's name as in the checkpoint, also where adapters wrap its layer."""
+    return name.replace(".base_layer.", ".")
 
 
 def _is_first() -> bool:

@@ -19,6 +19,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import numpy as np
+import xxhash
+from numpy.typing import NDArray
 
 from umbra.runtime.errors import RewardError, RolloutError
 from umbra.runtime.rollout.asked_pool import AskedPool
@@ -27,8 +29,8 @@ from umbra.runtime.rollout.task_host import UserThread
 from umbra.runtime.rollout.text import TextCodec
 from umbra.runtime.rollout.user_function import describe, load_function
 
-# generate(context [T] int32, max_new_tokens) -> {"tokens": [n] int32, "finish_reason": str}
-Generate = Callable[[Any, int | None], Awaitable[dict[str, Any]]]
+# generate(context [T] int32, max_new_tokens, lora) -> {"tokens": [n] int32, "finish_reason": str}
+Generate = Callable[[Any, int | None, str], Awaitable[dict[str, Any]]]
 
 # recall(key) -> [value] or []; keep(key, value) returns once it is durable
 Recall = Callable[[str], Awaitable[list[Any]]]
@@ -66,8 +68,11 @@ class AgentContext:
         self._generate = generate
         self._recall = recall
         self._keep = keep
+        self._num_asides = 0
 
-    async def generate(self, tokens: Sequence[int], max_new_tokens: int | None = None) -> list[int]:
+    async def generate(
+        self, tokens: Sequence[int], max_new_tokens: int | None = None, *, lora: str = ""
+    ) -> list[int]:
         """Generates on from `tokens` and returns the new ones; `tokens` is left as it is.
 
         After the first call, `tokens` must begin with all tokens of the trajectory so far: the
@@ -76,14 +81,32 @@ class AgentContext:
         Args:
             max_new_tokens: at most so many; None for what the trajectory's budget leaves. When
                 nothing is left the answer is empty and `finish_reason` "length".
+            lora: name of one of the pool's `lora_adapters`, to generate with over the policy's
+                weights. That is no part of the trajectory: `tokens` may be any, and where the new
+                ones are appended to the trajectory's they count as given.
 
         Raises:
-            RolloutError: `tokens` leaves the trajectory's path, or generation is impossible.
+            RolloutError: `tokens` leaves the trajectory's path, or generation is impossible, such
+                as with an adapter that the pool does not have.
         """
-        answer = await self._generate(np.asarray(tokens, np.int32), max_new_tokens)
+        context = np.asarray(tokens, np.int32)
+        if lora:
+            self._num_asides += 1
+            # A loop that runs again must get the same: else it would leave its path.
+            key = f"lora {self._num_asides} {lora} {xxhash.xxh3_64_hexdigest(context.tobytes())}"
+            new_tokens, self.finish_reason = await self.once(
+                key, lambda: self._generate_aside(context, max_new_tokens, lora)
+            )
+            return list(new_tokens)
+        answer = await self._generate(context, max_new_tokens, "")
         self.finish_reason = answer["finish_reason"]
-        new_tokens: list[int] = answer["tokens"].tolist()
-        return new_tokens
+        return list(answer["tokens"].tolist())
+
+    async def _generate_aside(
+        self, context: NDArray[np.int32], max_new_tokens: int | None, lora: str
+    ) -> list[Any]:
+        answer = await self._generate(context, max_new_tokens, lora)
+        return [answer["tokens"].tolist(), answer["finish_reason"]]
 
     async def once(self, key: str, effect: Callable[[], Any]) -> Any:
         """What `effect()` returned the first time that this trajectory's loop came here.

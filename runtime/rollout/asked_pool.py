@@ -148,6 +148,7 @@ class AskedPool:
         temperature: float = 0.0,
         stop_token_ids: Sequence[int] | None = None,
         seed: int | None = None,
+        lora: str = "",
     ) -> PoolAnswer:
         """Generates on from `tokens`, which are of the pool's own tokenizer.
 
@@ -156,6 +157,7 @@ class AskedPool:
             temperature: 0 is greedy.
             stop_token_ids: the answer ends after any of these; None: the model's own.
             seed: the same one gives the same answer, as far as the engine's arithmetic does.
+            lora: name of one of the pool's `lora_adapters`; "" for the model as it is.
 
         Raises:
             RolloutError, RemoteError: the prompt is too long, an argument out of range, or no
@@ -165,7 +167,7 @@ class AskedPool:
         config = self._config
         stops = config.stop_token_ids if stop_token_ids is None else stop_token_ids
         arguments = (
-            np.asarray(tokens, np.int32), max_new_tokens, temperature, list(stops), seed,
+            np.asarray(tokens, np.int32), max_new_tokens, temperature, list(stops), seed, lora,
         )  # fmt: skip
         found = await self._desk.ask(config, arguments, self._patience)
         answer: list[int] = found["tokens"].tolist()

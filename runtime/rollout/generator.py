@@ -153,6 +153,7 @@ class Generator:
         temperature: float = 1.0,
         stop_token_ids: Sequence[int] = (),
         seed: int | None = None,
+        lora: str = "",
     ) -> Piece:
         """All of a generation in one piece; see `stream`."""
         pieces = list[Piece]()
@@ -162,6 +163,7 @@ class Generator:
             temperature=temperature,
             stop_token_ids=stop_token_ids,
             seed=seed,
+            lora=lora,
         )
         async with aclosing(whole):
             async for piece in whole:
@@ -176,6 +178,7 @@ class Generator:
         temperature: float = 1.0,
         stop_token_ids: Sequence[int] = (),
         seed: int | None = None,
+        lora: str = "",
     ) -> AsyncGenerator[Piece, None]:
         """Generates on from `tokens`; pieces come as engines report them.
 
@@ -188,14 +191,15 @@ class Generator:
             stop_token_ids: it ends after any of these, which is its last token then.
             seed: the same one gives the same tokens, as far as the engine's arithmetic does; None
                 draws one.
+            lora: name of the pool's adapter to generate with; "" for the model as it is.
 
         Raises:
             ValueError: an argument out of range, or a prompt that leaves no room in the context.
             RequestRefused: the engine could never serve this, such as a token outside the model's
-                vocabulary.
+                vocabulary, or an adapter that the pool does not have.
             RolloutError, EngineError: no engine served for too long, or all that tried failed.
         """
-        generation = self._begin(tokens, max_new_tokens, temperature, stop_token_ids, seed)
+        generation = self._begin(tokens, max_new_tokens, temperature, stop_token_ids, seed, lora)
         uid = generation.turn.trajectory.uid
         self._open[uid] = generation
         try:
@@ -219,6 +223,7 @@ class Generator:
         temperature: float,
         stop_token_ids: Sequence[int],
         seed: int | None,
+        lora: str,
     ) -> _Generation:
         if self._failure is not None:
             raise self._failure
@@ -241,7 +246,7 @@ class Generator:
             max_context_len=self._config.max_context_len,
         )
         trajectory.uid = uid  # by which its tokens are delivered
-        return _Generation(trajectory, budget, temperature, stop_token_ids)
+        return _Generation(trajectory, budget, temperature, stop_token_ids, lora)
 
     # -- what happens meanwhile ----------------------------------------------------------
 
@@ -274,6 +279,7 @@ class _Generation:
         limit: int,
         temperature: float,
         stop_token_ids: Sequence[int],
+        lora: str,
     ) -> None:
         self.turn = Turn(
             trajectory=trajectory,
@@ -284,6 +290,7 @@ class _Generation:
             stop_token_ids=[int(token) for token in stop_token_ids],
             on_end=lambda _turn, reason: self._end(reason),
             on_error=self.fail,
+            lora=lora,
         )
         self._pieces: list[Piece] = []  # bounded by the budget: a slow caller gets longer ones
         self._changed = asyncio.Event()

@@ -46,6 +46,7 @@ class GeneratorService:
         temperature: float = 1.0,
         stop_token_ids: Sequence[int] = (),
         seed: int | None = None,
+        lora: str = "",
     ) -> dict[str, Any]:
         """One generation: {"tokens": int32 [n], "logprobs": float32 [n], "finish_reason"}.
 
@@ -57,6 +58,7 @@ class GeneratorService:
             temperature=temperature,
             stop_token_ids=stop_token_ids,
             seed=seed,
+            lora=lora,
         )
         return piece._asdict()
 
@@ -67,6 +69,7 @@ class GeneratorService:
         temperature: float = 1.0,
         stop_token_ids: Sequence[int] = (),
         seed: int | None = None,
+        lora: str = "",
     ) -> AsyncGenerator[dict[str, Any], None]:
         """The same in pieces as they come; "finish_reason" is "" in all but the last."""
         pieces = self._generator.stream(
@@ -75,6 +78,7 @@ class GeneratorService:
             temperature=temperature,
             stop_token_ids=stop_token_ids,
             seed=seed,
+            lora=lora,
         )
         async with aclosing(pieces):
             async for piece in pieces:

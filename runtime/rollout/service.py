@@ -287,12 +287,16 @@ class RolloutManager:
     # -- calls of agent loops, and of anyone ---------------------------------------------
 
     async def generate(
-        self, session: int, tokens: NDArray[np.int32], max_new_tokens: int | None = None
+        self,
+        session: int,
+        tokens: NDArray[np.int32],
+        max_new_tokens: int | None = None,
+        lora: str = "",
     ) -> dict[str, Any]:
         """One generation of an agent loop; see `AgentSessions.generate`."""
         if self._rounds.failure is not None:
             raise self._rounds.failure
-        return await self._sessions.generate(session, tokens, max_new_tokens)
+        return await self._sessions.generate(session, tokens, max_new_tokens, lora)
 
     def recall(self, session: int, key: str) -> list[Any]:
         """See `AgentSessions.recall`."""

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from umbra.runtime.errors import RolloutError
+from umbra.runtime.rollout.asides import Asides
 from umbra.runtime.rollout.dispatch import Dispatcher
 from umbra.runtime.rollout.group import Group
 from umbra.runtime.rollout.recorder import Recorder
@@ -47,12 +48,20 @@ class _Memory:
 
 
 class _Session:
-    __slots__ = ("answer", "group", "memory", "num_returned", "temperature", "trajectory", "turn")
+    __slots__ = (
+        "answer", "asides", "group", "memory", "num_returned", "temperature", "trajectory", "turn",
+    )  # fmt: skip
 
     def __init__(
-        self, trajectory: Trajectory, group: Group, temperature: float, memory: _Memory
+        self,
+        trajectory: Trajectory,
+        group: Group,
+        temperature: float,
+        memory: _Memory,
+        asides: Asides,
     ) -> None:
         self.trajectory = trajectory
+        self.asides = asides
         self.group = group
         self.temperature = temperature
         self.memory = memory
@@ -104,7 +113,8 @@ class AgentSessions:
         self._recorder.cut(trajectory)
         memory = self._memories.setdefault(trajectory, _Memory())
         session_id = next(self._ids)
-        self._sessions[session_id] = _Session(trajectory, group, temperature, memory)
+        asides = Asides(self._dispatcher, trajectory, self._stop_token_ids)
+        self._sessions[session_id] = _Session(trajectory, group, temperature, memory, asides)
         self._by_trajectory[trajectory] = session_id
         return session_id
 
@@ -118,6 +128,7 @@ class AgentSessions:
         session = self._sessions.get(self._by_trajectory.get(trajectory, 0))
         if session is None:
             return
+        session.asides.close()
         memory = session.memory
         seen = memory.turns[session.num_returned - 1].stop if session.num_returned else 0
         if session.turn is not None:
@@ -127,9 +138,17 @@ class AgentSessions:
             self._give_up(trajectory, seen)
 
     async def generate(
-        self, session_id: int, context: NDArray[np.int32], max_new_tokens: int | None
+        self,
+        session_id: int,
+        context: NDArray[np.int32],
+        max_new_tokens: int | None,
+        lora: str = "",
     ) -> dict[str, Any]:
         """Generates one turn; {"tokens": int32 [n], "finish_reason": "stop" | "length"}.
+
+        Args:
+            lora: an adapter of the pool's. What it generates is no part of the trajectory, from
+                any context, and is not replayed here.
 
         Raises:
             RolloutError: the session has ended, is generating already, or `context` is not what
@@ -138,10 +157,12 @@ class AgentSessions:
         """
         session = self._find(session_id)
         trajectory = session.trajectory
-        if session.turn is not None:
-            raise RolloutError(f"{trajectory.sample_id}: two generate() calls at a time; await one")
         if len(context) == 0 or (max_new_tokens is not None and max_new_tokens < 1):
             raise ValueError("generate() needs at least one token and max_new_tokens of 1 or more")
+        if lora:
+            return await session.asides.generate(context, max_new_tokens, session.temperature, lora)
+        if session.turn is not None:
+            raise RolloutError(f"{trajectory.sample_id}: two generate() calls at a time; await one")
         replayed = self._replay(session, context)
         if replayed is not None:
             session.num_returned += 1
@@ -178,7 +199,10 @@ class AgentSessions:
 
     def _end_run(self, trajectory: Trajectory) -> None:
         session = self._sessions.pop(self._by_trajectory.pop(trajectory, 0), None)
-        if session is None or session.turn is None:
+        if session is None:
+            return
+        session.asides.close()
+        if session.turn is None:
             return
         self._dispatcher.cancel([session.turn])
         if session.answer is not None and not session.answer.done():

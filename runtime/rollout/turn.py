@@ -23,6 +23,7 @@ class Turn:
         temperature: 0 is greedy.
         stop_token_ids: it ends after any of these.
         on_end: told once, with "stop" or "length"; never after `Dispatcher.cancel`.
+        lora: name of the pool's adapter to generate with; "" for the model as it is.
         on_error: told instead, of an error that no other engine heals. None: it is the error of
             whoever owns the dispatcher.
         request_id: of the attempt in progress; each attempt has its own, so that late deltas
@@ -41,6 +42,7 @@ class Turn:
     stop_token_ids: Sequence[int]
     on_end: Callable[[Turn, str], None]
     on_error: Callable[[UmbraError], None] | None = None
+    lora: str = ""
     request_id: int = 0
     charged: int = 0
     engine: EngineId | None = None
@@ -79,7 +81,7 @@ class Turn:
 
     def request(self) -> dict[str, Any]:
         """The engine protocol's form of what is left to do."""
-        return {
+        request: dict[str, Any] = {
             "id": self.request_id,
             "tokens": self.trajectory.context(),
             "position": self.trajectory.completion_len,
@@ -88,3 +90,4 @@ class Turn:
             "temperature": self.temperature,
             "stop_token_ids": self.stop_token_ids,
         }
+        return request | {"lora": self.lora} if self.lora else request

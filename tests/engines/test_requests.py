@@ -12,7 +12,7 @@ from umbra.engines.requests import GenerationRequest, parse_request
 
 
 def parse(raw: dict[str, Any]) -> GenerationRequest:
-    return parse_request(raw, max_context_len=32, vocab_size=100)
+    return parse_request(raw, max_context_len=32, vocab_size=100, lora_names=("b", "a"))
 
 
 def test_a_wire_request_becomes_a_value() -> None:
@@ -47,11 +47,18 @@ def test_a_wire_request_becomes_a_value() -> None:
         ({"stop_token_ids": [[1]]}, "stop_token_ids"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"stop_token_ids": ["a"]}, "stop_token_ids"),
+        ({"lora": 3}, "lora must be a name"),
+        ({"lora": "c"}, "no LoRA adapter 'c' here; known: a, b"),
     ],
 )
 def test_a_wrong_request_is_refused_by_name(change: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         parse(wire_request(1, [1, 2, 3]) | change)
+
+
+def test_a_request_may_name_an_adapter() -> None:
+    assert parse(wire_request(1, [1])).lora == ""
+    assert parse(wire_request(1, [1], lora="a")).lora == "a"
 
 
 def test_a_missing_key_is_named() -> None:

@@ -78,10 +78,10 @@ def core_of(pid: int) -> int:
     return core
 
 
-def assert_ended(pids: list[int]) -> None:
+def assert_ended(pids: list[int], timeout_s: float = 20.0) -> None:
     for pid in pids:
         if Path(f"/proc/{pid}").exists():
-            descendants.wait_for_exits([pid], 20.0)
+            descendants.wait_for_exits([pid], timeout_s)
         stat = descendants.process_stat(pid)
         assert stat is None or stat.has_ended
 

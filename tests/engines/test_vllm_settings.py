@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from adapter_factory import save_adapter
 from engine_runs import make_request
 
 from umbra.engines.vllm.library import VllmLibrary
@@ -127,6 +128,40 @@ def test_a_dtype_that_vllm_lacks_is_refused(tmp_path: Path) -> None:
 def test_a_model_directory_without_a_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"config\.json cannot be read"):
         settings(tmp_path, model_path="/nowhere").options(KNOWN, is_cpu=True)
+
+
+def with_adapters(folder: Path, *ranks: int, **changes: Any) -> VllmSettings:
+    adapters = {f"rank-{rank}": str(folder / f"rank-{rank}") for rank in ranks}
+    for rank, path in zip(ranks, adapters.values(), strict=True):
+        save_adapter(Path(path), seed=rank, rank=rank)
+    return settings(folder, lora_adapters=adapters, **changes)
+
+
+def test_there_is_room_for_all_adapters_at_a_time(tmp_path: Path) -> None:
+    given = with_adapters(tmp_path, 3, 9)
+    on_cpu = given.options(KNOWN, is_cpu=True)
+    on_gpu = with_adapters(tmp_path, 3, 9, device="cuda", dtype="bfloat16").options(
+        KNOWN, is_cpu=False
+    )
+
+    assert on_gpu["enable_lora"] is True
+    assert on_gpu["max_lora_rank"] == on_cpu["max_lora_rank"] == 16
+    assert (on_gpu["max_loras"], on_gpu["max_cpu_loras"]) == (2, 2)
+    assert (on_cpu["max_loras"], on_cpu["max_cpu_loras"]) == (3, 3)
+    assert "enable_lora" not in settings(tmp_path).options(KNOWN, is_cpu=True)
+
+
+def test_adapters_that_vllm_has_no_room_or_kernels_for_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'rank-600' has rank 600; vLLM's limit is 512"):
+        with_adapters(tmp_path, 4, 600).options(KNOWN, is_cpu=True)
+    with pytest.raises(ConfigError, match="know no float32"):
+        with_adapters(tmp_path, 4, device="cuda").options(KNOWN, is_cpu=False)
+    with pytest.raises(ConfigError, match="max_loras is set by umbra on the CPU"):
+        with_adapters(tmp_path, 4, engine_args={"max_loras": 2}).options(
+            [*KNOWN, "max_loras"], is_cpu=True
+        )
+    with pytest.raises(ConfigError, match=r"set pool\.lora_adapters instead"):
+        settings(tmp_path, engine_args={"enable_lora": True}).options(KNOWN, is_cpu=True)
 
 
 def test_a_temperature_that_vllm_would_change_is_refused() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from adapted_echo import ADAPTED, CRITIC_SEED
 from live_rollouts import VOCAB_SIZE, LiveRollouts, merged, while_generating, write_tokenizer
 
 from umbra.engines.echo import echo_tokens
@@ -25,20 +27,30 @@ RESTART = RestartPolicy(mode="on_failure", max_restarts=5, backoff_initial_s=0.0
 
 
 def start(
-    session: Session, folder: Path, *, colocated: bool = True, **settings: Any
+    session: Session,
+    folder: Path,
+    *,
+    colocated: bool = True,
+    judge: Mapping[str, Any] | None = None,
+    **settings: Any,
 ) -> LiveRollouts:
-    """A judge, and rollouts whose user code may ask it. Tokens of the policy come slowly."""
+    """A judge, and rollouts whose user code may ask it. Tokens of the policy come slowly.
+
+    Args:
+        judge: changes to its PoolSpec.
+    """
     turns: dict[str, Any] = {"mode": "colocated", "shares_with": "policy", "max_wait_s": 0.2}
     alone: dict[str, Any] = {"mode": "standalone"}
+    engine: dict[str, Any] = {"engine": "umbra.engines.echo:EchoEngine", **(judge or {})}
     session.create_pool(
         PoolSpec(
             name="judge",
-            engine="umbra.engines.echo:EchoEngine",
             count=1,
             kwargs={"vocab_size": VOCAB_SIZE, "tick_ms": 5.0},
             load_weights=True,
             restart=RESTART,
             **(turns if colocated else alone),
+            **engine,
         )
     )
     config = {"pool": "judge", "max_context_len": 128, "shares_memory": colocated}
@@ -102,6 +114,18 @@ def test_a_reward_gets_its_answers_whoever_dies(
 
     assert [sample["reward"] for sample in samples.values()] == [3.0] * 16
     assert all(len(sample["completion"]) == 24 for sample in samples.values())
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_a_question_picks_an_adapter_of_the_judge(umbra_session: Session, tmp_path: Path) -> None:
+    live = start(umbra_session, tmp_path, judge=ADAPTED, agent="asks_judges_adapter", reward="")
+    live.publish(0)
+
+    samples = merged(live.next_batch(0))
+
+    expected = echo_tokens(CRITIC_SEED, np.arange(4), VOCAB_SIZE).tolist()
+    assert [sample["completion"][5:9] for sample in samples.values()] == [expected] * 16
 
 
 @pytest.mark.process

@@ -11,7 +11,7 @@ import pytest
 from rollout_samples import make_trajectory
 from test_dispatch import A, Bench, delta
 
-from umbra.runtime.errors import RolloutError
+from umbra.runtime.errors import RequestRefused, RolloutError
 from umbra.runtime.rollout.group import Group
 from umbra.runtime.rollout.recorder import Recorder
 from umbra.runtime.rollout.sessions import AgentSessions
@@ -234,5 +234,66 @@ def test_a_new_manager_replays_what_the_ledger_has_kept() -> None:
         context = [1, 2, 3, *range(10, 18)]
         assert await loop.turn(session, context) == [18, 19, 20, 21, 22]
         assert [request["position"] for request in loop.inbox.requests] == [10]
+
+    asyncio.run(run())
+
+
+def test_what_an_adapter_generates_is_no_part_of_the_trajectory() -> None:
+    async def run() -> None:
+        loop = Loop()
+        session = loop.open()
+        first = await loop.begin(session)
+        context = np.asarray([9, 9], np.int32)
+        aside = asyncio.get_running_loop().create_task(
+            loop.sessions.generate(session, context, 2, "critic")
+        )
+        await asyncio.sleep(0)
+        policy, adapted = loop.inbox.requests
+
+        assert "lora" not in policy
+        assert (adapted["lora"], adapted["tokens"].tolist()) == ("critic", [9, 9])
+        assert adapted["max_new_tokens"] == 2
+        loop.stream(1, 2)
+        loop.finish(1)
+        assert (await aside)["tokens"].tolist() == [10, 11]
+        assert loop.trajectory.completion_len == 0
+        loop.stream(0, 5)
+        loop.finish(0)
+        await first
+        assert loop.trajectory.completion_len == 5
+
+    asyncio.run(run())
+
+
+def test_an_adapters_generation_ends_with_the_run_of_its_loop() -> None:
+    async def run() -> None:
+        loop = Loop()
+        asking = loop.sessions.generate(loop.open(), PROMPT, 2, "critic")
+        aside = asyncio.get_running_loop().create_task(asking)
+        await asyncio.sleep(0)
+
+        loop.open()
+
+        with pytest.raises(RolloutError, match="has ended"):
+            await aside
+        assert loop.inbox.withdrawn == [loop.inbox.requests[0]["id"]]
+        assert loop.bench.dispatcher.num_inflight(A) == 0
+
+    asyncio.run(run())
+
+
+def test_an_adapter_that_the_engine_does_not_have_fails_its_loop_only() -> None:
+    async def run() -> None:
+        loop = Loop()
+        asking = loop.sessions.generate(loop.open(), PROMPT, 2, "nobody")
+        aside = asyncio.get_running_loop().create_task(asking)
+        await asyncio.sleep(0)
+
+        request = loop.inbox.requests[0]["id"]
+        loop.bench.dispatcher.refuse(A, request, RequestRefused("there is no adapter"))
+
+        with pytest.raises(RolloutError, match="there is no adapter"):
+            await aside
+        assert loop.bench.failures == []
 
     asyncio.run(run())

@@ -137,3 +137,29 @@ async def dies_after_asking(ctx: AgentContext, sample: dict[str, Any]) -> float 
 async def asks_nobody(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
     await ctx.pool("jury").generate([1], 1)
     return 1.0
+
+
+async def asks_adapters(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
+    """Answers of two adapters are given; one of the loops then kills the process, once."""
+    tokens = [*ctx.prompt_tokens]
+    tokens += await ctx.generate(tokens, max_new_tokens=5)
+    tokens += await ctx.generate(tokens, 4, lora="critic")
+    tokens += await ctx.generate([1, 2], 3, lora="chance")
+    assert ctx.finish_reason == "length"
+    tokens += await ctx.generate(tokens, max_new_tokens=5)
+    die_the_first_time(Path(sample["marker"]))
+    await ctx.generate(tokens, max_new_tokens=5)
+    return 1.0
+
+
+async def asks_unknown_adapter(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
+    await ctx.generate(ctx.prompt_tokens, 3, lora="nobody")
+    return 1.0
+
+
+async def asks_judges_adapter(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
+    tokens = [*ctx.prompt_tokens]
+    tokens += await ctx.generate(tokens, max_new_tokens=5)
+    tokens += (await ctx.pool("judge").generate(tokens, 4, lora="critic")).tokens
+    await ctx.generate(tokens)
+    return 1.0

@@ -63,6 +63,22 @@ def test_overrides_win_and_keep_text_as_text(config_file: Path) -> None:
     assert config.pool.engine_args == {"vocab_size": 64}
 
 
+def test_a_pool_names_its_adapters(config_file: Path) -> None:
+    adapters = ["pool.lora_adapters={user='adapters/user'}", "pools.judge.lora_adapters.strict=s"]
+    judge = ["pools.judge.model_path=m", "pools.judge.engine=vllm", "pool.engine=vllm"]
+
+    config = load_config(config_file, [*adapters, *judge])
+
+    assert config.pool.lora_adapters == {"user": Path("adapters/user")}
+    assert config.pools["judge"].lora_adapters == {"strict": Path("s")}
+
+
+@pytest.mark.parametrize("engine", ["embedded", "echo", "sglang"])
+def test_an_engine_without_adapters_is_told_before_a_start(config_file: Path, engine: str) -> None:
+    with pytest.raises(ConfigError, match=f"pool: lora_adapters: engine '{engine}' has no LoRA"):
+        load_config(config_file, [f"pool.engine={engine}", "pool.lora_adapters={a='x'}"])
+
+
 def test_an_override_may_make_a_new_section(config_file: Path) -> None:
     assert load_config(config_file, ["rollout.group_size=4"]).rollout.group_size == 4
 
@@ -152,6 +168,10 @@ def test_further_pools_have_names_of_their_own(config_file: Path) -> None:
         (
             ["pools.j.model_path=m", "pools.j.mode=standalone", "pools.j.max_wait_s=1"],
             ["pools.j: max_wait_s is for mode 'colocated'", "leave it out, or set mode to"],
+        ),
+        (
+            ["pools.judge.model_path=m", "pools.judge.lora_adapters.a=x"],
+            ["pools.judge: lora_adapters: engine 'embedded' has no", "use engine 'vllm'"],
         ),
         (
             ["pools.judge.model_path=m", "pools.judge.max_turn_s=0"],

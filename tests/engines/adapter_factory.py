@@ -1,0 +1,77 @@
+"""Small random LoRA adapters in PEFT's format, made from a seed, and models with one merged in."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from model_factory import make_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_PREFIX = "base_model.model."
+
+
+def save_adapter(
+    folder: Path,
+    kind: str = "qwen3",
+    *,
+    seed: int,
+    rank: int = 4,
+    alpha: float = 8.0,
+    targets: Sequence[str] = ALL_LINEAR,
+    **changes: Any,
+) -> Path:
+    """An adapter for the models of one kind, as strong as the weights themselves."""
+    folder.mkdir(parents=True, exist_ok=True)
+    draws = torch.Generator().manual_seed(seed)
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in make_model(kind).named_parameters():
+        module = name.removesuffix(".weight")
+        if module.rpartition(".")[2] in targets:
+            num_out, num_in = parameter.shape
+            first = torch.randn(rank, num_in, generator=draws) * 0.1
+            tensors[f"{_PREFIX}{module}.lora_A.weight"] = first
+            second = torch.randn(num_out, rank, generator=draws) * 0.3
+            tensors[f"{_PREFIX}{module}.lora_B.weight"] = second
+    config: dict[str, Any] = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": alpha,
+        "target_modules": list(targets),
+        "bias": "none",
+    }
+    write_adapter(folder, config | changes, tensors)
+    return folder
+
+
+def write_adapter(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file(dict(tensors), folder / "adapter_model.safetensors")
+
+
+def merged_model(kind: str, model_seed: int, adapter: Path | None) -> PreTrainedModel:
+    """W + alpha / r * B @ A, for every matrix that the adapter has."""
+    model = make_model(kind, model_seed)
+    if adapter is None:
+        return model
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, first in tensors.items():
+            module, is_first, _ = name.removeprefix(_PREFIX).partition(".lora_A.")
+            if is_first:
+                second = tensors[name.replace(".lora_A.", ".lora_B.")]
+                parameters[f"{module}.weight"] += (
+                    config["lora_alpha"] / config["r"] * second @ first
+                )
+    return model

@@ -1,0 +1,110 @@
+"""Folders of LoRA adapters: read without their weights, and wrong ones named."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from adapter_factory import save_adapter, write_adapter
+from safetensors.torch import load_file
+from torch import Tensor, ones
+
+from umbra.runtime.errors import DataError
+from umbra.runtime.lora_adapter import LoraAdapter
+
+Q_PROJ = "base_model.model.model.layers.1.self_attn.q_proj"
+LATER = "base_model.model.model.layers.7.self_attn.q_proj.lora_"
+
+
+def change(
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor | None] | None
+) -> Path:
+    """An adapter of rank 4 with something wrong.
+
+    Args:
+        tensors: new values, None for one that is to go; None instead of all where all are.
+    """
+    save_adapter(folder, "qwen3", seed=1)
+    said = json.loads((folder / "adapter_config.json").read_text())
+    held = load_file(folder / "adapter_model.safetensors")
+    changed = {} if tensors is None else held | dict(tensors)
+    kept = {name: tensor for name, tensor in changed.items() if tensor is not None}
+    write_adapter(folder, said | dict(config), kept)
+    return folder
+
+
+def test_an_adapter_of_the_model_is_read(
+    model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    path = save_adapter(tmp_path / "a", "qwen3", seed=1, rank=6)
+
+    adapter = LoraAdapter.read("a", path, model_folder("qwen3"))
+
+    assert adapter == LoraAdapter(name="a", path=path, rank=6)
+
+
+def test_ranks_may_differ_where_the_adapter_says_so(
+    model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    larger = {f"{Q_PROJ}.lora_A.weight": ones(9, 48), f"{Q_PROJ}.lora_B.weight": ones(128, 9)}
+    pattern = {"rank_pattern": {"layers.1.self_attn.q_proj": 9}}
+
+    path = change(tmp_path / "a", pattern, larger)
+
+    assert LoraAdapter.read("a", path, model_folder("qwen3")).rank == 9
+    change(tmp_path / "a", {}, larger)
+    with pytest.raises(DataError, match=r"says r 4, its matrices \[4, 9\]"):
+        LoraAdapter.read("a", path, model_folder("qwen3"))
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "text"),
+    [
+        ({"peft_type": "IA3"}, {}, "peft_type 'IA3', not 'LORA'"),
+        ({"r": 8}, {}, r"says r 8, its matrices \[4\]"),
+        ({}, None, "holds no lora_A and lora_B"),
+        ({}, {f"{Q_PROJ}.lora_B.weight": None}, "lora_B is not there"),
+        (
+            {},
+            {f"{LATER}A.weight": ones(4, 48), f"{LATER}B.weight": ones(8, 4)},
+            r"the model has no model\.layers\.7\.self_attn\.q_proj",
+        ),
+    ],
+)
+def test_a_wrong_adapter_is_named_with_what_is_wrong(
+    model_folder: Callable[[str], Path],
+    tmp_path: Path,
+    config: dict[str, Any],
+    tensors: dict[str, Tensor | None] | None,
+    text: str,
+) -> None:
+    path = change(tmp_path / "a", config, tensors)
+
+    with pytest.raises(DataError, match=rf"LoRA adapter 'a': .*{text}"):
+        LoraAdapter.read("a", path, model_folder("qwen3"))
+
+
+def test_an_adapter_of_another_size_of_model_is_refused(
+    model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    path = save_adapter(tmp_path / "a", "qwen3-wide", seed=1)
+
+    with pytest.raises(DataError, match=r"is \(48, 80\) in the model and \(256, 512\) in the"):
+        LoraAdapter.read("a", path, model_folder("qwen3"))
+
+
+def test_a_folder_that_is_none_of_an_adapter_is_refused(
+    model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match=r"adapter_config\.json"):
+        LoraAdapter.read("a", tmp_path / "nowhere", model_folder("qwen3"))
+
+    path = save_adapter(tmp_path / "a", "qwen3", seed=1)
+    (path / "adapter_model.safetensors").write_bytes(b"x" * 100)
+    with pytest.raises(DataError, match="is no safetensors file"):
+        LoraAdapter.read("a", path, model_folder("qwen3"))

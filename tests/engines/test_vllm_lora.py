@@ -1,0 +1,148 @@
+"""vLLM on the CPU with LoRA adapters, beside transformers with their matrices merged in."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from adapter_factory import save_adapter
+from adapter_fixtures import *  # noqa: F403 - the fixtures
+from conformance_suite import MakeEngine
+from engine_runs import Collector, collect, run_async, running, wire_request
+from local_sync import publish
+from lora_runs import asked_of_each, check_each
+from model_factory import make_model
+from vllm_runs import needs_vllm, running_core
+
+from umbra.engines.vllm.core import VllmCore
+from umbra.runtime.errors import EngineError
+
+pytestmark = [
+    needs_vllm,
+    pytest.mark.slow,
+    pytest.mark.process,
+    pytest.mark.filterwarnings("default"),  # vLLM's own
+]
+MAX_NUM_SEQS = 16
+
+
+@pytest.fixture(scope="session", params=["qwen3", "qwen3-untied"])
+def model_kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def max_num_seqs() -> int:
+    return MAX_NUM_SEQS
+
+
+@pytest.fixture(scope="session")
+def adapters(model_kind: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("adapters")
+    attention = ("q_proj", "o_proj")
+    return {
+        "all": save_adapter(folder / "all", model_kind, seed=1, rank=4),
+        "some": save_adapter(folder / "some", model_kind, seed=2, rank=10, targets=attention),
+    }
+
+
+@pytest.fixture(scope="module")
+def core(
+    model_kind: str, model_folder: Callable[[str], Path], adapters: dict[str, Path]
+) -> Generator[VllmCore]:
+    paths = {name: str(path) for name, path in adapters.items()}
+    with running_core(
+        model_folder(model_kind), max_num_seqs=MAX_NUM_SEQS, lora_adapters=paths
+    ) as core:
+        yield core
+
+
+def test_requests_of_several_adapters_get_the_logprobs_of_their_own(
+    make_engine: MakeEngine, model_kind: str, adapters: dict[str, Path]
+) -> None:
+    async def body() -> None:
+        engine = make_engine()
+        async with running(engine):
+            await check_each(engine, model_kind, 0, adapters)
+
+    run_async(body)
+
+
+@pytest.mark.parametrize("sleep_level", [None, 1, 2])
+def test_an_update_gives_new_weights_beneath_the_same_adapters(
+    make_engine: MakeEngine,
+    model_kind: str,
+    adapters: dict[str, Path],
+    tmp_path: Path,
+    sleep_level: Any,
+) -> None:
+    async def body() -> None:
+        engine = make_engine()
+        async with running(engine):
+            await check_each(engine, model_kind, 0, adapters)
+            for version in (1, 2):
+                await engine.pause("abort")
+                if sleep_level is not None:
+                    await engine.sleep(sleep_level)
+                    await engine.wake(["weights", "kv_cache"])
+                weights = dict(make_model(model_kind, version).named_parameters())
+                await publish(engine, weights, version, tmp_path)
+                await check_each(engine, model_kind, version, adapters)
+
+    run_async(body)
+
+
+def test_a_frozen_request_goes_on_with_its_adapter_over_the_new_weights(
+    make_engine: MakeEngine, model_kind: str, adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    asked = asked_of_each(["", *adapters], 1, max_new_tokens=300)
+
+    async def body() -> None:
+        engine = make_engine()
+        async with running(engine):
+            await engine.submit(asked)
+            await engine.pause("keep")
+            weights = dict(make_model(model_kind, 1).named_parameters())
+            await publish(engine, weights, 1, tmp_path)
+            collector = Collector()
+            await collect(engine, collector, len(asked))
+
+            assert all(found.reason == "length" for found in collector.completions.values())
+            assert all(1 in found.versions for found in collector.completions.values())
+            await check_each(engine, model_kind, 1, adapters)
+
+    run_async(body)
+
+
+def test_an_unknown_adapter_is_refused(make_engine: MakeEngine) -> None:
+    async def body() -> None:
+        engine = make_engine()
+        async with running(engine):
+            with pytest.raises(ValueError, match="no LoRA adapter 'other' here; known: all, some"):
+                await engine.submit([wire_request(0, [1], lora="other")])
+
+    run_async(body)
+
+
+def test_an_update_fails_where_an_adapter_has_gone(
+    make_engine: MakeEngine, model_kind: str, adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    async def body() -> None:
+        engine = make_engine()
+        weights = dict(make_model(model_kind, 1).named_parameters())
+        async with running(engine):
+            away = adapters["all"].rename(tmp_path / "away")
+            try:
+                await engine.pause("abort")
+                with pytest.RaisesGroup(pytest.RaisesExc(EngineError, match="LoRA adapter 'all'")):
+                    await publish(engine, weights, 1, tmp_path)
+            finally:
+                away.rename(adapters["all"])
+            await publish(engine, weights, 2, tmp_path)
+            await check_each(engine, model_kind, 1, adapters)
+
+    run_async(body)

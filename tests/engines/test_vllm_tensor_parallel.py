@@ -1,0 +1,97 @@
+"""vLLM on the CPU in two workers, each of which has its slices of the weights and of an adapter."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Generator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from adapter_factory import save_adapter
+from adapter_fixtures import *  # noqa: F403 - the fixtures
+from conformance_suite import MakeEngine
+from engine_runs import run_async, running
+from local_sync import publish
+from lora_runs import check_each
+from model_factory import make_model
+from test_vllm_process import (
+    NEVER,
+    START_TIMEOUT_S,
+    actor_of,
+    assert_ended,
+    core_of,
+    greedy,
+    tree_of,
+    vllm_spec,
+)
+from vllm_runs import needs_vllm, running_core
+
+from umbra.engines.vllm.core import VllmCore
+from umbra.runtime.process import descendants
+from umbra.runtime.session import Session
+
+pytestmark = [
+    needs_vllm,
+    pytest.mark.slow,
+    pytest.mark.process,
+    pytest.mark.filterwarnings("default"),  # vLLM's own
+]
+TWO_WORKERS = {"tensor_parallel_size": 2}
+
+
+@pytest.fixture(scope="session", params=["qwen3"])
+def model_kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def adapters(model_kind: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("adapters")
+    return {"all": save_adapter(folder, model_kind, seed=1)}
+
+
+@pytest.fixture(scope="module")
+def core(
+    model_kind: str, model_folder: Callable[[str], Path], adapters: dict[str, Path]
+) -> Generator[VllmCore]:
+    paths = {name: str(path) for name, path in adapters.items()}
+    with running_core(
+        model_folder(model_kind), engine_args=TWO_WORKERS, lora_adapters=paths
+    ) as core:
+        yield core
+
+
+def test_a_killed_worker_takes_the_engine_and_the_other_one_along(
+    umbra_session: Session, model_folder: Callable[[str], Path]
+) -> None:
+    spec = vllm_spec(model_folder("qwen3"), NEVER, engine_args=TWO_WORKERS)
+    engine = umbra_session.spawn(replace(spec, start_timeout_s=2 * START_TIMEOUT_S))
+    assert len(greedy(engine)) == 20
+    tree = tree_of(actor_of(umbra_session)["pid"])
+    workers = descendants.child_pids(core_of(tree[0]))
+    assert len(workers) >= 2
+
+    os.kill(workers[-1], signal.SIGKILL)
+
+    began = time.monotonic()
+    assert_ended(tree, timeout_s=60.0)  # vLLM's own end comes first; /dev/shm is looked at, too
+    print(f"ended after {time.monotonic() - began:.1f} s")
+
+
+def test_two_workers_have_the_logprobs_of_the_whole_model_through_updates(
+    make_engine: MakeEngine, model_kind: str, adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    async def body() -> None:
+        engine = make_engine()
+        async with running(engine):
+            await check_each(engine, model_kind, 0, adapters)
+            for version in (1, 2):
+                await engine.pause("abort")
+                weights = dict(make_model(model_kind, version).named_parameters())
+                await publish(engine, weights, version, tmp_path)
+                await check_each(engine, model_kind, version, adapters)
+
+    run_async(body)
