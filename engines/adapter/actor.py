@@ -10,7 +10,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
@@ -74,9 +74,14 @@ class AdapterEngine:
         self._image = WeightImage()
         self._import: WeightImport | None = None  # an update that takes no image
         self._image_thread = ThreadPoolExecutor(1, thread_name_prefix="weight-image")
+        self._owned = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        await self._start_core()
+        async with AsyncExitStack() as owned:
+            owned.push_async_callback(self._stop_core)
+            await self._start_core()
+            owned.push_async_callback(self._close_image)
+            self._owned = owned.pop_all()
         if self._load_weights:
             self._gate.start_serving(0)
         return self
@@ -87,21 +92,21 @@ class AdapterEngine:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._image.stop()
-        await self._in_image_thread(self._image.close)
-        self._image_thread.shutdown()
-        await self._stop_core()
+        await self._owned.__aexit__(kind, error, trace)
 
     async def _start_core(self) -> None:
-        try:
-            await self._core.start()
-            await warm_up(self._core)
-        except BaseException:
-            await self._core.stop()
-            raise
+        await self._core.start()
+        await warm_up(self._core)
 
     async def _stop_core(self) -> None:
         await self._core.stop()
+
+    async def _close_image(self) -> None:
+        self._image.stop()
+        try:
+            await self._in_image_thread(self._image.close)
+        finally:
+            self._image_thread.shutdown()
 
     async def run(self) -> None:
         """Until cancelled; raises EngineError when the foreign engine fails."""
