@@ -312,7 +312,7 @@ class AdapterEngine:
         if update is None:
             return {"nbytes": await self._in_image_thread(self._image.load)}
         async with self._order:
-            read = await self._core.import_weights(update.description)
+            read = await self._core.load_weights(update.description)
         return {"nbytes": update.note(read)}
 
     async def finish_update(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:

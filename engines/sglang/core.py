@@ -312,10 +312,7 @@ class SglangCore(Core):
 
     # -- weights -------------------------------------------------------------------------
 
-    async def load_weights(self, description: Mapping[str, Any]) -> None:
-        await self.import_weights(description)
-
-    async def import_weights(self, description: Mapping[str, Any]) -> Sequence[WorkerRegions]:
+    async def load_weights(self, description: Mapping[str, Any]) -> Sequence[WorkerRegions]:
         for output, _ in self._live.values():
             output.expect_older()
         reports = await self._order("load", weights=dict(description))

@@ -145,17 +145,14 @@ class VllmCore(Core):
         problems: list[str] = await self.call(asked)
         return next((problem for problem in problems if problem), "")
 
-    async def import_weights(self, description: Mapping[str, Any]) -> Sequence[WorkerRegions]:
-        await self.load_weights(description)
-        regions: list[WorkerRegions] = await self.call(self._llm.collective_rpc("umbra_regions"))
-        return regions
-
-    async def load_weights(self, description: Mapping[str, Any]) -> None:
+    async def load_weights(self, description: Mapping[str, Any]) -> Sequence[WorkerRegions]:
         await self.call(self._llm.start_weight_update())
         update_info = {"description": dict(description)}
         request = self.library.WeightTransferUpdateRequest(update_info=update_info)
         await self.call(self._llm.update_weights(request))
         await self.call(self._llm.finish_weight_update())
+        regions: list[WorkerRegions] = await self.call(self._llm.collective_rpc("umbra_regions"))
+        return regions
 
 
 def _resource_tracker_pid() -> int | None:
