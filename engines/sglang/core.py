@@ -103,7 +103,7 @@ class SglangCore(Core):
             await self._measure()
 
     def _launch(self, library: SglangLibrary, options: Mapping[str, Any]) -> None:
-        before = set(descendants.child_pids(os.getpid()))
+        before = descendants.working_child_pids(os.getpid())
         # In two steps: one that fails half way has its `shutdown` called at the exit, too.
         engine = library.Engine.__new__(library.Engine)
         try:
@@ -115,8 +115,7 @@ class SglangCore(Core):
             ) from error
         finally:
             atexit.unregister(engine.shutdown)  # which ends all children of this process
-            after = set(descendants.child_pids(os.getpid()))
-            self._children = sorted(after - before - {processes.resource_tracker_pid()})
+            self._children = sorted(descendants.working_child_pids(os.getpid()) - before)
         self._engine = engine
 
     def _take_over_frontend(self) -> None:

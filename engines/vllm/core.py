@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import sys
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Final, TypeVar
@@ -68,7 +67,7 @@ class VllmCore(Core):
         variables = self._settings.environment(is_cpu=library.is_cpu)
         for name, value in (variables | file_variables(is_cpu=library.is_cpu)).items():
             os.environ.setdefault(name, value)
-        before = set(descendants.child_pids(os.getpid()))
+        before = descendants.working_child_pids(os.getpid())
         try:
             self._llm = library.AsyncLLM.from_engine_args(library.AsyncEngineArgs(**options))
         except Exception as error:
@@ -77,7 +76,7 @@ class VllmCore(Core):
                 said = f"{said[:_MAX_ERROR_NUM_CHARS]} ..."
             raise EngineError(f"vLLM {library.version} did not start: {said}") from error
         self.vocab_size = int(self._llm.model_config.get_vocab_size())
-        for pid in set(descendants.child_pids(os.getpid())) - before - {_resource_tracker_pid()}:
+        for pid in descendants.working_child_pids(os.getpid()) - before:
             self._watches.enter_context(PidWatch(pid, self.died.set))
         unlink_shared_memory()
         per_worker: list[Mapping[str, int]] = await self.call(
@@ -153,8 +152,3 @@ class VllmCore(Core):
         await self.call(self._llm.finish_weight_update())
         regions: list[WorkerRegions] = await self.call(self._llm.collective_rpc("umbra_regions"))
         return regions
-
-
-def _resource_tracker_pid() -> int | None:
-    tracker: Any = sys.modules.get("multiprocessing.resource_tracker")
-    return None if tracker is None else getattr(tracker._resource_tracker, "_pid", None)
