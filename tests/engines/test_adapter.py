@@ -8,6 +8,9 @@ import pytest
 from scripted_core import ScriptedCore
 
 from umbra.engines.adapter.actor import AdapterEngine
+from umbra.runtime.engine_names import ENGINE_TARGETS
+from umbra.runtime.errors import ConfigError
+from umbra.runtime.target import make_target
 
 
 def engine_over(core: ScriptedCore) -> AdapterEngine:
@@ -41,3 +44,10 @@ def test_a_start_that_is_cancelled_stops_the_core() -> None:
         assert core.done == ["stop"]
 
     asyncio.run(body())
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_a_setting_that_an_engine_does_not_have_is_named_with_those_it_has(name: str) -> None:
+    given = {"model_path": "model", "max_context_len": 64, "speed": 1}
+    with pytest.raises(ConfigError, match=r"'speed'; it takes model_path, .*max_context_len"):
+        make_target(ENGINE_TARGETS[name], given)
