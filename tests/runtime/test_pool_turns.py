@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from umbra.runtime.collective import SessionSync
-from umbra.runtime.errors import ConfigError, EngineError, UmbraError
+from umbra.runtime.errors import ConfigError, EngineError, RemoteError, UmbraError
 from umbra.runtime.pools import PoolSpec
 from umbra.runtime.restart import RestartPolicy
 from umbra.runtime.session import Session
@@ -324,3 +324,17 @@ def test_what_does_not_fit_a_shared_pool_is_refused(umbra_session: Session) -> N
         umbra_session.pool("judge").sleep(1)
     with pytest.raises(EngineError, match="sleep at level 1"):
         umbra_session.pool("other").sleep(2)
+
+
+def test_what_no_engine_can_do_is_refused_and_kills_none(umbra_session: Session) -> None:
+    umbra_session.create_pool(spec("policy"))
+    pool = umbra_session.pool("policy")
+
+    with pytest.raises(RemoteError, match="unknown wake tags"):
+        pool.wake(["optimizer"])
+    with pytest.raises(RemoteError, match="sleep level must be 1 or 2"):
+        pool.sleep(3)
+    with pytest.raises(RemoteError, match="pause mode must be abort, keep or drain"):
+        pool.pause("gently")
+
+    assert (pool.states()[0]["state"], pool.states()[0]["incarnation"]) == ("SERVING", 1)
