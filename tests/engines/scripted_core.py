@@ -29,6 +29,7 @@ class ScriptedCore(Core):
 
     Attributes:
         may_go_on: cleared, all it is asked for takes until it is set.
+        has_begun: set with everything that it is asked for.
     """
 
     name = "scripted"
@@ -41,7 +42,7 @@ class ScriptedCore(Core):
         self.may_go_on = asyncio.Event()
         self.may_go_on.set()
         self.done: list[str] = []
-        self.num_begun = 0
+        self.has_begun = asyncio.Event()
 
     @property
     def frees_memory_asleep(self) -> bool:
@@ -86,6 +87,6 @@ class ScriptedCore(Core):
         return ""
 
     async def _do(self, what: str) -> None:
-        self.num_begun += 1
+        self.has_begun.set()
         await self.may_go_on.wait()
         self.done.append(what)
