@@ -325,7 +325,15 @@ class SglangCore(Core):
         return [report["regions"] for report in reports]
 
     async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
-        reports = await self._order("probe", allocations=allocations)
+        """Requests stand still meanwhile: SGLang would wait for the end of all."""
+        was_frozen = self._is_frozen
+        if self._live:
+            await self._freeze()
+        try:
+            reports = await self._order("probe", allocations=allocations)
+        finally:
+            if not was_frozen:
+                await self._unfreeze()
         return next((report["problem"] for report in reports if report["problem"]), "")
 
     async def _order(self, action: str, **details: Any) -> list[dict[str, Any]]:

@@ -208,6 +208,29 @@ def test_what_is_frozen_ends_before_a_sleep_with_the_tokens_it_had(
     run_async(body)
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_an_engine_at_work_is_asked_what_it_can_import_and_goes_on(
+    make_engine: MakeEngine, core: SglangCore, frozen: bool
+) -> None:
+    async def body() -> None:
+        engine = make_engine()
+        collector = Collector()
+        async with running(engine), aclosing(engine.deltas()) as batches:
+            await engine.submit(requests(3, max_new_tokens=200))
+            while not collector[2].tokens:
+                collector.apply(await anext(batches))
+            if frozen:
+                await engine.pause("keep")
+            assert "not of a GPU" in await engine.probe_import([])
+            assert frontend_of(core).is_pause == frozen
+            await engine.resume()
+            while collector.num_finished() < 3:
+                collector.apply(await anext(batches))
+        assert [len(collector[i].tokens) for i in range(3)] == [200] * 3
+
+    run_async(body)
+
+
 @pytest.mark.process
 def test_the_engine_fails_when_a_process_of_sglang_ends(
     stand_in: None, model_folder: Callable[[str], Path]
