@@ -283,7 +283,7 @@ class SglangCore(Core):
     async def sleep(self, level: int) -> None:
         """SGLang would end where its memory is in use: an emptied cache says that none is."""
         await self.reset_prefix_cache()
-        if level == 1:
+        if level == 1 and "weights" not in self._released:
             await self._order("save")
             self._is_saved = True
         tags = [tag for tag in _MEMORY_TAGS if tag not in self._released]
