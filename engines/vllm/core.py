@@ -34,6 +34,7 @@ _T = TypeVar("_T")
 _SHUTDOWN_TIMEOUT_S: Final = 0.2
 # For EngineCore to end by itself, which takes its workers seconds and saves nothing.
 _MAX_ERROR_NUM_CHARS: Final = 1000
+_MEMORY_TAGS: Final = ("weights", "kv_cache")
 
 
 class VllmCore(Core):
@@ -46,6 +47,7 @@ class VllmCore(Core):
         self._watches = ExitStack()
         self._llm: Any = None
         self._library: VllmLibrary | None = None
+        self._asleep: set[str] = set()  # tags
         self.died = asyncio.Event()
         self.is_paused = False
         self.vocab_size = 0
@@ -126,13 +128,20 @@ class VllmCore(Core):
         self.is_paused = False
 
     async def sleep(self, level: int) -> None:
+        """While a part sleeps vLLM puts nothing else to sleep, and says nothing; so that wakes."""
+        await self.wake(_MEMORY_TAGS)
         await self.call(self._llm.sleep(level))
+        self._asleep.update(_MEMORY_TAGS)
         self.is_paused = True
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """With the last tag vLLM resumes by itself."""
-        await self.call(self._llm.wake_up(list(tags)))
-        self.is_paused = bool(await self.call(self._llm.is_sleeping()))
+        """With the last tag vLLM resumes by itself. One that does not sleep would keep the others
+        from waking."""
+        wanted = [tag for tag in tags if tag in self._asleep]
+        if wanted:
+            await self.call(self._llm.wake_up(wanted))
+            self._asleep.difference_update(wanted)
+            self.is_paused = bool(await self.call(self._llm.is_sleeping()))
 
     async def reset_prefix_cache(self) -> None:
         await self.call(self._llm.reset_prefix_cache())

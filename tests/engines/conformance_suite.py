@@ -452,6 +452,28 @@ def test_sleep_and_wake_keep_or_lose_the_version(
     run_async(body)
 
 
+def test_an_engine_that_is_half_awake_may_sleep_again(make_engine: MakeEngine) -> None:
+    async def body() -> None:
+        engine = make_engine()
+        async with running(engine):
+            before = await results_of(engine, requests(3))
+            await engine.pause("abort")
+            for half in ("kv_cache", "weights"):
+                await engine.sleep(1)
+                await engine.wake([half])  # pyright: ignore[reportArgumentType]
+                await engine.sleep(1)
+                asleep = await engine.stats()
+                assert (asleep["version"], asleep["running"]) == (0, 0)
+                await engine.wake(["weights", "kv_cache"])
+            await engine.resume()
+            after = await results_of(engine, requests(3))
+
+        for i in range(3):
+            assert after[i].tokens == before[i].tokens
+
+    run_async(body)
+
+
 def test_an_engine_that_waits_for_weights_may_sleep(make_engine: MakeEngine) -> None:
     async def body() -> None:
         engine = make_engine(load_weights=False)
