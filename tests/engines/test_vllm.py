@@ -201,9 +201,9 @@ def test_all_of_vllm_sleeps_and_wakes_whatever_part_was_awake(
                 await engine.sleep(1)
                 await engine.wake([half])  # pyright: ignore[reportArgumentType]
                 await engine.sleep(1)
-                await engine.wake(["kv_cache"])
-                assert await llm.is_sleeping()
                 await engine.wake(["weights"])
+                assert await llm.is_sleeping()
+                await engine.wake(["kv_cache"])
                 assert not await llm.is_sleeping()
 
     run_async(body)
