@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 from adapter_fixtures import *  # noqa: F403 - the fixtures
+from conformance_runs import VOCAB_SIZE, MakeEngine, requests, results_of, weights
 from conformance_suite import *  # noqa: F403 - the tests
-from conformance_suite import VOCAB_SIZE, MakeEngine, requests, results_of, weights
 from engine_runs import Collector, run_async, running, shared_loop
 from local_sync import publish
 from model_factory import make_model

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 from adapter_fixtures import *  # noqa: F403 - the fixtures
+from conformance_runs import VOCAB_SIZE, MakeEngine, requests, results_of
 from conformance_suite import *  # noqa: F403 - the tests
-from conformance_suite import VOCAB_SIZE, MakeEngine, requests, results_of
 from engine_runs import Collector, collect, run_async, running, wire_request
 from local_sync import publish
 from model_factory import make_model
