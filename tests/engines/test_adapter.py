@@ -63,25 +63,27 @@ async def cut_off(core: ScriptedCore, call: Coroutine[Any, Any, object]) -> None
         task.cancel()
 
 
+CUT: list[tuple[list[Call], Call, Call, list[str]]] = [
+    ([], lambda e: e.pause("abort"), lambda e: e.resume(), ["pause", "resume"]),
+    (
+        [lambda e: e.pause("abort")],
+        lambda e: e.sleep(1),
+        lambda e: e.wake(["weights", "kv_cache"]),
+        ["pause", "sleep 1", "wake weights kv_cache"],
+    ),
+    (
+        [lambda e: e.pause("abort"), lambda e: e.sleep(1)],
+        lambda e: e.wake(["weights", "kv_cache"]),
+        lambda e: e.resume(),
+        ["wake weights kv_cache", "resume"],
+    ),
+    ([], lambda e: e.probe_import([]), lambda e: e.pause("keep"), ["probe_import", "pause"]),
+]
+# Calls before it, the one that is cut off, one after it, and what the core is to have done then.
+
+
 @pytest.mark.parametrize(
-    ("before", "call", "after", "done"),
-    [
-        ([], lambda e: e.pause("abort"), lambda e: e.resume(), ["pause", "resume"]),
-        (
-            [lambda e: e.pause("abort")],
-            lambda e: e.sleep(1),
-            lambda e: e.wake(["weights", "kv_cache"]),
-            ["pause", "sleep 1", "wake weights kv_cache"],
-        ),
-        (
-            [lambda e: e.pause("abort"), lambda e: e.sleep(1)],
-            lambda e: e.wake(["weights", "kv_cache"]),
-            lambda e: e.resume(),
-            ["wake weights kv_cache", "resume"],
-        ),
-        ([], lambda e: e.probe_import([]), lambda e: e.pause("keep"), ["probe_import", "pause"]),
-    ],
-    ids=["pause", "sleep", "wake", "probe_import"],
+    ("before", "call", "after", "done"), CUT, ids=["pause", "sleep", "wake", "probe_import"]
 )
 def test_a_call_that_is_cancelled_half_way_is_done_before_the_next_one(
     before: list[Call], call: Call, after: Call, done: list[str]
