@@ -20,7 +20,8 @@ class Changes:
     """Owns the tasks that make them; leaving it cancels these. Use `async with`.
 
     Why a caller that is cancelled does not cut what it asked for: the engine's processes would do
-    their part all the same, and what is known of them here would not be so any more.
+    their part all the same, and what is known of them here would not be so any more. Before it
+    has begun, `EngineGate` has taken it for granted already.
     """
 
     def __init__(self) -> None:
@@ -51,8 +52,6 @@ class Changes:
     ) -> None:
         try:
             async with self._order:
-                if outcome.cancelled():
-                    return
                 value = await change()
         except Exception as error:  # it is the caller's
             if outcome.cancelled():

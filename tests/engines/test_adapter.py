@@ -118,18 +118,19 @@ def test_requests_whose_submission_was_cancelled_half_way_run_all_the_same() -> 
     run_async(body)
 
 
-def test_what_is_cancelled_before_it_began_is_not_done() -> None:
+def test_a_call_that_is_cancelled_before_it_began_is_done_in_its_turn() -> None:
     async def body() -> None:
         core = ScriptedCore()
         async with engine_over(core) as engine:
-            await cut_off(core, engine.pause("abort"))
+            await engine.pause("abort")
+            await cut_off(core, engine.sleep(1))
             async with asyncio.TaskGroup() as tasks:
-                queued = tasks.create_task(engine.probe_import([]))
+                queued = tasks.create_task(engine.wake(["weights", "kv_cache"]))
                 await asyncio.sleep(0)
                 queued.cancel()
             core.may_go_on.set()
             await engine.resume()
-        assert core.done == ["start", "add", "pause", "resume", "stop"]
+            assert core.done[-4:] == ["pause", "sleep 1", "wake weights kv_cache", "resume"]
 
     run_async(body)
 
