@@ -7,11 +7,12 @@ ranks ──exports──▶ supervisor ──▶ engine process ──descripti
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from umbra.runtime.errors import WeightSyncError
 
-_MAX_MISMATCHES = 32
+_MAX_MISMATCHES: Final = 32
+# Named in an attestation; the rest are counted.
 
 WorkerRegions = Sequence[Sequence[int | None]]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any, Final, Protocol
 
 import torch
@@ -73,13 +73,11 @@ def open_weights(
     if "exports" not in description:
         yield _ImageSource(manifest, description)
         return
-    image = ExportedImage(manifest, description["exports"], make_opener)
-    end = EngineEnd(description, _OPEN_TIMEOUT_S, counts=counts)
-    try:
+    with (
+        closing(EngineEnd(description, _OPEN_TIMEOUT_S, counts=counts)) as end,
+        closing(ExportedImage(manifest, description["exports"], make_opener)) as image,
+    ):
         yield _ExportSource(image, end, device, attest=bool(description["attest"]))
-    finally:
-        image.close()
-        end.close()
 
 
 class _ImageSource:

@@ -159,6 +159,8 @@ class EnginePool:
     # -- operations on all engines -------------------------------------------------------
 
     async def pause(self, mode: str, timeout_s: float) -> None:
+        if mode not in ("abort", "keep", "drain"):
+            raise ValueError(f"pause mode must be abort, keep or drain, got {mode!r}")
         await self._after_sync(timeout_s)
         await self._pause(mode, timeout_s)
 
@@ -168,6 +170,8 @@ class EnginePool:
 
     async def sleep(self, level: SleepLevel, timeout_s: float) -> None:
         """Frees memory; engines that serve are paused (mode `abort`) first."""
+        if level not in (1, 2):
+            raise ValueError(f"sleep level must be 1 or 2, got {level!r}")
         await self._after_sync(timeout_s)
         if level == 2 and self.spec.load_weights:
             raise EngineError(
@@ -181,6 +185,8 @@ class EnginePool:
         await self._all(sleepy, lambda engine: engine.sleep(level, timeout_s))
 
     async def wake(self, tags: list[Tag], timeout_s: float) -> None:
+        if unknown := [tag for tag in tags if tag not in ALL_TAGS]:
+            raise ValueError(f"unknown wake tags {unknown}; allowed: {sorted(ALL_TAGS)}")
         await self._after_sync(timeout_s)
         self._sleep_level = None
         drowsy = {EngineState.ASLEEP, EngineState.PAUSED, EngineState.PENDING_WEIGHTS}

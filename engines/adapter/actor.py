@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
+from umbra.engines.adapter.changes import Changes
 from umbra.engines.adapter.core import Core
 from umbra.engines.adapter.running import RunningRequest, RunningRequests
 from umbra.engines.adapter.warm_up import warm_up
@@ -67,16 +68,22 @@ class AdapterEngine:
         self._serials = itertools.count()
         self._doomed: list[str] = []  # their consumer has gone
         self._is_doomed = asyncio.Event()
-        self._order = asyncio.Lock()  # calls that change the core's state, or add requests
+        self._changes = Changes()  # of the core's state, and of its requests
         self._num_updates = 0  # committed
         self._older_version = 0  # held before the update in progress, or the last one
         self._is_loaded = False  # the weights of the update in progress are in the core
         self._image = WeightImage()
         self._import: WeightImport | None = None  # an update that takes no image
         self._image_thread = ThreadPoolExecutor(1, thread_name_prefix="weight-image")
+        self._owned = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        await self._start_core()
+        async with AsyncExitStack() as owned:
+            owned.push_async_callback(self._stop_core)
+            await self._start_core()
+            owned.push_async_callback(self._close_image)
+            await owned.enter_async_context(self._changes)
+            self._owned = owned.pop_all()
         if self._load_weights:
             self._gate.start_serving(0)
         return self
@@ -87,21 +94,21 @@ class AdapterEngine:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._image.stop()
-        await self._in_image_thread(self._image.close)
-        self._image_thread.shutdown()
-        await self._stop_core()
+        await self._owned.__aexit__(kind, error, trace)
 
     async def _start_core(self) -> None:
-        try:
-            await self._core.start()
-            await warm_up(self._core)
-        except BaseException:
-            await self._core.stop()
-            raise
+        await self._core.start()
+        await warm_up(self._core)
 
     async def _stop_core(self) -> None:
         await self._core.stop()
+
+    async def _close_image(self) -> None:
+        self._image.stop()
+        try:
+            await self._in_image_thread(self._image.close)
+        finally:
+            self._image_thread.shutdown()
 
     async def run(self) -> None:
         """Until cancelled; raises EngineError when the foreign engine fails."""
@@ -176,13 +183,7 @@ class AdapterEngine:
     async def submit(self, requests: Sequence[Mapping[str, Any]]) -> None:
         self._gate.admit()
         parsed = [self._parse(raw) for raw in requests]
-        async with self._order:
-            self._gate.admit()  # it may have been paused meanwhile
-            ids = [request.id for request in parsed]
-            taken = sorted(i for i in set(ids) if i in self._running)
-            if taken or len(set(ids)) < len(ids):
-                raise ValueError(f"request ids must be unique; already here: {taken or 'repeated'}")
-            await self._add(parsed)
+        await self._changes.make(lambda: self._add(parsed))
 
     def _parse(self, raw: Mapping[str, Any]) -> GenerationRequest:
         request = parse_request(
@@ -195,6 +196,11 @@ class AdapterEngine:
         return request
 
     async def _add(self, requests: list[GenerationRequest]) -> None:
+        self._gate.admit()  # it may have been paused meanwhile
+        ids = [request.id for request in requests]
+        taken = sorted(i for i in set(ids) if i in self._running)
+        if taken or len(set(ids)) < len(ids):
+            raise ValueError(f"request ids must be unique; already here: {taken or 'repeated'}")
         epoch = self._stream.epoch
         added: list[RunningRequest] = []
         try:
@@ -245,8 +251,7 @@ class AdapterEngine:
             return
         self._gate.pause()
         self._settle()
-        async with self._order:
-            await self._pause_core(keep=mode == "keep")
+        await self._changes.make(lambda: self._pause_core(keep=mode == "keep"))
 
     async def _pause_core(self, *, keep: bool) -> None:
         await self._core.pause(keep=keep)
@@ -255,11 +260,13 @@ class AdapterEngine:
             await self.abort(None)  # nothing is left, whatever the core made of the pause
 
     async def resume(self) -> None:
-        async with self._order:
-            self._gate.resume()
-            if self._core.is_paused:
-                await self._core.resume()
-            self._settle()
+        await self._changes.make(self._resume)
+
+    async def _resume(self) -> None:
+        self._gate.resume()
+        if self._core.is_paused:
+            await self._core.resume()
+        self._settle()
 
     # -- memory --------------------------------------------------------------------------
 
@@ -268,23 +275,26 @@ class AdapterEngine:
         if not self._running:
             self._gate.pause()
         self._gate.sleep(level)
-        async with self._order:
-            await self._pause_core(keep=False)
-            await self._in_image_thread(self._image.close)
-            await self._core.sleep(level)
+        await self._changes.make(lambda: self._lull_core(level))
+
+    async def _lull_core(self, level: SleepLevel) -> None:
+        await self._pause_core(keep=False)
+        await self._in_image_thread(self._image.close)
+        await self._core.sleep(level)
 
     async def wake(self, tags: Sequence[Tag]) -> None:
         wanted = self._gate.wake(tags)
-        if not wanted:
-            return
-        async with self._order:
-            await self._core.wake(sorted(wanted, reverse=True))
+        if wanted:
+            await self._changes.make(lambda: self._wake_core(wanted))
+
+    async def _wake_core(self, tags: Collection[Tag]) -> None:
+        await self._core.wake(sorted(tags, reverse=True))
         self._gate.woken()
 
     # -- weights -------------------------------------------------------------------------
 
     async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
-        return await self._core.probe_import(allocations)
+        return await self._changes.make(lambda: self._core.probe_import(allocations))
 
     async def begin_update(
         self, version: int, manifest: Mapping[str, Any], buckets: Mapping[str, Any]
@@ -293,10 +303,12 @@ class AdapterEngine:
         held = self._gate.version
         self._gate.begin_update(version, is_idle=not self._running)
         self._older_version = self._older_version if held is None else held
+        await self._changes.make(lambda: self._begin_update(manifest, buckets))
+
+    async def _begin_update(self, manifest: Mapping[str, Any], buckets: Mapping[str, Any]) -> None:
         self._is_loaded = False
-        async with self._order:
-            if not self._core.is_paused:
-                await self._pause_core(keep=True)
+        if not self._core.is_paused:
+            await self._pause_core(keep=True)
         if buckets.get("transport") == "cuda_ipc":
             await self._in_image_thread(self._image.close)
             self._import = WeightImport(manifest, buckets)
@@ -309,21 +321,21 @@ class AdapterEngine:
         update = self._import
         if update is None:
             return {"nbytes": await self._in_image_thread(self._image.load)}
-        async with self._order:
-            read = await self._core.import_weights(update.description)
+        read = await self._changes.make(lambda: self._core.load_weights(update.description))
         return {"nbytes": update.note(read)}
 
     async def finish_update(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
         """Attests what came; where it is right, it goes to the model."""
+        return await self._changes.make(lambda: self._finish_update(regions))
+
+    async def _finish_update(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
         if self._import is not None:
             report = self._import.finish(regions)
-            self._is_loaded = not report["mismatches"]
-            return report
-        report = await self._in_image_thread(lambda: self._image.finish(regions))
-        if not report["mismatches"]:
-            async with self._order:
+        else:
+            report = await self._in_image_thread(lambda: self._image.finish(regions))
+            if not report["mismatches"]:
                 await self._core.load_weights(self._image.describe())
-            self._is_loaded = True
+        self._is_loaded = not report["mismatches"]
         return report
 
     async def commit_update(self) -> None:
@@ -338,6 +350,9 @@ class AdapterEngine:
 
     async def abort_update(self) -> None:
         self._image.stop()
+        await self._changes.make(self._abort_update)
+
+    async def _abort_update(self) -> None:
         await self._in_image_thread(self._image.end)
         self._import = None
         self._gate.abort_update()

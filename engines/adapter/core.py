@@ -114,11 +114,15 @@ class Core(Protocol):
 
     # -- weights -------------------------------------------------------------------------
 
-    async def load_weights(self, description: Mapping[str, Any]) -> None:
+    async def load_weights(self, description: Mapping[str, Any]) -> Sequence[WorkerRegions]:
         """Gives the model the weights described, in every worker of the engine.
 
         Args:
-            description: as `WeightImage.describe` gives it.
+            description: of a `WeightImage` or a `WeightImport`, for `umbra.engines.weight_source`
+                in the workers.
+
+        Returns:
+            What each worker has read of the ranks' own memory.
 
         Raises:
             EngineError: they do not fit, or loading failed; nothing is known of the weights then.
@@ -127,12 +131,4 @@ class Core(Protocol):
 
     async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
         """Why not every worker can read the ranks' memory, or "": see `Engine.probe_import`."""
-        return f"{self.name} reads no memory of other processes' GPUs"
-
-    async def import_weights(self, description: Mapping[str, Any]) -> Sequence[WorkerRegions]:
-        """As `load_weights`, from the ranks' own memory; what each worker has read.
-
-        Args:
-            description: of a `WeightImport`, for `umbra.engines.weight_source` in the workers.
-        """
-        raise NotImplementedError
+        ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,20 +18,22 @@ class AdapterSettings:
 
     Attributes:
         kv_cache_num_tokens: of all sequences together. None: the engine's choice.
+        tick_ms: the time between two deltas.
         num_threads: for the operations on the CPU.
         load_weights: read them from `model_path` and serve as version 0.
         engine_args: further options of the engine's own, by name.
     """
 
     model_path: str
-    dtype: str
-    device: str
-    max_num_seqs: int
+    dtype: str = "bfloat16"
+    device: str = "cuda"
+    max_num_seqs: int = 256
     max_context_len: int
-    kv_cache_num_tokens: int | None
-    num_threads: int
-    load_weights: bool
-    engine_args: Mapping[str, Any]
+    kv_cache_num_tokens: int | None = None
+    tick_ms: float = 50.0
+    num_threads: int = 1
+    load_weights: bool = False
+    engine_args: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_context_len", "num_threads"):

@@ -103,7 +103,7 @@ class SglangCore(Core):
             await self._measure()
 
     def _launch(self, library: SglangLibrary, options: Mapping[str, Any]) -> None:
-        before = set(descendants.child_pids(os.getpid()))
+        before = descendants.working_child_pids(os.getpid())
         # In two steps: one that fails half way has its `shutdown` called at the exit, too.
         engine = library.Engine.__new__(library.Engine)
         try:
@@ -115,8 +115,7 @@ class SglangCore(Core):
             ) from error
         finally:
             atexit.unregister(engine.shutdown)  # which ends all children of this process
-            after = set(descendants.child_pids(os.getpid()))
-            self._children = sorted(after - before - {processes.resource_tracker_pid()})
+            self._children = sorted(descendants.working_child_pids(os.getpid()) - before)
         self._engine = engine
 
     def _take_over_frontend(self) -> None:
@@ -284,7 +283,7 @@ class SglangCore(Core):
     async def sleep(self, level: int) -> None:
         """SGLang would end where its memory is in use: an emptied cache says that none is."""
         await self.reset_prefix_cache()
-        if level == 1:
+        if level == 1 and "weights" not in self._released:
             await self._order("save")
             self._is_saved = True
         tags = [tag for tag in _MEMORY_TAGS if tag not in self._released]
@@ -312,10 +311,7 @@ class SglangCore(Core):
 
     # -- weights -------------------------------------------------------------------------
 
-    async def load_weights(self, description: Mapping[str, Any]) -> None:
-        await self.import_weights(description)
-
-    async def import_weights(self, description: Mapping[str, Any]) -> Sequence[WorkerRegions]:
+    async def load_weights(self, description: Mapping[str, Any]) -> Sequence[WorkerRegions]:
         for output, _ in self._live.values():
             output.expect_older()
         reports = await self._order("load", weights=dict(description))
@@ -329,7 +325,15 @@ class SglangCore(Core):
         return [report["regions"] for report in reports]
 
     async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
-        reports = await self._order("probe", allocations=allocations)
+        """Requests stand still meanwhile: SGLang would wait for the end of all."""
+        was_frozen = self._is_frozen
+        if self._live:
+            await self._freeze()
+        try:
+            reports = await self._order("probe", allocations=allocations)
+        finally:
+            if not was_frozen:
+                await self._unfreeze()
         return next((report["problem"] for report in reports if report["problem"]), "")
 
     async def _order(self, action: str, **details: Any) -> list[dict[str, Any]]:

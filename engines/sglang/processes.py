@@ -11,7 +11,6 @@ import faulthandler
 import logging
 import os
 import signal
-import sys
 import tempfile
 from collections.abc import Collection, Generator
 from pathlib import Path
@@ -81,8 +80,3 @@ def show_stacks(pids: Collection[int]) -> None:
 def restore_sigquit(handler: Any) -> None:
     """`handler` as `signal.getsignal` gave it."""
     signal.signal(signal.SIGQUIT, signal.SIG_DFL if handler is None else handler)
-
-
-def resource_tracker_pid() -> int | None:
-    tracker: Any = sys.modules.get("multiprocessing.resource_tracker")
-    return None if tracker is None else getattr(tracker._resource_tracker, "_pid", None)

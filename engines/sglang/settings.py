@@ -149,4 +149,8 @@ def _without_stop_tokens(overrides: Any) -> str:
         raise ConfigError(
             f"pool.engine_args.json_model_override_args is not JSON: {error}"
         ) from None
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"pool.engine_args.json_model_override_args is not a JSON object: {overrides!r}"
+        )
     return json.dumps({**values, "eos_token_id": None})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -28,7 +29,8 @@ def obey(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
         _synchronize()
     except Exception as error:  # noqa: BLE001 - whatever it is, the adapter is told
         report = {"error": f"{type(error).__name__}: {error}"}
-    write_report(order["report"], report)
+    with contextlib.suppress(OSError):  # the adapter has ended, or reads no report any more
+        write_report(order["report"], report)
 
 
 def _settle(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import sys
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Final, TypeVar
@@ -35,6 +34,7 @@ _T = TypeVar("_T")
 _SHUTDOWN_TIMEOUT_S: Final = 0.2
 # For EngineCore to end by itself, which takes its workers seconds and saves nothing.
 _MAX_ERROR_NUM_CHARS: Final = 1000
+_MEMORY_TAGS: Final = ("weights", "kv_cache")
 
 
 class VllmCore(Core):
@@ -49,6 +49,7 @@ class VllmCore(Core):
         self._library: VllmLibrary | None = None
         self._adapters: dict[str, Any] = {}  # LoRARequests by name
         self.lora_names = tuple(settings.lora_adapters)
+        self._asleep: set[str] = set()  # tags
         self.died = asyncio.Event()
         self.is_paused = False
         self.vocab_size = 0
@@ -80,7 +81,7 @@ class VllmCore(Core):
                 said = f"{said[:_MAX_ERROR_NUM_CHARS]} ..."
             raise EngineError(f"vLLM {library.version} did not start: {said}") from error
         self.vocab_size = int(self._llm.model_config.get_vocab_size())
-        for pid in set(descendants.child_pids(os.getpid())) - before - {_resource_tracker_pid()}:
+        for pid in descendants.working_child_pids(os.getpid()) - before:
             self._watches.enter_context(PidWatch(pid, self.died.set))
         unlink_shared_memory()
         per_worker: list[Mapping[str, int]] = await self.call(
@@ -153,13 +154,20 @@ class VllmCore(Core):
         self.is_paused = False
 
     async def sleep(self, level: int) -> None:
+        """While a part sleeps vLLM puts nothing else to sleep, and says nothing; so that wakes."""
+        await self.wake(_MEMORY_TAGS)
         await self.call(self._llm.sleep(level))
+        self._asleep.update(_MEMORY_TAGS)
         self.is_paused = True
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """With the last tag vLLM resumes by itself."""
-        await self.call(self._llm.wake_up(list(tags)))
-        self.is_paused = bool(await self.call(self._llm.is_sleeping()))
+        """With the last tag vLLM resumes by itself. One that does not sleep would keep the others
+        from waking."""
+        wanted = [tag for tag in tags if tag in self._asleep]
+        if wanted:
+            await self.call(self._llm.wake_up(wanted))
+            self._asleep.difference_update(wanted)
+            self.is_paused = bool(await self.call(self._llm.is_sleeping()))
 
     async def reset_prefix_cache(self) -> None:
         await self.call(self._llm.reset_prefix_cache())
@@ -171,26 +179,18 @@ class VllmCore(Core):
         problems: list[str] = await self.call(asked)
         return next((problem for problem in problems if problem), "")
 
-    async def import_weights(self, description: Mapping[str, Any]) -> Sequence[WorkerRegions]:
-        await self.load_weights(description)
-        regions: list[WorkerRegions] = await self.call(self._llm.collective_rpc("umbra_regions"))
-        return regions
-
-    async def load_weights(self, description: Mapping[str, Any]) -> None:
+    async def load_weights(self, description: Mapping[str, Any]) -> Sequence[WorkerRegions]:
         await self.call(self._llm.start_weight_update())
         update_info = {"description": dict(description)}
         request = self.library.WeightTransferUpdateRequest(update_info=update_info)
         await self.call(self._llm.update_weights(request))
         await self.call(self._llm.finish_weight_update())
         await self._load_adapters()
+        regions: list[WorkerRegions] = await self.call(self._llm.collective_rpc("umbra_regions"))
+        return regions
 
 
 def _pids_below() -> set[int]:
     """Of all processes; one whose parent ends meanwhile may become a child of this one's."""
     below = {pid for pid, _ in descendants.living_descendants(os.getpid())}
     return below | set(descendants.child_pids(os.getpid()))
-
-
-def _resource_tracker_pid() -> int | None:
-    tracker: Any = sys.modules.get("multiprocessing.resource_tracker")
-    return None if tracker is None else getattr(tracker._resource_tracker, "_pid", None)

@@ -150,6 +150,11 @@ def child_pids(pid: int) -> list[int]:
     return pids
 
 
+def working_child_pids(pid: int) -> set[int]:
+    """The same without Python's resource tracker, which outlives what it tracks for."""
+    return {child for child in child_pids(pid) if not _is_resource_tracker(child)}
+
+
 def scan_child_pids(pid: int) -> list[int]:
     """The same by reading every process's stat: for kernels without the listings above."""
     pids: list[int] = []

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from adapter_runs import SharedCore, SharedEngine, weight_image
-from conformance_suite import MakeEngine, weights
+from conformance_runs import MakeEngine, weights
 from engine_runs import Engine
 
 MAX_CONTEXT_LEN = 512

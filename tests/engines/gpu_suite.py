@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from conformance_suite import MakeEngine, requests, results_of, weights
+from conformance_runs import MakeEngine, requests, results_of, weights
 from engine_runs import Completion, run_async, running
 from ipc_pool import EngineInPool, pool_of, rank_processes
 from local_sync import publish

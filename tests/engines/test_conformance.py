@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conformance_runs import VOCAB_SIZE, MakeEngine
 from conformance_suite import *  # noqa: F403 - the tests
-from conformance_suite import VOCAB_SIZE, MakeEngine
 from engine_runs import Engine
 
 from umbra.engines.echo import EchoEngine

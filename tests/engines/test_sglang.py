@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 from adapter_fixtures import *  # noqa: F403 - the fixtures
+from conformance_runs import VOCAB_SIZE, MakeEngine, requests, results_of, weights
 from conformance_suite import *  # noqa: F403 - the tests
-from conformance_suite import VOCAB_SIZE, MakeEngine, requests, results_of, weights
 from engine_runs import Collector, run_async, running, shared_loop
 from local_sync import publish
 from model_factory import make_model
@@ -120,31 +120,32 @@ async def failure_of(publishing: Coroutine[Any, Any, object]) -> str:
     raise AssertionError("it was taken")
 
 
+def assert_holds(core: SglangCore, seed: int) -> None:
+    held = dict(frontend_of(core).model.named_parameters())
+    for name, tensor in weights("qwen3", seed).items():
+        assert torch.equal(held[name], tensor), name
+
+
 def test_an_update_and_both_sleeps_leave_the_model_with_the_right_weights(
     make_engine: MakeEngine, core: SglangCore, tmp_path: Path
 ) -> None:
-    def assert_holds(seed: int) -> None:
-        held = dict(frontend_of(core).model.named_parameters())
-        for name, tensor in weights("qwen3", seed).items():
-            assert torch.equal(held[name], tensor), name
-
     async def body() -> None:
         engine = make_engine()
         async with running(engine):
-            assert_holds(0)
+            assert_holds(core, 0)
             await publish(engine, weights("qwen3", 1), 1, tmp_path)
-            assert_holds(1)
+            assert_holds(core, 1)
             await engine.pause("abort")
             await engine.sleep(1)
             assert frontend_of(core).released == {"weights", "kv_cache"}
             await engine.wake(["weights"])
-            assert_holds(1)
+            assert_holds(core, 1)
             assert frontend_of(core).released == {"kv_cache"}
             await engine.wake(["kv_cache"])
             await engine.sleep(2)
             await engine.wake(["weights"])
             await publish_asleep(engine, tmp_path)
-            assert_holds(2)
+            assert_holds(core, 2)
 
     async def publish_asleep(engine: Any, folder: Path) -> None:
         """As in hybrid mode: the KV cache wakes after the update."""
@@ -165,6 +166,22 @@ class Waking:
     async def resume(self) -> None:
         await self._engine.wake(["kv_cache"])
         await self._engine.resume()
+
+
+def test_weights_asleep_are_not_saved_again_when_the_kv_cache_sleeps_again(
+    make_engine: MakeEngine, core: SglangCore
+) -> None:
+    async def body() -> None:
+        engine = make_engine()
+        async with running(engine):
+            await engine.pause("abort")
+            await engine.sleep(1)
+            await engine.wake(["kv_cache"])
+            await engine.sleep(1)
+            await engine.wake(["weights", "kv_cache"])
+            assert_holds(core, 0)
+
+    run_async(body)
 
 
 def test_the_token_that_was_on_its_way_counts_as_made_by_the_older_weights(
@@ -204,6 +221,29 @@ def test_what_is_frozen_ends_before_a_sleep_with_the_tokens_it_had(
                 collector.apply(await anext(batches))
             assert (await engine.stats())["tokens_total"] == num_tokens
         assert {c.reason for c in collector.completions.values()} == {"abort"}
+
+    run_async(body)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_an_engine_at_work_is_asked_what_it_can_import_and_goes_on(
+    make_engine: MakeEngine, core: SglangCore, frozen: bool
+) -> None:
+    async def body() -> None:
+        engine = make_engine()
+        collector = Collector()
+        async with running(engine), aclosing(engine.deltas()) as batches:
+            await engine.submit(requests(3, max_new_tokens=200))
+            while not collector[2].tokens:
+                collector.apply(await anext(batches))
+            if frozen:
+                await engine.pause("keep")
+            assert "not of a GPU" in await engine.probe_import([])
+            assert frontend_of(core).is_pause == frozen
+            await engine.resume()
+            while collector.num_finished() < 3:
+                collector.apply(await anext(batches))
+        assert [len(collector[i].tokens) for i in range(3)] == [200] * 3
 
     run_async(body)
 

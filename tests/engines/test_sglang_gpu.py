@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from adapter_fixtures import *  # noqa: F403 - the fixtures
+from conformance_runs import MakeEngine, requests, results_of, weights
 from conformance_suite import *  # noqa: F403 - the tests
-from conformance_suite import MakeEngine, requests, results_of, weights
 from engine_runs import Collector, run_async, running
 from gpu_suite import *  # noqa: F403 - the tests
 from gpu_suite import Reference

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from engine_runs import make_request
 
 from umbra.engines.sglang.library import SglangLibrary
@@ -16,6 +17,7 @@ from umbra.engines.sglang.orders import Reports, pack_order, unpack_order, write
 from umbra.engines.sglang.output import SglangOutput
 from umbra.engines.sglang.requests import check_request, generate_fields
 from umbra.engines.sglang.settings import WEIGHT_LOADER, SglangSettings
+from umbra.engines.sglang.worker import obey
 from umbra.runtime.errors import ConfigError, DataError
 
 KNOWN = ["model_path", "tp_size", "mem_fraction_static", "attention_backend", "dtype", "dp_size"]
@@ -85,6 +87,16 @@ def test_an_option_that_cannot_be_passed_on_is_refused_with_a_hint(
 ) -> None:
     with pytest.raises(ConfigError, match=text):
         settings(tmp_path, engine_args={option: 1}).options(KNOWN)
+
+
+@pytest.mark.parametrize(("value", "text"), [("{", "is not JSON"), ("[1]", "not a JSON object")])
+def test_overrides_of_the_model_that_are_no_object_are_refused(
+    tmp_path: Path, value: str, text: str
+) -> None:
+    with pytest.raises(ConfigError, match=text):
+        settings(tmp_path, engine_args={"json_model_override_args": value}).options(
+            [*KNOWN, "json_model_override_args"]
+        )
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:x", "cuda0"])
@@ -216,6 +228,12 @@ def test_an_order_and_its_report_come_as_they_were_sent() -> None:
     with Reports(2) as reports:
         write_report(reports.paths[1], {"unread": ["a"]})
         assert reports.read() == [{"error": "it did nothing"}, {"unread": ["a"]}]
+
+
+def test_a_report_that_nobody_waits_for_does_not_end_sglang() -> None:
+    order = {"action": "settle", "report": "/nowhere/at-all"}
+
+    obey(torch.nn.Linear(1, 1), [(pack_order(order), torch.empty(0))])
 
 
 def test_without_sglang_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

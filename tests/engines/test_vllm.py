@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 from adapter_fixtures import *  # noqa: F403 - the fixtures
+from conformance_runs import VOCAB_SIZE, MakeEngine, requests, results_of
 from conformance_suite import *  # noqa: F403 - the tests
-from conformance_suite import VOCAB_SIZE, MakeEngine, requests, results_of
 from engine_runs import Collector, collect, run_async, running, wire_request
 from local_sync import publish
 from model_factory import make_model
@@ -186,6 +186,27 @@ async def failure_of(publishing: Coroutine[Any, Any, object]) -> str:
 
 def without(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
     return {other: tensor for other, tensor in tensors.items() if other != name}
+
+
+def test_all_of_vllm_sleeps_and_wakes_whatever_part_was_awake(
+    make_engine: MakeEngine, core: VllmCore
+) -> None:
+    llm: Any = core._llm  # pyright: ignore[reportPrivateUsage]
+
+    async def body() -> None:
+        engine = make_engine()
+        async with running(engine):
+            await engine.pause("abort")
+            for half in ("kv_cache", "weights"):
+                await engine.sleep(1)
+                await engine.wake([half])  # pyright: ignore[reportArgumentType]
+                await engine.sleep(1)
+                await engine.wake(["weights"])
+                assert await llm.is_sleeping()
+                await engine.wake(["kv_cache"])
+                assert not await llm.is_sleeping()
+
+    run_async(body)
 
 
 def test_a_hundred_requests_at_once_end_as_they_would_alone(make_engine: MakeEngine) -> None:

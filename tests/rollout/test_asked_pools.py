@@ -130,6 +130,20 @@ def test_a_question_picks_an_adapter_of_the_judge(umbra_session: Session, tmp_pa
 
 @pytest.mark.process
 @pytest.mark.slow
+def test_a_pool_that_was_asked_before_is_asked_though_its_generator_died_since(
+    umbra_session: Session, tmp_path: Path
+) -> None:
+    live = start(umbra_session, tmp_path, reward="by_judge")
+
+    for step in range(2):
+        live.publish(step)
+        samples = merged(live.next_batch(step))
+        assert [sample["reward"] for sample in samples.values()] == [3.0] * 16
+        live.signal("judge-generator", signal.SIGKILL)
+
+
+@pytest.mark.process
+@pytest.mark.slow
 def test_a_loop_whose_process_dies_asks_again(umbra_session: Session, tmp_path: Path) -> None:
     live = start(umbra_session, tmp_path, agent="dies_after_asking", reward="")
     live.publish(0)

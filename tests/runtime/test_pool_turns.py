@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from umbra.runtime.collective import SessionSync
-from umbra.runtime.errors import ConfigError, EngineError, UmbraError
+from umbra.runtime.errors import ConfigError, EngineError, RemoteError, UmbraError
 from umbra.runtime.pools import PoolSpec
 from umbra.runtime.restart import RestartPolicy
 from umbra.runtime.session import Session
@@ -250,41 +250,28 @@ def test_the_trainer_does_not_wait_for_a_start(
     shared.check_never_both_awake()
 
 
-def test_a_judge_that_dies_asleep_is_started_only_in_its_turn(
-    umbra_session_factory: SessionFactory,
+@pytest.mark.parametrize(
+    ("victim", "other", "states"),
+    [("judge", "policy", ("ASLEEP", "SERVING")), ("policy", "judge", ("SERVING", "ASLEEP"))],
+    ids=["judge", "policy"],
+)
+def test_an_engine_that_dies_asleep_is_started_only_in_its_turn(
+    umbra_session_factory: SessionFactory, victim: str, other: str, states: tuple[str, str]
 ) -> None:
     shared = Shared(umbra_session_factory)
-    shared.wait_for("SERVING", "ASLEEP")
+    shared.has_work(victim, False)
+    shared.has_work(other, True)
+    shared.wait_for(*reversed(states))
 
-    shared.kill("judge-0")
-    wait_until(lambda: shared.state("judge") == "DEAD")
+    shared.kill(f"{victim}-0")
+    wait_until(lambda: shared.state(victim) == "DEAD")
     time.sleep(0.5)  # nothing is to happen
-    assert shared.incarnation("judge-0") == 1
-    shared.has_work("judge", True)
-    shared.has_work("policy", False)
+    assert shared.incarnation(f"{victim}-0") == 1
+    shared.has_work(other, False)
+    shared.has_work(victim, True)
 
-    shared.wait_for("ASLEEP", "SERVING")
-    assert shared.incarnation("judge-0") == 2
-    shared.check_never_both_awake()
-
-
-def test_a_policy_engine_that_dies_asleep_is_started_after_the_judges_turn(
-    umbra_session_factory: SessionFactory,
-) -> None:
-    shared = Shared(umbra_session_factory)
-    shared.has_work("policy", False)
-    shared.has_work("judge", True)
-    shared.wait_for("ASLEEP", "SERVING")
-
-    shared.kill("policy-0")
-    wait_until(lambda: shared.state("policy") == "DEAD")
-    time.sleep(0.5)  # nothing is to happen
-    assert shared.incarnation("policy-0") == 1
-    shared.has_work("judge", False)
-    shared.has_work("policy", True)
-
-    shared.wait_for("SERVING", "ASLEEP")
-    assert shared.incarnation("policy-0") == 2
+    shared.wait_for(*states)
+    assert shared.incarnation(f"{victim}-0") == 2
     shared.check_never_both_awake()
 
 
@@ -337,3 +324,17 @@ def test_what_does_not_fit_a_shared_pool_is_refused(umbra_session: Session) -> N
         umbra_session.pool("judge").sleep(1)
     with pytest.raises(EngineError, match="sleep at level 1"):
         umbra_session.pool("other").sleep(2)
+
+
+def test_what_no_engine_can_do_is_refused_and_kills_none(umbra_session: Session) -> None:
+    umbra_session.create_pool(spec("policy"))
+    pool = umbra_session.pool("policy")
+
+    with pytest.raises(RemoteError, match="unknown wake tags"):
+        pool.wake(["optimizer"])
+    with pytest.raises(RemoteError, match="sleep level must be 1 or 2"):
+        pool.sleep(3)
+    with pytest.raises(RemoteError, match="pause mode must be abort, keep or drain"):
+        pool.pause("gently")
+
+    assert (pool.states()[0]["state"], pool.states()[0]["incarnation"]) == ("SERVING", 1)

@@ -473,6 +473,16 @@ def test_children_are_found_with_and_without_the_kernels_listing(
     assert sorted(descendants.scan_child_pids(os.getpid())) == sorted(found)
 
 
+def test_pythons_resource_tracker_is_no_working_child(stranger: subprocess.Popen[bytes]) -> None:
+    tracker = [sys.executable, "-c", "from multiprocessing.resource_tracker import main;main(0)"]
+    with subprocess.Popen(tracker, stdin=subprocess.PIPE) as process:
+        found = descendants.working_child_pids(os.getpid())
+        assert process.pid in descendants.child_pids(os.getpid())
+
+    assert stranger.pid in found
+    assert process.pid not in found
+
+
 @pytest.mark.process
 def test_nobody_waits_for_a_process_that_is_gone() -> None:
     process = subprocess.Popen(["true"])

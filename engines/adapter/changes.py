@@ -1,0 +1,63 @@
+"""What is done to a foreign engine: one thing after the other, each to its end.
+
+caller A ── make ──▶ [A | B]   begins once what came before is done
+caller B ── make ──▶           B is cancelled: before it began, nothing is done; else it goes on
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any, Self, TypeVar
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+
+class Changes:
+    """Owns the tasks that make them; leaving it cancels these. Use `async with`.
+
+    Why a caller that is cancelled does not cut what it asked for: the engine's processes would do
+    their part all the same, and what is known of them here would not be so any more. Before it
+    has begun, `EngineGate` has taken it for granted already.
+    """
+
+    def __init__(self) -> None:
+        self._order = asyncio.Lock()
+        self._group = asyncio.TaskGroup()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        await self._group.__aenter__()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await self._group.__aexit__(None, None, None)
+
+    async def make(self, change: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
+        """What it returns, or raises. Not to be called within a change."""
+        outcome: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
+        task = self._group.create_task(self._settle(change, outcome))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: outcome.cancel())  # where it was cancelled itself
+        return await outcome
+
+    async def _settle(
+        self, change: Callable[[], Coroutine[Any, Any, _T]], outcome: asyncio.Future[_T]
+    ) -> None:
+        try:
+            async with self._order:
+                value = await change()
+        except Exception as error:  # it is the caller's
+            if outcome.cancelled():
+                logger.warning("a change that nobody waits for failed", exc_info=error)
+            else:
+                outcome.set_exception(error)
+        else:
+            if not outcome.cancelled():
+                outcome.set_result(value)

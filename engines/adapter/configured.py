@@ -1,0 +1,37 @@
+"""Foreign engines as actors, made of what the pool's settings say."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from umbra.engines.adapter.actor import AdapterEngine
+from umbra.engines.adapter.core import Core
+from umbra.engines.adapter.settings import AdapterSettings
+
+
+class ConfiguredEngine(AdapterEngine):
+    """Takes the fields of its settings by name, which its signature says.
+
+    Attributes:
+        settings_class: has these fields.
+        core_class: makes the core of them.
+    """
+
+    settings_class: ClassVar[type[AdapterSettings]]
+    core_class: ClassVar[Callable[[Any], Core]]
+    __signature__: ClassVar[inspect.Signature]
+
+    def __init_subclass__(cls) -> None:
+        cls.__signature__ = inspect.signature(cls.settings_class)
+
+    def __init__(self, **settings: Any) -> None:
+        made = self.settings_class(**settings)
+        super().__init__(
+            type(self).core_class(made),
+            max_num_seqs=made.max_num_seqs,
+            max_context_len=made.max_context_len,
+            tick_ms=made.tick_ms,
+            load_weights=made.load_weights,
+        )

@@ -1,0 +1,98 @@
+"""Conformance: new weights, and the versions of what they make."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+from conformance_runs import MakeEngine, requests, results_of, weights
+from engine_runs import Collector, run_async, running
+from local_sync import publish, regions_nbytes
+
+from umbra.runtime.errors import EngineError, IllegalTransition, WeightSyncError
+
+
+@pytest.mark.slow
+def test_nothing_is_served_before_weights_came(
+    make_engine: MakeEngine, tmp_path: Path, model_kind: str
+) -> None:
+    async def body() -> None:
+        engine = make_engine(load_weights=False)
+        async with running(engine):
+            assert (await engine.stats())["version"] == -1
+            with pytest.raises(EngineError, match="PENDING_WEIGHTS"):
+                await engine.submit(requests(1))
+            with pytest.raises(IllegalTransition):
+                await engine.resume()
+
+            attested = await publish(engine, weights(model_kind), 7, tmp_path)
+
+            results = await results_of(engine, requests(1))
+        assert results[0].versions == [7] * 8
+        assert attested["mismatches"] == []
+        assert attested["nbytes"] == regions_nbytes(list(weights(model_kind).values()))
+
+    run_async(body)
+
+
+def test_an_update_that_fails_its_checksums_is_never_served(
+    make_engine: MakeEngine, tmp_path: Path, model_kind: str
+) -> None:
+    def tamper(regions: list[list[int | None]]) -> None:
+        regions[3][2] = 12345
+
+    async def body() -> None:
+        engine = make_engine()
+        async with running(engine):
+            attested = await publish(engine, weights(model_kind), 1, tmp_path, tamper=tamper)
+
+            assert len(attested["mismatches"]) == 1
+            with pytest.raises(EngineError, match="PENDING_WEIGHTS"):
+                await engine.submit(requests(1))
+            await publish(engine, weights(model_kind), 2, tmp_path)
+            assert (await results_of(engine, requests(1)))[0].versions == [2] * 8
+
+    run_async(body)
+
+
+@pytest.mark.slow
+def test_versions_follow_updates_and_frozen_requests_go_on(
+    make_engine: MakeEngine, tmp_path: Path, model_kind: str
+) -> None:
+    async def body() -> None:
+        engine = make_engine()
+        collector = Collector()
+        async with running(engine), aclosing(engine.deltas()) as batches:
+            await engine.submit(requests(2, max_new_tokens=100))
+            while not collector[1].tokens:
+                collector.apply(await anext(batches))
+            await engine.pause("keep")
+            await publish(engine, weights(model_kind, seed=1), 1, tmp_path)
+            while collector.num_finished() < 2:
+                collector.apply(await anext(batches))
+
+        for completion in collector.completions.values():
+            assert len(completion.tokens) == 100
+            assert completion.versions == sorted(completion.versions)
+            assert set(completion.versions) == {0, 1}
+
+    run_async(body)
+
+
+def test_the_steps_of_an_update_come_in_order(make_engine: MakeEngine) -> None:
+    async def body() -> None:
+        engine = make_engine()
+        async with running(engine):
+            with pytest.raises(WeightSyncError, match="begin_update comes first"):
+                await engine.load()
+            with pytest.raises(WeightSyncError, match="begin_update comes first"):
+                await engine.commit_update()
+            await engine.abort_update()
+            await engine.submit(requests(1, max_new_tokens=400))
+            with pytest.raises(IllegalTransition, match="SERVING"):
+                await engine.begin_update(1, {}, {})
+
+    run_async(body)

@@ -1,0 +1,92 @@
+"""A foreign engine's core that does as a test says: what it is asked for may wait, or fail."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from umbra.engines.adapter.core import Core, NewOutput, Output
+from umbra.engines.requests import GenerationRequest
+from umbra.engines.weight_import import WorkerRegions
+
+VOCAB_SIZE = 97
+
+
+class ScriptedOutput:
+    """All of its tokens at once."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._num_tokens = num_tokens
+
+    def take(self) -> NewOutput:
+        tokens = [1] * self._num_tokens
+        return NewOutput(tokens=tokens, logprobs=[-1.0] * len(tokens), finish_reason="length")
+
+
+class ScriptedCore(Core):
+    """Notes what it is asked for, once it has done it.
+
+    Attributes:
+        may_go_on: cleared, all it is asked for takes until it is set.
+        has_begun: set with everything that it is asked for.
+    """
+
+    name = "scripted"
+
+    def __init__(self) -> None:
+        self.died = asyncio.Event()
+        self.is_paused = False
+        self.vocab_size = VOCAB_SIZE
+        self.memory: Mapping[str, int] = {"weights_nbytes": 1, "kv_nbytes": 1}
+        self.may_go_on = asyncio.Event()
+        self.may_go_on.set()
+        self.done: list[str] = []
+        self.has_begun = asyncio.Event()
+
+    @property
+    def frees_memory_asleep(self) -> bool:
+        return True
+
+    async def start(self) -> None:
+        await self._do("start")
+
+    async def stop(self) -> None:
+        self.done.append("stop")
+
+    def check_request(self, request: GenerationRequest) -> None:
+        pass
+
+    async def add(self, key: str, request: GenerationRequest, cache_salt: str) -> Output:
+        await self._do("add")
+        return ScriptedOutput(request.max_new_tokens)
+
+    async def abort(self, keys: Iterable[str]) -> None:
+        await self._do(f"abort {len(list(keys))}")
+
+    async def pause(self, *, keep: bool) -> None:
+        await self._do("pause")
+        self.is_paused = True
+
+    async def resume(self) -> None:
+        await self._do("resume")
+        self.is_paused = False
+
+    async def sleep(self, level: int) -> None:
+        await self._do(f"sleep {level}")
+
+    async def wake(self, tags: Sequence[str]) -> None:
+        await self._do(f"wake {' '.join(tags)}")
+
+    async def load_weights(self, description: Mapping[str, Any]) -> Sequence[WorkerRegions]:
+        await self._do("load_weights")
+        return []
+
+    async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
+        await self._do("probe_import")
+        return ""
+
+    async def _do(self, what: str) -> None:
+        self.has_begun.set()
+        await self.may_go_on.wait()
+        self.done.append(what)
