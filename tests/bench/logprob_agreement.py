@@ -160,7 +160,9 @@ def _as_batch(
         offsets=np.cumsum([0, *lens]).astype(np.int32),
         prompt_lens=np.full(count, PROMPT_LEN, np.int32),
         mask=np.concatenate([np.append(is_prompt, np.ones(len(t), np.uint8)) for t in tokens]),
-        logprobs=np.concatenate([np.append(no_logprobs, np.float32(lp)) for lp in logprobs]),
+        logprobs=np.concatenate(
+            [np.append(no_logprobs, np.array(lp, np.float32)) for lp in logprobs]
+        ),
         rewards=np.zeros(count, np.float32),
         advantages=np.ones(count, np.float32),
         micro_batches=[
@@ -263,10 +265,10 @@ def main() -> None:
     given.device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
     backend = "cpu:gloo,cuda:nccl" if given.device == "cuda" else "gloo"
     with tempfile.TemporaryDirectory(prefix="umbra-bench-") as name:
-        folder = given.model or Path(name)
+        folder = given.model or Path(name) / "model"
         if given.model is None:
             save_model(folder, given.kind, getattr(torch, given.dtype))
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, f"file://{name}/store", rank=0, world_size=1)
         try:
             asyncio.run(run(folder, given))
         finally:
