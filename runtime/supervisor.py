@@ -20,7 +20,7 @@ from typing import Any, Final
 import zmq
 
 from umbra.runtime.actor import ActorSpec
-from umbra.runtime.errors import ActorNotFound, ConfigError
+from umbra.runtime.errors import ActorNotFound, ConfigError, DeadlineExceeded
 from umbra.runtime.lifecycle import SleepLevel, Tag
 from umbra.runtime.node_pools import NodePools
 from umbra.runtime.pools import EnginePool, PoolSpec
@@ -136,17 +136,22 @@ class Supervisor:
         self._failure = None
         self._failed.clear()
         self._farewells.clear()
-        self._started_over.clear()
-        self._tasks.create_task(self._stop_all_but_engines(), name="start-over")
+        if self._started_over.is_set():  # else it is under way for ranks that ended again
+            self._started_over.clear()
+            self._tasks.create_task(self._stop_all_but_engines(), name="start-over")
 
     async def _stop_all_but_engines(self) -> None:
         others = [actor for actor in self._actors.values() if actor.spec.role != "engine"]
         for actor in others:
             actor.stop()
-        await self._pools.invalidate()
+        try:
+            await self._pools.invalidate()
+        except DeadlineExceeded as error:
+            self.end("starting over", str(error))
+            return
         for actor in others:
             await actor.ended.wait()
-            del self._actors[actor.spec.name]
+            self._forget(actor)
         self._started_over.set()
 
     def detach(self, rank: int) -> None:
@@ -225,7 +230,7 @@ class Supervisor:
         actor.stop()
         async with asyncio.timeout(timeout_s):
             await actor.ended.wait()
-        del self._actors[name]
+        self._forget(actor)
 
     @idempotent
     async def resolve(self, name: str, timeout_s: float, lost_incarnation: int = 0) -> ActorRef:
@@ -269,6 +274,11 @@ class Supervisor:
                 f"no actor {name!r} on node {self._node.node_id}; there are: {known}"
             )
         return actor
+
+    def _forget(self, actor: SupervisedActor) -> None:
+        """Its name may be another one's by now, or nobody's."""
+        if self._actors.get(actor.spec.name) is actor:
+            del self._actors[actor.spec.name]
 
     def _start(self, spec: ActorSpec, may_start: asyncio.Event | None = None) -> SupervisedActor:
         known = self._actors.get(spec.name)
