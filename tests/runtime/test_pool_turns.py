@@ -286,6 +286,8 @@ def test_the_trainer_does_not_wait_for_a_start(
 
     assert time.monotonic() - began_at < 20.0
     assert (shared.state("policy"), shared.state("judge")) == ("ASLEEP", "DEAD")
+    notes = umbra_session_factory.notes
+    wait_until(lambda: any("its start kept another pool waiting" in note for note in notes))
     shared.check_never_both_awake()
 
 
