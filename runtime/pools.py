@@ -187,9 +187,13 @@ class EnginePool:
         await self._all(drowsy, lambda engine: engine.wake(tags, timeout_s))
 
     async def invalidate(self) -> None:
-        """Disowns the version: the trainer that made the weights was restarted."""
+        """Disowns the version: the trainer that made the weights was restarted.
+
+        A sync that it left behind is undone first, which has engines serve again.
+        """
         if self.spec.load_weights:
             return
+        await self._after_sync(_SETTLE_TIMEOUT_S)
         self.sync.version = None
         await self._pause("abort", _SETTLE_TIMEOUT_S)
         for engine in self.engines.values():

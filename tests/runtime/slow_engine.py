@@ -1,9 +1,9 @@
-"""An engine that takes its time to start again, to wake or to end."""
+"""An engine that takes its time."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,7 +14,8 @@ from umbra.runtime.lifecycle import Tag
 
 
 class SlowEngine(EchoEngine):
-    """Starts at once the first time, in `start_s` seconds after that, wakes and ends in others.
+    """Starts at once the first time, in `start_s` seconds after that; wakes, ends, and begins and
+    gives up an update in others.
 
     Args:
         marker: is made where a later start begins.
@@ -27,6 +28,7 @@ class SlowEngine(EchoEngine):
         start_s: float = 0.0,
         wake_s: float = 0.0,
         end_s: float = 0.0,
+        update_s: float = 0.0,
         marker: str = "",
         broken: str = "",
         **settings: Any,
@@ -36,6 +38,7 @@ class SlowEngine(EchoEngine):
             raise ConfigError("this one cannot start")
         self._start_s = start_s
         self._end_s = end_s
+        self._update_s = update_s
         self._wake_s = wake_s
         self._marker = Path(marker)
 
@@ -51,3 +54,13 @@ class SlowEngine(EchoEngine):
     async def wake(self, tags: Sequence[Tag]) -> None:
         await asyncio.sleep(self._wake_s)
         await super().wake(tags)
+
+    async def begin_update(
+        self, version: int, manifest: Mapping[str, Any], buckets: Mapping[str, Any]
+    ) -> None:
+        await asyncio.sleep(self._update_s)
+        await super().begin_update(version, manifest, buckets)
+
+    async def abort_update(self) -> None:
+        await asyncio.sleep(self._update_s)
+        await super().abort_update()
