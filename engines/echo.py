@@ -270,7 +270,9 @@ class EchoEngine:
         )
 
     async def load(self) -> dict[str, int]:
-        return {"nbytes": await asyncio.to_thread(self._open_receiver().load)}
+        receiver = self._open_receiver()
+        self._gate.touch()
+        return {"nbytes": await asyncio.to_thread(receiver.load)}
 
     async def finish_update(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
         return self._open_receiver().finish(regions)

@@ -34,6 +34,7 @@ class EngineGate:
     def __init__(self) -> None:
         self._lifecycle = EngineLifecycle().apply(Started())
         self._is_draining = False
+        self._before_update: EngineLifecycle | None = None  # while its weights are untouched
 
     @property
     def state(self) -> EngineState:
@@ -103,7 +104,13 @@ class EngineGate:
         """A serving engine that has nothing to do needs no pause first."""
         if is_idle:
             self.pause()
+        before = self._lifecycle
         self._apply(BeginUpdate(version))
+        self._before_update = before
+
+    def touch(self) -> None:
+        """The weights are overwritten from here on: no way back to those of before."""
+        self._before_update = None
 
     def commit_update(self) -> int:
         """The version now held."""
@@ -113,8 +120,12 @@ class EngineGate:
         return version
 
     def abort_update(self) -> None:
-        if self.state == EngineState.UPDATING:
+        if self.state != EngineState.UPDATING:
+            return
+        if self._before_update is None:
             self._apply(AbortUpdate())
+        else:
+            self._lifecycle = self._before_update
 
     def _apply(self, *events: Event) -> None:
         lifecycle = self._lifecycle

@@ -78,14 +78,15 @@ class Engine(Protocol):
     async def begin_update(
         self, version: int, manifest: Mapping[str, Any], buckets: Mapping[str, Any]
     ) -> None:
-        """From here on the weights are of no version until `commit_update`."""
+        """No tokens are made until `commit_update` or `abort_update`."""
         ...
 
     async def load(self) -> dict[str, int]:
         """Takes every bucket as soon as all ranks have filled it; {"nbytes": bytes taken}.
 
-        Called once an update. Raises WeightSyncError when the sync is given up, with weights
-        half written; `abort_update` follows.
+        From here on the weights are of no version until `commit_update`. Called once an update.
+        Raises WeightSyncError when the sync is given up, with weights half written; `abort_update`
+        follows.
         """
         ...
 
@@ -98,7 +99,8 @@ class Engine(Protocol):
         ...
 
     async def abort_update(self) -> None:
-        """The update ends half way; another one must follow before anything is served."""
+        """The update ends half way. Before `load` was called, the engine goes on with the weights
+        that it had; else another one must follow before anything is served."""
         ...
 
     async def stats(self) -> EngineStats:

@@ -77,17 +77,24 @@ class NodePools:
             sync = self._live(pool.sync.run())
         try:
             async with self._joining(pool):
-                for engine_spec in spec.engine_specs():
-                    pool.add(self._start(engine_spec, pool.may_start))
-                await pool.wait_running()
+                await self._start_engines(pool)
         except BaseException:
             del self._pools[spec.name]
             self._hosts.pop(spec.name, None)
             if sync is not None:
                 self._lives.remove(sync)
                 sync.cancel()
-            pool.may_start.set()
-            await pool.end()
+            raise
+
+    async def _start_engines(self, pool: EnginePool) -> None:
+        """All of them, or, where one cannot start, none."""
+        try:
+            for spec in pool.spec.engine_specs():
+                pool.add(self._start(spec, pool.may_start))
+            await pool.wait_running()
+        except BaseException:
+            with contextlib.suppress(TimeoutError):  # the error to see is the first
+                await pool.end()  # in their turn: then another pool may have their memory
             raise
 
     @asynccontextmanager

@@ -74,8 +74,9 @@ class EnginePool:
         self._sleep_level: SleepLevel | None = None
         self._resting: set[tuple[str, int]] | None = None  # those that served before
         self._moved = asyncio.Event()
+        self._moves: set[asyncio.Task[None]] = set()  # of engines, under way
         self._gathering: set[int] = set()  # ranks that publish the current version once more
-        self._returned: set[tuple[str, int]] = set()
+        self._returned: dict[str, int] = {}  # by engine: the last life that was told of
         self._watchers: set[asyncio.Queue[dict[str, Any]]] = set()
 
     def add(self, actor: SupervisedActor) -> None:
@@ -110,7 +111,7 @@ class EnginePool:
         engine.follow_actor()
         if actor.state == ActorState.RUNNING and self._sleep_level is not None:
             level = self._sleep_level
-            self._tasks.create_task(self._settle(engine, lambda: self._lull(engine, level)))
+            self._move(engine, lambda: self._lull(engine, level))
         self._tell_moved()
 
     async def watch(self) -> AsyncGenerator[dict[str, Any], None]:
@@ -142,13 +143,12 @@ class EnginePool:
         state = engine.describe()
         logger.debug("%s#%d is %s", engine.name, engine.incarnation, engine.lifecycle)
         self._tell_moved()
-        key = (engine.name, engine.incarnation)
         if (
             engine.state == EngineState.SERVING
             and engine.incarnation > 1
-            and key not in self._returned
+            and self._returned.get(engine.name) != engine.incarnation
         ):
-            self._returned.add(key)
+            self._returned[engine.name] = engine.incarnation
             self._note(f"{engine.name}#{engine.incarnation} serves again, version {engine.version}")
         for changes in list(self._watchers):
             try:
@@ -193,9 +193,13 @@ class EnginePool:
         await self._all(drowsy, lambda engine: engine.wake(tags, timeout_s))
 
     async def invalidate(self) -> None:
-        """Disowns the version: the trainer that made the weights was restarted."""
+        """Disowns the version: the trainer that made the weights was restarted.
+
+        A sync that it left behind is undone first, which has engines serve again.
+        """
         if self.spec.load_weights:
             return
+        await self._after_sync(_SETTLE_TIMEOUT_S)
         self.sync.version = None
         await self._pause("abort", _SETTLE_TIMEOUT_S)
         for engine in self.engines.values():
@@ -221,18 +225,18 @@ class EnginePool:
         await self._until(lambda engine: engine.takes_no_memory, _END_LIMIT_S)
 
     async def rise(self) -> None:
-        """After `rest`: all have their memory again, and who served serves. Else does nothing."""
-        served, self._resting = self._resting, None
+        """After `rest`: all have their memory again, and who served serves. Else does nothing.
+
+        Where it is cancelled, the next call does the rest.
+        """
+        served = self._resting
         self.may_start.set()
         if served is None:
             return
         self._sleep_level = None
         await self._all({EngineState.ASLEEP}, lambda e: e.wake(ALL_TAGS, _SETTLE_TIMEOUT_S))
         await self._all({EngineState.PAUSED}, lambda e: self._serve_again(e, served))
-
-    @property
-    def is_resting(self) -> bool:
-        return self._resting is not None
+        self._resting = None
 
     async def _lull(self, engine: PoolEngine, level: SleepLevel) -> None:
         if engine.state == EngineState.SERVING:
@@ -287,10 +291,21 @@ class EnginePool:
     async def _all(
         self, states: set[EngineState], request: Callable[[PoolEngine], Awaitable[None]]
     ) -> None:
-        concerned = [engine for engine in self.engines.values() if engine.state in states]
-        async with asyncio.TaskGroup() as requests:
-            for engine in concerned:
-                requests.create_task(self._settle(engine, partial(request, engine)))
+        await self._finish_moves()
+        for engine in [engine for engine in self.engines.values() if engine.state in states]:
+            self._move(engine, partial(request, engine))
+        await self._finish_moves()
+
+    def _move(self, engine: PoolEngine, request: Callable[[], Awaitable[None]]) -> None:
+        """The engine finishes it, also when the caller stops waiting (its rank was killed): half a
+        wake is no state. The pool's next operation waits for that."""
+        move = self._tasks.create_task(self._settle(engine, request))
+        self._moves.add(move)
+        move.add_done_callback(self._moves.discard)
+
+    async def _finish_moves(self) -> None:
+        if self._moves:
+            await asyncio.wait(self._moves)
 
     async def _settle(self, engine: PoolEngine, request: Callable[[], Awaitable[None]]) -> None:
         """One engine's part: a failure is that engine's end, not the pool's."""
@@ -299,10 +314,16 @@ class EnginePool:
             async with asyncio.timeout(_SETTLE_TIMEOUT_S):
                 await request()
         except (EngineError, TimeoutError) as error:
-            if engine.incarnation == incarnation and engine.state != EngineState.DEAD:
-                engine.kill(str(error) or "no answer in time")
+            reason = str(error) or "no answer in time"
+        except Exception as error:  # an engine must not end the supervisor
+            logger.exception("moving %s broke", engine.name)
+            reason = repr(error)
+        else:
+            return
         finally:
             self._tell_moved()
+        if engine.incarnation == incarnation and engine.state != EngineState.DEAD:
+            engine.kill(reason)
 
     # -- weight syncs --------------------------------------------------------------------
 
@@ -325,6 +346,7 @@ class EnginePool:
             raise WeightSyncError(
                 f"pool {self.spec.name} has version {self.sync.version} already, got {version}"
             )
+        await self._finish_moves()
         self._sleep_level = None
         is_repeated = version == self.sync.version
         if is_repeated:

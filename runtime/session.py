@@ -21,7 +21,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -34,7 +34,7 @@ from umbra.runtime.environment import (
     secret_file,
     socket_root,
 )
-from umbra.runtime.errors import ConfigError, ConnectionLost, JobFailed, MailboxClosed, UmbraError
+from umbra.runtime.errors import ConfigError, ConnectionLost, JobFailed, UmbraError
 from umbra.runtime.pools import PoolSpec
 from umbra.runtime.process.launch_guardian import GuardianProcess, start_guardian
 from umbra.runtime.process.prctl import die_with_parent
@@ -42,6 +42,8 @@ from umbra.runtime.rpc.client import Client, Handle
 from umbra.runtime.rpc.loop_thread import LoopThread
 from umbra.runtime.rpc.ref import ActorRef
 from umbra.runtime.rpc.security import CurveKeys
+from umbra.runtime.session_handles import Pool as Pool
+from umbra.runtime.session_handles import SyncHandle as SyncHandle
 from umbra.runtime.socketdir import SocketDir, is_in_use, socket_dir_path
 from umbra.runtime.supervisor_host import SupervisorConfig, supervisor_ref
 
@@ -348,11 +350,11 @@ class Session:
         """Starts a pool's engines and waits until they are up. One rank calls it."""
         wait_s = spec.start_timeout_s + 20.0
         self.supervisor_call("create_pool", spec.to_wire(), timeout_s=wait_s)
-        return Pool(self, spec.name)
+        return Pool(self.supervisor_call, spec.name)
 
     def pool(self, name: str) -> Pool:
         """A pool that some rank has created."""
-        return Pool(self, name)
+        return Pool(self.supervisor_call, name)
 
     def _sync_handle(self, ref: ActorRef) -> SyncHandle:
         return SyncHandle(self._loop, self._client.handle(ref, self._successor))
@@ -371,77 +373,3 @@ class Session:
 
 def _log_note(text: str) -> None:
     logger.info("%s", text)
-
-
-class SyncHandle:
-    """Calls one actor from plain code; see `umbra.runtime.rpc.client.Handle` for the outcomes."""
-
-    def __init__(self, loop: LoopThread, handle: Handle) -> None:
-        self._loop = loop
-        self._handle = handle
-
-    @property
-    def ref(self) -> ActorRef:
-        return self._handle.ref
-
-    def call(self, method: str, /, *args: object, timeout_s: float = 30.0, **kwargs: object) -> Any:
-        """Calls `method` and waits for its outcome."""
-        return self._loop.run(self._handle.call(method, *args, timeout_s=timeout_s, **kwargs))
-
-    def stream(
-        self, method: str, /, *args: object, timeout_s: float | None = 30.0, credits: int = 16
-    ) -> Generator[Any, None, None]:
-        """Iterates over a stream; closing the generator cancels the callee's."""
-        opened = self._handle.stream(method, *args, timeout_s=timeout_s, credits=credits)
-        items = self._loop.run(opened.__aenter__())
-
-        async def take() -> Any:
-            return await anext(items)
-
-        async def leave() -> None:
-            await opened.__aexit__(None, None, None)
-
-        try:
-            while True:
-                try:
-                    item = self._loop.run(take())
-                except StopAsyncIteration:
-                    return
-                yield item
-        finally:
-            # A generator may outlive its session.
-            with contextlib.suppress(MailboxClosed):
-                self._loop.run(leave(), even_if_failed=True)
-
-
-class Pool:
-    """The engines of one pool, from the trainer's side. Any one rank calls; not collective."""
-
-    def __init__(self, session: Session, name: str) -> None:
-        self._session = session
-        self.name = name
-
-    def states(self) -> list[dict[str, Any]]:
-        """Per engine: `engine`, `incarnation`, `state`, `version`, `num_restarts`."""
-        states: list[dict[str, Any]] = self._session.supervisor_call("pool_states", self.name)
-        return states
-
-    def pause(self, mode: str = "abort", timeout_s: float = 60.0) -> None:
-        """Stops generation: `abort`, `keep` (freeze) or `drain` (finish first)."""
-        self._call("pool_pause", mode, timeout_s)
-
-    def resume(self, timeout_s: float = 60.0) -> None:
-        self._call("pool_resume", timeout_s)
-
-    def sleep(self, level: int = 2, timeout_s: float = 60.0) -> None:
-        """Frees memory: level 1 keeps weights on the host, level 2 drops them."""
-        self._call("pool_sleep", level, timeout_s)
-
-    def wake(self, tags: list[str], timeout_s: float = 60.0) -> None:
-        """Takes memory again: `weights`, `kv_cache`."""
-        self._call("pool_wake", tags, timeout_s)
-
-    def _call(self, method: str, *args: object) -> None:
-        timeout_s = args[-1]
-        assert isinstance(timeout_s, float)
-        self._session.supervisor_call(method, self.name, *args, timeout_s=timeout_s + 5.0)

@@ -224,15 +224,13 @@ class SupervisedActor:
                 await self._watch(child)
             status = await child.terminate(self.spec.grace_s)
         if self.state == ActorState.RUNNING:
-            await self._enter(
-                ActorState.STARTING
-            )  # Or at its end: `run` decides when all is freed.
+            await self._enter(ActorState.STARTING)  # or at its end: `run` decides when all is freed
         how = self._describe_end(label, child, status)
         await self._await_free_memory(label)
         if start_error:
             # However politely it ends then, it has not done what it was started for.
             status = ExitStatus(None) if status.is_success else status
-            how = f"{label} failed to start: {start_error}"
+            how = f"{label} failed to start: {self._kill_reason or start_error}"
         return status, how
 
     def _describe_end(self, label: str, child: ChildProcess, status: ExitStatus) -> str:

@@ -20,7 +20,8 @@ from typing import Any, Final
 import zmq
 
 from umbra.runtime.actor import ActorSpec
-from umbra.runtime.errors import ActorNotFound, ConfigError
+from umbra.runtime.attached_ranks import AttachedRank, AttachedRanks
+from umbra.runtime.errors import ActorNotFound, ConfigError, DeadlineExceeded
 from umbra.runtime.lifecycle import SleepLevel, Tag
 from umbra.runtime.node_pools import NodePools
 from umbra.runtime.pools import EnginePool, PoolSpec
@@ -35,9 +36,6 @@ from umbra.runtime.weights.memfd import FdServer, serve_fds
 
 logger = logging.getLogger(__name__)
 
-# Notes a rank has not read yet. A rank reads on a thread of its own, so only a stopped one
-# falls behind; then the oldest notes go, failures never.
-_MAX_UNREAD_EVENTS: Final = 1000
 # How much later than its connections a process's death may be noticed: longer delays every report
 # of a rank, shorter blames the wrong one on a busy machine.
 _BLAME_WAIT_S: Final = 0.5
@@ -45,19 +43,6 @@ _BLAME_WAIT_S: Final = 0.5
 _START_OVER_LIMIT_S: Final = 60.0
 # With no rank attached for so long (all of them failed, and none came back), the job is over.
 NO_RANK_LIMIT_S: Final = 60.0
-
-
-class _Rank:
-    """One attached rank and the events it has not read yet."""
-
-    def __init__(self, rank: int, pid: int) -> None:
-        self.rank = rank
-        self.pid = pid
-        self.events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-
-    def put(self, event: dict[str, Any]) -> None:
-        if self.events.qsize() < _MAX_UNREAD_EVENTS or event["kind"] != "note":
-            self.events.put_nowait(event)
 
 
 class Supervisor:
@@ -74,17 +59,11 @@ class Supervisor:
             self._start,
             lambda work: self._tasks.create_task(work),
         )
-        self._ranks: dict[int, _Rank] = {}
-        self._farewells: set[int] = set()
-        self._rank_incarnation = 1
-        self._failure: dict[str, Any] | None = None
-        self._failed = asyncio.Event()
+        self._ranks = AttachedRanks()
         self._fd_socket = str(node.socket_dir / "fds")
         self._fd_server: FdServer
         self._tasks: asyncio.TaskGroup
         self._lives: asyncio.TaskGroup
-        self._rank_came = asyncio.Event()
-        self._ranks_gone = asyncio.Event()
         self._spawned = asyncio.Event()
         self._last_incarnations: dict[str, int] = {}
         self._started_over = asyncio.Event()
@@ -100,19 +79,11 @@ class Supervisor:
 
         Events: {"kind": "attached"}, {"kind": "failed", "message"}, {"kind": "note", "text"}.
         """
-        if incarnation > self._rank_incarnation:
-            self._rank_incarnation = incarnation
-            self._start_over()
+        if incarnation > self._ranks.incarnation:
+            self._start_over(incarnation)
         async with asyncio.timeout(_START_OVER_LIMIT_S):
             await self._started_over.wait()
-        me = _Rank(rank, pid)
-        self._ranks[rank] = me
-        self._farewells.discard(rank)
-        self._rank_came.set()
-        self._ranks_gone.clear()
-        me.put({"kind": "attached"})
-        if self._failure is not None:
-            me.put(self._failure)
+        me = self._ranks.add(rank, pid)
         # Its death is known here before its peers can report that their connections broke.
         watch = PidWatch(pid, lambda: me.put({"kind": "gone"}))
         try:
@@ -123,37 +94,37 @@ class Supervisor:
                 yield event
         finally:
             watch.close()
-            if self._ranks.get(rank) is me:
-                del self._ranks[rank]
+            if self._ranks.remove(me):
                 self._on_rank_gone(me, local_world_size, may_restart)
 
-    def _start_over(self) -> None:
+    def _start_over(self, incarnation: int) -> None:
         """Torchrun has restarted the ranks: what served the old ones ends, engines stay warm.
 
         Their weights mean nothing any more, so they wait for a sync of the new ranks.
         """
-        logger.info("the ranks were restarted (incarnation %d)", self._rank_incarnation)
-        self._failure = None
-        self._failed.clear()
-        self._farewells.clear()
-        self._started_over.clear()
-        self._tasks.create_task(self._stop_all_but_engines(), name="start-over")
+        logger.info("the ranks were restarted (incarnation %d)", incarnation)
+        self._ranks.start_over(incarnation)
+        if self._started_over.is_set():  # else it is under way for ranks that ended again
+            self._started_over.clear()
+            self._tasks.create_task(self._stop_all_but_engines(), name="start-over")
 
     async def _stop_all_but_engines(self) -> None:
         others = [actor for actor in self._actors.values() if actor.spec.role != "engine"]
         for actor in others:
             actor.stop()
-        await self._pools.invalidate()
+        try:
+            await self._pools.invalidate()
+        except DeadlineExceeded as error:
+            self.end("starting over", str(error))
+            return
         for actor in others:
             await actor.ended.wait()
-            del self._actors[actor.spec.name]
+            self._forget(actor)
         self._started_over.set()
 
     def detach(self, rank: int) -> None:
         """A rank's farewell: its stream of events ends, and it is not missed."""
-        self._farewells.add(rank)
-        if rank in self._ranks:
-            self._ranks[rank].put({"kind": "detached"})
+        self._ranks.say_farewell(rank)
 
     async def fail_job(self, who: str, message: str) -> None:
         """A rank says that the job is lost. Every rank is told; the first failure counts.
@@ -161,48 +132,33 @@ class Supervisor:
         A rank whose collective broke because another died is often faster than the news of that
         death, so what is said waits a moment for it.
         """
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_BLAME_WAIT_S):
-                await self._failed.wait()
-        self._fail(who, message)
-
-    def _fail(self, who: str, message: str) -> None:
-        if self._failure is None:
-            self._failed.set()
-            logger.error("%s failed: %s", who, message)
-            self._failure = {"kind": "failed", "message": f"{who} failed: {message}"}
-            for rank in self._ranks.values():
-                rank.put(self._failure)
+        await self._ranks.await_failure(_BLAME_WAIT_S)
+        self._ranks.fail(who, message)
 
     def end(self, who: str, why: str) -> None:
         """Ends the job for a reason that lies outside it; ranks that wait are told."""
-        self._fail(who, why)
+        self._ranks.fail(who, why)
         self.over.set()
 
     def note(self, text: str) -> None:
         """Puts one line where the person who runs the job sees it."""
-        logger.info("%s", text)
-        for rank in self._ranks.values():
-            rank.put({"kind": "note", "text": text})
+        self._ranks.note(text)
 
-    def _on_rank_gone(self, gone: _Rank, local_world_size: int, may_restart: bool) -> None:
-        orderly = gone.rank in self._farewells
-        if not orderly:
+    def _on_rank_gone(self, gone: AttachedRank, local_world_size: int, may_restart: bool) -> None:
+        if not self._ranks.has_said_farewell(gone.rank):
             for pool in self._pools.all():
                 pool.sync.rank_lost(gone.rank)
-            self._fail(
+            self._ranks.fail(
                 f"rank {gone.rank}",
                 f"its process (pid {gone.pid}) went away without a word: it was killed (out of "
                 "memory?) or crashed; what it printed last may tell",
             )
-        if self._ranks:
+        if len(self._ranks):
             return
-        self._rank_came.clear()
-        self._ranks_gone.set()
-        if self._failure is None:
-            is_over = len(self._farewells) >= local_world_size
-        else:
+        if self._ranks.has_failed:
             is_over = not may_restart
+        else:
+            is_over = self._ranks.num_farewells >= local_world_size
         if is_over:
             self.over.set()
 
@@ -225,7 +181,7 @@ class Supervisor:
         actor.stop()
         async with asyncio.timeout(timeout_s):
             await actor.ended.wait()
-        del self._actors[name]
+        self._forget(actor)
 
     @idempotent
     async def resolve(self, name: str, timeout_s: float, lost_incarnation: int = 0) -> ActorRef:
@@ -270,6 +226,11 @@ class Supervisor:
             )
         return actor
 
+    def _forget(self, actor: SupervisedActor) -> None:
+        """Its name may be another one's by now, or nobody's."""
+        if self._actors.get(actor.spec.name) is actor:
+            del self._actors[actor.spec.name]
+
     def _start(self, spec: ActorSpec, may_start: asyncio.Event | None = None) -> SupervisedActor:
         known = self._actors.get(spec.name)
         if known is not None and not known.ended.is_set():
@@ -282,7 +243,7 @@ class Supervisor:
             self._node,
             self._context,
             self._on_actor_change,
-            self.note,
+            self._ranks.note,
             # A name that is used again goes on counting, or an old reference would fit it.
             num_earlier=self._last_incarnations.get(spec.name, 0),
             may_start=may_start,
@@ -300,7 +261,7 @@ class Supervisor:
             pool.on_actor_change(actor)
         # A first start that fails is the answer to `spawn`, not the job's failure.
         if actor.state == ActorState.FAILED and actor.spec.essential and actor.has_run:
-            self._fail(actor.spec.name, actor.failure)
+            self._ranks.fail(actor.spec.name, actor.failure)
 
     def _write_processes(self) -> None:
         """RUN_DIR/processes.json: who is who, for people and scripts."""
@@ -328,7 +289,7 @@ class Supervisor:
 
     def _make_pool(self, spec: PoolSpec) -> EnginePool:
         return EnginePool(
-            spec, self._client, self.note, self._tasks, self._fd_server, self._fd_socket
+            spec, self._client, self._ranks.note, self._tasks, self._fd_server, self._fd_socket
         )
 
     async def watch_pool(self, name: str) -> AsyncGenerator[dict[str, Any], None]:
@@ -428,11 +389,6 @@ class Supervisor:
         abandoned.cancel()
 
     async def _until_abandoned(self) -> None:
-        try:
-            while True:
-                async with asyncio.timeout(NO_RANK_LIMIT_S):
-                    await self._rank_came.wait()
-                await self._ranks_gone.wait()
-        except TimeoutError:
-            logger.error("no rank attached for %.0f s: giving up", NO_RANK_LIMIT_S)
-            self.over.set()
+        await self._ranks.until_abandoned(NO_RANK_LIMIT_S)
+        logger.error("no rank attached for %.0f s: giving up", NO_RANK_LIMIT_S)
+        self.over.set()

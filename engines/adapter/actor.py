@@ -318,6 +318,7 @@ class AdapterEngine:
 
     async def load(self) -> dict[str, int]:
         """Without an image the model itself is loaded: nothing is kept to load it from later."""
+        self._gate.touch()
         update = self._import
         if update is None:
             return {"nbytes": await self._in_image_thread(self._image.load)}

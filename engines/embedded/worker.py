@@ -161,6 +161,7 @@ class EngineWorker:
 
     def load(self) -> dict[str, int]:
         """Waits for ranks; nothing else is done meanwhile."""
+        self._gate.touch()
         return {"nbytes": self._receiver.load()}
 
     def end_waits(self) -> None:

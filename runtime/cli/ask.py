@@ -59,16 +59,19 @@ def _request(arguments: argparse.Namespace) -> urllib.request.Request:
     if key:
         headers["Authorization"] = f"Bearer {key}"
     url = arguments.url.rstrip("/").removesuffix("/v1") + path
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"--url {arguments.url!r}: write it as http://HOST:PORT")
-    return urllib.request.Request(url, json.dumps(body).encode(), headers)
+    try:
+        if url.startswith(("http://", "https://")):
+            return urllib.request.Request(url, json.dumps(body).encode(), headers)
+    except ValueError:  # no address
+        pass
+    raise ConfigError(f"--url {arguments.url!r}: write it as http://HOST:PORT")
 
 
 def _texts(lines: Iterable[bytes]) -> Iterator[str]:
-    """The text in a stream of server-sent events."""
+    """The text in a stream of server-sent events, of which other servers send further lines."""
     for line in lines:
-        data = line.strip().removeprefix(b"data: ")
-        if not data or data == b"[DONE]":
+        field, _, data = line.strip().partition(b":")
+        if field != b"data" or data.strip() == b"[DONE]":
             continue
         chunk = json.loads(data)
         if "error" in chunk:

@@ -18,6 +18,8 @@ _STILL_S: Final = 0.2
 # pause of the driver for the end.
 _LOOK_INTERVAL_S: Final = 0.05
 _FALL_NBYTES: Final = 32 << 20  # less is noise
+_ANSWER_LIMIT_S: Final = 2.0
+# Beyond the deadline, for NVML to answer. A driver that hangs must not hold up the restart.
 _GIB: Final = 1 << 30
 
 
@@ -68,23 +70,33 @@ async def gpu_memory_released(
     Returns:
         What is not free at the deadline, or "". `stop` ends the wait early.
     """
+    stop = asyncio.Event() if stop is None else stop
+    limit_s = deadline_s + _ANSWER_LIMIT_S
+    try:
+        async with asyncio.timeout(limit_s):
+            return await _watch(pids, deadline_s, stop, library)
+    except TimeoutError:
+        return f"NVML has not told within {limit_s:.3g} s of its end whether its memory is free"
+
+
+async def _watch(
+    pids: Collection[int], deadline_s: float, stop: asyncio.Event, library: str
+) -> str:
     clock = asyncio.get_running_loop().time
-    began = clock()
+    began, problem = clock(), ""
     watch = ReleaseWatch(began)
+    # In a thread: a driver that tears something down keeps callers waiting.
     nvml = await asyncio.to_thread(Nvml.open, library)
     if nvml is None:
         return ""
-    stop = asyncio.Event() if stop is None else stop
-    try:
-        # In a thread: a driver that tears something down keeps callers waiting.
-        while not watch.observe(await asyncio.to_thread(nvml.read, pids), clock()):
-            if clock() - began >= deadline_s:
-                return watch.describe(clock())
-            if stop.is_set():
-                break
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_LOOK_INTERVAL_S):
-                    await stop.wait()
-        return ""
-    finally:
-        nvml.close()
+    while not watch.observe(await asyncio.to_thread(nvml.read, pids), clock()):
+        if clock() - began >= deadline_s:
+            problem = watch.describe(clock())
+            break
+        if stop.is_set():
+            break
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LOOK_INTERVAL_S):
+                await stop.wait()
+    nvml.close()  # not where this was cancelled: it would wait for the call under way
+    return problem

@@ -107,8 +107,8 @@ class SyncCoordinator:
         self._num_versions = 0  # committed
         self._num_waves = 0  # committed syncs of `version`
         self._layout: tuple[object, Manifest] | None = None  # the last, on the wire and read
-        self._attested: set[tuple[str, int]] = set()
-        self._discarded: set[tuple[str, int]] = set()  # killed; some may not be reaped yet
+        self._attested: dict[str, int] = {}  # by engine: the last life that was
+        self._discarded: dict[str, int] = {}  # the same: killed, and perhaps not reaped yet
         self._current: SyncRun | None = None
         self._ended: collections.OrderedDict[str, SyncRun] = collections.OrderedDict()
         self._to_start: asyncio.Queue[SyncRun] = asyncio.Queue()
@@ -284,9 +284,9 @@ class SyncCoordinator:
         assert run.opened is not None
         engines = run.transaction.live_engines
         if run.opened.attest:
-            self._attested = {
-                (e.name, e.incarnation) for e in run.opened.engines if e.name in engines
-            } | self._attested
+            self._attested |= {
+                e.name: e.incarnation for e in run.opened.engines if e.name in engines
+            }
         is_first = version != self.version
         self._num_versions += is_first
         self._num_waves = 1 if is_first else self._num_waves + 1
@@ -309,7 +309,7 @@ class SyncCoordinator:
 
     def on_discarded(self, engine: str, incarnation: int) -> None:
         """That life of an engine takes part in nothing any more."""
-        self._discarded.add((engine, incarnation))
+        self._discarded[engine] = incarnation
 
     # -- private -------------------------------------------------------------------------
 
@@ -326,11 +326,11 @@ class SyncCoordinator:
     def _is_attested_next(self, version: int, engines: Sequence[SyncEngine]) -> bool:
         num_versions = self._num_versions - (version == self.version)
         is_due = num_versions % self._settings.attest_every == 0
-        return is_due or any((e.name, e.incarnation) not in self._attested for e in engines)
+        return is_due or any(self._attested.get(e.name) != e.incarnation for e in engines)
 
     def _able_engines(self) -> list[SyncEngine]:
         able = able_engines(self._engines())
-        return [e for e in able if (e.name, e.incarnation) not in self._discarded]
+        return [e for e in able if self._discarded.get(e.name) != e.incarnation]
 
     def _read_manifest(self, raw: object) -> Manifest:
         """Most syncs have the layout of the one before: comparing is a tenth of reading."""

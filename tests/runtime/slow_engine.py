@@ -1,25 +1,45 @@
-"""An engine whose later lives take their time to start."""
+"""An engine that takes its time."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from umbra.engines.echo import EchoEngine
 from umbra.runtime.actor import actor_context
+from umbra.runtime.errors import ConfigError
+from umbra.runtime.lifecycle import Tag
 
 
 class SlowEngine(EchoEngine):
-    """Starts at once the first time, and in `start_s` seconds after that.
+    """Starts at once the first time, in `start_s` seconds after that; wakes, ends, and begins and
+    gives up an update in others.
 
     Args:
         marker: is made where a later start begins.
+        broken: the name of an engine that cannot start.
     """
 
-    def __init__(self, *, start_s: float, marker: str, **settings: Any) -> None:
+    def __init__(
+        self,
+        *,
+        start_s: float = 0.0,
+        wake_s: float = 0.0,
+        end_s: float = 0.0,
+        update_s: float = 0.0,
+        marker: str = "",
+        broken: str = "",
+        **settings: Any,
+    ) -> None:
         super().__init__(**settings)
+        if actor_context().name == broken:
+            raise ConfigError("this one cannot start")
         self._start_s = start_s
+        self._end_s = end_s
+        self._update_s = update_s
+        self._wake_s = wake_s
         self._marker = Path(marker)
 
     async def __aenter__(self) -> Self:
@@ -29,4 +49,18 @@ class SlowEngine(EchoEngine):
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        pass
+        await asyncio.sleep(self._end_s)
+
+    async def wake(self, tags: Sequence[Tag]) -> None:
+        await asyncio.sleep(self._wake_s)
+        await super().wake(tags)
+
+    async def begin_update(
+        self, version: int, manifest: Mapping[str, Any], buckets: Mapping[str, Any]
+    ) -> None:
+        await asyncio.sleep(self._update_s)
+        await super().begin_update(version, manifest, buckets)
+
+    async def abort_update(self) -> None:
+        await asyncio.sleep(self._update_s)
+        await super().abort_update()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -156,6 +159,35 @@ def test_a_job_that_ends_does_not_wait_for_memory(fake_nvml: tuple[str, Path]) -
             await gpu_memory_released([4711], deadline_s=30.0, stop=stop, library=library)
 
     asyncio.run(body())
+
+
+@pytest.mark.slow
+def test_a_driver_that_hangs_does_not_hold_up_the_restart(fake_nvml: tuple[str, Path]) -> None:
+    library, state = fake_nvml
+    state.unlink(missing_ok=True)
+    os.mkfifo(state)  # to open it waits for a writer
+
+    async def body() -> str:
+        async with asyncio.timeout(10.0):
+            found = await gpu_memory_released([4711], deadline_s=0.1, library=library)
+        return found
+
+    is_over = threading.Event()
+
+    def let_go() -> None:
+        while not is_over.wait(0.01):
+            with contextlib.suppress(OSError):  # nobody reads just now
+                os.close(os.open(state, os.O_WRONLY | os.O_NONBLOCK))
+
+    writer = threading.Thread(target=let_go)
+    with asyncio.Runner() as runner:
+        found = runner.run(body())
+        writer.start()  # the thread that asks ends with the runner
+    is_over.set()
+    writer.join(10.0)
+    state.unlink()
+
+    assert found.startswith("NVML has not told within 2.1 s")
 
 
 @pytest.mark.slow

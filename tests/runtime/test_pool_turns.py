@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from umbra.runtime.collective import SessionSync
-from umbra.runtime.errors import ConfigError, EngineError, RemoteError, UmbraError
+from umbra.runtime.errors import ConfigError, DeadlineExceeded, EngineError, RemoteError, UmbraError
 from umbra.runtime.pools import PoolSpec
 from umbra.runtime.restart import RestartPolicy
 from umbra.runtime.session import Session
@@ -204,13 +204,52 @@ def test_a_judge_that_dies_in_its_turn_comes_back_in_its_turn(
     shared.check_never_both_awake()
 
 
-def slow_starts(folder: Path, start_s: float) -> dict[str, Any]:
-    """A judge's settings; `folder`/marker is there once it starts again."""
+def slow(**kwargs: Any) -> dict[str, Any]:
+    """A pool's settings."""
     return {
         "engine": "slow_engine:SlowEngine",
-        "kwargs": {"start_s": start_s, "marker": str(folder / "marker")},
+        "kwargs": kwargs,
         "env": {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
     }
+
+
+def slow_starts(folder: Path, start_s: float) -> dict[str, Any]:
+    """A judge's; `folder`/marker is there once it starts again."""
+    return slow(start_s=start_s, marker=str(folder / "marker"))
+
+
+def give_up_at(session: Session, method: str, *args: object, after_s: float) -> None:
+    """A call to the supervisor whose caller goes before it is answered."""
+    with pytest.raises(DeadlineExceeded):
+        session.supervisor_call(method, *args, timeout_s=after_s)
+
+
+def test_an_engine_wakes_though_who_asked_it_to_is_gone(umbra_session: Session) -> None:
+    umbra_session.create_pool(spec("policy", **slow(wake_s=1.0)))
+    pool = umbra_session.pool("policy")
+    pool.sleep(1)
+
+    give_up_at(umbra_session, "pool_wake", "policy", ["weights", "kv_cache"], 30.0, after_s=0.3)
+
+    assert pool.states()[0]["state"] == "WAKING"
+    pool.resume()  # which waits for that
+    assert pool.states()[0]["state"] == "SERVING"
+
+
+def test_a_policy_gets_the_memory_back_though_who_took_it_for_it_is_gone(
+    umbra_session_factory: SessionFactory,
+) -> None:
+    shared = Shared(umbra_session_factory, policy=slow(wake_s=1.0))
+    shared.has_work("policy", False)
+    shared.has_work("judge", True)
+    shared.wait_for("ASLEEP", "SERVING")
+
+    give_up_at(shared.session, "pool_resume", "policy", 30.0, after_s=0.5)
+
+    shared.has_work("policy", True)
+    shared.has_work("judge", False)
+    shared.wait_for("SERVING", "ASLEEP")
+    shared.check_never_both_awake()
 
 
 def test_a_turn_does_not_end_before_a_start_that_is_under_way(
@@ -247,6 +286,8 @@ def test_the_trainer_does_not_wait_for_a_start(
 
     assert time.monotonic() - began_at < 20.0
     assert (shared.state("policy"), shared.state("judge")) == ("ASLEEP", "DEAD")
+    notes = umbra_session_factory.notes
+    wait_until(lambda: any("its start kept another pool waiting" in note for note in notes))
     shared.check_never_both_awake()
 
 
@@ -310,6 +351,19 @@ def test_a_judge_that_cannot_start_leaves_the_memory_to_the_policy(
     umbra_session.create_pool(spec("policy"))
 
     assert umbra_session.pool("policy").states()[0]["state"] == "SERVING"
+
+
+def test_a_judge_half_of_which_cannot_start_is_gone_before_the_policy_wakes(
+    umbra_session_factory: SessionFactory,
+) -> None:
+    session = umbra_session_factory(environ={"UMBRA_LOG_LEVEL": "DEBUG"})
+    session.create_pool(spec("policy"))
+
+    with pytest.raises(UmbraError, match="this one cannot start"):
+        session.create_pool(judge_spec(count=2, **slow(broken="judge-1", end_s=1.0)))
+
+    wait_until(lambda: session.pool("policy").states()[0]["state"] == "SERVING")
+    assert_never_both_awake(umbra_session_factory.run_dirs[0] / "logs" / "supervisor.log")
 
 
 def test_what_does_not_fit_a_shared_pool_is_refused(umbra_session: Session) -> None:

@@ -22,7 +22,7 @@ from local_world import (
 from torch import Tensor
 
 from umbra.runtime.errors import DeadlineExceeded, JobFailed, WeightSyncError
-from umbra.runtime.lifecycle import EngineState
+from umbra.runtime.lifecycle import EngineLifecycle, EngineState, Started
 from umbra.runtime.weights.coordinator import SyncSettings
 from umbra.runtime.weights.publish import SyncReport, WeightPublisher
 
@@ -134,6 +134,26 @@ def test_an_engine_that_stands_still_is_replaced(sources: dict[str, Tensor]) -> 
     assert list(report.engines) == ["sound"]
     assert "load: no answer or no progress within 0.5 s" in report.failed["stuck"]
     assert stuck.killed is not None
+
+
+def test_an_engine_that_fails_in_one_life_after_the_other_leaves_one_note(
+    sources: dict[str, Tensor],
+) -> None:
+    engine = ThreadEngine("broken", empty_like(sources))
+    with local_pool([engine], SMALL) as supervisor:
+        for life in range(1, 4):
+            engine.incarnation, engine.lifecycle = life, EngineLifecycle().apply(Started())
+            engine.fail_at = "load"
+            with pytest.raises(WeightSyncError):
+                publish(supervisor, sources)
+        engine.incarnation, engine.lifecycle = 4, EngineLifecycle().apply(Started())
+        engine.fail_at = None
+        report = publish(supervisor, sources)
+
+    assert list(report.engines) == ["broken"]
+    coordinator = supervisor.coordinator
+    assert len(coordinator._discarded) == 1  # pyright: ignore[reportPrivateUsage]
+    assert len(coordinator._attested) == 1  # pyright: ignore[reportPrivateUsage]
 
 
 @pytest.mark.slow

@@ -1,0 +1,107 @@
+"""What a supervisor does when torchrun restarts the ranks, and restarts them again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from actor_specs import actor
+
+from umbra.runtime.collective import SessionSync
+from umbra.runtime.pools import PoolSpec
+from umbra.runtime.rpc.client import Client
+from umbra.runtime.rpc.ref import ActorRef
+from umbra.runtime.session import Session
+from umbra.runtime.supervisor_host import supervisor_ref
+from umbra.runtime.testing.sessions import SessionFactory
+from umbra.runtime.weights.publish import WeightPublisher
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+
+def supervisor_of(session: Session) -> ActorRef:
+    return supervisor_ref(socket.gethostname(), session.socket_dir)
+
+
+async def attach(
+    supervisor: ActorRef,
+    incarnations: Sequence[int],
+    before: Sequence[Any] = ("list_actors",),
+    meanwhile: Callable[[], None] = lambda: None,
+) -> list[str]:
+    """As rank 0 of each incarnation, at once; what each is told first.
+
+    Args:
+        before: a call to the supervisor right before that.
+        meanwhile: is called while they are attached.
+    """
+    async with Client(supervisor.node_id) as client, asyncio.timeout(20.0):
+        handle = client.handle(supervisor)
+        await handle.call(*before)
+        async with AsyncExitStack() as stack:
+            streams = [
+                await stack.enter_async_context(
+                    handle.stream("attach", 0, 1, os.getpid(), incarnation, True, timeout_s=None)
+                )
+                for incarnation in incarnations
+            ]
+            kinds = [(await anext(events))["kind"] for events in streams]
+            await asyncio.to_thread(meanwhile)
+            await handle.call("detach", 0)
+            async for _ in streams[-1]:
+                pass
+        return kinds
+
+
+def test_ranks_that_are_restarted_while_they_start_over_are_attached(
+    umbra_session_factory: SessionFactory,
+) -> None:
+    session = umbra_session_factory()
+    stubborn = session.spawn(actor("Echo", grace_s=1.0))
+    stubborn.call("ignore_sigterm")  # so that starting over takes its grace
+
+    kinds = asyncio.run(attach(supervisor_of(session), (2, 3)))
+
+    assert kinds == ["attached", "attached"]
+    log = (umbra_session_factory.run_dirs[0] / "logs" / "supervisor.log").read_text()
+    assert "Traceback" not in log
+
+
+def test_engines_of_a_sync_that_is_being_undone_stay_warm(
+    umbra_session_factory: SessionFactory,
+) -> None:
+    session = umbra_session_factory()
+    pool = session.create_pool(
+        PoolSpec(
+            name="policy",
+            engine="slow_engine:SlowEngine",
+            count=1,
+            kwargs={"update_s": 1.5},
+            env={"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
+        )
+    )
+    publisher = WeightPublisher(SessionSync(session), 0, 1, {"w": torch.zeros(10)})
+    publisher.publish("policy", 1, 20.0)
+    manifest = publisher.manifest.to_wire()
+    begun = session.supervisor_call("sync_begin", "policy", 2, 0, 1, manifest, 20.0)
+    abort = ("sync_abort", begun["sync_id"], 0, "it was killed", 5.0)
+    states: list[tuple[str, int]] = []
+
+    def look() -> None:
+        pool.pause()  # which waits for the end of the sync
+        (row,) = pool.states()
+        states.append((row["state"], row["incarnation"]))
+
+    asyncio.run(attach(supervisor_of(session), (2,), abort, look))
+
+    assert states == [("PENDING_WEIGHTS", 1)]
+    log = (umbra_session_factory.run_dirs[0] / "logs" / "supervisor.log").read_text()
+    assert "killing" not in log
