@@ -20,7 +20,7 @@ RUNS := runs
 QUICKSTART_ASSETS := $(RUNS)/quickstart-assets
 QUICKSTART_CONFIG := launch/configs/quickstart.toml
 
-# A test suite of hundreds of processes that compile all they import takes a minute more.
+# Tests start hundreds of processes, each of which would compile what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help quickstart drill kills chaos test test-vllm check format lint bench bench-trl install lock clean

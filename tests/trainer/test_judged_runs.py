@@ -19,7 +19,7 @@ from training_models import save_model
 from umbra.runtime.testing.pool_log import assert_never_both_awake
 from umbra.trainer.metrics import read_metrics
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
 
 JUDGE = """
 [pools.judge]
