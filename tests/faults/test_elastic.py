@@ -11,7 +11,7 @@ from whole_runs import start_run
 
 from umbra.trainer.metrics import read_metrics
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
 
 
 @pytest.mark.parametrize("judged", [False, True], ids=["alone", "judged"])

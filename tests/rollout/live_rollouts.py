@@ -52,6 +52,7 @@ class LiveRollouts:
         config: changes to the manager's settings.
         worker: changes to the workers' settings.
         max_restarts: of each process.
+        hung_limit_s: of the manager.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class LiveRollouts:
         config: dict[str, Any] | None = None,
         worker: dict[str, Any] | None = None,
         max_restarts: int = 5,
+        hung_limit_s: float = 15.0,
         num_prompts: int = 8,
     ) -> None:
         self.session = session
@@ -101,6 +103,7 @@ class LiveRollouts:
                 target="umbra.runtime.rollout.service:RolloutManager",
                 kwargs={"config": self._config(names, agent is not None, config or {})},
                 restart=restart,
+                hung_limit_s=hung_limit_s,
             )
         )
 

@@ -373,7 +373,7 @@ def test_a_loop_that_fails_costs_its_group_and_is_accounted_for(
 
 
 def test_a_stopped_manager_is_replaced(umbra_session: Session, tmp_path: Path) -> None:
-    live = LiveRollouts(umbra_session, tmp_path, engine={"tokens_per_s": 60.0})
+    live = LiveRollouts(umbra_session, tmp_path, engine={"tokens_per_s": 60.0}, hung_limit_s=5.0)
     live.publish(1)
 
     with while_generating(live, 200, lambda: live.signal("rollouts", signal.SIGSTOP)):

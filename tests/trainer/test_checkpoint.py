@@ -18,7 +18,7 @@ from umbra.runtime.errors import ConfigError
 from umbra.runtime.testing.world import DistributedWorld
 from umbra.trainer.checkpoint import complete_checkpoints, read_trainer_state
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from rank_programs import Arrays, run_all
 
 from umbra.runtime.testing.world import DistributedWorld
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
 
 # By variant: parameters and the metrics of each step.
 Outcomes = dict[str, tuple[Arrays, list[dict[str, float]]]]

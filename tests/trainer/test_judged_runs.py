@@ -19,7 +19,7 @@ from training_models import save_model
 from umbra.runtime.testing.pool_log import assert_never_both_awake
 from umbra.trainer.metrics import read_metrics
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
 
 JUDGE = """
 [pools.judge]
@@ -83,7 +83,7 @@ def test_a_hybrid_run_shares_its_memory_with_a_judge(config: Path) -> None:
 
 def test_an_asynchronous_run_is_interrupted_for_its_judge(config: Path) -> None:
     run(
-        config, 1, JUDGED, "pool.mode=standalone", "rollout.max_staleness=1",
+        config, 0, JUDGED, "pool.mode=standalone", "rollout.max_staleness=1",
         "pools.judge.max_wait_s=0.2",
     )  # fmt: skip
 
@@ -95,7 +95,7 @@ def test_an_asynchronous_run_is_interrupted_for_its_judge(config: Path) -> None:
 
 def test_a_judge_of_its_own_is_always_awake_and_takes_part_in_talks(config: Path) -> None:
     reward = "reward.function=digit_rewards:judged_in_talk"
-    run(config, 1, reward, "pools.judge.mode=standalone", "train.steps=2")
+    run(config, 0, reward, "pools.judge.mode=standalone", "train.steps=2")
 
     assert [row["step"] for row in steps_of(config)] == [1, 2]
     assert num_turns(config) == 0
@@ -103,7 +103,7 @@ def test_a_judge_of_its_own_is_always_awake_and_takes_part_in_talks(config: Path
 
 
 def test_a_pool_that_is_not_there_is_named_with_those_that_are(config: Path) -> None:
-    with start(config, 1, "reward.function=digit_rewards:misjudged") as process, killed(process):
+    with start(config, 0, "reward.function=digit_rewards:misjudged") as process, killed(process):
         output, _ = process.communicate(timeout=120)
 
     assert process.returncode != 0
@@ -115,7 +115,7 @@ def test_an_engine_that_dies_in_the_judges_turn_costs_nothing_but_time(
     config: Path, victim: str
 ) -> None:
     log, processes = supervisor_log(config), config.parent / "run/processes.json"
-    with start(config, 1, JUDGED) as process, killed(process):
+    with start(config, 0, JUDGED) as process, killed(process):
         deadline = time.monotonic() + 60
         # its first turn is for its start
         while not (log.exists() and num_turns(config) >= 2):
