@@ -128,6 +128,9 @@ def _add_generate_arguments(generate: argparse.ArgumentParser) -> None:
         "--temperature", type=_temperature, default=1.0, metavar="T", help="0 is greedy (default 1)"
     )
     generate.add_argument("--seed", type=_seed, help="the same gives the same text again")
+    generate.add_argument(
+        "--pool", metavar="NAME", help="judge, for [pools.judge] (default: the policy's)"
+    )
     generate.add_argument("--engine", help="embedded, vllm, ... (default: as the config says)")
     generate.add_argument("--url", help="of a running server, such as http://127.0.0.1:8000")
     generate.add_argument("--api-key", metavar="KEY", help="of the server (default: UMBRA_API_KEY)")
