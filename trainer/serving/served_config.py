@@ -131,8 +131,7 @@ def _further(config: ServeConfig, name: str) -> ServedPoolConfig:
 
 
 def _device_type(config: ServeConfig) -> str:
-    sections = [config.pool, *config.pools.values()]
-    if all(section.device != "auto" for section in sections):
+    if "auto" not in [config.pool.device, *(pool.device for pool in config.pools.values())]:
         return config.pool.device
     from umbra.trainer.world import pick_device  # loads torch, to look for a GPU
 
