@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import tempfile
+import time
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -152,6 +154,30 @@ def test_an_engine_that_dies_asleep_is_there_in_its_turn(server: Server, asleep:
 
     assert (status, health["status"]) == (200, "ok")
     assert answer["choices"][0]["text"] == text
+
+
+@pytest.mark.allow_leaks("the server, which other tests share, starts another front")
+def test_a_front_that_dies_while_a_pool_is_asked_serves_both_again(server: Server) -> None:
+    bodies = [{"model": model, "prompt": PROMPT, "max_tokens": 20, "seed": 1} for model in SEEDS]
+    expected = [server.complete(**body)["choices"] for body in bodies]
+    long = {"model": "judge", "prompt": PROMPT, "max_tokens": LONG, "seed": 1, "logprobs": 0}
+
+    with server.streaming(COMPLETIONS, long) as events:
+        next(events)  # the supervisor has been told of it
+        os.kill(server.pids()["front"], signal.SIGKILL)
+    wait_for_front(server)
+
+    assert [server.complete(**body)["choices"] for body in bodies] == expected
+
+
+def wait_for_front(server: Server) -> None:
+    deadline = time.monotonic() + 60.0
+    while True:
+        with contextlib.suppress(OSError):
+            if server.ask("/v1/models")[0] == 200:
+                return
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def wait_for_state(server: Server, engine: str, state: str) -> None:

@@ -56,8 +56,8 @@ def serve(arguments: argparse.Namespace) -> int:
         raise ConfigError("umbra serve needs aiohttp: pip install 'umbra-rl[serve]'")
     config = read_serve_config(arguments.config, arguments.overrides)
     pools = served_pools(config)
-    host, port = arguments.host, arguments.port
-    _check_address(host, port)
+    host = arguments.host
+    port = _free_port(host, arguments.port)
     key = arguments.api_key or api_key()
     run_dir = config.run.dir / "serve"
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -154,14 +154,19 @@ def _describe_engines(config: ServeConfig) -> str:
     return "; ".join(parts)
 
 
-def _check_address(host: str, port: int) -> None:
-    """Finds out what can be known to be wrong before minutes are spent on starting engines."""
+def _free_port(host: str, port: int) -> int:
+    """`port`, or a free one for 0: a front that is started again is to be found where it was.
+
+    Raises:
+        ConfigError: it cannot be listened on, said before minutes are spent on starting engines.
+    """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = found[0]
         with socket.socket(family, kind, protocol) as trial:
             trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             trial.bind(address)
+            return int(trial.getsockname()[1])
     except OSError as error:
         raise ConfigError(
             f"cannot listen on {host} port {port} ({error.strerror}): choose others with --host "
