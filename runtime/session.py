@@ -346,9 +346,13 @@ class Session:
         """An actor whose reference came from elsewhere, such as another node."""
         return self._sync_handle(ref)
 
-    def create_pool(self, spec: PoolSpec) -> Pool:
-        """Starts a pool's engines and waits until they are up. One rank calls it."""
-        wait_s = spec.start_timeout_s + 20.0
+    def create_pool(self, spec: PoolSpec, *, others_s: float = 0.0) -> Pool:
+        """Starts a pool's engines and waits until they are up. One rank calls it.
+
+        Args:
+            others_s: how long other pools may take that share its memory and start first.
+        """
+        wait_s = others_s + spec.start_timeout_s + 20.0
         self.supervisor_call("create_pool", spec.to_wire(), timeout_s=wait_s)
         return Pool(self.supervisor_call, spec.name)
 

@@ -384,3 +384,10 @@ class ServeConfig(Section):
     pool: PoolSection = PoolSection()
     pools: dict[str, FurtherPoolSection] = {}
     train: TrainSection | None = None
+
+    @model_validator(mode="after")
+    def _check_pools(self) -> Self:
+        problem = further_pools_problem(self.pools)
+        if problem:
+            raise ValueError(problem)
+        return self

@@ -32,7 +32,7 @@ from umbra.trainer.config_section import (
 from umbra.trainer.tokenizer import default_context_len, known_stop_token_ids
 
 if TYPE_CHECKING:
-    from umbra.trainer.config import TrainerConfig
+    from umbra.trainer.config import ServeConfig, TrainerConfig
 
 T = TypeVar("T")
 _NAME: Final = re.compile(r"[A-Za-z0-9_]+")
@@ -67,7 +67,7 @@ class FurtherPoolSection(Section):
         max_wait_s: of a colocated pool: how long requests wait while the policy has something to
             generate; then it is interrupted. It goes on later from the tokens so far, whose keys
             have to be computed again. Default: 10 for a standalone policy, which always has
-            something; else as long as the policy has.
+            something, and in `umbra serve`; else as long as the policy has.
         max_turn_s: of a colocated pool: a turn's longest time while the policy has something to
             generate. Without requests it ends at once.
         start_timeout_s: for an engine's start.
@@ -130,12 +130,26 @@ def further_pools_problem(pools: Mapping[str, FurtherPoolSection]) -> str:
     return ""
 
 
-def further_pool_specs(config: TrainerConfig, device_type: str, host: str) -> list[PoolSpec]:
-    """The pools, colocated ones with that named `host`."""
-    return [_pool_spec(name, config, device_type, host) for name in config.pools]
+def further_pool_specs(
+    config: TrainerConfig | ServeConfig, device_type: str, host: str, *, is_host_dry: bool
+) -> list[PoolSpec]:
+    """The pools.
+
+    Args:
+        device_type: the trainer's.
+        host: name of the pool that colocated ones take turns with.
+        is_host_dry: it has nothing to generate every now and then.
+    """
+    return [_pool_spec(name, config, device_type, host, is_host_dry) for name in config.pools]
 
 
-def _pool_spec(name: str, config: TrainerConfig, device_type: str, host: str) -> PoolSpec:
+def _pool_spec(
+    name: str,
+    config: TrainerConfig | ServeConfig,
+    device_type: str,
+    host: str,
+    is_host_dry: bool,
+) -> PoolSpec:
     pool = config.pools[name]
     cores = len(os.sched_getaffinity(0))
     is_foreign = pool.engine in ("vllm", "sglang")  # with options of their own
@@ -144,7 +158,7 @@ def _pool_spec(name: str, config: TrainerConfig, device_type: str, host: str) ->
         "dtype": pool.dtype or config.model.dtype,
         "device": device_type if pool.device == "auto" else pool.device,
         "max_num_seqs": pool.max_num_seqs,
-        "max_context_len": _context_len(name, pool),
+        "max_context_len": further_context_len(name, pool),
         "kv_cache_num_tokens": pool.kv_cache_num_tokens,
         "tick_ms": pool.tick_ms,
         "num_threads": pool.num_threads or max(1, cores // pool.count),
@@ -153,7 +167,7 @@ def _pool_spec(name: str, config: TrainerConfig, device_type: str, host: str) ->
     }
     is_colocated = pool.mode == "colocated"
     max_wait_s = pool.max_wait_s
-    if max_wait_s is None and config.pool.mode == "standalone":
+    if max_wait_s is None and not is_host_dry:
         max_wait_s = _BUSY_WAIT_S
     return PoolSpec(
         name=name,
@@ -175,21 +189,24 @@ def _pool_spec(name: str, config: TrainerConfig, device_type: str, host: str) ->
 
 def generator_spec(name: str, config: TrainerConfig) -> ActorSpec:
     """The actor that user code's requests to a pool go through."""
-    pool = config.pools[name]
-    settings = {
+    return ActorSpec(
+        name=_generator_name(name),
+        target="umbra.runtime.rollout.generator_service:GeneratorService",
+        kwargs={"config": further_generator_settings(name, config.pools[name])},
+        role="rollout",
+    )
+
+
+def further_generator_settings(name: str, pool: FurtherPoolSection) -> dict[str, Any]:
+    """`GeneratorConfig` as a dict."""
+    return {
         "pool": name,
-        "max_context_len": _context_len(name, pool),
+        "max_context_len": further_context_len(name, pool),
         "max_inflight_per_engine": pool.max_num_seqs,
         # Asleep or not: requests have their own deadline, which is not reached by waiting alone.
         "engine_timeout_s": pool.request_timeout_s,
         "shares_memory": pool.mode == "colocated",
     }
-    return ActorSpec(
-        name=_generator_name(name),
-        target="umbra.runtime.rollout.generator_service:GeneratorService",
-        kwargs={"config": settings},
-        role="rollout",
-    )
 
 
 def asked_pools(config: TrainerConfig) -> dict[str, dict[str, Any]]:
@@ -209,7 +226,8 @@ def _generator_name(pool: str) -> str:
     return f"{pool}-generator"
 
 
-def _context_len(name: str, pool: FurtherPoolSection) -> int:
+def further_context_len(name: str, pool: FurtherPoolSection) -> int:
+    """Longest prompt + answer."""
     return pool.max_context_len or _read(default_context_len, name, pool)
 
 
@@ -218,4 +236,9 @@ def _read(read: Callable[[Path], T], name: str, pool: FurtherPoolSection) -> T:
     try:
         return read(pool.model_path)
     except DataError as error:
-        raise DataError(str(error).replace("model.path", f"pools.{name}.model_path")) from error
+        raise DataError(str(error).replace("model.path", path_setting(name))) from error
+
+
+def path_setting(name: str) -> str:
+    """Where the config says which model a pool has."""
+    return f"pools.{name}.model_path"

@@ -80,7 +80,8 @@ class ServiceStarter:
         """Pools that share memory are started one after the other."""
         config, device_type = self._config, self._device_type
         in_turn: list[PoolSpec] = []
-        for spec in further_pool_specs(config, device_type, POOL):
+        is_host_dry = config.pool.mode != "standalone"
+        for spec in further_pool_specs(config, device_type, POOL, is_host_dry=is_host_dry):
             if spec.mode == "colocated":
                 in_turn.append(spec)
             else:

@@ -125,7 +125,7 @@ def stop_token_ids(
         return sorted({*known, *extra})
     raise DataError(
         f"model.path: {model_path} names no eos_token_id (generation_config.json, config.json or "
-        "the tokenizer); set rollout.stop_token_ids"
+        "the tokenizer): add it there, or for the policy set rollout.stop_token_ids"
     )
 
 

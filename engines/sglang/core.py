@@ -110,9 +110,7 @@ class SglangCore(Core):
             with processes.keeping_logging(), processes.temporary_files_in(_job_folder()):
                 engine.__init__(**options)
         except Exception as error:
-            raise EngineError(
-                f"SGLang {library.version} did not start, its processes said why above: {error}"
-            ) from error
+            raise EngineError(f"SGLang {library.version} did not start: {error}") from error
         finally:
             atexit.unregister(engine.shutdown)  # which ends all children of this process
             self._children = sorted(descendants.working_child_pids(os.getpid()) - before)

@@ -50,6 +50,8 @@ def _request(arguments: argparse.Namespace) -> urllib.request.Request:
     else:
         path = "/v1/completions"
         body["prompt"] = arguments.prompt
+    if arguments.pool is not None:
+        body["model"] = arguments.pool
     if arguments.max_tokens is not None:
         body["max_tokens"] = arguments.max_tokens
     if arguments.seed is not None:

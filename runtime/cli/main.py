@@ -27,6 +27,10 @@ _SERVE: Final = (
     "Starts the engines of a config without a trainer, and an OpenAI-compatible HTTP server in "
     "front of them, until Ctrl-C. The config is that of a training run; [model] is enough."
 )
+_PLOT: Final = (
+    "Draws a training run's metrics over its steps: reward, KL, what a step's time goes to, and "
+    "the ranks' memory by phase. The run may be under way."
+)
 _GENERATE: Final = (
     "Generates one completion and prints it as it comes: with an engine started for it, or, with "
     "--url, by a server that is running."
@@ -59,6 +63,8 @@ def _run(arguments: argparse.Namespace) -> int:
             from umbra.runtime.cli import ledger
 
             return ledger.run(arguments)
+        case "plot":
+            return int(import_module("umbra.trainer.plot").run(arguments))
         case "serve":
             # By name: nothing here imports the trainer, whose config it reads.
             return int(import_module("umbra.trainer.serving.command").serve(arguments))
@@ -84,6 +90,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_ledger_arguments(
         commands.add_parser("ledger", help="where a job's samples are", description=_LEDGER)
+    )
+    _add_plot_arguments(
+        commands.add_parser("plot", help="a run's metrics as a picture", description=_PLOT)
     )
     _add_serve_arguments(
         commands.add_parser("serve", help="engines behind an HTTP endpoint", description=_SERVE)
@@ -128,9 +137,19 @@ def _add_generate_arguments(generate: argparse.ArgumentParser) -> None:
         "--temperature", type=_temperature, default=1.0, metavar="T", help="0 is greedy (default 1)"
     )
     generate.add_argument("--seed", type=_seed, help="the same gives the same text again")
+    generate.add_argument(
+        "--pool", metavar="NAME", help="judge, for [pools.judge] (default: the policy's)"
+    )
     generate.add_argument("--engine", help="embedded, vllm, ... (default: as the config says)")
     generate.add_argument("--url", help="of a running server, such as http://127.0.0.1:8000")
     generate.add_argument("--api-key", metavar="KEY", help="of the server (default: UMBRA_API_KEY)")
+
+
+def _add_plot_arguments(plot: argparse.ArgumentParser) -> None:
+    plot.add_argument("run_dir", metavar="RUN_DIR", help="the job's run.dir")
+    plot.add_argument(
+        "-o", "--output", metavar="FILE", help=".svg, .png or .pdf (default RUN_DIR/metrics.svg)"
+    )
 
 
 def _add_ledger_arguments(ledger: argparse.ArgumentParser) -> None:

@@ -20,6 +20,8 @@ _ERROR_NBYTES = 1 << 20
 _PREFIX: Final = re.compile(r"^\([^)]*\) [A-Z]+ .*?\] ?|^\[[^]]*\] |^ *[|+] ")
 # What loggers and exception groups put before a traceback's lines: "(Worker pid=7) ERROR 11-22
 # [file:3] ", "[TP0] ", "    | ".
+_TRACEBACK: Final = "Traceback (most recent call last):"
+# SGLang has it in the middle: "[11-22 01:37:48 TP0] Scheduler hit an exception: Traceback ...".
 _ERROR: Final = re.compile(r"([A-Za-z_]\w*\.)*[A-Z]\w*(Error|Exception|Interrupt)(: .*)?$")
 _NUM_BEFORE: Final = 2  # lines of a traceback that go with its error: where, and the code there
 
@@ -76,7 +78,7 @@ class ChildLog:
         before: list[str] = []
         in_traceback = False
         for line in (_PREFIX.sub("", raw, count=1) for raw in text.splitlines()):
-            in_traceback = in_traceback or line.startswith("Traceback (most recent call last)")
+            in_traceback = in_traceback or _TRACEBACK in line
             if in_traceback and _ERROR.match(line):
                 return "\n".join([*before[-_NUM_BEFORE:], line])
             if line.strip(" ^~"):

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from umbra.runtime.actor import ActorContext
 from umbra.runtime.errors import RolloutError, UmbraError
+from umbra.runtime.lifecycle import EngineState
 from umbra.runtime.rollout.alarm import Alarm
 from umbra.runtime.rollout.demand import Demand
 from umbra.runtime.rollout.dispatch import Dispatcher
@@ -130,6 +131,11 @@ class Generator:
     def is_serving(self) -> bool:
         """An engine serves at this moment."""
         return self._fleet.is_serving
+
+    @property
+    def states(self) -> set[EngineState]:
+        """Of all engines."""
+        return {view.state for view in self._fleet.views}
 
     @property
     def max_context_len(self) -> int:

@@ -268,19 +268,22 @@ def _may_be_ours(name: str) -> bool:
     """
     path = f"{_SHM_DIR}/{name}"
     try:
-        if os.lstat(path).st_uid != os.getuid():
-            return False
+        status = os.lstat(path)
     except OSError:
+        return False
+    if status.st_uid != os.getuid():
         return False
     ours = {os.getpid(), *(pid for pid, _ in descendants.living_descendants(os.getpid()))}
     strangers = (int(pid) for pid in os.listdir("/proc") if pid.isdigit() and int(pid) not in ours)
-    return not any(_has_open(pid, path) for pid in strangers)
+    return not any(_has_open(pid, path, status.st_ino) for pid in strangers)
 
 
-def _has_open(pid: int, path: str) -> bool:
+def _has_open(pid: int, path: str, inode: int) -> bool:
+    # By its inode: a semaphore is mapped under another name, before it gets its own.
+    mapped = f" {inode} ".encode()
     try:
         with open(f"/proc/{pid}/maps", "rb") as maps:
-            if path.encode() in maps.read():
+            if any(mapped in line and b"/dev/shm/" in line for line in maps):
                 return True
         names = os.listdir(f"/proc/{pid}/fd")
         return any(os.readlink(f"/proc/{pid}/fd/{name}") == path for name in names)

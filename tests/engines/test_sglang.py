@@ -26,8 +26,11 @@ from torch import Tensor
 from umbra.engines.sglang.actor import SglangEngine
 from umbra.engines.sglang.core import SglangCore
 from umbra.engines.sglang.settings import SglangSettings
-from umbra.runtime.errors import EngineError
+from umbra.runtime.actor import ActorSpec
+from umbra.runtime.errors import ActorDied, EngineError
 from umbra.runtime.process import descendants
+from umbra.runtime.restart import RestartPolicy
+from umbra.runtime.session import Session
 
 
 @pytest.fixture(scope="module")
@@ -313,7 +316,7 @@ def test_a_start_that_fails_half_way_leaves_nothing_in_this_process(
     monkeypatch.setattr(atexit, "unregister", at_exit.remove)
 
     async def body() -> None:
-        with pytest.raises(EngineError, match="did not start, its processes said why above"):
+        with pytest.raises(EngineError, match="did not start: Initialization failed"):
             async with SglangEngine(**settings):
                 pass
 
@@ -360,3 +363,32 @@ def test_what_is_no_token_fails_the_start(
                 pass
 
     asyncio.run(body())
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_what_sglangs_processes_said_at_a_failed_start_is_told(
+    umbra_session: Session, model_folder: Callable[[str], Path]
+) -> None:
+    spec = ActorSpec(
+        name="sglang",
+        target="sglang_failing:FailingSglang",
+        kwargs={
+            "model_path": str(model_folder("qwen3")),
+            "dtype": "float32",
+            "max_context_len": 512,
+        },
+        sys_path=(str(Path(__file__).parent),),
+        restart=RestartPolicy(mode="never"),
+        essential=False,
+        role="engine",
+    )
+
+    with pytest.raises(ActorDied, match=r"SGLang 0\.5\.17 did not start: Rank 0") as caught:
+        umbra_session.spawn(spec)
+
+    _, _, quoted = str(caught.value).partition("the first error in ")
+    place, *lines = quoted.splitlines()
+    assert place.endswith("sglang.log:")
+    assert lines[-2] == '  File "<string>", line 5, in <module>'
+    assert lines[-1].startswith("RuntimeError: Not enough memory")

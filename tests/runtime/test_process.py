@@ -324,6 +324,30 @@ Traceback (most recent call last):
     raise RuntimeError("initialization failed; see the root cause above")
 RuntimeError: initialization failed; see the root cause above
 """
+AFTER_OTHER_WORDS = """\
+[2026-11-22 01:37:48 TP0] Load weight begin. avail mem=0.1 GB
+[2026-11-22 01:37:48 TP0] Scheduler hit an exception: Traceback (most recent call last):
+  File "scheduler.py", line 4933, in run_scheduler_process
+    scheduler = Scheduler(
+                ^^^^^^^^^^
+  File "pool.py", line 7, in size
+    raise RuntimeError("Not enough memory.")
+RuntimeError: Not enough memory.
+
+Traceback (most recent call last):
+  File "core.py", line 3, in main
+RuntimeError: Rank 0 scheduler died during initialization
+"""
+
+
+def test_an_error_whose_traceback_follows_other_words_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "child.log"
+    log = ChildLog.begin(path, "a life")
+
+    path.write_text(path.read_text() + AFTER_OTHER_WORDS)
+
+    assert log.first_error().splitlines()[-1] == "RuntimeError: Not enough memory."
+    assert "pool.py" in log.first_error()
 
 
 def test_the_first_error_in_a_log_is_found_with_its_place(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from http_server import serving
 from training_models import listed, make_model, save_model
 
 from umbra.runtime.rollout.text import TextCodec
+from umbra.runtime.testing.pool_log import assert_never_both_awake
 from umbra.trainer.tokenizer import PromptTokenizer
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
@@ -33,8 +34,7 @@ needs_no_gpu = pytest.mark.skipif(
     torch.cuda.is_available(), reason="where a GPU is, vLLM is not that for the CPU"
 )
 
-
-@pytest.mark.parametrize(
+on_engines = pytest.mark.parametrize(
     ("engine", "device"),
     [
         pytest.param("vllm", "cpu", marks=[needs_vllm, needs_no_gpu]),
@@ -42,6 +42,9 @@ needs_no_gpu = pytest.mark.skipif(
         pytest.param("vllm", "cuda", marks=[needs_vllm, needs_gpu, pytest.mark.gpu]),
     ],
 )
+
+
+@on_engines
 def test_answers_are_the_models_own_though_the_engine_is_killed(engine: str, device: str) -> None:
     with tempfile.TemporaryDirectory(prefix="umbra-test-", dir="/tmp") as name:
         folder = Path(name)
@@ -68,10 +71,38 @@ def test_answers_are_the_models_own_though_the_engine_is_killed(engine: str, dev
         assert "trajectories keep" in (folder / "stderr.txt").read_text(), "it was in the middle"
 
 
-def greedy_text(model_dir: Path, num_tokens: int) -> str:
+@on_engines
+def test_a_judge_has_its_turns_on_the_policys_device(
+    engine: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UMBRA_LOG_LEVEL", "DEBUG")
+    with tempfile.TemporaryDirectory(prefix="umbra-test-", dir="/tmp") as name:
+        folder = Path(name)
+        models = {"tiny": 0, "judge": 7}
+        expected = {
+            model: greedy_text(save_model(folder / model, seed=seed, **SHAPE), 20, seed)
+            for model, seed in models.items()
+        }
+        settings = [
+            f"{section}.{setting}"
+            for section in ("pool", "pools.judge")
+            for setting in (f"engine={engine}", f"device={device}", "kv_cache_num_tokens=4096")
+        ]
+        judge = [f"pools.judge.model_path={folder}/judge", "pools.judge.max_wait_s=0.2"]
+
+        with serving(folder, folder / "tiny", [*settings, *judge]) as server:
+            for model in [*models, *models]:
+                body = {"model": model, "prompt": PROMPT, "max_tokens": 20, "temperature": 0}
+                assert server.complete(**body)["choices"][0]["text"] == expected[model]
+            assert server.end() == 0
+
+        assert_never_both_awake(folder / "run/serve/logs/supervisor.log")
+
+
+def greedy_text(model_dir: Path, num_tokens: int, seed: int = 0) -> str:
     """What transformers generates, on the CPU."""
     prompt = PromptTokenizer(model_dir).encode(PROMPT)
-    model: Any = make_model(**SHAPE)
+    model: Any = make_model(seed=seed, **SHAPE)
     with torch.no_grad():
         made = model.generate(torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False)[0]
     return TextCodec.open(str(model_dir)).decode(listed(made)[len(prompt) :])

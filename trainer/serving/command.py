@@ -6,6 +6,9 @@ import argparse
 import importlib.util
 import socket
 import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Final
@@ -16,15 +19,23 @@ from numpy.typing import NDArray
 from umbra.runtime.actor import ActorSpec
 from umbra.runtime.environment import api_key
 from umbra.runtime.errors import ConfigError
+from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.restart import RestartPolicy
 from umbra.runtime.rollout.generator import Piece
 from umbra.runtime.session import Session, SyncHandle
 from umbra.trainer.config import ServeConfig
 from umbra.trainer.run_lock import RunLock
-from umbra.trainer.services import max_context_len
 from umbra.trainer.serving.choice import StepWriter
 from umbra.trainer.serving.model_text import ModelText
-from umbra.trainer.serving.pool_session import generator_settings, read_serve_config, with_pool
+from umbra.trainer.serving.pool_session import with_pools
+from umbra.trainer.serving.served_config import (
+    alone,
+    pool_specs,
+    read_one_engine_config,
+    read_serve_config,
+    served_pools,
+)
+from umbra.trainer.serving.served_pool import ServedPoolConfig
 
 _FRONT: Final = "front"
 _GENERATOR: Final = "generator"
@@ -38,24 +49,25 @@ def serve(arguments: argparse.Namespace) -> int:
     """Serves until SIGINT or SIGTERM, which is how a server ends: 0 then.
 
     Raises:
-        ConfigError, DataError: a setting, the model directory or the address is wrong.
+        ConfigError, DataError: a setting, a model directory or the address is wrong.
         UmbraError: engines cannot be started or kept up.
     """
     if importlib.util.find_spec("aiohttp") is None:
         raise ConfigError("umbra serve needs aiohttp: pip install 'umbra-rl[serve]'")
     config = read_serve_config(arguments.config, arguments.overrides)
-    host, port = arguments.host, arguments.port
-    _check_address(host, port)
+    pools = served_pools(config)
+    host = arguments.host
+    port = _free_port(host, arguments.port)
     key = arguments.api_key or api_key()
-    spec = front_spec(config, host, port, key)
     run_dir = config.run.dir / "serve"
     run_dir.mkdir(parents=True, exist_ok=True)
 
     def work(session: Session, front: SyncHandle) -> None:
         at_host, at_port = front.call("address")
         shown = f"[{at_host}]" if ":" in at_host else at_host
-        print(f"{config.model.path.absolute().name} is served at http://{shown}:{at_port}/v1")
-        print(f"engines: {config.pool.count} {config.pool.engine}; logs: {run_dir / 'logs'}")
+        names = " and ".join(", ".join(pool.model for pool in pools).rsplit(", ", 1))
+        print(f"{names} {'is' if len(pools) == 1 else 'are'} served at http://{shown}:{at_port}/v1")
+        print(f"engines: {_describe_engines(config)}; logs: {run_dir / 'logs'}")
         if not key and not _is_loopback(at_host):
             print("anybody who reaches this address can use it: set --api-key")
         print("Ctrl-C ends it", flush=True)
@@ -63,7 +75,8 @@ def serve(arguments: argparse.Namespace) -> int:
             session.raise_if_lost(_LOOK_S)  # raises as soon as it is
 
     with RunLock(run_dir):
-        with_pool(config, run_dir, spec, work)
+        front = _front_spec(pools, host, port, key)
+        with_pools(partial(pool_specs, config), run_dir, front, work)
     return 0
 
 
@@ -74,19 +87,15 @@ def generate(arguments: argparse.Namespace) -> int:
     """
     if not arguments.config:
         raise ConfigError("give a config file or a model directory, or --url of a running server")
-    engine = [f"pool.engine={arguments.engine}"] if arguments.engine else []
-    overrides = [*arguments.overrides, *engine, "pool.count=1", "pool.update_waves=1"]
-    config = read_serve_config(arguments.config, overrides)
-    text = ModelText(
-        config.model.path,
-        config.rollout.stop_token_ids,
-        trust_remote_code=config.model.trust_remote_code,
+    config, pool = read_one_engine_config(
+        arguments.config, arguments.overrides, arguments.pool, arguments.engine
     )
-    tokens = _encode(text, arguments, config)
+    text = pool.open_text()
+    tokens = _encode(text, arguments, pool)
     spec = ActorSpec(
         name=_GENERATOR,
         target="umbra.runtime.rollout.generator_service:GeneratorService",
-        kwargs={"config": generator_settings(config)},
+        kwargs={"config": {**pool.generator, "shares_memory": False}},
     )
 
     def work(_: Session, generator: SyncHandle) -> None:
@@ -96,57 +105,68 @@ def generate(arguments: argparse.Namespace) -> int:
             print(writer.write(Piece(**piece)).text, end="", flush=True)
         print()
 
+    def engine_pools() -> list[PoolSpec]:
+        return [alone(config, pool.generator["pool"])]
+
     with tempfile.TemporaryDirectory(prefix="umbra-generate-") as folder:
-        return with_pool(config, Path(folder), spec, work)
+        return with_pools(engine_pools, Path(folder), spec, work)
 
 
-def front_spec(config: ServeConfig, host: str, port: int, key: str) -> ActorSpec:
-    """The HTTP server of the pool."""
+def _front_spec(pools: Sequence[ServedPoolConfig], host: str, port: int, key: str) -> ActorSpec:
+    """The HTTP server."""
     return ActorSpec(
         name=_FRONT,
         target="umbra.trainer.serving.front:HttpFront",
         kwargs={
-            "generator": generator_settings(config),
-            "model": config.model.path.absolute().name,
-            "model_path": str(config.model.path.absolute()),
+            "pools": [asdict(pool) for pool in pools],
             "host": host,
             "port": port,
             "api_key": key,
-            "extra_stop_ids": config.rollout.stop_token_ids,
-            "template_variables": config.data.chat_template_kwargs if config.data else {},
-            "trust_remote_code": config.model.trust_remote_code,
         },
         restart=_FRONT_RESTARTS,
     )
 
 
 def _encode(
-    text: ModelText, arguments: argparse.Namespace, config: ServeConfig
+    text: ModelText, arguments: argparse.Namespace, pool: ServedPoolConfig
 ) -> NDArray[np.int32]:
     """The prompt's tokens. Raises ConfigError or DataError where it cannot be used."""
-    variables = config.data.chat_template_kwargs if config.data else {}
     if arguments.chat:
         messages = [{"role": "user", "content": arguments.prompt}]
-        tokens = text.encode_chat_now(messages, variables)
+        tokens = text.encode_chat_now(messages, pool.template_variables)
     else:
         tokens = text.encode_now(arguments.prompt)
-    limit = max_context_len(config)
+    limit = pool.generator["max_context_len"]
     if not 0 < len(tokens) < limit:
         raise ConfigError(
-            f"--prompt has {len(tokens)} tokens; the context holds {limit} (pool.max_context_len), "
-            "of which one has to be left"
+            f"--prompt has {len(tokens)} tokens; the context holds {limit} "
+            f"({pool.section}.max_context_len), of which one has to be left"
         )
     return np.asarray(tokens, np.int32)
 
 
-def _check_address(host: str, port: int) -> None:
-    """Finds out what can be known to be wrong before minutes are spent on starting engines."""
+def _describe_engines(config: ServeConfig) -> str:
+    """`2 vllm; judge: 1 embedded, in turn`."""
+    parts = [f"{config.pool.count} {config.pool.engine}"]
+    for name, pool in config.pools.items():
+        how = ", in turn" if pool.mode == "colocated" else ""
+        parts.append(f"{name}: {pool.count} {pool.engine}{how}")
+    return "; ".join(parts)
+
+
+def _free_port(host: str, port: int) -> int:
+    """`port`, or a free one for 0: a front that is started again is to be found where it was.
+
+    Raises:
+        ConfigError: it cannot be listened on, said before minutes are spent on starting engines.
+    """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = found[0]
         with socket.socket(family, kind, protocol) as trial:
             trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             trial.bind(address)
+            return int(trial.getsockname()[1])
     except OSError as error:
         raise ConfigError(
             f"cannot listen on {host} port {port} ({error.strerror}): choose others with --host "

@@ -1,98 +1,53 @@
-"""What the HTTP endpoints of a pool do, without HTTP: requests to choices, choices to answers."""
+"""What the HTTP endpoints do, without HTTP: requests to pools, their choices to answers."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any, Final
 
-from umbra.runtime.errors import DataError
-from umbra.runtime.rollout.generator import Generator
-from umbra.trainer.serving.answers import AnswerForm, ChatForm, CompletionForm, usage_of
+from umbra.trainer.serving.answers import usage_of
 from umbra.trainer.serving.api_error import ApiError
-from umbra.trainer.serving.choice import Sampling, Step, collect, generate_choice
-from umbra.trainer.serving.model_text import ModelText
+from umbra.trainer.serving.choice import Step, collect
 from umbra.trainer.serving.requests import (
     ChatRequest,
     CompletionRequest,
     SamplingRequest,
     parse_body,
 )
-
-_MAX_OPEN: Final = 4096
-"""Choices under way at a time. More are refused: what waits behind so many waits for minutes, and
-fewer would refuse what an evaluation harness sends at once."""
+from umbra.trainer.serving.served_pool import Job, ServedPool
 
 _STREAM_AHEAD: Final = 16
 """Steps of an answer's choices that a slow client may leave unread; then they wait, and become
 longer ones."""
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A checked request: what is to be generated, and the form that it is told in."""
-
-    prompts: list[list[int]]
-    num_each: int
-    sampling: Sampling
-    form: AnswerForm
-    is_stream: bool
-    tells_usage: bool
-
-    @property
-    def num_choices(self) -> int:
-        return len(self.prompts) * self.num_each
-
-
 class Endpoints:
-    """Of one pool.
+    """Of all pools.
 
     Args:
-        model: the name that clients call the model by.
-        template_variables: of the chat template, where a request has no others.
+        pools: with names of their own; who names no model gets the first.
     """
 
-    def __init__(
-        self,
-        generator: Generator,
-        text: ModelText,
-        model: str,
-        template_variables: Mapping[str, Any],
-    ) -> None:
-        self._generator = generator
-        self._text = text
-        self._model = model
-        self._template_variables = template_variables
+    def __init__(self, pools: Sequence[ServedPool]) -> None:
+        self._pools = {pool.model: pool for pool in pools}
+        self._default = pools[0]
 
     async def completion(self, body: object) -> Job:
         """A checked /v1/completions. Raises ApiError."""
         request = parse_body(body, CompletionRequest)
-        self._check_model(request)
-        prompts = [
-            await self._text.encode(prompt) if isinstance(prompt, str) else prompt
-            for prompt in request.prompts
-        ]
-        form = CompletionForm(self._model, self._text.decode, request.wants_logprobs)
-        return self._job(request, prompts, request.max_tokens, form, "prompt")
+        return await self._asked(request).completion(request)
 
     async def chat(self, body: object) -> Job:
         """A checked /v1/chat/completions. Raises ApiError."""
         request = parse_body(body, ChatRequest)
-        self._check_model(request)
-        variables = {**self._template_variables, **request.chat_template_kwargs}
-        try:
-            prompt = await self._text.encode_chat(request.plain_messages, variables)
-        except DataError as error:
-            raise ApiError(400, str(error), param="messages") from error
-        form = ChatForm(self._model, self._text.decode, request.logprobs)
-        return self._job(request, [prompt], request.budget, form, "messages")
+        return await self._asked(request).chat(request)
 
     async def whole(self, job: Job) -> dict[str, Any]:
         """The answer in one; raises what `Generator.stream` does, in a group."""
         async with asyncio.TaskGroup() as tasks:
-            choices = [tasks.create_task(collect(steps)) for steps in self._choices(job)]
+            choices = [tasks.create_task(collect(steps)) for steps in job.pool.choices(job)]
         steps = [choice.result() for choice in choices]
         return job.form.whole(steps, _usage(job, sum(len(step.tokens) for step in steps)))
 
@@ -102,7 +57,7 @@ class Endpoints:
         unopened = set(range(job.num_choices))
         num_open, num_tokens = job.num_choices, 0
         async with asyncio.TaskGroup() as tasks:
-            for index, choice in enumerate(self._choices(job)):
+            for index, choice in enumerate(job.pool.choices(job)):
                 tasks.create_task(_feed(steps, index, choice))
             while num_open:
                 index, step = await steps.get()
@@ -119,73 +74,43 @@ class Endpoints:
 
     def models(self) -> dict[str, Any]:
         """GET /v1/models."""
-        model = {
-            "id": self._model,
-            "object": "model",
-            "created": 0,
-            "owned_by": "umbra",
-            "max_model_len": self._generator.max_context_len,
+        return {"object": "list", "data": [pool.describe() for pool in self._pools.values()]}
+
+    def health(self) -> tuple[bool, dict[str, Any]]:
+        """Whether each pool can answer, if need be in its turn; and GET /health."""
+        waiting = ", ".join(pool.model for pool in self._pools.values() if not self._is_up(pool))
+        engines: dict[str, Any] = {}
+        for pool in self._pools.values():
+            engines |= pool.generator.engines()
+        body = {
+            "status": f"no engine serves {waiting}" if waiting else "ok",
+            "engines": engines,
+            "generations": sum(pool.generator.num_open for pool in self._pools.values()),
         }
-        return {"object": "list", "data": [model]}
+        return not waiting, body
 
     # -- private -------------------------------------------------------------------------
 
-    def _choices(self, job: Job) -> list[AsyncGenerator[Step, None]]:
-        prompts = [prompt for prompt in job.prompts for _ in range(job.num_each)]
-        return [
-            generate_choice(self._generator, self._text.decode, prompt, job.sampling.at(place))
-            for place, prompt in enumerate(prompts)
-        ]
-
-    def _check_model(self, request: SamplingRequest) -> None:
-        if request.model not in (None, self._model):
+    def _asked(self, request: SamplingRequest) -> ServedPool:
+        if request.model is None:
+            return self._default
+        pool = self._pools.get(request.model)
+        if pool is None:
+            known = ", ".join(map(repr, self._pools))
             raise ApiError(
                 404,
-                f"there is no model {request.model!r} here, only {self._model!r}",
+                f"there is no model {request.model!r} here; there are: {known}",
                 param="model",
                 code="model_not_found",
             )
+        return pool
 
-    def _job(
-        self,
-        request: SamplingRequest,
-        prompts: list[list[int]],
-        budget: int | None,
-        form: AnswerForm,
-        param: str,
-    ) -> Job:
-        for prompt in prompts:
-            self._check_length(prompt, budget, param)
-        sampling = Sampling(
-            max_new_tokens=budget,
-            temperature=request.temperature,
-            stops=request.stops,
-            stop_token_ids=sorted({*self._text.stop_token_ids, *request.stop_token_ids}),
-            seed=request.seed,
-        )
-        tells_usage = request.stream_options.include_usage
-        job = Job(prompts, request.n, sampling, form, request.stream, tells_usage)
-        num_open = self._generator.num_open
-        if num_open + job.num_choices > _MAX_OPEN:
-            raise ApiError(
-                429,
-                f"{job.num_choices} choices are too many now: {num_open} are under way of at most "
-                f"{_MAX_OPEN}; try again later, or with fewer",
-            )
-        return job
-
-    def _check_length(self, prompt: Sequence[int], budget: int | None, param: str) -> None:
-        limit = self._generator.max_context_len
-        if not prompt:
-            raise ApiError(400, f"{param} has no tokens", param=param)
-        if len(prompt) + (budget or 1) > limit:
-            asked = f" and max_tokens {budget}" if budget else ""
-            raise ApiError(
-                400,
-                f"{param} of {len(prompt)} tokens{asked}: the context holds {limit} tokens",
-                param=param,
-                code="context_length_exceeded",
-            )
+    def _is_up(self, pool: ServedPool) -> bool:
+        """An engine that dies asleep is started in its pool's turn: those in turn are as one."""
+        if not pool.takes_turns:
+            return pool.has_engine
+        in_turn = [other for other in self._pools.values() if other.takes_turns]
+        return pool.has_started and any(other.has_engine for other in in_turn)
 
 
 async def _feed(

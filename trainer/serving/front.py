@@ -1,6 +1,6 @@
-"""The HTTP front of a pool: an actor that speaks the OpenAI API outside and umbra's own inside.
+"""The HTTP front of all pools: an actor that speaks the OpenAI API outside and umbra's own inside.
 
-    client ──HTTP──▶ HttpFront ──▶ Endpoints ──▶ Generator ──▶ the pool's engines, of any kind
+    client ──HTTP──▶ HttpFront ──▶ Endpoints ──▶ ServedPool ──▶ the pool's engines, of any kind
 
 A client that disconnects cancels the handler of its request, and with it its generations.
 """
@@ -13,7 +13,6 @@ import hmac
 import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from pathlib import Path
 from typing import Any, Final, Self
 
 from aiohttp import web
@@ -21,11 +20,10 @@ from aiohttp import web
 from umbra.runtime.actor import actor_context, idempotent
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.rollout.error_groups import first_leaf
-from umbra.runtime.rollout.generator import Generator, GeneratorConfig
 from umbra.runtime.rollout.notes import Notes
 from umbra.trainer.serving.api_error import ApiError, as_api_error
-from umbra.trainer.serving.endpoints import Endpoints, Job
-from umbra.trainer.serving.model_text import ModelText
+from umbra.trainer.serving.endpoints import Endpoints
+from umbra.trainer.serving.served_pool import Job, ServedPool, ServedPoolConfig
 
 logger = logging.getLogger(__name__)
 
@@ -38,43 +36,31 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class HttpFront:
-    """Serves one pool. An actor; owns the listening socket.
+    """Serves some pools. An actor; owns the listening socket.
 
     Args:
-        generator: `GeneratorConfig` as a dict.
-        model: the name that clients call the model by.
-        model_path: its directory, for the tokenizer.
+        pools: `ServedPoolConfig` as dicts; who names no model gets the first.
         port: 0 takes a free one.
         api_key: what clients must know; "" lets everybody in.
     """
 
     def __init__(
-        self,
-        *,
-        generator: dict[str, Any],
-        model: str,
-        model_path: str,
-        host: str,
-        port: int,
-        api_key: str = "",
-        extra_stop_ids: list[int] | None = None,
-        template_variables: Mapping[str, Any] | None = None,
-        trust_remote_code: bool = False,
+        self, *, pools: list[dict[str, Any]], host: str, port: int, api_key: str = ""
     ) -> None:
         context = actor_context()
         self._notes = Notes(context.supervisor)
-        self._generator = Generator(GeneratorConfig(**generator), context, self._notes.put)
-        self._text = ModelText(
-            Path(model_path), extra_stop_ids or (), trust_remote_code=trust_remote_code
-        )
-        self._endpoints = Endpoints(self._generator, self._text, model, template_variables or {})
+        self._pools = [
+            ServedPool(ServedPoolConfig(**pool), context, self._notes.put) for pool in pools
+        ]
+        self._endpoints = Endpoints(self._pools)
         self._api_key = api_key
         self._place: tuple[str, int] = (host, port)
         self._stack = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
-            await stack.enter_async_context(self._text)
+            for pool in self._pools:
+                await stack.enter_async_context(pool.text)
             app = web.Application(middlewares=[self._guard], client_max_size=_MAX_BODY_NBYTES)
             app.add_routes(
                 [
@@ -99,10 +85,11 @@ class HttpFront:
         await self._stack.aclose()
 
     async def run(self) -> None:
-        """Lives until the actor is stopped or the pool is lost from sight."""
+        """Lives until the actor is stopped or a pool is lost from sight."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._notes.run())
-            tasks.create_task(self._generator.run())
+            for pool in self._pools:
+                tasks.create_task(pool.generator.run())
 
     @idempotent
     def address(self) -> list[Any]:
@@ -132,13 +119,8 @@ class HttpFront:
 
     async def _health(self, request: web.Request) -> web.Response:
         del request
-        is_serving = self._generator.is_serving
-        body = {
-            "status": "ok" if is_serving else "no engine serves",
-            "engines": self._generator.engines(),
-            "generations": self._generator.num_open,
-        }
-        return web.json_response(body, status=200 if is_serving else 503)
+        is_up, body = self._endpoints.health()
+        return web.json_response(body, status=200 if is_up else 503)
 
     async def _models(self, request: web.Request) -> web.Response:
         del request

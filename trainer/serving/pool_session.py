@@ -1,20 +1,17 @@
-"""A pool without a trainer: a session of this process alone, whose engines load the model."""
+"""Pools without a trainer: a session of this process alone, whose engines load their models."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from umbra.runtime.actor import ActorSpec
+from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.session import Session, SessionConfig, SyncHandle
-from umbra.trainer.config import ServeConfig
-from umbra.trainer.config_file import check_config, read_config
 from umbra.trainer.notes import NoteBoard
-from umbra.trainer.services import POOL, engine_pool_spec, max_context_len
 from umbra.trainer.signals import StopRequested, StopSignals
-from umbra.trainer.tokenizer import read_model_config
 
 _SHUTDOWN_GRACE_S: Final = 5.0
 """For engines and what is under way to end."""
@@ -22,36 +19,13 @@ _STOP_GRACE_S: Final = 20.0
 """From a signal to the end of this process in any case: longer than an orderly end takes."""
 
 
-def read_serve_config(place: str, overrides: Sequence[str]) -> ServeConfig:
-    """Of a config file, or for a model directory.
-
-    Raises:
-        ConfigError, DataError: settings are wrong, or the model's.
-    """
-    path = Path(place)
-    if path.is_dir():
-        values = {"model": {"path": str(path)}}
-        config = check_config(ServeConfig, values, place, overrides)
-    else:
-        config = read_config(ServeConfig, path, overrides)
-    read_model_config(config.model.path)
-    return config
-
-
-def generator_settings(config: ServeConfig) -> dict[str, Any]:
-    """`GeneratorConfig` as a dict."""
-    return {
-        "pool": POOL,
-        "max_context_len": max_context_len(config),
-        "max_inflight_per_engine": config.pool.max_num_seqs,
-        "engine_timeout_s": config.pool.sync_timeout_s,
-    }
-
-
-def with_pool(
-    config: ServeConfig, run_dir: Path, spec: ActorSpec, work: Callable[[Session, SyncHandle], None]
+def with_pools(
+    pools: Callable[[], Sequence[PoolSpec]],
+    run_dir: Path,
+    spec: ActorSpec,
+    work: Callable[[Session, SyncHandle], None],
 ) -> int:
-    """Does `work` while the pool's engines and an actor in front of them serve.
+    """Does `work` while the pools' engines and an actor in front of them serve.
 
     Nothing of them is left afterwards. Returns 0, or 128 and the signal's number where SIGINT or
     SIGTERM ended it.
@@ -70,28 +44,27 @@ def with_pool(
         signals.defer()
         try:
             with signals.interruptible():
-                work(session, _start(session, config, spec))
+                work(session, _start(session, pools(), spec))
         except StopRequested:
             pass
     return 128 + int(signals.received) if signals.received is not None else 0
 
 
-def _start(session: Session, config: ServeConfig, spec: ActorSpec) -> SyncHandle:
-    """Pool and actor at the same time: what the actor finds wrong is said before engines are up."""
-    pool = engine_pool_spec(config, _device_type(config), load_weights=True)
-    executor = ThreadPoolExecutor(1, "umbra-start")
+def _start(session: Session, pools: Sequence[PoolSpec], spec: ActorSpec) -> SyncHandle:
+    """Pools and actor at the same time: what the actor finds wrong is said before engines are up.
+
+    Pools that share memory wait for each other in the supervisor.
+    """
+    all_s = sum(pool.start_timeout_s for pool in pools)
+    executor = ThreadPoolExecutor(len(pools), "umbra-start")
     try:
-        engines = executor.submit(session.create_pool, pool)
+        engines = [
+            executor.submit(session.create_pool, pool, others_s=all_s - pool.start_timeout_s)
+            for pool in pools
+        ]
         handle = session.spawn(spec)
-        engines.result()
+        for started in as_completed(engines):
+            started.result()
     finally:
         executor.shutdown(wait=False)  # where this fails, the session ends what it waits for
     return handle
-
-
-def _device_type(config: ServeConfig) -> str:
-    if config.pool.device != "auto":
-        return config.pool.device
-    from umbra.trainer.world import pick_device  # loads torch, to look for a GPU
-
-    return pick_device("auto" if config.train is None else config.train.device, 0).type

@@ -1,0 +1,234 @@
+"""`umbra serve` with further pools: one in turn with the policy, one with memory of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from http_server import Server, run_umbra, serving
+from training_models import listed, make_model, save_model
+
+from umbra.runtime.cli.main import main
+from umbra.runtime.rollout.text import TextCodec
+from umbra.runtime.testing.pool_log import assert_never_both_awake
+from umbra.trainer.tokenizer import PromptTokenizer
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+PROMPT = "12+3="
+COMPLETIONS = "/v1/completions"
+SEEDS = {"tiny": 0, "judge": 7, "referee": 11}
+SHAPE: dict[str, Any] = {"max_position_embeddings": 4096}
+LONG = 1500  # tokens: several turns
+CONFIG = """
+[model]
+path = "{folder}/tiny"
+[pools.judge]
+model_path = "{folder}/judge"
+device = "cpu"
+tick_ms = 5.0
+num_threads = 1
+max_wait_s = 0.2
+max_turn_s = 0.2
+[pools.referee]
+model_path = "{folder}/referee"
+mode = "standalone"
+device = "cpu"
+tick_ms = 5.0
+num_threads = 1
+"""
+
+
+@pytest.fixture(scope="module")
+def folder() -> Generator[Path]:
+    """A short path: sockets lie below it."""
+    with tempfile.TemporaryDirectory(prefix="umbra-test-", dir="/tmp") as name:
+        folder = Path(name)
+        for model, seed in SEEDS.items():
+            save_model(folder / model, seed=seed, **SHAPE)
+        (folder / "serve.toml").write_text(CONFIG.format(folder=folder))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Generator[Server]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("UMBRA_LOG_LEVEL", "DEBUG")
+        with serving(folder, folder / "serve.toml", ["pool.num_threads=1"]) as server:
+            yield server
+            assert server.end() == 0
+    assert_never_both_awake(folder / "run/serve/logs/supervisor.log")
+
+
+def greedy_text(folder: Path, model: str, prompt: list[int], num_tokens: int) -> str:
+    """What transformers generates."""
+    made: Any = make_model(seed=SEEDS[model], **SHAPE)
+    with torch.no_grad():
+        tokens = made.generate(torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False)
+    return TextCodec.open(str(folder / model)).decode(listed(tokens[0])[len(prompt) :])
+
+
+def test_each_pool_answers_by_its_name_as_its_own_model(server: Server, folder: Path) -> None:
+    tokenizer = PromptTokenizer(folder / "tiny")  # all three have the same
+    plain, chat = tokenizer.encode(PROMPT), tokenizer.encode_rendered(f"u={PROMPT} a=")
+    body: dict[str, Any] = {"max_tokens": 20, "temperature": 0}
+    messages = [{"role": "user", "content": PROMPT}]
+
+    for model in SEEDS:
+        answer = server.complete(model=model, prompt=PROMPT, **body)
+        talk = server.chat(model=model, messages=messages, **body)
+
+        assert answer["model"] == model
+        assert answer["choices"][0]["text"] == greedy_text(folder, model, plain, 20)
+        message = talk["choices"][0]["message"]["content"]
+        assert message == greedy_text(folder, model, chat, 20)
+
+    unnamed = server.complete(prompt=PROMPT, **body)
+    assert unnamed["model"] == "tiny"
+    assert [model["id"] for model in server.ask("/v1/models")[1]["data"]] == list(SEEDS)
+
+
+def test_a_model_that_is_not_there_is_told_those_that_are(server: Server) -> None:
+    status, answer = server.ask(COMPLETIONS, {"prompt": PROMPT, "model": "jduge"})
+
+    assert status == 404
+    assert answer["error"]["code"] == "model_not_found"
+    assert answer["error"]["message"].endswith("there are: 'tiny', 'judge', 'referee'")
+
+
+def test_a_stream_is_interrupted_for_the_judge_and_goes_on(server: Server) -> None:
+    body = {"prompt": PROMPT, "max_tokens": LONG, "temperature": 0}
+    text = server.complete(**body)["choices"][0]["text"]
+    question = {"model": "judge", "prompt": PROMPT, "max_tokens": 20, "temperature": 0}
+    verdict = server.complete(**question)
+
+    with server.streaming(COMPLETIONS, body) as events:
+        chunks = [next(events)]
+        asked = server.complete(**question)
+        is_early = server.ask("/health")[1]["generations"] == 1
+        chunks += list(events)
+
+    assert is_early, "the stream ended before the judge's answer: make it longer"
+    assert asked["choices"] == verdict["choices"]
+    assert chunks.pop() == "[DONE]"
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text
+
+
+def test_busy_pools_have_their_turns_until_all_is_answered(server: Server) -> None:
+    bodies = [
+        {"model": model, "prompt": PROMPT, "max_tokens": 600, "seed": seed, "n": 4}
+        for seed in range(3)
+        for model in SEEDS
+    ]
+    expected = [server.complete(**body)["choices"] for body in bodies]
+
+    with ThreadPoolExecutor(len(bodies)) as clients:
+        calls = [clients.submit(server.complete, **body) for body in bodies]
+
+    assert [call.result()["choices"] for call in calls] == expected
+
+
+@pytest.mark.parametrize("asleep", ["judge", "tiny"])
+@pytest.mark.allow_leaks("the server, which other tests share, starts another engine")
+def test_an_engine_that_dies_asleep_is_there_in_its_turn(server: Server, asleep: str) -> None:
+    awake = "tiny" if asleep == "judge" else "judge"
+    body = {"model": asleep, "prompt": PROMPT, "max_tokens": 20, "temperature": 0}
+    text = server.complete(**body)["choices"][0]["text"]
+    server.complete(model=awake, prompt=PROMPT, max_tokens=1)
+    engine = {"judge": "judge-0", "tiny": "policy-0"}[asleep]
+    name = next(key for key in server.ask("/health")[1]["engines"] if key.startswith(engine))
+
+    os.kill(server.pids()[engine], signal.SIGKILL)
+    wait_for_state(server, name, "DEAD")
+    status, health = server.ask("/health")
+    answer = server.complete(**body)
+
+    assert (status, health["status"]) == (200, "ok")
+    assert answer["choices"][0]["text"] == text
+
+
+@pytest.mark.allow_leaks("the server, which other tests share, starts another front")
+def test_a_front_that_dies_while_a_pool_is_asked_serves_both_again(server: Server) -> None:
+    bodies = [{"model": model, "prompt": PROMPT, "max_tokens": 20, "seed": 1} for model in SEEDS]
+    expected = [server.complete(**body)["choices"] for body in bodies]
+    long = {"model": "judge", "prompt": PROMPT, "max_tokens": LONG, "seed": 1, "logprobs": 0}
+
+    with server.streaming(COMPLETIONS, long) as events:
+        next(events)  # the supervisor has been told of it
+        os.kill(server.pids()["front"], signal.SIGKILL)
+    wait_for_front(server)
+
+    assert [server.complete(**body)["choices"] for body in bodies] == expected
+
+
+def wait_for_front(server: Server) -> None:
+    deadline = time.monotonic() + 60.0
+    while True:
+        with contextlib.suppress(OSError):
+            if server.ask("/v1/models")[0] == 200:
+                return
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def wait_for_state(server: Server, engine: str, state: str) -> None:
+    engines = server.ask("/health")[1]["engines"]
+    server.wait_for_health(engines={**engines, engine: {"state": state, "requests": 0}})
+
+
+def test_one_prompt_can_be_asked_of_either(server: Server, folder: Path, tmp_path: Path) -> None:
+    body = {"max_tokens": 20, "temperature": 0}
+    texts = {
+        model: server.complete(model=model, prompt=PROMPT, **body)["choices"][0]["text"]
+        for model in SEEDS
+    }
+    assert len(set(texts.values())) == 3
+    how = ("--pool", "judge", "--prompt", PROMPT, "--max-tokens", 20, "--temperature", 0)
+
+    asked = run_umbra(tmp_path, "generate", "--url", server.url, *how)
+    alone = run_umbra(folder, "generate", folder / "serve.toml", *how)
+
+    assert (asked.returncode, asked.stdout) == (0, texts["judge"] + "\n"), asked.stderr
+    assert (alone.returncode, alone.stdout) == (0, texts["judge"] + "\n"), alone.stderr
+
+
+def test_what_cannot_be_served_is_said_before_anything_is_started(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = folder / "serve.toml"
+    ask = ("--prompt", "1")
+    wrong: list[tuple[tuple[object, ...], str]] = [
+        (("serve", config, f"pools.tiny.model_path={folder}/judge"), "pools.tiny has the name"),
+        (("serve", config, "pools.judge.model_path=/none"), "pools.judge.model_path: no directory"),
+        (("serve", config, f"pools.policy.model_path={folder}/judge"), "this name is taken"),
+        (("generate", config, *ask, "--pool", "jduge"), "there are: 'tiny', 'judge', 'referee'"),
+        (("generate", config, *ask, "--pool", "judge", "--engine", "vlm"), "pools.judge.engine"),
+        (("generate", config, "--prompt", "1" * 5000, "--pool", "judge"),
+         "(pools.judge.max_context_len)"),
+    ]  # fmt: skip
+
+    for arguments, problem in wrong:
+        assert main([str(argument) for argument in arguments]) == 2, arguments
+        assert problem in capsys.readouterr().err, arguments
+
+
+def test_a_judge_without_a_tokenizer_is_named(folder: Path, tmp_path: Path) -> None:
+    model = save_model(tmp_path / "bare")
+    (model / "tokenizer.json").unlink()
+
+    done = run_umbra(
+        folder, "serve", folder / "serve.toml", f"run.dir={tmp_path / 'run'}",
+        f"pools.judge.model_path={model}", "--port", 0,
+    )  # fmt: skip
+
+    assert done.returncode == 1, done.stderr
+    assert f"pools.judge.model_path: {model} holds no usable tokenizer" in done.stderr

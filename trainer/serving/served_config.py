@@ -1,0 +1,138 @@
+"""What a config has served: its pools as engines, and as the models that clients ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from umbra.runtime.errors import ConfigError, DataError
+from umbra.runtime.pool_spec import PoolSpec
+from umbra.trainer.config import ServeConfig
+from umbra.trainer.config_file import check_config, read_config
+from umbra.trainer.further_pool import (
+    further_generator_settings,
+    further_pool_specs,
+    path_setting,
+)
+from umbra.trainer.services import POOL, engine_pool_spec, max_context_len
+from umbra.trainer.serving.served_pool import ServedPoolConfig
+from umbra.trainer.tokenizer import read_model_config
+
+
+def read_serve_config(place: str, overrides: Sequence[str]) -> ServeConfig:
+    """Of a config file, or for a model directory.
+
+    Raises:
+        ConfigError: settings are wrong.
+    """
+    path = Path(place)
+    if path.is_dir():
+        values = {"model": {"path": str(path)}}
+        return check_config(ServeConfig, values, place, overrides)
+    return read_config(ServeConfig, path, overrides)
+
+
+def read_one_engine_config(
+    place: str, overrides: Sequence[str], model: str | None, engine: str | None
+) -> tuple[ServeConfig, ServedPoolConfig]:
+    """For one engine of the pool with that model (None: the policy's), of another kind if given.
+
+    Raises: as `read_serve_config` and `served_pools`.
+    """
+    pool = _find_pool(read_serve_config(place, overrides), model)
+    more = [f"{pool.section}.count=1", "pool.update_waves=1"]
+    if engine:
+        more.append(f"{pool.section}.engine={engine}")
+    return read_serve_config(place, [*overrides, *more]), pool
+
+
+def served_pools(config: ServeConfig) -> list[ServedPoolConfig]:
+    """The policy's pool and, by their names in the config, the further ones.
+
+    Raises:
+        ConfigError: two would have the same name.
+        DataError: a model directory is not one.
+    """
+    policy = _policy(config)
+    if policy.model in config.pools:
+        raise ConfigError(
+            f"pools.{policy.model} has the name of the policy's model directory, by which clients "
+            "ask for the policy: rename one of them"
+        )
+    return [policy, *(_further(config, name) for name in config.pools)]
+
+
+def pool_specs(config: ServeConfig) -> list[PoolSpec]:
+    """The engines of all pools; those that share memory take turns."""
+    device_type = _device_type(config)
+    policy = engine_pool_spec(config, device_type, load_weights=True)
+    return [*further_pool_specs(config, device_type, POOL, is_host_dry=False), policy]
+
+
+def alone(config: ServeConfig, pool: str) -> PoolSpec:
+    """A pool that shares its memory with no other."""
+    found = next(spec for spec in pool_specs(config) if spec.name == pool)
+    return replace(found, mode="standalone", shares_with="", max_wait_s=None)
+
+
+def _find_pool(config: ServeConfig, model: str | None) -> ServedPoolConfig:
+    """The one of this name; None: the policy's.
+
+    Raises: as `served_pools`.
+    """
+    pools = served_pools(config)
+    if model is None:
+        return pools[0]
+    for pool in pools:
+        if pool.model == model:
+            return pool
+    known = ", ".join(repr(pool.model) for pool in pools)
+    raise ConfigError(f"there is no pool {model!r} in this config; there are: {known}")
+
+
+def _policy(config: ServeConfig) -> ServedPoolConfig:
+    read_model_config(config.model.path)
+    turns_s = [pool.max_turn_s for pool in config.pools.values() if pool.mode == "colocated"]
+    generator: dict[str, Any] = {
+        "pool": POOL,
+        "max_context_len": max_context_len(config),
+        "max_inflight_per_engine": config.pool.max_num_seqs,
+        # it waits for one other pool's turn at most
+        "engine_timeout_s": config.pool.sync_timeout_s + max(turns_s, default=0.0),
+        "shares_memory": bool(turns_s),
+    }
+    return ServedPoolConfig(
+        model=config.model.path.absolute().name,
+        model_path=str(config.model.path.absolute()),
+        section="pool",
+        path_setting="model.path",
+        generator=generator,
+        extra_stop_ids=config.rollout.stop_token_ids,
+        template_variables=config.data.chat_template_kwargs if config.data else {},
+        trust_remote_code=config.model.trust_remote_code,
+    )
+
+
+def _further(config: ServeConfig, name: str) -> ServedPoolConfig:
+    pool = config.pools[name]
+    try:
+        read_model_config(pool.model_path)
+    except DataError as error:
+        raise DataError(str(error).replace("model.path", path_setting(name))) from error
+    return ServedPoolConfig(
+        model=name,
+        model_path=str(pool.model_path.absolute()),
+        section=f"pools.{name}",
+        path_setting=path_setting(name),
+        generator=further_generator_settings(name, pool),
+    )
+
+
+def _device_type(config: ServeConfig) -> str:
+    if "auto" not in [config.pool.device, *(pool.device for pool in config.pools.values())]:
+        return config.pool.device
+    from umbra.trainer.world import pick_device  # loads torch, to look for a GPU
+
+    return pick_device("auto" if config.train is None else config.train.device, 0).type

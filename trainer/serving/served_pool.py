@@ -1,0 +1,187 @@
+"""One pool as clients have it: a model with a name, its text, and generation by its engines."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from umbra.runtime.actor import ActorContext
+from umbra.runtime.errors import DataError
+from umbra.runtime.lifecycle import EngineState
+from umbra.runtime.rollout.generator import Generator, GeneratorConfig
+from umbra.trainer.serving.answers import AnswerForm, ChatForm, CompletionForm
+from umbra.trainer.serving.api_error import ApiError
+from umbra.trainer.serving.choice import Sampling, Step, generate_choice
+from umbra.trainer.serving.model_text import ModelText
+from umbra.trainer.serving.requests import ChatRequest, CompletionRequest, SamplingRequest
+
+_MAX_OPEN: Final = 4096
+"""Choices under way at a time. More are refused: what waits behind so many waits for minutes, and
+fewer would refuse what an evaluation harness sends at once."""
+_AWAKE_OR_ASLEEP: Final = frozenset(
+    {EngineState.SERVING, EngineState.PAUSED, EngineState.ASLEEP, EngineState.WAKING}
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedPoolConfig:
+    """What is served by one pool.
+
+    Attributes:
+        model: the name that clients call it by.
+        model_path: its directory, for the tokenizer.
+        section: of the config, that the pool is from.
+        path_setting: where in the config the directory is said.
+        generator: `GeneratorConfig` as a dict.
+        extra_stop_ids: end a completion, besides the model's own end-of-text tokens.
+        template_variables: of the chat template, where a request has no others.
+    """
+
+    model: str
+    model_path: str
+    section: str
+    path_setting: str
+    generator: Mapping[str, Any]
+    extra_stop_ids: Sequence[int] = ()
+    template_variables: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    trust_remote_code: bool = False
+
+    def open_text(self) -> ModelText:
+        """Raises DataError, see `ModelText`."""
+        path = Path(self.model_path)
+        try:
+            return ModelText(path, self.extra_stop_ids, trust_remote_code=self.trust_remote_code)
+        except DataError as error:
+            raise DataError(str(error).replace("model.path", self.path_setting)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A checked request: what is to be generated, and the form that it is told in."""
+
+    pool: ServedPool
+    prompts: list[list[int]]
+    num_each: int
+    sampling: Sampling
+    form: AnswerForm
+    is_stream: bool
+    tells_usage: bool
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.num_each
+
+
+class ServedPool:
+    """Turns requests into jobs and jobs into choices.
+
+    Owns `text` and `generator`; the first has to be entered, the second to run, beside it.
+
+    Raises (on construction):
+        DataError: its model directory has no usable tokenizer.
+    """
+
+    def __init__(
+        self, config: ServedPoolConfig, context: ActorContext, note: Callable[[str], None]
+    ) -> None:
+        self.model = config.model
+        settings = GeneratorConfig(**config.generator)
+        self.takes_turns = settings.shares_memory
+        self.generator = Generator(settings, context, note)
+        self.text = config.open_text()
+        self._template_variables = config.template_variables
+
+    async def completion(self, request: CompletionRequest) -> Job:
+        """Raises ApiError."""
+        prompts = [
+            await self.text.encode(prompt) if isinstance(prompt, str) else prompt
+            for prompt in request.prompts
+        ]
+        form = CompletionForm(self.model, self.text.decode, request.wants_logprobs)
+        return self._job(request, prompts, request.max_tokens, form, "prompt")
+
+    async def chat(self, request: ChatRequest) -> Job:
+        """Raises ApiError."""
+        variables = {**self._template_variables, **request.chat_template_kwargs}
+        try:
+            prompt = await self.text.encode_chat(request.plain_messages, variables)
+        except DataError as error:
+            raise ApiError(400, str(error), param="messages") from error
+        form = ChatForm(self.model, self.text.decode, request.logprobs)
+        return self._job(request, [prompt], request.budget, form, "messages")
+
+    def choices(self, job: Job) -> list[AsyncGenerator[Step, None]]:
+        """The steps of each choice; raise what `Generator.stream` does."""
+        prompts = [prompt for prompt in job.prompts for _ in range(job.num_each)]
+        return [
+            generate_choice(self.generator, self.text.decode, prompt, job.sampling.at(place))
+            for place, prompt in enumerate(prompts)
+        ]
+
+    @property
+    def has_started(self) -> bool:
+        """All its engines were up once."""
+        states = self.generator.states
+        return bool(states) and EngineState.STARTING not in states
+
+    @property
+    def has_engine(self) -> bool:
+        """An engine serves, or takes turns with another pool's, whoever's turn it is."""
+        if not self.takes_turns:
+            return self.generator.is_serving
+        return not _AWAKE_OR_ASLEEP.isdisjoint(self.generator.states)
+
+    def describe(self) -> dict[str, Any]:
+        """Its entry in the list of models."""
+        return {
+            "id": self.model,
+            "object": "model",
+            "created": 0,
+            "owned_by": "umbra",
+            "max_model_len": self.generator.max_context_len,
+        }
+
+    # -- private -------------------------------------------------------------------------
+
+    def _job(
+        self,
+        request: SamplingRequest,
+        prompts: list[list[int]],
+        budget: int | None,
+        form: AnswerForm,
+        param: str,
+    ) -> Job:
+        for prompt in prompts:
+            self._check_length(prompt, budget, param)
+        sampling = Sampling(
+            max_new_tokens=budget,
+            temperature=request.temperature,
+            stops=request.stops,
+            stop_token_ids=sorted({*self.text.stop_token_ids, *request.stop_token_ids}),
+            seed=request.seed,
+        )
+        tells_usage = request.stream_options.include_usage
+        job = Job(self, prompts, request.n, sampling, form, request.stream, tells_usage)
+        num_open = self.generator.num_open
+        if num_open + job.num_choices > _MAX_OPEN:
+            raise ApiError(
+                429,
+                f"{job.num_choices} choices are too many now: {num_open} are under way of at most "
+                f"{_MAX_OPEN}; try again later, or with fewer",
+            )
+        return job
+
+    def _check_length(self, prompt: Sequence[int], budget: int | None, param: str) -> None:
+        limit = self.generator.max_context_len
+        if not prompt:
+            raise ApiError(400, f"{param} has no tokens", param=param)
+        if len(prompt) + (budget or 1) > limit:
+            asked = f" and max_tokens {budget}" if budget else ""
+            raise ApiError(
+                400,
+                f"{param} of {len(prompt)} tokens{asked}: the context holds {limit} tokens",
+                param=param,
+                code="context_length_exceeded",
+            )
