@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from umbra.engines.adapter.actor import AdapterEngine
 from umbra.engines.adapter.core import Core
 from umbra.engines.adapter.settings import AdapterSettings
+
+
+class MakeCore(Protocol):
+    def __call__(self, settings: Any, /) -> Core: ...
 
 
 class ConfiguredEngine(AdapterEngine):
@@ -20,7 +23,7 @@ class ConfiguredEngine(AdapterEngine):
     """
 
     settings_class: ClassVar[type[AdapterSettings]]
-    core_class: ClassVar[Callable[[Any], Core]]
+    core_class: ClassVar[MakeCore]
     __signature__: ClassVar[inspect.Signature]
 
     def __init_subclass__(cls) -> None:

@@ -207,7 +207,10 @@ def test_what_cannot_be_served_is_said_before_anything_is_started(
     config = folder / "serve.toml"
     ask = ("--prompt", "1")
     wrong: list[tuple[tuple[object, ...], str]] = [
-        (("serve", config, f"pools.tiny.model_path={folder}/judge"), "pools.tiny has the name"),
+        (("serve", config, f"pools.tiny.model_path={folder}/judge"),
+         "[pool] and [pools.tiny] both have a model 'tiny'"),
+        (("serve", config, "pool.engine=vllm", f"pool.lora_adapters={{judge = '{folder}/tiny'}}"),
+         "[pool] and [pools.judge] both have a model 'judge'"),
         (("serve", config, "pools.judge.model_path=/none"), "pools.judge.model_path: no directory"),
         (("serve", config, f"pools.policy.model_path={folder}/judge"), "this name is taken"),
         (("generate", config, *ask, "--pool", "jduge"), "there are: 'tiny', 'judge', 'referee'"),

@@ -1,8 +1,11 @@
 """`umbra serve` with engines that not every machine has: vLLM, and GPUs."""
 
+# pyright: reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import signal
 import tempfile
@@ -12,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from http_server import serving
+from safetensors.torch import save_file
 from training_models import listed, make_model, save_model
 
 from umbra.runtime.rollout.text import TextCodec
@@ -99,10 +103,65 @@ def test_a_judge_has_its_turns_on_the_policys_device(
         assert_never_both_awake(folder / "run/serve/logs/supervisor.log")
 
 
+@needs_vllm
+@needs_no_gpu
+def test_an_adapter_of_the_policy_answers_by_its_name() -> None:
+    with tempfile.TemporaryDirectory(prefix="umbra-test-", dir="/tmp") as name:
+        folder = Path(name)
+        model_dir = save_model(folder / "tiny", **SHAPE)
+        merged = make_model(seed=0, **SHAPE)
+        adapter = save_q_adapter(folder / "critic", merged)
+        expected = {
+            "tiny": greedy_text(model_dir, 20),
+            "critic": greedy_text_of(merged, model_dir, 20),
+        }
+        assert expected["tiny"] != expected["critic"]
+        settings = [
+            "pool.engine=vllm",
+            "pool.device=cpu",
+            "model.dtype=float32",
+            f"pool.lora_adapters={{critic = '{adapter}'}}",
+        ]
+        with serving(folder, model_dir, settings) as server:
+            for model, text in expected.items():
+                answer = server.complete(model=model, prompt=PROMPT, max_tokens=20, temperature=0)
+                assert answer["model"] == model
+                assert answer["choices"][0]["text"] == text
+            models = server.ask("/v1/models")[1]["data"]
+            assert [(entry["id"], entry.get("parent")) for entry in models] == [
+                ("tiny", None),
+                ("critic", "tiny"),
+            ]
+            assert server.end() == 0
+
+
+def save_q_adapter(folder: Path, model: Any) -> Path:
+    """A LoRA adapter of all query projections, in PEFT's format; it is merged into the model."""
+    folder.mkdir()
+    draws = torch.Generator().manual_seed(5)
+    rank, tensors = 4, dict[str, torch.Tensor]()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if not name.endswith("q_proj.weight"):
+                continue
+            first = torch.randn(rank, parameter.shape[1], generator=draws) * 0.3
+            second = torch.randn(parameter.shape[0], rank, generator=draws) * 0.3
+            module = f"base_model.model.{name.removesuffix('.weight')}"
+            tensors |= {f"{module}.lora_A.weight": first, f"{module}.lora_B.weight": second}
+            parameter += second @ first
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"bias": "none"}))
+    return folder
+
+
 def greedy_text(model_dir: Path, num_tokens: int, seed: int = 0) -> str:
     """What transformers generates, on the CPU."""
+    return greedy_text_of(make_model(seed=seed, **SHAPE), model_dir, num_tokens)
+
+
+def greedy_text_of(model: Any, model_dir: Path, num_tokens: int) -> str:
     prompt = PromptTokenizer(model_dir).encode(PROMPT)
-    model: Any = make_model(seed=seed, **SHAPE)
     with torch.no_grad():
         made = model.generate(torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False)[0]
     return TextCodec.open(str(model_dir)).decode(listed(made)[len(prompt) :])

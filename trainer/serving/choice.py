@@ -21,6 +21,7 @@ class Sampling:
         stops: texts that end it, and are not part of it.
         stop_token_ids: tokens that end it, and whose text is not part of it.
         seed: None draws one.
+        lora: an adapter of the pool; "": none.
     """
 
     max_new_tokens: int | None
@@ -28,6 +29,7 @@ class Sampling:
     stops: Sequence[str]
     stop_token_ids: Sequence[int]
     seed: int | None
+    lora: str = ""
 
     def at(self, place: int) -> Sampling:
         """For the choice at `place` of an answer: the first has the request's own seed."""
@@ -65,6 +67,7 @@ async def generate_choice(
         temperature=sampling.temperature,
         stop_token_ids=sampling.stop_token_ids,
         seed=sampling.seed,
+        lora=sampling.lora,
     )
     async with aclosing(pieces):
         async for piece in pieces:

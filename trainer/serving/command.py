@@ -65,8 +65,12 @@ def serve(arguments: argparse.Namespace) -> int:
     def work(session: Session, front: SyncHandle) -> None:
         at_host, at_port = front.call("address")
         shown = f"[{at_host}]" if ":" in at_host else at_host
-        names = " and ".join(", ".join(pool.model for pool in pools).rsplit(", ", 1))
-        print(f"{names} {'is' if len(pools) == 1 else 'are'} served at http://{shown}:{at_port}/v1")
+        names = " and ".join(
+            ", ".join(model for pool in pools for model in pool.models).rsplit(", ", 1)
+        )
+        print(
+            f"{names} {'are' if ' and ' in names else 'is'} served at http://{shown}:{at_port}/v1"
+        )
         print(f"engines: {_describe_engines(config)}; logs: {run_dir / 'logs'}")
         if not key and not _is_loopback(at_host):
             print("anybody who reaches this address can use it: set --api-key")

@@ -31,8 +31,8 @@ class Endpoints:
     """
 
     def __init__(self, pools: Sequence[ServedPool]) -> None:
-        self._pools = {pool.model: pool for pool in pools}
-        self._default = pools[0]
+        self._pools = pools
+        self._by_model = {model: pool for pool in pools for model in pool.models}
 
     async def completion(self, body: object) -> Job:
         """A checked /v1/completions. Raises ApiError."""
@@ -74,18 +74,18 @@ class Endpoints:
 
     def models(self) -> dict[str, Any]:
         """GET /v1/models."""
-        return {"object": "list", "data": [pool.describe() for pool in self._pools.values()]}
+        return {"object": "list", "data": [m for pool in self._pools for m in pool.describe()]}
 
     def health(self) -> tuple[bool, dict[str, Any]]:
         """Whether each pool can answer, if need be in its turn; and GET /health."""
-        waiting = ", ".join(pool.model for pool in self._pools.values() if not self._is_up(pool))
+        waiting = ", ".join(pool.model for pool in self._pools if not self._is_up(pool))
         engines: dict[str, Any] = {}
-        for pool in self._pools.values():
+        for pool in self._pools:
             engines |= pool.generator.engines()
         body = {
             "status": f"no engine serves {waiting}" if waiting else "ok",
             "engines": engines,
-            "generations": sum(pool.generator.num_open for pool in self._pools.values()),
+            "generations": sum(pool.generator.num_open for pool in self._pools),
         }
         return not waiting, body
 
@@ -93,10 +93,10 @@ class Endpoints:
 
     def _asked(self, request: SamplingRequest) -> ServedPool:
         if request.model is None:
-            return self._default
-        pool = self._pools.get(request.model)
+            return self._pools[0]
+        pool = self._by_model.get(request.model)
         if pool is None:
-            known = ", ".join(map(repr, self._pools))
+            known = ", ".join(map(repr, self._by_model))
             raise ApiError(
                 404,
                 f"there is no model {request.model!r} here; there are: {known}",
@@ -109,7 +109,7 @@ class Endpoints:
         """An engine that dies asleep is started in its pool's turn: those in turn are as one."""
         if not pool.takes_turns:
             return pool.has_engine
-        in_turn = [other for other in self._pools.values() if other.takes_turns]
+        in_turn = [other for other in self._pools if other.takes_turns]
         return pool.has_started and any(other.has_engine for other in in_turn)
 
 

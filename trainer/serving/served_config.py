@@ -52,16 +52,21 @@ def served_pools(config: ServeConfig) -> list[ServedPoolConfig]:
     """The policy's pool and, by their names in the config, the further ones.
 
     Raises:
-        ConfigError: two would have the same name.
+        ConfigError: two would have the same name, adapters included.
         DataError: a model directory is not one.
     """
-    policy = _policy(config)
-    if policy.model in config.pools:
-        raise ConfigError(
-            f"pools.{policy.model} has the name of the policy's model directory, by which clients "
-            "ask for the policy: rename one of them"
-        )
-    return [policy, *(_further(config, name) for name in config.pools)]
+    pools = [_policy(config), *(_further(config, name) for name in config.pools)]
+    sections: dict[str, str] = {}
+    for pool in pools:
+        for model in pool.models:
+            if model in sections:
+                raise ConfigError(
+                    f"[{sections[model]}] and [{pool.section}] both have a model {model!r} for "
+                    "clients to ask for (the policy's is called as its directory, a pool's as the "
+                    "pool, an adapter by its own name): rename one of them"
+                )
+            sections[model] = pool.section
+    return pools
 
 
 def pool_specs(config: ServeConfig) -> list[PoolSpec]:
@@ -109,6 +114,7 @@ def _policy(config: ServeConfig) -> ServedPoolConfig:
         section="pool",
         path_setting="model.path",
         generator=generator,
+        adapters=list(config.pool.lora_adapters),
         extra_stop_ids=config.rollout.stop_token_ids,
         template_variables=config.data.chat_template_kwargs if config.data else {},
         trust_remote_code=config.model.trust_remote_code,
@@ -127,6 +133,7 @@ def _further(config: ServeConfig, name: str) -> ServedPoolConfig:
         section=f"pools.{name}",
         path_setting=path_setting(name),
         generator=further_generator_settings(name, pool),
+        adapters=list(pool.lora_adapters),
     )
 
 

@@ -35,6 +35,7 @@ class ServedPoolConfig:
         section: of the config, that the pool is from.
         path_setting: where in the config the directory is said.
         generator: `GeneratorConfig` as a dict.
+        adapters: names of its LoRA adapters; clients call a model with one of them by that.
         extra_stop_ids: end a completion, besides the model's own end-of-text tokens.
         template_variables: of the chat template, where a request has no others.
     """
@@ -44,9 +45,15 @@ class ServedPoolConfig:
     section: str
     path_setting: str
     generator: Mapping[str, Any]
+    adapters: Sequence[str] = ()
     extra_stop_ids: Sequence[int] = ()
     template_variables: Mapping[str, Any] = field(default_factory=dict[str, Any])
     trust_remote_code: bool = False
+
+    @property
+    def models(self) -> list[str]:
+        """The names that it answers to."""
+        return [self.model, *self.adapters]
 
     def open_text(self) -> ModelText:
         """Raises DataError, see `ModelText`."""
@@ -87,6 +94,7 @@ class ServedPool:
         self, config: ServedPoolConfig, context: ActorContext, note: Callable[[str], None]
     ) -> None:
         self.model = config.model
+        self.models = config.models
         settings = GeneratorConfig(**config.generator)
         self.takes_turns = settings.shares_memory
         self.generator = Generator(settings, context, note)
@@ -99,7 +107,7 @@ class ServedPool:
             await self.text.encode(prompt) if isinstance(prompt, str) else prompt
             for prompt in request.prompts
         ]
-        form = CompletionForm(self.model, self.text.decode, request.wants_logprobs)
+        form = CompletionForm(self._asked(request), self.text.decode, request.wants_logprobs)
         return self._job(request, prompts, request.max_tokens, form, "prompt")
 
     async def chat(self, request: ChatRequest) -> Job:
@@ -109,7 +117,7 @@ class ServedPool:
             prompt = await self.text.encode_chat(request.plain_messages, variables)
         except DataError as error:
             raise ApiError(400, str(error), param="messages") from error
-        form = ChatForm(self.model, self.text.decode, request.logprobs)
+        form = ChatForm(self._asked(request), self.text.decode, request.logprobs)
         return self._job(request, [prompt], request.budget, form, "messages")
 
     def choices(self, job: Job) -> list[AsyncGenerator[Step, None]]:
@@ -133,17 +141,21 @@ class ServedPool:
             return self.generator.is_serving
         return not _AWAKE_OR_ASLEEP.isdisjoint(self.generator.states)
 
-    def describe(self) -> dict[str, Any]:
-        """Its entry in the list of models."""
-        return {
-            "id": self.model,
+    def describe(self) -> list[dict[str, Any]]:
+        """Its entries in the list of models."""
+        shared = {
             "object": "model",
             "created": 0,
             "owned_by": "umbra",
             "max_model_len": self.generator.max_context_len,
         }
+        beneath = {"parent": self.model}
+        return [{"id": m} | shared | (beneath if m != self.model else {}) for m in self.models]
 
     # -- private -------------------------------------------------------------------------
+
+    def _asked(self, request: SamplingRequest) -> str:
+        return request.model or self.model
 
     def _job(
         self,
@@ -155,12 +167,14 @@ class ServedPool:
     ) -> Job:
         for prompt in prompts:
             self._check_length(prompt, budget, param)
+        model = self._asked(request)
         sampling = Sampling(
             max_new_tokens=budget,
             temperature=request.temperature,
             stops=request.stops,
             stop_token_ids=sorted({*self.text.stop_token_ids, *request.stop_token_ids}),
             seed=request.seed,
+            lora="" if model == self.model else model,
         )
         tells_usage = request.stream_options.include_usage
         job = Job(self, prompts, request.n, sampling, form, request.stream, tells_usage)
