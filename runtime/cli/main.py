@@ -154,7 +154,11 @@ def _add_plot_arguments(plot: argparse.ArgumentParser) -> None:
 
 def _add_ledger_arguments(ledger: argparse.ArgumentParser) -> None:
     ledger.add_argument("run_dir", metavar="RUN_DIR", help="the job's run.dir")
-    ledger.add_argument("--sample", metavar="ID", help="one sample's history: e0/prompt7/3")
+    ledger.add_argument(
+        "--sample",
+        metavar="ID",
+        help="one sample's history: e0/7/3 for epoch 0, the prompt's id or row, its place there",
+    )
     ledger.add_argument("--json", action="store_true", help="print one JSON object, nothing else")
 
 

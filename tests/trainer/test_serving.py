@@ -262,6 +262,8 @@ def test_what_changes_nothing_is_taken(server: Server) -> None:
 
 def test_what_is_no_request_is_told_so(server: Server) -> None:
     assert server.ask(COMPLETIONS, raw=b"{")[0] == 400
+    assert server.ask(COMPLETIONS, raw=b"[" * 100_000)[0] == 400
+    assert server.ask(COMPLETIONS, {"prompt": "\ud800", "max_tokens": 2})[0] == 400
     assert server.ask(COMPLETIONS, [1])[0] == 400
     assert server.ask(COMPLETIONS, {}, headers={"Content-Type": "text/plain"})[0] == 415
     assert server.ask("/v1/nothing", {})[0] == 404

@@ -181,9 +181,11 @@ async def _body(request: web.Request) -> object:
     if request.content_type != "application/json":
         raise ApiError(415, "send JSON, with the header Content-Type: application/json")
     try:
-        return await request.json()
-    except ValueError as error:
+        body = await request.json()
+        json.dumps(body, ensure_ascii=False).encode()  # fails where a text is no Unicode
+    except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not valid JSON: {error}") from None
+    return body
 
 
 def _event(body: Mapping[str, Any]) -> bytes:
