@@ -126,8 +126,8 @@ class PoolTurns:
         is_risen = not self._turns.is_reserved
         if decision.holder != self._turns.holder:
             await self._hand_over(decision.holder, wakes=is_risen)
-            decision = self._turns.decide(self._clock())
-        elif is_risen and decision.holder in self._pools:
+            return self._clock()  # meanwhile another may have waited too long
+        if is_risen and decision.holder in self._pools:
             await self._pools[decision.holder].rise()
         return decision.look_again_at
 

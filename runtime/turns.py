@@ -98,14 +98,15 @@ class TurnTaking:
         waiting = {name: self._pools[name].since for name in self._waiting()}
         if not waiting:
             return Decision(self.host)
+        longest_first = sorted(waiting, key=waiting.__getitem__)
         times: list[float] = []
         host = self._pools[self.host]
         if not host.has_work:
             times.append(host.since + LINGER_S)
             if times[0] <= now:
-                return Decision(min(waiting, key=waiting.__getitem__))
-        for name, since in waiting.items():
-            max_wait_s = self._rules[name].max_wait_s
+                return Decision(longest_first[0])
+        for name in longest_first:
+            since, max_wait_s = waiting[name], self._rules[name].max_wait_s
             if max_wait_s is None:
                 continue
             if since + max_wait_s <= now:

@@ -498,8 +498,12 @@ def test_children_are_found_with_and_without_the_kernels_listing(
 
 
 def test_pythons_resource_tracker_is_no_working_child(stranger: subprocess.Popen[bytes]) -> None:
-    tracker = [sys.executable, "-c", "from multiprocessing.resource_tracker import main;main(0)"]
-    with subprocess.Popen(tracker, stdin=subprocess.PIPE) as process:
+    code = "print('up', flush=True);from multiprocessing.resource_tracker import main;main(0)"
+    tracker = [sys.executable, "-c", code]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(tracker, stdin=pipe, stdout=pipe) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"  # its command line can be read
         found = descendants.working_child_pids(os.getpid())
         assert process.pid in descendants.child_pids(os.getpid())
 

@@ -115,6 +115,14 @@ def test_of_two_judges_the_one_that_waited_longer_comes_first() -> None:
     assert turns.decide(43.0) == Decision("b")
 
 
+def test_of_judges_that_waited_too_long_the_longest_comes_first() -> None:
+    turns = shared(max_wait_s=5.0, guests=("a", "b"))
+    turns.report("b", True, 1.0)
+    turns.report("a", True, 2.0)
+
+    assert turns.decide(10.0) == Decision("b")
+
+
 class TurnMachine(RuleBasedStateMachine):
     """Any reports at any time; who carries decisions out does so at once."""
 
@@ -127,10 +135,9 @@ class TurnMachine(RuleBasedStateMachine):
         self.follow()
 
     def follow(self) -> None:
-        decision = self.turns.decide(self.now)
-        if decision.holder != self.turns.holder:
-            self.turns.begin(decision.holder, self.now)
-            self.without_since[decision.holder] = self.now
+        while (holder := self.turns.decide(self.now).holder) != self.turns.holder:
+            self.turns.begin(holder, self.now)
+            self.without_since[holder] = self.now
         for name, has_work in self.work.items():
             if not has_work or name == self.turns.holder:
                 self.without_since[name] = self.now
