@@ -11,6 +11,7 @@ as the new engine waits for them. Printed as JSON, medians of the kills, in seco
 - `added_s`: all but the first and `start_s`; `added_max_s` is that of the slowest kill
 
     .venv-vllm/bin/python tests/bench/engine_restart.py --engine vllm [--kills 5]
+    python tests/bench/engine_restart.py --engine sglang --device cuda [--engine-args JSON]
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -35,16 +36,14 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from umbra.runtime.actor import ActorSpec
 from umbra.runtime.collective import SessionSync
+from umbra.runtime.engine_names import engine_target
 from umbra.runtime.pools import PoolSpec
 from umbra.runtime.process.descendants import wait_for_exits
 from umbra.runtime.restart import RestartPolicy
 from umbra.runtime.session import Session, SessionConfig, SyncHandle
 from umbra.runtime.weights.publish import WeightPublisher
 
-TARGETS = {
-    "embedded": "umbra.engines.embedded.actor:EmbeddedEngine",
-    "vllm": "umbra.engines.vllm.actor:VllmEngine",
-}
+DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 NUM_TRAJECTORIES = 32
 NUM_NEW_TOKENS = 400
 MAX_CONTEXT_LEN = 512
@@ -79,12 +78,13 @@ def wait_for(what: Callable[[], bool]) -> float:
     return time.monotonic()
 
 
-def start(session: Session, engine: str, folder: Path) -> SyncHandle:
+def start(session: Session, given: argparse.Namespace, folder: Path) -> SyncHandle:
     """Pool and manager, which keeps the trajectories in flight."""
+    own = {} if given.engine == "embedded" else {"engine_args": given.engine_args}
     session.create_pool(
         PoolSpec(
             name="policy",
-            engine=TARGETS[engine],
+            engine=engine_target(given.engine),
             count=1,
             mode="standalone",
             restart=RestartPolicy(max_restarts=20, backoff_max_s=0.1),
@@ -92,8 +92,10 @@ def start(session: Session, engine: str, folder: Path) -> SyncHandle:
                 "model_path": str(folder),
                 "max_context_len": MAX_CONTEXT_LEN,
                 "max_num_seqs": 64,
-                "dtype": "float32",
-                "device": "cpu",
+                "kv_cache_num_tokens": 64 * MAX_CONTEXT_LEN,
+                "dtype": DTYPES[given.device],
+                "device": given.device,
+                **own,
             },
             env={"OMP_NUM_THREADS": "1"},
         )
@@ -152,22 +154,23 @@ def kill_once(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--engine", choices=sorted(TARGETS), default="embedded")
+    parser.add_argument("--engine", choices=["embedded", "vllm", "sglang"], default="embedded")
+    parser.add_argument("--device", choices=sorted(DTYPES), default="cpu")
+    parser.add_argument("--engine-args", type=json.loads, default={}, help="JSON")
     parser.add_argument("--kills", type=int, default=5)
-    arguments = parser.parse_args()
+    given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="umbra-bench-") as name:
         folder = Path(name)
         weights = make_model(folder)
         config = SessionConfig(run_dir=folder / "run")
         with Session.from_torchrun(config, on_note=lambda text: None) as session:
-            manager = start(session, arguments.engine, folder)
+            manager = start(session, given, folder)
             publisher = WeightPublisher(SessionSync(session), 0, 1, weights)
             publisher.publish("policy", 0, TIMEOUT_S)
             manager.call("keep_in_flight", NUM_TRAJECTORIES)
             manager.call("first_tokens", 0, 1, timeout_s=TIMEOUT_S)
             rows: list[dict[str, Any]] = [
-                kill_once(session, manager, publisher, life)
-                for life in range(1, arguments.kills + 1)
+                kill_once(session, manager, publisher, life) for life in range(1, given.kills + 1)
             ]
             publisher.close()
     facts = {key: statistics.median(row[key] for row in rows) for key in rows[0]}

@@ -107,7 +107,8 @@ def test_sleep_gives_device_memory_back(
     make_engine: MakeEngine, model_kind: str, tmp_path: Path, level: Any
 ) -> None:
     def free_nbytes() -> int:
-        return torch.cuda.mem_get_info()[0]
+        """On all devices: an engine's workers have one each."""
+        return sum(torch.cuda.mem_get_info(idx)[0] for idx in range(torch.cuda.device_count()))
 
     async def body() -> None:
         engine = make_engine()

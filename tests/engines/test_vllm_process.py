@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_runs import Collector, wire_request
+from engine_runs import wire_request
+from process_runs import actor_of, assert_ended, greedy, tree_of
 from vllm_runs import needs_vllm
 
 from umbra.runtime.actor import ActorSpec
@@ -52,38 +53,10 @@ def vllm_spec(folder: Path, restart: RestartPolicy, **settings: Any) -> ActorSpe
     )
 
 
-def actor_of(session: Session) -> dict[str, Any]:
-    (actor,) = (a for a in session.supervisor_call("list_actors") if a["name"] == "vllm")
-    return actor
-
-
-def tree_of(pid: int) -> list[int]:
-    return [pid, *(below for below, _ in descendants.living_descendants(pid))]
-
-
-def greedy(engine: SyncHandle) -> list[int]:
-    collector = Collector()
-    engine.call("submit", [wire_request(0, [1, 2, 3], max_new_tokens=20, temperature=0.0)])
-    with closing(engine.stream("deltas", timeout_s=20.0)) as batches:
-        for batch in batches:
-            collector.apply(batch)
-            if collector.num_finished():
-                return collector[0].tokens
-    raise AssertionError("the stream ended")
-
-
 def core_of(pid: int) -> int:
     """EngineCore: the child of the actor that has a child itself."""
     (core,) = (child for child in descendants.child_pids(pid) if descendants.child_pids(child))
     return core
-
-
-def assert_ended(pids: list[int], timeout_s: float = 20.0) -> None:
-    for pid in pids:
-        if Path(f"/proc/{pid}").exists():
-            descendants.wait_for_exits([pid], timeout_s)
-        stat = descendants.process_stat(pid)
-        assert stat is None or stat.has_ended
 
 
 def test_vllm_killed_takes_all_its_processes_along_and_serves_again(
@@ -95,7 +68,7 @@ def test_vllm_killed_takes_all_its_processes_along_and_serves_again(
     engine = umbra_session.spawn(spec)
     first = engine.ref.incarnation
     before = greedy(engine)
-    tree = tree_of(actor_of(umbra_session)["pid"])
+    tree = tree_of(actor_of(umbra_session, "vllm")["pid"])
     assert len(tree) >= 3  # the actor, EngineCore and its worker
 
     os.kill(tree[0], signal.SIGKILL)
@@ -108,7 +81,7 @@ def test_vllm_killed_takes_all_its_processes_along_and_serves_again(
     assert all(not Path(f"/proc/{pid}").exists() for pid in tree)
     assert greedy(engine) == before
 
-    tree = tree_of(actor_of(umbra_session)["pid"])
+    tree = tree_of(actor_of(umbra_session, "vllm")["pid"])
     os.kill(core_of(tree[0]), signal.SIGKILL)
 
     assert_ended(tree)  # the actor, too, which is of no use without its core
@@ -140,7 +113,7 @@ def test_vllm_whose_scheduler_is_stopped_or_hangs_is_replaced(
     spec = vllm_spec(model_folder("qwen3"), restart)
     spec = replace(spec, role="engine", stall_limit_s=8.0)
     engine = umbra_session.spawn(spec)
-    tree = tree_of(actor_of(umbra_session)["pid"])
+    tree = tree_of(actor_of(umbra_session, "vllm")["pid"])
 
     took_s = disturb_generation(engine, lambda: os.kill(core_of(tree[0]), signal.SIGSTOP), tree)
 
@@ -148,7 +121,7 @@ def test_vllm_whose_scheduler_is_stopped_or_hangs_is_replaced(
 
     resolve = partial(umbra_session.supervisor_call, "resolve", "vllm", START_TIMEOUT_S)
     engine = umbra_session.connect(resolve(1, timeout_s=START_TIMEOUT_S + 1.0))
-    tree = tree_of(actor_of(umbra_session)["pid"])
+    tree = tree_of(actor_of(umbra_session, "vllm")["pid"])
 
     core = core_of(tree[0])
     assert disturb_generation(engine, lambda: hang(core), tree) > 8.0
@@ -212,7 +185,7 @@ def test_vllm_killed_while_it_starts_leaves_no_names(
         while len(shared_names() - before) < num_names:
             assert not starting.done()
             time.sleep(0.002)
-        os.kill(actor_of(umbra_session)["pid"], signal.SIGKILL)
+        os.kill(actor_of(umbra_session, "vllm")["pid"], signal.SIGKILL)
         with pytest.raises(ActorDied, match="killed by SIGKILL"):
             starting.result(60.0)
 

@@ -17,16 +17,8 @@ from engine_runs import run_async, running
 from local_sync import publish
 from lora_runs import check_each
 from model_factory import make_model
-from test_vllm_process import (
-    NEVER,
-    START_TIMEOUT_S,
-    actor_of,
-    assert_ended,
-    core_of,
-    greedy,
-    tree_of,
-    vllm_spec,
-)
+from process_runs import actor_of, assert_ended, greedy, tree_of
+from test_vllm_process import NEVER, START_TIMEOUT_S, core_of, vllm_spec
 from vllm_runs import needs_vllm, running_core
 
 from umbra.engines.vllm.core import VllmCore
@@ -70,7 +62,7 @@ def test_a_killed_worker_takes_the_engine_and_the_other_one_along(
     spec = vllm_spec(model_folder("qwen3"), NEVER, engine_args=TWO_WORKERS)
     engine = umbra_session.spawn(replace(spec, start_timeout_s=2 * START_TIMEOUT_S))
     assert len(greedy(engine)) == 20
-    tree = tree_of(actor_of(umbra_session)["pid"])
+    tree = tree_of(actor_of(umbra_session, "vllm")["pid"])
     workers = descendants.child_pids(core_of(tree[0]))
     assert len(workers) >= 2
 
