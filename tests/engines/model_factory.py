@@ -48,8 +48,9 @@ def make_model(kind: str, seed: int = 0) -> PreTrainedModel:
         case "qwen3":
             config = Qwen3Config(**BASE, head_dim=32, tie_word_embeddings=True)
             model = Qwen3ForCausalLM(config)
-        case "qwen3-wide":  # sizes for which GPU kernels are made
+        case "qwen3-wide" | "qwen3-wide-512":  # sizes for which GPU kernels are made
             wide: dict[str, Any] = BASE | {
+                "vocab_size": 97 if kind == "qwen3-wide" else 512,
                 "hidden_size": 256,
                 "intermediate_size": 512,
                 "initializer_range": 0.065,

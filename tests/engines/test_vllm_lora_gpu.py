@@ -26,7 +26,8 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),  # vLLM's own
     pytest.mark.allow_leaks("vLLM's frontend keeps threads and sockets until its process ends"),
 ]
-KIND = "qwen3-wide"
+KIND = "qwen3-wide-512"
+"""vLLM 0.26.0 cannot start with adapters for fewer than 256 tokens."""
 TOLERANCE = 0.5
 """In bfloat16 single logprobs are off by 0.1; another adapter makes 3 of it."""
 

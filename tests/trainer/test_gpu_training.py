@@ -17,6 +17,7 @@ pytestmark = [
 ]
 
 BACKEND = "cpu:gloo,cuda:nccl"
+NUM_GPUS = min(2, torch.cuda.device_count())  # here: the driver keeps descriptors of the question
 
 
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
@@ -48,9 +49,8 @@ def variant(options: dict[str, Any]) -> list[Any]:
 @pytest.mark.parametrize("kind", list(VARIANTS))
 def test_gpus_train_like_the_cpu(distributed_world: DistributedWorld, kind: str) -> None:
     variants = {name: variant(options) for name, options in VARIANTS[kind].items()}
-    num_gpus = min(2, torch.cuda.device_count())
 
-    on_gpu = on_gpus(distributed_world, variants, num_gpus)
+    on_gpu = on_gpus(distributed_world, variants, NUM_GPUS)
 
     on_cpu = distributed_world(run_all, {"cpu": variant({})}, num_ranks=1)[0]["cpu"]
     for name, (parameters, metrics) in on_gpu.items():
