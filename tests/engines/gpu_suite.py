@@ -97,8 +97,9 @@ def test_an_update_brings_logprobs_of_the_new_weights(
 
 @pytest.fixture(scope="session")
 def cuda_context() -> None:
-    """Before any test: descriptors that come with it are not what a test left behind."""
-    torch.cuda.mem_get_info()
+    """Of every device, before any test: descriptors of theirs are not what a test left behind."""
+    for idx in range(torch.cuda.device_count()):
+        torch.cuda.mem_get_info(idx)
 
 
 @pytest.mark.usefixtures("cuda_context")
