@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from umbra.runtime.pools import PoolSpec
     from umbra.runtime.restart import RestartPolicy
     from umbra.runtime.rpc.ref import ActorRef
-    from umbra.runtime.session import Pool, Session, SessionConfig, SyncHandle
+    from umbra.runtime.session import Session, SessionConfig
+    from umbra.runtime.session_handles import Pool, SyncHandle
 
 __all__ = [
     "ActorRef",
@@ -28,12 +29,12 @@ __all__ = [
 _HOMES = {
     "ActorRef": "ref",
     "ActorSpec": "actor",
-    "Pool": "session",
+    "Pool": "session_handles",
     "PoolSpec": "pools",
     "RestartPolicy": "restart",
     "Session": "session",
     "SessionConfig": "session",
-    "SyncHandle": "session",
+    "SyncHandle": "session_handles",
     "actor_context": "actor",
     "idempotent": "actor",
 }

@@ -38,7 +38,8 @@ from umbra.runtime.collective import SessionSync
 from umbra.runtime.pools import PoolSpec
 from umbra.runtime.process.descendants import wait_for_exits
 from umbra.runtime.restart import RestartPolicy
-from umbra.runtime.session import Session, SessionConfig, SyncHandle
+from umbra.runtime.session import Session, SessionConfig
+from umbra.runtime.session_handles import SyncHandle
 from umbra.runtime.weights.publish import WeightPublisher
 
 TARGETS = {

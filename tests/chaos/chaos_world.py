@@ -36,7 +36,8 @@ from umbra.runtime.lifecycle import EngineState
 from umbra.runtime.pools import PoolSpec
 from umbra.runtime.restart import RestartPolicy
 from umbra.runtime.rollout.prompts import write_prompts
-from umbra.runtime.session import Session, SyncHandle
+from umbra.runtime.session import Session
+from umbra.runtime.session_handles import SyncHandle
 from umbra.runtime.weights.publish import WeightPublisher
 
 _BATCH_TIMEOUT_S: Final = 120.0

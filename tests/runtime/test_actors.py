@@ -24,7 +24,8 @@ from umbra.runtime.errors import (
     JobFailed,
     RemoteError,
 )
-from umbra.runtime.session import Session, SyncHandle
+from umbra.runtime.session import Session
+from umbra.runtime.session_handles import SyncHandle
 from umbra.runtime.testing.sessions import SessionFactory
 
 pytestmark = pytest.mark.process
