@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from umbra.runtime.actor import ActorSpec, actor_context, idempotent
-    from umbra.runtime.pools import PoolSpec
+    from umbra.runtime.pool_spec import PoolSpec
     from umbra.runtime.restart import RestartPolicy
     from umbra.runtime.rpc.ref import ActorRef
     from umbra.runtime.session import Session, SessionConfig
@@ -30,7 +30,7 @@ _HOMES = {
     "ActorRef": "ref",
     "ActorSpec": "actor",
     "Pool": "session_handles",
-    "PoolSpec": "pools",
+    "PoolSpec": "pool_spec",
     "RestartPolicy": "restart",
     "Session": "session",
     "SessionConfig": "session",

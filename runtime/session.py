@@ -35,7 +35,7 @@ from umbra.runtime.environment import (
     socket_root,
 )
 from umbra.runtime.errors import ConfigError, ConnectionLost, JobFailed, UmbraError
-from umbra.runtime.pools import PoolSpec
+from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.process.launch_guardian import GuardianProcess, start_guardian
 from umbra.runtime.process.prctl import die_with_parent
 from umbra.runtime.rpc.client import Client, Handle

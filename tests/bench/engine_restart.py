@@ -35,7 +35,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from umbra.runtime.actor import ActorSpec
 from umbra.runtime.collective import SessionSync
-from umbra.runtime.pools import PoolSpec
+from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.process.descendants import wait_for_exits
 from umbra.runtime.restart import RestartPolicy
 from umbra.runtime.session import Session, SessionConfig

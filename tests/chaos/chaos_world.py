@@ -33,7 +33,7 @@ from umbra.runtime.actor import ActorSpec
 from umbra.runtime.collective import SessionSync
 from umbra.runtime.engine_names import engine_target
 from umbra.runtime.lifecycle import EngineState
-from umbra.runtime.pools import PoolSpec
+from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.restart import RestartPolicy
 from umbra.runtime.rollout.prompts import write_prompts
 from umbra.runtime.session import Session

@@ -13,7 +13,7 @@ from vllm_runs import needs_vllm
 
 from umbra.runtime.actor import ActorSpec
 from umbra.runtime.engine_names import engine_target
-from umbra.runtime.pools import PoolSpec
+from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.session import Session
 from umbra.runtime.session_handles import SyncHandle
 
