@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "ActorRef": "ref",
+    "ActorRef": "rpc.ref",
     "ActorSpec": "actor",
     "Pool": "session_handles",
     "PoolSpec": "pool_spec",
