@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import zmq
-import zmq.asyncio
 from rpc_fixtures import *  # noqa: F403 - the fixtures
 from rpc_process import AT_ONCE_S, ActorProcess, connected, count, make_ref, read_all, run, until
 
