@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from umbra.runtime.actor import ActorSpec, actor_context, idempotent
-    from umbra.runtime.pools import PoolSpec
+    from umbra.runtime.pool_spec import PoolSpec
     from umbra.runtime.restart import RestartPolicy
     from umbra.runtime.rpc.ref import ActorRef
-    from umbra.runtime.session import Pool, Session, SessionConfig, SyncHandle
+    from umbra.runtime.session import Session, SessionConfig
+    from umbra.runtime.session_handles import Pool, SyncHandle
 
 __all__ = [
     "ActorRef",
@@ -26,14 +27,14 @@ __all__ = [
 ]
 
 _HOMES = {
-    "ActorRef": "ref",
+    "ActorRef": "rpc.ref",
     "ActorSpec": "actor",
-    "Pool": "session",
-    "PoolSpec": "pools",
+    "Pool": "session_handles",
+    "PoolSpec": "pool_spec",
     "RestartPolicy": "restart",
     "Session": "session",
     "SessionConfig": "session",
-    "SyncHandle": "session",
+    "SyncHandle": "session_handles",
     "actor_context": "actor",
     "idempotent": "actor",
 }

@@ -12,8 +12,9 @@ from typing import Any, Final
 from umbra.runtime.actor import ActorSpec
 from umbra.runtime.errors import ActorNotFound, ConfigError
 from umbra.runtime.lifecycle import SleepLevel, Tag
+from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.pool_turns import PoolTurns
-from umbra.runtime.pools import EnginePool, PoolSpec
+from umbra.runtime.pools import EnginePool
 from umbra.runtime.supervised import SupervisedActor
 
 _INVALIDATE_LIMIT_S: Final = 60.0

@@ -35,15 +35,14 @@ from umbra.runtime.environment import (
     socket_root,
 )
 from umbra.runtime.errors import ConfigError, ConnectionLost, JobFailed, UmbraError
-from umbra.runtime.pools import PoolSpec
+from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.process.launch_guardian import GuardianProcess, start_guardian
 from umbra.runtime.process.prctl import die_with_parent
 from umbra.runtime.rpc.client import Client, Handle
 from umbra.runtime.rpc.loop_thread import LoopThread
 from umbra.runtime.rpc.ref import ActorRef
 from umbra.runtime.rpc.security import CurveKeys
-from umbra.runtime.session_handles import Pool as Pool
-from umbra.runtime.session_handles import SyncHandle as SyncHandle
+from umbra.runtime.session_handles import Pool, SyncHandle
 from umbra.runtime.socketdir import SocketDir, is_in_use, socket_dir_path
 from umbra.runtime.supervisor_host import SupervisorConfig, supervisor_ref
 

@@ -24,7 +24,8 @@ from umbra.runtime.attached_ranks import AttachedRank, AttachedRanks
 from umbra.runtime.errors import ActorNotFound, ConfigError, DeadlineExceeded
 from umbra.runtime.lifecycle import SleepLevel, Tag
 from umbra.runtime.node_pools import NodePools
-from umbra.runtime.pools import EnginePool, PoolSpec
+from umbra.runtime.pool_spec import PoolSpec
+from umbra.runtime.pools import EnginePool
 from umbra.runtime.process.pid_watch import PidWatch
 from umbra.runtime.rpc.client import Client
 from umbra.runtime.rpc.ref import ActorRef

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from umbra.runtime.collective import Rollouts
-from umbra.runtime.session import Pool
+from umbra.runtime.session_handles import Pool
 from umbra.runtime.weights.publish import SyncReport, WeightPublisher
 from umbra.trainer.batch import RankBatch
 from umbra.trainer.checkpoint import CheckpointStore, TrainerState

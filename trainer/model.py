@@ -63,7 +63,7 @@ def load_causal_lm(section: ModelSection, dtype: torch.dtype) -> tuple[nn.Module
 
     Raises:
         DataError: no such directory, unreadable or incomplete weights.
-        ConfigError: an architecture or option that cannot be trained here.
+        ConfigError: packed attention is asked for, and is not possible for this model.
     """
     is_packed = _prepare_attention(section)
     return _from_pretrained(section, dtype, is_packed), is_packed

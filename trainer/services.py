@@ -14,7 +14,7 @@ from typing import Any, Final
 from umbra.runtime.actor import ActorSpec
 from umbra.runtime.engine_names import engine_target
 from umbra.runtime.errors import UmbraError
-from umbra.runtime.pools import PoolSpec
+from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.restart import RestartPolicy
 from umbra.runtime.rollout.ledger.history import ledger_folder
 from umbra.runtime.session import Session

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from umbra.runtime.actor import ActorSpec
 from umbra.runtime.collective import SessionSync
-from umbra.runtime.pools import PoolSpec
+from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.session import Session, SessionConfig
 from umbra.runtime.weights.publish import WeightPublisher
 

@@ -12,8 +12,6 @@ import asyncio
 import collections
 import itertools
 import logging
-import os
-import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -22,11 +20,11 @@ from typing import Any, Final, cast
 
 from umbra.runtime.errors import ProtocolError, WeightSyncError
 from umbra.runtime.weights.exports import Offer, RankExports, offer_from_wire
-from umbra.runtime.weights.image import NUM_BUFFERS, BucketGrid
+from umbra.runtime.weights.image import BucketGrid
 from umbra.runtime.weights.manifest import ALIGNMENT, Manifest, align
-from umbra.runtime.weights.memfd import FdServer, close_fds, create_buckets
-from umbra.runtime.weights.progress import SyncProgress
+from umbra.runtime.weights.memfd import FdServer
 from umbra.runtime.weights.sync_events import Aborted, RankFilled, RankJoined
+from umbra.runtime.weights.sync_memory import SyncMemory
 from umbra.runtime.weights.sync_run import SyncRun
 from umbra.runtime.weights.sync_worker import OpenedImage, SyncEngine
 from umbra.runtime.weights.transaction import Phase
@@ -74,8 +72,8 @@ class SyncCoordinator:
     """Serves the syncs of one pool, one after the other. `run()` lives until cancelled.
 
     The supervisor keeps other operations on the pool (sleep, wake, pause) apart from syncs.
-    Owns the shared buckets: made when `run` begins (engines need longer to start), freed when it
-    ends. `version` is the last committed one.
+    Owns their memory: made when `run` begins (engines need longer to start), freed when it ends.
+    `version` is the last committed one.
 
     Args:
         engines: all engines of the pool, in whatever state.
@@ -95,15 +93,12 @@ class SyncCoordinator:
         self.version: int | None = None
         self._pool = pool
         self._engines = engines
-        self._fd_server = fd_server
         self._fd_socket = fd_socket
         self._settings = settings or SyncSettings()
+        self._memory = SyncMemory(pool, self._settings.bucket_nbytes, fd_server)
         self._on_commit = on_commit
         self._transports = TransportChooser(pool, self._settings.transport)
         self._sync_ids = itertools.count(1)
-        self._fds: dict[str, int] = {}
-        self._progress: tuple[str, int, SyncProgress] | None = None  # name, descriptor, mapping
-        self._why_no_buckets = ""
         self._num_versions = 0  # committed
         self._num_waves = 0  # committed syncs of `version`
         self._layout: tuple[object, Manifest] | None = None  # the last, on the wire and read
@@ -133,40 +128,21 @@ class SyncCoordinator:
     async def run(self) -> None:
         """Drives syncs until cancelled; an open one then fails at its ranks."""
         try:
-            await self._make_buckets()
+            await self._memory.make()
             while True:
                 run = await self._to_start.get()
-                if not self._fds:
-                    await self._make_buckets()  # there may be memory now
+                await self._memory.make()  # where there was none, there may be some now
                 try:
                     await run.run()
                 finally:
-                    self._close_progress()
+                    self._memory.close_progress()
                     self._ended[run.sync_id] = run
                     self._current = None
                     run.over.set()
                     while len(self._ended) > _ENDED_KEPT:
                         self._ended.popitem(last=False)
         finally:
-            self._fd_server.withdraw(list(self._fds))
-            close_fds(self._fds)
-            self._fds = {}
-
-    async def _make_buckets(self) -> None:
-        """In a thread. Where it fails, the next sync tells why."""
-        token = secrets.token_hex(4)  # names are for ever: peers keep what they have mapped
-        names = [f"{self._pool}-{token}-{idx}" for idx in range(NUM_BUFFERS)]
-        nbytes = align(self._settings.bucket_nbytes)
-        making = asyncio.get_running_loop().run_in_executor(None, create_buckets, names, nbytes)
-        try:
-            self._fds = await asyncio.shield(making)
-        except WeightSyncError as error:
-            self._why_no_buckets = str(error)
-        except asyncio.CancelledError:
-            with suppress(WeightSyncError):
-                close_fds(await making)
-            raise
-        self._fd_server.offer(self._fds)
+            self._memory.close()
 
     # -- what ranks call -----------------------------------------------------------------
 
@@ -252,17 +228,14 @@ class SyncCoordinator:
             WeightSyncError: the system has no memory or descriptors for a sync.
         """
         chosen = self._choose_engines(version, transport)
-        if not self._fds:
-            raise WeightSyncError(self._why_no_buckets)
-        bucket_nbytes = min(
-            align(self._settings.bucket_nbytes), max(align(manifest.nbytes), ALIGNMENT)
-        )
-        name, progress = self._open_progress(len(offers), len(chosen))
+        names = self._memory.names()
+        bucket_nbytes = min(self._memory.bucket_nbytes, max(align(manifest.nbytes), ALIGNMENT))
+        name, progress = self._memory.open_progress(len(offers), len(chosen))
         attest = self._is_attested_next(version, chosen)
         buckets: dict[str, Any] = {
             "transport": str(transport),
             "fd_socket": self._fd_socket,
-            "names": list(self._fds),
+            "names": names,
             "bucket_nbytes": bucket_nbytes,
             "progress": {"name": name, "num_ranks": len(offers), "num_engines": len(chosen)},
         }
@@ -337,22 +310,6 @@ class SyncCoordinator:
         if self._layout is None or self._layout[0] != raw:
             self._layout = raw, Manifest.from_wire(raw)
         return self._layout[1]
-
-    def _open_progress(self, num_ranks: int, num_engines: int) -> tuple[str, SyncProgress]:
-        """A control block for the run that is open, offered until `_close_progress`."""
-        name = f"{self._pool}-{secrets.token_hex(4)}-progress"
-        fd, progress = SyncProgress.create(name, num_ranks, num_engines)
-        self._progress = (name, fd, progress)
-        self._fd_server.offer({name: fd})
-        return name, progress
-
-    def _close_progress(self) -> None:
-        if self._progress is not None:
-            name, fd, progress = self._progress
-            self._progress = None
-            self._fd_server.withdraw([name])
-            progress.close()
-            os.close(fd)
 
     async def _joinable_run(self, version: int, timeout_s: float) -> SyncRun:
         """The run that gathers ranks now; a new one once the previous has settled."""

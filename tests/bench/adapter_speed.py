@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from qwen3_shapes import QWEN3_0_6B
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from umbra.engines.adapter.actor import AdapterEngine
@@ -48,17 +49,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "0.4M": {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256},
     "30M": {"vocab_size": 8192, "hidden_size": 768, "intermediate_size": 2048},
 }
-LARGE_SHAPES: dict[str, dict[str, Any]] = {
-    "0.6B": {
-        "vocab_size": 151936,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-    },
-}
+LARGE_SHAPES = {"0.6B": QWEN3_0_6B}
 
 
 def save_model(folder: str, shape: dict[str, Any], device: str) -> None:

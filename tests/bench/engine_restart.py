@@ -37,10 +37,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from umbra.runtime.actor import ActorSpec
 from umbra.runtime.collective import SessionSync
 from umbra.runtime.engine_names import engine_target
-from umbra.runtime.pools import PoolSpec
+from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.process.descendants import wait_for_exits
 from umbra.runtime.restart import RestartPolicy
-from umbra.runtime.session import Session, SessionConfig, SyncHandle
+from umbra.runtime.session import Session, SessionConfig
+from umbra.runtime.session_handles import SyncHandle
 from umbra.runtime.weights.publish import WeightPublisher
 
 DTYPES = {"cpu": "float32", "cuda": "bfloat16"}

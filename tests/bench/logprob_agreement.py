@@ -35,6 +35,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from qwen3_shapes import QWEN3_0_6B
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -51,14 +52,7 @@ GROUP_SIZE = 8
 MICRO_BATCH_TOKENS = 8192
 START_LIMIT_S = 600.0
 # Of a Qwen3-0.6B, with weights so large that logits are far from uniform.
-LARGE: dict[str, Any] = {
-    "vocab_size": 151936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
+LARGE: dict[str, Any] = QWEN3_0_6B | {
     "initializer_range": 0.05,
     "max_position_embeddings": 4096,
     "tie_word_embeddings": True,

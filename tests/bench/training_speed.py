@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from qwen3_shapes import QWEN3_0_6B, QWEN3_8B
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -43,24 +44,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "head_dim": 16,
     },
-    "0.6B": {
-        "vocab_size": 151936,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-    },
-    "8B": {
-        "vocab_size": 151936,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-    },
+    "0.6B": QWEN3_0_6B,
+    "8B": QWEN3_8B,
 }
 PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0}  # dense bfloat16, from the data sheets
 GROUP_SIZE = 8

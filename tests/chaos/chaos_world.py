@@ -33,10 +33,11 @@ from umbra.runtime.actor import ActorSpec
 from umbra.runtime.collective import SessionSync
 from umbra.runtime.engine_names import engine_target
 from umbra.runtime.lifecycle import EngineState
-from umbra.runtime.pools import PoolSpec
+from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.restart import RestartPolicy
 from umbra.runtime.rollout.prompts import write_prompts
-from umbra.runtime.session import Session, SyncHandle
+from umbra.runtime.session import Session
+from umbra.runtime.session_handles import SyncHandle
 from umbra.runtime.weights.publish import WeightPublisher
 
 _BATCH_TIMEOUT_S: Final = 120.0

@@ -15,7 +15,7 @@ from chaos_saboteur import DeathNotes, Saboteur
 from chaos_victim import Victim
 
 from umbra.runtime.environment import ACTOR_VARIABLE
-from umbra.runtime.pools import PoolSpec
+from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.restart import RestartPolicy
 from umbra.runtime.session import Session
 from umbra.runtime.testing.sessions import SessionFactory

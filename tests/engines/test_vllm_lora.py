@@ -54,10 +54,7 @@ def adapters(model_kind: str, tmp_path_factory: pytest.TempPathFactory) -> dict[
 def core(
     model_kind: str, model_folder: Callable[[str], Path], adapters: dict[str, Path]
 ) -> Generator[VllmCore]:
-    paths = {name: str(path) for name, path in adapters.items()}
-    with running_core(
-        model_folder(model_kind), max_num_seqs=MAX_NUM_SEQS, lora_adapters=paths
-    ) as core:
+    with running_core(model_folder(model_kind), adapters, max_num_seqs=MAX_NUM_SEQS) as core:
         yield core
 
 

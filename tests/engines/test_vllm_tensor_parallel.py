@@ -49,10 +49,7 @@ def adapters(model_kind: str, tmp_path_factory: pytest.TempPathFactory) -> dict[
 def core(
     model_kind: str, model_folder: Callable[[str], Path], adapters: dict[str, Path]
 ) -> Generator[VllmCore]:
-    paths = {name: str(path) for name, path in adapters.items()}
-    with running_core(
-        model_folder(model_kind), engine_args=TWO_WORKERS, lora_adapters=paths
-    ) as core:
+    with running_core(model_folder(model_kind), adapters, engine_args=TWO_WORKERS) as core:
         yield core
 
 

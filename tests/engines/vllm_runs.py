@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,9 @@ MAX_NUM_SEQS = 64
 
 
 @contextmanager
-def running_core(folder: Path, **changes: Any) -> Generator[VllmCore]:
+def running_core(
+    folder: Path, adapters: Mapping[str, Path] | None = None, **changes: Any
+) -> Generator[VllmCore]:
     """A vLLM with the weights in `folder`, on the loop of every `run_async` meanwhile."""
     settings: dict[str, Any] = {
         "model_path": str(folder),
@@ -35,6 +37,7 @@ def running_core(folder: Path, **changes: Any) -> Generator[VllmCore]:
         "num_threads": 1,
         "load_weights": True,
         "engine_args": {},
+        "lora_adapters": {name: str(path) for name, path in (adapters or {}).items()},
     }
     with shared_loop() as runner:
         core = VllmCore(VllmSettings(**(settings | changes)))

@@ -20,13 +20,14 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from umbra.runtime.actor import ActorSpec
 from umbra.runtime.collective import SessionSync
 from umbra.runtime.errors import RolloutError
-from umbra.runtime.pools import PoolSpec
+from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.restart import RestartPolicy
 from umbra.runtime.rollout.ledger.history import read_history
 from umbra.runtime.rollout.ledger.replay import replay
 from umbra.runtime.rollout.ledger.state import LedgerState
 from umbra.runtime.rollout.prompts import write_prompts
-from umbra.runtime.session import Session, SyncHandle
+from umbra.runtime.session import Session
+from umbra.runtime.session_handles import SyncHandle
 from umbra.runtime.weights.publish import WeightPublisher
 
 VOCAB_SIZE = 64

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from test_dispatch import delta
+from dispatch_bench import delta
 
 from umbra.runtime.errors import LedgerError, RewardError, RolloutError, UmbraError
 from umbra.runtime.rollout.config import RolloutConfig

@@ -16,7 +16,7 @@ from live_rollouts import VOCAB_SIZE, LiveRollouts, merged, while_generating, wr
 from umbra.engines.echo import echo_tokens
 from umbra.runtime.actor import ActorSpec
 from umbra.runtime.errors import ConfigError
-from umbra.runtime.pools import PoolSpec
+from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.restart import RestartPolicy
 from umbra.runtime.rollout.patience import Patience
 from umbra.runtime.rollout.reward import RewardFunction

@@ -8,24 +8,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
+from dispatch_bench import STOP, A, B, Bench, delta
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from rollout_samples import make_trajectory
 
-from umbra.runtime.errors import EngineError, ProtocolError, UmbraError
+from umbra.runtime.errors import EngineError
 from umbra.runtime.rollout.deltas import DeltaBatch
-from umbra.runtime.rollout.dispatch import Dispatcher, Journal
 from umbra.runtime.rollout.recorder import Recorder
-from umbra.runtime.rollout.router import EngineId, Router
-from umbra.runtime.rollout.turn import Turn
-
-A, B = EngineId("a", 1), EngineId("b", 1)
-STOP = 0
+from umbra.runtime.rollout.router import EngineId
 
 
 def token_at(seed: int, position: int) -> int:
@@ -39,86 +33,6 @@ def expected_completion(seed: int, budget: int) -> list[int]:
         if tokens[-1] == STOP:
             break
     return tokens
-
-
-def delta(
-    runs: Sequence[tuple[int, int, Sequence[int], int]], finishes: Sequence[tuple[int, str]] = ()
-) -> DeltaBatch:
-    """A batch of (request id, position, tokens, version) runs."""
-    tokens = [token for _, _, run, _ in runs for token in run]
-    bounds = np.cumsum([0, *(len(run) for _, _, run, _ in runs)])
-    return DeltaBatch.from_wire(
-        {
-            "ids": np.asarray([run[0] for run in runs], np.int64),
-            "positions": np.asarray([run[1] for run in runs], np.int32),
-            "offsets": bounds.astype(np.int32),
-            "tokens": np.asarray(tokens, np.int32),
-            "logprobs": np.full(len(tokens), -1.0, np.float32),
-            "versions": np.asarray([run[3] for run in runs], np.int64),
-            "finished_ids": np.asarray([finish[0] for finish in finishes], np.int64),
-            "finish_reasons": [finish[1] for finish in finishes],
-        }
-    )
-
-
-class Inbox:
-    """Records what an engine would receive."""
-
-    def __init__(self) -> None:
-        self.requests: list[dict[str, Any]] = []
-        self.withdrawn: list[int] = []
-
-    def send(self, request: dict[str, Any]) -> None:
-        self.requests.append(request)
-
-    def withdraw(self, request_ids: list[int]) -> None:
-        self.withdrawn += request_ids
-
-
-class Bench:
-    """A dispatcher, its ends and its failures."""
-
-    def __init__(self, max_inflight: int = 100, journal: Journal | None = None) -> None:
-        self.failures: list[UmbraError] = []
-        self.ended: dict[str, str] = {}
-        self.now = 0.0
-        self.told: list[bool] = []
-        self.dispatcher = Dispatcher(
-            Router(max_inflight),
-            self.failures.append,
-            journal or Recorder(None, self.failures.append),
-            clock=lambda: self.now,
-            on_work=self.told.append,
-        )
-        self.inboxes: dict[EngineId, Inbox] = {}
-
-    def serve(self, engine: EngineId) -> Inbox:
-        inbox = self.inboxes[engine] = Inbox()
-        self.dispatcher.attach(engine, inbox)
-        self.dispatcher.set_serving(engine, True)
-        return inbox
-
-    def submit(
-        self, sample_id: str = "s", *, seed: int = 1, budget: int = 20, uid: int = -1
-    ) -> Turn:
-        sample = make_trajectory([1, 2, 3], sample_id=sample_id, seed=seed, budget=budget)
-        sample.uid = uid
-
-        def on_end(turn: Turn, reason: str) -> None:
-            assert turn.trajectory.sample_id not in self.ended, "ended twice"
-            self.ended[turn.trajectory.sample_id] = reason
-
-        turn = Turn(
-            trajectory=sample,
-            group=None,
-            start=0,
-            limit=budget,
-            temperature=1.0,
-            stop_token_ids=[STOP],
-            on_end=on_end,
-        )
-        self.dispatcher.submit(turn)
-        return turn
 
 
 def test_it_tells_whether_anything_is_left_to_generate() -> None:
@@ -467,32 +381,3 @@ def simulate_tick(
             continue
         inbox.requests.remove(request)
     return delta(runs, finishes)
-
-
-@pytest.mark.parametrize(
-    ("column", "value", "message"),
-    [
-        ("ids", None, "ids is missing"),
-        ("tokens", np.zeros(2, np.int64), "tokens must be 1-d int32"),
-        ("positions", np.zeros(2, np.int32), "positions: 2 values, not 1"),
-        ("offsets", np.asarray([0, 3], np.int32), "do not cut 2 tokens"),
-        ("versions", np.asarray([-1], np.int64), "negative version"),
-        ("logprobs", np.asarray([np.nan, 0], np.float32), "not finite"),
-        ("finish_reasons", ["stop"], "finished_ids: 0 values, not 1"),
-    ],
-)
-def test_a_malformed_batch_is_refused(column: str, value: object, message: str) -> None:
-    item: dict[str, Any] = {
-        "ids": np.asarray([1], np.int64),
-        "positions": np.zeros(1, np.int32),
-        "offsets": np.asarray([0, 2], np.int32),
-        "tokens": np.zeros(2, np.int32),
-        "logprobs": np.zeros(2, np.float32),
-        "versions": np.zeros(1, np.int64),
-        "finished_ids": np.zeros(0, np.int64),
-        "finish_reasons": [],
-    }
-    DeltaBatch.from_wire(item)
-
-    with pytest.raises(ProtocolError, match=message):
-        DeltaBatch.from_wire({**item, column: value})

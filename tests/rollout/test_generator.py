@@ -17,9 +17,10 @@ from umbra.engines.echo import echo_tokens
 from umbra.runtime.actor import ActorSpec
 from umbra.runtime.collective import SessionSync
 from umbra.runtime.errors import RemoteError, RequestRefused, RolloutError, WeightSyncError
-from umbra.runtime.pools import PoolSpec
+from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.restart import RestartPolicy
-from umbra.runtime.session import Session, SyncHandle
+from umbra.runtime.session import Session
+from umbra.runtime.session_handles import SyncHandle
 from umbra.runtime.weights.publish import WeightPublisher
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]

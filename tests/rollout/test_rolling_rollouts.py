@@ -15,7 +15,7 @@ from test_live_rollouts import expected_completions
 
 from umbra.runtime.actor import ActorSpec
 from umbra.runtime.collective import SessionSync
-from umbra.runtime.pools import PoolSpec
+from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.session import Session
 from umbra.runtime.weights.publish import WeightPublisher
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from dispatch_bench import A, Bench, delta
 from rollout_samples import make_trajectory
-from test_dispatch import A, Bench, delta
 
 from umbra.runtime.errors import RequestRefused, RolloutError
 from umbra.runtime.rollout.group import Group

@@ -27,6 +27,8 @@ PROGRAMS = Path(__file__).parent.parent / "programs"
 NODE = "node"
 START_TIMEOUT_S = 20.0
 TEST_TIMEOUT_S = 60.0
+AT_ONCE_S = 1.5
+"""Far below every deadline used here, far above what a busy machine needs."""
 
 T = TypeVar("T")
 
@@ -154,3 +156,15 @@ async def until(
     while not await condition():
         assert time.monotonic() < deadline, f"{what} did not happen within {timeout_s} s"
         await asyncio.sleep(0.01)
+
+
+async def count(probe: Handle, what: str) -> int:
+    counts: dict[str, int] = await probe.call("counts", timeout_s=5.0)
+    return counts.get(what, 0)
+
+
+async def read_all(
+    probe: Handle, method: str, *args: object, timeout_s: float = 20.0, credits: int = 16
+) -> list[Any]:
+    async with probe.stream(method, *args, timeout_s=timeout_s, credits=credits) as items:
+        return [item async for item in items]

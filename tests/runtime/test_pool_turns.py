@@ -6,92 +6,19 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from pools_in_turn import Shared, judge_spec, spec, wait_until
 
-from umbra.runtime.collective import SessionSync
 from umbra.runtime.errors import ConfigError, DeadlineExceeded, EngineError, RemoteError, UmbraError
-from umbra.runtime.pools import PoolSpec
-from umbra.runtime.restart import RestartPolicy
+from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.session import Session
 from umbra.runtime.testing.pool_log import assert_never_both_awake
 from umbra.runtime.testing.sessions import SessionFactory
-from umbra.runtime.weights.publish import WeightPublisher
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
-
-RESTART = RestartPolicy(
-    mode="on_failure", max_restarts=5, backoff_initial_s=0.05, backoff_max_s=0.2
-)
-
-
-def spec(name: str, **settings: Any) -> PoolSpec:
-    base: dict[str, Any] = {
-        "engine": "umbra.engines.echo:EchoEngine",
-        "count": 1,
-        "mode": "standalone",
-        "load_weights": True,
-        "restart": RESTART,
-    }
-    return PoolSpec(name=name, **(base | settings))
-
-
-def judge_spec(**settings: Any) -> PoolSpec:
-    return spec("judge", mode="colocated", shares_with="policy", **settings)
-
-
-class Shared:
-    """A policy and a judge that share memory, and what the supervisor saw of them."""
-
-    def __init__(
-        self, factory: SessionFactory, policy: dict[str, Any] | None = None, **judge: Any
-    ) -> None:
-        self.session = factory(environ={"UMBRA_LOG_LEVEL": "DEBUG"})
-        self._log = factory.run_dirs[-1] / "logs" / "supervisor.log"
-        self.session.create_pool(judge_spec(**judge))
-        self.session.create_pool(spec("policy", **(policy or {})))
-
-    def publish(self, version: int) -> None:
-        """As the trainer does."""
-        weights = {"w": torch.zeros(10)}
-        WeightPublisher(SessionSync(self.session), 0, 1, weights).publish("policy", version, 20.0)
-
-    def versions(self) -> list[int]:
-        return [row["version"] for row in self.session.pool("policy").states()]
-
-    def has_work(self, pool: str, has_work: bool) -> None:
-        self.session.supervisor_call("pool_has_work", pool, has_work)
-
-    def state(self, pool: str) -> str:
-        return str(self.session.pool(pool).states()[0]["state"])
-
-    def wait_for(self, policy: str, judge: str) -> None:
-        wait_until(lambda: (self.state("policy"), self.state("judge")) == (policy, judge))
-
-    def pid(self, name: str) -> int:
-        rows = self.session.supervisor_call("list_actors")
-        return next(int(row["pid"]) for row in rows if row["name"] == name)
-
-    def incarnation(self, name: str) -> int:
-        rows = self.session.supervisor_call("list_actors")
-        return next(int(row["incarnation"]) for row in rows if row["name"] == name)
-
-    def kill(self, name: str) -> None:
-        os.kill(self.pid(name), signal.SIGKILL)
-
-    def check_never_both_awake(self) -> None:
-        assert_never_both_awake(self._log)
-
-
-def wait_until(is_so: Callable[[], bool], within_s: float = 20.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_judge_has_its_turn_while_the_policy_has_nothing_to_do(
@@ -122,6 +49,22 @@ def test_a_busy_policy_is_interrupted_and_gets_the_memory_back(
     for _ in range(3):
         shared.wait_for("ASLEEP", "SERVING")
         shared.wait_for("SERVING", "ASLEEP")
+
+    shared.check_never_both_awake()
+
+
+def test_two_judges_interrupt_a_busy_policy_again_and_again_though_nothing_else_happens(
+    umbra_session_factory: SessionFactory,
+) -> None:
+    """While one has its turn the other waits for too long: it is next as soon as that ends."""
+    names = ("a", "b")
+    shared = Shared(umbra_session_factory, judges=names, max_wait_s=0.5, max_turn_s=0.3)
+    for name in names:
+        shared.has_work(name, True)
+
+    for _ in range(3):
+        for name in ("policy", *names):
+            shared.wait_for_turn(name)
 
     shared.check_never_both_awake()
 

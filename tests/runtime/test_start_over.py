@@ -16,7 +16,7 @@ import torch
 from actor_specs import actor
 
 from umbra.runtime.collective import SessionSync
-from umbra.runtime.pools import PoolSpec
+from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.rpc.client import Client
 from umbra.runtime.rpc.ref import ActorRef
 from umbra.runtime.session import Session

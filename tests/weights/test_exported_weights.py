@@ -5,49 +5,27 @@ CPU storages stand in for a GPU's (`fake_ipc`); the real thing is in test_cuda_i
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import asynccontextmanager, closing
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fake_ipc import FakeIpc, FakeOpener
-from local_world import (
-    LocalSupervisor,
-    ThreadEngine,
-    empty_like,
-    in_threads,
-    local_pool,
-    raw_bytes,
-)
+from local_world import LocalSupervisor, ThreadEngine, empty_like, in_threads, local_pool, raw_bytes
 from torch import Tensor
 
-from umbra.engines.weight_import import WeightImport
-from umbra.engines.weight_source import open_weights
-from umbra.runtime.errors import ProtocolError, WeightSyncError
+from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.lifecycle import EngineState
 from umbra.runtime.weights.coordinator import SyncSettings
-from umbra.runtime.weights.exports import RankExports, offer_from_wire, offer_to_wire
-from umbra.runtime.weights.imports import ExportedImage
-from umbra.runtime.weights.manifest import Manifest
-from umbra.runtime.weights.memfd import close_fds, create_buckets, serve_fds
-from umbra.runtime.weights.progress import SyncProgress
 from umbra.runtime.weights.publish import SyncReport, WeightPublisher
-from umbra.runtime.weights.receive import WeightReceiver
 
 SMALL = SyncSettings(bucket_nbytes=512, attest_every=1, engine_timeout_s=10.0)
-
-
-@pytest.fixture
-def ipc() -> FakeIpc:
-    return FakeIpc()
 
 
 def make_engine(ipc: FakeIpc, tensors: dict[str, Tensor], name: str = "engine") -> ThreadEngine:
@@ -97,112 +75,6 @@ def test_tensors_are_cast_on_the_way_and_shared_storages_opened_once(ipc: FakeIp
     nbytes = sum(len(raw_bytes(t)) for name, t in expected.items() if name != "tied")
     assert report.engines["engine"]["nbytes"] == nbytes
     assert engine.lifecycle.state == EngineState.SERVING
-
-
-def export_rows(ipc: FakeIpc, tensors: dict[str, Tensor], num_ranks: int) -> list[RankExports]:
-    """As FSDP2 cuts them: runs of rows, some ranks without any."""
-    manifest = manifest_of(tensors)
-    per_rank: list[list[tuple[int, Tensor]]] = [[] for _ in range(num_ranks)]
-    for entry in manifest.entries:
-        offset = entry.offset
-        for rank, part in enumerate(tensors[entry.name].chunk(num_ranks)):
-            per_rank[rank].append((offset, part.clone()))
-            offset += part.nbytes
-    exported = [ipc.export(parts) for parts in per_rank]
-    assert all(isinstance(exports, RankExports) for exports in exported)
-    return [exports for exports in exported if isinstance(exports, RankExports)]
-
-
-def manifest_of(tensors: dict[str, Tensor]) -> Manifest:
-    return Manifest.layout(
-        (name, str(t.dtype).removeprefix("torch."), t.shape) for name, t in tensors.items()
-    )
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_shards_of_several_ranks_make_up_whole_tensors(ipc: FakeIpc, num_ranks: int) -> None:
-    tensors = {"a": torch.randn(10, 3), "b": torch.randn(1, 4), "c": torch.arange(5)}
-    wire = [exports.to_wire() for exports in export_rows(ipc, tensors, num_ranks)]
-
-    image = ExportedImage(manifest_of(tensors), wire, lambda: FakeOpener(ipc))
-
-    for idx, tensor in enumerate(tensors.values()):
-        assert torch.equal(image.assemble(idx, torch.device("cpu")), tensor)
-    image.close()
-    assert ipc.num_open == 0
-
-
-def without_a_part(exports: list[RankExports]) -> None:
-    exports[1] = RankExports(exports[1].allocations, exports[1].parts[1:])
-
-
-def twice_the_same(exports: list[RankExports]) -> None:
-    exports[1] = exports[0]
-
-
-def beyond_the_end(exports: list[RankExports]) -> None:
-    last = exports[1].parts[-1]
-    exports[1] = replace(exports[1], parts=(*exports[1].parts[:-1], replace(last, offset=1 << 20)))
-
-
-@pytest.mark.parametrize("damage", [without_a_part, twice_the_same, beyond_the_end])
-def test_exports_that_are_not_the_whole_model_are_refused(
-    ipc: FakeIpc, damage: Callable[[list[RankExports]], None]
-) -> None:
-    tensors = {"a": torch.randn(10, 3), "b": torch.randn(4, 4)}
-    exports = export_rows(ipc, tensors, 2)
-    damage(exports)
-
-    with pytest.raises(WeightSyncError, match="do not make up tensor"):
-        ExportedImage(manifest_of(tensors), [e.to_wire() for e in exports])
-
-
-def wire_of(ipc: FakeIpc) -> dict[str, Any]:
-    offer = ipc.export([(0, torch.randn(6, 2))])
-    assert offer_from_wire(offer_to_wire(offer)) == offer
-    return offer_to_wire(offer)
-
-
-@pytest.mark.parametrize(
-    ("what", "idx", "value"),
-    [
-        ("allocations", 0, b"short"),
-        ("allocations", 1, b"short"),
-        ("allocations", 1, "x" * 64),
-        ("allocations", 2, 0),
-        ("allocations", 2, 1 << 60),
-        ("parts", 0, -1),
-        ("parts", 1, 1),
-        ("parts", 2, 2),
-        ("parts", 2, 4),
-        ("parts", 3, "float33"),
-        ("parts", 4, [7, 2]),
-        ("parts", 4, [0, 2]),
-        ("parts", 4, [6]),
-        ("parts", 4, [6, True]),
-        ("parts", 5, [-2, 1]),
-        ("parts", 5, [1 << 40, 1]),
-    ],
-)
-def test_malformed_exports_are_refused_on_the_wire(
-    ipc: FakeIpc, what: str, idx: int, value: object
-) -> None:
-    wire = wire_of(ipc)
-    wire[what][0][idx] = value
-
-    with pytest.raises(ProtocolError):
-        offer_from_wire(wire)
-
-
-@pytest.mark.parametrize(
-    "raw", [{}, [], 3, {"problem": ""}, {"problem": "x" * 1000}, {"parts": []}]
-)
-def test_an_offer_is_exports_or_a_reason(raw: object) -> None:
-    with pytest.raises(ProtocolError):
-        offer_from_wire(raw)
-
-
-# -- the choice --------------------------------------------------------------------------
 
 
 def test_one_rank_without_a_gpu_sends_all_through_host_memory(
@@ -277,9 +149,6 @@ def test_host_memory_can_be_asked_for(ipc: FakeIpc) -> None:
     assert engine.probed == []
 
 
-# -- the order ---------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_ranks_keep_their_memory_until_engines_have_read_it(ipc: FakeIpc) -> None:
     tensors = {"a": torch.randn(1000), "b": torch.randn(7, 5)}
@@ -320,9 +189,6 @@ def test_ranks_keep_their_memory_until_engines_have_read_it(ipc: FakeIpc) -> Non
     assert "load" in logs[0]
     assert not {"commit_update", "wake kv_cache", "resume"} & set(logs[0])
     assert "wake kv_cache" in engine.log
-
-
-# -- failures ----------------------------------------------------------------------------
 
 
 def test_corruption_after_the_copy_is_found(ipc: FakeIpc) -> None:
@@ -406,104 +272,3 @@ def test_an_engine_reads_no_further_once_a_rank_has_died(ipc: FakeIpc) -> None:
     assert engine.lifecycle.state == EngineState.PENDING_WEIGHTS
     assert engine.killed is None
     assert ipc.num_open == 0
-
-
-# -- what an engine's workers do -----------------------------------------------------------
-
-
-@asynccontextmanager
-async def offered(
-    tmp_path: Path, wire: Sequence[object], manifest: Manifest
-) -> AsyncGenerator[tuple[dict[str, Any], SyncProgress]]:
-    """What begin_update brings for exports that are ready to be read."""
-    fds = create_buckets(["progress"], SyncProgress.nbytes_needed(1, 1))
-    progress = SyncProgress(fds["progress"], 1, 1)
-    progress.set_filled(0, len(manifest.entries))
-    path = str(tmp_path / "fds")
-    numbers = {"num_ranks": 1, "num_engines": 1, "engine": 0, "timeout_s": 10.0}
-    buckets = {
-        "transport": "cuda_ipc",
-        "fd_socket": path,
-        "bucket_nbytes": 512,
-        "exports": wire,
-        "attest": True,
-        "progress": {"name": "progress"} | numbers,
-    }
-    try:
-        async with serve_fds(path, fds):
-            yield buckets, progress
-    finally:
-        progress.close()
-        close_fds(fds)
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_shards_of_several_ranks_go_straight_into_parameters(
-    ipc: FakeIpc, tmp_path: Path, num_ranks: int
-) -> None:
-    tensors = {"a": torch.randn(10, 3), "b": torch.randn(1, 4), "strided": torch.randn(7, 2)}
-    manifest = manifest_of(tensors)
-    wire = [exports.to_wire() for exports in export_rows(ipc, tensors, num_ranks)]
-    parameters = empty_like(tensors) | {"strided": torch.zeros(2, 7).t()}
-    receiver = WeightReceiver(parameters, make_opener=lambda: FakeOpener(ipc))
-
-    async def receive() -> int:
-        async with offered(tmp_path, wire, manifest) as (buckets, _):
-            await asyncio.to_thread(receiver.begin, manifest.to_wire(), buckets)
-            nbytes = await asyncio.to_thread(receiver.load)
-            receiver.finish([])
-            receiver.close()
-            return nbytes
-
-    assert asyncio.run(receive()) == 4 * (30 + 4 + 14)
-    for name, tensor in tensors.items():
-        assert torch.equal(parameters[name], tensor), name
-    assert ipc.num_open == 0
-
-
-def test_a_worker_gets_whole_tensors_under_every_name_and_attests_them(
-    ipc: FakeIpc, tmp_path: Path
-) -> None:
-    tensors = {"a": torch.randn(10, 3), "b": torch.randn(4)}
-    manifest = replace(manifest_of(tensors), aliases={"head": "a"})
-    wire = [exports.to_wire() for exports in export_rows(ipc, tensors, 2)]
-
-    async def read() -> tuple[dict[str, Tensor], list[list[int | None]], int]:
-        async with offered(tmp_path, wire, manifest) as (buckets, progress):
-            description = WeightImport(manifest.to_wire(), buckets).description
-            found = await asyncio.to_thread(read_all, description)
-            return *found, progress.num_loaded(0)
-
-    def read_all(description: dict[str, Any]) -> tuple[dict[str, Tensor], list[list[int | None]]]:
-        cpu = torch.device("cpu")
-        with open_weights(description, cpu, make_opener=lambda: FakeOpener(ipc)) as source:
-            return dict(source.tensors()), source.regions
-
-    found, regions, num_loaded = asyncio.run(read())
-
-    assert list(found) == ["a", "head", "b"]
-    assert torch.equal(found["head"], tensors["a"])
-    assert torch.equal(found["b"], tensors["b"])
-    assert [region[:2] for region in regions] == [[0, 60], [60, 60], [256, 8], [264, 8]]
-    assert num_loaded == 2
-    assert ipc.num_open == 0
-    update = WeightImport({}, {"exports": wire, "fd_socket": "", "progress": {}, "attest": True})
-    assert update.note([regions, regions]) == 136
-    report = update.finish(regions)
-    assert report == {"count": 4, "nbytes": 136, "mismatches": []}
-
-
-def test_what_one_worker_read_wrongly_is_named() -> None:
-    update = WeightImport({}, {"exports": [], "fd_socket": "", "progress": {}, "attest": True})
-    sent = [[0, 60, 11], [256, 8, 12]]
-    with pytest.raises(WeightSyncError, match="nothing was loaded"):
-        update.finish(sent)
-    update.note([[[0, 60, 11], [256, 8, 12]], [[0, 60, 99]]])
-
-    report = update.finish(sent)
-
-    assert report["nbytes"] == 60
-    assert len(report["mismatches"]) == 2
-    assert "worker 1, image bytes from 0" in report["mismatches"][0]
-    assert "checksum 11" in report["mismatches"][0]
-    assert "99" in report["mismatches"][0]

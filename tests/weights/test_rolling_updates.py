@@ -16,7 +16,7 @@ from torch import Tensor
 
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.lifecycle import EngineLifecycle, EngineState, Started
-from umbra.runtime.pools import PoolSpec
+from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.weights.coordinator import SyncSettings
 from umbra.runtime.weights.publish import SyncReport, WeightPublisher
 from umbra.runtime.weights.waves import able_engines, choose_wave, remaining

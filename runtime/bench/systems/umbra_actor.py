@@ -21,7 +21,8 @@ from umbra.runtime.bench.timing import (
     workers,
 )
 from umbra.runtime.rpc.client import Client, Handle
-from umbra.runtime.session import Session, SessionConfig, SyncHandle
+from umbra.runtime.session import Session, SessionConfig
+from umbra.runtime.session_handles import SyncHandle
 
 _CALL_TIMEOUT_S = 20.0
 

@@ -1,0 +1,214 @@
+"""Actors that end: replaced or given up, with all they leave behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from actor_specs import ALWAYS, NEVER, SOON, actor
+from watched_actors import Spawn, wait_for_incarnation
+from watching import all_end, kill
+
+from umbra.runtime.errors import ActorDied, ActorNotFound, ConnectionLost, JobFailed
+from umbra.runtime.session import Session
+from umbra.runtime.session_handles import SyncHandle
+from umbra.runtime.testing.sessions import SessionFactory
+
+pytestmark = pytest.mark.process
+
+
+def call_until_the_job_fails(handle: SyncHandle, method: str, *args: object) -> str:
+    """The message with which the session ends; until then calls may find their actor dead."""
+    deadline = time.monotonic() + 20.0
+    while time.monotonic() < deadline:
+        try:
+            handle.call(method, *args, timeout_s=20.0)
+        except (ConnectionLost, ActorDied):
+            continue
+        except JobFailed as error:
+            return str(error)
+    raise AssertionError("the job did not fail")
+
+
+@pytest.mark.slow
+def test_a_crash_loop_fails_the_job_with_signal_and_last_lines(umbra_session: Session) -> None:
+    echo = umbra_session.spawn(actor("DiesSoon"))
+
+    message = call_until_the_job_fails(echo, "sleep", 60.0)
+
+    assert f"{echo.ref.name} failed: {echo.ref.name}#3" in message
+    assert "killed by SIGKILL (9)" in message
+    assert "incarnation 3 was here" in message
+    assert "after 2 restarts within" in message
+
+
+def test_a_run_method_that_raises_ends_the_actor(umbra_session: Session) -> None:
+    echo = umbra_session.spawn(actor("DiesInRun", restart=NEVER))
+
+    message = call_until_the_job_fails(echo, "sleep", 60.0)
+
+    assert "RuntimeError: the replay store is corrupt" in message
+    assert "exited with status 1" in message
+
+
+@pytest.mark.slow
+def test_an_actor_that_cannot_come_back_fails_the_job(
+    umbra_session: Session, tmp_path: Path
+) -> None:
+    kwargs = {"marker_path": str(tmp_path / "marker")}
+    echo = umbra_session.spawn(actor("FailsWhenAgain", kwargs=kwargs))
+
+    message = call_until_the_job_fails(echo, "leave", 3)
+
+    assert f"failed: {echo.ref.name}#3 failed to start: RuntimeError: the disk is full" in message
+    assert "exited with status 1, after 2 restarts within" in message
+
+
+def test_an_actor_that_is_not_essential_may_die(spawn: Spawn) -> None:
+    echo = spawn(actor("Echo", restart=NEVER, essential=False))
+
+    with pytest.raises(ConnectionLost):
+        echo.call("leave", 3)
+    with pytest.raises(ActorDied, match="exited with status 3"):
+        echo.call("echo", 1, timeout_s=5.0)
+
+    assert spawn(actor("Echo")).call("echo", 1) == 1
+
+
+def test_an_actor_that_ends_well_is_not_restarted_on_failure(spawn: Spawn) -> None:
+    echo = spawn(actor("Echo", restart=SOON))
+
+    with pytest.raises(ConnectionLost):
+        echo.call("leave", 0)
+    with pytest.raises(ActorDied, match="exited normally"):
+        echo.call("echo", 1, timeout_s=5.0)
+
+
+def test_an_actor_that_is_to_live_always_is_restarted_after_a_good_end(
+    spawn: Spawn,
+) -> None:
+    echo = spawn(actor("Echo", restart=ALWAYS))
+
+    with pytest.raises(ConnectionLost):
+        echo.call("leave", 0)
+
+    assert echo.call("who", timeout_s=20.0)["incarnation"] == 2
+
+
+@pytest.mark.slow
+def test_a_plain_call_fails_once_then_reaches_the_next_incarnation(
+    spawn: Spawn,
+) -> None:
+    echo = spawn(actor("Echo"))
+    pid = echo.call("who")["pid"]
+
+    with pytest.raises(ConnectionLost, match=r"actor-\d+#1@"):
+        echo.call("die", timeout_s=20.0)
+
+    who = echo.call("who", timeout_s=20.0)
+    assert who["incarnation"] == 2
+    assert who["pid"] != pid
+
+
+@pytest.mark.slow
+def test_an_idempotent_call_survives_its_actor(spawn: Spawn) -> None:
+    echo = spawn(actor("Echo", restart=ALWAYS))
+    first = echo.call("pid")
+
+    for _ in range(3):
+        with all_end([first]):
+            kill(first)
+            second = echo.call("pid", timeout_s=20.0)
+        assert second != first
+        first = second
+
+
+@pytest.mark.slow
+def test_a_stale_reference_is_refused(session: Session, spawn: Spawn) -> None:
+    echo = spawn(actor("Echo"))
+    asking = spawn(actor("Echo"))
+    old = echo.ref
+    kill(echo.call("who")["pid"])
+    wait_for_incarnation(session, 2, echo.ref.name)
+
+    new = session.actor(echo.ref.name).ref
+    stale = replace(old, ipc_endpoint=new.ipc_endpoint)
+
+    assert new.incarnation == 2
+    assert new.ipc_endpoint != old.ipc_endpoint
+    with pytest.raises(ActorNotFound, match="stale: incarnation 2 is here"):
+        asking.call("ask", stale, "who")
+
+
+def test_restarts_are_told(session: Session, shared: SessionFactory, spawn: Spawn) -> None:
+    echo = spawn(actor("Echo"))
+
+    kill(echo.call("who")["pid"])
+    wait_for_incarnation(session, 2, echo.ref.name)
+
+    (note, *_) = [note for note in shared.notes if f"{echo.ref.name}#1" in note]
+    assert "killed by SIGKILL (9)" in note
+    assert "restarting" in note
+
+
+@pytest.mark.slow
+def test_children_of_a_killed_actor_go_with_it_and_others_stay(
+    session: Session, spawn: Spawn
+) -> None:
+    doomed = spawn(actor("Echo"))
+    spared = spawn(actor("Echo"))
+    family = doomed.call("fork_family")
+    spared_family = spared.call("fork_family")
+
+    with all_end(family):
+        kill(doomed.call("who")["pid"])
+    wait_for_incarnation(session, 2, doomed.ref.name)
+
+    for pid in spared_family:
+        os.kill(pid, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+def test_names_of_shared_memory_go_with_a_killed_actor(
+    session: Session, spawn: Spawn, signum: signal.Signals
+) -> None:
+    doomed = spawn(actor("Echo", hung_limit_s=0.5))  # who is stopped is killed by its supervisor
+    names = doomed.call("make_names", timeout_s=20.0)
+    assert {name[:4] for name in names} == {"psm_", "sem."}
+
+    kill(doomed.call("who")["pid"], signum)
+    wait_for_incarnation(session, 2, doomed.ref.name)
+
+    assert not set(names) & set(os.listdir("/dev/shm"))
+
+
+def test_an_actor_that_is_deaf_to_sigterm_is_killed_after_its_grace(
+    session: Session, spawn: Spawn
+) -> None:
+    echo = spawn(actor("Echo", grace_s=0.3))
+    echo.call("ignore_sigterm")
+
+    with all_end([echo.call("who")["pid"]], within_s=5.0):
+        session.supervisor_call("stop", echo.ref.name, 10.0)
+
+
+@pytest.mark.slow
+def test_output_of_every_incarnation_is_in_the_log(
+    session: Session, shared: SessionFactory, spawn: Spawn
+) -> None:
+    echo = spawn(actor("Echo"))
+    echo.call("write", "first life")
+    kill(echo.call("who")["pid"])
+    wait_for_incarnation(session, 2, echo.ref.name)
+    session.actor(echo.ref.name).call("write", "second life")
+
+    name = echo.ref.name
+    log = (shared.run_dirs[0] / "logs" / f"{name}.log").read_text()
+
+    for text in (f"==== {name}#1", "first life", "FIRST LIFE", f"==== {name}#2", "SECOND LIFE"):
+        assert text in log

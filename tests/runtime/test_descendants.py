@@ -1,0 +1,166 @@
+"""Processes below one of ours: found whatever they do, and ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from child_processes import *  # noqa: F403 - the fixtures
+from child_processes import DEADLINE_S, PROGRAMS, Run, family, read_pids, wait_ended, wait_readable
+
+from umbra.runtime.process import descendants
+from umbra.runtime.process.child import ChildProcess
+
+pytestmark = pytest.mark.process
+
+
+def test_a_daemon_stays_below_its_living_ancestor(run: Run, pipe: tuple[int, int]) -> None:
+    read_fd, write_fd = pipe
+
+    async def body() -> None:
+        argv = family(write_fd, "daemon")
+        async with ChildProcess.spawn("x", argv, pass_fds=[write_fd]) as child:
+            daemon = read_pids(read_fd)["daemon"]
+            stat = descendants.process_stat(daemon)
+            assert stat is not None
+            assert stat.parent_pid == child.pid
+            assert os.getsid(daemon) != child.pid
+        wait_ended({"daemon": daemon})
+
+    run(body())
+
+
+def test_orphans_of_a_dead_child_are_ended_and_the_living_left_alone() -> None:
+    argv = [sys.executable, str(PROGRAMS / "orphan_keeper.py")]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as keeper:
+        assert keeper.stdin is not None
+        assert keeper.stdout is not None
+        assert wait_readable(keeper.stdout.fileno())
+        answer = json.loads(keeper.stdout.readline())
+        living = answer["families"]["living"]
+
+        assert answer["adopted"] >= 3
+        assert answer["survivors"] == []
+        assert not any(Path(f"/proc/{pid}").exists() for pid in answer["families"]["dead"].values())
+        states = {name: Path(f"/proc/{pid}/stat").read_text() for name, pid in living.items()}
+        assert not any(" Z " in state for state in states.values())
+
+        keeper.stdin.close()
+        assert wait_readable(keeper.stdout.fileno())
+        assert json.loads(keeper.stdout.readline()) == {
+            "left": [],
+            "status": "ended with unknown status",
+        }
+        assert not any(Path(f"/proc/{pid}").exists() for pid in living.values())
+        assert keeper.wait(DEADLINE_S) == 0
+
+
+MAKES_NAMES = """
+import os, signal
+from multiprocessing import shared_memory
+from umbra.runtime.process import descendants, prctl
+prctl.become_subreaper()
+read_fd, write_fd = os.pipe()
+if os.fork() == 0:
+    memory = shared_memory.SharedMemory(create=True, size=100)
+    os.write(write_fd, memory.name.encode())
+    signal.pause()
+print(os.read(read_fd, 100).decode(), flush=True)
+assert descendants.kill_all_descendants(20.0) == []
+"""
+
+
+@pytest.mark.slow
+def test_names_of_shared_memory_go_with_all_descendants() -> None:
+    argv = [sys.executable, "-c", MAKES_NAMES]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as maker:
+        name = maker.communicate(timeout=DEADLINE_S)[0].strip()
+
+    assert name.startswith("psm_")
+    assert maker.returncode == 0
+    assert not Path("/dev/shm", name).exists()
+
+
+def test_children_are_found_with_and_without_the_kernels_listing(
+    stranger: subprocess.Popen[bytes],
+) -> None:
+    found = descendants.child_pids(os.getpid())
+
+    assert stranger.pid in found
+    assert sorted(descendants.scan_child_pids(os.getpid())) == sorted(found)
+
+
+def test_pythons_resource_tracker_is_no_working_child(stranger: subprocess.Popen[bytes]) -> None:
+    code = "print('up', flush=True);from multiprocessing.resource_tracker import main;main(0)"
+    tracker = [sys.executable, "-c", code]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(tracker, stdin=pipe, stdout=pipe) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"  # its command line can be read
+        found = descendants.working_child_pids(os.getpid())
+        assert process.pid in descendants.child_pids(os.getpid())
+
+    assert stranger.pid in found
+    assert process.pid not in found
+
+
+def test_nobody_waits_for_a_process_that_is_gone() -> None:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    started = time.monotonic()
+
+    descendants.wait_for_exits([process.pid, os.getpid()], 20.0)
+
+    assert time.monotonic() - started < 5.0
+
+
+def test_descendants_end_at_the_children_to_spare(run: Run, pipe: tuple[int, int]) -> None:
+    read_fd, write_fd = pipe
+
+    async def body() -> None:
+        argv = family(write_fd, "child", "daemon")
+        async with ChildProcess.spawn("x", argv, pass_fds=[write_fd]) as child:
+            pids = read_pids(read_fd)
+            below = {found.pid for found in descendants.living_descendants(os.getpid())}
+            assert below >= set(pids.values())
+            spared = descendants.living_descendants(os.getpid(), spared=[child.pid])
+            assert not {found.pid for found in spared} & set(pids.values())
+            members = descendants.living_descendants(child.pid)
+            assert {found.pid for found in members} == {pids["child"], pids["daemon"]}
+
+    run(body())
+
+
+def test_a_strange_process_name_does_not_confuse_the_parser(tmp_path: Path) -> None:
+    program = tmp_path / ") Z 1 (("
+    program.symlink_to("/bin/sleep")
+
+    with subprocess.Popen([program, "60"]) as process:
+        stat = descendants.process_stat(process.pid)
+        process.kill()
+
+    assert stat is not None
+    assert (stat.parent_pid, stat.has_ended) == (os.getpid(), False)
+    assert descendants.process_stat(process.pid) is None
+
+
+def test_a_process_that_gets_no_orphans_refuses_to_end_them() -> None:
+    code = "from umbra.runtime.process.orphans import kill_orphans; kill_orphans()"
+
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+
+    assert done.returncode == 1
+    assert (
+        "RuntimeError: only a subreaper gets orphans: call prctl.become_subreaper()" in done.stderr
+    )

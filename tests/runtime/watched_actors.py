@@ -1,0 +1,34 @@
+"""What a test sees of supervised actors: their incarnations, and what operators are told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from umbra.runtime.actor import ActorSpec
+from umbra.runtime.errors import ConnectionLost
+from umbra.runtime.session import Session
+from umbra.runtime.session_handles import SyncHandle
+from umbra.runtime.testing.sessions import SessionFactory
+
+Spawn = Callable[[ActorSpec], SyncHandle]
+
+
+def wait_for_incarnation(session: Session, incarnation: int, name: str) -> int:
+    """The pid of that incarnation, once it is up."""
+    deadline = time.monotonic() + 20.0
+    while time.monotonic() < deadline:
+        handle = session.actor(name, timeout_s=20.0)
+        if handle.ref.incarnation >= incarnation:
+            try:
+                who = handle.call("who", timeout_s=5.0)
+            except ConnectionLost:
+                continue
+            if who["incarnation"] >= incarnation:
+                return int(who["pid"])
+    raise AssertionError(f"{name} did not reach incarnation {incarnation}")
+
+
+def told(factory: SessionFactory, handle: SyncHandle, text: str) -> bool:
+    """Whether an operator was told this of that actor."""
+    return any(handle.ref.name in note and text in note for note in factory.notes)

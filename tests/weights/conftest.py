@@ -1,0 +1,11 @@
+"""What the tests of exported weights share."""
+
+from __future__ import annotations
+
+import pytest
+from fake_ipc import FakeIpc
+
+
+@pytest.fixture
+def ipc() -> FakeIpc:
+    return FakeIpc()
