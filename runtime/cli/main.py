@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
@@ -39,7 +39,7 @@ _GENERATE: Final = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; the exit status is 2 for wrong use, 1 for a failure, 130 for Ctrl-C."""
-    arguments = _parser().parse_args(argv)
+    arguments = _parse(sys.argv[1:] if argv is None else argv)
     try:
         return _run(arguments)
     except (ConfigError, DataError) as error:
@@ -78,7 +78,18 @@ def _run(arguments: argparse.Namespace) -> int:
             raise AssertionError(arguments.command)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Options may stand before, between and after the settings of a command's config."""
+    parser, commands = _parsers()
+    if not argv or argv[0] not in commands:
+        return parser.parse_args(argv)
+    arguments = commands[argv[0]].parse_intermixed_args(argv[1:])
+    arguments.command = argv[0]
+    return arguments
+
+
+def _parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """Of the command line as a whole, and of each command's own part."""
     parser = argparse.ArgumentParser(
         prog="umbra",
         description="Reinforcement-learning post-training of language models without Ray.",
@@ -100,13 +111,17 @@ def _parser() -> argparse.ArgumentParser:
     _add_generate_arguments(
         commands.add_parser("generate", help="one completion", description=_GENERATE)
     )
-    return parser
+    return parser, commands.choices
 
 
 def _add_serve_arguments(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("config", metavar="CONFIG", help="TOML file, or a model directory")
     serve.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="settings to change"
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="section.key=value",
+        help="settings to change",
     )
     serve.add_argument("--host", default="127.0.0.1", help="to listen on (default 127.0.0.1)")
     serve.add_argument(
@@ -124,7 +139,11 @@ def _add_generate_arguments(generate: argparse.ArgumentParser) -> None:
         "config", nargs="?", metavar="CONFIG", help="TOML file, or a model directory"
     )
     generate.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="settings to change"
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="section.key=value",
+        help="settings to change",
     )
     generate.add_argument("--prompt", required=True, metavar="TEXT")
     generate.add_argument(

@@ -33,6 +33,8 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         (["bench", "gpu"], "invalid choice: 'gpu'"),
         (["bench", "rpc", "--rounds", "0"], "'0' is not a positive whole number"),
         (["bench", "rpc", "--rounds", "many"], "'many' is not a positive whole number"),
+        (["serve"], "required: CONFIG\n"),
+        (["serve", "a.toml", "--prot", "8", "pool.count=2"], "unrecognized arguments: --prot"),
         (["bench", "rpc", "--fast"], "unrecognized arguments: --fast"),
         (["bench", "rpc", "--peer-python", "/no/such/python"], "/no/such/python"),
     ],

@@ -104,6 +104,9 @@ def test_what_cannot_work_is_said_before_anything_is_started(
         wrong: list[tuple[tuple[object, ...], str]] = [
             (("serve", folder / "none.toml"), "cannot be read"),
             (("serve", config), "did you mean 'count'"),
+            (("serve", model, "--port", 0, "pool.cuont=2"), "did you mean 'count'"),
+            (("serve", "--port", 0, model, "pool.cuont=2"), "did you mean 'count'"),
+            (("generate", "--prompt", "1", model, "--seed", 3, "pool.cuont=2"), "did you mean"),
             (("serve", bare), "config.json cannot be read"),
             (("serve", model, "--port", port), "choose others"),
             (("serve", model, "--port", 70000), "no port"),
