@@ -7,7 +7,8 @@ import contextlib
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing
 from http.client import HTTPException
 from typing import Any, Final
 
@@ -27,19 +28,24 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if arguments.config or arguments.engine:
         raise ConfigError("--url asks a running server: leave out CONFIG and --engine")
-    request = _request(arguments)
-    try:
-        with urllib.request.urlopen(request, timeout=_SILENCE_S) as response:
-            for text in _texts(response):
-                print(text, end="", flush=True)
-    except urllib.error.HTTPError as error:
-        with error:
-            message = f"{arguments.url} answered {error.code}: {_message(error.read())}"
-        raise ConfigError(message) if error.code < 500 else UmbraError(message) from error
-    except (OSError, HTTPException) as error:
-        raise ConnectionLost(f"{arguments.url}: {getattr(error, 'reason', error)}") from error
+    with closing(_answer(arguments.url, _request(arguments))) as texts:
+        for text in texts:
+            print(text, end="", flush=True)
     print()
     return 0
+
+
+def _answer(url: str, request: urllib.request.Request) -> Generator[str]:
+    """The text of the server's answer as it comes; raises as `run`."""
+    try:
+        with urllib.request.urlopen(request, timeout=_SILENCE_S) as response:
+            yield from _texts(response)
+    except urllib.error.HTTPError as error:
+        with error:
+            message = f"{url} answered {error.code}: {_message(error.read())}"
+        raise ConfigError(message) if error.code < 500 else UmbraError(message) from error
+    except (OSError, HTTPException) as error:
+        raise ConnectionLost(f"{url}: {getattr(error, 'reason', error)}") from error
 
 
 def _request(arguments: argparse.Namespace) -> urllib.request.Request:

@@ -6,10 +6,12 @@ import argparse
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
+from umbra.runtime.cli.closed_output import run_until_unread
 from umbra.runtime.errors import ConfigError, DataError, UmbraError
 
 _BENCH: Final = (
@@ -38,8 +40,16 @@ _GENERATE: Final = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; the exit status is 2 for wrong use, 1 for a failure, 130 for Ctrl-C."""
-    arguments = _parse(sys.argv[1:] if argv is None else argv)
+    """Runs one command.
+
+    The exit status is 2 for wrong use, 1 for a failure, 130 for Ctrl-C, and 141 where whoever read
+    the output reads no more, such as `head`: as of a program that SIGPIPE ended.
+    """
+    return run_until_unread(partial(_run_told, sys.argv[1:] if argv is None else argv))
+
+
+def _run_told(argv: Sequence[str]) -> int:
+    arguments = _parse(argv)
     try:
         return _run(arguments)
     except (ConfigError, DataError) as error:

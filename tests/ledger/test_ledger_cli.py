@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +94,20 @@ def test_the_evaluations_of_the_surviving_history_are_listed(
     ]
     assert main(["ledger", str(run_dir)]) == 0
     assert "evaluations: 2, the last after step 1\n" in capsys.readouterr().out
+
+
+def test_a_reader_that_has_enough_ends_it_quietly(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+
+    with open(writing, "w") as unread:
+        monkeypatch.setattr(sys, "stdout", unread)
+        status = main(["ledger", str(run_dir), "--json"])
+
+    assert status == 128 + signal.SIGPIPE
+    assert capsys.readouterr().err == ""
 
 
 def test_one_samples_story(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import tempfile
@@ -86,6 +87,27 @@ def test_one_prompt_is_generated_by_an_engine_of_its_own(folder: Path) -> None:
     )  # fmt: skip
 
     assert (done.returncode, done.stdout) == (0, expected + "\n"), done.stderr
+    assert not list((folder / "sockets").iterdir())
+
+
+def test_output_that_nobody_reads_ends_the_commands_quietly(folder: Path) -> None:
+    model = save_model(folder / "tiny")
+    reading, unread = os.pipe()
+    os.close(reading)
+    ask = ("generate", "--prompt", "12+3=", "--temperature", 0)
+
+    try:
+        with serving(folder, model) as server:
+            asked = run_umbra(folder, *ask, "--url", server.url, stdout=unread)
+        alone = run_umbra(folder, *ask, model, stdout=unread)
+        served = run_umbra(
+            folder, "serve", model, "--port", 0, f"run.dir={folder / 'run'}", stdout=unread
+        )
+    finally:
+        os.close(unread)
+
+    for ended in (asked, alone, served):
+        assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")
     assert not list((folder / "sockets").iterdir())
 
 
