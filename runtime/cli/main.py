@@ -177,7 +177,7 @@ def _add_generate_arguments(generate: argparse.ArgumentParser) -> None:
 def _add_plot_arguments(plot: argparse.ArgumentParser) -> None:
     plot.add_argument("run_dir", metavar="RUN_DIR", help="the job's run.dir")
     plot.add_argument(
-        "-o", "--output", metavar="FILE", help=".svg, .png or .pdf (default RUN_DIR/metrics.svg)"
+        "-o", "--output", metavar="FILE", help=".png, .svg or .pdf (default RUN_DIR/metrics.png)"
     )
 
 
