@@ -167,7 +167,9 @@ def _add_generate_arguments(generate: argparse.ArgumentParser) -> None:
     )
     generate.add_argument("--seed", type=_seed, help="the same gives the same text again")
     generate.add_argument(
-        "--pool", metavar="NAME", help="judge, for [pools.judge] (default: the policy's)"
+        "--pool",
+        metavar="NAME",
+        help="policy (the default), or judge for [pools.judge]; with --url any model there",
     )
     generate.add_argument("--engine", help="embedded, vllm, ... (default: as the config says)")
     generate.add_argument("--url", help="of a running server, such as http://127.0.0.1:8000")

@@ -78,9 +78,8 @@ def test_what_cannot_be_drawn_says_why(
     assert f"there is no folder {tmp_path / 'none'}: give" in capsys.readouterr().err
     assert main(["plot", str(tmp_path)]) == 2
     assert "has no metrics.jsonl, it is no run's folder: give" in capsys.readouterr().err
-    (tmp_path / "metrics.jsonl").write_bytes(
-        b'{"step": 1}\n[1]\n2\n{"eval/accuracy": 0.5}\n{"time": \xff'
-    )
+    damaged = b'{"step": 1}\n[1]\n2\n{"eval/accuracy": 0.5}\n{"time": \xff'
+    (tmp_path / "metrics.jsonl").write_bytes(damaged)
     assert main(["plot", str(tmp_path)]) == 2
     assert "has no metrics yet" in capsys.readouterr().err
     write_metrics(tmp_path)
