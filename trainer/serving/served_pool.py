@@ -172,7 +172,7 @@ class ServedPool:
 
     def _model(self, name: str | None) -> str:
         """The one that answers: an adapter, or the pool's model under whatever name."""
-        return name if name in self._adapters else self.model
+        return name if name is not None and name in self._adapters else self.model
 
     def _job(
         self,
