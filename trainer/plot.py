@@ -130,7 +130,7 @@ def draw(panels: Sequence[Panel], title: str) -> Any:
 
 
 def _read(place: RunDir) -> Rows:
-    wanted = "give the folder that a training run's config calls run.dir"
+    wanted = "give the one that a training run's config calls run.dir"
     if not place.path.is_dir():
         raise DataError(f"there is no folder {place.path}: {wanted}")
     if not place.metrics.exists():

@@ -155,7 +155,7 @@ def _add_generate_arguments(generate: argparse.ArgumentParser) -> None:
         metavar="section.key=value",
         help="settings to change",
     )
-    generate.add_argument("--prompt", required=True, metavar="TEXT")
+    generate.add_argument("--prompt", type=_text, required=True, metavar="TEXT")
     generate.add_argument(
         "--chat", action="store_true", help="the prompt is a user's message, for a chat template"
     )
@@ -228,6 +228,14 @@ def _add_bench_arguments(bench: argparse.ArgumentParser) -> None:
         default=8,
         help="of each measurement of deltas in `rollout` (default 8)",
     )
+
+
+def _text(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # Python's own way to keep bytes of the command line that are none
+        raise argparse.ArgumentTypeError("is no text in this terminal's encoding") from None
+    return text
 
 
 def _positive(text: str) -> int:

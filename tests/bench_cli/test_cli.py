@@ -38,6 +38,7 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         (["bench", "rpc", "--rounds", "many"], "'many' is not a positive whole number"),
         (["serve"], "required: CONFIG\n"),
         (["serve", "a.toml", "--prot", "8", "pool.count=2"], "unrecognized arguments: --prot"),
+        (["generate", "--prompt", "\udcff"], "--prompt: is no text"),
         (["bench", "rpc", "--fast"], "unrecognized arguments: --fast"),
         (["bench", "rpc", "--peer-python", "/no/such/python"], "/no/such/python"),
     ],

@@ -182,15 +182,18 @@ def test_an_unknown_sample_is_wrong_use_with_a_hint(
     assert output.out == ""
 
 
-@pytest.mark.parametrize("folder", ["", "missing", "file"])
+@pytest.mark.parametrize(
+    ("folder", "said"),
+    [("", "has no ledger"), ("missing", "there is no folder"), ("file", "there is no folder")],
+)
 def test_a_folder_without_a_ledger_is_wrong_use(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], folder: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], folder: str, said: str
 ) -> None:
     (tmp_path / "file").write_text("")
 
     assert main(["ledger", str(tmp_path / folder)]) == 2
 
-    assert "has no ledger" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
 
 
 def test_damage_is_a_failure_that_names_the_place(

@@ -143,6 +143,16 @@ def test_what_cannot_work_is_said_before_anything_is_started(
             assert problem in capsys.readouterr().err, arguments
 
 
+def test_a_folder_that_cannot_be_written_is_a_failure_that_says_why(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = save_model(folder / "tiny")
+
+    assert status_of(("serve", model, "--port", 0, f"run.dir={model}/config.json")) == 1
+
+    assert "a part of that path is a file" in capsys.readouterr().err
+
+
 def status_of(arguments: tuple[object, ...]) -> object:
     try:
         return main([str(argument) for argument in arguments])
