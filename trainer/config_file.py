@@ -141,7 +141,9 @@ def _describe(problem: Any) -> str:
 def _shown(given: object) -> str:
     if isinstance(given, str | int | float | bool):
         return f", got {given!r}"
-    return {dict: ", got a table", list: ", got a list"}.get(type(given), "")
+    if isinstance(given, dict):
+        return ", got a table"
+    return ", got a list" if isinstance(given, list) else ""
 
 
 def _close_match(location: tuple[int | str, ...]) -> str:

@@ -135,7 +135,10 @@ def _read(place: RunDir) -> Rows:
         raise DataError(f"there is no folder {place.path}: {wanted}")
     if not place.metrics.exists():
         raise DataError(f"{place.path} has no metrics.jsonl, it is no run's folder: {wanted}")
-    rows = read_metrics(place.metrics)
+    try:
+        rows = read_metrics(place.metrics)
+    except OSError as error:
+        raise DataError(f"{place.metrics} cannot be read: {error.strerror}") from error
     if not panels(rows):
         raise DataError(f"{place.metrics} has no metrics yet: the run's first step is not done")
     return rows
