@@ -123,9 +123,18 @@ def is_secret_file_named(environ: Mapping[str, str] = os.environ) -> bool:
     return bool(environ.get("UMBRA_SECRET_FILE"))
 
 
-def api_key(environ: Mapping[str, str] = os.environ) -> str:
-    """What clients of `umbra serve` must know; "" lets everybody in."""
-    return environ.get("UMBRA_API_KEY", "")
+def api_key(given: str | None = None, environ: Mapping[str, str] = os.environ) -> str:
+    """What clients of `umbra serve` must know, unless `given` says it; "" lets everybody in.
+
+    Raises ConfigError where no HTTP header can hold it.
+    """
+    key = given or environ.get("UMBRA_API_KEY", "")
+    if not (key.isascii() and key.isprintable()) or key != key.strip():
+        raise ConfigError(
+            f"{'--api-key' if given else 'UMBRA_API_KEY'}: a key has printable ASCII characters "
+            "only, and no space at either end"
+        )
+    return key
 
 
 def log_level(environ: Mapping[str, str] = os.environ) -> int:

@@ -8,13 +8,20 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, Final, TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
 
 from umbra.runtime.errors import ConfigError
 from umbra.trainer.config import ServeConfig, TrainerConfig
 
+_WORDS: Final = {
+    "model_type": "should be a section",
+    "dict_type": "should be a table",
+    "path_type": "should be a path, as text",
+    "tuple_type": "should be a list",
+}
+"""For errors that pydantic words for who wrote the Python types."""
 _Config = TypeVar("_Config", TrainerConfig, ServeConfig)
 
 
@@ -34,8 +41,9 @@ def read_config(kind: type[_Config], path: str | Path, overrides: Sequence[str] 
     try:
         values = tomllib.loads(place.read_text(encoding="utf-8"))
     except OSError as error:
+        hint = "; the config file comes before settings" if "=" in place.name else ""
         raise ConfigError(
-            f"config file {place.absolute()} cannot be read: {error.strerror}"
+            f"config file {place.absolute()} cannot be read: {error.strerror}{hint}"
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {place} is not valid TOML: {error}") from error
@@ -120,15 +128,22 @@ def _describe(problem: Any) -> str:
         case "extra_forbidden":
             return f"{key} is unknown{_close_match(location)}"
         case "missing":
-            return f"{key} is missing"
+            return f"{key if len(location) > 1 else f'section [{key}]'} is missing"
         case "literal_error":
             return f"{key}: {_lower_first(problem['msg'])}{_close_literal(problem)}"
         case "value_error":
             return f"{key}: {problem['ctx']['error']}" if key else str(problem["ctx"]["error"])
         case _:
-            given = problem["input"]
-            shown = f", got {given!r}" if isinstance(given, str | int | float | bool) else ""
-            return f"{key}: {_lower_first(problem['msg'])}{shown}"
+            words = _WORDS.get(problem["type"], _lower_first(problem["msg"]))
+            return f"{key}: {words}{_shown(problem['input'])}"
+
+
+def _shown(given: object) -> str:
+    if isinstance(given, str | int | float | bool):
+        return f", got {given!r}"
+    if isinstance(given, dict):
+        return ", got a table"
+    return ", got a list" if isinstance(given, list) else ""
 
 
 def _close_match(location: tuple[int | str, ...]) -> str:

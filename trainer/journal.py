@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from umbra.trainer.config import TrainerConfig
+from umbra.trainer.files import writing
 from umbra.trainer.metrics import MetricsLog, read_metrics
+from umbra.trainer.plot import save_plot
 from umbra.trainer.progress import Progress
-from umbra.trainer.report import Summary, plot_rewards, reward_ends, write_report, write_summary
+from umbra.trainer.report import Summary, reward_ends, write_report, write_summary
 from umbra.trainer.run_dir import RunDir, process_age_s
 
 
@@ -81,7 +83,8 @@ def finish(
         files |= {"report": str(place.report), "plot": str(place.plot)}
         if config.train.export:
             files["model"] = str(place.export)
-        plot_rewards(rows, place.plot, config.run_name)
+        with writing("write", place.plot):
+            save_plot(rows, place.plot, config.run_name)
     summary = Summary(
         accuracy_before=journal.accuracy_before,
         accuracy_after=journal.accuracy_after,

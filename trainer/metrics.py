@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, Self, TextIO, cast
 
 from umbra.trainer.files import write_text, writing
 
@@ -69,12 +69,14 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """All lines of a metrics.jsonl; a line torn by a crash is left out."""
+    """All lines of a metrics.jsonl; one torn by a crash, or of anything else, is left out."""
     rows: list[dict[str, float]] = []
     if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in path.read_bytes().splitlines():
             with contextlib.suppress(ValueError):
-                rows.append(json.loads(line))
+                row: Any = json.loads(line)
+                if isinstance(row, dict) and "step" in row:
+                    rows.append(cast("dict[str, float]", row))
     return rows
 
 

@@ -1,7 +1,7 @@
-"""`umbra plot`: a run's metrics.jsonl as one picture. matplotlib is imported when it is drawn.
+"""A run's metrics as one picture: when it ends, and by `umbra plot` whenever one wants to see.
 
 panels(rows)   what is drawn: reward, KL, the steps' time and memory, as far as it was measured
-draw(...)      how
+draw(...)      how; matplotlib is imported here
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from umbra.runtime.errors import ConfigError, DataError
-from umbra.trainer.files import writing
 from umbra.trainer.metrics import read_metrics
+from umbra.trainer.run_dir import RunDir
 
 Rows = Sequence[Mapping[str, float]]
 _PANELS: Final[Mapping[str, Mapping[str, str]]] = {
@@ -63,23 +63,32 @@ def run(arguments: argparse.Namespace) -> int:
     """Draws what has been measured so far; the run may be under way.
 
     Raises:
-        ConfigError: matplotlib is missing, or the file's name is of no format.
+        ConfigError: matplotlib is missing, or the picture's file cannot be written.
         DataError: there are no metrics.
     """
-    run_dir = Path(arguments.run_dir)
-    path = Path(arguments.output or run_dir / "metrics.svg")
+    place = RunDir(Path(arguments.run_dir))
+    path = Path(arguments.output or place.plot)
     if path.suffix not in _FORMATS:
         raise ConfigError(f"-o {path}: end the name with {', '.join(_FORMATS)}")
-    rows = read_metrics(run_dir / "metrics.jsonl")
-    if not rows:
-        raise DataError(
-            f"{run_dir / 'metrics.jsonl'} has no metrics yet; give a training run's run.dir"
-        )
-    figure = draw(panels(rows), run_dir.absolute().name)
-    with writing("write", path):
-        figure.savefig(path, dpi=120)
+    rows = _read(place)
+    try:
+        save_plot(rows, path, place.path.absolute().name)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {path} ({error.strerror}): choose another file with -o"
+        ) from error
     print(path)
     return 0
+
+
+def save_plot(rows: Rows, path: Path, title: str) -> None:
+    """Draws into a file, whose name says of what kind it is.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+        OSError: it cannot be written.
+    """
+    draw(panels(rows), title).savefig(path, dpi=120)
 
 
 def panels(rows: Rows) -> list[Panel]:
@@ -97,7 +106,7 @@ def panels(rows: Rows) -> list[Panel]:
 
 
 def draw(panels: Sequence[Panel], title: str) -> Any:
-    """A matplotlib figure, one panel below the other.
+    """A matplotlib figure, one panel below the other; only its title where there is none.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -105,9 +114,11 @@ def draw(panels: Sequence[Panel], title: str) -> Any:
     try:
         module: Any = importlib.import_module("matplotlib.figure")
     except ImportError as error:
-        raise ConfigError("umbra plot needs matplotlib: pip install 'umbra-rl[plot]'") from error
-    figure = module.Figure(figsize=(9, 2.6 * len(panels)), layout="constrained")
+        raise ConfigError("drawing a run needs matplotlib: pip install 'umbra-rl[plot]'") from error
+    figure = module.Figure(figsize=(9, 2.6 * max(1, len(panels))), layout="constrained")
     figure.suptitle(title)
+    if not panels:
+        return figure
     grid = figure.subplots(len(panels), sharex=True, squeeze=False)
     for (axes,), panel in zip(grid, panels, strict=True):
         _draw_stack(axes, panel.series) if panel.is_stacked else _draw_lines(axes, panel.series)
@@ -116,6 +127,21 @@ def draw(panels: Sequence[Panel], title: str) -> Any:
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="small")
     grid[-1][0].set_xlabel("step")
     return figure
+
+
+def _read(place: RunDir) -> Rows:
+    wanted = "give the one that a training run's config calls run.dir"
+    if not place.path.is_dir():
+        raise DataError(f"there is no folder {place.path}: {wanted}")
+    if not place.metrics.exists():
+        raise DataError(f"{place.path} has no metrics.jsonl, it is no run's folder: {wanted}")
+    try:
+        rows = read_metrics(place.metrics)
+    except OSError as error:
+        raise DataError(f"{place.metrics} cannot be read: {error.strerror}") from error
+    if not panels(rows):
+        raise DataError(f"{place.metrics} has no metrics yet: the run's first step is not done")
+    return rows
 
 
 def _draw_stack(axes: Any, series: Sequence[Series]) -> None:

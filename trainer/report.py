@@ -1,4 +1,4 @@
-"""What is left after a run: summary.json, a plot of the reward, and an HTML page."""
+"""What is left to read after a run: summary.json and an HTML page."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from umbra.trainer.files import write_json, write_text, writing
+from umbra.trainer.files import write_json, write_text
 
 Rows = Sequence[Mapping[str, float]]
 _REWARD: Final = "rollout/reward_mean"
@@ -57,29 +57,6 @@ def reward_ends(rows: Rows) -> tuple[float | None, float | None]:
         return None, None
     span = max(1, len(rewards) // 10)
     return sum(rewards[:span]) / span, sum(rewards[-span:]) / span
-
-
-def plot_rewards(rows: Rows, path: Path, title: str) -> None:
-    """Draws reward, and accuracy where it was evaluated, over steps, as a PNG."""
-    figure_module: Any = importlib.import_module("matplotlib.figure")
-    backend: Any = importlib.import_module("matplotlib.backends.backend_agg")
-    figure = figure_module.Figure(figsize=(8, 4.5), layout="constrained")
-    backend.FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    for name, label, style in (
-        (_REWARD, "training reward", {"linewidth": 1.5}),
-        (_ACCURACY, "held-out accuracy", {"marker": "o", "linewidth": 1.5}),
-    ):
-        points = [(row["step"], row[name]) for row in rows if name in row]
-        if points:
-            axes.plot(*zip(*points, strict=True), label=label, **style)
-    axes.set_xlabel("step")
-    axes.set_title(title)
-    axes.grid(visible=True, alpha=0.3)
-    if axes.lines:
-        axes.legend()
-    with writing("write", path):
-        figure.savefig(path, dpi=120)
 
 
 def write_report(
@@ -138,7 +115,7 @@ pre { background: #f4f4f4; padding: 1rem; overflow: auto }
 <td>{{ "%.4g" | format(value) if value is number else value }}</td></tr>
 {% endfor %}
 </table>
-<p><img alt="reward over steps" src="data:image/png;base64,{{ plot }}"></p>
+<p><img alt="metrics over steps" src="data:image/png;base64,{{ plot }}"></p>
 <table><tr><th>step</th>{% for column in columns %}<th>{{ column }}</th>{% endfor %}</tr>
 {% for row in rows %}<tr><td>{{ row["step"] }}</td>
 {% for column in columns %}

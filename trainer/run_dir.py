@@ -6,7 +6,7 @@ run.dir/versions.jsonl                          weight versions and the steps th
 run.dir/checkpoints/                            see `umbra.trainer.checkpoint`
 run.dir/ledger/                                 every sample's history; `umbra ledger` shows it
 run.dir/export/                                 the trained model, Hugging Face format
-run.dir/summary.json, report.html, reward.png   at the end
+run.dir/summary.json, report.html, metrics.png  at the end; `umbra plot` draws sooner
 run.dir/logs/                                   output of every process umbra starts
 """
 
@@ -32,7 +32,7 @@ _EARLIER: Final = (
     "export",
     "summary.json",
     "report.html",
-    "reward.png",
+    "metrics.png",
 )
 # A run that is gone on with from its very beginning: what was generated need not be done again.
 _KEPT_WITHOUT_CHECKPOINT: Final = ("ledger", "versions.jsonl")
@@ -66,7 +66,7 @@ class RunDir:
 
     @property
     def plot(self) -> Path:
-        return self.path / "reward.png"
+        return self.path / "metrics.png"
 
 
 def check_run_dir(run: RunSection, rank: int, incarnation: int) -> None:

@@ -28,6 +28,7 @@ from typing import Any, Final
 import uvloop
 import zmq
 
+from umbra.runtime.bench.program import BenchError
 from umbra.runtime.lifecycle import (
     AbortUpdate,
     BeginUpdate,
@@ -108,6 +109,8 @@ async def _round(
             await engine.stdout.readline()
             async with _process(f"{prefix}rank", folder, total_nbytes) as rank:
                 output, _ = await rank.communicate()
+                if rank.returncode:
+                    raise BenchError(f"{prefix}rank: status {rank.returncode}; its error is above")
     facts: dict[str, float] = json.loads(output)
     return facts
 

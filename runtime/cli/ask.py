@@ -7,7 +7,8 @@ import contextlib
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing
 from http.client import HTTPException
 from typing import Any, Final
 
@@ -27,19 +28,24 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if arguments.config or arguments.engine:
         raise ConfigError("--url asks a running server: leave out CONFIG and --engine")
-    request = _request(arguments)
-    try:
-        with urllib.request.urlopen(request, timeout=_SILENCE_S) as response:
-            for text in _texts(response):
-                print(text, end="", flush=True)
-    except urllib.error.HTTPError as error:
-        with error:
-            message = f"{arguments.url} answered {error.code}: {_message(error.read())}"
-        raise ConfigError(message) if error.code < 500 else UmbraError(message) from error
-    except (OSError, HTTPException) as error:
-        raise ConnectionLost(f"{arguments.url}: {getattr(error, 'reason', error)}") from error
+    with closing(_answer(arguments.url, _request(arguments))) as texts:
+        for text in texts:
+            print(text, end="", flush=True)
     print()
     return 0
+
+
+def _answer(url: str, request: urllib.request.Request) -> Generator[str]:
+    """The text of the server's answer as it comes; raises as `run`."""
+    try:
+        with urllib.request.urlopen(request, timeout=_SILENCE_S) as response:
+            yield from _texts(response)
+    except urllib.error.HTTPError as error:
+        with error:
+            message = f"{url} answered {error.code}: {_message(error.read()) or error.reason}"
+        raise ConfigError(message) if error.code < 500 else UmbraError(message) from error
+    except (OSError, HTTPException) as error:
+        raise ConnectionLost(f"cannot reach {url}: {_reason(error)}") from error
 
 
 def _request(arguments: argparse.Namespace) -> urllib.request.Request:
@@ -57,7 +63,7 @@ def _request(arguments: argparse.Namespace) -> urllib.request.Request:
     if arguments.seed is not None:
         body["seed"] = arguments.seed
     headers = {"Content-Type": "application/json"}
-    key = arguments.api_key or api_key()
+    key = api_key(arguments.api_key)
     if key:
         headers["Authorization"] = f"Bearer {key}"
     url = arguments.url.rstrip("/").removesuffix("/v1") + path
@@ -70,22 +76,44 @@ def _request(arguments: argparse.Namespace) -> urllib.request.Request:
 
 
 def _texts(lines: Iterable[bytes]) -> Iterator[str]:
-    """The text in a stream of server-sent events, of which other servers send further lines."""
+    """The text in a stream of server-sent events, of which other servers send further lines.
+
+    Raises:
+        UmbraError: it is no such stream, or ends with an error.
+    """
+    has_begun = False
     for line in lines:
         field, _, data = line.strip().partition(b":")
         if field != b"data" or data.strip() == b"[DONE]":
             continue
-        chunk = json.loads(data)
-        if "error" in chunk:
-            raise UmbraError(f"the server failed: {chunk['error']['message']}")
-        for choice in chunk["choices"]:
-            text = choice["delta"].get("content") if "delta" in choice else choice["text"]
-            if text:
-                yield text
+        has_begun = True
+        try:
+            texts = _chunk_texts(json.loads(data))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise UmbraError(f"the server sent what is no completion: {data[:200]!r}") from None
+        yield from texts
+    if not has_begun:
+        raise UmbraError("the server sent no completion: is it one of the OpenAI API?")
+
+
+def _chunk_texts(chunk: Any) -> list[str]:
+    if "error" in chunk:
+        raise UmbraError(f"the server failed: {chunk['error']['message']}")
+    texts = [
+        choice["delta"].get("content") if "delta" in choice else choice["text"]
+        for choice in chunk["choices"]
+    ]
+    return [str(text) for text in texts if text]
 
 
 def _message(body: bytes) -> str:
-    """Of an error in the API's form, else the beginning of what came."""
+    """Of an error in the API's form; "" for anything else."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
         return str(json.loads(body)["error"]["message"])
-    return body[:200].decode(errors="replace")
+    return ""
+
+
+def _reason(error: Exception) -> str:
+    """Without the numbers and names that it has in Python."""
+    inner = getattr(error, "reason", error)
+    return str(getattr(inner, "strerror", None) or inner)

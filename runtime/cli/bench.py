@@ -68,6 +68,10 @@ def _measure_weights(arguments: argparse.Namespace) -> dict[str, Any]:
     from umbra.runtime.bench.hardware import describe_hardware
 
     if arguments.device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ConfigError("bench weights --device cuda: this machine has no usable CUDA device")
         facts = weights.run_on_gpu(arguments.rounds)
     else:
         facts = weights.run(arguments.rounds, arguments.megabytes * 10**6)

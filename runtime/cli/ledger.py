@@ -48,6 +48,10 @@ def account(run_dir: Path) -> str:
 
 
 def _open(run_dir: Path) -> LedgerIndex:
+    if not run_dir.is_dir():
+        raise ConfigError(
+            f"there is no folder {run_dir}: give the one that the job's config calls run.dir"
+        )
     if not managers_of(run_dir):
         raise ConfigError(
             f"{run_dir} has no ledger (no files {run_dir}/ledger/*/*.log): give the folder that "

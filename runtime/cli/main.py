@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
+from umbra.runtime.cli.closed_output import run_until_unread
 from umbra.runtime.errors import ConfigError, DataError, UmbraError
 
 _BENCH: Final = (
@@ -38,8 +40,16 @@ _GENERATE: Final = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; the exit status is 2 for wrong use, 1 for a failure, 130 for Ctrl-C."""
-    arguments = _parser().parse_args(argv)
+    """Runs one command.
+
+    The exit status is 2 for wrong use, 1 for a failure, 130 for Ctrl-C, and 141 where whoever read
+    the output reads no more, such as `head`: as of a program that SIGPIPE ended.
+    """
+    return run_until_unread(partial(_run_told, sys.argv[1:] if argv is None else argv))
+
+
+def _run_told(argv: Sequence[str]) -> int:
+    arguments = _parse(argv)
     try:
         return _run(arguments)
     except (ConfigError, DataError) as error:
@@ -78,7 +88,18 @@ def _run(arguments: argparse.Namespace) -> int:
             raise AssertionError(arguments.command)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Options may stand before, between and after the settings of a command's config."""
+    parser, commands = _parsers()
+    if not argv or argv[0] not in commands:
+        return parser.parse_args(argv)
+    arguments = commands[argv[0]].parse_intermixed_args(argv[1:])
+    arguments.command = argv[0]
+    return arguments
+
+
+def _parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """Of the command line as a whole, and of each command's own part."""
     parser = argparse.ArgumentParser(
         prog="umbra",
         description="Reinforcement-learning post-training of language models without Ray.",
@@ -100,13 +121,17 @@ def _parser() -> argparse.ArgumentParser:
     _add_generate_arguments(
         commands.add_parser("generate", help="one completion", description=_GENERATE)
     )
-    return parser
+    return parser, commands.choices
 
 
 def _add_serve_arguments(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("config", metavar="CONFIG", help="TOML file, or a model directory")
     serve.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="settings to change"
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="section.key=value",
+        help="settings to change",
     )
     serve.add_argument("--host", default="127.0.0.1", help="to listen on (default 127.0.0.1)")
     serve.add_argument(
@@ -124,9 +149,13 @@ def _add_generate_arguments(generate: argparse.ArgumentParser) -> None:
         "config", nargs="?", metavar="CONFIG", help="TOML file, or a model directory"
     )
     generate.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="settings to change"
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="section.key=value",
+        help="settings to change",
     )
-    generate.add_argument("--prompt", required=True, metavar="TEXT")
+    generate.add_argument("--prompt", type=_text, required=True, metavar="TEXT")
     generate.add_argument(
         "--chat", action="store_true", help="the prompt is a user's message, for a chat template"
     )
@@ -138,7 +167,9 @@ def _add_generate_arguments(generate: argparse.ArgumentParser) -> None:
     )
     generate.add_argument("--seed", type=_seed, help="the same gives the same text again")
     generate.add_argument(
-        "--pool", metavar="NAME", help="judge, for [pools.judge] (default: the policy's)"
+        "--pool",
+        metavar="NAME",
+        help="policy (the default), or judge for [pools.judge]; with --url any model there",
     )
     generate.add_argument("--engine", help="embedded, vllm, ... (default: as the config says)")
     generate.add_argument("--url", help="of a running server, such as http://127.0.0.1:8000")
@@ -148,7 +179,7 @@ def _add_generate_arguments(generate: argparse.ArgumentParser) -> None:
 def _add_plot_arguments(plot: argparse.ArgumentParser) -> None:
     plot.add_argument("run_dir", metavar="RUN_DIR", help="the job's run.dir")
     plot.add_argument(
-        "-o", "--output", metavar="FILE", help=".svg, .png or .pdf (default RUN_DIR/metrics.svg)"
+        "-o", "--output", metavar="FILE", help=".png, .svg or .pdf (default RUN_DIR/metrics.png)"
     )
 
 
@@ -197,6 +228,14 @@ def _add_bench_arguments(bench: argparse.ArgumentParser) -> None:
         default=8,
         help="of each measurement of deltas in `rollout` (default 8)",
     )
+
+
+def _text(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # Python's own way to keep bytes of the command line that are none
+        raise argparse.ArgumentTypeError("is no text in this terminal's encoding") from None
+    return text
 
 
 def _positive(text: str) -> int:

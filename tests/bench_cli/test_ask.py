@@ -47,6 +47,39 @@ def test_lines_that_are_no_text_are_passed_over(capsys: pytest.CaptureFixture[st
     assert (status, capsys.readouterr().out) == (0, "42\n")
 
 
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"<html></html>", "sent no completion: is it one of the OpenAI API?"),
+        (b'data: {"id": 3}', "sent what is no completion"),
+        (b"data: [3]", "sent what is no completion"),
+        (b"data: 42<", "sent what is no completion"),
+        (b'data: {"error": {"message": "no engine"}}', "the server failed: no engine"),
+    ],
+)
+def test_what_is_no_completion_is_a_failure(
+    body: bytes, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with server_of(body) as url:
+        status = main(["generate", "--url", url, "--prompt", "1"])
+
+    assert status == 1
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["a\nb", "na\u00efve", " a"])
+def test_a_key_that_no_header_can_hold_is_refused(
+    key: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = ["generate", "--url", "http://127.0.0.1:1", "--prompt", "1"]
+
+    assert main([*ask, "--api-key", key]) == 2
+    assert "umbra: --api-key: a key has printable" in capsys.readouterr().err
+    monkeypatch.setenv("UMBRA_API_KEY", key)
+    assert main(ask) == 2
+    assert "umbra: UMBRA_API_KEY: a key has printable" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "http://[::1", "http://no.host.invalid:x"])
 def test_what_is_no_url_is_refused(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "--url", url, "--prompt", "1"]) in (1, 2)

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from umbra.runtime.bench.program import linked_package
 from umbra.runtime.bench.rounds import median_of
 from umbra.runtime.bench.timing import gathers, measure_throughput, summarise, workers
+from umbra.runtime.cli.main import main
 
 TIMEOUT_S = 100.0
 
@@ -141,3 +143,11 @@ def test_a_peers_interpreter_needs_nothing_of_ours_installed() -> None:
         )
 
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is what it asks for")
+def test_a_gpu_that_is_not_there_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "weights", "--device", "cuda"]) == 2
+
+    assert "no usable CUDA device" in capsys.readouterr().err

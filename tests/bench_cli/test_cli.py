@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from umbra.runtime.cli.closed_output import run_until_unread
 from umbra.runtime.cli.main import main
 
 
@@ -33,6 +36,9 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         (["bench", "gpu"], "invalid choice: 'gpu'"),
         (["bench", "rpc", "--rounds", "0"], "'0' is not a positive whole number"),
         (["bench", "rpc", "--rounds", "many"], "'many' is not a positive whole number"),
+        (["serve"], "required: CONFIG\n"),
+        (["serve", "a.toml", "--prot", "8", "pool.count=2"], "unrecognized arguments: --prot"),
+        (["generate", "--prompt", "\udcff"], "--prompt: is no text"),
         (["bench", "rpc", "--fast"], "unrecognized arguments: --fast"),
         (["bench", "rpc", "--peer-python", "/no/such/python"], "/no/such/python"),
     ],
@@ -57,6 +63,35 @@ def test_an_interpreter_that_fails_is_refused(
     assert run_main("bench", "startup", "--peer-python", str(broken)) == 2
 
     assert str(broken) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["--version"], ["--help"], ["serve", "--help"]])
+def test_output_that_nobody_reads_ends_a_command_quietly(
+    argv: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+
+    with open(writing, "w") as unread:  # closing it writes what it holds
+        monkeypatch.setattr(sys, "stdout", unread)
+        status = run_main(*argv)
+
+    assert status == 128 + signal.SIGPIPE
+    assert capsys.readouterr().err == ""
+
+
+def test_another_pipe_that_breaks_is_an_error_as_any() -> None:
+    def command() -> int:
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        run_until_unread(command)
+
+
+def test_no_output_at_all_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)  # as `umbra ... >&-` finds it
+
+    assert run_until_unread(lambda: 0) == 0
 
 
 @pytest.mark.process

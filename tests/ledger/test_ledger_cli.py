@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +96,20 @@ def test_the_evaluations_of_the_surviving_history_are_listed(
     assert "evaluations: 2, the last after step 1\n" in capsys.readouterr().out
 
 
+def test_a_reader_that_has_enough_ends_it_quietly(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+
+    with open(writing, "w") as unread:
+        monkeypatch.setattr(sys, "stdout", unread)
+        status = main(["ledger", str(run_dir), "--json"])
+
+    assert status == 128 + signal.SIGPIPE
+    assert capsys.readouterr().err == ""
+
+
 def test_one_samples_story(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = run_json(capsys, str(run_dir), "--sample", "e0/b/0")
 
@@ -165,15 +182,18 @@ def test_an_unknown_sample_is_wrong_use_with_a_hint(
     assert output.out == ""
 
 
-@pytest.mark.parametrize("folder", ["", "missing", "file"])
+@pytest.mark.parametrize(
+    ("folder", "said"),
+    [("", "has no ledger"), ("missing", "there is no folder"), ("file", "there is no folder")],
+)
 def test_a_folder_without_a_ledger_is_wrong_use(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], folder: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], folder: str, said: str
 ) -> None:
     (tmp_path / "file").write_text("")
 
     assert main(["ledger", str(tmp_path / folder)]) == 2
 
-    assert "has no ledger" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
 
 
 def test_damage_is_a_failure_that_names_the_place(

@@ -128,12 +128,15 @@ def _events(response: http.client.HTTPResponse) -> Iterator[Any]:
             yield "[DONE]" if data == b"[DONE]" else json.loads(data)
 
 
-def run_umbra(folder: Path, *arguments: object, timeout_s: float = 120.0) -> Any:
+def run_umbra(
+    folder: Path, *arguments: object, timeout_s: float = 120.0, stdout: int = subprocess.PIPE
+) -> Any:
     """A finished `umbra` command with its output."""
     return subprocess.run(
         _command(*arguments),
         env=_environment(folder),
-        capture_output=True,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
         text=True,
         timeout=timeout_s,
         check=False,

@@ -1,4 +1,4 @@
-"""`umbra plot`: what is drawn of a run's metrics."""
+"""What is drawn of a run's metrics, by `umbra plot` and at the run's end."""
 
 from __future__ import annotations
 
@@ -67,14 +67,26 @@ def test_the_picture_is_of_the_kind_that_its_name_says(
     assert (tmp_path / name).read_bytes().startswith(start)
 
 
+def test_a_run_that_measured_nothing_has_a_picture_without_panels() -> None:
+    assert draw(panels([]), "run").axes == []
+
+
 def test_what_cannot_be_drawn_says_why(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert main(["plot", str(tmp_path / "none")]) == 2
+    assert f"there is no folder {tmp_path / 'none'}: give" in capsys.readouterr().err
+    assert main(["plot", str(tmp_path)]) == 2
+    assert "has no metrics.jsonl, it is no run's folder: give" in capsys.readouterr().err
+    damaged = b'{"step": 1}\n[1]\n2\n{"eval/accuracy": 0.5}\n{"time": \xff'
+    (tmp_path / "metrics.jsonl").write_bytes(damaged)
     assert main(["plot", str(tmp_path)]) == 2
     assert "has no metrics yet" in capsys.readouterr().err
     write_metrics(tmp_path)
     assert main(["plot", str(tmp_path), "-o", "x.bmp"]) == 2
     assert ".svg, .png, .pdf" in capsys.readouterr().err
+    assert main(["plot", str(tmp_path), "-o", str(tmp_path / "none/x.png")]) == 2
+    assert "(No such file or directory): choose another file with -o" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # as if it were not there
     assert main(["plot", str(tmp_path)]) == 2
     assert "pip install 'umbra-rl[plot]'" in capsys.readouterr().err

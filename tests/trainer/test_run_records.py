@@ -160,7 +160,7 @@ def test_the_end_leaves_summary_plot_and_report(tmp_path: Path) -> None:
     assert (written["steps"], written["engine_restarts"]) == (4, 1)
     assert written["wall_s"] > 0
     assert (written["reward_first"], written["reward_last"]) == (0.25, 1.0)
-    assert (tmp_path / "reward.png").read_bytes()[:4] == b"\x89PNG"
+    assert (tmp_path / "metrics.png").read_bytes()[:4] == b"\x89PNG"
     page = (tmp_path / "report.html").read_text()
     assert "a &lt;test&gt;" in page
     assert "data:image/png;base64," in page

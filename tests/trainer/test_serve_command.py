@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import tempfile
@@ -89,6 +90,27 @@ def test_one_prompt_is_generated_by_an_engine_of_its_own(folder: Path) -> None:
     assert not list((folder / "sockets").iterdir())
 
 
+def test_output_that_nobody_reads_ends_the_commands_quietly(folder: Path) -> None:
+    model = save_model(folder / "tiny")
+    reading, unread = os.pipe()
+    os.close(reading)
+    ask = ("generate", "--prompt", "12+3=", "--temperature", 0)
+
+    try:
+        with serving(folder, model) as server:
+            asked = run_umbra(folder, *ask, "--url", server.url, stdout=unread)
+        alone = run_umbra(folder, *ask, model, stdout=unread)
+        served = run_umbra(
+            folder, "serve", model, "--port", 0, f"run.dir={folder / 'run'}", stdout=unread
+        )
+    finally:
+        os.close(unread)
+
+    for ended in (asked, alone, served):
+        assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")
+    assert not list((folder / "sockets").iterdir())
+
+
 def test_what_cannot_work_is_said_before_anything_is_started(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -104,6 +126,9 @@ def test_what_cannot_work_is_said_before_anything_is_started(
         wrong: list[tuple[tuple[object, ...], str]] = [
             (("serve", folder / "none.toml"), "cannot be read"),
             (("serve", config), "did you mean 'count'"),
+            (("serve", model, "--port", 0, "pool.cuont=2"), "did you mean 'count'"),
+            (("serve", "--port", 0, model, "pool.cuont=2"), "did you mean 'count'"),
+            (("generate", "--prompt", "1", model, "--seed", 3, "pool.cuont=2"), "did you mean"),
             (("serve", bare), "config.json cannot be read"),
             (("serve", model, "--port", port), "choose others"),
             (("serve", model, "--port", 70000), "no port"),
@@ -116,6 +141,16 @@ def test_what_cannot_work_is_said_before_anything_is_started(
         for arguments, problem in wrong:
             assert status_of(arguments) == 2, arguments
             assert problem in capsys.readouterr().err, arguments
+
+
+def test_a_folder_that_cannot_be_written_is_a_failure_that_says_why(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = save_model(folder / "tiny")
+
+    assert status_of(("serve", model, "--port", 0, f"run.dir={model}/config.json")) == 1
+
+    assert "a part of that path is a file" in capsys.readouterr().err
 
 
 def status_of(arguments: tuple[object, ...]) -> object:

@@ -92,13 +92,30 @@ def test_each_pool_answers_by_its_name_as_its_own_model(server: Server, folder: 
         message = talk["choices"][0]["message"]["content"]
         assert message == greedy_text(folder, model, chat, 20)
 
-    unnamed = server.complete(prompt=PROMPT, **body)
-    assert unnamed["model"] == "tiny"
-    assert [model["id"] for model in server.ask("/v1/models")[1]["data"]] == list(SEEDS)
+    for policy in ({}, {"model": "policy"}):
+        answer = server.complete(prompt=PROMPT, **policy, **body)
+        assert answer["model"] == "tiny"
+        assert answer["choices"][0]["text"] == greedy_text(folder, "tiny", plain, 20)
 
 
-def test_a_model_that_is_not_there_is_told_those_that_are(server: Server) -> None:
-    status, answer = server.ask(COMPLETIONS, {"prompt": PROMPT, "model": "jduge"})
+def test_models_are_described_together_and_each_by_its_names(server: Server) -> None:
+    models = server.ask("/v1/models")[1]["data"]
+
+    assert [model["id"] for model in models] == list(SEEDS)
+    for model in models:
+        assert server.ask(f"/v1/models/{model['id']}") == (200, model)
+        assert (model["object"], model["max_model_len"]) == ("model", 4096)
+    assert server.ask("/v1/models/policy") == (200, models[0])
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [(COMPLETIONS, {"prompt": PROMPT, "model": "jduge"}), ("/v1/models/some/jduge", None)],
+)
+def test_a_model_that_is_not_there_is_told_those_that_are(
+    server: Server, path: str, body: object
+) -> None:
+    status, answer = server.ask(path, body)
 
     assert status == 404
     assert answer["error"]["code"] == "model_not_found"
@@ -192,13 +209,14 @@ def test_one_prompt_can_be_asked_of_either(server: Server, folder: Path, tmp_pat
         for model in SEEDS
     }
     assert len(set(texts.values())) == 3
-    how = ("--pool", "judge", "--prompt", PROMPT, "--max-tokens", 20, "--temperature", 0)
+    how = ("--prompt", PROMPT, "--max-tokens", 20, "--temperature", 0)
 
-    asked = run_umbra(tmp_path, "generate", "--url", server.url, *how)
-    alone = run_umbra(folder, "generate", folder / "serve.toml", *how)
+    for pool, model in (("judge", "judge"), ("policy", "tiny")):
+        asked = run_umbra(tmp_path, "generate", "--url", server.url, *how, "--pool", pool)
+        alone = run_umbra(folder, "generate", folder / "serve.toml", *how, "--pool", pool)
 
-    assert (asked.returncode, asked.stdout) == (0, texts["judge"] + "\n"), asked.stderr
-    assert (alone.returncode, alone.stdout) == (0, texts["judge"] + "\n"), alone.stderr
+        assert (asked.returncode, asked.stdout) == (0, texts[model] + "\n"), asked.stderr
+        assert (alone.returncode, alone.stdout) == (0, texts[model] + "\n"), alone.stderr
 
 
 def test_what_cannot_be_served_is_said_before_anything_is_started(
@@ -211,9 +229,14 @@ def test_what_cannot_be_served_is_said_before_anything_is_started(
          "[pool] and [pools.tiny] both have a model 'tiny'"),
         (("serve", config, "pool.engine=vllm", f"pool.lora_adapters={{judge = '{folder}/tiny'}}"),
          "[pool] and [pools.judge] both have a model 'judge'"),
+        (("serve", config, "pool.engine=vllm", f"pool.lora_adapters={{policy = '{folder}/tiny'}}"),
+         "[pool] has two models 'policy'"),
+        (("generate", config, *ask, "--pool", "policy", "pools.judge.engine=vllm",
+          f"pools.judge.lora_adapters={{policy = '{folder}/tiny'}}"),
+         "[pool] and [pools.judge] both have a model 'policy'"),
         (("serve", config, "pools.judge.model_path=/none"), "pools.judge.model_path: no directory"),
         (("serve", config, f"pools.policy.model_path={folder}/judge"), "this name is taken"),
-        (("generate", config, *ask, "--pool", "jduge"), "there are: 'tiny', 'judge', 'referee'"),
+        (("generate", config, *ask, "--pool", "jduge"), "there are: 'policy', 'judge', 'referee'"),
         (("generate", config, *ask, "--pool", "judge", "--engine", "vlm"), "pools.judge.engine"),
         (("generate", config, "--prompt", "1" * 5000, "--pool", "judge"),
          "(pools.judge.max_context_len)"),

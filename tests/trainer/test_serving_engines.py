@@ -132,6 +132,7 @@ def test_an_adapter_of_the_policy_answers_by_its_name() -> None:
                 ("tiny", None),
                 ("critic", "tiny"),
             ]
+            assert server.ask("/v1/models/critic") == (200, models[1])
             assert server.end() == 0
 
 

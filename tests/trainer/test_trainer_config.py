@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import typing
@@ -198,8 +199,29 @@ def test_all_wrong_settings_are_named_at_once(config_file: Path) -> None:
 def test_a_missing_setting_is_named() -> None:
     values = {name: table for name, table in MINIMAL.items() if name != "model"}
 
-    with pytest.raises(ConfigError, match="model is missing"):
+    with pytest.raises(ConfigError, match=r"section \[model\] is missing"):
         parse_config(values)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"model": 3}, "model: should be a section, got 3"),
+        ({"pools": [3]}, "pools: should be a table, got a list"),
+        ({"pools": {"judge": 3}}, "pools.judge: should be a section, got 3"),
+        ({"model": {"path": 3}}, "model.path: should be a path, as text, got 3"),
+        ({"pool": {"count": {"x": 3}}}, "pool.count: input should be a valid integer, got a table"),
+        ({"train": {"steps": 1, "betas": 3}}, "train.betas: should be a list, got 3"),
+    ],
+)
+def test_a_wrong_type_is_said_without_words_of_python(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"config: {said}") + "$"):
+        parse_config(MINIMAL | values)
+
+
+def test_a_setting_in_the_config_files_place_is_told_its_own(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the config file comes before settings"):
+        load_config(tmp_path / "pool.count=2", ["config.toml"])
 
 
 def test_a_missing_file_names_its_absolute_path(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def test_a_run_learns_and_goes_on_with_another_number_of_ranks(folder: Path) -> 
     assert summary["accuracy_before"] is not None
     assert summary["accuracy_after"] is not None
     assert summary["reward_last"] > summary["reward_first"]
-    for name in ("report.html", "reward.png", "export/model.safetensors", "metrics.jsonl"):
+    for name in ("report.html", "metrics.png", "export/model.safetensors", "metrics.jsonl"):
         assert (folder / "run" / name).exists(), name
     steps = [row for row in read_metrics(folder / "run/metrics.jsonl") if "train/loss" in row]
     assert [row["step"] for row in steps] == [1, 2, 3, 4]

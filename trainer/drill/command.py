@@ -23,7 +23,7 @@ _PASSES: Final = {"two-engines": ["pool.count=2"], "one-engine": ["pool.count=1"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0 where every run passed, 1 where one did not, with the reasons on stderr."""
-    arguments = _parser().parse_args(argv)
+    arguments = _parser().parse_intermixed_args(argv)
     # As an exception, so that the training is ended too.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     print(f"drill: seed {arguments.seed}", flush=True)

@@ -25,6 +25,7 @@ from umbra.runtime.rollout.generator import Piece
 from umbra.runtime.session import Session
 from umbra.runtime.session_handles import SyncHandle
 from umbra.trainer.config import ServeConfig
+from umbra.trainer.files import check_writable
 from umbra.trainer.run_lock import RunLock
 from umbra.trainer.serving.choice import StepWriter
 from umbra.trainer.serving.model_text import ModelText
@@ -59,9 +60,9 @@ def serve(arguments: argparse.Namespace) -> int:
     pools = served_pools(config)
     host = arguments.host
     port = _free_port(host, arguments.port)
-    key = arguments.api_key or api_key()
+    key = api_key(arguments.api_key)
     run_dir = config.run.dir / "serve"
-    run_dir.mkdir(parents=True, exist_ok=True)
+    check_writable(run_dir, rank=0)
 
     def work(session: Session, front: SyncHandle) -> None:
         at_host, at_port = front.call("address")

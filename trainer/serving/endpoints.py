@@ -32,7 +32,7 @@ class Endpoints:
 
     def __init__(self, pools: Sequence[ServedPool]) -> None:
         self._pools = pools
-        self._by_model = {model: pool for pool in pools for model in pool.models}
+        self._by_name = {name: pool for pool in pools for name in pool.names}
 
     async def completion(self, body: object) -> Job:
         """A checked /v1/completions. Raises ApiError."""
@@ -76,6 +76,10 @@ class Endpoints:
         """GET /v1/models."""
         return {"object": "list", "data": [m for pool in self._pools for m in pool.describe()]}
 
+    def model(self, name: str) -> dict[str, Any]:
+        """GET /v1/models/NAME. Raises ApiError."""
+        return self._pool(name).describe_model(name)
+
     def health(self) -> tuple[bool, dict[str, Any]]:
         """Whether each pool can answer, if need be in its turn; and GET /health."""
         waiting = ", ".join(pool.model for pool in self._pools if not self._is_up(pool))
@@ -92,14 +96,15 @@ class Endpoints:
     # -- private -------------------------------------------------------------------------
 
     def _asked(self, request: SamplingRequest) -> ServedPool:
-        if request.model is None:
-            return self._pools[0]
-        pool = self._by_model.get(request.model)
+        return self._pools[0] if request.model is None else self._pool(request.model)
+
+    def _pool(self, name: str) -> ServedPool:
+        pool = self._by_name.get(name)
         if pool is None:
-            known = ", ".join(map(repr, self._by_model))
+            known = ", ".join(repr(model["id"]) for model in self.models()["data"])
             raise ApiError(
                 404,
-                f"there is no model {request.model!r} here; there are: {known}",
+                f"there is no model {name!r} here; there are: {known}",
                 param="model",
                 code="model_not_found",
             )

@@ -66,6 +66,7 @@ class HttpFront:
                 [
                     web.get("/health", self._health),
                     web.get("/v1/models", self._models),
+                    web.get("/v1/models/{name:.+}", self._model),
                     web.post("/v1/completions", self._completions),
                     web.post("/v1/chat/completions", self._chat),
                 ]
@@ -125,6 +126,9 @@ class HttpFront:
     async def _models(self, request: web.Request) -> web.Response:
         del request
         return web.json_response(self._endpoints.models())
+
+    async def _model(self, request: web.Request) -> web.Response:
+        return web.json_response(self._endpoints.model(request.match_info["name"]))
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         return await self._answer(request, await self._endpoints.completion(await _body(request)))

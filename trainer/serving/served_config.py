@@ -35,13 +35,13 @@ def read_serve_config(place: str, overrides: Sequence[str]) -> ServeConfig:
 
 
 def read_one_engine_config(
-    place: str, overrides: Sequence[str], model: str | None, engine: str | None
+    place: str, overrides: Sequence[str], name: str | None, engine: str | None
 ) -> tuple[ServeConfig, ServedPoolConfig]:
-    """For one engine of the pool with that model (None: the policy's), of another kind if given.
+    """For one engine of the pool of that name (None: the policy's), of another kind if given.
 
     Raises: as `read_serve_config` and `served_pools`.
     """
-    pool = _find_pool(read_serve_config(place, overrides), model)
+    pool = _find_pool(read_serve_config(place, overrides), name)
     more = [f"{pool.section}.count=1", "pool.update_waves=1"]
     if engine:
         more.append(f"{pool.section}.engine={engine}")
@@ -52,21 +52,27 @@ def served_pools(config: ServeConfig) -> list[ServedPoolConfig]:
     """The policy's pool and, by their names in the config, the further ones.
 
     Raises:
-        ConfigError: two would have the same name, adapters included.
+        ConfigError: two models would have the same name, adapters included.
         DataError: a model directory is not one.
     """
     pools = [_policy(config), *(_further(config, name) for name in config.pools)]
     sections: dict[str, str] = {}
     for pool in pools:
-        for model in pool.models:
-            if model in sections:
-                raise ConfigError(
-                    f"[{sections[model]}] and [{pool.section}] both have a model {model!r} for "
-                    "clients to ask for (the policy's is called as its directory, a pool's as the "
-                    "pool, an adapter by its own name): rename one of them"
-                )
-            sections[model] = pool.section
+        for name in pool.names:
+            if name in sections:
+                raise ConfigError(_name_conflict(name, sections[name], pool.section))
+            sections[name] = pool.section
     return pools
+
+
+def _name_conflict(name: str, first: str, second: str) -> str:
+    whose = f"[{first}] has two models"
+    if second != first:
+        whose = f"[{first}] and [{second}] both have a model"
+    return (
+        f"{whose} {name!r} for clients to ask for (the policy is called 'policy' and as its "
+        "directory, a pool of [pools] as the pool, an adapter by its own name): rename one of them"
+    )
 
 
 def pool_specs(config: ServeConfig) -> list[PoolSpec]:
@@ -82,19 +88,19 @@ def alone(config: ServeConfig, pool: str) -> PoolSpec:
     return replace(found, mode="standalone", shares_with="", max_wait_s=None)
 
 
-def _find_pool(config: ServeConfig, model: str | None) -> ServedPoolConfig:
-    """The one of this name; None: the policy's.
+def _find_pool(config: ServeConfig, name: str | None) -> ServedPoolConfig:
+    """The one of this name, its own or its model's; None: the policy's.
 
     Raises: as `served_pools`.
     """
     pools = served_pools(config)
-    if model is None:
+    if name is None:
         return pools[0]
     for pool in pools:
-        if pool.model == model:
+        if name in (pool.pool, pool.model):
             return pool
-    known = ", ".join(repr(pool.model) for pool in pools)
-    raise ConfigError(f"there is no pool {model!r} in this config; there are: {known}")
+    known = ", ".join(repr(pool.pool) for pool in pools)
+    raise ConfigError(f"there is no pool {name!r} in this config; there are: {known}")
 
 
 def _policy(config: ServeConfig) -> ServedPoolConfig:

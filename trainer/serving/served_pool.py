@@ -30,7 +30,7 @@ class ServedPoolConfig:
     """What is served by one pool.
 
     Attributes:
-        model: the name that clients call it by.
+        model: the name that clients call it by, besides the pool's own.
         model_path: its directory, for the tokenizer.
         section: of the config, that the pool is from.
         path_setting: where in the config the directory is said.
@@ -51,9 +51,19 @@ class ServedPoolConfig:
     trust_remote_code: bool = False
 
     @property
+    def pool(self) -> str:
+        """The pool's own name."""
+        return str(self.generator["pool"])
+
+    @property
     def models(self) -> list[str]:
-        """The names that it answers to."""
+        """What it answers as."""
         return [self.model, *self.adapters]
+
+    @property
+    def names(self) -> list[str]:
+        """What it may be asked by: its models, and the pool's own name for the first of them."""
+        return self.models if self.pool == self.model else [*self.models, self.pool]
 
     def open_text(self) -> ModelText:
         """Raises DataError, see `ModelText`."""
@@ -94,7 +104,8 @@ class ServedPool:
         self, config: ServedPoolConfig, context: ActorContext, note: Callable[[str], None]
     ) -> None:
         self.model = config.model
-        self.models = config.models
+        self.names = config.names
+        self._adapters = config.adapters
         settings = GeneratorConfig(**config.generator)
         self.takes_turns = settings.shares_memory
         self.generator = Generator(settings, context, note)
@@ -107,7 +118,7 @@ class ServedPool:
             await self.text.encode(prompt) if isinstance(prompt, str) else prompt
             for prompt in request.prompts
         ]
-        form = CompletionForm(self._asked(request), self.text.decode, request.wants_logprobs)
+        form = CompletionForm(self._model(request.model), self.text.decode, request.wants_logprobs)
         return self._job(request, prompts, request.max_tokens, form, "prompt")
 
     async def chat(self, request: ChatRequest) -> Job:
@@ -117,7 +128,7 @@ class ServedPool:
             prompt = await self.text.encode_chat(request.plain_messages, variables)
         except DataError as error:
             raise ApiError(400, str(error), param="messages") from error
-        form = ChatForm(self._asked(request), self.text.decode, request.logprobs)
+        form = ChatForm(self._model(request.model), self.text.decode, request.logprobs)
         return self._job(request, [prompt], request.budget, form, "messages")
 
     def choices(self, job: Job) -> list[AsyncGenerator[Step, None]]:
@@ -143,19 +154,25 @@ class ServedPool:
 
     def describe(self) -> list[dict[str, Any]]:
         """Its entries in the list of models."""
-        shared = {
+        return [self.describe_model(name) for name in (self.model, *self._adapters)]
+
+    def describe_model(self, name: str) -> dict[str, Any]:
+        """The entry of the model that answers to one of the pool's names."""
+        model = self._model(name)
+        return {
+            "id": model,
             "object": "model",
             "created": 0,
             "owned_by": "umbra",
             "max_model_len": self.generator.max_context_len,
+            **({"parent": self.model} if model in self._adapters else {}),
         }
-        beneath = {"parent": self.model}
-        return [{"id": m} | shared | (beneath if m != self.model else {}) for m in self.models]
 
     # -- private -------------------------------------------------------------------------
 
-    def _asked(self, request: SamplingRequest) -> str:
-        return request.model or self.model
+    def _model(self, name: str | None) -> str:
+        """The one that answers: an adapter, or the pool's model under whatever name."""
+        return name if name is not None and name in self._adapters else self.model
 
     def _job(
         self,
@@ -167,14 +184,14 @@ class ServedPool:
     ) -> Job:
         for prompt in prompts:
             self._check_length(prompt, budget, param)
-        model = self._asked(request)
+        model = self._model(request.model)
         sampling = Sampling(
             max_new_tokens=budget,
             temperature=request.temperature,
             stops=request.stops,
             stop_token_ids=sorted({*self.text.stop_token_ids, *request.stop_token_ids}),
             seed=request.seed,
-            lora="" if model == self.model else model,
+            lora=model if model in self._adapters else "",
         )
         tells_usage = request.stream_options.include_usage
         job = Job(self, prompts, request.n, sampling, form, request.stream, tells_usage)
