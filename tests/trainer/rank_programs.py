@@ -5,6 +5,7 @@ Arguments and results are umbra's wire values: plain data and numpy arrays.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
@@ -33,7 +34,7 @@ from umbra.trainer.optimizer import PolicyOptimizer
 from umbra.trainer.packed_attention import PACKED_ATTENTION, register_packed_attention
 from umbra.trainer.policy import Policy, Wrap
 from umbra.trainer.train_step import TrainStep
-from umbra.trainer.world import World, from_lead, limit_threads
+from umbra.trainer.world import World, agree_on_signal, from_lead, limit_threads
 
 GROUPS, GROUP_SIZE, MAX_NEW_TOKENS = 6, 4, 12
 # A large eps, because Adam divides by the gradient's own size: with the usual one, where a
@@ -337,3 +338,9 @@ def raise_on_lead(world: World) -> str:
         raise UmbraError("only rank 0 knows")
 
     return said_by(lambda: from_lead(world, fail))
+
+
+def signals_agreed_on(world: World) -> list[str]:
+    """What is made of a signal that rank 1 alone received, and of none."""
+    only_here = signal.SIGINT if world.rank == 1 else None
+    return [agree_on_signal(received) for received in (only_here, None)]
