@@ -5,6 +5,7 @@ Arguments and results are umbra's wire values: plain data and numpy arrays.
 
 from __future__ import annotations
 
+import shutil
 import signal
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -303,6 +304,12 @@ def save_many(world: World, folder: str, steps: list[int], keep: int) -> None:
     for step in steps:
         state = TrainerState(step=step, version=step, world_size=world.world_size, seed=0)
         store.save(state, policy.parameters, optimizer.adamw)
+
+
+def save_anew_cut_short(world: World, folder: str, step: int) -> str:
+    """Saves a step that has a checkpoint, and ends while that is removed; what is said."""
+    with patch.object(shutil, "rmtree", side_effect=OSError("cut short")):
+        return said_by(lambda: save_many(world, folder, [step], keep=2))
 
 
 def fail_to_save(world: World, folder: str) -> str:
