@@ -74,6 +74,10 @@ class RunDir:
     def plot(self) -> Path:
         return self.path / "reward.png"
 
+    def holds(self, checkpoint: Path) -> bool:
+        """Whether a checkpoint is one of this run's, however its path is written."""
+        return checkpoint.resolve().parent == self.checkpoints.resolve()
+
 
 def check_run_dir(run: RunSection, rank: int, incarnation: int) -> None:
     """Cheap checks that every rank makes before anything is started.

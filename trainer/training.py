@@ -179,7 +179,7 @@ class Trainer:
 
         Returns the newest version that was ever given: a number is not used again.
         """
-        is_own = resumed_from is not None and resumed_from.parent == self._place.checkpoints
+        is_own = resumed_from is not None and self._place.holds(resumed_from)
         position = state.ledger if is_own else ""
         timeout_s = self._config.pool.sync_timeout_s
         kept = rollouts.begin(state.step, state.version, position, timeout_s)

@@ -21,6 +21,7 @@ from umbra.trainer.notes import NoteBoard
 from umbra.trainer.progress import Progress, format_duration, format_step
 from umbra.trainer.report import reward_ends
 from umbra.trainer.run_dir import (
+    RunDir,
     VersionCounter,
     begin_run,
     check_run_dir,
@@ -266,6 +267,18 @@ def write_checkpoint(run_dir: Path, *, step: int, version: int) -> Path:
     (path / "trainer.json").write_text(json.dumps(asdict(state)))
     (path / "COMPLETE").touch()
     return path
+
+
+def test_a_runs_own_checkpoint_is_known_however_its_path_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    place = RunDir(Path("runs/a"))
+
+    for own in ("runs/a/checkpoints/step-1", f"{tmp_path}/runs/a/checkpoints/step-1"):
+        assert place.holds(Path(own))
+    assert place.holds(Path("runs/b/../a/checkpoints/step-1"))
+    assert not place.holds(Path("runs/b/checkpoints/step-1"))
 
 
 def test_versions_are_never_given_twice(tmp_path: Path) -> None:
