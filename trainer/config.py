@@ -287,7 +287,7 @@ class TrainSection(Section):
         export: write a Hugging Face directory at the end.
         seed: of data order and sampling.
         shutdown_grace_s: after SIGINT or SIGTERM, how long the step in progress may take to
-            end and be checkpointed.
+            end and be checkpointed. For 30 s and more give torchrun a longer --shutdown-timeout.
         device: "auto" is cuda where there is one.
     """
 
