@@ -82,6 +82,7 @@ class CheckpointStore:
         """
         target = self.folder / f"step-{state.step:06d}"
         from_lead(self._world, lambda: self._make_room(target))
+        _start_moments(optimizer)  # of parameters that have had no gradient: `load` asks for all
         tensors = _tensors(parameters, optimizer) | _random_state(self._world.rank)
         with _disk_trouble("write the checkpoint", target):
             _dcp.save(tensors, checkpoint_id=target)

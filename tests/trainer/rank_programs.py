@@ -261,6 +261,26 @@ def save_after_two_steps(world: World, folder: str) -> Arrays:
     return full_parameters(policy) | full_moments(policy, optimizer)
 
 
+def save_and_load_with_an_unused_parameter(world: World, folder: str) -> list[bool]:
+    """Whether what is loaded after a step is what was saved, for each tensor."""
+    kept: list[Arrays] = []
+    for is_first in (True, False):
+        model = make_model()
+        model.model.unused = torch.nn.Parameter(torch.ones(4))
+        policy = Policy(model, world.mesh, is_packed=False, compute_dtype=torch.float32)
+        train_step, optimizer = make_train_step(world, policy, TRAIN)
+        store = CheckpointStore(Path(folder), world, keep=2)
+        if is_first:
+            train_step.run(rank_batch(world, 0, 1), 0)
+            state = TrainerState(step=1, version=1, world_size=world.world_size, seed=0)
+            store.save(state, policy.parameters, optimizer.adamw)
+        else:
+            store.load(store.folder / "step-000001", policy.parameters, optimizer.adamw)
+        kept.append(full_parameters(policy) | full_moments(policy, optimizer))
+    saved, loaded = kept
+    return [np.array_equal(saved[name], loaded[name]) for name in loaded]
+
+
 def full_moments(policy: Policy, optimizer: PolicyOptimizer) -> Arrays:
     return {
         f"{name}.{kind}": whole(value)

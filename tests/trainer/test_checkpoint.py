@@ -53,6 +53,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
         "misfit": ["load_into_another_model", f"{place}/saved/step-000002"],
         "full": ["fail_to_save_on_full_disk", f"{place}/full"],
         "half": ["export_model", f"{place}/qwen3", f"{place}/half-export", "bfloat16"],
+        "unused": ["save_and_load_with_an_unused_parameter", f"{place}/unused"],
         "given up": ["save_many", f"{place}/back", [10, 20, 30, 40], 4],
         "back": ["save_many", f"{place}/back", [15, 17], 1],
         "first": ["save_many", f"{place}/anew", [1, 2], 2],
@@ -75,6 +76,10 @@ def test_what_two_ranks_saved_one_rank_loads_bit_for_bit(ran: Ran) -> None:
     assert any(name.endswith("exp_avg_sq") for name in before)
     for name, array in before.items():
         assert np.array_equal(array, after[name]), name
+
+
+def test_a_parameter_that_the_model_does_not_use_is_no_obstacle(ran: Ran) -> None:
+    assert all(ran.one["unused"])
 
 
 @pytest.mark.slow
