@@ -82,6 +82,7 @@ class CheckpointStore:
         """
         target = self.folder / f"step-{state.step:06d}"
         from_lead(self._world, lambda: self._make_room(target))
+        _start_moments(optimizer)  # of parameters that have had no gradient: `load` asks for all
         tensors = _tensors(parameters, optimizer) | _random_state(self._world.rank)
         with _disk_trouble("write the checkpoint", target):
             _dcp.save(tensors, checkpoint_id=target)
@@ -118,7 +119,7 @@ class CheckpointStore:
             self.folder.mkdir(parents=True, exist_ok=True)
             for path in self.folder.glob("step-*"):
                 if path == target or not is_complete(path):
-                    shutil.rmtree(path)
+                    _remove(path)
             target.mkdir()
 
     def _complete(self, target: Path, state: TrainerState) -> None:
@@ -128,9 +129,15 @@ class CheckpointStore:
             (target / _COMPLETE).touch()
             sync_folder(target)
             sync_folder(self.folder)
-            for path in complete_checkpoints(self.folder)[: -self._keep]:
-                (path / _COMPLETE).unlink()  # first, lest half a checkpoint looks whole
-                shutil.rmtree(path)
+            # Later ones are of a history that was given up: they do not count, and stay.
+            found = [path for path in complete_checkpoints(self.folder) if path <= target]
+            for path in found[: -self._keep]:
+                _remove(path)
+
+
+def _remove(path: Path) -> None:
+    (path / _COMPLETE).unlink(missing_ok=True)  # first, lest half a checkpoint looks whole
+    shutil.rmtree(path)
 
 
 def is_complete(path: Path) -> bool:

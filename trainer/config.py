@@ -37,8 +37,9 @@ class RunSection(Section):
     Attributes:
         dir: metrics, logs, checkpoints, report and summary.json are written here.
         resume: "never" starts anew; "auto" goes on from the newest complete checkpoint in
-            `dir` if there is one; otherwise the path of a checkpoint. A rank that torchrun
-            restarted always resumes.
+            `dir` if there is one; otherwise the path of a checkpoint, where one of another
+            directory's run brings its steps but begins with the data anew. Ranks that torchrun
+            restarted go on from the newest that the run has made.
         overwrite: a fresh start may replace what an earlier run left in `dir`.
         name: shown in progress and report; the directory's name where empty.
     """
@@ -287,7 +288,7 @@ class TrainSection(Section):
         export: write a Hugging Face directory at the end.
         seed: of data order and sampling.
         shutdown_grace_s: after SIGINT or SIGTERM, how long the step in progress may take to
-            end and be checkpointed.
+            end and be checkpointed. For 30 s and more give torchrun a longer --shutdown-timeout.
         device: "auto" is cuda where there is one.
     """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -42,8 +42,8 @@ def prepare_causal_lm(section: ModelSection, dtype: torch.dtype) -> PreparedMode
     They do where they are safetensors under the model's own names. What needs conversion, and
     what is not whole, is left to transformers, which loads all of it or says what is missing.
     """
-    is_packed = _prepare_attention(section)
-    model = _without_memory(section, dtype, is_packed)
+    model = _without_memory(section, dtype)
+    is_packed = _choose_attention(section, model)
     try:
         weights = StoredWeights(section.path)
         obstacle = _conversion(model, dtype) or weights.obstacle(model)
@@ -52,7 +52,10 @@ def prepare_causal_lm(section: ModelSection, dtype: torch.dtype) -> PreparedMode
     if not obstacle:
         return PreparedModel(model, is_packed, weights)
     logger.warning("every rank loads all weights of %s: %s", section.path, obstacle)
-    return PreparedModel(_from_pretrained(section, dtype, is_packed), is_packed, None)
+    model = _from_pretrained(section, dtype)
+    if is_packed:
+        _pack(model)
+    return PreparedModel(model, is_packed, None)
 
 
 def load_causal_lm(section: ModelSection, dtype: torch.dtype) -> tuple[nn.Module, bool]:
@@ -65,18 +68,11 @@ def load_causal_lm(section: ModelSection, dtype: torch.dtype) -> tuple[nn.Module
         DataError: no such directory, unreadable or incomplete weights.
         ConfigError: packed attention is asked for, and is not possible for this model.
     """
-    is_packed = _prepare_attention(section)
-    return _from_pretrained(section, dtype, is_packed), is_packed
+    model = _from_pretrained(section, dtype)
+    return model, _choose_attention(section, model)
 
 
-def _prepare_attention(section: ModelSection) -> bool:
-    is_packed = _choose_packed(section, read_model_config(section.path))
-    if is_packed:
-        register_packed_attention()
-    return is_packed
-
-
-def _without_memory(section: ModelSection, dtype: torch.dtype, is_packed: bool) -> nn.Module:
+def _without_memory(section: ModelSection, dtype: torch.dtype) -> nn.Module:
     """The model with its buffers, such as rotary frequencies, and parameters on the meta device."""
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
@@ -84,12 +80,12 @@ def _without_memory(section: ModelSection, dtype: torch.dtype, is_packed: bool) 
     config: Any = AutoConfig
     generation: Any = GenerationConfig
     trusts = {"trust_remote_code": section.trust_remote_code}
+    read_model_config(section.path)  # says better what is wrong
     try:
         with _parameters_on_meta():
             model = auto.from_config(
                 config.from_pretrained(str(section.path), local_files_only=True, **trusts),
                 dtype=dtype,
-                attn_implementation=_attention_name(is_packed),
                 **trusts,
             )
         if (section.path / "generation_config.json").exists():
@@ -128,48 +124,60 @@ def _conversion(model: nn.Module, dtype: torch.dtype) -> str:
     return ""
 
 
-def _attention_name(is_packed: bool) -> str:
-    return PACKED_ATTENTION if is_packed else "sdpa"
-
-
-def _choose_packed(section: ModelSection, raw: Mapping[str, Any]) -> bool:
+def _choose_attention(section: ModelSection, model: nn.Module) -> bool:
+    """Whether it is packed, for which the model is set up then."""
     if section.attention == "padded":
         return False
-    obstacle = _packing_obstacle(raw)
+    obstacle = _packing_obstacle(model)
     if obstacle and section.attention == "packed":
         raise ConfigError(
             f"model.attention = 'packed' is not possible for {section.path}: {obstacle}; use 'auto'"
         )
     if obstacle:
         logger.warning("attention is padded: %s", obstacle)
-    return not obstacle
+        return False
+    _pack(model)
+    return True
 
 
-def _packing_obstacle(raw: Mapping[str, Any]) -> str:
-    """Why packed attention would not be this model's attention; "" if it is."""
-    kinds = set(raw.get("layer_types") or ["full_attention"])
+def _pack(model: Any) -> None:
+    register_packed_attention()
+    model.set_attn_implementation(PACKED_ATTENTION)
+
+
+def _packing_obstacle(model: Any) -> str:
+    """Why samples in one row would see each other, or not what the model has them see; "" if not.
+
+    The model is asked, and not its config.json: what that leaves out its architecture adds.
+    """
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
         return f"it has layers of type {', '.join(sorted(kinds - {'full_attention'}))}"
-    uses_window = raw.get("use_sliding_window", raw.get("sliding_window") is not None)
-    if uses_window and raw.get("sliding_window") is not None:
+    window = getattr(config, "sliding_window", None)
+    if window is not None and getattr(config, "use_sliding_window", True):
         return "it uses sliding-window attention"
-    if raw.get("attn_logit_softcapping") is not None:
+    if getattr(config, "attn_logit_softcapping", None) is not None:
         return "it caps attention scores"
+    if any(isinstance(module, nn.Conv1d) for module in model.modules()):
+        return "it has layers that carry a state from token to token"
+    if not model._supports_attention_backend:
+        return "its attention cannot be exchanged"
     return ""
 
 
-def _from_pretrained(section: ModelSection, dtype: torch.dtype, is_packed: bool) -> nn.Module:
+def _from_pretrained(section: ModelSection, dtype: torch.dtype) -> nn.Module:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
     quiet: Any = transformers_logging
     quiet.disable_progress_bar()  # one bar a rank would draw over the training's own
     auto: Any = AutoModelForCausalLM
+    read_model_config(section.path)  # says better what is wrong
     try:
         model, report = auto.from_pretrained(
             str(section.path),
             dtype=dtype,
-            attn_implementation=_attention_name(is_packed),
             local_files_only=True,
             trust_remote_code=section.trust_remote_code,
             output_loading_info=True,

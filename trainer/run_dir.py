@@ -3,6 +3,7 @@
 run.dir/prompts.msgpack, eval_prompts.msgpack   tokenised data sets
 run.dir/metrics.jsonl, tensorboard/             numbers of each step
 run.dir/versions.jsonl                          weight versions and the steps they belong to
+run.dir/resumed.json                            the newest version when a checkpoint was named
 run.dir/checkpoints/                            see `umbra.trainer.checkpoint`
 run.dir/ledger/                                 every sample's history; `umbra ledger` shows it
 run.dir/export/                                 the trained model, Hugging Face format
@@ -21,12 +22,13 @@ from typing import BinaryIO, Final
 
 from umbra.runtime.errors import ConfigError
 from umbra.trainer.config import RunSection
-from umbra.trainer.files import check_writable, writing
+from umbra.trainer.files import check_writable, write_json, writing
 
 _EARLIER: Final = (
     "metrics.jsonl",
     "tensorboard",
     "versions.jsonl",
+    "resumed.json",
     "checkpoints",
     "ledger",
     "export",
@@ -61,12 +63,20 @@ class RunDir:
         return self.path / "versions.jsonl"
 
     @property
+    def resumed(self) -> Path:
+        return self.path / "resumed.json"
+
+    @property
     def report(self) -> Path:
         return self.path / "report.html"
 
     @property
     def plot(self) -> Path:
         return self.path / "metrics.png"
+
+    def holds(self, checkpoint: Path) -> bool:
+        """Whether a checkpoint is one of this run's, however its path is written."""
+        return checkpoint.resolve().parent == self.checkpoints.resolve()
 
 
 def check_run_dir(run: RunSection, rank: int, incarnation: int) -> None:
@@ -92,12 +102,10 @@ def begin_run(run: RunSection, incarnation: int) -> Path | None:
         ConfigError: `run.resume` names a checkpoint that is not there.
     """
     # Here, so that checking a config does not load torch.
-    from umbra.trainer.checkpoint import complete_checkpoints, read_trainer_state
+    from umbra.trainer.checkpoint import complete_checkpoints
 
     if run.resume not in ("never", "auto"):
-        path = Path(run.resume)
-        read_trainer_state(path)
-        return path
+        return _named_or_newer(run, incarnation)
     earlier: tuple[str, ...] = _EARLIER
     if run.resume == "auto" or incarnation > 1:
         found = complete_checkpoints(RunDir(run.dir).checkpoints)
@@ -112,6 +120,26 @@ def begin_run(run: RunSection, incarnation: int) -> Path | None:
             else:
                 path.unlink(missing_ok=True)
     return None
+
+
+def _named_or_newer(run: RunSection, incarnation: int) -> Path:
+    """The checkpoint that `run.resume` names; for ranks that torchrun restarted, the newest since.
+
+    Versions are not given twice, so those of checkpoints tell which are older: of this directory's
+    earlier runs, or of a history that was given up by naming this one.
+    """
+    from umbra.trainer.checkpoint import complete_checkpoints, read_trainer_state
+
+    place, named = RunDir(run.dir), Path(run.resume)
+    if incarnation > 1 and place.resumed.exists():
+        newest_then = int(json.loads(place.resumed.read_text(encoding="utf-8"))["version"])
+        for path in reversed(complete_checkpoints(place.checkpoints)):
+            if read_trainer_state(path).version > newest_then:
+                return path
+    else:
+        write_json(place.resumed, {"version": newest_version(place.versions)})
+    read_trainer_state(named)
+    return named
 
 
 class VersionCounter:

@@ -23,7 +23,15 @@ _MAX_KEPT_LOGITS: Final = 1 << 26
 # means adding up the head's gradient from more parts, which is bound by memory bandwidth.
 _MAX_CHUNK_LOGITS: Final = 1 << 28
 # Settings by which models change logits behind their head.
-_LOGIT_OPTIONS: Final = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+_LOGIT_OPTIONS: Final = (
+    "final_logit_softcapping",
+    "lm_head_multiplier",
+    "logit_scale",
+    "logits_scaling",
+    "logits_soft_cap",
+    "output_logit_soft_cap",
+    "unpadded_vocab_size",
+)
 
 
 def head_obstacle(model: nn.Module) -> str:

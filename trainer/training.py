@@ -34,7 +34,7 @@ from umbra.trainer.services import MANAGER, POOL, ServiceStarter, max_context_le
 from umbra.trainer.signals import StopSignals
 from umbra.trainer.tokenizer import PromptTokenizer, stop_token_ids
 from umbra.trainer.train_step import TrainStep
-from umbra.trainer.world import World, from_lead, pick_device
+from umbra.trainer.world import World, agree_on_signal, from_lead, pick_device
 
 # How long a rank that lost another one waits to be told which rank or process failed first. The
 # supervisor knows in milliseconds; a rank's own errors are announced so much later.
@@ -179,7 +179,7 @@ class Trainer:
 
         Returns the newest version that was ever given: a number is not used again.
         """
-        is_own = resumed_from is not None and resumed_from.parent == self._place.checkpoints
+        is_own = resumed_from is not None and self._place.holds(resumed_from)
         position = state.ledger if is_own else ""
         timeout_s = self._config.pool.sync_timeout_s
         kept = rollouts.begin(state.step, state.version, position, timeout_s)
@@ -242,13 +242,14 @@ class Trainer:
     def _leave_results(self, world: World, policy: Policy, journal: Journal, steps: int) -> None:
         """Export, summary, plot and report."""
         config = self._config
-        if config.train.export and not self._stop.requested:
+        stopped_by = agree_on_signal(self._stop.received)
+        if config.train.export and not stopped_by:
             export_policy(
                 policy, self._place.export, world, source=config.model.path, dtype=self._dtype
             )
-        from_lead(world, lambda: self._report(journal, steps))
+        from_lead(world, lambda: self._report(journal, steps, stopped_by))
 
-    def _report(self, journal: Journal, steps: int) -> None:
+    def _report(self, journal: Journal, steps: int, stopped_by: str) -> None:
         pools = [self._session.pool(name) for name in (POOL, *self._config.pools)]
         states = [state for pool in pools for state in pool.states()]
         summary = finish(
@@ -256,7 +257,7 @@ class Trainer:
             journal,
             steps=steps,
             engine_restarts=sum(int(state["num_restarts"]) for state in states),
-            stopped_by=self._stop.name,
+            stopped_by=stopped_by,
         )
         for line in closing_lines(summary):
             journal.note(line)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -116,6 +117,13 @@ def any_rank(flag: bool) -> bool:
     """Whether any rank says so. Collective."""
     vote = torch.tensor([int(flag)])
     return bool(sum_over_ranks(vote))
+
+
+def agree_on_signal(received: signal.Signals | None) -> str:
+    """The name of a signal that any rank has received, or "". Collective: it may have reached one
+    rank alone, or reach them while they ask."""
+    number = int(max_over_ranks(torch.tensor(int(received or 0))))
+    return signal.Signals(number).name if number else ""
 
 
 def barrier() -> None:

@@ -5,6 +5,8 @@ Arguments and results are umbra's wire values: plain data and numpy arrays.
 
 from __future__ import annotations
 
+import shutil
+import signal
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
@@ -33,7 +35,7 @@ from umbra.trainer.optimizer import PolicyOptimizer
 from umbra.trainer.packed_attention import PACKED_ATTENTION, register_packed_attention
 from umbra.trainer.policy import Policy, Wrap
 from umbra.trainer.train_step import TrainStep
-from umbra.trainer.world import World, from_lead, limit_threads
+from umbra.trainer.world import World, agree_on_signal, from_lead, limit_threads
 
 GROUPS, GROUP_SIZE, MAX_NEW_TOKENS = 6, 4, 12
 # A large eps, because Adam divides by the gradient's own size: with the usual one, where a
@@ -259,6 +261,26 @@ def save_after_two_steps(world: World, folder: str) -> Arrays:
     return full_parameters(policy) | full_moments(policy, optimizer)
 
 
+def save_and_load_with_an_unused_parameter(world: World, folder: str) -> list[bool]:
+    """Whether what is loaded after a step is what was saved, for each tensor."""
+    kept: list[Arrays] = []
+    for is_first in (True, False):
+        model = make_model()
+        model.model.unused = torch.nn.Parameter(torch.ones(4))
+        policy = Policy(model, world.mesh, is_packed=False, compute_dtype=torch.float32)
+        train_step, optimizer = make_train_step(world, policy, TRAIN)
+        store = CheckpointStore(Path(folder), world, keep=2)
+        if is_first:
+            train_step.run(rank_batch(world, 0, 1), 0)
+            state = TrainerState(step=1, version=1, world_size=world.world_size, seed=0)
+            store.save(state, policy.parameters, optimizer.adamw)
+        else:
+            store.load(store.folder / "step-000001", policy.parameters, optimizer.adamw)
+        kept.append(full_parameters(policy) | full_moments(policy, optimizer))
+    saved, loaded = kept
+    return [np.array_equal(saved[name], loaded[name]) for name in loaded]
+
+
 def full_moments(policy: Policy, optimizer: PolicyOptimizer) -> Arrays:
     return {
         f"{name}.{kind}": whole(value)
@@ -304,6 +326,12 @@ def save_many(world: World, folder: str, steps: list[int], keep: int) -> None:
         store.save(state, policy.parameters, optimizer.adamw)
 
 
+def save_anew_cut_short(world: World, folder: str, step: int) -> str:
+    """Saves a step that has a checkpoint, and ends while that is removed; what is said."""
+    with patch.object(shutil, "rmtree", side_effect=OSError("cut short")):
+        return said_by(lambda: save_many(world, folder, [step], keep=2))
+
+
 def fail_to_save(world: World, folder: str) -> str:
     """What is said when a checkpoint cannot be written."""
     return said_by(lambda: save_many(world, folder, [1], keep=1))
@@ -337,3 +365,9 @@ def raise_on_lead(world: World) -> str:
         raise UmbraError("only rank 0 knows")
 
     return said_by(lambda: from_lead(world, fail))
+
+
+def signals_agreed_on(world: World) -> list[str]:
+    """What is made of a signal that rank 1 alone received, and of none."""
+    only_here = signal.SIGINT if world.rank == 1 else None
+    return [agree_on_signal(received) for received in (only_here, None)]

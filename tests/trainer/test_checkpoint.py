@@ -53,6 +53,11 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
         "misfit": ["load_into_another_model", f"{place}/saved/step-000002"],
         "full": ["fail_to_save_on_full_disk", f"{place}/full"],
         "half": ["export_model", f"{place}/qwen3", f"{place}/half-export", "bfloat16"],
+        "unused": ["save_and_load_with_an_unused_parameter", f"{place}/unused"],
+        "given up": ["save_many", f"{place}/back", [10, 20, 30, 40], 4],
+        "back": ["save_many", f"{place}/back", [15, 17], 1],
+        "first": ["save_many", f"{place}/anew", [1, 2], 2],
+        "anew": ["save_anew_cut_short", f"{place}/anew", 2],
     }
     run = DistributedWorld(tmp_path_factory.mktemp("worlds"))
     return Ran(
@@ -71,6 +76,10 @@ def test_what_two_ranks_saved_one_rank_loads_bit_for_bit(ran: Ran) -> None:
     assert any(name.endswith("exp_avg_sq") for name in before)
     for name, array in before.items():
         assert np.array_equal(array, after[name]), name
+
+
+def test_a_parameter_that_the_model_does_not_use_is_no_obstacle(ran: Ran) -> None:
+    assert all(ran.one["unused"])
 
 
 @pytest.mark.slow
@@ -98,6 +107,18 @@ def test_the_newest_checkpoints_stay_and_rests_of_interrupted_saves_go(ran: Ran)
 
     assert sorted(path.name for path in folder.iterdir()) == ["step-000020", "step-000030"]
     assert [path.name for path in complete_checkpoints(folder)] == ["step-000020", "step-000030"]
+
+
+def test_a_new_checkpoint_stays_beside_later_ones_of_a_history_given_up(ran: Ran) -> None:
+    found = [path.name for path in complete_checkpoints(ran.folder / "back")]
+
+    assert found == ["step-000017", "step-000020", "step-000030", "step-000040"]
+
+
+def test_a_checkpoint_that_is_half_replaced_is_not_complete(ran: Ran) -> None:
+    assert "cut short" in ran.one["anew"]
+    found = complete_checkpoints(ran.folder / "anew")
+    assert [path.name for path in found] == ["step-000001"]
 
 
 def test_saving_where_nothing_can_be_written_says_so_on_every_rank(ran: Ran) -> None:

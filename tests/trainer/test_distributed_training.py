@@ -148,3 +148,9 @@ def test_an_error_on_rank_0_is_every_ranks_error(distributed_world: DistributedW
     said = distributed_world(run_all, {"error": ["raise_on_lead"]}, num_ranks=2)
 
     assert said == [{"error": "UmbraError: only rank 0 knows"}] * 2
+
+
+def test_a_signal_to_one_rank_is_every_ranks_signal(distributed_world: DistributedWorld) -> None:
+    agreed = distributed_world(run_all, {"signals": ["signals_agreed_on"]}, num_ranks=2)
+
+    assert agreed == [{"signals": ["SIGINT", ""]}] * 2

@@ -10,10 +10,22 @@ from typing import Any
 import pytest
 import torch
 from training_models import make_model, save_model
+from transformers import AutoModelForCausalLM, Lfm2Config, MambaConfig
 
 from umbra.runtime.errors import ConfigError, DataError
 from umbra.trainer.config import ModelSection
-from umbra.trainer.model import load_causal_lm
+from umbra.trainer.model import (
+    _packing_obstacle,  # pyright: ignore[reportPrivateUsage]
+    load_causal_lm,
+)
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
 def change_config(folder: Path, **changes: Any) -> None:
@@ -48,6 +60,38 @@ def test_sliding_windows_are_left_to_the_model(
     torch.testing.assert_close(model(tokens).logits, expected)
     with pytest.raises(ConfigError, match=r"model.attention = 'packed' is not possible"):
         load_causal_lm(ModelSection(path=tmp_path, attention="packed"), torch.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (Lfm2Config(**SMALL, full_attn_idxs=[1]), "layers of type conv"),
+        (MambaConfig(**SMALL, state_size=4), "layers of type linear_attention"),
+    ],
+    ids=["lfm2", "mamba"],
+)
+def test_what_is_not_only_attention_is_not_packed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, config: Any, why: str
+) -> None:
+    auto: Any = AutoModelForCausalLM
+    auto.from_config(config).save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    written.pop("layer_types", None)  # which older files leave to the architecture
+    (tmp_path / "config.json").write_text(json.dumps(written))
+
+    _, is_packed = load_causal_lm(ModelSection(path=tmp_path), torch.float32)
+
+    assert not is_packed
+    assert why in caplog.text
+
+
+def test_a_state_shows_though_no_config_tells_of_it() -> None:
+    model = make_model()
+    assert _packing_obstacle(model) == ""
+    model.model.layers[0].mixer = torch.nn.Conv1d(1, 1, 2)  # as a model with code of its own may
+
+    assert "carry a state from token to token" in _packing_obstacle(model)
 
 
 def test_incomplete_weights_are_named(tmp_path: Path) -> None:

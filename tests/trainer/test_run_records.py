@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from umbra.runtime.errors import ConfigError
+from umbra.trainer.checkpoint import TrainerState
 from umbra.trainer.config import RunSection, TrainerConfig
 from umbra.trainer.config_file import parse_config
 from umbra.trainer.files import RunDirectoryError, check_writable, write_text, writing
@@ -19,6 +21,7 @@ from umbra.trainer.notes import NoteBoard
 from umbra.trainer.progress import Progress, format_duration, format_step
 from umbra.trainer.report import reward_ends
 from umbra.trainer.run_dir import (
+    RunDir,
     VersionCounter,
     begin_run,
     check_run_dir,
@@ -238,6 +241,44 @@ def test_auto_resumes_from_the_newest_complete_checkpoint(tmp_path: Path) -> Non
 def test_a_named_checkpoint_must_be_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="step-9 does not exist"):
         begin_run(RunSection(dir=tmp_path, resume=str(tmp_path / "step-9")), incarnation=1)
+
+
+def test_ranks_restarted_after_a_named_checkpoint_go_on_from_those_made_since(
+    tmp_path: Path,
+) -> None:
+    named = write_checkpoint(tmp_path, step=2, version=3)
+    write_checkpoint(tmp_path, step=9, version=10)  # of the history that is given up
+    (tmp_path / "versions.jsonl").write_text('{"version": 11, "step": 10}\n')
+    run = RunSection(dir=tmp_path, resume=str(named))
+
+    assert begin_run(run, incarnation=1) == named
+    assert begin_run(run, incarnation=2) == named
+    newer = write_checkpoint(tmp_path, step=4, version=14)
+    assert begin_run(run, incarnation=2) == newer
+    assert begin_run(run, incarnation=3) == newer
+    assert begin_run(run, incarnation=1) == named
+
+
+def write_checkpoint(run_dir: Path, *, step: int, version: int) -> Path:
+    """One without tensors."""
+    path = run_dir / "checkpoints" / f"step-{step:06d}"
+    path.mkdir(parents=True)
+    state = TrainerState(step=step, version=version, world_size=1, seed=0)
+    (path / "trainer.json").write_text(json.dumps(asdict(state)))
+    (path / "COMPLETE").touch()
+    return path
+
+
+def test_a_runs_own_checkpoint_is_known_however_its_path_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    place = RunDir(Path("runs/a"))
+
+    for own in ("runs/a/checkpoints/step-1", f"{tmp_path}/runs/a/checkpoints/step-1"):
+        assert place.holds(Path(own))
+    assert place.holds(Path("runs/b/../a/checkpoints/step-1"))
+    assert not place.holds(Path("runs/b/checkpoints/step-1"))
 
 
 def test_versions_are_never_given_twice(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, GraniteConfig
 
 from umbra.trainer.packed_attention import PACKED_ATTENTION, register_packed_attention
 from umbra.trainer.policy import _Scorer  # pyright: ignore[reportPrivateUsage]
-from umbra.trainer.scoring import score_hidden
+from umbra.trainer.scoring import head_obstacle, score_hidden
 
 NUM_TOKENS, HIDDEN, VOCAB = 53, 16, 300
 CHUNK = 7  # tokens; does not divide 53
@@ -142,6 +142,15 @@ def test_a_model_that_changes_its_logits_is_taken_at_its_word(
         wanted = torch.tensor(completion)
         expected.append(every[len(prompt) - 1 : -1].gather(1, wanted[:, None])[:, 0])
     torch.testing.assert_close(logprobs, torch.cat(expected), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("option", ["lm_head_multiplier", "logits_soft_cap"])
+def test_what_a_config_does_to_logits_is_no_plain_head(option: str) -> None:
+    model = make_model()
+    assert head_obstacle(model) == ""
+    setattr(model.config, option, 0.5)
+
+    assert head_obstacle(model) == f"the model sets {option}"
 
 
 def granite_model(packed: bool) -> Any:
