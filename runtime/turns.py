@@ -4,7 +4,8 @@
     guest  a judge or the like, which has its turn when it has requests and
 
              - the host has nothing to do, or
-             - it has waited for `max_wait_s`
+             - it has waited for `max_wait_s`, and the host has had the memory for as long as the
+               most impatient of those who wait allows: also between the turns of several guests
 
 The holder keeps the memory as long as nobody else has a use for it. Else a guest's turn ends when
 it has no requests left, or after `max_turn_s`; it then waits anew. While the host is reserved (the
@@ -82,8 +83,10 @@ class TurnTaking:
 
     def begin(self, pool: str, now: float) -> None:
         """The pool has the memory from now on."""
+        if pool == self.holder:
+            return
         last = self._pools[self.holder]
-        if pool != self.holder and last.has_work:
+        if last.has_work:
             last.since = now
         self.holder, self._began_at = pool, now
 
@@ -105,13 +108,19 @@ class TurnTaking:
             times.append(host.since + LINGER_S)
             if times[0] <= now:
                 return Decision(longest_first[0])
+        limits = {
+            name: limit_s
+            for name in waiting
+            if (limit_s := self._rules[name].max_wait_s) is not None
+        }
+        hosts_until = self._began_at + min(limits.values(), default=0.0)
         for name in longest_first:
-            since, max_wait_s = waiting[name], self._rules[name].max_wait_s
-            if max_wait_s is None:
+            if name not in limits:
                 continue
-            if since + max_wait_s <= now:
+            due_at = max(waiting[name] + limits[name], hosts_until)
+            if due_at <= now:
                 return Decision(name)
-            times.append(since + max_wait_s)
+            times.append(due_at)
         return Decision(self.host, min(times, default=None))
 
     def _of_guest(self, guest: str, now: float) -> Decision:

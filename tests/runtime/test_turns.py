@@ -123,6 +123,34 @@ def test_of_judges_that_waited_too_long_the_longest_comes_first() -> None:
     assert turns.decide(10.0) == Decision("b")
 
 
+def test_a_busy_policy_has_its_time_between_the_turns_of_two_busy_judges() -> None:
+    turns = shared(max_wait_s=5.0, max_turn_s=20.0, guests=("a", "b"))
+    turns.report("a", True, 0.0)
+    turns.report("b", True, 1.0)
+    turns.begin("a", 5.0)
+    assert turns.decide(25.0) == Decision("policy")
+
+    turns.begin("policy", 25.0)
+    turns.begin("policy", 27.0)  # a sync: it stays its turn
+
+    assert turns.decide(28.0) == Decision("policy", 30.0)
+    assert turns.decide(30.0) == Decision("b")
+
+
+def test_a_patient_judge_comes_first_where_it_waited_longer_than_an_impatient_one() -> None:
+    turns = shared(max_wait_s=10.0, max_turn_s=20.0)
+    turns.add("hasty", TurnRules(max_wait_s=1.0, max_turn_s=20.0))
+    turns.report("judge", True, 0.0)
+    turns.report("hasty", True, 0.0)
+    assert turns.decide(1.0) == Decision("hasty")
+    turns.begin("hasty", 1.0)
+
+    turns.begin("policy", 21.0)
+
+    assert turns.decide(21.0) == Decision("policy", 22.0)
+    assert turns.decide(22.0) == Decision("judge")
+
+
 class TurnMachine(RuleBasedStateMachine):
     """Any reports at any time; who carries decisions out does so at once."""
 
