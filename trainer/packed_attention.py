@@ -2,7 +2,7 @@
 
 transformers hands every layer's queries, keys and values, and passes `packed` through from the
 model's call, so it works for any model that uses its attention interface with plain causal
-attention. L: packed rows; H, H_kv: heads; D: head dimension; B, C, K as in `packing`.
+attention. L: packed rows; H, H_kv: heads; D, D_v: their size; B, C, K as in `packing`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from umbra.runtime.errors import ConfigError
 from umbra.trainer.packing import AttentionBlock, PackedInputs, VarlenLayout
 
 PACKED_ATTENTION: Final = "umbra_packed"
+_CHANGES_SCORES: Final = ("s_aux", "softcap", "sliding_window")  # where it is not None
 
 
 def register_packed_attention() -> None:
@@ -37,10 +39,20 @@ def packed_attention(
     *,
     packed: PackedInputs,
     scaling: float | None = None,
-    **_: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
-    """[1, H, L, D] queries and [1, H_kv, L, D] keys and values to [1, L, H, D]."""
+    """[1, H, L, D] queries and keys and [1, H_kv, L, D_v] values to [1, L, H, D_v].
+
+    Raises:
+        ConfigError: the model's attention is not the plain one.
+    """
     assert attention_mask is None, "packed rows carry their own masks"
+    for name in _CHANGES_SCORES:
+        if options.get(name) is not None:
+            raise ConfigError(
+                f"{type(module).__name__} gives its attention {name}, which packed attention does "
+                "not know; set model.attention = 'padded'"
+            )
     queries = _rows(query)  # [L, H * D]
     keys, values = _rows(key), _rows(value)  # [L, H_kv * D]
     heads = (query.shape[1], key.shape[1])
@@ -48,7 +60,7 @@ def packed_attention(
         output = _attend_varlen(packed.varlen, queries, keys, values, heads, scaling)
     else:
         output = _blocks_uncompiled(packed, queries, keys, values, heads, scaling)
-    return output.view(1, query.shape[2], query.shape[1], query.shape[3]), None
+    return output.view(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 
 def _rows(heads_first: Tensor) -> Tensor:

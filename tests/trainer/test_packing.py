@@ -12,9 +12,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from training_models import listed, make_model
 
+from umbra.runtime.errors import ConfigError
 from umbra.trainer.batch import MicroBatchBuilder, RankBatch
-from umbra.trainer.packed_attention import PACKED_ATTENTION, register_packed_attention
-from umbra.trainer.packing import Sample, pack, packing_order
+from umbra.trainer.packed_attention import (
+    PACKED_ATTENTION,
+    packed_attention,
+    register_packed_attention,
+)
+from umbra.trainer.packing import PackedInputs, Sample, pack, packing_order
 from umbra.trainer.policy import _Scorer  # pyright: ignore[reportPrivateUsage]
 
 CPU = torch.device("cpu")
@@ -80,7 +85,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen2"])
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen2", "deepseek-v3"])
 @pytest.mark.parametrize("packed", [True, False])
 def test_scores_and_gradients_are_those_of_the_model(kind: str, case: str, packed: bool) -> None:
     batch = make_batch(random_samples(1, *CASES[case]))
@@ -102,6 +107,19 @@ def test_scores_and_gradients_are_those_of_the_model(kind: str, case: str, packe
     (gradient,) = torch.autograd.grad(logprobs.sum(), weight)
     (exact,) = torch.autograd.grad(wanted.sum(), weight)
     torch.testing.assert_close(gradient, exact, atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("option", ["s_aux", "softcap", "sliding_window"])
+def test_what_packed_attention_does_not_do_is_refused(option: str) -> None:
+    (micro_batch,) = builder(packed=True).build(make_batch(random_samples(1, [3], [2, 5], 2)))
+    packed = micro_batch.inputs
+    assert isinstance(packed, PackedInputs)
+    heads = torch.randn(1, 2, 10, 8)
+
+    with pytest.raises(ConfigError, match=f"gives its attention {option}"):
+        packed_attention(
+            torch.nn.Identity(), heads, heads, heads, None, packed=packed, **{option: 1}
+        )
 
 
 def test_advantages_follow_their_samples_into_packing_order() -> None:

@@ -9,7 +9,14 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 CHARS = "0123456789abcdefghijklmnopqrstuvwxyz +-=?"
 EOS, PAD = 1, 0
@@ -44,10 +51,20 @@ def make_model(kind: str = "qwen3", seed: int = 0, **changes: Any) -> Any:
     """A random model in float32, on the CPU."""
     base = _BASE | changes
     qwen3: dict[str, Any] = {"head_dim": 8, "tie_word_embeddings": True} | base
+    latent: dict[str, Any] = {  # values have another size than queries
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 6,
+        "first_k_dense_replace": 2,  # no experts
+    }
     configs: dict[str, Any] = {
         "qwen3": lambda: Qwen3Config(**qwen3),
         "qwen2": lambda: Qwen2Config(**base),
         "llama": lambda: LlamaConfig(**base),
+        "deepseek-v3": lambda: DeepseekV3Config(**(base | latent)),
         "mistral-window": lambda: MistralConfig(**base, sliding_window=4),
     }
     torch.default_generator.manual_seed(seed)
