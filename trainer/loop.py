@@ -92,9 +92,7 @@ class TrainingLoop:
         else:
             self._publish()
             self._evaluate(is_last=True)
-        if self._offload.is_away:  # the same on every rank
-            self._sleep_engines()
-            self._offload.bring_back()
+            self._take_memory_back()  # for the export
         self.save()
 
     def _do_step(self) -> dict[str, float] | None:
@@ -169,6 +167,11 @@ class TrainingLoop:
             self._pool.sleep(2)
         any_rank(False)  # no rank takes memory before the engines gave theirs back
 
+    def _take_memory_back(self) -> None:
+        if self._offload.is_away:  # the same on every rank
+            self._sleep_engines()
+            self._offload.bring_back()
+
     def _evaluate(self, *, is_last: bool = False) -> None:
         """Scores the held-out prompts; a signal ends it without a result."""
         if self._config.data.eval is None:
@@ -189,6 +192,7 @@ class TrainingLoop:
         """Checkpoints the state after the last step, unless that has been done. Collective."""
         if self.step == self._saved_step:
             return
+        self._take_memory_back()
         is_lead = self._world.is_lead
         state = TrainerState(
             step=self.step,
