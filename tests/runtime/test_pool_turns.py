@@ -392,3 +392,33 @@ def test_what_no_engine_can_do_is_refused_and_kills_none(umbra_session: Session)
         pool.pause("gently")
 
     assert (pool.states()[0]["state"], pool.states()[0]["incarnation"]) == ("SERVING", 1)
+
+
+def test_a_pool_whose_creator_died_meanwhile_is_created_for_the_next(
+    umbra_session: Session,
+) -> None:
+    settings = spec("policy", **slow(end_s=1.0))
+
+    give_up_at(umbra_session, "create_pool", settings.to_wire(), after_s=0.1)
+    pool = umbra_session.create_pool(settings)
+
+    assert pool.states()[0]["state"] == "SERVING"
+
+
+def test_a_sleep_that_was_refused_keeps_nobody_from_a_turn(
+    umbra_session_factory: SessionFactory,
+) -> None:
+    shared = Shared(umbra_session_factory)
+    policy = shared.session.pool("policy")
+    shared.has_work("policy", False)
+
+    with pytest.raises(EngineError, match="sleep at level 1"):
+        policy.sleep(2)
+    shared.has_work("judge", True)
+    shared.wait_for("ASLEEP", "SERVING")
+    policy.sleep(1)
+    with pytest.raises(RemoteError, match="unknown wake tags"):
+        policy.wake(["optimizer"])
+
+    time.sleep(0.3)  # nothing is to happen
+    assert shared.state("judge") == "ASLEEP"
