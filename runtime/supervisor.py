@@ -103,7 +103,8 @@ class Supervisor:
         Their weights mean nothing any more, so they wait for a sync of the new ranks.
         """
         logger.info("the ranks were restarted (incarnation %d)", incarnation)
-        self._ranks.start_over(incarnation)
+        for rank in self._ranks.start_over(incarnation):
+            self._end_syncs_of(rank)
         if self._started_over.is_set():  # else it is under way for ranks that ended again
             self._started_over.clear()
             self._tasks.create_task(self._stop_all_but_engines(), name="start-over")
@@ -146,8 +147,7 @@ class Supervisor:
 
     def _on_rank_gone(self, gone: AttachedRank, local_world_size: int, may_restart: bool) -> None:
         if not self._ranks.has_said_farewell(gone.rank):
-            for pool in self._pools.all():
-                pool.sync.rank_lost(gone.rank)
+            self._end_syncs_of(gone.rank)
             self._ranks.fail(
                 f"rank {gone.rank}",
                 f"its process (pid {gone.pid}) went away without a word: it was killed (out of "
@@ -161,6 +161,10 @@ class Supervisor:
             is_over = self._ranks.num_farewells >= local_world_size
         if is_over:
             self.over.set()
+
+    def _end_syncs_of(self, lost_rank: int) -> None:
+        for pool in self._pools.all():
+            pool.sync.rank_lost(lost_rank)
 
     # -- actors --------------------------------------------------------------------------
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
@@ -105,3 +107,33 @@ def test_engines_of_a_sync_that_is_being_undone_stay_warm(
     assert states == [("PENDING_WEIGHTS", 1)]
     log = (umbra_session_factory.run_dirs[0] / "logs" / "supervisor.log").read_text()
     assert "killing" not in log
+
+
+async def restart_before_the_last_has_gone(supervisor: ActorRef, last_pid: int) -> list[str]:
+    """Rank 1 of the first incarnation ends once rank 0 of the second is attached; what the latter
+    is told until its farewell."""
+    told: list[str] = []
+    async with Client(supervisor.node_id) as client, asyncio.timeout(20.0):
+        handle = client.handle(supervisor)
+        old = handle.stream("attach", 1, 2, last_pid, 1, True, timeout_s=None)
+        new = handle.stream("attach", 0, 1, os.getpid(), 2, True, timeout_s=None)
+        async with old as old_events:
+            await anext(old_events)
+            async with new as events:
+                told.append((await anext(events))["kind"])
+                os.kill(last_pid, signal.SIGKILL)
+                async for _ in old_events:
+                    pass
+                await handle.call("detach", 0)
+                told += [event["kind"] async for event in events]
+    return told
+
+
+def test_a_rank_that_goes_after_the_restart_does_not_fail_the_next_ones(
+    umbra_session_factory: SessionFactory,
+) -> None:
+    session = umbra_session_factory()
+    with subprocess.Popen(["sleep", "60"]) as last:
+        told = asyncio.run(restart_before_the_last_has_gone(supervisor_of(session), last.pid))
+
+    assert told == ["attached"]
