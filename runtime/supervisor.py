@@ -21,7 +21,7 @@ import zmq
 
 from umbra.runtime.actor import ActorSpec
 from umbra.runtime.attached_ranks import AttachedRank, AttachedRanks
-from umbra.runtime.errors import ActorNotFound, ConfigError, DeadlineExceeded
+from umbra.runtime.errors import ActorNotFound, ConfigError, DeadlineExceeded, MailboxClosed
 from umbra.runtime.lifecycle import SleepLevel, Tag
 from umbra.runtime.node_pools import NodePools
 from umbra.runtime.pools import EnginePool, PoolSpec
@@ -236,6 +236,8 @@ class Supervisor:
             del self._actors[actor.spec.name]
 
     def _start(self, spec: ActorSpec, may_start: asyncio.Event | None = None) -> SupervisedActor:
+        if self.over.is_set():  # nobody would stop it
+            raise MailboxClosed(f"the job is over: {spec.name!r} is not started any more")
         known = self._actors.get(spec.name)
         if known is not None and not known.ended.is_set():
             raise ConfigError(f"an actor named {spec.name!r} exists already: choose another name")

@@ -18,6 +18,7 @@ import torch
 from actor_specs import actor
 
 from umbra.runtime.collective import SessionSync
+from umbra.runtime.errors import MailboxClosed
 from umbra.runtime.pools import PoolSpec
 from umbra.runtime.rpc.client import Client
 from umbra.runtime.rpc.ref import ActorRef
@@ -137,3 +138,21 @@ def test_a_rank_that_goes_after_the_restart_does_not_fail_the_next_ones(
         told = asyncio.run(restart_before_the_last_has_gone(supervisor_of(session), last.pid))
 
     assert told == ["attached"]
+
+
+async def spawn_once_it_is_over(supervisor: ActorRef) -> None:
+    async with Client(supervisor.node_id) as client, asyncio.timeout(20.0):
+        handle = client.handle(supervisor)
+        await handle.call("detach", 0)
+        await handle.call("spawn", actor("Echo").to_wire(), timeout_s=20.0)
+
+
+def test_what_is_spawned_while_the_job_ends_does_not_hold_it_up(
+    umbra_session_factory: SessionFactory,
+) -> None:
+    session = umbra_session_factory()
+    stubborn = session.spawn(actor("Echo", grace_s=2.0))
+    stubborn.call("ignore_sigterm")
+
+    with pytest.raises(MailboxClosed, match="the job is over"):
+        asyncio.run(spawn_once_it_is_over(supervisor_of(session)))
