@@ -232,7 +232,7 @@ def test_an_engine_wakes_though_who_asked_it_to_is_gone(umbra_session: Session) 
     give_up_at(umbra_session, "pool_wake", "policy", ["weights", "kv_cache"], 30.0, after_s=0.3)
 
     assert pool.states()[0]["state"] == "WAKING"
-    pool.resume()  # which waits for that
+    pool.resume(timeout_s=30)  # which waits for that
     assert pool.states()[0]["state"] == "SERVING"
 
 
