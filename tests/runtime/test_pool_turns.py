@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -422,3 +423,21 @@ def test_a_sleep_that_was_refused_keeps_nobody_from_a_turn(
 
     time.sleep(0.3)  # nothing is to happen
     assert shared.state("judge") == "ASLEEP"
+
+
+def test_work_for_a_judge_that_waits_to_be_started_is_heard_of(umbra_session: Session) -> None:
+    names = ("judge", "second")
+    sharing = {"mode": "colocated", "shares_with": "policy", "max_wait_s": 0.1, "max_turn_s": 0.3}
+    with ThreadPoolExecutor(len(names)) as threads:
+        starts = [
+            threads.submit(umbra_session.create_pool, spec(name, **sharing), others_s=20.0)
+            for name in names
+        ]
+        wait_until(lambda: bool(umbra_session.supervisor_call("list_actors")))  # of the first
+        for name in names:
+            umbra_session.supervisor_call("pool_has_work", name, True)
+        for start in starts:
+            start.result()
+
+    for name in names:
+        wait_until(lambda name=name: umbra_session.pool(name).states()[0]["state"] == "SERVING")
