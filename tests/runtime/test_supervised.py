@@ -13,6 +13,7 @@ from actor_specs import actor
 
 from umbra.runtime.process import child, descendants
 from umbra.runtime.process.child import ChildProcess
+from umbra.runtime.process.pid_watch import PidWatch
 from umbra.runtime.supervised import ActorState, NodeSettings, SupervisedActor
 from umbra.runtime.supervisor_host import supervisor_ref
 
@@ -36,9 +37,12 @@ async def run_to_its_end(folder: Path, undo: Callable[[], None]) -> SupervisedAc
                 await started.run()
         finally:
             undo()
-            descendants.kill_tree(started.pid)
-            while child.living_pids():
-                await asyncio.sleep(0.01)
+            gone = asyncio.Event()
+            with PidWatch(started.pid, gone.set):
+                descendants.kill_tree(started.pid)
+                async with asyncio.timeout(10.0):
+                    await gone.wait()
+            await asyncio.sleep(0)  # it is reaped, too
     return started
 
 
