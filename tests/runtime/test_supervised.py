@@ -46,14 +46,17 @@ async def run_to_its_end(folder: Path, undo: Callable[[], None]) -> SupervisedAc
     return started
 
 
+def hang(_child: ChildProcess, _signal: int = 0) -> None:
+    """As a driver does."""
+
+
 @pytest.mark.process
-@pytest.mark.slow
 def test_a_process_that_cannot_be_ended_fails_its_actor_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(child, "_KILL_WAIT_S", 0.05)
-    for method in ("kill", "send_signal"):  # a driver hangs
-        monkeypatch.setattr(ChildProcess, method, lambda *_: None)
+    for method in ("kill", "send_signal"):
+        monkeypatch.setattr(ChildProcess, method, hang)
 
     ended = asyncio.run(run_to_its_end(tmp_path, monkeypatch.undo))
 
