@@ -66,14 +66,17 @@ class AttachedRanks:
         return me
 
     def remove(self, gone: AttachedRank) -> bool:
-        """False where another process is that rank by now."""
+        """False where another process is that rank by now, or the ranks were restarted since."""
         if self._ranks.get(gone.rank) is not gone:
             return False
         del self._ranks[gone.rank]
+        self._tell_gone()
+        return True
+
+    def _tell_gone(self) -> None:
         if not self._ranks:
             self._came.clear()
             self._gone.set()
-        return True
 
     def say_farewell(self, rank: int) -> None:
         """Its stream of events ends, and it is not missed."""
@@ -84,12 +87,20 @@ class AttachedRanks:
     def has_said_farewell(self, rank: int) -> bool:
         return rank in self._farewells
 
-    def start_over(self, incarnation: int) -> None:
-        """What the old ones failed at and said means nothing any more."""
+    def start_over(self, incarnation: int) -> list[int]:
+        """What the old ones failed at and said means nothing any more, nor that they go.
+
+        Returns:
+            Those that were not seen to go.
+        """
         self.incarnation = incarnation
         self._failure = None
         self._failed.clear()
         self._farewells.clear()
+        unseen = list(self._ranks)
+        self._ranks.clear()
+        self._tell_gone()
+        return unseen
 
     def fail(self, who: str, message: str) -> None:
         """The job is lost. Every rank is told; the first failure counts."""

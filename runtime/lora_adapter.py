@@ -72,8 +72,16 @@ def _read_shapes(path: Path) -> Shapes:
         header: Any = json.loads(file.read(nbytes))
     if not isinstance(header, dict):
         raise ValueError(f"{path.name} is no safetensors file")
-    entries = cast("dict[str, dict[str, Any]]", header)
-    return {name: tuple(e["shape"]) for name, e in entries.items() if name != "__metadata__"}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, entry in cast("dict[str, Any]", header).items():
+        match name, entry:
+            case "__metadata__", _:
+                pass
+            case _, {"shape": [*shape]} if all(isinstance(size, int) for size in shape):
+                shapes[name] = tuple(shape)
+            case _:
+                raise ValueError(f"{path.name} is no safetensors file: {name} has no shape")
+    return shapes
 
 
 def _ranks(config: Mapping[str, Any], shapes: Shapes) -> set[int]:
@@ -88,7 +96,7 @@ def _ranks(config: Mapping[str, Any], shapes: Shapes) -> set[int]:
         ranks.add(shape[0])
     if not ranks:
         raise ValueError(f"{_WEIGHTS} holds no lora_A and lora_B")
-    if not config.get("rank_pattern") and ranks != {config.get("r")}:
+    if not config.get("rank_pattern") and any(rank != config.get("r") for rank in ranks):
         raise ValueError(f"{_CONFIG} says r {config.get('r')!r}, its matrices {sorted(ranks)}")
     return ranks
 

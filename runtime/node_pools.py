@@ -44,6 +44,7 @@ class NodePools:
         self._turns: dict[str, PoolTurns] = {}  # by the host's name
         self._hosts: dict[str, str] = {}  # by the guest's name
         self._lives: list[asyncio.Task[None]] = []
+        self._creations: dict[str, asyncio.Lock] = {}  # by the pool's name
 
     def __getitem__(self, name: str) -> EnginePool:
         pool = self._pools.get(name)
@@ -62,11 +63,16 @@ class NodePools:
     async def create(self, spec: PoolSpec) -> None:
         """Starts the engines of a pool and waits until each is up.
 
-        The same pool again (after an elastic restart) is the one whose engines are warm.
+        The same pool again (after an elastic restart) is the one whose engines are warm. One that
+        is still being created, or given up because its rank died, is waited for.
 
         Raises:
             ConfigError, ActorDied.
         """
+        async with self._creations.setdefault(spec.name, asyncio.Lock()):
+            await self._create(spec)
+
+    async def _create(self, spec: PoolSpec) -> None:
         known = self._pools.get(spec.name)
         if known is not None:
             if known.spec != spec:

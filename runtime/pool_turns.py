@@ -83,10 +83,15 @@ class PoolTurns:
             sleeps: True: nor afterwards, until a call with False or a sync; None: as before.
         """
         async with self._claimed(timeout_s):
+            before = self._is_trainers
             if sleeps is not None:
                 self._is_trainers = sleeps
-            await self._hand_over(self._host, wakes=not self._is_trainers)
-            yield
+            try:
+                await self._hand_over(self._host, wakes=not self._is_trainers)
+                yield
+            except Exception:  # it was refused: nothing has moved
+                self._is_trainers = before
+                raise
 
     @asynccontextmanager
     async def sync_begins(self, timeout_s: float) -> AsyncGenerator[None]:

@@ -67,20 +67,18 @@ class Pool:
 
     def pause(self, mode: str = "abort", timeout_s: float = 60.0) -> None:
         """Stops generation: `abort`, `keep` (freeze) or `drain` (finish first)."""
-        self._call("pool_pause", mode, timeout_s)
+        self._call("pool_pause", mode, timeout_s=timeout_s)
 
     def resume(self, timeout_s: float = 60.0) -> None:
-        self._call("pool_resume", timeout_s)
+        self._call("pool_resume", timeout_s=timeout_s)
 
     def sleep(self, level: int = 2, timeout_s: float = 60.0) -> None:
         """Frees memory: level 1 keeps weights on the host, level 2 drops them."""
-        self._call("pool_sleep", level, timeout_s)
+        self._call("pool_sleep", level, timeout_s=timeout_s)
 
     def wake(self, tags: list[str], timeout_s: float = 60.0) -> None:
         """Takes memory again: `weights`, `kv_cache`."""
-        self._call("pool_wake", tags, timeout_s)
+        self._call("pool_wake", tags, timeout_s=timeout_s)
 
-    def _call(self, method: str, *args: object) -> None:
-        timeout_s = args[-1]
-        assert isinstance(timeout_s, float)
-        self._supervisor_call(method, self.name, *args, timeout_s=timeout_s + 5.0)
+    def _call(self, method: str, *args: object, timeout_s: float) -> None:
+        self._supervisor_call(method, self.name, *args, timeout_s, timeout_s=timeout_s + 5.0)

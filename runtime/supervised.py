@@ -168,7 +168,15 @@ class SupervisedActor:
                 break
             self.incarnation += 1
             self.has_process = True
-            status, how = await self._run_incarnation()
+            try:
+                status, how = await self._run_incarnation()
+            except TimeoutError:
+                label = f"{self.spec.name}#{self.incarnation} (pid {self.pid})"
+                await self._end(
+                    ActorState.FAILED,
+                    f"{label} lives on though it was killed: it hangs in a driver or file system",
+                )
+                return
             self.has_process = False
             if self._stop.is_set():
                 break

@@ -21,7 +21,7 @@ import zmq
 
 from umbra.runtime.actor import ActorSpec
 from umbra.runtime.attached_ranks import AttachedRank, AttachedRanks
-from umbra.runtime.errors import ActorNotFound, ConfigError, DeadlineExceeded
+from umbra.runtime.errors import ActorNotFound, ConfigError, DeadlineExceeded, MailboxClosed
 from umbra.runtime.lifecycle import SleepLevel, Tag
 from umbra.runtime.node_pools import NodePools
 from umbra.runtime.pool_spec import PoolSpec
@@ -104,7 +104,8 @@ class Supervisor:
         Their weights mean nothing any more, so they wait for a sync of the new ranks.
         """
         logger.info("the ranks were restarted (incarnation %d)", incarnation)
-        self._ranks.start_over(incarnation)
+        for rank in self._ranks.start_over(incarnation):
+            self._end_syncs_of(rank)
         if self._started_over.is_set():  # else it is under way for ranks that ended again
             self._started_over.clear()
             self._tasks.create_task(self._stop_all_but_engines(), name="start-over")
@@ -147,8 +148,7 @@ class Supervisor:
 
     def _on_rank_gone(self, gone: AttachedRank, local_world_size: int, may_restart: bool) -> None:
         if not self._ranks.has_said_farewell(gone.rank):
-            for pool in self._pools.all():
-                pool.sync.rank_lost(gone.rank)
+            self._end_syncs_of(gone.rank)
             self._ranks.fail(
                 f"rank {gone.rank}",
                 f"its process (pid {gone.pid}) went away without a word: it was killed (out of "
@@ -162,6 +162,10 @@ class Supervisor:
             is_over = self._ranks.num_farewells >= local_world_size
         if is_over:
             self.over.set()
+
+    def _end_syncs_of(self, lost_rank: int) -> None:
+        for pool in self._pools.all():
+            pool.sync.rank_lost(lost_rank)
 
     # -- actors --------------------------------------------------------------------------
 
@@ -233,6 +237,8 @@ class Supervisor:
             del self._actors[actor.spec.name]
 
     def _start(self, spec: ActorSpec, may_start: asyncio.Event | None = None) -> SupervisedActor:
+        if self.over.is_set():  # nobody would stop it
+            raise MailboxClosed(f"the job is over: {spec.name!r} is not started any more")
         known = self._actors.get(spec.name)
         if known is not None and not known.ended.is_set():
             raise ConfigError(f"an actor named {spec.name!r} exists already: choose another name")

@@ -67,7 +67,7 @@ class TurnTaking:
 
     def add(self, guest: str, rules: TurnRules) -> None:
         self._rules[guest] = rules
-        self._pools[guest] = _Pool(has_work=False, since=0.0)
+        self._pools.setdefault(guest, _Pool(has_work=False, since=0.0))
 
     def remove(self, guest: str) -> None:
         """Nobody holds the memory for it any more."""
@@ -76,8 +76,8 @@ class TurnTaking:
             self.holder = self.host
 
     def report(self, pool: str, has_work: bool, now: float) -> None:
-        """A pool has requests to answer, or none any more."""
-        known = self._pools[pool]
+        """A pool has requests to answer, or none any more; perhaps before it is added."""
+        known = self._pools.setdefault(pool, _Pool(has_work=False, since=0.0))
         if known.has_work != has_work:
             known.has_work, known.since = has_work, now
 

@@ -183,7 +183,8 @@ class AdapterEngine:
     async def submit(self, requests: Sequence[Mapping[str, Any]]) -> None:
         self._gate.admit()
         parsed = [self._parse(raw) for raw in requests]
-        await self._changes.make(lambda: self._add(parsed))
+        epoch = self._stream.epoch  # now: until its turn comes, another consumer may
+        await self._changes.make(lambda: self._add(parsed, epoch))
 
     def _parse(self, raw: Mapping[str, Any]) -> GenerationRequest:
         request = parse_request(
@@ -195,13 +196,14 @@ class AdapterEngine:
         self._core.check_request(request)
         return request
 
-    async def _add(self, requests: list[GenerationRequest]) -> None:
+    async def _add(self, requests: list[GenerationRequest], epoch: int) -> None:
+        if epoch != self._stream.epoch:  # the consumer that they were for has gone
+            return
         self._gate.admit()  # it may have been paused meanwhile
         ids = [request.id for request in requests]
         taken = sorted(i for i in set(ids) if i in self._running)
         if taken or len(set(ids)) < len(ids):
             raise ValueError(f"request ids must be unique; already here: {taken or 'repeated'}")
-        epoch = self._stream.epoch
         added: list[RunningRequest] = []
         try:
             for request in requests:
@@ -212,7 +214,7 @@ class AdapterEngine:
         except BaseException:
             self._doom(added)
             raise
-        if epoch != self._stream.epoch:  # the consumer that they were for has gone
+        if epoch != self._stream.epoch:  # it has gone meanwhile
             self._doom(added)
             return
         for running in added:

@@ -1,7 +1,7 @@
 """What is done to a foreign engine: one thing after the other, each to its end.
 
 caller A ── make ──▶ [A | B]   begins once what came before is done
-caller B ── make ──▶           B is cancelled: before it began, nothing is done; else it goes on
+caller B ── make ──▶           B's caller is cancelled: B is done all the same, in its turn
 """
 
 from __future__ import annotations

@@ -325,9 +325,9 @@ class SglangCore(Core):
     async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
         """Requests stand still meanwhile: SGLang would wait for the end of all."""
         was_frozen = self._is_frozen
-        if self._live:
-            await self._freeze()
         try:
+            if self._live:
+                await self._freeze()
             reports = await self._order("probe", allocations=allocations)
         finally:
             if not was_frozen:

@@ -69,7 +69,7 @@ class SglangSettings(AdapterSettings):
     @property
     def num_workers(self) -> int:
         """Scheduler processes, one for each GPU."""
-        return int(self.engine_args.get("tp_size", 1))
+        return self.num_of("tp_size")
 
     def options(self, known: Collection[str]) -> dict[str, Any]:
         """The arguments for ServerArgs.

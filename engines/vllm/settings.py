@@ -152,7 +152,7 @@ class VllmSettings(AdapterSettings):
         token_nbytes = kv_token_nbytes(
             read_config(self.model_path),
             self.dtype,
-            tensor_parallel_size=int(self.engine_args.get("tensor_parallel_size", 1)),
+            tensor_parallel_size=self.num_of("tensor_parallel_size"),
         )
         if num_tokens is None:
             most = int(physical_nbytes() * _CPU_KV_SHARE_OF_MEMORY) // token_nbytes

@@ -79,8 +79,9 @@ class AgentContext:
         last context and what was generated from it. What follows them counts as given.
 
         Args:
-            max_new_tokens: at most so many; None for what the trajectory's budget leaves. When
-                nothing is left the answer is empty and `finish_reason` "length".
+            max_new_tokens: at most so many; None for what the trajectory's budget leaves, or with
+                `lora` the context. When nothing is left the answer is empty and `finish_reason`
+                "length".
             lora: name of one of the pool's `lora_adapters`, to generate with over the policy's
                 weights. That is no part of the trajectory: `tokens` may be any, and where the new
                 ones are appended to the trajectory's they count as given.

@@ -225,19 +225,21 @@ class AgentSessions:
     def _extend(self, session: _Session, context: NDArray[np.int32]) -> int:
         """The loop's context becomes the trajectory's; where the new turn's tokens begin.
 
-        What is there beyond the context may be of this very turn, cut in the middle.
+        What is there beyond the context may be of this very turn, cut in the middle or before its
+        first token.
         """
         trajectory, turns = session.trajectory, session.memory.turns
         known, prompt_len = trajectory.context(), len(trajectory.prompt_tokens)
         settled = turns[-1].stop if turns else 0
-        beyond = trajectory.versions[max(0, len(context) - prompt_len) :]
+        start = len(context) - prompt_len
+        given, made = np.split(trajectory.versions[settled:], [max(0, start - settled)])
         is_resumed = (
-            prompt_len + settled <= len(context) < len(known)
+            settled <= start <= trajectory.completion_len
             and np.array_equal(known[: len(context)], context)
-            and bool((beyond != NOT_GENERATED).all())
+            and bool((given == NOT_GENERATED).all() and (made != NOT_GENERATED).all())
         )
         if is_resumed:
-            return len(context) - prompt_len
+            return start
         if trajectory.completion_len > settled:
             self._give_up(trajectory, settled)
         prompt, start = trajectory.prompt_tokens, trajectory.completion_len

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from contextlib import aclosing
 from typing import Any
 
 import pytest
@@ -114,6 +115,26 @@ def test_requests_whose_submission_was_cancelled_half_way_run_all_the_same() -> 
             core.may_go_on.set()
             await collect(engine, collector, 2)
         assert [len(collector[i].tokens) for i in range(2)] == [8, 8]
+
+    run_async(body)
+
+
+def test_requests_that_wait_when_their_consumer_goes_are_not_the_next_one_s() -> None:
+    async def body() -> None:
+        core, collector = ScriptedCore(), Collector()
+        engine = engine_over(core)
+        async with running(engine):
+            async with aclosing(engine.deltas()) as batches, asyncio.TaskGroup() as tasks:
+                await anext(batches)
+                await cut_off(core, engine.probe_import([]))
+                waiting = tasks.create_task(engine.submit([wire_request(1, [1, 2])]))
+                await asyncio.sleep(0)
+                waiting.cancel()
+            core.may_go_on.set()
+            await engine.submit([wire_request(1, [3, 4], max_new_tokens=3)])
+            await collect(engine, collector, 1)
+        assert len(collector[1].tokens) == 3
+        assert core.done.count("add") == 2  # of which one is the engine's own
 
     run_async(body)
 

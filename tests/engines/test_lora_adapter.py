@@ -67,6 +67,7 @@ def test_ranks_may_differ_where_the_adapter_says_so(
     [
         ({"peft_type": "IA3"}, {}, "peft_type 'IA3', not 'LORA'"),
         ({"r": 8}, {}, r"says r 8, its matrices \[4\]"),
+        ({"r": [4]}, {}, r"says r \[4\], its matrices \[4\]"),
         ({}, None, "holds no lora_A and lora_B"),
         ({}, {f"{Q_PROJ}.lora_B.weight": None}, "lora_B is not there"),
         (
@@ -107,4 +108,7 @@ def test_a_folder_that_is_none_of_an_adapter_is_refused(
     path = save_adapter(tmp_path / "a", "qwen3", seed=1)
     (path / "adapter_model.safetensors").write_bytes(b"x" * 100)
     with pytest.raises(DataError, match="is no safetensors file"):
+        LoraAdapter.read("a", path, model_folder("qwen3"))
+    (path / "adapter_model.safetensors").write_bytes(b"\x07" + bytes(7) + b'{"w":1}')
+    with pytest.raises(DataError, match="w has no shape"):
         LoraAdapter.read("a", path, model_folder("qwen3"))

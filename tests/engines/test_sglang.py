@@ -23,6 +23,7 @@ from model_factory import make_model
 from sglang_stand_in import Frontend, make_modules
 from torch import Tensor
 
+from umbra.engines.sglang import worker
 from umbra.engines.sglang.actor import SglangEngine
 from umbra.engines.sglang.core import SglangCore
 from umbra.engines.sglang.settings import SglangSettings
@@ -247,6 +248,24 @@ def test_an_engine_at_work_is_asked_what_it_can_import_and_goes_on(
             while collector.num_finished() < 3:
                 collector.apply(await anext(batches))
         assert [len(collector[i].tokens) for i in range(3)] == [200] * 3
+
+    run_async(body)
+
+
+def test_an_engine_that_cannot_be_asked_goes_on(
+    make_engine: MakeEngine, core: SglangCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body() -> None:
+        engine = make_engine()
+        collector = Collector()
+        async with running(engine), aclosing(engine.deltas()) as batches:
+            await engine.submit(requests(1, max_new_tokens=200))
+            while not collector[0].tokens:
+                collector.apply(await anext(batches))
+            monkeypatch.delitem(worker._ACTIONS, "settle")  # pyright: ignore
+            with pytest.raises(EngineError, match="settle"):
+                await engine.probe_import([])
+            assert not frontend_of(core).is_pause
 
     run_async(body)
 

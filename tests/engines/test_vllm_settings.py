@@ -115,6 +115,12 @@ def test_an_option_that_cannot_be_passed_on_is_refused_with_a_hint(
         settings(tmp_path, engine_args={option: 1}).options(KNOWN, is_cpu=True)
 
 
+@pytest.mark.parametrize("number", [0, -1, "two"])
+def test_a_number_of_workers_that_cannot_be_is_refused(tmp_path: Path, number: object) -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel_size must be 1 or more, got"):
+        settings(tmp_path, engine_args={"tensor_parallel_size": number}).options(KNOWN, is_cpu=True)
+
+
 def test_a_device_that_this_vllm_is_not_built_for_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="built for the CPU"):
         settings(tmp_path, device="cuda").options(KNOWN, is_cpu=True)

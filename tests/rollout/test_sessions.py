@@ -146,6 +146,25 @@ def test_a_loop_that_runs_again_gets_what_it_had_and_then_goes_on() -> None:
     asyncio.run(run())
 
 
+def test_a_turn_that_was_lost_before_its_first_token_is_no_other_path() -> None:
+    async def run() -> None:
+        loop = Loop()
+        session = loop.open()
+        first = [1, 2, 3, *await loop.turn(session, [1, 2, 3]), 70, 71]
+        lost = await loop.begin(session, first)
+        lost.cancel()
+        await asyncio.gather(lost, return_exceptions=True)
+
+        session = loop.open()
+        assert [1, 2, 3, *await loop.turn(session, [1, 2, 3]), 70, 71] == first
+        assert await loop.turn(session, first) == [17, 18, 19, 20, 21]
+
+        assert loop.sessions.num_diverged == 0
+        assert loop.trajectory.versions.tolist() == [0] * 5 + [-1] * 2 + [0] * 5
+
+    asyncio.run(run())
+
+
 def test_where_it_takes_another_path_the_rest_is_given_up() -> None:
     async def run() -> None:
         loop = Loop()

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +176,7 @@ def test_an_engine_wakes_though_who_asked_it_to_is_gone(umbra_session: Session) 
     give_up_at(umbra_session, "pool_wake", "policy", ["weights", "kv_cache"], 30.0, after_s=0.3)
 
     assert pool.states()[0]["state"] == "WAKING"
-    pool.resume()  # which waits for that
+    pool.resume(timeout_s=30)  # which waits for that
     assert pool.states()[0]["state"] == "SERVING"
 
 
@@ -335,3 +336,51 @@ def test_what_no_engine_can_do_is_refused_and_kills_none(umbra_session: Session)
         pool.pause("gently")
 
     assert (pool.states()[0]["state"], pool.states()[0]["incarnation"]) == ("SERVING", 1)
+
+
+def test_a_pool_whose_creator_died_meanwhile_is_created_for_the_next(
+    umbra_session: Session,
+) -> None:
+    settings = spec("policy", **slow(end_s=1.0))
+
+    give_up_at(umbra_session, "create_pool", settings.to_wire(), after_s=0.1)
+    pool = umbra_session.create_pool(settings)
+
+    assert pool.states()[0]["state"] == "SERVING"
+
+
+def test_a_sleep_that_was_refused_keeps_nobody_from_a_turn(
+    umbra_session_factory: SessionFactory,
+) -> None:
+    shared = Shared(umbra_session_factory)
+    policy = shared.session.pool("policy")
+    shared.has_work("policy", False)
+
+    with pytest.raises(EngineError, match="sleep at level 1"):
+        policy.sleep(2)
+    shared.has_work("judge", True)
+    shared.wait_for("ASLEEP", "SERVING")
+    policy.sleep(1)
+    with pytest.raises(RemoteError, match="unknown wake tags"):
+        policy.wake(["optimizer"])
+
+    time.sleep(0.3)  # nothing is to happen
+    assert shared.state("judge") == "ASLEEP"
+
+
+def test_work_for_a_judge_that_waits_to_be_started_is_heard_of(umbra_session: Session) -> None:
+    names = ("judge", "second")
+    sharing = {"mode": "colocated", "shares_with": "policy", "max_wait_s": 0.1, "max_turn_s": 0.3}
+    with ThreadPoolExecutor(len(names)) as threads:
+        starts = [
+            threads.submit(umbra_session.create_pool, spec(name, **sharing), others_s=20.0)
+            for name in names
+        ]
+        wait_until(lambda: bool(umbra_session.supervisor_call("list_actors")))  # of the first
+        for name in names:
+            umbra_session.supervisor_call("pool_has_work", name, True)
+        for start in starts:
+            start.result()
+
+    for name in names:
+        wait_until(lambda name=name: umbra_session.pool(name).states()[0]["state"] == "SERVING")

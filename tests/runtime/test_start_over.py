@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
@@ -16,6 +18,7 @@ import torch
 from actor_specs import actor
 
 from umbra.runtime.collective import SessionSync
+from umbra.runtime.errors import MailboxClosed
 from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.rpc.client import Client
 from umbra.runtime.rpc.ref import ActorRef
@@ -105,3 +108,51 @@ def test_engines_of_a_sync_that_is_being_undone_stay_warm(
     assert states == [("PENDING_WEIGHTS", 1)]
     log = (umbra_session_factory.run_dirs[0] / "logs" / "supervisor.log").read_text()
     assert "killing" not in log
+
+
+async def restart_before_the_last_has_gone(supervisor: ActorRef, last_pid: int) -> list[str]:
+    """Rank 1 of the first incarnation ends once rank 0 of the second is attached; what the latter
+    is told until its farewell."""
+    told: list[str] = []
+    async with Client(supervisor.node_id) as client, asyncio.timeout(20.0):
+        handle = client.handle(supervisor)
+        old = handle.stream("attach", 1, 2, last_pid, 1, True, timeout_s=None)
+        new = handle.stream("attach", 0, 1, os.getpid(), 2, True, timeout_s=None)
+        async with old as old_events:
+            await anext(old_events)
+            async with new as events:
+                told.append((await anext(events))["kind"])
+                os.kill(last_pid, signal.SIGKILL)
+                async for _ in old_events:
+                    pass
+                await handle.call("detach", 0)
+                told += [event["kind"] async for event in events]
+    return told
+
+
+def test_a_rank_that_goes_after_the_restart_does_not_fail_the_next_ones(
+    umbra_session_factory: SessionFactory,
+) -> None:
+    session = umbra_session_factory()
+    with subprocess.Popen(["sleep", "60"]) as last:
+        told = asyncio.run(restart_before_the_last_has_gone(supervisor_of(session), last.pid))
+
+    assert told == ["attached"]
+
+
+async def spawn_once_it_is_over(supervisor: ActorRef) -> None:
+    async with Client(supervisor.node_id) as client, asyncio.timeout(20.0):
+        handle = client.handle(supervisor)
+        await handle.call("detach", 0)
+        await handle.call("spawn", actor("Echo").to_wire(), timeout_s=20.0)
+
+
+def test_what_is_spawned_while_the_job_ends_does_not_hold_it_up(
+    umbra_session_factory: SessionFactory,
+) -> None:
+    session = umbra_session_factory()
+    stubborn = session.spawn(actor("Echo", grace_s=2.0))
+    stubborn.call("ignore_sigterm")
+
+    with pytest.raises(MailboxClosed, match="the job is over"):
+        asyncio.run(spawn_once_it_is_over(supervisor_of(session)))

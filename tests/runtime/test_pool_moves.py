@@ -1,0 +1,55 @@
+"""How long a pool's operation may take an engine."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from umbra.runtime import pools
+from umbra.runtime.lifecycle import EngineLifecycle, Started
+from umbra.runtime.pool_engine import PoolEngine
+from umbra.runtime.pool_spec import PoolSpec
+from umbra.runtime.pools import EnginePool
+from umbra.runtime.rpc.client import Client
+from umbra.runtime.weights.memfd import FdServer
+
+
+class LongDrain(PoolEngine):
+    """Serves, without a process, and is paused after `drain_s`."""
+
+    drain_s = 0.2
+
+    def __init__(self) -> None:
+        self.lifecycle = EngineLifecycle().apply(Started(0))
+        self.reasons: list[str] = []
+
+    @property
+    def incarnation(self) -> int:
+        return 1
+
+    async def pause(self, mode: str, timeout_s: float) -> None:
+        async with asyncio.timeout(timeout_s):
+            await asyncio.sleep(self.drain_s)
+
+    def kill(self, reason: str) -> None:
+        self.reasons.append(reason)
+
+
+async def drain(engine: LongDrain, timeout_s: float) -> None:
+    spec = PoolSpec(name="policy", engine="umbra.engines.echo:EchoEngine", count=1)
+    async with Client("node") as client, asyncio.TaskGroup() as tasks:
+        pool = EnginePool(spec, client, print, tasks, FdServer(), "")
+        pool.engines["policy-0"] = engine
+        await pool.pause("drain", timeout_s)
+
+
+def test_an_engine_may_drain_as_long_as_who_asks_for_it_allows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pools, "_SETTLE_TIMEOUT_S", 0.05)
+    engine = LongDrain()
+
+    asyncio.run(drain(engine, timeout_s=30.0))
+
+    assert engine.reasons == []

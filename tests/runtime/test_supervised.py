@@ -1,0 +1,65 @@
+"""One actor under supervision, without a supervisor."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import zmq
+from actor_specs import actor
+
+from umbra.runtime.process import child, descendants
+from umbra.runtime.process.child import ChildProcess
+from umbra.runtime.process.pid_watch import PidWatch
+from umbra.runtime.supervised import ActorState, NodeSettings, SupervisedActor
+from umbra.runtime.supervisor_host import supervisor_ref
+
+
+async def run_to_its_end(folder: Path, undo: Callable[[], None]) -> SupervisedActor:
+    """An actor that is not up in time, and is to be ended."""
+    node = NodeSettings(
+        node_id="node",
+        socket_dir=folder,
+        log_dir=folder,
+        supervisor=supervisor_ref("node", folder),
+        tcp_host="",
+        keys=(),
+        log_level=logging.INFO,
+    )
+    with zmq.Context[zmq.Socket[bytes]]() as context:
+        spec = actor("Echo", start_timeout_s=0.01, grace_s=0.01)
+        started = SupervisedActor(spec, node, context, lambda _: None, lambda _: None)
+        try:
+            async with asyncio.timeout(10.0):
+                await started.run()
+        finally:
+            undo()
+            gone = asyncio.Event()
+            with PidWatch(started.pid, gone.set):
+                descendants.kill_tree(started.pid)
+                async with asyncio.timeout(10.0):
+                    await gone.wait()
+            await asyncio.sleep(0)  # it is reaped, too
+    return started
+
+
+def hang(_child: ChildProcess, _signal: int = 0) -> None:
+    """As a driver does."""
+
+
+@pytest.mark.process
+def test_a_process_that_cannot_be_ended_fails_its_actor_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child, "_KILL_WAIT_S", 0.05)
+    for method in ("kill", "send_signal"):
+        monkeypatch.setattr(ChildProcess, method, hang)
+
+    ended = asyncio.run(run_to_its_end(tmp_path, monkeypatch.undo))
+
+    assert ended.state == ActorState.FAILED
+    assert ended.has_process
+    assert "lives on though it was killed" in ended.failure
