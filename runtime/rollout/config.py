@@ -22,7 +22,8 @@ class RolloutConfig:
         eval_path: prompt file of the held-out set; "" where nothing is evaluated.
         pool: name of the engine pool that generates.
         world_size: number of trainer ranks that call `next_batch` together.
-        groups_per_step, group_size: prompts per batch and trajectories per prompt.
+        groups_per_step, group_size: prompts per batch and trajectories per prompt. With 1 of them
+            every advantage is 0; that is for trainers that make their own of the rewards.
         max_new_tokens: budget of generated tokens per trajectory, over all its turns.
         max_context_len: longest prompt + completion in tokens, as the engines have it.
         rollout_actors: names of the `RolloutWorker` actors that score and run agent loops.
@@ -140,6 +141,11 @@ class RolloutConfig:
                 raise ConfigError(f"rollout.{name} {value!r} is not one of {', '.join(allowed)}")
         if self.over_sampling < 1.0:
             raise ConfigError(f"rollout.over_sampling must be 1 or more, got {self.over_sampling}")
+        if self.drop_uniform_groups and self.group_size == 1:
+            raise ConfigError(
+                "rollout.drop_uniform_groups with group_size 1 would drop every group: the rewards "
+                "of a single trajectory are all equal"
+            )
         if not self.rollout_actors:
             raise ConfigError("rollout.rollout_actors is empty: nobody could compute rewards")
 
