@@ -155,7 +155,7 @@ class RolloutSection(Section):
     group_size: Positive = 8
     max_new_tokens: Positive = 256
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    stop_token_ids: list[int] = []
+    stop_token_ids: list[Count] = []
     max_staleness: Count = 0
     hand_out: Literal["in_order", "first_done"] = "in_order"
     over_sampling: Annotated[float, Field(ge=1)] = 1.0

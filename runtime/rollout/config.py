@@ -26,6 +26,8 @@ class RolloutConfig:
             every advantage is 0; that is for trainers that make their own of the rewards.
         max_new_tokens: budget of generated tokens per trajectory, over all its turns.
         max_context_len: longest prompt + completion in tokens, as the engines have it.
+        vocab_size: of the model: agent loops' tokens outside it are refused; 0 leaves that to
+            engines.
         rollout_actors: names of the `RolloutWorker` actors that score and run agent loops.
         temperature: of training rollouts; 0 is greedy.
         stop_token_ids: a trajectory's turn ends after any of these.
@@ -78,6 +80,7 @@ class RolloutConfig:
     max_context_len: int
     rollout_actors: list[str]
     eval_path: str = ""
+    vocab_size: int = 0
     temperature: float = 1.0
     stop_token_ids: list[int] = field(default_factory=list[int])
     seed: int = 0
@@ -168,6 +171,7 @@ _POSITIVE: Final = (
     "agent_concurrency",
 )
 _NOT_NEGATIVE: Final = (
+    "vocab_size",
     "temperature",
     "max_tokens_per_micro_batch",
     "seed",
