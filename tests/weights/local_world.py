@@ -207,7 +207,6 @@ class LocalSupervisor:
 
         self._loop.run(abort())
 
-
     def lose_rank(self, rank: int, when: asyncio.Event) -> float:
         """After how many seconds the sync that it was in is settled."""
 
