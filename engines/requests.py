@@ -14,6 +14,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from umbra.runtime.rollout.token_ids import wrong_token
+
 Int32Array = npt.NDArray[np.int32]
 
 REQUEST_KEYS: Final = frozenset(
@@ -127,13 +129,9 @@ def _tokens(raw: Mapping[str, Any], vocab_size: int | None) -> Int32Array:
             f"request {raw.get('id')!r}: tokens must be a non-empty list of integers, got shape "
             f"{array.shape} of {array.dtype}"
         )
-    low, high = int(array.min()), int(array.max())
-    if low < 0 or (vocab_size is not None and high >= vocab_size):
-        wrong = low if low < 0 else high
-        raise ValueError(
-            f"request {raw.get('id')!r}: token {wrong} is outside the model's vocabulary of "
-            f"{vocab_size}; the tokenizer and the model do not belong together"
-        )
+    problem = wrong_token(array, vocab_size)
+    if problem:
+        raise ValueError(f"request {raw.get('id')!r}: {problem}")
     return array.astype(np.int32, copy=False)
 
 

@@ -31,6 +31,10 @@ _MAX_UNREAD_CHANGES: Final = 10_000
 _SETTLE_TIMEOUT_S: Final = 60.0
 # From SIGKILL to reaped: a large engine needs seconds to free its memory.
 _END_LIMIT_S: Final = 30.0
+_GONE_LIMIT_S: Final = 75.0
+# From SIGKILL to its memory verified free: its end, then that of its orphans and of what it held of
+# a GPU, each of which the supervisor gives up after a while. Shorter has the next pool wake too
+# early; longer keeps all waiting for a process that hangs in a driver.
 _REST_LEVEL: Final[SleepLevel] = 1
 
 
@@ -212,6 +216,9 @@ class EnginePool:
 
         Engines that are being started get the time for it, unless `hurry` is set, and the others
         serve meanwhile. Who does not give its memory back is killed. Until `rise` nothing starts.
+
+        One that is not even gone then, because it hangs in a driver, is told of and not waited for:
+        what it holds may be little, and nothing would ever go on.
         """
         self.may_start.clear()
         await self._until(lambda engine: not engine.is_starting, self.spec.start_timeout_s, hurry)
@@ -222,7 +229,14 @@ class EnginePool:
         await self._all(awake, lambda engine: self._lull(engine, _REST_LEVEL))
         await self._until(lambda engine: engine.takes_no_memory, _END_LIMIT_S)
         self._kill_those(lambda engine: not engine.takes_no_memory, "it did not free its memory")
-        await self._until(lambda engine: engine.takes_no_memory, _END_LIMIT_S)
+        await self._until(lambda engine: engine.takes_no_memory, _GONE_LIMIT_S)
+        for engine in self.engines.values():
+            if not engine.takes_no_memory:
+                self._note(
+                    f"{engine.name}#{engine.incarnation} (pid {engine.actor.pid}) was killed "
+                    f"{_GONE_LIMIT_S:.3g} s ago and still holds memory that pool {self.spec.name} "
+                    "shares with others; the next of them may run out of memory"
+                )
 
     async def rise(self) -> None:
         """After `rest`: all have their memory again, and who served serves. Else does nothing.

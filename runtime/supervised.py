@@ -1,7 +1,8 @@
 """One named actor under supervision, from its first start to its final end.
 
     STARTING ──announced──▶ RUNNING ──ended──▶ (policy) ──▶ STARTING ...
-        └──── failed first start ───────────────┴─gives up─▶ FAILED
+        ├──── killed from outside ───────────────▲ └─gives up─▶ FAILED
+        └──── first start fails by itself ────────────────────────▲
     any ──stop()──▶ STOPPED
 
 `has_run` tells whether it ever served, `ended` is set once it has ended for good.
@@ -112,6 +113,7 @@ class SupervisedActor:
         self._on_note = on_note
         self._may_start = may_start
         self._kill_reason = ""
+        self._was_killed = False  # from outside, before it was up
         self._stop = asyncio.Event()
         self._changed = asyncio.Condition()
         self._child: ChildProcess | None = None
@@ -180,8 +182,8 @@ class SupervisedActor:
             self.has_process = False
             if self._stop.is_set():
                 break
-            if not self.has_run:
-                await self._end(ActorState.FAILED, how)
+            if not self.has_run and not self._was_killed:
+                await self._end(ActorState.FAILED, how)  # it would fail again
                 return
             decision = tracker.observe(status, time.monotonic())
             if isinstance(decision, GiveUp):
@@ -205,7 +207,7 @@ class SupervisedActor:
 
     async def _run_incarnation(self) -> tuple[ExitStatus, str]:
         """One process from spawn to reaped; how it ended, in words with the last log lines."""
-        self._kill_reason = ""
+        self._kill_reason, self._was_killed = "", False
         label = f"{self.spec.name}#{self.incarnation}"
         read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
         try:
@@ -226,6 +228,8 @@ class SupervisedActor:
         async with child:
             self._child, self.pid, self._tree_pids = child, child.pid, [child.pid]
             start_error = await self._await_announcement(read_fd, child)
+            # Before it is told to end: a start that takes too long is its own fault.
+            self._was_killed = child.status is not None and child.status.is_from_outside
             if not start_error:
                 self.has_run = True
                 await self._enter(ActorState.RUNNING)

@@ -126,7 +126,7 @@ class RolloutSection(Section):
 
     Attributes:
         groups_per_step: prompts of one step.
-        group_size: completions of one prompt; advantages compare them.
+        group_size: completions of one prompt; advantages compare them, so training takes 2 or more.
         max_new_tokens: budget of a completion (all turns together for agent loops).
         temperature: of training rollouts. Evaluation is greedy.
         stop_token_ids: end a completion, besides the model's own end-of-text tokens.
@@ -156,7 +156,7 @@ class RolloutSection(Section):
     group_size: Positive = 8
     max_new_tokens: Positive = 256
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    stop_token_ids: list[int] = []
+    stop_token_ids: list[Count] = []
     max_staleness: Count = 0
     hand_out: Literal["in_order", "first_done"] = "in_order"
     over_sampling: Annotated[float, Field(ge=1)] = 1.0
@@ -338,6 +338,15 @@ class TrainerConfig(Section):
     pool: PoolSection = PoolSection()
     pools: dict[str, FurtherPoolSection] = {}
     train: TrainSection
+
+    @model_validator(mode="after")
+    def _check_group_size(self) -> Self:
+        if self.rollout.group_size < 2:
+            raise ValueError(
+                "rollout.group_size = 1: advantages compare the completions of one prompt; that of "
+                "a single one is always 0, and nothing would be learned: use 2 or more"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_offload(self) -> Self:

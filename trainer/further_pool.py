@@ -29,7 +29,7 @@ from umbra.trainer.config_section import (
     check_lora_engine,
     lora_settings,
 )
-from umbra.trainer.tokenizer import default_context_len, known_stop_token_ids
+from umbra.trainer.tokenizer import default_context_len, known_stop_token_ids, vocab_size
 
 if TYPE_CHECKING:
     from umbra.trainer.config import ServeConfig, TrainerConfig
@@ -159,6 +159,7 @@ def _pool_spec(
         "device": device_type if pool.device == "auto" else pool.device,
         "max_num_seqs": pool.max_num_seqs,
         "max_context_len": further_context_len(name, pool),
+        "vocab_size": _read(vocab_size, name, pool),
         "kv_cache_num_tokens": pool.kv_cache_num_tokens,
         "tick_ms": pool.tick_ms,
         "num_threads": pool.num_threads or max(1, cores // pool.count),

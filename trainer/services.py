@@ -22,7 +22,7 @@ from umbra.trainer.config import ServeConfig, TrainerConfig
 from umbra.trainer.config_section import lora_settings
 from umbra.trainer.data import PromptFiles
 from umbra.trainer.further_pool import asked_pools, further_pool_specs, generator_spec
-from umbra.trainer.tokenizer import default_context_len
+from umbra.trainer.tokenizer import default_context_len, vocab_size
 
 POOL: Final = "policy"
 MANAGER: Final = "rollouts"
@@ -212,6 +212,7 @@ def manager_spec(
         "group_size": rollout.group_size,
         "max_new_tokens": rollout.max_new_tokens,
         "max_context_len": max_context_len(config),
+        "vocab_size": vocab_size(config.model.path),
         "rollout_actors": worker_names(config),
         "temperature": rollout.temperature,
         "stop_token_ids": stop_token_ids,

@@ -110,6 +110,18 @@ def read_model_config(model_path: Path) -> dict[str, Any]:
     return _read_json(model_path / "config.json", "it is not a Hugging Face model directory")
 
 
+def vocab_size(model_path: Path) -> int:
+    """Of the model: its tokens are below it; 0 where its config.json does not say.
+
+    Raises: as `read_model_config`.
+    """
+    config = read_model_config(model_path)
+    text_config = config.get("text_config")  # of a model that takes more than text
+    sections = (config, text_config if isinstance(text_config, dict) else {})
+    known = (cast("dict[str, Any]", section).get("vocab_size") for section in sections)
+    return next((size for size in known if isinstance(size, int) and size > 0), 0)
+
+
 def stop_token_ids(
     model_path: Path, tokenizer: PromptTokenizer, extra: Sequence[int] = ()
 ) -> list[int]:

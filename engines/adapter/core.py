@@ -33,6 +33,11 @@ class NewOutput:
 class Output(Protocol):
     """The tokens of one request as they gather in the engine's frontend."""
 
+    @property
+    def changed(self) -> asyncio.Event:
+        """Set by the first token, the end and a failure at the latest; `take` clears it."""
+        ...
+
     def take(self) -> NewOutput | None:
         """All that is new, or None; raises what the engine failed with."""
         ...

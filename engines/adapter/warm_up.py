@@ -12,10 +12,10 @@ import numpy as np
 from umbra.engines.adapter.core import Core
 from umbra.engines.requests import GenerationRequest
 from umbra.runtime.errors import EngineError
+from umbra.runtime.first_of import first_of
 
 logger = logging.getLogger(__name__)
 
-_LOOK_INTERVAL_S: Final = 0.01
 _TELL_AFTER_S: Final = 60.0
 _REQUEST: Final = GenerationRequest(
     id=0,
@@ -36,7 +36,7 @@ async def warm_up(core: Core) -> None:
     Raises:
         EngineError: it cannot generate.
     """
-    started = told = time.monotonic()
+    started = time.monotonic()
     output = await core.add("warm-up", _REQUEST, "warm-up")
     while True:
         new = output.take()
@@ -44,10 +44,12 @@ async def warm_up(core: Core) -> None:
             break
         if core.died.is_set():
             raise EngineError(f"a process of {core.name} ended at its first request")
-        if time.monotonic() - told > _TELL_AFTER_S:
-            told = time.monotonic()
-            logger.warning("no token of %s in %.0f s yet", core.name, told - started)
+        try:
+            async with asyncio.timeout(_TELL_AFTER_S):
+                await first_of(output.changed, core.died)
+        except TimeoutError:
+            took_s = time.monotonic() - started
+            logger.warning("%s has not ended its first request in %.0f s", core.name, took_s)
             core.show_stacks()
-        await asyncio.sleep(_LOOK_INTERVAL_S)
     if new.finish_reason != "length":
         raise EngineError(f"{core.name} ended its first request: {new.finish_reason}")

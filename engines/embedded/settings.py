@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -51,26 +53,64 @@ def parse_device(name: str) -> torch.device:
     raise ConfigError(f"device {name!r} is not supported; allowed: cpu, cuda")
 
 
-def make_limits(
-    config: EmbeddedConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> Limits:
-    """Raises ConfigError where the settings contradict the model, each other or the machine."""
+def check_context_len(config: EmbeddedConfig, model: ModelConfig) -> None:
+    """Raises ConfigError where the model has no positions for the context."""
     if config.max_context_len > model.max_position_embeddings:
         raise ConfigError(
             f"max_context_len={config.max_context_len} exceeds the model's "
             f"max_position_embeddings={model.max_position_embeddings}"
         )
+
+
+def make_limits(
+    config: EmbeddedConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> Limits:
+    """Raises ConfigError where the settings contradict each other or the machine."""
     num_tokens = config.kv_cache_num_tokens
+    token_nbytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype.itemsize
+    if device.type == "cuda":
+        memory_nbytes = torch.cuda.mem_get_info(device)[0]
+        usable_nbytes = memory_nbytes * _KV_SHARE_OF_GPU_MEMORY
+    else:
+        memory_nbytes = physical_nbytes()
+        usable_nbytes = memory_nbytes * _KV_SHARE_OF_HOST_MEMORY
     if num_tokens is None:
-        token_nbytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype.itemsize
-        if device.type == "cuda":
-            usable_nbytes = torch.cuda.mem_get_info(device)[0] * _KV_SHARE_OF_GPU_MEMORY
-        else:
-            usable_nbytes = physical_nbytes() * _KV_SHARE_OF_HOST_MEMORY
         wanted = config.max_num_seqs * config.max_context_len
         num_tokens = min(wanted, int(usable_nbytes) // token_nbytes)
+        if num_tokens < min(wanted, config.max_context_len):
+            raise ConfigError(
+                f"a sequence of max_context_len={config.max_context_len} takes "
+                f"{config.max_context_len * token_nbytes / 1e9:.3g} GB of KV cache, for which "
+                f"{usable_nbytes / 1e9:.3g} GB of {device.type} memory are there: lower "
+                "max_context_len"
+            )
+    elif num_tokens * token_nbytes > memory_nbytes:
+        raise ConfigError(
+            f"kv_cache_num_tokens={num_tokens} takes {num_tokens * token_nbytes / 1e9:.3g} GB, and "
+            f"{memory_nbytes / 1e9:.3g} GB of {device.type} memory are there: lower it"
+        )
     return Limits(
         max_num_seqs=config.max_num_seqs,
         max_context_len=config.max_context_len,
         kv_cache_num_tokens=num_tokens,
     )
+
+
+@contextmanager
+def naming_lack_of_memory() -> Generator[None]:
+    """What is allocated within; raises ConfigError where there is no memory for it."""
+    try:
+        yield
+    except (MemoryError, OverflowError, RuntimeError) as error:
+        is_torchs = isinstance(error, RuntimeError)
+        if is_torchs and not isinstance(error, torch.OutOfMemoryError) and not _tells_lack(error):
+            raise
+        raise ConfigError(
+            f"there is not enough memory for the engine ({str(error).splitlines()[0]}): lower "
+            "max_context_len, max_num_seqs or kv_cache_num_tokens"
+        ) from error
+
+
+def _tells_lack(error: RuntimeError) -> bool:
+    """torch has no type of its own for it on the CPU."""
+    return "you tried to allocate" in str(error)

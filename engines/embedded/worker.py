@@ -17,7 +17,13 @@ from umbra.engines.embedded.config import load_model_config
 from umbra.engines.embedded.core import EngineCore
 from umbra.engines.embedded.loading import load_checkpoint, parse_dtype
 from umbra.engines.embedded.model import DecoderModel
-from umbra.engines.embedded.settings import EmbeddedConfig, make_limits, parse_device
+from umbra.engines.embedded.settings import (
+    EmbeddedConfig,
+    check_context_len,
+    make_limits,
+    naming_lack_of_memory,
+    parse_device,
+)
 from umbra.engines.gate import EngineGate
 from umbra.engines.memory import resident_nbytes
 from umbra.engines.protocol import EngineStats, PauseMode
@@ -40,13 +46,15 @@ class EngineWorker:
             raise ConfigError(f"num_threads must be at least 1, got {config.num_threads}")
         torch.set_num_threads(config.num_threads)
         model_config = load_model_config(config.model_path)
+        check_context_len(config, model_config)
         dtype, device = parse_dtype(config.dtype), parse_device(config.device)
-        self._model = DecoderModel(
-            model_config, max_context_len=config.max_context_len, dtype=dtype, device=device
-        )
-        # After the model: on a GPU the cache gets a share of what is left.
-        self._limits = make_limits(config, model_config, dtype, device)
-        self._core = EngineCore(self._model, self._limits)
+        with naming_lack_of_memory():
+            self._model = DecoderModel(
+                model_config, max_context_len=config.max_context_len, dtype=dtype, device=device
+            )
+            # After the model: on a GPU the cache gets a share of what is left.
+            self._limits = make_limits(config, model_config, dtype, device)
+            self._core = EngineCore(self._model, self._limits)
         self._receiver = WeightReceiver(self._model.parameters.destinations)
         self._gate = EngineGate()
         self._on_drained: list[Callable[[], None]] = []

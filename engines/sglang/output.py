@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ class SglangOutput:
         self._num_older = 0  # of all tokens
         self._limit: int | None = None  # of tokens; what comes after them is of no interest
         self._reason: str | None = None
+        self.changed = asyncio.Event()
 
     def feed(self, chunk: Mapping[str, Any]) -> None:
         """A chunk of SGLang's answer; only the first and the last bring anything new."""
@@ -29,6 +31,7 @@ class SglangOutput:
         meta = chunk["meta_info"]
         if not self._entries:
             self._entries = meta.get("output_token_logprobs") or ()
+            self.changed.set()
         reason = meta.get("finish_reason")
         if reason is not None:
             self.end(_word(reason))
@@ -38,6 +41,7 @@ class SglangOutput:
         if self._limit is None:
             self._limit = len(self._entries)
             self._reason = reason
+            self.changed.set()
 
     def expect_older(self) -> None:
         """New weights come while the request is frozen; its next token may be of the older ones.
@@ -48,6 +52,7 @@ class SglangOutput:
         self._num_older = len(self._entries) + 1
 
     def take(self) -> NewOutput | None:
+        self.changed.clear()
         start, reason = self._num_taken, self._reason
         end = len(self._entries) if self._limit is None else self._limit
         if end == start and reason is None:

@@ -34,6 +34,7 @@ _T = TypeVar("_T")
 _SHUTDOWN_TIMEOUT_S: Final = 0.2
 # For EngineCore to end by itself, which takes its workers seconds and saves nothing.
 _MAX_ERROR_NUM_CHARS: Final = 1000
+_MAY_LACK_MEMORY: Final = ("Engine core initialization failed", "max_model_len", "memory")
 _MEMORY_TAGS: Final = ("weights", "kv_cache")
 
 
@@ -79,7 +80,9 @@ class VllmCore(Core):
             said = str(error)
             if len(said) > _MAX_ERROR_NUM_CHARS:  # such as a list of all models that it knows
                 said = f"{said[:_MAX_ERROR_NUM_CHARS]} ..."
-            raise EngineError(f"vLLM {library.version} did not start: {said}") from error
+            raise EngineError(
+                f"vLLM {library.version} did not start: {said}{_memory_hint(said)}"
+            ) from error
         self.vocab_size = int(self._llm.model_config.get_vocab_size())
         for pid in descendants.working_child_pids(os.getpid()) - before:
             self._watches.enter_context(PidWatch(pid, self.died.set))
@@ -188,6 +191,16 @@ class VllmCore(Core):
         await self._load_adapters()
         regions: list[WorkerRegions] = await self.call(self._llm.collective_rpc("umbra_regions"))
         return regions
+
+
+def _memory_hint(said: str) -> str:
+    """Which of umbra's settings to lower, where vLLM's words may be about memory."""
+    if not any(word in said for word in _MAY_LACK_MEMORY):
+        return ""
+    return (
+        "\n(if it lacks memory, lower pool.max_context_len, which is its max_model_len, "
+        "pool.max_num_seqs or pool.kv_cache_num_tokens)"
+    )
 
 
 def _pids_below() -> set[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from umbra.engines.adapter.core import NewOutput
@@ -12,6 +13,11 @@ class VllmOutput:
 
     def __init__(self, collector: Any) -> None:
         self._collector = collector
+
+    @property
+    def changed(self) -> asyncio.Event:
+        ready: asyncio.Event = self._collector.ready
+        return ready
 
     def take(self) -> NewOutput | None:
         output = self._collector.get_nowait()

@@ -159,7 +159,14 @@ class VllmSettings(AdapterSettings):
             wanted = self.max_num_seqs * _whole_blocks(self.max_context_len)
             num_tokens = max(min(wanted, most), self.max_context_len)
         # One block more, which vLLM keeps for padding.
-        return (_whole_blocks(num_tokens) + _CPU_BLOCK_NUM_TOKENS) * token_nbytes
+        nbytes = (_whole_blocks(num_tokens) + _CPU_BLOCK_NUM_TOKENS) * token_nbytes
+        if is_cpu and nbytes > physical_nbytes():
+            raise ConfigError(
+                f"a KV cache of {num_tokens} tokens takes {nbytes / 1e9:.3g} GB, and this machine "
+                f"has {physical_nbytes() / 1e9:.3g} GB of memory: lower max_context_len or "
+                "kv_cache_num_tokens"
+            )
+        return nbytes
 
 
 def kv_token_nbytes(config: Mapping[str, Any], dtype: str, *, tensor_parallel_size: int = 1) -> int:

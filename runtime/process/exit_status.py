@@ -4,6 +4,20 @@ from __future__ import annotations
 
 import signal
 from dataclasses import dataclass
+from typing import Final
+
+_OWN_FAULTS: Final = frozenset(
+    {
+        signal.SIGABRT,
+        signal.SIGBUS,
+        signal.SIGFPE,
+        signal.SIGILL,
+        signal.SIGSEGV,
+        signal.SIGSYS,
+        signal.SIGTRAP,
+    }
+)
+"""What a program gets for what it does itself, and would get again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +39,11 @@ class ExitStatus:
             return signal.Signals(-self.code).name
         except ValueError:
             return f"signal {-self.code}"  # Real-time signals have no name.
+
+    @property
+    def is_from_outside(self) -> bool:
+        """A signal that others send ended it: the kernel where memory is short, an operator."""
+        return self.signal_name is not None and -(self.code or 0) not in _OWN_FAULTS
 
     def __str__(self) -> str:
         if self.code is None:

@@ -27,6 +27,7 @@ from umbra.runtime.rollout.asked_pool import AskedPool
 from umbra.runtime.rollout.patience import Patience
 from umbra.runtime.rollout.task_host import UserThread
 from umbra.runtime.rollout.text import TextCodec
+from umbra.runtime.rollout.token_ids import token_ids
 from umbra.runtime.rollout.user_function import describe, load_function
 
 # generate(context [T] int32, max_new_tokens, lora) -> {"tokens": [n] int32, "finish_reason": str}
@@ -87,10 +88,11 @@ class AgentContext:
                 ones are appended to the trajectory's they count as given.
 
         Raises:
-            RolloutError: `tokens` leaves the trajectory's path, or generation is impossible, such
-                as with an adapter that the pool does not have.
+            RolloutError: `tokens` leaves the trajectory's path, or generation is impossible:
+                RequestRefused where a token is outside the model's vocabulary, or the pool does not
+                have the adapter.
         """
-        context = np.asarray(tokens, np.int32)
+        context = token_ids(tokens)
         if lora:
             self._num_asides += 1
             # A loop that runs again must get the same: else it would leave its path.

@@ -12,14 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
-import numpy as np
-
 from umbra.runtime.actor import actor_context
 from umbra.runtime.errors import RolloutError
 from umbra.runtime.rollout.chat_text import ChatText
 from umbra.runtime.rollout.patience import Patience
 from umbra.runtime.rollout.task_host import TaskHost
 from umbra.runtime.rollout.text import TextCodec
+from umbra.runtime.rollout.token_ids import token_ids
 from umbra.runtime.rpc.client import Handle
 
 _RESOLVE_TIMEOUT_S: Final = 60.0
@@ -161,13 +160,14 @@ class AskedPool:
 
         Raises:
             RolloutError, RemoteError: the prompt is too long, an argument out of range, or no
-                engine of the pool serves.
+                engine of the pool serves; RequestRefused where a token is outside the model's
+                vocabulary.
             DeadlineExceeded: no answer within the pool's `request_timeout_s`.
         """
         config = self._config
         stops = config.stop_token_ids if stop_token_ids is None else stop_token_ids
         arguments = (
-            np.asarray(tokens, np.int32), max_new_tokens, temperature, list(stops), seed, lora,
+            token_ids(tokens), max_new_tokens, temperature, list(stops), seed, lora,
         )  # fmt: skip
         found = await self._desk.ask(config, arguments, self._patience)
         answer: list[int] = found["tokens"].tolist()

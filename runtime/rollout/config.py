@@ -22,9 +22,12 @@ class RolloutConfig:
         eval_path: prompt file of the held-out set; "" where nothing is evaluated.
         pool: name of the engine pool that generates.
         world_size: number of trainer ranks that call `next_batch` together.
-        groups_per_step, group_size: prompts per batch and trajectories per prompt.
+        groups_per_step, group_size: prompts per batch and trajectories per prompt. With 1 of them
+            every advantage is 0; that is for trainers that make their own of the rewards.
         max_new_tokens: budget of generated tokens per trajectory, over all its turns.
         max_context_len: longest prompt + completion in tokens, as the engines have it.
+        vocab_size: of the model: agent loops' tokens outside it are refused; 0 leaves that to
+            engines.
         rollout_actors: names of the `RolloutWorker` actors that score and run agent loops.
         temperature: of training rollouts; 0 is greedy.
         stop_token_ids: a trajectory's turn ends after any of these.
@@ -77,6 +80,7 @@ class RolloutConfig:
     max_context_len: int
     rollout_actors: list[str]
     eval_path: str = ""
+    vocab_size: int = 0
     temperature: float = 1.0
     stop_token_ids: list[int] = field(default_factory=list[int])
     seed: int = 0
@@ -140,6 +144,11 @@ class RolloutConfig:
                 raise ConfigError(f"rollout.{name} {value!r} is not one of {', '.join(allowed)}")
         if self.over_sampling < 1.0:
             raise ConfigError(f"rollout.over_sampling must be 1 or more, got {self.over_sampling}")
+        if self.drop_uniform_groups and self.group_size == 1:
+            raise ConfigError(
+                "rollout.drop_uniform_groups with group_size 1 would drop every group: the rewards "
+                "of a single trajectory are all equal"
+            )
         if not self.rollout_actors:
             raise ConfigError("rollout.rollout_actors is empty: nobody could compute rewards")
 
@@ -162,6 +171,7 @@ _POSITIVE: Final = (
     "agent_concurrency",
 )
 _NOT_NEGATIVE: Final = (
+    "vocab_size",
     "temperature",
     "max_tokens_per_micro_batch",
     "seed",

@@ -32,6 +32,7 @@ from umbra.runtime.rollout.error_groups import first_leaf
 from umbra.runtime.rollout.fleet import Fleet, FleetConfig
 from umbra.runtime.rollout.prompts import Prompt
 from umbra.runtime.rollout.router import Router
+from umbra.runtime.rollout.token_ids import token_ids
 from umbra.runtime.rollout.trajectory import Trajectory
 from umbra.runtime.rollout.turn import Turn
 
@@ -48,6 +49,7 @@ class GeneratorConfig:
         pool: name of the engine pool. No rollout manager and no other generator uses it: an
             engine's tokens have one reader.
         max_context_len: longest prompt + completion in tokens, as the engines have it.
+        vocab_size: of the model: prompts with other tokens are refused; 0 leaves that to engines.
         max_inflight_per_engine: requests given to an engine at a time; its `max_num_seqs`.
         engine_timeout_s: how long a generation may wait while no engine of the pool serves.
         delta_timeout_s: how long a serving engine that has work may stay silent.
@@ -57,6 +59,7 @@ class GeneratorConfig:
 
     pool: str
     max_context_len: int
+    vocab_size: int = 0
     max_inflight_per_engine: int = 256
     engine_timeout_s: float = 600.0
     delta_timeout_s: float = 120.0
@@ -141,6 +144,10 @@ class Generator:
     def max_context_len(self) -> int:
         return self._config.max_context_len
 
+    @property
+    def vocab_size(self) -> int:
+        return self._config.vocab_size
+
     def engines(self) -> dict[str, dict[str, Any]]:
         """By name and life, such as `judge-0#1`: "state", and "requests" that it holds."""
         return {
@@ -201,8 +208,8 @@ class Generator:
 
         Raises:
             ValueError: an argument out of range, or a prompt that leaves no room in the context.
-            RequestRefused: the engine could never serve this, such as a token outside the model's
-                vocabulary, or an adapter that the pool does not have.
+            RequestRefused: no engine could ever serve this: a token is outside the model's
+                vocabulary, or the pool does not have the adapter.
             RolloutError, EngineError: no engine served for too long, or all that tried failed.
         """
         generation = self._begin(tokens, max_new_tokens, temperature, stop_token_ids, seed, lora)
@@ -233,7 +240,7 @@ class Generator:
     ) -> _Generation:
         if self._failure is not None:
             raise self._failure
-        prompt = _checked_prompt(tokens, self._config.max_context_len)
+        prompt = _checked_prompt(tokens, self._config)
         if max_new_tokens is not None and max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be 1 or more, got {max_new_tokens}")
         if not 0 <= temperature < math.inf:
@@ -369,15 +376,14 @@ def _joined(pieces: Sequence[Piece]) -> Piece:
 
 
 def _checked_prompt(
-    tokens: Sequence[int] | NDArray[np.int32], max_context_len: int
+    tokens: Sequence[int] | NDArray[np.int32], config: GeneratorConfig
 ) -> NDArray[np.int32]:
-    prompt = np.asarray(tokens)
-    if prompt.ndim != 1 or prompt.size == 0 or prompt.dtype.kind not in "iu":
+    prompt = token_ids(tokens, config.vocab_size, "prompt")
+    if prompt.size == 0:
         raise ValueError("a prompt is a list of token ids that is not empty")
-    if int(prompt.min()) < 0 or int(prompt.max()) >= 1 << 31:
-        raise ValueError(f"token {int(prompt.min())} to {int(prompt.max())}: no token ids")
-    if len(prompt) >= max_context_len:
+    if len(prompt) >= config.max_context_len:
         raise ValueError(
-            f"a prompt of {len(prompt)} tokens leaves no room in the context of {max_context_len}"
+            f"a prompt of {len(prompt)} tokens leaves no room in the context of "
+            f"{config.max_context_len}"
         )
-    return prompt.astype(np.int32)
+    return prompt

@@ -66,7 +66,10 @@ class RolloutManager:
         self._demand = Demand(context.supervisor, self._config.pool)
         self._dispatcher = Dispatcher(router, self._fail, self._recorder, on_work=self._on_work)
         self._sessions = AgentSessions(
-            self._dispatcher, self._recorder, self._config.stop_token_ids
+            self._dispatcher,
+            self._recorder,
+            self._config.stop_token_ids,
+            self._config.vocab_size,
         )
         self._workers = WorkerPool(
             self._config.rollout_actors,

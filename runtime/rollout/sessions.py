@@ -21,6 +21,7 @@ from umbra.runtime.rollout.asides import Asides
 from umbra.runtime.rollout.dispatch import Dispatcher
 from umbra.runtime.rollout.group import Group
 from umbra.runtime.rollout.recorder import Recorder
+from umbra.runtime.rollout.token_ids import token_ids
 from umbra.runtime.rollout.trajectory import NOT_GENERATED, Trajectory
 from umbra.runtime.rollout.turn import Turn
 
@@ -75,11 +76,16 @@ class AgentSessions:
     is left of the old one is refused."""
 
     def __init__(
-        self, dispatcher: Dispatcher, recorder: Recorder, stop_token_ids: list[int]
+        self,
+        dispatcher: Dispatcher,
+        recorder: Recorder,
+        stop_token_ids: list[int],
+        vocab_size: int = 0,
     ) -> None:
         self._dispatcher = dispatcher
         self._recorder = recorder
         self._stop_token_ids = stop_token_ids
+        self._vocab_size = vocab_size  # 0: not known
         self._sessions: dict[int, _Session] = {}
         self._by_trajectory: dict[Trajectory, int] = {}
         self._memories: dict[Trajectory, _Memory] = {}
@@ -153,10 +159,12 @@ class AgentSessions:
         Raises:
             RolloutError: the session has ended, is generating already, or `context` is not what
                 the trajectory holds plus more.
+            RequestRefused: a token is outside the model's vocabulary.
             ValueError: an empty context, or a `max_new_tokens` below 1.
         """
         session = self._find(session_id)
         trajectory = session.trajectory
+        context = token_ids(context, self._vocab_size, trajectory.sample_id)
         if len(context) == 0 or (max_new_tokens is not None and max_new_tokens < 1):
             raise ValueError("generate() needs at least one token and max_new_tokens of 1 or more")
         if lora:

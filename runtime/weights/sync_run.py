@@ -75,6 +75,7 @@ class SyncRun:
         self._host = host
         self._workers: dict[str, EngineWorker] = {}
         self._tasks: asyncio.TaskGroup | None = None
+        self._opening: asyncio.Task[None] | None = None
         self._waiting: dict[tuple[str, int], asyncio.Future[None]] = {}
         self._granted: set[str] = set()
         self._failure: str | None = None
@@ -92,6 +93,8 @@ class SyncRun:
             async with asyncio.TaskGroup() as self._tasks:
                 self.started.set()
                 await self._watch_lease()
+                if self._opening is not None:
+                    self._opening.cancel()  # an engine may hang in what it is asked there
                 for worker in self._workers.values():
                     worker.request(Close())
         finally:
@@ -169,7 +172,9 @@ class SyncRun:
         match action:
             case Open():
                 assert self._tasks is not None
-                self._tasks.create_task(self._open(action), name=f"open:{self.sync_id}")
+                self._opening = self._tasks.create_task(
+                    self._open(action), name=f"open:{self.sync_id}"
+                )
             case Prepare() | Load() | Attest() | Commit() | Resume() | Revert():
                 self._workers[action.engine].request(action)
             case GrantBegin():

@@ -14,12 +14,17 @@ VOCAB_SIZE = 97
 
 
 class ScriptedOutput:
-    """All of its tokens at once."""
+    """All of its tokens at once, when there are any: asked before, it notes that."""
 
-    def __init__(self, num_tokens: int) -> None:
+    def __init__(self, num_tokens: int, may_come: asyncio.Event) -> None:
         self._num_tokens = num_tokens
+        self.changed = may_come
+        self.num_asked = 0
 
-    def take(self) -> NewOutput:
+    def take(self) -> NewOutput | None:
+        self.num_asked += 1
+        if not self.changed.is_set():
+            return None
         tokens = [1] * self._num_tokens
         return NewOutput(tokens=tokens, logprobs=[-1.0] * len(tokens), finish_reason="length")
 
@@ -30,6 +35,7 @@ class ScriptedCore(Core):
     Attributes:
         may_go_on: cleared, all it is asked for takes until it is set.
         has_begun: set with everything that it is asked for.
+        tokens_come: cleared, no request gets a token until it is set.
     """
 
     name = "scripted"
@@ -41,6 +47,9 @@ class ScriptedCore(Core):
         self.memory: Mapping[str, int] = {"weights_nbytes": 1, "kv_nbytes": 1}
         self.may_go_on = asyncio.Event()
         self.may_go_on.set()
+        self.tokens_come = asyncio.Event()
+        self.tokens_come.set()
+        self.outputs: list[ScriptedOutput] = []
         self.done: list[str] = []
         self.has_begun = asyncio.Event()
 
@@ -59,7 +68,8 @@ class ScriptedCore(Core):
 
     async def add(self, key: str, request: GenerationRequest, cache_salt: str) -> Output:
         await self._do("add")
-        return ScriptedOutput(request.max_new_tokens)
+        self.outputs.append(ScriptedOutput(request.max_new_tokens, self.tokens_come))
+        return self.outputs[-1]
 
     async def abort(self, keys: Iterable[str]) -> None:
         await self._do(f"abort {len(list(keys))}")

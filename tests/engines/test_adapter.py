@@ -13,6 +13,7 @@ from scripted_core import ScriptedCore
 
 from umbra.engines.adapter.actor import AdapterEngine
 from umbra.engines.adapter.changes import Changes
+from umbra.engines.adapter.warm_up import warm_up
 from umbra.runtime.engine_names import ENGINE_TARGETS
 from umbra.runtime.errors import ConfigError, EngineError
 from umbra.runtime.target import make_target
@@ -47,6 +48,24 @@ def test_a_start_that_is_cancelled_stops_the_core() -> None:
             async with asyncio.timeout(0.01), engine_over(core):
                 pass
         assert core.done == ["stop"]
+
+    run_async(body)
+
+
+def test_the_first_request_is_waited_for_without_asking_again_and_again() -> None:
+    async def body() -> None:
+        core, dying = ScriptedCore(), ScriptedCore()
+        core.tokens_come.clear()
+        dying.tokens_come.clear()
+        loop = asyncio.get_running_loop()
+
+        loop.call_later(0.05, core.tokens_come.set)
+        await warm_up(core)
+        loop.call_later(0.05, dying.died.set)
+        with pytest.raises(EngineError, match="of scripted ended at its first request"):
+            await warm_up(dying)
+
+        assert (core.outputs[0].num_asked, dying.outputs[0].num_asked) == (2, 2)
 
     run_async(body)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -86,6 +87,9 @@ async def outcome_of(running_forever: Any) -> BaseException | None:
         ({"max_context_len": 1024}, ConfigError, "max_position_embeddings=512"),
         ({"max_num_seqs": 0}, ConfigError, "max_num_seqs"),
         ({"kv_cache_num_tokens": 10}, ConfigError, "cannot hold one sequence"),
+        ({"max_context_len": 1 << 50}, ConfigError, "max_position_embeddings=512"),
+        ({"kv_cache_num_tokens": 1 << 40}, ConfigError, r"GB of cpu memory are there: lower it"),
+        ({"max_num_seqs": 1 << 50}, ConfigError, "not enough memory .*: lower max_context_len"),
         ({"num_threads": 0}, ConfigError, "num_threads"),
     ],
 )
@@ -105,6 +109,24 @@ def test_a_wrong_setting_fails_the_start_by_name(
                 pass
 
     run_async(body)
+
+
+def test_a_context_beyond_the_machine_s_memory_fails_the_start_by_name(
+    model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "long"
+    shutil.copytree(model_folder("qwen3"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["max_position_embeddings"] = 1 << 50
+    (folder / "config.json").write_text(json.dumps(config))
+
+    async def body(max_context_len: int) -> None:
+        with pytest.raises(ConfigError, match="lower max_context_len"):
+            async with EmbeddedEngine(model_path=str(folder), max_context_len=max_context_len):
+                pass
+
+    run_async(lambda: body(1 << 40))
+    run_async(lambda: body(1 << 50))
 
 
 @pytest.mark.slow

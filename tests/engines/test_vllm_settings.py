@@ -68,6 +68,16 @@ def test_the_kv_cache_on_the_cpu_holds_whole_blocks_for_all_sequences(tmp_path: 
     assert chosen["kv_cache_memory_bytes"] == (384 + 128) * token_nbytes
 
 
+@pytest.mark.parametrize("change", [{"max_context_len": 1 << 40}, {"kv_cache_num_tokens": 1 << 40}])
+def test_a_kv_cache_beyond_the_machine_s_memory_is_told_before_a_start(
+    tmp_path: Path, change: dict[str, int]
+) -> None:
+    beyond = settings(tmp_path, **change)
+
+    with pytest.raises(ConfigError, match=r"GB of memory: lower max_context_len or kv_cache_num"):
+        beyond.options(KNOWN, is_cpu=True)
+
+
 def test_on_a_gpu_the_kv_cache_is_vllm_s_choice_unless_asked_for(tmp_path: Path) -> None:
     free = settings(tmp_path, device="cuda").options(KNOWN, is_cpu=False)
     chosen = settings(tmp_path, device="cuda", kv_cache_num_tokens=1).options(KNOWN, is_cpu=False)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from umbra.engines.echo import EchoEngine
+from umbra.runtime.actor import actor_context
 
 
 class DiesAtStart:
@@ -15,6 +17,16 @@ class DiesAtStart:
     def __init__(self, **settings: Any) -> None:
         print("CUDA driver version is insufficient", flush=True)
         os._exit(5)
+
+
+class KilledInFirstStart(EchoEngine):
+    """Its first life is killed before it is up, as by the kernel where memory is short."""
+
+    def __init__(self, **settings: Any) -> None:
+        if actor_context().incarnation == 1:
+            print("loading the model", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().__init__(**settings)
 
 
 class DiesInSync(EchoEngine):

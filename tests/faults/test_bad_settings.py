@@ -48,7 +48,8 @@ def test_every_rank_says_that_the_model_directory_is_missing(folder: Path) -> No
 
 
 def test_more_ranks_than_completions_is_an_error_of_every_rank(folder: Path) -> None:
-    with start_run(folder, "rollout.groups_per_step=1", "rollout.group_size=1") as run:
+    settings = ["rollout.groups_per_step=1", "rollout.group_size=2"]
+    with start_run(folder, *settings, num_ranks=3) as run:
         ended = run.wait(BAD_INPUT_LIMIT_S)
 
-    ended.check_failed("is 1 completions a step for 2 ranks", "start 1 ranks or fewer")
+    ended.check_failed("is 2 completions a step for 3 ranks", "start 2 ranks or fewer")

@@ -42,6 +42,19 @@ def test_a_killed_engine_comes_back(folder: Path) -> None:
     assert _says(run, rf"policy-1#1 \(pid {killed}\) {KILLED}"), run.output
 
 
+def test_an_engine_that_is_killed_in_its_first_start_is_started_again(folder: Path) -> None:
+    engine = "pool.engine=failing_engines:KilledInFirstStart"
+
+    with start_run(folder, "train.steps=2", engine) as run:
+        ended = run.wait()
+
+    assert ended.status == 0, ended.output
+    assert run.num_steps() == 2
+    how = r"policy-0#1 failed to start: policy-0#1 \(pid \d+\) "
+    assert re.search(how + KILLED, ended.output, re.MULTILINE), ended.output
+    assert "loading the model" in (run.run_dir / "logs" / "policy-0.log").read_text()
+
+
 def test_a_killed_rollout_manager_goes_on_with_what_the_ledger_has(folder: Path) -> None:
     with start_run(folder, LONG) as run:
         run.wait_for_step(3)

@@ -212,6 +212,16 @@ class FailsWhenAgain(Echo):
         marker.touch()
 
 
+class KilledAtStart(Echo):
+    """Ends by a signal in each of its first starts."""
+
+    def __init__(self, signum: int, times: int) -> None:
+        super().__init__()
+        if actor_context().incarnation <= times:
+            print(f"start {actor_context().incarnation}", flush=True)
+            os.kill(os.getpid(), signum)
+
+
 class DiesInRun(Echo):
     """Its `run` raises as soon as the marker is there."""
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from live_rollouts import LiveRollouts, ledger_of, merged
+from live_rollouts import VOCAB_SIZE, LiveRollouts, ledger_of, merged
 
 from umbra.runtime.rollout.ledger.index import LedgerIndex
 from umbra.runtime.session import Session
@@ -19,6 +20,7 @@ CONFIG: dict[str, Any] = {
     "max_failed_share": 0.5,
     "groups_per_step": NUM_PROMPTS,  # the next epoch's first takes the bad one's place
     "agent_timeout_s": 20.0,
+    "vocab_size": VOCAB_SIZE,
 }
 
 
@@ -59,6 +61,16 @@ def test_a_loop_that_kills_its_process_is_told_from_those_beside_it(
 
     assert groups == {f"e0/p{idx}" for idx in range(NUM_PROMPTS)} - {BAD_GROUP}
     assert "saw 3 rollout actors die" in cause_of_the_drop(tmp_path)
+
+
+def test_a_loop_that_gives_what_is_no_token_is_told_which(
+    umbra_session: Session, tmp_path: Path
+) -> None:
+    groups = train_once(umbra_session, tmp_path, "gives_no_token_for_t3")
+
+    assert groups == {f"e0/p{idx}" for idx in range(NUM_PROMPTS)} - {BAD_GROUP}
+    said = rf"RequestRefused: {BAD_GROUP}/0: token 64 at index \d+ is outside .* of 64 "
+    assert re.search(said, cause_of_the_drop(tmp_path))
 
 
 def test_a_loop_that_blocks_the_others_is_found_and_named(

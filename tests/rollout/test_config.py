@@ -39,6 +39,7 @@ def test_a_dict_becomes_a_config_with_defaults() -> None:
         ({"group_size": "8"}, "rollout.group_size must be int, got str '8'"),
         ({"group_size": True}, "rollout.group_size must be int, got bool"),
         ({"group_size": 0}, "rollout.group_size must be positive, got 0"),
+        ({"group_size": 1, "drop_uniform_groups": True}, "would drop every group"),
         ({"temperature": -1.0}, "rollout.temperature must not be negative"),
         ({"stop_token_ids": [1, "2"]}, r"rollout.stop_token_ids must be a list of int"),
         ({"rollout_actors": []}, "rollout.rollout_actors is empty"),

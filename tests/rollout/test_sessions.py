@@ -25,11 +25,11 @@ class Loop:
     The token at completion position i is 10 + i, whoever generates it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, vocab_size: int = 0) -> None:
         self.bench = Bench()
         self.inbox = self.bench.serve(A)
         recorder = Recorder(None, self.bench.failures.append)
-        self.sessions = AgentSessions(self.bench.dispatcher, recorder, [])
+        self.sessions = AgentSessions(self.bench.dispatcher, recorder, [], vocab_size)
         self.trajectory = make_trajectory(PROMPT.tolist(), budget=100)
         self.group = Group("e0/p", [self.trajectory])
 
@@ -313,6 +313,26 @@ def test_an_adapter_that_the_engine_does_not_have_fails_its_loop_only() -> None:
 
         with pytest.raises(RolloutError, match="there is no adapter"):
             await aside
+        assert loop.bench.failures == []
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("lora", ["", "critic"])
+def test_a_token_outside_the_vocabulary_is_its_loops_error_and_no_engine_sees_it(
+    lora: str,
+) -> None:
+    async def run() -> None:
+        loop = Loop(vocab_size=50)
+        session = loop.open()
+        tokens = [*PROMPT.tolist(), *await loop.turn(session, PROMPT.tolist())]
+
+        with pytest.raises(RequestRefused, match=r"token 50 at index 8 is outside .* of 50"):
+            async with asyncio.timeout(5.0):
+                await loop.sessions.generate(session, np.asarray([*tokens, 50]), 5, lora)
+
+        assert await loop.turn(session, [*tokens, 49]) == [16, 17, 18, 19, 20]
+        assert len(loop.inbox.requests) == 2
         assert loop.bench.failures == []
 
     asyncio.run(run())

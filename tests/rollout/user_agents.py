@@ -112,6 +112,15 @@ async def blocks_for_t3(ctx: AgentContext, sample: dict[str, Any]) -> float | No
     return float(len(tokens))
 
 
+async def gives_no_token_for_t3(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
+    """For the prompt t3 it gives a token that the model does not have."""
+    tokens = [*ctx.prompt_tokens]
+    tokens += await ctx.generate(tokens, max_new_tokens=5)
+    if ctx.prompt == "t3":
+        await ctx.generate([*tokens, 64])  # of a vocabulary of 64
+    return float(len(tokens))
+
+
 async def asks_judge(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
     """A judge's answer to the first 5 tokens is given; its length makes the reward."""
     tokens = [*ctx.prompt_tokens]

@@ -6,7 +6,9 @@ import os
 import signal
 import socket
 import tempfile
+import time
 from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +48,24 @@ def test_clients_that_hang_up_free_the_engines_and_a_signal_ends_it_all(folder: 
         with server.asking("/v1/completions", body):
             server.wait_for_health(generations=4)
         server.wait_for_health(generations=0)
-        with server.streaming("/v1/completions", body) as events:
+        with (
+            server.streaming("/v1/completions", body) as events,
+            ThreadPoolExecutor(1) as threads,
+        ):
             next(events)
+            whole = threads.submit(server.ask, "/v1/completions", body)
+            server.wait_for_health(generations=8)
+            signalled_at = time.monotonic()
             status = server.end(signal.SIGINT)
-            rest = list(events)
+            took_s = time.monotonic() - signalled_at
+            *rest, last = list(events)
 
     assert status == 0
-    assert "[DONE]" not in rest
+    assert took_s < 10.0
+    assert not [event for event in rest if "error" in event or event == "[DONE]"]
+    assert last["error"]["message"] == "the server is shutting down"
+    assert (last["error"]["type"], last["error"]["code"]) == ("server_error", "shutting_down")
+    assert whole.result() == (503, last)
 
 
 def test_a_server_with_a_key_lets_in_who_knows_it(folder: Path) -> None:

@@ -108,6 +108,7 @@ def test_an_override_may_make_a_new_section(config_file: Path) -> None:
             ["pool.engine", "'embedded', 'vllm', 'sglang', 'echo', 'faulty' or the 'module:Class'"],
         ),
         ("rollout.temperature=0", ["rollout.temperature", "greater than 0"]),
+        ("rollout.group_size=1", ["rollout.group_size = 1", "nothing would be learned: use 2 or"]),
         ("pool.update_waves=0", ["pool.update_waves", "greater than or equal to 1"]),
         (
             "pool.update_waves=2",

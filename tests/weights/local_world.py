@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import tempfile
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -85,6 +86,9 @@ class ThreadEngine:
 
     async def probe_import(self, allocations: list[list[Any]], timeout_s: float) -> str:
         self.probed.append(allocations)
+        if self.hang_at == "probe_import":
+            self.hanging.set()
+            await self._has_died.wait()
         return self.import_problem
 
     async def pause(self, mode: str, timeout_s: float) -> None:
@@ -202,6 +206,19 @@ class LocalSupervisor:
             self.coordinator.sync_abort(sync_id, rank, reason)
 
         self._loop.run(abort())
+
+    def lose_rank(self, rank: int, when: asyncio.Event) -> float:
+        """After how many seconds the sync that it was in is settled."""
+
+        async def lose() -> float:
+            async with asyncio.timeout(10.0):
+                await when.wait()
+            lost_at = time.monotonic()
+            self.coordinator.rank_lost(rank)
+            await self.coordinator.wait_settled()
+            return time.monotonic() - lost_at
+
+        return self._loop.run(lose())
 
 
 @asynccontextmanager

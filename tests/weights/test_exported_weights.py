@@ -139,6 +139,23 @@ def test_a_transport_that_cannot_be_had_is_an_error_that_says_why(ipc: FakeIpc) 
     assert report.transport == "cuda_ipc"
 
 
+def test_an_abort_does_not_wait_for_an_engine_that_hangs_at_its_trial(ipc: FakeIpc) -> None:
+    tensors = {"a": torch.randn(100)}
+    engine = make_engine(ipc, tensors)
+    engine.hang_at = "probe_import"
+    with local_pool([engine], SMALL) as supervisor:
+        outcome, settled_after_s = in_threads(
+            partial(publish, supervisor, tensors, export=ipc.export),
+            partial(supervisor.lose_rank, 0, when=engine.hanging),
+        )
+        engine.hang_at = None
+        report = publish(supervisor, tensors, 2, export=ipc.export)
+
+    assert isinstance(outcome, WeightSyncError)
+    assert settled_after_s < 5.0
+    assert report.transport == "cuda_ipc"
+
+
 def test_host_memory_can_be_asked_for(ipc: FakeIpc) -> None:
     tensors = {"a": torch.randn(100)}
     engine = make_engine(ipc, tensors)

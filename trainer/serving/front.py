@@ -12,7 +12,7 @@ import contextlib
 import hmac
 import json
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any, Final, Self
 
 from aiohttp import web
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 _MAX_BODY_NBYTES: Final = 8 << 20
 """Longer than any context; a larger one would keep the tokenizer busy for seconds."""
 _SHUTDOWN_S: Final = 1.0
-"""For answers under way when the server ends, which are cut. Below the actor's grace."""
+"""For answers under way when the server ends to tell their clients. Below the actor's grace."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -56,6 +56,8 @@ class HttpFront:
         self._api_key = api_key
         self._place: tuple[str, int] = (host, port)
         self._stack = contextlib.AsyncExitStack()
+        self._is_ending = False
+        self._under_way: set[asyncio.Timeout] = set()  # answers
 
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
@@ -83,6 +85,10 @@ class HttpFront:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
+        self._is_ending = True
+        now = asyncio.get_running_loop().time()
+        for answer in self._under_way:
+            answer.reschedule(now)
         await self._stack.aclose()
 
     async def run(self) -> None:
@@ -138,7 +144,9 @@ class HttpFront:
 
     async def _answer(self, request: web.Request, job: Job) -> web.StreamResponse:
         if not job.is_stream:
-            return web.json_response(await self._endpoints.whole(job))
+            async with self._until_the_end():
+                answer = await self._endpoints.whole(job)
+            return web.json_response(answer)
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
@@ -149,7 +157,8 @@ class HttpFront:
             await response.write(_event(chunk))
 
         try:
-            await self._endpoints.stream(job, write)
+            async with self._until_the_end():
+                await self._endpoints.stream(job, write)
             await response.write(b"data: [DONE]\n\n")
         except Exception as error:  # the status may be sent: then the stream itself has to tell
             if isinstance(first_leaf(error), ConnectionError):
@@ -159,6 +168,20 @@ class HttpFront:
                 raise
             await response.write(_event(_told(error).body))
         return response
+
+    @contextlib.asynccontextmanager
+    async def _until_the_end(self) -> AsyncGenerator[None]:
+        """An answer is made within. Raises ApiError where the server ends before it is complete."""
+        try:
+            async with asyncio.timeout(0.0 if self._is_ending else None) as answer:
+                self._under_way.add(answer)
+                yield
+        except TimeoutError:
+            if not answer.expired():
+                raise
+            raise ApiError(503, "the server is shutting down", code="shutting_down") from None
+        finally:
+            self._under_way.discard(answer)
 
 
 def _told(error: Exception) -> ApiError:

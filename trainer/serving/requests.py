@@ -52,10 +52,15 @@ _NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "modalities": (["text"],),
     "add_generation_prompt": (True,),
 }
+_FORMS: Final[Mapping[str, str]] = {
+    "prompt": "a text or a list of token ids, or a list of these",
+    "stop": f"a text or a list of up to {_MAX_STOPS}, none of them empty",
+    "stop_token_ids": "a list of token ids",
+}
 _WHOLE_DISTRIBUTION: Final = frozenset({"top_p", "top_k", "min_p", "typical_p"})
 
 Text = Annotated[str, Field(min_length=1)]
-TokenIds = list[Annotated[int, Field(ge=0, lt=1 << 31)]]
+TokenIds = list[int]
 
 
 class StreamOptions(BaseModel):
@@ -181,6 +186,8 @@ def _worded(error: ValidationError) -> ApiError:
     param = str(problem["loc"][0])
     if problem["type"] == "missing":
         return ApiError(400, f"{param} is missing", param=param)
+    if param in _FORMS:
+        return ApiError(400, f"{param} must be {_FORMS[param]}", param=param)
     place = ".".join(str(part) for part in problem["loc"])
     return ApiError(400, f"{place}: {problem['msg']}", param=param)
 

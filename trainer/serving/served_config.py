@@ -18,7 +18,7 @@ from umbra.trainer.further_pool import (
 )
 from umbra.trainer.services import POOL, engine_pool_spec, max_context_len
 from umbra.trainer.serving.served_pool import ServedPoolConfig
-from umbra.trainer.tokenizer import read_model_config
+from umbra.trainer.tokenizer import read_model_config, vocab_size
 
 
 def read_serve_config(place: str, overrides: Sequence[str]) -> ServeConfig:
@@ -104,11 +104,11 @@ def _find_pool(config: ServeConfig, name: str | None) -> ServedPoolConfig:
 
 
 def _policy(config: ServeConfig) -> ServedPoolConfig:
-    read_model_config(config.model.path)
     turns_s = [pool.max_turn_s for pool in config.pools.values() if pool.mode == "colocated"]
     generator: dict[str, Any] = {
         "pool": POOL,
         "max_context_len": max_context_len(config),
+        "vocab_size": vocab_size(config.model.path),
         "max_inflight_per_engine": config.pool.max_num_seqs,
         # it waits for one other pool's turn at most
         "engine_timeout_s": config.pool.sync_timeout_s + max(turns_s, default=0.0),

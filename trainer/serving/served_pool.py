@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from umbra.runtime.actor import ActorContext
-from umbra.runtime.errors import DataError
+from umbra.runtime.errors import DataError, RequestRefused
 from umbra.runtime.lifecycle import EngineState
 from umbra.runtime.rollout.generator import Generator, GeneratorConfig
+from umbra.runtime.rollout.token_ids import token_ids
 from umbra.trainer.serving.answers import AnswerForm, ChatForm, CompletionForm
 from umbra.trainer.serving.api_error import ApiError
 from umbra.trainer.serving.choice import Sampling, Step, generate_choice
@@ -114,8 +115,11 @@ class ServedPool:
 
     async def completion(self, request: CompletionRequest) -> Job:
         """Raises ApiError."""
+        vocab_size = self.generator.vocab_size
         prompts = [
-            await self.text.encode(prompt) if isinstance(prompt, str) else prompt
+            await self.text.encode(prompt)
+            if isinstance(prompt, str)
+            else _checked(prompt, "prompt", vocab_size)
             for prompt in request.prompts
         ]
         form = CompletionForm(self._model(request.model), self.text.decode, request.wants_logprobs)
@@ -184,12 +188,13 @@ class ServedPool:
     ) -> Job:
         for prompt in prompts:
             self._check_length(prompt, budget, param)
+        stop_token_ids = _checked(request.stop_token_ids, "stop_token_ids")
         model = self._model(request.model)
         sampling = Sampling(
             max_new_tokens=budget,
             temperature=request.temperature,
             stops=request.stops,
-            stop_token_ids=sorted({*self.text.stop_token_ids, *request.stop_token_ids}),
+            stop_token_ids=sorted({*self.text.stop_token_ids, *stop_token_ids}),
             seed=request.seed,
             lora=model if model in self._adapters else "",
         )
@@ -216,3 +221,12 @@ class ServedPool:
                 param=param,
                 code="context_length_exceeded",
             )
+
+
+def _checked(tokens: list[int], param: str, vocab_size: int = 0) -> list[int]:
+    """The same tokens; raises ApiError where one is none of the model's."""
+    try:
+        token_ids(tokens, vocab_size, param)
+    except RequestRefused as error:
+        raise ApiError(400, str(error), param=param) from None
+    return tokens

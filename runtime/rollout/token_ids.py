@@ -1,0 +1,64 @@
+"""Token ids as callers give them, checked before an engine sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from umbra.runtime.errors import RequestRefused
+
+_NUM_IDS: Final = 1 << 31  # what int32 holds
+
+
+def token_ids(
+    tokens: Sequence[int] | NDArray[Any], vocab_size: int = 0, what: str = "tokens"
+) -> NDArray[np.int32]:
+    """[T] int32. What is int32 already is not copied.
+
+    Args:
+        vocab_size: of the model; 0 where it is not known here.
+        what: the tokens are called in the error.
+
+    Raises:
+        RequestRefused: they are no list of integers, or one is outside the model's vocabulary.
+    """
+    array = _as_array(tokens)
+    if array is None or array.ndim != 1 or (array.size and array.dtype.kind not in "iuO"):
+        raise RequestRefused(f"{what}: a list of token ids is wanted, which are integers")
+    problem = wrong_token(array, vocab_size)
+    if problem:
+        raise RequestRefused(f"{what}: {problem}")
+    return array.astype(np.int32, copy=False)
+
+
+def wrong_token(array: NDArray[Any], vocab_size: int | None) -> str:
+    """What is wrong with the first token that cannot be one of the model's, or "".
+
+    Args:
+        array: [T] of integers.
+        vocab_size: 0 or None: not known.
+    """
+    wrong = np.flatnonzero((array < 0) | (array >= (vocab_size or _NUM_IDS)))
+    if not wrong.size:
+        return ""
+    idx = int(wrong[0])
+    found = f"token {array[idx]} at index {idx}"
+    if not vocab_size:
+        return f"{found} is no token id"
+    return f"{found} is outside the model's vocabulary of {vocab_size} (0 to {vocab_size - 1})"
+
+
+def _as_array(tokens: Sequence[int] | NDArray[Any]) -> NDArray[Any] | None:
+    """As they are; None for what is no list of numbers, objects for integers beyond 64 bits."""
+    if isinstance(tokens, np.ndarray):
+        return tokens
+    given = cast("list[object]", list(tokens))
+    if not all(isinstance(token, int | np.integer) for token in given):
+        return None
+    try:
+        return np.asarray(given, np.int64)
+    except OverflowError:
+        return np.asarray(given, object)

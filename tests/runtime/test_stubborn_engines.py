@@ -1,0 +1,72 @@
+"""Engines that outlive SIGKILL, as one does that hangs in a driver."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import zmq
+
+from umbra.runtime import pools
+from umbra.runtime.actor import ActorSpec
+from umbra.runtime.pool_spec import PoolSpec
+from umbra.runtime.pools import EnginePool
+from umbra.runtime.rpc.client import Client
+from umbra.runtime.rpc.ref import ActorRef
+from umbra.runtime.supervised import NodeSettings, SupervisedActor
+from umbra.runtime.weights.memfd import serve_fds
+
+
+def actor_that_never_ends(folder: Path, context: zmq.Context[zmq.Socket[bytes]]) -> SupervisedActor:
+    """Its process is as one that was killed and is not gone."""
+    supervisor = ActorRef(name="supervisor", incarnation=1, node_id="n", ipc_endpoint="ipc://none")
+    node = NodeSettings(
+        node_id="n",
+        socket_dir=folder,
+        log_dir=folder,
+        supervisor=supervisor,
+        tcp_host="",
+        keys=(),
+        log_level=20,
+    )
+    spec = ActorSpec(name="judge-0", target="umbra.engines.echo:EchoEngine", role="engine")
+    actor = SupervisedActor(spec, node, context, lambda _: None, lambda _: None)
+    actor.incarnation, actor.pid, actor.has_process = 3, 4711, True
+    return actor
+
+
+def test_a_killed_engine_that_is_not_gone_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: list[str] = []
+    monkeypatch.setattr(pools, "_END_LIMIT_S", 0.01)
+    monkeypatch.setattr(pools, "_GONE_LIMIT_S", 0.02)
+
+    async def run(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        spec = PoolSpec(name="judge", engine="echo", count=1, mode="standalone", load_weights=True)
+        path = str(tmp_path / "fds")
+        async with (
+            Client("n", None) as client,
+            serve_fds(path) as fds,
+            asyncio.TaskGroup() as tasks,
+        ):
+            pool = EnginePool(spec, client, notes.append, tasks, fds, path)
+            actor = actor_that_never_ends(tmp_path, context)
+            pool.add(actor)
+            hurry = asyncio.Event()
+            hurry.set()
+
+            await pool.rest(hurry)
+            (note,) = notes
+            actor.has_process = False
+            await pool.rest(hurry)
+
+        assert note == (
+            "judge-0#3 (pid 4711) was killed 0.02 s ago and still holds memory that pool judge "
+            "shares with others; the next of them may run out of memory"
+        )
+        assert notes == [note]
+
+    with zmq.Context[zmq.Socket[bytes]]() as context:
+        asyncio.run(run(context))
