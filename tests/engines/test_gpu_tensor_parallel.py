@@ -1,5 +1,7 @@
 """vLLM and SGLang over two GPUs: each worker has its slices, whichever way the weights come."""
 
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
@@ -10,7 +12,6 @@ import sglang_runs
 import torch
 import vllm_runs
 from adapter_fixtures import *  # noqa: F403 - the fixtures
-from adapter_runs import SharedCore
 from gpu_suite import (
     Reference,
     cuda_context,
@@ -24,6 +25,9 @@ from model_factory import make_model
 from sglang_runs import needs_sglang
 from transformers import PreTrainedModel
 from vllm_runs import needs_vllm
+
+from umbra.engines.sglang.core import SglangCore
+from umbra.engines.vllm.core import VllmCore
 
 __all__ = [
     "cuda_context",
@@ -54,7 +58,7 @@ def model_kind() -> str:
 )
 def core(
     request: pytest.FixtureRequest, model_folder: Callable[[str], Path], model_kind: str
-) -> Generator[SharedCore]:
+) -> Generator[SglangCore | VllmCore]:
     folder = model_folder(model_kind)
     if request.param == "sglang":
         engine_args = sglang_runs.ENGINE_ARGS | {"tp_size": 2}

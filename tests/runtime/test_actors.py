@@ -136,31 +136,6 @@ def test_an_actor_that_never_comes_up_is_given_up(spawn: Spawn) -> None:
         spawn(spec)
 
 
-@pytest.mark.slow
-def test_an_actor_that_is_killed_in_its_first_start_is_started_again(
-    shared: SessionFactory, spawn: Spawn
-) -> None:
-    echo = spawn(actor("KilledAtStart", kwargs={"signum": signal.SIGKILL, "times": 2}))
-
-    assert echo.call("who")["incarnation"] == 3
-    for incarnation in (1, 2):
-        name = f"{echo.ref.name}#{incarnation}"
-        assert told(shared, echo, f"{name} failed to start: {name} (pid ")
-        assert told(shared, echo, "killed by SIGKILL (9); restarting it in")
-
-
-@pytest.mark.slow
-def test_an_actor_that_is_killed_in_every_start_is_given_up(spawn: Spawn) -> None:
-    ends = r"#3 failed to start(.|\n)*SIGKILL(.|\n)*start 3(.|\n)*after 2 restarts within"
-    with pytest.raises(ActorDied, match=ends):
-        spawn(actor("KilledAtStart", kwargs={"signum": signal.SIGKILL, "times": 9}))
-
-
-def test_a_crash_of_its_own_in_the_first_start_is_not_tried_again(spawn: Spawn) -> None:
-    with pytest.raises(ActorDied, match=r"#1 failed to start(.|\n)*SIGSEGV(.|\n)*start 1"):
-        spawn(actor("KilledAtStart", kwargs={"signum": signal.SIGSEGV, "times": 9}))
-
-
 def test_a_failed_start_leaves_the_name_free_and_the_job_alive(spawn: Spawn) -> None:
     with pytest.raises(ActorDied):
         spawn(actor("RaisesAtStart", "again"))
