@@ -159,7 +159,6 @@ def _pool_spec(
         "device": device_type if pool.device == "auto" else pool.device,
         "max_num_seqs": pool.max_num_seqs,
         "max_context_len": further_context_len(name, pool),
-        "vocab_size": _read(vocab_size, name, pool),
         "kv_cache_num_tokens": pool.kv_cache_num_tokens,
         "tick_ms": pool.tick_ms,
         "num_threads": pool.num_threads or max(1, cores // pool.count),
@@ -203,6 +202,7 @@ def further_generator_settings(name: str, pool: FurtherPoolSection) -> dict[str,
     return {
         "pool": name,
         "max_context_len": further_context_len(name, pool),
+        "vocab_size": _read(vocab_size, name, pool),
         "max_inflight_per_engine": pool.max_num_seqs,
         # Asleep or not: requests have their own deadline, which is not reached by waiting alone.
         "engine_timeout_s": pool.request_timeout_s,

@@ -116,9 +116,12 @@ def vocab_size(model_path: Path) -> int:
     Raises: as `read_model_config`.
     """
     config = read_model_config(model_path)
-    text_config = config.get("text_config")  # of a model that takes more than text
-    sections = (config, text_config if isinstance(text_config, dict) else {})
-    known = (cast("dict[str, Any]", section).get("vocab_size") for section in sections)
+    sections = (config, config.get("text_config"))  # the second: of a model that takes images too
+    known = [
+        cast("dict[str, Any]", section).get("vocab_size")
+        for section in sections
+        if isinstance(section, dict)
+    ]
     return next((size for size in known if isinstance(size, int) and size > 0), 0)
 
 

@@ -172,8 +172,9 @@ class HttpFront:
     @contextlib.asynccontextmanager
     async def _until_the_end(self) -> AsyncGenerator[None]:
         """An answer is made within. Raises ApiError where the server ends before it is complete."""
+        answer = asyncio.timeout(0.0 if self._is_ending else None)
         try:
-            async with asyncio.timeout(0.0 if self._is_ending else None) as answer:
+            async with answer:
                 self._under_way.add(answer)
                 yield
         except TimeoutError:
