@@ -102,8 +102,7 @@ def naming_lack_of_memory() -> Generator[None]:
     try:
         yield
     except (MemoryError, OverflowError, RuntimeError) as error:
-        is_torchs = isinstance(error, RuntimeError)
-        if is_torchs and not isinstance(error, torch.OutOfMemoryError) and not _tells_lack(error):
+        if not _tells_lack(error):
             raise
         raise ConfigError(
             f"there is not enough memory for the engine ({str(error).splitlines()[0]}): lower "
@@ -111,6 +110,8 @@ def naming_lack_of_memory() -> Generator[None]:
         ) from error
 
 
-def _tells_lack(error: RuntimeError) -> bool:
+def _tells_lack(error: Exception) -> bool:
     """torch has no type of its own for it on the CPU."""
-    return "you tried to allocate" in str(error)
+    if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+        return "you tried to allocate" in str(error)
+    return True
