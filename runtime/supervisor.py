@@ -82,8 +82,14 @@ class Supervisor:
         """
         if incarnation > self._ranks.incarnation:
             self._start_over(incarnation)
-        async with asyncio.timeout(_START_OVER_LIMIT_S):
-            await self._started_over.wait()
+        try:
+            async with asyncio.timeout(_START_OVER_LIMIT_S):
+                await self._started_over.wait()
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"what served the ranks before their restart has not ended within "
+                f"{_START_OVER_LIMIT_S:.0f} s; the supervisor's log says what"
+            ) from None
         me = self._ranks.add(rank, pid)
         # Its death is known here before its peers can report that their connections broke.
         watch = PidWatch(pid, lambda: me.put({"kind": "gone"}))
