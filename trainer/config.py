@@ -140,8 +140,9 @@ class RolloutSection(Section):
             those that are done first, and what gets too old is dropped.
         drop_uniform_groups: prompts whose completions all have the same reward, from which
             nothing can be learned, are dropped and others take their place.
-        max_failed_share: so many of the last 200 prompts may be dropped because the reward
-            function or agent loop failed; one more ends the run.
+        max_failed_share: so many of the last 200 prompts, or of all so far, may be dropped because
+            the reward function or agent loop failed; one more ends the run, so with 0.05 the first
+            among fewer than 20.
         workers: processes that run rewards and agent loops.
         agent: "module:function" of an agent loop; without, one generation per prompt.
         agent_timeout_s: for one run of the agent loop, without what it waits for further pools.

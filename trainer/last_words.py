@@ -11,11 +11,15 @@ a rank that ends later than another: what it has to say it says before anything 
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import os
 import sys
 import threading
+import time
 import traceback
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -56,14 +60,16 @@ class LastWords:
                 self.tell(self._failure)
 
     def tell(self, error: UmbraError) -> None:
-        """Prints it to stderr, unless something has been told before."""
+        """Prints it to stderr, and leaves it for torchrun, unless something was told before."""
         with self._telling:
             if self._is_told:
                 return
             self._is_told = True
+            said = f"{self._who}: {_describe(error)}"
             # One write: ranks share stderr, and print() may write the line's end apart.
-            sys.stderr.write(f"{self._who}: {_describe(error)}\n")
+            sys.stderr.write(f"{said}\n")
             sys.stderr.flush()
+            _leave_for_torchrun(said)
         if logging.getLogger().isEnabledFor(logging.DEBUG):
             traceback.print_exception(error)
 
@@ -77,6 +83,19 @@ class LastWords:
     def _end(self, failure: JobFailed) -> None:
         self.tell(failure)
         os._exit(1)
+
+
+def _leave_for_torchrun(said: str) -> None:
+    """torchrun's own report of the failure, which comes last, quotes it as the cause.
+
+    The file's form is that of torch.distributed.elastic's ErrorHandler, without importing torch.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    told = {"py_callstack": said, "timestamp": str(int(time.time()))}
+    with contextlib.suppress(OSError):  # it has been told
+        Path(path).write_text(json.dumps({"message": {"message": said, "extraInfo": told}}))
 
 
 def _describe(error: UmbraError) -> str:

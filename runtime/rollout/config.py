@@ -45,8 +45,8 @@ class RolloutConfig:
             made of the first that are done, and what gets too old is dropped.
         drop_uniform_groups: groups whose rewards are all equal, from which nothing can be
             learned, are dropped and other prompts take their place.
-        max_failed_share: so many of the last 200 groups may be dropped because their reward or
-            agent loop failed; one more ends the job.
+        max_failed_share: so many of the last 200 groups, or of all so far, may be dropped because
+            their reward or agent loop failed; one more ends the job.
         advantage: kind of normalisation, see `umbra.runtime.rollout.advantages`; travels as
             {"kind": ...}.
         ledger_path: folder of this manager's ledger, see `umbra.runtime.rollout.ledger`; "" keeps

@@ -273,12 +273,17 @@ class TrainingFlow:
 
     def _on_failed(self, place: int, error: UmbraError) -> None:
         """One prompt is not worth the job, but a function that fails often is the job's fault."""
-        reason = "reward failed" if isinstance(error, RewardError) else "agent loop failed"
-        self._drop(place, reason, str(error))
+        is_reward = isinstance(error, RewardError)
+        self._drop(place, "reward failed" if is_reward else "agent loop failed", str(error))
         self._ended.append(True)
         window = min(_FAILURE_WINDOW, self.num_admitted)
-        if sum(self._ended) > self._config.max_failed_share * window:
-            self._on_failure(error)
+        num_failed, allowed = sum(self._ended), int(self._config.max_failed_share * window)
+        if num_failed > allowed:
+            said = (
+                f"{error} (that makes {num_failed} of {window} groups that failed; "
+                f"rollout.max_failed_share = {self._config.max_failed_share:g} allows {allowed})"
+            )
+            self._on_failure(RewardError(said) if is_reward else RolloutError(said))
             return
         logger.warning("a group was dropped: %s", error)
         self.admit()

@@ -241,6 +241,9 @@ def test_by_default_the_first_failure_of_a_small_job_ends_it() -> None:
     world.fail("p1")
 
     assert "p1" in str(world.failure)
+    assert "1 of 2 groups that failed; rollout.max_failed_share = 0.05 allows 0" in str(
+        world.failure
+    )
 
 
 def test_a_token_that_breaks_the_bound_is_never_handed_out() -> None:

@@ -240,4 +240,7 @@ def test_an_error_of_the_reward_is_said_by_every_rank(folder: Path) -> None:
 
     assert process.returncode != 0
     for rank in (0, 1):
-        assert f"rank {rank}: RewardError: reward function bad:bad returned 1 rewards" in output
+        said = f"rank {rank}: RewardError: reward function bad:bad returned 1 rewards"
+        assert said in output
+    of_torchrun = output[output.index("Root Cause (first observed failure)") :]
+    assert "RewardError: reward function bad:bad returned 1 rewards" in of_torchrun
