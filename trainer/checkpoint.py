@@ -39,6 +39,9 @@ _STATE_FILE: Final = "trainer.json"
 _MODEL: Final = "model."
 _OPTIMIZER: Final = "optimizer."
 _dcp: Final[Any] = dcp
+_IF_DAMAGED: Final = (
+    "; if it is damaged, remove it: run.resume = 'auto' then goes on from the one before it"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +105,7 @@ class CheckpointStore:
         _start_moments(optimizer)
         tensors = _tensors(parameters, optimizer)
         random_state = _random_state(self._world.rank)
-        with _disk_trouble("read the checkpoint", path):
+        with _disk_trouble("read the checkpoint", path, _IF_DAMAGED):
             saved = _dcp.FileSystemReader(path).read_metadata().state_dict_metadata
             _check_fit(path, tensors, saved)
             if random_state.keys() <= saved.keys():
@@ -209,8 +212,12 @@ def _check_fit(path: Path, tensors: Mapping[str, Tensor], saved: Mapping[str, An
 
 
 @contextmanager
-def _disk_trouble(what: str, path: Path) -> Generator[None]:
-    """Words what torch.distributed.checkpoint collects from the ranks."""
+def _disk_trouble(what: str, path: Path, advice: str = "") -> Generator[None]:
+    """Words what torch.distributed.checkpoint collects from the ranks.
+
+    Args:
+        advice: where it is not the disk.
+    """
     try:
         with warnings.catch_warnings():
             # With one rank torch says that it saves without a process group; that is meant.
@@ -223,6 +230,6 @@ def _disk_trouble(what: str, path: Path) -> Generator[None]:
                 raise describe_os_error(what, path, cause) from error
             if isinstance(cause, UmbraError):
                 raise cause from error
-        raise RunDirectoryError(f"cannot {what} {path}: {causes[0]}") from error
+        raise RunDirectoryError(f"cannot {what} {path}: {causes[0]}{advice}") from error
     except OSError as error:
         raise describe_os_error(what, path, error) from error

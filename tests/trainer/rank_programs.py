@@ -5,6 +5,7 @@ Arguments and results are umbra's wire values: plain data and numpy arrays.
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 from collections.abc import Callable, Generator, Sequence
@@ -306,6 +307,18 @@ def load_into_another_model(world: World, path: str) -> str:
     _, optimizer = make_train_step(world, policy, TRAIN)
     store = CheckpointStore(Path(path).parent, world, keep=2)
     return said_by(lambda: store.load(Path(path), policy.parameters, optimizer.adamw))
+
+
+def load_half_a_file(world: World, folder: str) -> str:
+    """What is said when a checkpoint's data were cut off."""
+    save_many(world, folder, [1], keep=1)
+    path = Path(folder) / "step-000001"
+    for file in path.glob("*.distcp"):
+        os.truncate(file, file.stat().st_size // 2)
+    policy = make_policy(world)
+    _, optimizer = make_train_step(world, policy, TRAIN)
+    store = CheckpointStore(Path(folder), world, keep=1)
+    return said_by(lambda: store.load(path, policy.parameters, optimizer.adamw))
 
 
 def said_by(action: Callable[[], object]) -> str:

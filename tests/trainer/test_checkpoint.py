@@ -54,6 +54,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
         "full": ["fail_to_save_on_full_disk", f"{place}/full"],
         "half": ["export_model", f"{place}/qwen3", f"{place}/half-export", "bfloat16"],
         "unused": ["save_and_load_with_an_unused_parameter", f"{place}/unused"],
+        "damaged": ["load_half_a_file", f"{place}/damaged"],
         "given up": ["save_many", f"{place}/back", [10, 20, 30, 40], 4],
         "back": ["save_many", f"{place}/back", [15, 17], 1],
         "first": ["save_many", f"{place}/anew", [1, 2], 2],
@@ -86,6 +87,11 @@ def test_a_parameter_that_the_model_does_not_use_is_no_obstacle(ran: Ran) -> Non
 def test_a_checkpoint_of_another_model_is_refused(ran: Ran) -> None:
     assert ran.one["misfit"].startswith("ConfigError: checkpoint")
     assert "of another model: it has no tensor model.lm_head.weight" in ran.one["misfit"]
+
+
+def test_a_damaged_checkpoint_is_told_with_its_remedy(ran: Ran) -> None:
+    assert ran.one["damaged"].startswith("RunDirectoryError: cannot read the checkpoint")
+    assert "if it is damaged, remove it: run.resume = 'auto' then" in ran.one["damaged"]
 
 
 def test_an_incomplete_checkpoint_is_refused_by_name(ran: Ran, tmp_path: Path) -> None:
