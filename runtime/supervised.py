@@ -30,6 +30,7 @@ from umbra.runtime.environment import ACTOR_VARIABLE, without_rank
 from umbra.runtime.errors import ActorDied, DeadlineExceeded, UmbraError
 from umbra.runtime.first_of import first_of
 from umbra.runtime.process.child import ChildProcess
+from umbra.runtime.process.descendants import process_stat
 from umbra.runtime.process.exit_status import ExitStatus
 from umbra.runtime.process.gpu_release import gpu_memory_released
 from umbra.runtime.process.orphans import end_orphans
@@ -130,10 +131,13 @@ class SupervisedActor:
     def kill(self, reason: str) -> None:
         """SIGKILLs this incarnation; the restart policy decides what follows.
 
-        Nothing where it has ended by itself; of several reasons the first counts.
+        Nothing where it has ended by itself, and no reason where it is ending: a call that broke
+        for that is no cause. Of several reasons the first counts.
         """
         if self._child is not None and not self._child.has_ended():
-            self._kill_reason = self._kill_reason or reason
+            stat = process_stat(self._child.pid)
+            if stat is not None and not stat.is_ending:
+                self._kill_reason = self._kill_reason or reason
             self._child.kill()
 
     async def wait_running(self, timeout_s: float, lost_incarnation: int = 0) -> ActorRef:

@@ -29,14 +29,23 @@ _MAX_LOOKS = 16
 ends (its zombies make each look slower) needs its root dead and its zombies reaped between looks.
 """
 
+_PF_EXITING = 0x4
+"""Of include/linux/sched.h."""
+
 
 class ProcessStat(NamedTuple):
     """Of /proc/PID/stat. `start_ticks`: start time in clock ticks since boot."""
 
     state: str
     parent_pid: int
+    flags: int
     num_threads: int
     start_ticks: int
+
+    @property
+    def is_ending(self) -> bool:
+        """Its end has begun: before its descriptors are closed, and long before it is reaped."""
+        return bool(self.flags & _PF_EXITING)
 
     @property
     def has_ended(self) -> bool:
@@ -175,7 +184,8 @@ def process_stat(pid: int) -> ProcessStat | None:
         return None
     # The command name, in parentheses, may hold anything, also spaces and parentheses.
     fields = text[text.rindex(b")") + 2 :].split()
-    return ProcessStat(fields[0].decode(), int(fields[1]), int(fields[17]), int(fields[19]))
+    state, parent_pid, flags = fields[0].decode(), int(fields[1]), int(fields[6])
+    return ProcessStat(state, parent_pid, flags, int(fields[17]), int(fields[19]))
 
 
 def send_signal(pid: int, number: int) -> None:

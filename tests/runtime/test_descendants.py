@@ -164,3 +164,16 @@ def test_a_process_that_gets_no_orphans_refuses_to_end_them() -> None:
     assert (
         "RuntimeError: only a subreaper gets orphans: call prctl.become_subreaper()" in done.stderr
     )
+
+
+def test_a_process_that_has_ended_and_is_not_reaped_is_ending() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        alive = descendants.process_stat(child.pid)
+        child.kill()
+        descendants.wait_for_exits([child.pid], DEADLINE_S)
+        ended = descendants.process_stat(child.pid)
+
+    assert alive is not None
+    assert not alive.is_ending
+    assert ended is not None
+    assert ended.is_ending

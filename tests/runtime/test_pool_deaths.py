@@ -1,0 +1,38 @@
+"""Engines of a pool that are killed: what is said of it is how they ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from pools_in_turn import spec, wait_until
+
+from umbra.runtime.restart import RestartPolicy
+from umbra.runtime.session import Session
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+NUM_KILLS = 10
+
+
+def test_an_engine_killed_as_it_is_paused_was_not_killed_for_that(
+    umbra_session: Session, tmp_path: Path
+) -> None:
+    soon = RestartPolicy(max_restarts=NUM_KILLS, backoff_initial_s=0.01, backoff_max_s=0.01)
+    pool = umbra_session.create_pool(replace(spec("policy"), restart=soon))
+
+    for life in range(1, NUM_KILLS + 1):
+        (engine,) = umbra_session.supervisor_call("list_actors")
+        os.kill(engine["pid"], signal.SIGKILL)
+        pool.pause("abort")  # the call that finds the connection broken, half of the times
+        wait_until(lambda life=life: pool.states()[0]["incarnation"] > life)
+        pool.resume()
+        wait_until(lambda: pool.states()[0]["state"] == "SERVING")
+
+    (log,) = tmp_path.rglob("supervisor.log")
+    ends = [line for line in log.read_text().splitlines() if "restarting it in" in line]
+    assert len(ends) == NUM_KILLS
+    assert [line for line in ends if "killed by SIGKILL (9)" not in line] == []
