@@ -65,7 +65,8 @@ class FurtherPoolSection(Section):
         lora_adapters: LoRA adapters by name, folders as PEFT saves them, of which a question picks
             one: `ctx.pool("judge").generate(tokens, lora="NAME")`. For engine "vllm".
         max_wait_s: of a colocated pool: how long requests wait while the policy has something to
-            generate; then it is interrupted. It goes on later from the tokens so far, whose keys
+            generate; then it is interrupted, but between the turns of several such pools it has at
+            least the shortest of their waits. It goes on later from the tokens so far, whose keys
             have to be computed again. Default: 10 for a standalone policy, which always has
             something, and in `umbra serve`; else as long as the policy has.
         max_turn_s: of a colocated pool: a turn's longest time while the policy has something to
