@@ -153,9 +153,7 @@ class AgentLoop:
         """
         try:
             async with patience:
-                result = await self._thread.run_async(
-                    lambda: self._function(context, context.sample), sample_id
-                )
+                result = await self._thread.run_async(lambda: self._call(context), sample_id)
         except (Exception, SystemExit) as error:  # user code: anything may come
             if patience.expired:
                 raise RolloutError(
@@ -174,3 +172,9 @@ class AgentLoop:
             f"agent loop {self.target} returned {result!r} for sample {sample_id}; return a "
             "finite number, or None to have the reward function score it"
         )
+
+    async def _call(self, context: AgentContext) -> Any:
+        answer = self._function(context, context.sample)
+        if not inspect.isawaitable(answer):
+            raise TypeError("it is no async function; write `async def`")
+        return await answer

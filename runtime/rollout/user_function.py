@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import sysconfig
 import traceback
 from collections.abc import Callable
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, Final, cast
 
+import umbra
 from umbra.runtime.errors import ConfigError
+
+_UMBRA: Final = Path(umbra.__path__[0])
+_PYTHON: Final = Path(sysconfig.get_path("stdlib"))
+_LIBRARIES: Final = [Path(sysconfig.get_path(kind)) for kind in ("purelib", "platlib")]
 
 
 def load_function(target: str, what: str) -> Callable[..., Any]:
@@ -36,14 +43,23 @@ def load_function(target: str, what: str) -> Callable[..., Any]:
 
 
 def describe(error: BaseException) -> str:
-    """`ValueError: bad digit (rewards.py:12 in reward)`: what was raised, and where."""
+    """`ValueError: bad digit (rewards.py:12 in reward)`: what was raised, and where.
+
+    The place is the innermost in the user's own files, else in a library that they use; umbra's
+    and Python's own lines say nothing to its author.
+    """
     text = "".join(traceback.format_exception_only(error)).strip()
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith("<frozen ")  # Python's own: says nothing to its user
-    ]
-    if not frames:
-        return text
-    last = frames[-1]
-    return f"{text} ({last.filename}:{last.lineno} in {last.name})"
+    frames = traceback.extract_tb(error.__traceback__)
+    for kind in ("user", "library"):
+        for frame in reversed(frames):
+            if _kind_of_file(frame.filename) == kind:
+                return f"{text} ({frame.filename}:{frame.lineno} in {frame.name})"
+    return text
+
+
+def _kind_of_file(name: str) -> str:
+    if name.startswith("<") or _UMBRA in Path(name).parents:
+        return "umbra or Python"
+    if any(folder in Path(name).parents for folder in _LIBRARIES):  # they may lie below Python's
+        return "library"
+    return "umbra or Python" if _PYTHON in Path(name).parents else "user"

@@ -70,7 +70,18 @@ def test_a_loop_that_gives_what_is_no_token_is_told_which(
 
     assert groups == {f"e0/p{idx}" for idx in range(NUM_PROMPTS)} - {BAD_GROUP}
     said = rf"RequestRefused: {BAD_GROUP}/0: token 64 at index \d+ is outside .* of 64 "
-    assert re.search(said, cause_of_the_drop(tmp_path))
+    cause = cause_of_the_drop(tmp_path)
+    assert re.search(said, cause)
+    assert re.search(r"user_agents.py:\d+ in gives_no_token_for_t3\)", cause)
+
+
+def test_a_loop_that_is_not_async_is_told_so(umbra_session: Session, tmp_path: Path) -> None:
+    groups = train_once(umbra_session, tmp_path, "forgets_async_for_t3")
+
+    assert groups == {f"e0/p{idx}" for idx in range(NUM_PROMPTS)} - {BAD_GROUP}
+    assert "raised TypeError: it is no async function; write `async def` for" in cause_of_the_drop(
+        tmp_path
+    )
 
 
 def test_a_loop_that_blocks_the_others_is_found_and_named(

@@ -121,6 +121,11 @@ async def gives_no_token_for_t3(ctx: AgentContext, sample: dict[str, Any]) -> fl
     return float(len(tokens))
 
 
+def forgets_async_for_t3(ctx: AgentContext, sample: dict[str, Any]) -> Any:
+    """Others get what an `async def` would give."""
+    return 1.0 if ctx.prompt == "t3" else gives_no_token_for_t3(ctx, sample)
+
+
 async def asks_judge(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
     """A judge's answer to the first 5 tokens is given; its length makes the reward."""
     tokens = [*ctx.prompt_tokens]
