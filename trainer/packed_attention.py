@@ -19,6 +19,7 @@ from umbra.runtime.errors import ConfigError
 from umbra.trainer.packing import AttentionBlock, PackedInputs, VarlenLayout
 
 PACKED_ATTENTION: Final = "umbra_packed"
+_MAX_HEAD_SIZE: Final = 256  # of the flash kernel
 _CHANGES_SCORES: Final = ("s_aux", "softcap", "sliding_window")  # where it is not None
 
 
@@ -94,7 +95,7 @@ def _attend(
     heads: tuple[int, int],
     scaling: float | None,
 ) -> Tensor:
-    """Output of a block's rows, [rows, H * D]."""
+    """Output of a block's rows, [rows, H * D_v]."""
     num_sequences, num_queries, num_keys = block.shape
     num_heads, num_kv_heads = heads
     if block.query_rows is None:
@@ -126,7 +127,7 @@ def _attend_varlen(
     heads: tuple[int, int],
     scaling: float | None,
 ) -> Tensor:
-    """Output of all rows, [L, H * D], by the flash kernel for sequences of any length.
+    """Output of all rows, [L, H * D_v], by the flash kernel for sequences of any length.
 
     It aligns the causal triangle at the end of queries and keys, so that a completion, whose
     keys begin with its prompt, sees all of that and itself up to each query.
@@ -135,9 +136,12 @@ def _attend_varlen(
 
     kernel: Any = varlen_attn
     num_heads, num_kv_heads = heads
+    q = queries.view(len(queries), num_heads, -1)
     kv_shape = (len(layout.keys.rows), num_kv_heads, -1)
     k = layout.keys.gather(keys).view(kv_shape)
     v = layout.keys.gather(values).view(kv_shape)
+    head_size, value_size = q.shape[-1], v.shape[-1]
+    q, k, v = _equally_wide(q, k, v)
     options: dict[str, Any] = {}
     if num_heads != num_kv_heads:
         if "enable_gqa" in inspect.signature(kernel).parameters:
@@ -145,15 +149,33 @@ def _attend_varlen(
         else:  # torch before 2.12
             k, v = (x.repeat_interleave(num_heads // num_kv_heads, dim=1) for x in (k, v))
     output: Tensor = kernel(
-        queries.view(len(queries), num_heads, -1),
+        q,
         k,
         v,
         layout.query_starts,
         layout.key_starts,
         layout.max_queries,
         layout.max_keys,
-        scale=scaling,
+        scale=head_size**-0.5 if scaling is None else scaling,
         window_size=(-1, 0),
         **options,
     )
-    return output.flatten(1)
+    return output[..., :value_size].flatten(1)
+
+
+def _equally_wide(*tensors: Tensor) -> list[Tensor]:
+    """Zeros after each head [.., D] to the width of the widest: they change no score.
+
+    The kernel asks for one width, a multiple of 8.
+
+    Raises:
+        ConfigError: the heads are wider than the kernel takes.
+    """
+    width = max(x.shape[-1] for x in tensors)
+    if width > _MAX_HEAD_SIZE:
+        raise ConfigError(
+            f"packed attention takes heads of at most {_MAX_HEAD_SIZE} elements on GPUs, the "
+            f"model's have {width}; set model.attention = 'padded'"
+        )
+    width += -width % 8
+    return [F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in tensors]
