@@ -73,6 +73,15 @@ def lora_settings(adapters: Mapping[str, Path], model_path: Path) -> dict[str, A
     return {"lora_adapters": {name: str(path.absolute()) for name, path in adapters.items()}}
 
 
+def engine_settings(
+    engine: str, engine_args: Mapping[str, Any], on_update: str = "abort"
+) -> dict[str, Any]:
+    """What an engine gets of `pool.engine_args`: a foreign one has options of its own."""
+    if engine not in ("vllm", "sglang"):
+        return dict(engine_args)
+    return {"engine_args": engine_args, "streams_each_token": on_update == "keep"}
+
+
 class Section(BaseModel):
     """Base of all sections: immutable, no unknown keys, no silent conversions."""
 

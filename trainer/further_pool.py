@@ -27,6 +27,7 @@ from umbra.trainer.config_section import (
     Seconds,
     Section,
     check_lora_engine,
+    engine_settings,
     lora_settings,
 )
 from umbra.trainer.tokenizer import default_context_len, known_stop_token_ids, vocab_size
@@ -153,7 +154,6 @@ def _pool_spec(
 ) -> PoolSpec:
     pool = config.pools[name]
     cores = len(os.sched_getaffinity(0))
-    is_foreign = pool.engine in ("vllm", "sglang")  # with options of their own
     kwargs: dict[str, Any] = {
         "model_path": str(pool.model_path.absolute()),
         "dtype": pool.dtype or config.model.dtype,
@@ -163,7 +163,7 @@ def _pool_spec(
         "kv_cache_num_tokens": pool.kv_cache_num_tokens,
         "tick_ms": pool.tick_ms,
         "num_threads": pool.num_threads or max(1, cores // pool.count),
-        **({"engine_args": pool.engine_args} if is_foreign else pool.engine_args),
+        **engine_settings(pool.engine, pool.engine_args),
         **lora_settings(pool.lora_adapters, pool.model_path),
     }
     is_colocated = pool.mode == "colocated"

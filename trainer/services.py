@@ -19,7 +19,7 @@ from umbra.runtime.restart import RestartPolicy
 from umbra.runtime.rollout.ledger.history import ledger_folder
 from umbra.runtime.session import Session
 from umbra.trainer.config import ServeConfig, TrainerConfig
-from umbra.trainer.config_section import lora_settings
+from umbra.trainer.config_section import engine_settings, lora_settings
 from umbra.trainer.data import PromptFiles
 from umbra.trainer.further_pool import asked_pools, further_pool_specs, generator_spec
 from umbra.trainer.tokenizer import default_context_len, vocab_size
@@ -133,7 +133,6 @@ def engine_pool_spec(
     """
     pool = config.pool
     cores = len(os.sched_getaffinity(0))
-    is_foreign = pool.engine in ("vllm", "sglang")  # with options of their own
     kwargs: dict[str, Any] = {
         "model_path": str(config.model.path.absolute()),
         "dtype": config.model.dtype,
@@ -143,7 +142,7 @@ def engine_pool_spec(
         "kv_cache_num_tokens": pool.kv_cache_num_tokens,
         "tick_ms": pool.tick_ms,
         "num_threads": pool.num_threads or max(1, cores // pool.count),
-        **({"engine_args": pool.engine_args} if is_foreign else pool.engine_args),
+        **engine_settings(pool.engine, pool.engine_args, pool.on_update),
         **lora_settings(pool.lora_adapters, config.model.path),
     }
     return PoolSpec(

@@ -89,12 +89,15 @@ class Core(Protocol):
         """Raises ValueError for what the engine would refuse or silently change."""
         ...
 
-    async def add(self, key: str, request: GenerationRequest, cache_salt: str) -> Output:
+    async def add(
+        self, key: str, request: GenerationRequest, cache_salt: str, num_requests: int
+    ) -> Output:
         """Takes a request.
 
         Args:
             key: its name here, never used again, unlike the request's id.
             cache_salt: it may share cached prefixes with requests of the same salt only.
+            num_requests: that are here, this one and those that come with it included.
         """
         ...
 

@@ -37,7 +37,7 @@ async def warm_up(core: Core) -> None:
         EngineError: it cannot generate.
     """
     started = time.monotonic()
-    output = await core.add("warm-up", _REQUEST, "warm-up")
+    output = await core.add("warm-up", _REQUEST, "warm-up", 1)
     while True:
         new = output.take()
         if new is not None and new.finish_reason is not None:

@@ -28,7 +28,7 @@ from umbra.engines.sglang import processes
 from umbra.engines.sglang.library import SglangLibrary
 from umbra.engines.sglang.orders import Reports, pack_order
 from umbra.engines.sglang.output import SglangOutput
-from umbra.engines.sglang.requests import check_request, generate_fields
+from umbra.engines.sglang.requests import check_request, generate_fields, stream_interval
 from umbra.engines.sglang.settings import WEIGHT_LOADER, SglangSettings
 from umbra.engines.sglang.waits import until_died, within
 from umbra.engines.weight_import import WorkerRegions
@@ -119,6 +119,7 @@ class SglangCore(Core):
     def _take_over_frontend(self) -> None:
         """What SGLang would do at the first request: it would also take SIGTERM and SIGQUIT."""
         self._frontend = self._engine.tokenizer_manager
+        processes.remove_load_snapshot(self._frontend)
         watchdog = getattr(self._frontend, "_subprocess_watchdog", None)
         if watchdog is not None:
             watchdog.stop()
@@ -197,12 +198,20 @@ class SglangCore(Core):
 
     # -- requests ------------------------------------------------------------------------
 
+    @property
+    def _is_sending_seldom(self) -> bool:
+        return self.library.has_stream_interval and not self._settings.streams_each_token
+
     def check_request(self, request: GenerationRequest) -> None:
         check_request(request, self._stop_ids)
 
-    async def add(self, key: str, request: GenerationRequest, cache_salt: str) -> Output:
-        asked = self.library.GenerateReqInput(**generate_fields(request, key, cache_salt))
-        output = SglangOutput()
+    async def add(
+        self, key: str, request: GenerationRequest, cache_salt: str, num_requests: int
+    ) -> Output:
+        interval = stream_interval(num_requests) if self._is_sending_seldom else 1
+        fields = generate_fields(request, key, cache_salt, interval)
+        asked = self.library.GenerateReqInput(**fields)
+        output = SglangOutput(sends_each_token=interval == 1)
         task = asyncio.get_running_loop().create_task(self._follow(key, asked, output))
         self._live[key] = output, task
         self._is_idle.clear()
@@ -312,6 +321,8 @@ class SglangCore(Core):
     async def load_weights(self, description: Mapping[str, Any]) -> Sequence[WorkerRegions]:
         for output, _ in self._live.values():
             output.expect_older()
+        if not all(output.sends_each_token for output, _ in self._live.values()):
+            await self._end_all()  # which of the tokens to come are older is not known
         reports = await self._order("load", weights=dict(description))
         unread = set[str].intersection(*(set(report["unread"]) for report in reports))
         if unread:

@@ -20,6 +20,7 @@ class SglangLibrary:
 
     Attributes:
         BeginWeightUpdateReqInput, EndWeightUpdateReqInput: None before 0.5.23, which needs them.
+        has_stream_interval: a request says after how many tokens it is sent some.
     """
 
     version: str
@@ -34,6 +35,7 @@ class SglangLibrary:
     UpdateWeightsFromTensorReqInput: Any
     BeginWeightUpdateReqInput: Any
     EndWeightUpdateReqInput: Any
+    has_stream_interval: bool
 
     @classmethod
     def load(cls) -> Self:
@@ -65,6 +67,9 @@ class SglangLibrary:
             UpdateWeightsFromTensorReqInput=structs.UpdateWeightsFromTensorReqInput,
             BeginWeightUpdateReqInput=getattr(structs, "BeginWeightUpdateReqInput", None),
             EndWeightUpdateReqInput=getattr(structs, "EndWeightUpdateReqInput", None),
+            has_stream_interval=hasattr(
+                module("sampling.sampling_params").SamplingParams, "stream_interval"
+            ),
         )
 
     def option_names(self) -> list[str]:

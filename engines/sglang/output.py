@@ -14,9 +14,13 @@ class SglangOutput:
 
     Its first chunk brings the list to which the frontend adds all later tokens, so that no task
     has to wake for each of them.
+
+    Args:
+        sends_each_token: else there may be some that were made and have not been sent.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, sends_each_token: bool = True) -> None:
+        self.sends_each_token = sends_each_token
         self._entries: Sequence[Sequence[Any]] = ()  # (logprob, token, text or None)
         self._num_taken = 0
         self._num_older = 0  # of all tokens

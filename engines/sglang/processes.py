@@ -56,6 +56,13 @@ def socket_files(port_args: Any) -> list[Path]:
     return [Path(name.removeprefix("ipc://")) for name in names if name.startswith("ipc://")]
 
 
+def remove_load_snapshot(frontend: Any) -> None:
+    """The name in /dev/shm of what its scheduler and it have open, which SGLang never removes."""
+    path: str | None = getattr(getattr(frontend, "load_snapshot_reader", None), "path", None)
+    if path is not None:
+        Path(path).unlink(missing_ok=True)
+
+
 def end_children(pids: Collection[int]) -> None:
     """SIGKILL children of this process and all below them; blocks until they are gone."""
     for pid in pids:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, Final
 
 from umbra.engines.requests import GenerationRequest
+
+_MESSAGES_PER_STEP: Final = 8
+_MAX_STREAM_INTERVAL: Final = 32
 
 
 def check_request(request: GenerationRequest, model_stop_ids: Collection[int]) -> None:
@@ -22,8 +25,23 @@ def check_request(request: GenerationRequest, model_stop_ids: Collection[int]) -
         )
 
 
-def generate_fields(request: GenerationRequest, key: str, cache_salt: str) -> dict[str, Any]:
-    """Arguments for GenerateReqInput: the distribution as it is, logprobs of what is sampled."""
+def stream_interval(num_requests: int) -> int:
+    """Tokens from one message of a request to its next.
+
+    SGLang's scheduler takes about 27 us for a message (0.5.17; 256 requests: 7 ms a step), and
+    sends those of requests that do not stream each 50 tokens.
+    """
+    return min(max(1, num_requests // _MESSAGES_PER_STEP), _MAX_STREAM_INTERVAL)
+
+
+def generate_fields(
+    request: GenerationRequest, key: str, cache_salt: str, interval: int
+) -> dict[str, Any]:
+    """Arguments for GenerateReqInput: the distribution as it is, logprobs of what is sampled.
+
+    Args:
+        interval: 1 sends each token; more is for versions that have a `stream_interval`.
+    """
     return {
         "rid": key,
         "input_ids": request.tokens.tolist(),
@@ -39,6 +57,7 @@ def generate_fields(request: GenerationRequest, key: str, cache_salt: str) -> di
             # Of use with enable_deterministic_inference only. A draw depends on the seed and the
             # place in the sequence, so the rest of a cut trajectory needs no other seed.
             "sampling_seed": request.seed,
+            **({"stream_interval": interval} if interval > 1 else {}),
         },
         "return_logprob": True,
         "logprob_start_len": -1,  # none of the prompt

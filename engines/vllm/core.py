@@ -134,7 +134,9 @@ class VllmCore(Core):
     def check_request(self, request: GenerationRequest) -> None:
         check_request(request)
 
-    async def add(self, key: str, request: GenerationRequest, cache_salt: str) -> Output:
+    async def add(
+        self, key: str, request: GenerationRequest, cache_salt: str, num_requests: int
+    ) -> Output:
         prompt = self.library.tokens_input(request.tokens.tolist(), cache_salt=cache_salt)
         params = sampling_params(self.library, request, self.vocab_size)
         adapter = self._adapters.get(request.lora)

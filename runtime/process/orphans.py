@@ -35,10 +35,11 @@ async def end_orphans(deadline_s: float, also_living: Collection[int] = ()) -> l
     clock = asyncio.get_running_loop().time
     begin = clock()
     deadline = begin + deadline_s
+    killed = set[descendants.Identity]()
 
     def look() -> list[int]:
         is_patient = clock() - begin < descendants.TRACKER_PATIENCE_S
-        return kill_orphans(also_living, spare_trackers=is_patient)
+        return kill_orphans(also_living, killed, spare_trackers=is_patient)
 
     while remaining := look():
         left_s = deadline - clock()
@@ -49,21 +50,29 @@ async def end_orphans(deadline_s: float, also_living: Collection[int] = ()) -> l
     return []
 
 
-def kill_orphans(also_living: Collection[int] = (), *, spare_trackers: bool = False) -> list[int]:
+def kill_orphans(
+    also_living: Collection[int] = (),
+    killed: set[descendants.Identity] | None = None,
+    *,
+    spare_trackers: bool = False,
+) -> list[int]:
     """One look without waiting: SIGKILL every orphan, reap those that have ended.
 
-    Returns the pids of those still to be reaped.
+    Those in `killed` were killed by looks before; who was now is added to it. Returns the pids of
+    those still to be reaped.
     """
     if not prctl.is_subreaper():
         raise RuntimeError("only a subreaper gets orphans: call prctl.become_subreaper() at start")
     spared = living_pids() | set(also_living)
-    killed = descendants.kill_tree_below(os.getpid(), spared=spared, spare_trackers=spare_trackers)
+    killed = set() if killed is None else killed
+    before = set(killed)
+    descendants.kill_tree_below(os.getpid(), killed, spared, spare_trackers=spare_trackers)
     remaining: list[int] = []
     for pid in descendants.child_pids(os.getpid()):
         if pid not in spared and not _reap(pid):
             remaining.append(pid)
-    if killed:
-        _logger.info("killed %d processes that a dead child left: %s", len(killed), sorted(killed))
+    if new := killed - before:
+        _logger.info("killed %d processes that a dead child left: %s", len(new), sorted(new))
     return remaining
 
 

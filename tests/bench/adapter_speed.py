@@ -97,7 +97,7 @@ async def ask_vllm(core: VllmCore, key: str, request: GenerationRequest) -> int:
 async def ask_sglang(
     core: SglangCore, key: str, request: GenerationRequest, *, streams: bool = False
 ) -> int:
-    fields = generate_fields(request, key, "bare") | {"stream": streams}
+    fields = generate_fields(request, key, "bare", 1) | {"stream": streams}
     frontend: Any = core._frontend
     asked = core.library.GenerateReqInput(**fields)
     count = 0
@@ -167,6 +167,7 @@ async def measure(
             max_context_len=MAX_CONTEXT_LEN,
             kv_cache_num_tokens=len(asked) * MAX_CONTEXT_LEN,
             load_weights=True,
+            streams_each_token=False,  # as in a pool whose requests are not frozen over updates
             engine_args=engine_args,
         )
         async with engine, asyncio.TaskGroup() as tasks:

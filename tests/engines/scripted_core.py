@@ -66,7 +66,9 @@ class ScriptedCore(Core):
     def check_request(self, request: GenerationRequest) -> None:
         pass
 
-    async def add(self, key: str, request: GenerationRequest, cache_salt: str) -> Output:
+    async def add(
+        self, key: str, request: GenerationRequest, cache_salt: str, num_requests: int
+    ) -> Output:
         await self._do("add")
         self.outputs.append(ScriptedOutput(request.max_new_tokens, self.tokens_come))
         return self.outputs[-1]

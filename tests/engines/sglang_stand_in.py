@@ -13,14 +13,21 @@ import importlib
 import io
 import os
 import pickle
-from collections.abc import AsyncGenerator, Callable
+import sys
+import tempfile
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+from engine_runs import shared_loop
 from torch import Tensor, nn
 
+from umbra.engines.sglang.core import SglangCore
+from umbra.engines.sglang.settings import SglangSettings
 from umbra.engines.uniforms import uniforms
 
 VERSION = "0.5.17"
@@ -75,6 +82,17 @@ class Socket:
         self.is_closed = True
 
 
+def _load_snapshot() -> str:
+    """A file that the scheduler and the frontend have open as long as they live."""
+    fd, path = tempfile.mkstemp(dir="/dev/shm", prefix="sglang_loads_", suffix=".shm")
+    os.close(fd)
+    return path
+
+
+class SamplingParams:
+    stream_interval: int | None = None
+
+
 @dataclasses.dataclass(eq=False)
 class _Request:
     asked: Any
@@ -82,6 +100,9 @@ class _Request:
         default_factory=list[tuple[float, int, None]]
     )
     num_sampled: int = 0
+    unsent: list[tuple[float, int, None]] = dataclasses.field(
+        default_factory=list[tuple[float, int, None]]
+    )
     to_abort: bool = False
     reason: dict[str, Any] | None = None
     event: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
@@ -101,6 +122,8 @@ class Frontend:
         self._engine_paused = False
         self.released: set[str] = set()
         self.num_wakes = 0
+        self.num_messages = 0  # from the scheduler, each of one request
+        self.load_snapshot_reader = SimpleNamespace(path=_load_snapshot())
         self.send_to_scheduler = Socket()
         self._stepped = asyncio.Event()
 
@@ -110,6 +133,10 @@ class Frontend:
             if not self._engine_paused:
                 self._step()
                 self._stepped.set()
+
+    async def wait_for_step(self) -> None:
+        self._stepped.clear()
+        await self._stepped.wait()
 
     def _step(self) -> None:
         done, self._in_flight = self._in_flight, []
@@ -131,15 +158,22 @@ class Frontend:
 
     def _take(self, request: _Request, token: int) -> None:
         params = request.asked.sampling_params
-        request.entries.append((-1.0, token, None))
+        request.unsent.append((-1.0, token, None))
+        num_tokens = len(request.entries) + len(request.unsent)
         if request.to_abort:
             request.reason = {"type": "abort", "message": "Aborted", "status_code": None}
-        elif len(request.entries) >= params["max_new_tokens"]:
-            request.reason = {"type": "length", "length": len(request.entries)}
+        elif num_tokens >= params["max_new_tokens"]:
+            request.reason = {"type": "length", "length": num_tokens}
         elif not params["ignore_eos"] and token in params["stop_token_ids"]:
             request.reason = {"type": "stop", "matched": token}
         if request.reason is not None:
             del self.rid_to_state[request.asked.rid]
+        interval = params.get("stream_interval", 1)
+        if request.reason is None and num_tokens % interval != (interval > 1):
+            return
+        self.num_messages += 1
+        request.entries += request.unsent
+        request.unsent.clear()
         if request.reason is not None or request.asked.stream:
             request.event.set()
 
@@ -184,8 +218,7 @@ class Frontend:
     async def flush_cache(self, timeout_s: float) -> Any:
         async with asyncio.timeout(timeout_s):
             while not self._is_fully_idle():
-                self._stepped.clear()
-                await self._stepped.wait()
+                await self.wait_for_step()
         return SimpleNamespace(success=True)
 
     async def update_weights_from_tensor(self, asked: Any) -> tuple[bool, str]:
@@ -227,6 +260,36 @@ class StandInModel(nn.Module):
                 parameters[name].data.copy_(tensor)
 
 
+@contextmanager
+def stand_in_modules(make_model: Callable[[], nn.Module], vocab_size: int) -> Generator[None]:
+    """`import sglang` finds the stand-in."""
+    modules = make_modules(make_model, vocab_size)
+    sys.modules.update(modules)
+    yield
+    for name in modules:
+        del sys.modules[name]
+
+
+@contextmanager
+def stand_in_core(folder: Path, **changes: Any) -> Generator[SglangCore]:
+    """The adapter's core over the stand-in, on the loop of every `run_async` meanwhile."""
+    settings: dict[str, Any] = {
+        "model_path": str(folder),
+        "dtype": "float32",
+        "device": "cuda",
+        "max_num_seqs": 256,
+        "max_context_len": 512,
+        "load_weights": True,
+    }
+    with shared_loop() as runner:
+        core = SglangCore(SglangSettings(**(settings | changes)))
+        try:
+            runner.run(core.start())
+            yield core
+        finally:
+            runner.run(core.stop())
+
+
 def make_modules(make_model: Callable[[], nn.Module], vocab_size: int) -> dict[str, ModuleType]:
     """Modules for `sys.modules`."""
 
@@ -249,6 +312,8 @@ def make_modules(make_model: Callable[[], nn.Module], vocab_size: int) -> dict[s
         "sglang.srt.entrypoints": {},
         "sglang.srt.entrypoints.engine": {"Engine": Engine},
         "sglang.srt.server_args": {"ServerArgs": ServerArgs},
+        "sglang.srt.sampling": {},
+        "sglang.srt.sampling.sampling_params": {"SamplingParams": SamplingParams},
         "sglang.srt.utils": {"MultiprocessingSerializer": Serializer},
         "sglang.srt.managers": {},
         "sglang.srt.managers.io_struct": {

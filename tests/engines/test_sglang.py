@@ -17,16 +17,15 @@ import torch
 from adapter_fixtures import *  # noqa: F403 - the fixtures
 from conformance_runs import VOCAB_SIZE, MakeEngine, requests, results_of, weights
 from conformance_suite import *  # noqa: F403 - the tests
-from engine_runs import Collector, run_async, running, shared_loop
+from engine_runs import Collector, run_async, running
 from local_sync import publish
 from model_factory import make_model
-from sglang_stand_in import Frontend, make_modules
+from sglang_stand_in import Frontend, stand_in_core, stand_in_modules
 from torch import Tensor
 
 from umbra.engines.sglang import worker
 from umbra.engines.sglang.actor import SglangEngine
 from umbra.engines.sglang.core import SglangCore
-from umbra.engines.sglang.settings import SglangSettings
 from umbra.runtime.actor import ActorSpec
 from umbra.runtime.errors import ActorDied, EngineError
 from umbra.runtime.process import descendants
@@ -36,33 +35,14 @@ from umbra.runtime.session import Session
 
 @pytest.fixture(scope="module")
 def stand_in() -> Generator[None]:
-    modules = make_modules(lambda: make_model("qwen3").double(), VOCAB_SIZE)
-    sys.modules.update(modules)
-    yield
-    for name in modules:
-        del sys.modules[name]
+    with stand_in_modules(lambda: make_model("qwen3").double(), VOCAB_SIZE):
+        yield
 
 
 @pytest.fixture(scope="module", params=["sglang"])
 def core(stand_in: None, model_folder: Callable[[str], Path]) -> Generator[SglangCore]:
-    settings = SglangSettings(
-        model_path=str(model_folder("qwen3")),
-        dtype="float32",
-        device="cuda",
-        max_num_seqs=256,
-        max_context_len=512,
-        kv_cache_num_tokens=None,
-        num_threads=1,
-        load_weights=True,
-        engine_args={},
-    )
-    with shared_loop() as runner:
-        core = SglangCore(settings)
-        try:
-            runner.run(core.start())
-            yield core
-        finally:
-            runner.run(core.stop())
+    with stand_in_core(model_folder("qwen3")) as core:
+        yield core
 
 
 def frontend_of(core: SglangCore) -> Frontend:

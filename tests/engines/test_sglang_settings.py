@@ -125,7 +125,7 @@ def test_a_dtype_that_sglang_lacks_and_a_missing_model_are_refused(tmp_path: Pat
 def test_a_request_asks_for_the_distribution_as_it_is_and_explicit_stops() -> None:
     request = make_request(7, [1, 2], temperature=0.7, stop_token_ids=[5], seed=11)
 
-    fields = generate_fields(request, "000-7", "weights-3")
+    fields = generate_fields(request, "000-7", "weights-3", 1)
 
     params = fields["sampling_params"]
     assert fields["rid"] == "000-7"
@@ -136,7 +136,7 @@ def test_a_request_asks_for_the_distribution_as_it_is_and_explicit_stops() -> No
     assert params["stop_token_ids"] == [5]
     assert params["ignore_eos"] is False  # which would switch off the stop tokens, too
     assert params["sampling_seed"] == 11
-    free = generate_fields(make_request(7, [1]), "000-7", "weights-3")
+    free = generate_fields(make_request(7, [1]), "000-7", "weights-3", 1)
     assert free["sampling_params"]["ignore_eos"] is True
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 _END_S = 30.0
+_ANSWER_LIMIT_S = 240.0  # an engine on a GPU may have to be started again first
 
 
 class Server:
@@ -92,7 +93,7 @@ class Server:
         self, path: str, body: object, headers: dict[str, str] | None, raw: bytes | None
     ) -> http.client.HTTPConnection:
         data = json.dumps(body).encode() if body is not None else raw
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=60)
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=_ANSWER_LIMIT_S)
         given = {"Content-Type": "application/json", **(headers or {})}
         connection.request("GET" if data is None else "POST", path, data, given)
         return connection

@@ -48,6 +48,11 @@ on_engines = pytest.mark.parametrize(
 )
 
 
+def eager(engine: str, device: str) -> list[str]:
+    """Without what vLLM compiles and captures on a GPU, which takes longer than all else here."""
+    return ["engine_args.enforce_eager=true"] * (engine == "vllm" and device == "cuda")
+
+
 @on_engines
 def test_answers_are_the_models_own_though_the_engine_is_killed(engine: str, device: str) -> None:
     with tempfile.TemporaryDirectory(prefix="umbra-test-", dir="/tmp") as name:
@@ -55,6 +60,7 @@ def test_answers_are_the_models_own_though_the_engine_is_killed(engine: str, dev
         model_dir = save_model(folder / "tiny", **SHAPE)
         expected = greedy_text(model_dir, 20)
         settings = [f"pool.engine={engine}", f"pool.device={device}"]
+        settings += [f"pool.{arg}" for arg in eager(engine, device)]
         body = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0}
         long = {"prompt": PROMPT, "max_tokens": 900, "seed": 1, "n": 8, "logprobs": 0}
 
@@ -90,7 +96,12 @@ def test_a_judge_has_its_turns_on_the_policys_device(
         settings = [
             f"{section}.{setting}"
             for section in ("pool", "pools.judge")
-            for setting in (f"engine={engine}", f"device={device}", "kv_cache_num_tokens=4096")
+            for setting in (
+                f"engine={engine}",
+                f"device={device}",
+                "kv_cache_num_tokens=4096",
+                *eager(engine, device),
+            )
         ]
         judge = [f"pools.judge.model_path={folder}/judge", "pools.judge.max_wait_s=0.2"]
 

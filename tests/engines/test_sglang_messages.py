@@ -1,0 +1,145 @@
+"""SGLang's scheduler sends several tokens of a request at a time while it has many requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+from adapter_fixtures import *  # noqa: F403 - the fixtures
+from conformance_runs import VOCAB_SIZE, MakeEngine, requests, results_of, weights
+from engine_runs import Collector, run_async, running
+from local_sync import publish
+from model_factory import make_model
+from sglang_stand_in import Frontend, stand_in_core, stand_in_modules
+
+from umbra.engines.sglang.core import SglangCore
+from umbra.engines.sglang.requests import stream_interval
+
+COUNT = 128  # requests, of which each sends its tokens 16 at a time
+NUM_NEW_TOKENS = 100
+
+
+@pytest.fixture(scope="module")
+def core(model_folder: Callable[[str], Path]) -> Generator[SglangCore]:
+    with (
+        stand_in_modules(lambda: make_model("qwen3").double(), VOCAB_SIZE),
+        stand_in_core(model_folder("qwen3"), streams_each_token=False) as core,
+    ):
+        yield core
+
+
+def frontend_of(core: SglangCore) -> Frontend:
+    return core._frontend  # pyright: ignore[reportPrivateUsage]
+
+
+def is_under_way(collector: Collector) -> bool:
+    """Two messages of each request have come."""
+    return all(len(collector[idx].tokens) > 1 for idx in range(COUNT))
+
+
+async def num_tokens_made(core: SglangCore) -> list[int]:
+    """Of each request, at a moment when some have not been sent."""
+    frontend = frontend_of(core)
+    states = list(frontend.rid_to_state.values())
+    while not all(state.unsent for state in states):
+        await frontend.wait_for_step()
+    return [len(state.entries) + len(state.unsent) for state in states]
+
+
+def test_sglang_sends_each_token_of_few_requests_and_seldom_those_of_many() -> None:
+    counts = (1, 8, 15, 16, 128, 256, 10_000)
+    assert [stream_interval(count) for count in counts] == [1, 1, 1, 2, 16, 32, 32]
+
+
+def test_sglang_sends_as_many_messages_a_step_for_many_requests_as_for_few(
+    make_engine: MakeEngine, core: SglangCore
+) -> None:
+    """And the tokens are the same."""
+    asked = requests(COUNT, max_new_tokens=NUM_NEW_TOKENS)
+
+    async def body() -> None:
+        before = frontend_of(core).num_messages
+        async with running(engine := make_engine()):
+            together = await results_of(engine, asked)
+        num_messages = frontend_of(core).num_messages - before
+        async with running(engine := make_engine()):
+            for request in asked[::16]:
+                alone = await results_of(engine, [request])
+                assert alone[request["id"]] == together[request["id"]]
+        per_request = 2 + NUM_NEW_TOKENS / stream_interval(COUNT)  # the first and the last, too
+        assert COUNT * 2 < num_messages <= COUNT * per_request
+        assert {len(c.tokens) for c in together.completions.values()} == {NUM_NEW_TOKENS}
+
+    run_async(body)
+
+
+def test_a_pause_of_sglang_delivers_the_tokens_that_were_not_yet_sent(
+    make_engine: MakeEngine, core: SglangCore
+) -> None:
+    async def body() -> None:
+        collector = Collector()
+        async with running(engine := make_engine()), aclosing(engine.deltas()) as batches:
+            await engine.submit(requests(COUNT, max_new_tokens=300))
+            while not is_under_way(collector):
+                collector.apply(await anext(batches))
+            num_made = await num_tokens_made(core)
+            await engine.pause("abort")
+            while collector.num_finished() < COUNT:
+                collector.apply(await anext(batches))
+        assert {c.reason for c in collector.completions.values()} == {"abort"}
+        assert all(len(collector[idx].tokens) >= made for idx, made in enumerate(num_made)), (
+            "a token was lost"
+        )
+
+    run_async(body)
+
+
+def test_sglang_ends_what_is_frozen_at_an_update_whose_older_tokens_it_cannot_tell(
+    make_engine: MakeEngine, core: SglangCore, tmp_path: Path
+) -> None:
+    async def body() -> None:
+        collector = Collector()
+        async with running(engine := make_engine()), aclosing(engine.deltas()) as batches:
+            await engine.submit(requests(COUNT, max_new_tokens=300))
+            while not is_under_way(collector):
+                collector.apply(await anext(batches))
+            await num_tokens_made(core)
+            await engine.pause("keep")
+            await publish(engine, weights("qwen3", 1), 1, tmp_path)
+            while collector.num_finished() < COUNT:
+                collector.apply(await anext(batches))
+            await engine.resume()
+            await engine.submit(requests(1, id=COUNT))
+            while collector.num_finished() <= COUNT:
+                collector.apply(await anext(batches))
+        later = collector.completions.pop(COUNT)
+        assert {c.reason for c in collector.completions.values()} == {"abort"}
+        assert {v for c in collector.completions.values() for v in c.versions} == {0}
+        assert set(later.versions) == {1}
+
+    run_async(body)
+
+
+def test_sglang_goes_on_with_what_was_frozen_where_no_weights_came(
+    make_engine: MakeEngine,
+) -> None:
+    async def body() -> None:
+        collector = Collector()
+        async with running(engine := make_engine()), aclosing(engine.deltas()) as batches:
+            await engine.submit(requests(COUNT, max_new_tokens=NUM_NEW_TOKENS))
+            collector.apply(await anext(batches))
+            await engine.pause("keep")
+            await engine.resume()
+            while collector.num_finished() < COUNT:
+                collector.apply(await anext(batches))
+        lens = {len(c.tokens) for c in collector.completions.values()}
+        assert lens == {NUM_NEW_TOKENS}
+
+    run_async(body)
+
+
+@pytest.mark.usefixtures("core")
+def test_sglang_leaves_no_name_in_shared_memory() -> None:
+    assert not list(Path("/dev/shm").glob("sglang_loads_*"))
