@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from umbra.runtime.weights.shards import local_part
+from umbra.trainer.pinned_memory import pinned_bytes
 
 Offload = Literal["none", "optimizer", "all"]
 
@@ -115,9 +116,9 @@ class _HostCopy:
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._storage = storage
-        self._bytes = torch.empty(
-            storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda"
-        )
+        nbytes = storage.nbytes()
+        is_pinned = storage.device.type == "cuda"
+        self._bytes = pinned_bytes(nbytes) if is_pinned else torch.empty(nbytes, dtype=torch.uint8)
         self.is_away = False
 
     def send_away(self) -> None:
