@@ -73,13 +73,10 @@ def lora_settings(adapters: Mapping[str, Path], model_path: Path) -> dict[str, A
     return {"lora_adapters": {name: str(path.absolute()) for name, path in adapters.items()}}
 
 
-def engine_settings(
-    engine: str, engine_args: Mapping[str, Any], on_update: str = "abort"
-) -> dict[str, Any]:
+def engine_settings(engine: str, engine_args: Mapping[str, Any]) -> dict[str, Any]:
     """What an engine gets of `pool.engine_args`: a foreign one has options of its own."""
-    if engine not in ("vllm", "sglang"):
-        return dict(engine_args)
-    return {"engine_args": engine_args, "streams_each_token": on_update == "keep"}
+    is_foreign = engine in ("vllm", "sglang")
+    return {"engine_args": engine_args} if is_foreign else dict(engine_args)
 
 
 class Section(BaseModel):

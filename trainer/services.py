@@ -142,7 +142,7 @@ def engine_pool_spec(
         "kv_cache_num_tokens": pool.kv_cache_num_tokens,
         "tick_ms": pool.tick_ms,
         "num_threads": pool.num_threads or max(1, cores // pool.count),
-        **engine_settings(pool.engine, pool.engine_args, pool.on_update),
+        **engine_settings(pool.engine, pool.engine_args),
         **lora_settings(pool.lora_adapters, config.model.path),
     }
     return PoolSpec(

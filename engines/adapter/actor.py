@@ -205,12 +205,12 @@ class AdapterEngine:
         if taken or len(set(ids)) < len(ids):
             raise ValueError(f"request ids must be unique; already here: {taken or 'repeated'}")
         added: list[RunningRequest] = []
-        num_requests = len(self._running) + len(requests)
+        num_running = min(len(self._running) + len(requests), self._max_num_seqs)
         try:
             for request in requests:
                 # No key is the beginning of another: SGLang would end both.
                 key = f"{next(self._serials):012d}-{request.id}"
-                output = await self._core.add(key, request, self._cache_salt, num_requests)
+                output = await self._core.add(key, request, self._cache_salt, num_running)
                 added.append(RunningRequest(request=request, key=key, output=output))
         except BaseException:
             self._doom(added)

@@ -90,14 +90,14 @@ class Core(Protocol):
         ...
 
     async def add(
-        self, key: str, request: GenerationRequest, cache_salt: str, num_requests: int
+        self, key: str, request: GenerationRequest, cache_salt: str, num_running: int
     ) -> Output:
         """Takes a request.
 
         Args:
             key: its name here, never used again, unlike the request's id.
             cache_salt: it may share cached prefixes with requests of the same salt only.
-            num_requests: that are here, this one and those that come with it included.
+            num_running: requests that will run at once as far as is known, this one included.
         """
         ...
 
@@ -108,8 +108,8 @@ class Core(Protocol):
     # -- states --------------------------------------------------------------------------
 
     async def pause(self, *, keep: bool) -> None:
-        """Until nothing runs: requests are ended, all their tokens delivered, or kept as they are
-        with their cache."""
+        """Until nothing runs: requests are kept as they are with their cache, or ended, the tokens
+        delivered of all that run."""
         ...
 
     async def resume(self) -> None: ...

@@ -21,9 +21,6 @@ class AdapterSettings:
         tick_ms: the time between two deltas.
         num_threads: for the operations on the CPU.
         load_weights: read them from `model_path` and serve as version 0.
-        streams_each_token: requests may be frozen while the weights change, so every token must be
-            known as soon as it is made (vLLM: it always is). False lets the engine send several at
-            a time while it has many requests.
         engine_args: further options of the engine's own, by name.
     """
 
@@ -36,7 +33,6 @@ class AdapterSettings:
     tick_ms: float = 50.0
     num_threads: int = 1
     load_weights: bool = False
-    streams_each_token: bool = True
     engine_args: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:

@@ -198,20 +198,16 @@ class SglangCore(Core):
 
     # -- requests ------------------------------------------------------------------------
 
-    @property
-    def _is_sending_seldom(self) -> bool:
-        return self.library.has_stream_interval and not self._settings.streams_each_token
-
     def check_request(self, request: GenerationRequest) -> None:
         check_request(request, self._stop_ids)
 
     async def add(
-        self, key: str, request: GenerationRequest, cache_salt: str, num_requests: int
+        self, key: str, request: GenerationRequest, cache_salt: str, num_running: int
     ) -> Output:
-        interval = stream_interval(num_requests) if self._is_sending_seldom else 1
+        interval = stream_interval(num_running) if self.library.has_stream_interval else 1
         fields = generate_fields(request, key, cache_salt, interval)
         asked = self.library.GenerateReqInput(**fields)
-        output = SglangOutput(sends_each_token=interval == 1)
+        output = SglangOutput(interval)
         task = asyncio.get_running_loop().create_task(self._follow(key, asked, output))
         self._live[key] = output, task
         self._is_idle.clear()
@@ -321,8 +317,6 @@ class SglangCore(Core):
     async def load_weights(self, description: Mapping[str, Any]) -> Sequence[WorkerRegions]:
         for output, _ in self._live.values():
             output.expect_older()
-        if not all(output.sends_each_token for output, _ in self._live.values()):
-            await self._end_all()  # which of the tokens to come are older is not known
         reports = await self._order("load", weights=dict(description))
         unread = set[str].intersection(*(set(report["unread"]) for report in reports))
         if unread:

@@ -16,11 +16,11 @@ class SglangOutput:
     has to wake for each of them.
 
     Args:
-        sends_each_token: else there may be some that were made and have not been sent.
+        interval: tokens from one of its scheduler's messages to the next.
     """
 
-    def __init__(self, *, sends_each_token: bool = True) -> None:
-        self.sends_each_token = sends_each_token
+    def __init__(self, interval: int = 1) -> None:
+        self._interval = interval
         self._entries: Sequence[Sequence[Any]] = ()  # (logprob, token, text or None)
         self._num_taken = 0
         self._num_older = 0  # of all tokens
@@ -37,8 +37,14 @@ class SglangOutput:
             self._entries = meta.get("output_token_logprobs") or ()
             self.changed.set()
         reason = meta.get("finish_reason")
-        if reason is not None:
-            self.end(_word(reason))
+        if reason is None:
+            return
+        if meta.get("completion_tokens", len(self._entries)) != len(self._entries):
+            # SGLang 0.5.17 loses the first one of a request that it put back while its prompt was
+            # computed, and sends an empty message instead: so nothing has been taken yet.
+            self._entries = ()
+            reason = {"type": "abort"}
+        self.end(_word(reason))
 
     def end(self, reason: str) -> None:
         """Nothing follows what has come by now."""
@@ -48,12 +54,12 @@ class SglangOutput:
             self.changed.set()
 
     def expect_older(self) -> None:
-        """New weights come while the request is frozen; its next token may be of the older ones.
+        """New weights come while the request is frozen; its next tokens may be of the older ones.
 
-        SGLang computes a batch while it looks at the one before: of one that is done when it
-        freezes, the tokens come after it goes on.
+        These are what has not been sent, and one more: SGLang computes a batch while it looks at
+        the one before, so of one that is done when it freezes the tokens come after it goes on.
         """
-        self._num_older = len(self._entries) + 1
+        self._num_older = len(self._entries) + self._interval
 
     def take(self) -> NewOutput | None:
         self.changed.clear()

@@ -57,7 +57,8 @@ def socket_files(port_args: Any) -> list[Path]:
 
 
 def remove_load_snapshot(frontend: Any) -> None:
-    """The name in /dev/shm of what its scheduler and it have open, which SGLang never removes."""
+    """The name in /dev/shm of what its scheduler has open and writes, which nothing here reads and
+    SGLang never removes."""
     path: str | None = getattr(getattr(frontend, "load_snapshot_reader", None), "path", None)
     if path is not None:
         Path(path).unlink(missing_ok=True)

@@ -135,7 +135,7 @@ class VllmCore(Core):
         check_request(request)
 
     async def add(
-        self, key: str, request: GenerationRequest, cache_salt: str, num_requests: int
+        self, key: str, request: GenerationRequest, cache_salt: str, num_running: int
     ) -> Output:
         prompt = self.library.tokens_input(request.tokens.tolist(), cache_salt=cache_salt)
         params = sampling_params(self.library, request, self.vocab_size)

@@ -167,7 +167,6 @@ async def measure(
             max_context_len=MAX_CONTEXT_LEN,
             kv_cache_num_tokens=len(asked) * MAX_CONTEXT_LEN,
             load_weights=True,
-            streams_each_token=False,  # as in a pool whose requests are not frozen over updates
             engine_args=engine_args,
         )
         async with engine, asyncio.TaskGroup() as tasks:

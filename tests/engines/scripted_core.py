@@ -67,7 +67,7 @@ class ScriptedCore(Core):
         pass
 
     async def add(
-        self, key: str, request: GenerationRequest, cache_salt: str, num_requests: int
+        self, key: str, request: GenerationRequest, cache_salt: str, num_running: int
     ) -> Output:
         await self._do("add")
         self.outputs.append(ScriptedOutput(request.max_new_tokens, self.tokens_come))

@@ -83,7 +83,7 @@ class Socket:
 
 
 def _load_snapshot() -> str:
-    """A file that the scheduler and the frontend have open as long as they live."""
+    """A file that the scheduler has open as long as it lives."""
     fd, path = tempfile.mkstemp(dir="/dev/shm", prefix="sglang_loads_", suffix=".shm")
     os.close(fd)
     return path
@@ -192,6 +192,7 @@ class Frontend:
             yield {
                 "output_ids": [token for _, token, _ in request.entries],
                 "meta_info": {
+                    "completion_tokens": len(request.entries),
                     "output_token_logprobs": request.entries,
                     "finish_reason": request.reason,
                 },

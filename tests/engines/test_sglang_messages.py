@@ -15,6 +15,7 @@ from model_factory import make_model
 from sglang_stand_in import Frontend, stand_in_core, stand_in_modules
 
 from umbra.engines.sglang.core import SglangCore
+from umbra.engines.sglang.output import SglangOutput
 from umbra.engines.sglang.requests import stream_interval
 
 COUNT = 128  # requests, of which each sends its tokens 16 at a time
@@ -25,7 +26,7 @@ NUM_NEW_TOKENS = 100
 def core(model_folder: Callable[[str], Path]) -> Generator[SglangCore]:
     with (
         stand_in_modules(lambda: make_model("qwen3").double(), VOCAB_SIZE),
-        stand_in_core(model_folder("qwen3"), streams_each_token=False) as core,
+        stand_in_core(model_folder("qwen3")) as core,
     ):
         yield core
 
@@ -96,7 +97,7 @@ def test_a_pause_of_sglang_delivers_the_tokens_that_were_not_yet_sent(
     run_async(body)
 
 
-def test_sglang_ends_what_is_frozen_at_an_update_whose_older_tokens_it_cannot_tell(
+def test_sglangs_frozen_tokens_that_may_be_older_count_as_made_by_the_older_weights(
     make_engine: MakeEngine, core: SglangCore, tmp_path: Path
 ) -> None:
     async def body() -> None:
@@ -105,19 +106,17 @@ def test_sglang_ends_what_is_frozen_at_an_update_whose_older_tokens_it_cannot_te
             await engine.submit(requests(COUNT, max_new_tokens=300))
             while not is_under_way(collector):
                 collector.apply(await anext(batches))
-            await num_tokens_made(core)
+            num_made = await num_tokens_made(core)
             await engine.pause("keep")
             await publish(engine, weights("qwen3", 1), 1, tmp_path)
             while collector.num_finished() < COUNT:
                 collector.apply(await anext(batches))
-            await engine.resume()
-            await engine.submit(requests(1, id=COUNT))
-            while collector.num_finished() <= COUNT:
-                collector.apply(await anext(batches))
-        later = collector.completions.pop(COUNT)
-        assert {c.reason for c in collector.completions.values()} == {"abort"}
-        assert {v for c in collector.completions.values() for v in c.versions} == {0}
-        assert set(later.versions) == {1}
+        for idx, made in enumerate(num_made):
+            versions = collector[idx].versions
+            assert versions == sorted(versions)
+            # Those made and one on its way at least; at most to the next message.
+            assert made < versions.count(0) <= made + stream_interval(COUNT)
+            assert len(versions) == 300
 
     run_async(body)
 
@@ -140,6 +139,24 @@ def test_sglang_goes_on_with_what_was_frozen_where_no_weights_came(
     run_async(body)
 
 
-@pytest.mark.usefixtures("core")
-def test_sglang_leaves_no_name_in_shared_memory() -> None:
-    assert not list(Path("/dev/shm").glob("sglang_loads_*"))
+def test_sglang_leaves_no_name_in_shared_memory(core: SglangCore) -> None:
+    assert not Path(frontend_of(core).load_snapshot_reader.path).exists()
+
+
+def test_an_answer_of_sglang_without_its_first_token_is_made_again() -> None:
+    """What SGLang 0.5.17 does of a request that it retracts while its prompt is computed."""
+    output = SglangOutput()
+    output.feed({"meta_info": {"output_token_logprobs": [], "completion_tokens": 0}})
+    entries = [(-1.0, 7, None), (-1.0, 8, None)]  # of three tokens
+    output.feed(
+        {
+            "meta_info": {
+                "output_token_logprobs": entries,
+                "completion_tokens": 3,
+                "finish_reason": {"type": "length", "length": 3},
+            }
+        }
+    )
+    new = output.take()
+    assert new is not None
+    assert (list(new.tokens), new.finish_reason) == ([], "abort")
