@@ -12,17 +12,16 @@ from collections.abc import Sequence
 from typing import Final, NoReturn
 
 from umbra.runtime.environment import TorchrunEnvironment, log_level
-from umbra.runtime.errors import ConfigError, UmbraError
+from umbra.runtime.errors import UmbraError
 from umbra.runtime.session import Session, SessionConfig
 from umbra.trainer.config import TrainerConfig
 from umbra.trainer.config_file import load_config
-from umbra.trainer.data import check_data_paths
 from umbra.trainer.last_words import LastWords
 from umbra.trainer.notes import NoteBoard
-from umbra.trainer.run_dir import check_run_dir, process_age_s
+from umbra.trainer.run_dir import process_age_s
 from umbra.trainer.run_lock import RunLock
+from umbra.trainer.setup_check import check_setup
 from umbra.trainer.signals import StopSignals
-from umbra.trainer.tokenizer import read_model_config
 
 _MAX_WAIT_FOR_OTHERS_S: Final = 5.0
 _LIBRARIES: Final = ("torch", "transformers", "matplotlib", "tensorboard")
@@ -76,28 +75,6 @@ def run_program() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def check_setup(config: TrainerConfig, environment: TorchrunEnvironment) -> None:
-    """What can be known to be wrong before anything is started; every rank checks it.
-
-    Raises:
-        ConfigError, DataError, RunDirectoryError.
-    """
-    read_model_config(config.model.path)
-    check_data_paths(config.data)
-    check_batch_size(config, environment.world_size)
-    check_run_dir(config.run, environment.rank, environment.incarnation)
-
-
-def check_batch_size(config: TrainerConfig, world_size: int) -> None:
-    """Raises ConfigError where a step has fewer completions than there are ranks."""
-    if config.samples_per_step < world_size:
-        raise ConfigError(
-            f"rollout.groups_per_step x rollout.group_size is {config.samples_per_step} "
-            f"completions a step for {world_size} ranks; every rank needs one: raise either, or "
-            f"start {config.samples_per_step} ranks or fewer"
-        )
 
 
 def _run(config: TrainerConfig, environment: TorchrunEnvironment, words: LastWords) -> int:

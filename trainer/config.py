@@ -125,7 +125,7 @@ class RolloutSection(Section):
     """`[rollout]`: how completions are made.
 
     Attributes:
-        groups_per_step: prompts of one step.
+        groups_per_step: prompts of one step; where the data has fewer, some more than once.
         group_size: completions of one prompt; advantages compare them, so training takes 2 or more.
         max_new_tokens: budget of a completion (all turns together for agent loops).
         temperature: of training rollouts. Evaluation is greedy.

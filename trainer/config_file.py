@@ -22,6 +22,8 @@ _WORDS: Final = {
     "tuple_type": "should be a list",
 }
 """For errors that pydantic words for who wrote the Python types."""
+_SURE_RATIO: Final = 0.8
+"""How alike a key must be to one of another section; lower, and any key looks like some other."""
 _Config = TypeVar("_Config", TrainerConfig, ServeConfig)
 
 
@@ -150,10 +152,25 @@ def _close_match(location: tuple[int | str, ...]) -> str:
     model: Any = TrainerConfig
     for part in location[:-1]:
         model = _inner(model, part)
-    known = list(model.model_fields)
-    close = difflib.get_close_matches(str(location[-1]), known, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
+    key, known = str(location[-1]), list(model.model_fields)
+    # A further pool has settings of its own, whatever other sections call theirs.
+    elsewhere = _settings() if len(location) <= 2 else {}
+    found = elsewhere.get(key, [])
+    if len(found) != 1:
+        close = difflib.get_close_matches(key, known, n=1)
+        similar = difflib.get_close_matches(key, list(elsewhere), n=1, cutoff=_SURE_RATIO)
+        found = close or found or [name for near in similar for name in elsewhere[near]]
+    hint = f"; did you mean {' or '.join(map(repr, found))}?" if found else ""
     return f"{hint} (allowed: {', '.join(sorted(known))})"
+
+
+def _settings() -> dict[str, list[str]]:
+    """The names in full of all sections' settings, by that within the section."""
+    found: dict[str, list[str]] = {}
+    for name, section in TrainerConfig.model_fields.items():
+        for key in getattr(section.annotation, "model_fields", {}):
+            found.setdefault(key, []).append(f"{name}.{key}")
+    return found
 
 
 def _close_literal(problem: Any) -> str:

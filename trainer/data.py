@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from umbra.runtime.errors import DataError
+from umbra.runtime.errors import ConfigError, DataError
 from umbra.runtime.rollout.prompts import write_prompts
 from umbra.trainer.config import DataSection
 from umbra.trainer.files import writing
@@ -31,6 +31,16 @@ class PromptBudget:
     def max_prompt_len(self) -> int:
         return self.max_context_len - self.max_new_tokens
 
+    def check(self) -> None:
+        """Raises ConfigError where no prompt has room."""
+        if self.max_prompt_len < 1:
+            raise ConfigError(
+                f"rollout.max_new_tokens = {self.max_new_tokens} leaves no room for a prompt in a "
+                f"context of {self.max_context_len} tokens (pool.max_context_len, else the model's "
+                "max_position_embeddings, at most 4096): lower rollout.max_new_tokens, or raise "
+                "pool.max_context_len"
+            )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptFiles:
@@ -42,11 +52,21 @@ class PromptFiles:
     num_eval: int
 
 
-def check_data_paths(data: DataSection) -> None:
-    """Cheap checks that every rank makes before anything is started; raises DataError."""
-    check_data_file(data.train, "data.train")
-    if data.eval is not None:
-        check_data_file(data.eval, "data.eval")
+def check_data(data: DataSection) -> None:
+    """Cheap checks that every rank makes before anything is started: the files, their first rows.
+
+    Raises:
+        DataError: names the setting, or file, line, cause and remedy.
+    """
+    for path, key in ((data.train, "data.train"), (data.eval, "data.eval")):
+        if path is None:
+            continue
+        check_data_file(path, key)
+        first = next(read_rows(path), None)
+        if first is None:
+            raise _empty(path, "it has no rows")
+        _content(data, *first)
+        _prompt_id(data, *first, idx=0)
 
 
 def prepare_prompts(
@@ -56,23 +76,32 @@ def prepare_prompts(
     *,
     folder: Path,
     min_prompts: int,
+    groups_per_step: int,
 ) -> PromptFiles:
     """Tokenises the data sets into `folder`. One rank calls it.
 
     Args:
         min_prompts: fewest training prompts that make sense: one per rank.
+        groups_per_step: with fewer training prompts there is a warning.
 
     Raises:
         DataError: names file, line, cause and remedy.
         RunDirectoryError: `folder` is full or the like.
     """
-    _check_budget(budget)
     train_path = folder / "prompts.msgpack"
     num_train = _write(train_path, _read_prompts(data, data.train, tokenizer, budget))
     if num_train < min_prompts:
         raise DataError(
             f"data.train: {data.train} has {num_train} prompts for {min_prompts} ranks; every rank "
             f"needs one: use {num_train} ranks or fewer, or more prompts"
+        )
+    if num_train < groups_per_step:
+        logger.warning(
+            "data.train: %s has %d prompts, fewer than rollout.groups_per_step = %d: a step has "
+            "some of them more than once; lower rollout.groups_per_step, or give more prompts",
+            data.train,
+            num_train,
+            groups_per_step,
         )
     eval_path, num_eval = None, 0
     if data.eval is not None:
@@ -87,15 +116,6 @@ def prepare_prompts(
 def _write(path: Path, prompts: Iterator[dict[str, Any]]) -> int:
     with writing("write", path):
         return write_prompts(path, prompts)
-
-
-def _check_budget(budget: PromptBudget) -> None:
-    if budget.max_prompt_len < 1:
-        raise DataError(
-            f"rollout.max_new_tokens ({budget.max_new_tokens}) leaves no room for a prompt in a "
-            f"context of {budget.max_context_len} tokens (pool.max_context_len, or the model's "
-            "max_position_embeddings)"
-        )
 
 
 def _take(prompts: Iterator[dict[str, Any]], limit: int) -> Iterator[dict[str, Any]]:
@@ -123,13 +143,33 @@ def _read_prompts(
         logger.warning("%s: dropped %d of %d prompts: too long", path, num_dropped, num_rows)
     if num_rows == num_dropped:
         cause = "all of its prompts are too long" if num_rows else "it has no rows"
-        raise DataError(f"data set {path} is empty: {cause}")
+        raise _empty(path, cause)
+
+
+def _empty(path: Path, cause: str) -> DataError:
+    return DataError(f"data set {path} is empty: {cause}")
 
 
 def _tokenise(
     data: DataSection, tokenizer: PromptTokenizer, where: str, row: Mapping[str, Any]
 ) -> tuple[str, list[int]]:
     """The prompt's text and tokens."""
+    content = _content(data, where, row)
+    if isinstance(content, str):
+        text, tokens = content, tokenizer.encode(content)
+    else:
+        try:
+            text = tokenizer.render_chat(content, data.chat_template_kwargs)
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from error
+        tokens = tokenizer.encode_rendered(text)
+    if not tokens:
+        raise DataError(f"{where}: the prompt is empty: {text!r}")
+    return text, tokens
+
+
+def _content(data: DataSection, where: str, row: Mapping[str, Any]) -> str | list[dict[str, Any]]:
+    """A row's prompt: text, or the messages of a chat."""
     if _is_chat(data, where, row):
         messages = row[data.messages_column]
         if not _are_messages(messages):
@@ -137,23 +177,13 @@ def _tokenise(
                 f"{where}: {data.messages_column!r} must be a list of objects with 'role' and "
                 f"'content', got {messages!r:.80}"
             )
-        try:
-            text = tokenizer.render_chat(
-                cast("list[dict[str, Any]]", messages), data.chat_template_kwargs
-            )
-        except DataError as error:
-            raise DataError(f"{where}: {error}") from error
-        tokens = tokenizer.encode_rendered(text)
-    else:
-        text = row[data.prompt_column]
-        if not isinstance(text, str):
-            raise DataError(
-                f"{where}: column {data.prompt_column!r} holds a {type(text).__name__}, not text"
-            )
-        tokens = tokenizer.encode(text)
-    if not tokens:
-        raise DataError(f"{where}: the prompt is empty: {text!r}")
-    return text, tokens
+        return cast("list[dict[str, Any]]", messages)
+    text = row[data.prompt_column]
+    if not isinstance(text, str):
+        raise DataError(
+            f"{where}: column {data.prompt_column!r} holds a {type(text).__name__}, not text"
+        )
+    return text
 
 
 def _is_chat(data: DataSection, where: str, row: Mapping[str, Any]) -> bool:
@@ -162,11 +192,17 @@ def _is_chat(data: DataSection, where: str, row: Mapping[str, Any]) -> bool:
     if column not in row:
         key = "data.messages_column" if is_chat else "data.prompt_column"
         also = f" nor {data.messages_column!r}" if data.format == "auto" else ""
-        raise DataError(
-            f"{where}: no column {column!r}{also}; its columns are {', '.join(map(repr, row))}: "
-            f"set {key}"
-        )
+        raise _no_column(column, where, row, key, also)
     return is_chat
+
+
+def _no_column(
+    column: str, where: str, row: Mapping[str, Any], key: str, also: str = ""
+) -> DataError:
+    return DataError(
+        f"{where}: no column {column!r}{also}; its columns are {', '.join(map(repr, row))}: "
+        f"set {key}"
+    )
 
 
 def _are_messages(value: Any) -> bool:
@@ -180,7 +216,7 @@ def _prompt_id(data: DataSection, where: str, row: Mapping[str, Any], idx: int) 
     if data.id_column is None:
         return str(idx)
     if data.id_column not in row:
-        raise DataError(f"{where}: no column {data.id_column!r} (data.id_column)")
+        raise _no_column(data.id_column, where, row, "data.id_column")
     return str(row[data.id_column])
 
 

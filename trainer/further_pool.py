@@ -30,7 +30,12 @@ from umbra.trainer.config_section import (
     engine_settings,
     lora_settings,
 )
-from umbra.trainer.tokenizer import default_context_len, known_stop_token_ids, vocab_size
+from umbra.trainer.tokenizer import (
+    default_context_len,
+    known_stop_token_ids,
+    read_model_config,
+    vocab_size,
+)
 
 if TYPE_CHECKING:
     from umbra.trainer.config import ServeConfig, TrainerConfig
@@ -231,6 +236,11 @@ def _generator_name(pool: str) -> str:
 def further_context_len(name: str, pool: FurtherPoolSection) -> int:
     """Longest prompt + answer."""
     return pool.max_context_len or _read(default_context_len, name, pool)
+
+
+def further_model_config(name: str, pool: FurtherPoolSection) -> dict[str, Any]:
+    """config.json of its model. Raises DataError where there is none."""
+    return _read(read_model_config, name, pool)
 
 
 def _read(read: Callable[[Path], T], name: str, pool: FurtherPoolSection) -> T:

@@ -12,6 +12,8 @@ from umbra.runtime.errors import DataError
 
 _PARQUET_SUFFIXES: Final = (".parquet", ".pq")
 _JSONL_SUFFIXES: Final = (".jsonl", ".json", ".ndjson")
+_BATCH_NUM_ROWS: Final = 1024
+"""Of Parquet, at a time: with many more the first row is late, with few the others take longer."""
 
 
 def check_data_file(path: Path, key: str) -> None:
@@ -69,7 +71,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         ) from None
     number = 0
     try:
-        for batch in parquet.ParquetFile(path).iter_batches():
+        for batch in parquet.ParquetFile(path).iter_batches(_BATCH_NUM_ROWS):
             for row in batch.to_pylist():
                 number += 1
                 yield f"{path}, row {number}", row

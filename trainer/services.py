@@ -20,7 +20,7 @@ from umbra.runtime.rollout.ledger.history import ledger_folder
 from umbra.runtime.session import Session
 from umbra.trainer.config import ServeConfig, TrainerConfig
 from umbra.trainer.config_section import engine_settings, lora_settings
-from umbra.trainer.data import PromptFiles
+from umbra.trainer.data import PromptBudget, PromptFiles
 from umbra.trainer.further_pool import asked_pools, further_pool_specs, generator_spec
 from umbra.trainer.tokenizer import default_context_len, vocab_size
 
@@ -166,11 +166,10 @@ def engine_pool_spec(
 
 def worker_specs(config: TrainerConfig) -> list[ActorSpec]:
     """The processes that run the user's reward function and agent loop."""
-    folders = [str(path.absolute()) for path in config.reward.python_path] + [str(Path.cwd())]
     kwargs = {
         "tokenizer_path": str(config.model.path.absolute()),
         "reward": config.reward.function,
-        "sys_path": folders,
+        "sys_path": user_folders(config),
         "agent": config.rollout.agent,
         "reward_timeout_s": config.reward.timeout_s,
         # else the innocent would reach their own deadlines while they are kept waiting
@@ -187,6 +186,11 @@ def worker_specs(config: TrainerConfig) -> list[ActorSpec]:
         )
         for name in worker_names(config)
     ]
+
+
+def user_folders(config: TrainerConfig) -> list[str]:
+    """Searched for the user's functions, before Python's own path."""
+    return [*(str(path.absolute()) for path in config.reward.python_path), str(Path.cwd())]
 
 
 def worker_names(config: TrainerConfig) -> list[str]:
@@ -252,3 +256,10 @@ def manager_spec(
 def max_context_len(config: TrainerConfig | ServeConfig) -> int:
     """Longest prompt + completion: as configured, else the model's limit, at most 4096."""
     return config.pool.max_context_len or default_context_len(config.model.path)
+
+
+def prompt_budget(config: TrainerConfig) -> PromptBudget:
+    """How long a prompt may be."""
+    return PromptBudget(
+        max_context_len=max_context_len(config), max_new_tokens=config.rollout.max_new_tokens
+    )

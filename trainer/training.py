@@ -17,7 +17,7 @@ from umbra.runtime.weights.publish import WeightPublisher
 from umbra.trainer.batch import MicroBatchBuilder
 from umbra.trainer.checkpoint import CheckpointStore, TrainerState
 from umbra.trainer.config import TrainerConfig
-from umbra.trainer.data import PromptBudget, prepare_prompts
+from umbra.trainer.data import prepare_prompts
 from umbra.trainer.export import export_policy
 from umbra.trainer.journal import Journal, closing_lines, finish
 from umbra.trainer.last_words import LastWords
@@ -30,7 +30,7 @@ from umbra.trainer.optimizer import PolicyOptimizer
 from umbra.trainer.policy import Policy
 from umbra.trainer.progress import Progress
 from umbra.trainer.run_dir import RunDir, VersionCounter, begin_run, newest_version
-from umbra.trainer.services import MANAGER, POOL, ServiceStarter, max_context_len
+from umbra.trainer.services import MANAGER, POOL, ServiceStarter, prompt_budget
 from umbra.trainer.signals import StopSignals
 from umbra.trainer.tokenizer import PromptTokenizer, stop_token_ids
 from umbra.trainer.train_step import TrainStep
@@ -163,11 +163,13 @@ class Trainer:
         tokenizer = PromptTokenizer(
             config.model.path, trust_remote_code=config.model.trust_remote_code
         )
-        budget = PromptBudget(
-            max_context_len=max_context_len(config), max_new_tokens=config.rollout.max_new_tokens
-        )
         prompts = prepare_prompts(
-            config.data, tokenizer, budget, folder=config.run.dir, min_prompts=world.world_size
+            config.data,
+            tokenizer,
+            prompt_budget(config),
+            folder=config.run.dir,
+            min_prompts=world.world_size,
+            groups_per_step=config.rollout.groups_per_step,
         )
         stops = stop_token_ids(config.model.path, tokenizer, config.rollout.stop_token_ids)
         starter.start_manager(prompts, stops, world.world_size)

@@ -12,6 +12,10 @@ from typing import Any, Final, cast
 import umbra
 from umbra.runtime.errors import ConfigError
 
+HOW_TO_FIND: Final = (
+    "Install it, have it in the current folder, or name its folder in reward.python_path."
+)
+
 _UMBRA: Final = Path(umbra.__path__[0])
 _PYTHON: Final = Path(sysconfig.get_path("stdlib"))
 _LIBRARIES: Final = [Path(sysconfig.get_path(kind)) for kind in ("purelib", "platlib")]
@@ -33,8 +37,7 @@ def load_function(target: str, what: str) -> Callable[..., Any]:
         module = importlib.import_module(module_name)
     except Exception as error:  # a user's module may raise anything while it is imported
         raise ConfigError(
-            f"{what} {target!r}: importing {module_name!r} raised {describe(error)}. "
-            "Install it, have it in the current folder, or name its folder in reward.python_path."
+            f"{what} {target!r}: importing {module_name!r} raised {describe(error)}. {HOW_TO_FIND}"
         ) from error
     function = getattr(module, function_name, None)
     if not callable(function):

@@ -47,11 +47,13 @@ def test_an_unusable_reward_is_explained(
 
 
 def test_every_rank_says_that_the_reward_cannot_be_imported(folder: Path) -> None:
-    with start_run(folder, "reward.function=no_such_module:reward") as run:
+    (folder / "needy.py").write_text("import no_such_module\n\ndef reward(**columns): ...\n")
+
+    with start_run(folder, "reward.function=needy:reward") as run:
         ended = run.wait(BAD_INPUT_LIMIT_S)
 
     ended.check_failed(
-        "reward function 'no_such_module:reward'",
+        "reward function 'needy:reward'",
         "No module named 'no_such_module'",
         "name its folder in reward.python_path",
     )

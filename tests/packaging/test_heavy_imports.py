@@ -60,3 +60,7 @@ def test_the_core_works_without_the_training_extra(module: str) -> None:
 
 def test_a_rollout_worker_loads_no_torch() -> None:
     import_without("umbra.runtime.rollout.worker", {"torch", "transformers"})
+
+
+def test_a_run_is_checked_before_the_training_extra_is_loaded() -> None:
+    import_without("umbra.trainer.cli", _TRAINING_ONLY)

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from training_models import CHARS, save_model, save_tokenizer
 
-from umbra.runtime.errors import DataError
+from umbra.runtime.errors import ConfigError, DataError
 from umbra.runtime.rollout.prompts import PromptSet
 from umbra.trainer.config import DataSection
-from umbra.trainer.data import PromptBudget, PromptFiles, check_data_paths, prepare_prompts
+from umbra.trainer.data import PromptBudget, PromptFiles, check_data, prepare_prompts
 from umbra.trainer.tokenizer import PromptTokenizer, read_model_config, stop_token_ids
 
 Rows = Sequence[Mapping[str, Any]]
@@ -38,10 +38,17 @@ def write_jsonl(path: Path, rows: Rows) -> Path:
 
 
 def prepare(
-    folder: Path, tokenizer: PromptTokenizer, rows: Rows, ranks: int = 1, **settings: Any
+    folder: Path,
+    tokenizer: PromptTokenizer,
+    rows: Rows,
+    ranks: int = 1,
+    groups: int = 1,
+    **settings: Any,
 ) -> PromptFiles:
     data = DataSection(train=write_jsonl(folder / "train.jsonl", rows), **settings)
-    return prepare_prompts(data, tokenizer, BUDGET, folder=folder, min_prompts=ranks)
+    return prepare_prompts(
+        data, tokenizer, BUDGET, folder=folder, min_prompts=ranks, groups_per_step=groups
+    )
 
 
 def ids(text: str) -> list[int]:
@@ -80,7 +87,12 @@ def test_parquet_is_read_like_jsonl(tmp_path: Path, tokenizer: PromptTokenizer) 
     parquet.write_table(arrow.table({"prompt": ["1+1=", "9-1="], "n": [2, 8]}), path)
 
     files = prepare_prompts(
-        DataSection(train=path), tokenizer, BUDGET, folder=tmp_path, min_prompts=1
+        DataSection(train=path),
+        tokenizer,
+        BUDGET,
+        folder=tmp_path,
+        min_prompts=1,
+        groups_per_step=1,
     )
 
     prompts = PromptSet.open(files.train_path)
@@ -135,22 +147,33 @@ def test_more_ranks_than_prompts_is_an_error(tmp_path: Path, tokenizer: PromptTo
         prepare(tmp_path, tokenizer, [{"prompt": "1"}], ranks=4)
 
 
-def test_a_budget_without_room_for_a_prompt_is_an_error(
-    tmp_path: Path, tokenizer: PromptTokenizer
+def test_fewer_prompts_than_a_step_takes_are_told_once(
+    tmp_path: Path, tokenizer: PromptTokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    data = DataSection(train=write_jsonl(tmp_path / "train.jsonl", [{"prompt": "1"}]))
-    budget = PromptBudget(max_context_len=8, max_new_tokens=8)
+    rows = [{"prompt": "1"}, {"prompt": "2"}]
 
-    with pytest.raises(DataError, match=r"max_new_tokens \(8\) leaves no room"):
-        prepare_prompts(data, tokenizer, budget, folder=tmp_path, min_prompts=1)
+    prepare(tmp_path, tokenizer, rows, groups=2)
+    assert not caplog.messages
+    prepare(tmp_path, tokenizer, rows, groups=3)
+
+    (said,) = caplog.messages
+    assert "has 2 prompts, fewer than rollout.groups_per_step = 3" in said
+    assert "lower rollout.groups_per_step, or give more prompts" in said
+
+
+def test_a_budget_without_room_for_a_prompt_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"max_new_tokens = 8 leaves no room.*lower rollout.max"):
+        PromptBudget(max_context_len=8, max_new_tokens=8).check()
+    PromptBudget(max_context_len=9, max_new_tokens=8).check()
 
 
 def test_lines_that_are_not_objects_are_named(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
     path = tmp_path / "train.jsonl"
     path.write_text('{"prompt": "1"}\n\n{"prompt": \n')
+    data = DataSection(train=path)
 
     with pytest.raises(DataError, match="line 3: not JSON"):
-        prepare_prompts(DataSection(train=path), tokenizer, BUDGET, folder=tmp_path, min_prompts=1)
+        prepare_prompts(data, tokenizer, BUDGET, folder=tmp_path, min_prompts=1, groups_per_step=1)
 
 
 @pytest.mark.parametrize(
@@ -159,6 +182,8 @@ def test_lines_that_are_not_objects_are_named(tmp_path: Path, tokenizer: PromptT
         ("none.jsonl", None, r"data.train: no file .*none.jsonl"),
         ("empty.jsonl", "", r"empty.jsonl is empty"),
         ("table.csv", "a,b", r"'.csv'.*\.jsonl.*\.parquet"),
+        ("blank.jsonl", "\n\n", r"data set .*blank.jsonl is empty: it has no rows"),
+        ("torn.jsonl", '{"prompt"', r"torn.jsonl, line 1: not JSON"),
     ],
 )
 def test_unusable_files_are_named_before_anything_starts(
@@ -169,7 +194,35 @@ def test_unusable_files_are_named_before_anything_starts(
         path.write_text(content)
 
     with pytest.raises(DataError, match=said):
-        check_data_paths(DataSection(train=path))
+        check_data(DataSection(train=path))
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "said"),
+    [
+        (
+            {"question": "1"},
+            {},
+            r"'prompt' nor 'messages'; its columns are 'question': set data.pr",
+        ),
+        ({"prompt": 7}, {}, r"int, not text"),
+        ({"messages": "hello"}, {}, r"list of objects with 'role'"),
+        ({"prompt": "1"}, {"format": "chat"}, r"'messages'; .*: set data.messages_column"),
+        ({"prompt": "1"}, {"id_column": "key"}, r"'key'; .* 'prompt': set data.id_column"),
+    ],
+)
+@pytest.mark.parametrize("held_out", [False, True])
+def test_a_wrong_column_is_named_before_anything_starts(
+    tmp_path: Path, row: dict[str, Any], settings: dict[str, Any], said: str, held_out: bool
+) -> None:
+    bad = write_jsonl(tmp_path / "bad.jsonl", [row])
+    good_row = {"prompt": "1", "messages": [{"role": "user", "content": "1"}], "key": "a"}
+    good = write_jsonl(tmp_path / "good.jsonl", [good_row])
+    train, held_out_path = (good, bad) if held_out else (bad, good)
+
+    check_data(DataSection(train=good, eval=good, **settings))
+    with pytest.raises(DataError, match=rf"bad.jsonl, line 1: .*{said}"):
+        check_data(DataSection(train=train, eval=held_out_path, **settings))
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path, model_dir: Path) -> None:

@@ -89,6 +89,11 @@ def test_an_override_may_make_a_new_section(config_file: Path) -> None:
     [
         ("train.stepz=3", ["train.stepz is unknown", "did you mean 'steps'?", "learning_rate"]),
         ("trian.steps=3", ["trian is unknown", "did you mean 'train'?"]),
+        ("rollout.learning_rate=1", ["is unknown; did you mean 'train.learning_rate'?"]),
+        ("rollout.learning_rates=1", ["is unknown; did you mean 'train.learning_rate'?"]),
+        ("rollout.device=cpu", ["did you mean 'pool.device' or 'train.device'?"]),
+        ("pool.timeout_s=1", ["pool.timeout_s is unknown; did you mean 'sync_timeout_s'?"]),
+        ("train.colour=1", ["train.colour is unknown (allowed: "]),
         ("train.steps=many", ["train.steps", "integer", "'many'"]),
         ("train.steps=0", ["train.steps", "greater than or equal to 1"]),
         ("train.steps=2.5", ["train.steps", "integer", "2.5"]),
@@ -164,6 +169,10 @@ def test_further_pools_have_names_of_their_own(config_file: Path) -> None:
             ["pools.judge.cuont is unknown", "did you mean 'count'?"],
         ),
         (
+            ["pools.judge.model_path=m", "pools.judge.temperature=1"],
+            ["pools.judge.temperature is unknown (allowed: "],
+        ),
+        (
             ["pools.judge.model_path=m", "pools.judge.mode=hybrid"],
             ["pools.judge.mode", "'colocated' or 'standalone'"],
         ),
@@ -228,6 +237,13 @@ def test_a_setting_in_the_config_files_place_is_told_its_own(tmp_path: Path) -> 
 def test_a_missing_file_names_its_absolute_path(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=str(tmp_path / "none.toml")):
         load_config(tmp_path / "none.toml")
+
+
+def test_a_setting_outside_of_any_section_is_told_its_own() -> None:
+    with pytest.raises(
+        ConfigError, match=r"config: group_size is unknown; .* 'rollout.group_size'"
+    ):
+        parse_config({"group_size": 8, **MINIMAL})
 
 
 def test_broken_toml_names_the_line(tmp_path: Path) -> None:

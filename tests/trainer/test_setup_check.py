@@ -1,0 +1,91 @@
+"""What a training run's config says that cannot be, found before anything is started."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from umbra.runtime.environment import TorchrunEnvironment
+from umbra.runtime.errors import ConfigError, UmbraError
+from umbra.trainer.config import TrainerConfig
+from umbra.trainer.config_file import parse_config
+from umbra.trainer.setup_check import check_models, check_setup
+
+
+@pytest.fixture
+def values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A config of which nothing is wrong."""
+    monkeypatch.chdir(tmp_path)
+    Path("model").mkdir()
+    Path("model/config.json").write_text(json.dumps({"max_position_embeddings": 512}))
+    Path("train.jsonl").write_text('{"prompt": "1+1="}\n')
+    Path("checked_rewards.py").write_text("def score(): ...\n")
+    return {
+        "model": {"path": "model"},
+        "data": {"train": "train.jsonl"},
+        "reward": {"function": "checked_rewards:score"},
+        "pools": {"judge": {"model_path": "model"}},
+        "train": {"steps": 1},
+    }
+
+
+def config_of(values: dict[str, Any], section: str = "", **settings: object) -> TrainerConfig:
+    name, _, pool = section.partition(".")
+    if pool:
+        settings = {pool: {"model_path": "model", **settings}}
+    return parse_config(values | ({name: values.get(name, {}) | settings} if section else {}))
+
+
+def environment(node_rank: int = 0) -> TorchrunEnvironment:
+    names = {"RANK": node_rank, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1}
+    shown = {name: str(value) for name, value in names.items()}
+    return TorchrunEnvironment.read(shown | {"GROUP_RANK": str(node_rank)})
+
+
+@pytest.mark.parametrize(
+    ("section", "setting", "said"),
+    [
+        ("", {}, ""),
+        ("pool", {"max_context_len": 512}, ""),
+        ("pool", {"max_context_len": 513}, r"^pool.max_context_len = 513 exceeds .* = 512: lower"),
+        ("pools.judge", {"max_context_len": 513}, r"^pools.judge.max_context_len = 513 exceeds"),
+        ("pools.judge", {"model_path": "none"}, r"^pools.judge.model_path: no directory"),
+        ("rollout", {"max_new_tokens": 511}, ""),
+        ("rollout", {"max_new_tokens": 512}, r"max_new_tokens = 512 leaves no room .* of 512"),
+        ("data", {"id_column": "id"}, r"line 1: no column 'id'; its columns are 'prompt'"),
+        (
+            "reward",
+            {"function": "checked_rewards:scor"},
+            r"^reward.function 'checked_rewards:scor'",
+        ),
+        ("rollout", {"agent": "checked_rewards:loop"}, r"^rollout.agent 'checked_rewards:loop'"),
+    ],
+)
+def test_a_setting_that_does_not_fit_is_named(
+    values: dict[str, Any], section: str, setting: dict[str, Any], said: str
+) -> None:
+    config = config_of(values, section, **setting)
+
+    if not said:
+        check_setup(config, environment())
+        return
+    with pytest.raises(UmbraError, match=said):
+        check_setup(config, environment())
+
+
+def test_other_nodes_need_not_have_the_users_functions(values: dict[str, Any]) -> None:
+    config = config_of(values, "reward", function="rewards_of_another_node:score")
+
+    with pytest.raises(ConfigError):
+        check_setup(config, environment(node_rank=0))
+    check_setup(config, environment(node_rank=1))
+
+
+@pytest.mark.parametrize("pool", [{"engine": "vllm"}, {"engine_args": {"max_context_len": 8}}])
+def test_how_long_a_context_may_be_is_left_to_an_engine_that_may_know_better(
+    values: dict[str, Any], pool: dict[str, Any]
+) -> None:
+    check_models(config_of(values, "pool", max_context_len=513, **pool))
