@@ -9,7 +9,8 @@
                 return None                      # the reward function scores it
             tokens += ctx.encode(tool_result)    # given, not generated: not trained on
 
-Turns are appended as tokens; the text of a trajectory is never tokenised anew.
+Turns are appended as tokens; the text of a trajectory is never tokenised anew. For users:
+docs/agents.md.
 """
 
 from __future__ import annotations
