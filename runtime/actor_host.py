@@ -1,9 +1,9 @@
 """The main program of an actor's process: `python -m umbra.runtime.actor_host READY_FD`.
 
-Standard input carries one msgpack map (the spec, the endpoints to bind, the job's keys); the
-outcome of the start goes to READY_FD as one msgpack map: `{"tcp_endpoint": ...}` or
-`{"error": type, "message": ..., "traceback": ...}`. End of file without either means the
-process died on the way.
+Further arguments, its name and its log, are for people who look at processes. Standard input
+carries one msgpack map (the spec, the endpoints to bind, the job's keys); the outcome of the start
+goes to READY_FD as one msgpack map: `{"tcp_endpoint": ...}` or `{"error": type, "message": ...,
+"traceback": ...}`. End of file without either means the process died on the way.
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ class Session:
             socket_dir = SocketDir.create(self._job, self._node_id, socket_root())
             stack.enter_context(socket_dir)
             guardian = start_guardian(
-                [sys.executable, "-m", "umbra.runtime.supervisor_host"],
+                [sys.executable, "-m", "umbra.runtime.supervisor_host", settings.run_dir],
                 config=settings.to_json(),
                 socket_dir=socket_dir,
                 log_path=log_path,

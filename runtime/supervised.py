@@ -213,13 +213,15 @@ class SupervisedActor:
         """One process from spawn to reaped; how it ended, in words with the last log lines."""
         self._kill_reason, self._was_killed = "", False
         label = f"{self.spec.name}#{self.incarnation}"
+        log_path = self._node.log_dir / f"{self.spec.name}.log"
+        host = [sys.executable, "-m", "umbra.runtime.actor_host"]
         read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
         try:
             child = ChildProcess.spawn(
                 label,
-                [sys.executable, "-m", "umbra.runtime.actor_host", str(write_fd)],
+                [*host, str(write_fd), label, str(log_path)],
                 env=self._environment(label),
-                log_path=self._node.log_dir / f"{self.spec.name}.log",
+                log_path=log_path,
                 stdin_payload=self._host_config(),
                 pass_fds=(write_fd,),
                 binds_itself=True,

@@ -1,10 +1,11 @@
 """The main program of the supervisor's process, started by the guardian.
 
-    python -m umbra.runtime.supervisor_host --ready-fd N --guardian-pid PID
+    python -m umbra.runtime.supervisor_host [RUN_DIR] --ready-fd N --guardian-pid PID
 
-Standard input carries one JSON object (`SupervisorConfig`). Once it serves, it writes one line
-to the ready pipe. It ends when the job is over, at SIGTERM (the guardian's, when torchrun's
-agent has ended) or when the guardian dies; in each case every descendant is gone by then.
+RUN_DIR is for people who look at processes. Standard input carries one JSON object
+(`SupervisorConfig`). Once it serves, it writes one line to the ready pipe. It ends when the job is
+over, at SIGTERM (the guardian's, when torchrun's agent has ended) or when the guardian dies; in
+each case every descendant is gone by then.
 """
 
 from __future__ import annotations
@@ -141,6 +142,7 @@ async def _look_for_orphans() -> None:
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser()
+    parser.add_argument("run_dir", nargs="?")
     parser.add_argument("--ready-fd", type=int, required=True)
     parser.add_argument("--guardian-pid", type=int, required=True)
     arguments = parser.parse_args()

@@ -145,6 +145,9 @@ class RolloutSection(Section):
             among fewer than 20.
         workers: processes that run rewards and agent loops.
         agent: "module:function" of an agent loop; without, one generation per prompt.
+        agent_concurrency: agent loops in progress in each of these processes. Fewer than engines
+            take at a time (`pool.max_num_seqs`) leave these idle; more have to be tried one after
+            the other where their process dies, to find the one that it dies of.
         agent_timeout_s: for one run of the agent loop, without what it waits for further pools.
         agent_retries: how often the loop of one completion may raise or take too long and be run
             again, with what was generated replayed.
@@ -165,6 +168,7 @@ class RolloutSection(Section):
     max_failed_share: Share = 0.05
     workers: Positive = 1
     agent: FunctionSpec | None = None
+    agent_concurrency: Positive = 32
     agent_timeout_s: Seconds = 600.0
     agent_retries: Count = 1
     block_limit_s: Seconds = 30.0

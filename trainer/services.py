@@ -237,6 +237,7 @@ def manager_spec(
         "engine_timeout_s": config.pool.sync_timeout_s,
         "delta_timeout_s": config.pool.stall_limit_s + _DELTA_PATIENCE_S,
         "reward_timeout_s": config.reward.timeout_s,
+        "agent_concurrency": rollout.agent_concurrency,
         "agent_timeout_s": rollout.agent_timeout_s,
         "agent_retries": rollout.agent_retries,
         "shares_memory": any(pool.mode == "colocated" for pool in config.pools.values()),

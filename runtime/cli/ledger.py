@@ -1,4 +1,4 @@
-"""`umbra ledger RUN_DIR`: where the samples of a job are, or what happened to one of them."""
+"""`umbra ledger RUN_DIR`: where the samples of a job are, a list of them, or one's history."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from umbra.runtime.errors import ConfigError
+from umbra.runtime.rollout.ledger.accounts import SampleState
 from umbra.runtime.rollout.ledger.history import managers_of
 from umbra.runtime.rollout.ledger.index import LedgerIndex
 
+# More than a screen holds hides the head of the list; fewer ask for --newest too often.
+_DEFAULT_NEWEST: Final = 20
 _TOTALS: Final = {
     "generated_tokens": "tokens generated",
     "given_tokens": "tokens given by agent loops",
@@ -28,12 +31,15 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints, also while the job runs: text, or with `--json` one object.
 
     Raises:
-        ConfigError: the folder has no ledger, or there is no such sample.
+        ConfigError: the folder has no ledger, there is no such sample or state, or the options do
+            not go together.
         LedgerError: the ledger is damaged.
     """
-    run_dir = Path(arguments.run_dir)
-    with _open(run_dir) as index:
-        if arguments.sample is None:
+    lists_samples = _lists_samples(arguments)
+    with _open(Path(arguments.run_dir)) as index:
+        if lists_samples:
+            facts, text = (found := _samples(index, arguments)), _samples_text(found)
+        elif arguments.sample is None:
             facts, text = (found := _summary(index)), _summary_text(found)
         else:
             facts, text = (found := _sample(index, arguments.sample)), _sample_text(found)
@@ -45,6 +51,19 @@ def account(run_dir: Path) -> str:
     """Where the samples of a job are, as `umbra ledger RUN_DIR` prints it; raises as `run`."""
     with _open(run_dir) as index:
         return _summary_text(_summary(index))
+
+
+def _lists_samples(arguments: argparse.Namespace) -> bool:
+    narrowing = (arguments.state, arguments.step, arguments.newest)
+    lists_samples = arguments.samples or any(value is not None for value in narrowing)
+    if lists_samples and arguments.sample is not None:
+        raise ConfigError(
+            "--sample tells of one sample: leave it out to list samples (--samples, --state, "
+            "--step, --newest)"
+        )
+    if arguments.state is not None and arguments.state not in list(SampleState):
+        raise ConfigError(f"no state {arguments.state!r}: there are {', '.join(SampleState)}")
+    return lists_samples
 
 
 def _open(run_dir: Path) -> LedgerIndex:
@@ -76,6 +95,12 @@ def _summary(index: LedgerIndex) -> dict[str, Any]:
         "evaluations": index.evaluations(),
         "managers": managers,
     }
+
+
+def _samples(index: LedgerIndex, arguments: argparse.Namespace) -> dict[str, Any]:
+    limit = arguments.newest or _DEFAULT_NEWEST
+    samples, num_samples = index.newest(limit, arguments.state, arguments.step)
+    return {"num_samples": num_samples, "samples": samples}
 
 
 def _sample(index: LedgerIndex, sample_id: str) -> dict[str, Any]:
@@ -112,6 +137,31 @@ def _summary_text(facts: Mapping[str, Any]) -> str:
             f"{newest}, ledger up to {manager['position']}"
         )
     return "\n".join(lines)
+
+
+def _samples_text(facts: Mapping[str, Any]) -> str:
+    samples, num_samples = facts["samples"], facts["num_samples"]
+    if not samples:
+        return "no such samples"
+    cells = [
+        (
+            row["sample_id"],
+            row["state"],
+            _or_dash(row["step"], "d"),
+            _or_dash(row["reward"], "g"),
+            str(row["num_tokens"]),
+            row["drop_reason"] or row["finish_reason"] or "-",
+        )
+        for row in samples
+    ]
+    lines = _columns([("sample", "state", "step", "reward", "tokens", "end"), *cells])
+    if num_samples > len(samples):
+        lines.append(f"the newest {len(samples):,} of {num_samples:,}: --newest N lists N")
+    return "\n".join(lines)
+
+
+def _or_dash(number: float | None, form: str) -> str:
+    return "-" if number is None else format(number, form)
 
 
 def _sample_text(facts: Mapping[str, Any]) -> str:

@@ -22,7 +22,8 @@ _BENCH: Final = (
 )
 _LEDGER: Final = (
     "Shows where the samples of a job are (pending, running, partial, finished, scored, leased, "
-    "trained, dropped), from the ledger in its run directory; the job may be running."
+    "trained, dropped), lists them, or tells one's history, from the ledger in its run directory; "
+    "the job may be running."
 )
 
 _SERVE: Final = (
@@ -189,6 +190,21 @@ def _add_ledger_arguments(ledger: argparse.ArgumentParser) -> None:
         "--sample",
         metavar="ID",
         help="one sample's history: e0/7/3 for epoch 0, the prompt's id or row, its place there",
+    )
+    ledger.add_argument(
+        "--samples",
+        action="store_true",
+        help="list samples, the last admitted first; --state, --step and --newest do so, too",
+    )
+    ledger.add_argument("--state", help="list those that are in it, such as dropped")
+    ledger.add_argument(
+        "--step",
+        type=int,
+        metavar="N",
+        help="list those handed out for optimizer step N, from 0 (metrics.jsonl counts from 1)",
+    )
+    ledger.add_argument(
+        "--newest", type=_positive, metavar="N", help="list at most so many (default 20)"
     )
     ledger.add_argument("--json", action="store_true", help="print one JSON object, nothing else")
 

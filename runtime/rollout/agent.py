@@ -9,7 +9,8 @@
                 return None                      # the reward function scores it
             tokens += ctx.encode(tool_result)    # given, not generated: not trained on
 
-Turns are appended as tokens; the text of a trajectory is never tokenised anew.
+Turns are appended as tokens; the text of a trajectory is never tokenised anew. For users:
+docs/agents.md.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class AgentContext:
         Args:
             max_new_tokens: at most so many; None for what the trajectory's budget leaves, or with
                 `lora` the context. When nothing is left the answer is empty and `finish_reason`
-                "length".
+                "length"; tokens beyond the model's context are no part of the trajectory then.
             lora: name of one of the pool's `lora_adapters`, to generate with over the policy's
                 weights. That is no part of the trajectory: `tokens` may be any, and where the new
                 ones are appended to the trajectory's they count as given.

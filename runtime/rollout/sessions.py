@@ -171,6 +171,10 @@ class AgentSessions:
             return await session.asides.generate(context, max_new_tokens, session.temperature, lora)
         if session.turn is not None:
             raise RolloutError(f"{trajectory.sample_id}: two generate() calls at a time; await one")
+        if len(context) > trajectory.max_context_len:
+            # no part of the trajectory: nothing could follow it, and who trains could not hold it
+            trajectory.finish_reason = "length"
+            return {"tokens": context[:0], "finish_reason": "length"}
         replayed = self._replay(session, context)
         if replayed is not None:
             session.num_returned += 1

@@ -128,6 +128,64 @@ def test_one_samples_story(run_dir: Path, capsys: pytest.CaptureFixture[str]) ->
     ]
 
 
+def ids_of(found: dict[str, Any]) -> list[str]:
+    return [row["sample_id"] for row in found["samples"]]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "ids"),
+    [
+        (["--state", "dropped"], ["e0/c/1", "e0/c/0"]),
+        (["--state", "partial", "--samples"], ["e0/b/1", "e0/b/0"]),
+        (["--step", "0"], ["e0/a/1", "e0/z/1", "e0/a/0", "e0/z/0"]),
+        (["--step", "0", "--state", "dropped"], []),
+        (["--step", "7"], []),
+    ],
+)
+def test_samples_are_listed_by_state_and_step(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], chosen: list[str], ids: list[str]
+) -> None:
+    found = run_json(capsys, str(run_dir), *chosen)
+
+    assert ids_of(found) == ids
+    assert found["num_samples"] == len(ids)
+
+
+def test_the_newest_samples_are_listed_with_what_one_wants_to_know(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = run_json(capsys, str(run_dir), "--newest", "3")
+    assert (ids_of(found), found["num_samples"]) == (["e0/c/1", "e0/c/0", "e0/b/1"], 8)
+
+    assert main(["ledger", str(run_dir), "--samples"]) == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split() == ["sample", "state", "step", "reward", "tokens", "end"]
+    assert len(rows) == 8
+    assert rows[0].split(maxsplit=5) == ["e0/c/1", "dropped", "-", "-", "0", "too old"]
+    assert "  e0/a/1  trained  0     0       2       length" in rows
+
+    assert main(["ledger", str(run_dir), "--newest", "1"]) == 0
+    assert "the newest 1 of 8: --newest N lists N\n" in capsys.readouterr().out
+    assert main(["ledger", str(run_dir), "--step", "7"]) == 0
+    assert capsys.readouterr().out == "no such samples\n"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (["--state", "droped"], "no state 'droped': there are pending, running, partial,"),
+        (["--sample", "e0/a/0", "--samples"], "--sample tells of one sample"),
+        (["--sample", "e0/a/0", "--step", "0"], "--sample tells of one sample"),
+    ],
+)
+def test_wrong_use_of_the_list_is_told(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], wrong: list[str], said: str
+) -> None:
+    assert main(["ledger", str(run_dir), *wrong]) == 2
+
+    assert said in capsys.readouterr().err
+
+
 def test_a_dropped_samples_story_ends_with_reason_and_cause(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -183,6 +183,25 @@ def test_where_it_takes_another_path_the_rest_is_given_up() -> None:
     asyncio.run(run())
 
 
+def test_a_context_too_long_for_the_model_is_no_part_of_the_trajectory() -> None:
+    async def run() -> None:
+        loop = Loop()
+        for _ in range(2):  # the second is a replay
+            session = loop.open()
+            first = [1, 2, 3, *await loop.turn(session, [1, 2, 3])]
+            said = [*first, *range(20, 20 + loop.trajectory.max_context_len)]
+
+            answer = await loop.sessions.generate(session, np.asarray(said, np.int32), 5)
+
+            assert (answer["tokens"].tolist(), answer["finish_reason"]) == ([], "length")
+            assert loop.trajectory.finish_reason == "length"
+            assert len(loop.trajectory) < 20
+            assert await loop.turn(session, [*first, 20]) == [16, 17, 18, 19, 20]
+        assert len(loop.inbox.requests) == 2
+
+    asyncio.run(run())
+
+
 def test_also_in_the_middle_of_a_generation() -> None:
     async def run() -> None:
         loop = Loop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from actor_specs import actor
@@ -16,10 +17,21 @@ from umbra.runtime.errors import (
     DeadlineExceeded,
     RemoteError,
 )
+from umbra.runtime.process.descendants import process_stat
 from umbra.runtime.session import Session
 from umbra.runtime.testing.sessions import SessionFactory
 
 pytestmark = pytest.mark.process
+
+
+def parent_of(pid: int) -> int:
+    stat = process_stat(pid)
+    assert stat is not None
+    return stat.parent_pid
+
+
+def command_line(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")[:-1]
 
 
 @pytest.mark.slow
@@ -37,6 +49,20 @@ def test_an_actor_answers_streams_and_stops(session: Session, spawn: Spawn) -> N
         echo.call("echo", 1, timeout_s=5.0)
     with pytest.raises(ActorNotFound, match="no actor 'actor-"):
         session.actor(echo.ref.name, timeout_s=0.2)
+
+
+def test_command_lines_tell_whose_processes_they_are(shared: SessionFactory, spawn: Spawn) -> None:
+    run_dir = str(shared.run_dirs[0])
+    echo = spawn(actor("Echo"))
+
+    pid = echo.call("who")["pid"]
+    supervisor = parent_of(pid)
+
+    name = echo.ref.name
+    assert command_line(pid)[-2:] == [f"{name}#1", f"{run_dir}/logs/{name}.log"]
+    assert "umbra.runtime.supervisor_host" in command_line(supervisor)
+    assert run_dir in command_line(supervisor)
+    assert run_dir in command_line(parent_of(supervisor))
 
 
 def test_a_remote_error_brings_its_traceback(spawn: Spawn) -> None:

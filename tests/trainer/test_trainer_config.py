@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 
 from umbra.runtime.errors import ConfigError
+from umbra.runtime.rollout.config import RolloutConfig
 from umbra.trainer.config import TrainerConfig
 from umbra.trainer.config_file import load_config, parse_config
+from umbra.trainer.data import PromptFiles
+from umbra.trainer.services import manager_spec
 
 MINIMAL: dict[str, Any] = {
     "model": {"path": "models/tiny"},
@@ -62,6 +65,22 @@ def test_overrides_win_and_keep_text_as_text(config_file: Path) -> None:
     assert config.pool.engine == "echo"
     assert config.data.eval == Path("held/out.jsonl")
     assert config.pool.engine_args == {"vocab_size": 64}
+
+
+def test_what_is_said_of_agent_loops_reaches_the_manager(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 64, "max_position_embeddings": 128}')
+    agent = {
+        "agent_concurrency": 7, "agent_timeout_s": 5.0, "agent_retries": 3, "max_failed_share": 0.5,
+    }  # fmt: skip
+    rollout = {"agent": "loops:run", **agent}
+    config = parse_config({**MINIMAL, "model": {"path": str(tmp_path)}, "rollout": rollout})
+    files = PromptFiles(train_path=tmp_path, num_train=1, eval_path=None, num_eval=0)
+
+    told = manager_spec(config, files, [], 1, "cpu").kwargs["config"]
+
+    assert told["agent"] is True
+    assert {key: told[key] for key in agent} == agent
+    RolloutConfig.from_wire(told)
 
 
 def test_a_pool_names_its_adapters(config_file: Path) -> None:

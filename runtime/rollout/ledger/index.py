@@ -151,6 +151,19 @@ class LedgerIndex:
         )
         return row
 
+    def newest(
+        self, limit: int, state: str | None = None, step: int | None = None
+    ) -> tuple[list[dict[str, Any]], int]:
+        """Samples, the last admitted first; and how many there are beyond the limit as well.
+
+        Args:
+            state, step: only those that are in it now, or were handed out for it.
+        """
+        which = "FROM samples WHERE (?1 IS NULL OR state = ?1) AND (?2 IS NULL OR step = ?2)"
+        ((num_samples,),) = self._connection.execute(f"SELECT count(*) {which}", (state, step))
+        query = f"SELECT * {which} ORDER BY uid DESC, manager LIMIT ?3"
+        return self.rows(query, state, step, limit), num_samples
+
     def similar(self, sample_id: str, limit: int = 3) -> list[str]:
         """Names of samples that may have been meant."""
         import difflib

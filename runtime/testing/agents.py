@@ -1,0 +1,147 @@
+"""An agent loop's `ctx` for tests without engines: its models say what the test wants.
+
+    ctx = ScriptedContext(sample, ["?", "24"], pools={"judge": ["right"]})
+    assert asyncio.run(my_loops.run(ctx, sample)) == 0.5
+
+Everything else is as in a run: a loop that leaves its trajectory gets the same error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from umbra.runtime.errors import RolloutError
+from umbra.runtime.rollout.agent import AgentContext
+from umbra.runtime.rollout.asked_pool import PoolAnswer
+from umbra.runtime.rollout.prompts import Prompt
+from umbra.runtime.rollout.text import TextCodec
+from umbra.runtime.rollout.token_ids import token_ids
+from umbra.runtime.rollout.trajectory import Trajectory
+
+_ID: Final = "scripted"
+_MANY: Final = 1 << 20
+
+
+class ScriptedContext(AgentContext):
+    """What a loop gets. A token is a character.
+
+    Attributes:
+        trajectory: with what the loop has made of it, such as its `segments()`.
+
+    Args:
+        sample: the data set's row; its "prompt" is the prompt.
+        answers: what `generate` comes to, one after the other, those with `lora` too; one that is
+            longer than asked for is cut.
+        pools: the same of further pools, by their names.
+        budget: tokens that may be generated in all, as `rollout.max_new_tokens`.
+    """
+
+    def __init__(
+        self,
+        sample: Mapping[str, Any],
+        answers: Sequence[str],
+        *,
+        pools: Mapping[str, Sequence[str]] | None = None,
+        budget: int = _MANY,
+    ) -> None:
+        prompt = str(sample["prompt"])
+        tokens = _encode(prompt)
+        self.trajectory = Trajectory(
+            _ID,
+            Prompt(_ID, prompt, token_ids(tokens), dict(sample)),
+            0,
+            budget=budget,
+            max_context_len=_MANY,
+        )
+        self._answers = _script("the policy", answers)
+        asked = {name: ScriptedPool(name, said) for name, said in (pools or {}).items()}
+        kept: dict[str, Any] = {}
+
+        async def recall(key: str) -> list[Any]:
+            return [kept[key]] if key in kept else []
+
+        async def keep(key: str, value: Any) -> None:
+            kept[key] = value
+
+        super().__init__(
+            dict(sample), prompt, tokens, TextCodec(_encode, _encode, _decode), self._answer,
+            recall, keep, _pool_of(asked),
+        )  # fmt: skip
+
+    async def _answer(
+        self, context: NDArray[np.int32], max_new_tokens: int | None, lora: str
+    ) -> dict[str, Any]:
+        trajectory = self.trajectory
+        if not lora:
+            trajectory.extend_context(context)
+        room = _MANY if lora else trajectory.room()
+        limit = room if max_new_tokens is None else min(room, max_new_tokens)
+        said = token_ids(_encode(next(self._answers) if limit else ""))
+        tokens = said[:limit]
+        if not lora:
+            trajectory.append_generated(tokens, np.zeros(len(tokens), np.float32), 0)
+        is_cut = not limit or len(said) > limit
+        return {"tokens": tokens, "finish_reason": "length" if is_cut else "stop"}
+
+
+class ScriptedPool:
+    """A further pool, such as a judge, as `AskedPool`."""
+
+    def __init__(self, name: str, answers: Sequence[str]) -> None:
+        self.name = name
+        self.encode = _encode
+        self.decode = _decode
+        self._answers = _script(f"the pool {name!r}", answers)
+
+    async def generate(
+        self, tokens: Sequence[int], max_new_tokens: int | None = None, **_how: Any
+    ) -> PoolAnswer:
+        token_ids(tokens)
+        said = _encode(next(self._answers))
+        answer = said[:max_new_tokens]
+        return PoolAnswer(
+            text=_decode(answer),
+            tokens=answer,
+            logprobs=[0.0] * len(answer),
+            finish_reason="stop" if answer == said else "length",
+        )
+
+    async def complete(
+        self, text: str, max_new_tokens: int | None = None, **how: Any
+    ) -> PoolAnswer:
+        return await self.generate(_encode(text), max_new_tokens, **how)
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        max_new_tokens: int | None = None,
+        **how: Any,
+    ) -> PoolAnswer:
+        text = "".join(message["content"] for message in messages)
+        return await self.generate(_encode(text), max_new_tokens, **how)
+
+
+def _pool_of(pools: Mapping[str, ScriptedPool]) -> Callable[[str], Any]:
+    def pool(name: str) -> ScriptedPool:
+        if name not in pools:
+            raise RolloutError(f"there is no pool {name!r} to ask; there are: {', '.join(pools)}")
+        return pools[name]
+
+    return pool
+
+
+def _script(who: str, answers: Sequence[str]) -> Iterator[str]:
+    yield from answers
+    raise AssertionError(f"{who} is asked once more; the script has {len(answers)} answers")
+
+
+def _encode(text: str) -> list[int]:
+    return [ord(character) for character in text]
+
+
+def _decode(tokens: Sequence[int]) -> str:
+    return "".join(map(chr, tokens))
