@@ -114,7 +114,7 @@ class Trainer:
                 stop=self._stop,
                 step=step,
             )
-            self._stop.defer()
+            self._stop.defer(self._session.pass_on_signal)
             loop.run()
             self._stop.disarm()
             self._leave_results(world, policy, journal, loop.step)
