@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import signal
 from typing import Any, Final
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class AttachedRanks:
         self._farewells: set[int] = set()
         self._failure: dict[str, Any] | None = None
         self._failed = asyncio.Event()
+        self._has_signal = False
         self._came = asyncio.Event()
         self._gone = asyncio.Event()  # all of them
 
@@ -96,6 +98,7 @@ class AttachedRanks:
         self.incarnation = incarnation
         self._failure = None
         self._failed.clear()
+        self._has_signal = False
         self._farewells.clear()
         unseen = list(self._ranks)
         self._ranks.clear()
@@ -110,6 +113,20 @@ class AttachedRanks:
             self._failure = {"kind": "failed", "message": f"{who} failed: {message}"}
             for rank in self._ranks.values():
                 rank.put(self._failure)
+
+    def pass_on_signal(self, sender: int, incarnation: int, number: int) -> None:
+        """Every rank is told of a signal that one of them got; of a further one nobody is.
+
+        Torchrun, too, ends what is left of ranks that failed by a signal: that concerns neither
+        them nor those that it starts in their place.
+        """
+        if self._has_signal or self.has_failed or incarnation != self.incarnation:
+            return
+        self._has_signal = True
+        name = signal.Signals(number).name
+        logger.info("rank %d got %s: it is passed on to all ranks", sender, name)
+        for rank in self._ranks.values():
+            rank.put({"kind": "signal", "number": number})
 
     async def await_failure(self, limit_s: float) -> None:
         """Until the job is lost, or the time is over."""

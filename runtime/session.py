@@ -24,7 +24,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 from umbra.runtime.actor import ActorSpec
 from umbra.runtime.environment import (
@@ -49,6 +49,8 @@ from umbra.runtime.supervisor_host import SupervisorConfig, supervisor_ref
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+# For the supervisor to pass a signal on. Later the time that a signal leaves is over.
+_PASS_ON_LIMIT_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,12 +81,14 @@ class Session:
         environment: TorchrunEnvironment,
         on_note: Callable[[str], None] | None = None,
         on_failed: Callable[[JobFailed], None] | None = None,
+        on_signal: Callable[[int], None] | None = None,
     ) -> None:
         """Use `from_torchrun`."""
         self._config = config
         self._environment = environment
         self._on_note = on_note or _log_note
         self._on_failed = on_failed or self._log_failure
+        self._on_signal = on_signal
         self._node_id = config.node_id or socket.gethostname()
         self._job = f"{environment.run_id}-{environment.owner_pid}"
         self._socket_dir = socket_dir_path(self._job, self._node_id, socket_root())
@@ -104,6 +108,7 @@ class Session:
         *,
         on_note: Callable[[str], None] | None = None,
         on_failed: Callable[[JobFailed], None] | None = None,
+        on_signal: Callable[[int], None] | None = None,
     ) -> Self:
         """Every rank calls it. Without torchrun the process is rank 0 of 1.
 
@@ -113,11 +118,13 @@ class Session:
             on_failed: told, on the session's thread, that the job is lost; logged by default. What
                 waits in a call of the session gets the same error; a rank that is elsewhere has
                 only this.
+            on_signal: told, on the session's thread, the number of a signal that some rank got and
+                passed on (`pass_on_signal`).
 
         Raises:
             ConfigError: torchrun's environment is incomplete.
         """
-        return cls(config, TorchrunEnvironment.read(), on_note, on_failed)
+        return cls(config, TorchrunEnvironment.read(), on_note, on_failed, on_signal)
 
     @property
     def rank(self) -> int:
@@ -261,6 +268,8 @@ class Session:
                         self._fail(JobFailed(event["message"]))
                     elif event["kind"] == "note":
                         self._on_note(event["text"])
+                    elif event["kind"] == "signal" and self._on_signal is not None:
+                        self._on_signal(event["number"])
         except ConnectionLost:
             self._fail(self._supervisor_loss())
         except Exception as error:  # noqa: BLE001 -- nobody else would hear of it, and all wait
@@ -326,6 +335,20 @@ class Session:
         wants to name the cause, of which the supervisor tells in a moment.
         """
         self._loop.run(asyncio.sleep(within_s))
+
+    def pass_on_signal(self, number: int) -> None:
+        """Tells every rank that this one got a signal; see `on_signal`. Returns at once.
+
+        For a signal handler: a rank that stops for a signal that reached it alone would wait in its
+        next collective call for others that know of nothing.
+        """
+        self._loop.start(self._pass_on_signal(number))
+
+    async def _pass_on_signal(self, number: int) -> None:
+        with contextlib.suppress(UmbraError):  # nobody is there any more who has to know
+            await self._supervisor.call(
+                "pass_on_signal", self.rank, self.incarnation, number, timeout_s=_PASS_ON_LIMIT_S
+            )
 
     def spawn(self, spec: ActorSpec) -> SyncHandle:
         """Starts an actor and waits until it serves. One rank calls it.

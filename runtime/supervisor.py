@@ -78,7 +78,8 @@ class Supervisor:
     ) -> AsyncGenerator[dict[str, Any], None]:
         """A rank's stream of events, open as long as the rank lives: its end is noticed here.
 
-        Events: {"kind": "attached"}, {"kind": "failed", "message"}, {"kind": "note", "text"}.
+        Events: {"kind": "attached"}, {"kind": "failed", "message"}, {"kind": "note", "text"},
+        {"kind": "signal", "number"}.
         """
         if incarnation > self._ranks.incarnation:
             self._start_over(incarnation)
@@ -147,6 +148,10 @@ class Supervisor:
         """Ends the job for a reason that lies outside it; ranks that wait are told."""
         self._ranks.fail(who, why)
         self.over.set()
+
+    def pass_on_signal(self, rank: int, incarnation: int, number: int) -> None:
+        """A rank was told to stop by a signal, which may have reached it alone."""
+        self._ranks.pass_on_signal(rank, incarnation, number)
 
     def note(self, text: str) -> None:
         """Puts one line where the person who runs the job sees it."""

@@ -85,7 +85,9 @@ def _run(config: TrainerConfig, environment: TorchrunEnvironment, words: LastWor
         words,
         RunLock(config.run.dir) if environment.rank == 0 else contextlib.nullcontext(),
         StopSignals(grace_s) as stop,
-        Session.from_torchrun(settings, on_note=notes.put, on_failed=words.job_failed) as session,
+        Session.from_torchrun(
+            settings, on_note=notes.put, on_failed=words.job_failed, on_signal=stop.pass_in
+        ) as session,
     ):
         # Loads torch, while the supervisor has long been starting.
         from umbra.trainer.training import Trainer

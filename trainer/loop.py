@@ -7,16 +7,18 @@ the new weights when they wake. With `train.offload` a rank's memory goes to the
 has read its weights for the sync, and comes back when the engines sleep. In a standalone pool they
 go on, as far ahead as `rollout.max_staleness` lets them, and are updated in the middle of it.
 
-The ranks agree on stopping where they meet anyway: before training on a batch, and after a step.
+The ranks agree on stopping where they meet anyway: before training on a batch, and after a step. A
+signal that one of them gets ends the waits of all (`umbra.trainer.signals`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from umbra.runtime.collective import Rollouts
+from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.session_handles import Pool
 from umbra.runtime.weights.publish import SyncReport, WeightPublisher
 from umbra.trainer.batch import RankBatch
@@ -149,14 +151,21 @@ class TrainingLoop:
 
     def _next_batch(self) -> Mapping[str, Any] | None:
         """This rank's columns; None where a signal ended the wait."""
+        return self._wait(
+            lambda: self._rollouts.next_batch(
+                self.step,
+                self._versions.current,
+                self._serve_sync,
+                self._config.rollout.timeout_s,
+            )
+        )
+
+    def _wait(self, ask: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any] | None:
+        """What `ask` returns; None where a signal ended the wait."""
         try:
-            with self._stop.interruptible():
-                return self._rollouts.next_batch(
-                    self.step,
-                    self._versions.current,
-                    self._serve_sync,
-                    self._config.rollout.timeout_s,
-                )
+            # A rank that a signal reaches in `_serve_sync` fails that sync for all.
+            with self._stop.interruptible(WeightSyncError):
+                return ask()
         except StopRequested:
             return None
 
@@ -176,14 +185,10 @@ class TrainingLoop:
         """Scores the held-out prompts; a signal ends it without a result."""
         if self._config.data.eval is None:
             return
-        try:
-            with self._stop.interruptible():
-                result = self._rollouts.evaluate(
-                    self.step, self._serve_sync, self._config.rollout.timeout_s
-                )
-        except StopRequested:
-            return
-        self._journal.evaluated(self.step, result, is_last=is_last)
+        limit_s = self._config.rollout.timeout_s
+        result = self._wait(lambda: self._rollouts.evaluate(self.step, self._serve_sync, limit_s))
+        if result is not None:
+            self._journal.evaluated(self.step, result, is_last=is_last)
 
     def _is_due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0

@@ -3,13 +3,16 @@
     first signal ──▶ `requested` is set; an `interruptible()` block (waiting for rollouts) ends
         │                 with StopRequested, and the ranks agree to stop at the next boundary
         ├─ second signal, at least a second later ──▶ StopNow in the main thread
-        └─ shutdown_grace_s later                 ──▶ StopNow in the main thread
-              └─ and if even that does nothing    ──▶ the process ends
+        ├─ shutdown_grace_s later                 ──▶ StopNow in the main thread
+        │     └─ and if even that does nothing    ──▶ the process ends
+        └─ the other ranks are told, and do as if it had reached them too (`pass_in`)
 
 torchrun passes a signal on to its ranks, and a terminal sends it to all of them too: what comes
-within a second of the first is the same request. Python runs handlers between bytecodes only, so
-a rank that hangs in a collective is ended by a thread that the interpreter wakes in any case. And
-what a handler raises is lost where it runs inside a destructor, so it is raised again and again.
+within a second of the first is the same request. A rank that a signal reaches alone ends its wait
+for rollouts and then waits for the others to agree, whose wait only the same request can end: so
+they are told. Python runs handlers between bytecodes only, so a rank that hangs in a collective is
+ended by a thread that the interpreter wakes in any case. And what a handler raises is lost where it
+runs inside a destructor, so it is raised again and again.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Final, Self
@@ -31,6 +34,8 @@ _SAME_REQUEST_S: Final = 1.0
 _LAST_RESORT_S: Final = 2.0
 # Between two attempts to end a wait that a signal is to end.
 _AGAIN_S: Final = 0.5
+# From another rank's signal to its news here, which takes milliseconds.
+_NEWS_LIMIT_S: Final = 1.0
 
 
 class StopRequested(Exception):
@@ -58,10 +63,14 @@ class StopSignals:
         self._is_deferring = False
         self._is_interruptible = False
         self._received_at = 0.0
+        self._passed_in: signal.Signals | None = None
+        self._tell: Callable[[signal.Signals], None] | None = None
+        self._main_thread = 0
         self._stack = contextlib.ExitStack()
         self._disarmed = threading.Event()
 
     def __enter__(self) -> Self:
+        self._main_thread = threading.get_ident()
         with contextlib.ExitStack() as stack:
             self._watch_wakeups(stack)
             for number in _SIGNALS:
@@ -97,10 +106,11 @@ class StopSignals:
     def _last_resort(self, reader: socket.socket) -> None:
         """Runs on its own thread until the writing end is closed."""
         while data := reader.recv(1):
-            if data[0] in _SIGNALS:
+            number = data[0] if data[0] in _SIGNALS else self._passed_in
+            if number is not None:
                 grace_s = self._grace_s if self._is_deferring else 0.0
                 if not self._disarmed.wait(grace_s + _LAST_RESORT_S):
-                    os._exit(128 + data[0])
+                    os._exit(128 + number)
                 return
 
     @property
@@ -113,13 +123,42 @@ class StopSignals:
         """The signal's name, or ""."""
         return self.received.name if self.received is not None else ""
 
-    def defer(self) -> None:
-        """From now on a first signal waits for the step boundary."""
+    def defer(self, tell: Callable[[signal.Signals], None] | None = None) -> None:
+        """From now on a first signal waits for the step boundary.
+
+        Args:
+            tell: passes it on to the other ranks. Called in the handler: returns at once and
+                raises nothing.
+        """
+        self._tell = tell
         self._is_deferring = True
 
+    def pass_in(self, number: int) -> None:
+        """Another rank got this signal. Called on any thread, while this is entered.
+
+        It is no second request, whenever it comes: the main thread learns of it by SIGALRM.
+        """
+        self._passed_in = signal.Signals(number)
+        signal.pthread_kill(self._main_thread, signal.SIGALRM)
+
     @contextmanager
-    def interruptible(self) -> Generator[None]:
-        """A wait that a signal may end, with StopRequested."""
+    def interruptible(self, *consequences: type[Exception]) -> Generator[None]:
+        """A wait that a signal may end, with StopRequested.
+
+        Args:
+            consequences: what a wait of this rank ends with where a signal ends another's. Its
+                news may come after them, so they are raised where there are none for a moment.
+        """
+        try:
+            with self._interruptible():
+                yield
+        except consequences:
+            with self._interruptible():
+                time.sleep(_NEWS_LIMIT_S)
+            raise
+
+    @contextmanager
+    def _interruptible(self) -> Generator[None]:
         self._is_interruptible = True  # before the question: a signal may come in between
         try:
             if self.requested:
@@ -129,22 +168,28 @@ class StopSignals:
             self._is_interruptible = False
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
         if self.received is None:
-            self.received = signal.Signals(number)
-            self._received_at = now
-            if not self._is_deferring:
-                self._stop_now()
-            first_s = min(_AGAIN_S, self._grace_s)
-            signal.setitimer(signal.ITIMER_REAL, first_s, _AGAIN_S)
-            if self._is_interruptible:
-                raise StopRequested
-        elif now - self._received_at >= _SAME_REQUEST_S:
+            self._begin(signal.Signals(number))
+        elif time.monotonic() - self._received_at >= _SAME_REQUEST_S:
             self._stop_now()
 
     def _on_alarm(self, number: int, frame: FrameType | None) -> None:
-        if time.monotonic() - self._received_at >= self._grace_s:
+        if self.received is None:
+            if self._passed_in is not None:
+                self._begin(self._passed_in)
+        elif time.monotonic() - self._received_at >= self._grace_s:
             self._stop_now()
+        elif self._is_interruptible:
+            raise StopRequested
+
+    def _begin(self, received: signal.Signals) -> None:
+        self.received = received
+        self._received_at = time.monotonic()
+        if not self._is_deferring:
+            self._stop_now()
+        if self._tell is not None and self._passed_in is None:
+            self._tell(received)
+        signal.setitimer(signal.ITIMER_REAL, min(_AGAIN_S, self._grace_s), _AGAIN_S)
         if self._is_interruptible:
             raise StopRequested
 

@@ -34,6 +34,7 @@ from umbra.trainer.services import MANAGER, POOL, ServiceStarter, prompt_budget
 from umbra.trainer.signals import StopSignals
 from umbra.trainer.tokenizer import PromptTokenizer, stop_token_ids
 from umbra.trainer.train_step import TrainStep
+from umbra.trainer.waits import collective_timeout_s
 from umbra.trainer.world import World, agree_on_signal, from_lead, pick_device
 
 # How long a rank that lost another one waits to be told which rank or process failed first. The
@@ -67,7 +68,8 @@ class Trainer:
         config = self._config
         with contextlib.ExitStack() as stack:
             starter = self._begin_starting(stack)
-            world = stack.enter_context(World.join(self._environment, config.train.device))
+            limit_s = collective_timeout_s(config)
+            world = stack.enter_context(World.join(self._environment, config.train.device, limit_s))
             stack.push(self._announce_failure)
             resumed_from = from_lead(
                 world, lambda: begin_run(config.run, self._environment.incarnation)
@@ -114,7 +116,7 @@ class Trainer:
                 stop=self._stop,
                 step=step,
             )
-            self._stop.defer()
+            self._stop.defer(self._session.pass_on_signal)
             loop.run()
             self._stop.disarm()
             self._leave_results(world, policy, journal, loop.step)

@@ -19,9 +19,6 @@ from umbra.runtime.environment import TorchrunEnvironment
 from umbra.runtime.errors import ConfigError, JobFailed, UmbraError
 
 T = TypeVar("T")
-# Longest wait of a rank for the others in a collective. Ranks that fail end the rest through the
-# session long before; this is for a network that swallows packets.
-_COLLECTIVE_TIMEOUT_S: Final = 1800.0
 _dist: Final[Any] = torch.distributed
 
 
@@ -42,13 +39,20 @@ class World:
     @classmethod
     @contextmanager
     def join(
-        cls, environment: TorchrunEnvironment, device: Literal["auto", "cpu", "cuda"]
+        cls,
+        environment: TorchrunEnvironment,
+        device: Literal["auto", "cpu", "cuda"],
+        timeout_s: float,
     ) -> Generator[World]:
-        """Connects this rank to the others; every rank enters. Leaves the group on exit."""
+        """Connects this rank to the others; every rank enters. Leaves the group on exit.
+
+        Args:
+            timeout_s: longest wait of a rank for the others in a collective.
+        """
         place = pick_device(device, environment.local_rank)
         limit_threads(environment.local_world_size)
         backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
-        arguments: dict[str, Any] = {"timeout": timedelta(seconds=_COLLECTIVE_TIMEOUT_S)}
+        arguments: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s)}
         if place.type == "cuda":
             torch.cuda.set_device(place)
             # cuDNN's attention plans anew for every shape, and packed shapes differ every step.

@@ -82,8 +82,14 @@ class LoopThread:
             raise
 
     def start(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Runs `coroutine` beside everything else, until it ends or the thread is closed."""
-        self._call(self._begin, _Job(coroutine, essential=False))
+        """Runs `coroutine` beside everything else, until it ends or the thread is closed.
+
+        Returns at once, in a signal handler too. Does nothing where the thread has ended.
+        """
+        try:
+            self._call(self._begin, _Job(coroutine, essential=False))
+        except RuntimeError:  # The loop is closed.
+            coroutine.close()
 
     def fail(self, failure: JobFailed) -> None:
         """Ends what is blocked and what would block. Called on the loop; the first one counts."""

@@ -17,7 +17,7 @@ from umbra.trainer.signals import StopSignals
 pytestmark = pytest.mark.process
 
 PREAMBLE = """
-import os, signal, sys, time
+import os, signal, sys, threading, time
 from umbra.trainer.signals import StopRequested, StopSignals
 def say(text): print(text, flush=True)
 """
@@ -119,21 +119,83 @@ def test_a_step_longer_than_the_grace_is_cut() -> None:
         assert process.returncode == 128 + signal.SIGTERM
 
 
-@pytest.mark.slow
-def test_a_rank_that_hangs_outside_python_is_ended() -> None:
-    """A mutex locked twice waits in C, where no handler runs: the last resort's thread acts."""
+def test_a_signal_is_told_once_and_one_that_was_passed_in_is_not() -> None:
     code = """
+        for passed_in in (False, True):
+            with StopSignals(grace_s=20) as stop:
+                stop.defer(lambda received: say(f"told {received.name}"))
+                try:
+                    with stop.interruptible():
+                        if passed_in:
+                            threading.Thread(target=stop.pass_in, args=(signal.SIGTERM,)).start()
+                        else:
+                            say("ready")
+                        time.sleep(30)
+                except StopRequested:
+                    say(f"stopped by {stop.name}")
+    """
+    with rank(code) as process:
+        process.send_signal(signal.SIGINT)
+
+        assert rest_of(process) == "told SIGINT\nstopped by SIGINT\nstopped by SIGTERM\n"
+
+
+def test_a_consequence_of_a_signal_waits_for_its_news() -> None:
+    code = """
+        say("ready")
+        with StopSignals(grace_s=20) as stop:
+            stop.defer()
+            try:
+                with stop.interruptible(KeyError):
+                    threading.Timer(0.1, stop.pass_in, (signal.SIGTERM,)).start()
+                    raise KeyError
+            except StopRequested:
+                say("stopped")
+            stop.disarm()
+    """
+    with rank(code) as process:
+        assert rest_of(process) == "stopped\n"
+
+
+@pytest.mark.slow
+def test_a_signal_that_is_passed_in_late_is_no_second_request() -> None:
+    code = """
+        with StopSignals(grace_s=20) as stop:
+            stop.defer()
+            say("ready")
+            while not stop.requested:
+                time.sleep(0.01)
+            time.sleep(1.1)
+            stop.pass_in(signal.SIGTERM)
+            say("goes on")
+            stop.disarm()
+    """
+    with rank(code) as process:
+        process.terminate()
+
+        assert rest_of(process) == "goes on\n"
+        assert process.returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("passed_in", [False, True])
+def test_a_rank_that_hangs_outside_python_is_ended(passed_in: bool) -> None:
+    """A mutex locked twice waits in C, where no handler runs: the last resort's thread acts."""
+    by_itself = "threading.Timer(0.1, stop.pass_in, (signal.SIGTERM,)).start()"
+    code = f"""
         import ctypes
         lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
         with StopSignals(grace_s=0.2) as stop:
             stop.defer()
             lock(mutex)
+            {by_itself if passed_in else ""}
             say("ready")
             lock(mutex)
     """
     with rank(code) as process:
         started = time.monotonic()
-        process.terminate()
+        if not passed_in:
+            process.terminate()
 
         process.wait(timeout=20)
         assert process.returncode == 128 + signal.SIGTERM

@@ -1,0 +1,93 @@
+"""Places in a training run where a test has it wait, to do something while it does.
+
+    places = HeldPlaces(folder)              HELD_IN=folder in the run's environment
+    places.hold("batch")                     the next who comes to await_release("batch") stays
+    run.wait_for("it", lambda: places.is_reached("batch") or None, 30.0)
+    places.release("batch")
+
+`torchrun -m held_places CONFIG ...` is a training whose ranks can be held in their step ("step").
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from umbra.engines.echo import EchoEngine
+
+_LOOK_AGAIN_S = 0.02
+
+
+class HeldPlaces:
+    """A file for each place that is held, and one beside it once somebody came there."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(exist_ok=True)
+
+    @classmethod
+    def of_this_run(cls) -> HeldPlaces:
+        return cls(Path(os.environ["HELD_IN"]))
+
+    def hold(self, place: str) -> None:
+        (self._folder / place).touch()
+
+    def release(self, place: str) -> None:
+        (self._folder / place).unlink()
+
+    def is_reached(self, place: str) -> bool:
+        return (self._folder / f"{place}.reached").exists()
+
+    def keeps(self, place: str) -> bool:
+        """Whether who is there has to stay."""
+        if not (self._folder / place).exists():
+            return False
+        (self._folder / f"{place}.reached").touch()
+        return True
+
+
+async def await_release(place: str) -> None:
+    places = HeldPlaces.of_this_run()
+    while places.keeps(place):  # noqa: ASYNC110  for what another process does
+        await asyncio.sleep(_LOOK_AGAIN_S)
+
+
+async def held_reward(
+    prompts: list[str], completions: list[str], **columns: list[Any]
+) -> list[float]:
+    """Different for different completions. Held as "evaluation" or "batch"."""
+    await await_release("evaluation" if prompts[0].startswith("held out") else "batch")
+    return [len(set(text)) / max(1, len(text)) for text in completions]
+
+
+class HeldEngine(EchoEngine):
+    """Held while it takes weights ("sync")."""
+
+    async def load(self) -> dict[str, int]:
+        await await_release("sync")
+        return await super().load()
+
+
+def _hold_ranks() -> None:
+    """In their step, at its beginning."""
+    from umbra.trainer.train_step import TrainStep
+
+    run = TrainStep.run
+
+    def held_run(self: TrainStep, *args: Any) -> dict[str, float]:
+        places = HeldPlaces.of_this_run()
+        while places.keeps("step"):
+            time.sleep(_LOOK_AGAIN_S)
+        return run(self, *args)
+
+    TrainStep.run = held_run  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    from umbra.trainer.cli import run_program
+
+    _hold_ranks()
+    run_program()

@@ -1,0 +1,115 @@
+"""A signal that reaches one rank alone ends the run as one to all of them does."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from held_places import HeldPlaces
+from run_assets import write_rows
+from whole_runs import END_LIMIT_S, Run, start_run
+
+from umbra.trainer.metrics import read_metrics
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+REACH_LIMIT_S = 30.0
+
+
+@contextmanager
+def held_run(folder: Path, *settings: str) -> Generator[tuple[Run, HeldPlaces]]:
+    """Evaluates before the first step and after each second one."""
+    places = HeldPlaces(folder / "held")
+    held_out = write_rows(folder / "held_out.jsonl", [{"prompt": "held out 1="}] * 2)
+    always = [
+        "train.steps=1000",
+        "train.eval_every=2",
+        f"data.eval={held_out}",
+        "reward.function=held_places:held_reward",
+        "pool.engine=held_places:HeldEngine",
+    ]
+    with start_run(
+        folder,
+        *always,
+        *settings,
+        program="held_places",
+        environ={"HELD_IN": str(folder / "held")},
+    ) as run:
+        yield run, places
+
+
+def hold(run: Run, places: HeldPlaces, place: str) -> None:
+    """Until somebody came there, and stays."""
+    places.hold(place)
+    run.wait_for(place, lambda: places.is_reached(place) or None, REACH_LIMIT_S)
+
+
+def stop_in(run: Run, places: HeldPlaces, place: str, number: signal.Signals, rank: int) -> None:
+    """Sends one rank a signal while the run is held in this place."""
+    hold(run, places, place)
+    os.kill(run.pid_of(f"rank {rank}"), number)
+
+
+def check_stopped(run: Run, number: signal.Signals) -> None:
+    ended = run.wait(END_LIMIT_S)
+    num_steps = run.num_steps()
+    assert f"stopped by {number.name} after {num_steps} steps" in ended.output
+    assert [ended.error_of(rank) for rank in (0, 1)] == ["", ""]
+    complete = [path.parent.name for path in run.run_dir.glob("checkpoints/*/COMPLETE")]
+    assert complete == [f"step-{num_steps:06d}"], ended.output
+    # torchrun tells how each rank ended that did not end with 0.
+    assert f"exitcode  : {128 + number}" in ended.output, ended.output
+
+
+@pytest.mark.parametrize(("place", "rank"), [("batch", 0), ("evaluation", 1)])
+def test_a_signal_to_one_rank_ends_every_ranks_wait(folder: Path, place: str, rank: int) -> None:
+    with held_run(folder) as (run, places):
+        run.wait_for_step(1)
+        stop_in(run, places, place, signal.SIGTERM, rank)
+
+        check_stopped(run, signal.SIGTERM)
+
+
+@pytest.mark.parametrize(("place", "rank"), [("sync", 0), ("step", 1)])
+def test_a_signal_to_one_rank_lets_the_ranks_end_what_they_do_together(
+    folder: Path, place: str, rank: int
+) -> None:
+    with held_run(folder) as (run, places):
+        run.wait_for_step(1)
+        stop_in(run, places, place, signal.SIGINT, rank)
+        places.release(place)
+
+        check_stopped(run, signal.SIGINT)
+
+
+def test_a_signal_to_one_rank_ends_the_sync_that_all_serve_while_they_wait(folder: Path) -> None:
+    """The rank gives that sync up, which fails it on the other."""
+    with held_run(folder) as (run, places):
+        run.wait_for_step(1)
+        hold(run, places, "batch")
+        places.hold("sync")
+        os.kill(run.pid_of("policy-0"), signal.SIGKILL)
+        run.wait_for("sync", lambda: places.is_reached("sync") or None, REACH_LIMIT_S)
+        os.kill(run.pid_of("rank 1"), signal.SIGTERM)
+
+        check_stopped(run, signal.SIGTERM)
+
+
+def test_a_run_that_a_signal_to_one_rank_ended_goes_on(folder: Path) -> None:
+    with held_run(folder) as (run, places):
+        run.wait_for_step(1)
+        stop_in(run, places, "batch", signal.SIGTERM, 1)
+        check_stopped(run, signal.SIGTERM)
+    num_steps = run.num_steps()
+    places.release("batch")
+
+    with held_run(folder, f"train.steps={num_steps + 1}", "run.resume=auto") as (resumed, _):
+        assert resumed.wait().status == 0
+
+    rows = read_metrics(run.run_dir / "metrics.jsonl")
+    steps = [row["step"] for row in rows if "time/step_s" in row]
+    assert steps == list(range(1, num_steps + 2))
