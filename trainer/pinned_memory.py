@@ -35,7 +35,8 @@ def pinned_bytes(nbytes: int) -> Tensor:
     if int(status) != 0:
         raise _too_little(nbytes, runtime.cudaGetErrorString(status))
     # With the last view goes the storage; `memory` is kept until it has been unlocked.
-    weakref.finalize(locked.untyped_storage(), _unlock, locked.data_ptr(), memory)
+    unlocking = weakref.finalize(locked.untyped_storage(), _unlock, locked.data_ptr(), memory)
+    unlocking.atexit = False  # the end of the process does it, and sooner
     return locked
 
 

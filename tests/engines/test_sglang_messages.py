@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import aclosing
 from pathlib import Path
 
 import pytest
 from adapter_fixtures import *  # noqa: F403 - the fixtures
 from conformance_runs import VOCAB_SIZE, MakeEngine, requests, results_of, weights
-from engine_runs import Collector, run_async, running
+from engine_runs import Collector, Engine, run_async, running
 from local_sync import publish
 from model_factory import make_model
 from sglang_stand_in import Frontend, stand_in_core, stand_in_modules
 
+from umbra.engines.deltas import DeltaBatch
 from umbra.engines.sglang.core import SglangCore
 from umbra.engines.sglang.output import SglangOutput
 from umbra.engines.sglang.requests import stream_interval
 
 COUNT = 128  # requests, of which each sends its tokens 16 at a time
 NUM_NEW_TOKENS = 100
+NUM_FOR_LONG = 300
 
 
 @pytest.fixture(scope="module")
@@ -35,13 +37,16 @@ def frontend_of(core: SglangCore) -> Frontend:
     return core._frontend  # pyright: ignore[reportPrivateUsage]
 
 
-def is_under_way(collector: Collector) -> bool:
-    """Two messages of each request have come."""
-    return all(len(collector[idx].tokens) > 1 for idx in range(COUNT))
-
-
-async def num_tokens_made(core: SglangCore) -> list[int]:
-    """Of each request, at a moment when some have not been sent."""
+async def begin(
+    engine: Engine,
+    core: SglangCore,
+    collector: Collector,
+    batches: AsyncGenerator[DeltaBatch, None],
+) -> list[int]:
+    """The tokens made of each request after two of its messages, when some have not been sent."""
+    await engine.submit(requests(COUNT, max_new_tokens=NUM_FOR_LONG))
+    while not all(len(collector[idx].tokens) > 1 for idx in range(COUNT)):
+        collector.apply(await anext(batches))
     frontend = frontend_of(core)
     states = list(frontend.rid_to_state.values())
     while not all(state.unsent for state in states):
@@ -82,10 +87,7 @@ def test_a_pause_of_sglang_delivers_the_tokens_that_were_not_yet_sent(
     async def body() -> None:
         collector = Collector()
         async with running(engine := make_engine()), aclosing(engine.deltas()) as batches:
-            await engine.submit(requests(COUNT, max_new_tokens=300))
-            while not is_under_way(collector):
-                collector.apply(await anext(batches))
-            num_made = await num_tokens_made(core)
+            num_made = await begin(engine, core, collector, batches)
             await engine.pause("abort")
             while collector.num_finished() < COUNT:
                 collector.apply(await anext(batches))
@@ -103,10 +105,7 @@ def test_sglangs_frozen_tokens_that_may_be_older_count_as_made_by_the_older_weig
     async def body() -> None:
         collector = Collector()
         async with running(engine := make_engine()), aclosing(engine.deltas()) as batches:
-            await engine.submit(requests(COUNT, max_new_tokens=300))
-            while not is_under_way(collector):
-                collector.apply(await anext(batches))
-            num_made = await num_tokens_made(core)
+            num_made = await begin(engine, core, collector, batches)
             await engine.pause("keep")
             await publish(engine, weights("qwen3", 1), 1, tmp_path)
             while collector.num_finished() < COUNT:
@@ -116,7 +115,7 @@ def test_sglangs_frozen_tokens_that_may_be_older_count_as_made_by_the_older_weig
             assert versions == sorted(versions)
             # Those made and one on its way at least; at most to the next message.
             assert made < versions.count(0) <= made + stream_interval(COUNT)
-            assert len(versions) == 300
+            assert len(versions) == NUM_FOR_LONG
 
     run_async(body)
 
