@@ -84,7 +84,9 @@ class VllmCore(Core):
                 f"vLLM {library.version} did not start: {said}{_memory_hint(said)}"
             ) from error
         self.vocab_size = int(self._llm.model_config.get_vocab_size())
-        for pid in descendants.working_child_pids(os.getpid()) - before:
+        # The workers, too: EngineCore waits for the end of all before it says that one has ended.
+        workers: list[int] = await self.call(self._llm.collective_rpc("umbra_pid"))
+        for pid in (descendants.working_child_pids(os.getpid()) - before).union(workers):
             self._watches.enter_context(PidWatch(pid, self.died.set))
         unlink_shared_memory()
         per_worker: list[Mapping[str, int]] = await self.call(

@@ -8,6 +8,7 @@ loading (prepacked for the CPU, quantised, fused) anew.
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -165,6 +166,10 @@ class UmbraWorkerExtension:
         """What the last update has read."""
         regions: Regions = self.weight_transfer_engine.regions
         return regions
+
+    def umbra_pid(self) -> int:
+        """Of the process that the worker is in."""
+        return os.getpid()
 
     def umbra_memory(self) -> Mapping[str, int]:
         """Bytes of the weights and the KV cache when awake."""
