@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.process.prctl import become_subreaper
+from umbra.runtime.version import umbra_version
 
 _DEFAULT_PEER_PYTHON: Final = Path(".venv-bench/bin/python")
 _TRY_TIMEOUT_S: Final = 30.0
@@ -78,7 +79,7 @@ def _measure_weights(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "bench": "weights",
         "hardware": describe_hardware(),
-        "versions": {"torch": version("torch"), "umbra": version("umbra-rl")},
+        "versions": {"torch": version("torch"), "umbra": umbra_version()},
         "rounds": arguments.rounds,
         **(facts if "umbra" in facts else {"umbra": facts}),
     }
@@ -97,7 +98,7 @@ def _measure_rollout(
     return {
         "bench": "rollout",
         "hardware": hardware,
-        "versions": {name: version(name) for name in packages} | {"umbra": version("umbra-rl")},
+        "versions": {name: version(name) for name in packages} | {"umbra": umbra_version()},
         "rounds": arguments.rounds,
         "umbra": facts,
     }

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
 from umbra.runtime.cli.closed_output import run_until_unread
 from umbra.runtime.errors import ConfigError, DataError, UmbraError
+from umbra.runtime.version import umbra_version
 
 _BENCH: Final = (
     "Measures umbra beside bare pyzmq, Ray, Monarch and Xoscar, alternating, in one run. "
@@ -105,7 +105,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentP
         prog="umbra",
         description="Reinforcement-learning post-training of language models without Ray.",
     )
-    parser.add_argument("--version", action="version", version=f"umbra {_version()}")
+    parser.add_argument("--version", action="version", version=f"umbra {umbra_version()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _add_bench_arguments(
         commands.add_parser("bench", help="measure umbra beside its peers", description=_BENCH)
@@ -284,13 +284,6 @@ def _port(text: str) -> int:
     if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is no port: use 0 to 65535")
     return int(text)
-
-
-def _version() -> str:
-    try:
-        return version("umbra-rl")
-    except PackageNotFoundError:
-        return "(not installed)"
 
 
 if __name__ == "__main__":

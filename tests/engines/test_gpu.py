@@ -88,6 +88,8 @@ def test_sleep_gives_device_memory_back(
     def free_nbytes() -> int:
         return torch.cuda.mem_get_info()[0]
 
+    torch.cuda.empty_cache()  # else the engine may lie within what other tests had
+
     async def body() -> None:
         engine = EmbeddedEngine(
             model_path=str(model_folder("qwen3")),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from umbra.runtime.bench.timing import (
 from umbra.runtime.rpc.client import Client, Handle
 from umbra.runtime.session import Session, SessionConfig
 from umbra.runtime.session_handles import SyncHandle
+from umbra.runtime.version import umbra_version
 
 _CALL_TIMEOUT_S = 20.0
 
@@ -36,7 +36,7 @@ async def measure(task: Task) -> dict[str, Any]:
             actor = session.spawn(ActorSpec(name="echo", target=f"{__package__}.echo:Echo"))
             actor.call("echo", PAYLOAD, timeout_s=_CALL_TIMEOUT_S)
             facts: dict[str, Any] = {
-                "version": _version(),
+                "version": umbra_version(),
                 "ready_s": round(entered_s, 4),
                 "first_call_s": round(time.perf_counter() - start, 4),
                 "first_call_from_exec_s": task.since_spawn_s(),
@@ -82,13 +82,6 @@ def _session_latency(actor: SyncHandle, duration_s: float) -> dict[str, float]:
         actor.call("echo", PAYLOAD, timeout_s=_CALL_TIMEOUT_S)
         samples_s.append(time.perf_counter() - before)
     return summarise(samples_s)
-
-
-def _version() -> str:
-    try:
-        return version("umbra-rl")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 if __name__ == "__main__":
