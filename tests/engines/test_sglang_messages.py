@@ -19,7 +19,7 @@ from umbra.engines.sglang.core import SglangCore
 from umbra.engines.sglang.output import SglangOutput
 from umbra.engines.sglang.requests import stream_interval
 
-COUNT = 128  # requests, of which each sends its tokens 16 at a time
+COUNT = 128  # requests, of which each sends its tokens 25 at a time
 NUM_NEW_TOKENS = 100
 NUM_FOR_LONG = 300
 
@@ -55,8 +55,8 @@ async def begin(
 
 
 def test_sglang_sends_each_token_of_few_requests_and_seldom_those_of_many() -> None:
-    counts = (1, 8, 15, 16, 128, 256, 10_000)
-    assert [stream_interval(count) for count in counts] == [1, 1, 1, 2, 16, 32, 32]
+    counts = (1, 5, 9, 10, 128, 256, 10_000)
+    assert [stream_interval(count) for count in counts] == [1, 1, 1, 2, 25, 50, 50]
 
 
 def test_sglang_sends_as_many_messages_a_step_for_many_requests_as_for_few(
