@@ -1,0 +1,253 @@
+"""The tests and benchmarks that need GPUs, side by side on several of them, within a given time.
+
+    python tests/run_on_gpus.py --seconds 560 --logs DIR 0:sglang,sglang-speed 1:trainer,vllm
+
+A chain is its GPUs (`0`, or `0+1`) and its jobs, done one after the other; chains run side by side.
+What a job prints goes to DIR/JOB.log, how it ended to the terminal. When the time is over, jobs are
+ended and those that follow are named. Where it may mount (as root), each job has a /dev/shm of its
+own, since tests look there for what is left behind. An engine that is not installed where this
+Python finds it is given by its folder: `--path vllm=/opt/vllm`. `--list` says what jobs there are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Final
+
+REPOSITORY: Final = Path(__file__).resolve().parent.parent
+PLUGIN: Final = (
+    "" if entry_points(group="pytest11", name="umbra") else "-p umbra.runtime.testing.plugin"
+)
+# Where umbra runs from its sources, pytest does not find it.
+PYTEST: Final = f"-m pytest {PLUGIN} -q -rA --durations=10 --tb=short -W default -m gpu"
+# Engines' modules warn, and more so where nothing of theirs is compiled yet.
+SGLANG_KERNELS: Final = {"attention_backend": "triton", "sampling_backend": "pytorch"}
+NO_GRAPHS: Final = json.dumps(SGLANG_KERNELS | {"disable_cuda_graph": True})
+GRAPHS: Final = json.dumps(SGLANG_KERNELS | {"cuda_graph_max_bs_decode": 256})
+WITH_OWN_SHM: Final = ("unshare", "--mount", "sh", "-c")
+MOUNT_SHM: Final = "mount -t tmpfs tmpfs /dev/shm"
+END_LIMIT_S: Final = 12.0
+LEAST_S: Final = 15.0
+# Nothing that is worth its start ends within less.
+RETRACTION: Final = (
+    "whole or cut_request or keep_freezes or abort_delivers or drain_finishes or versions_follow"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """`arguments` of Python; `engine`: whose folder it needs; `variables`: of its environment."""
+
+    arguments: str
+    engine: str = ""
+    variables: tuple[tuple[str, str], ...] = ()
+
+
+def sglang_retracting(interval: int) -> Job:
+    """SGLang puts a request back each `interval` steps, as if its KV cache were full."""
+    return Job(
+        arguments=f"{PYTEST} tests/engines/test_sglang_gpu.py -k '{RETRACTION}'",
+        engine="sglang",
+        variables=(
+            ("SGLANG_TEST_RETRACT", "1"),
+            ("SGLANG_TEST_RETRACT_INTERVAL", str(interval)),
+        ),
+    )
+
+
+def restart(engine: str, engine_args: str) -> Job:
+    return Job(
+        arguments=f"tests/bench/engine_restart.py --engine {engine} --device cuda --kills 2 "
+        f"--engine-args '{engine_args}'",
+        engine=engine,
+    )
+
+
+def tests_of(engine: str, what: str) -> Job:
+    return Job(arguments=f"{PYTEST} {what}", engine=engine)
+
+
+JOBS: Final = {
+    "versions": Job(
+        arguments="-c 'import sys, torch, transformers, zmq; "
+        "print(sys.version, torch.__version__, transformers.__version__, zmq.__version__)'"
+    ),
+    "pinned": tests_of("", "tests/trainer/test_pinned_memory_gpu.py"),
+    "embedded": tests_of("", "tests/engines/test_gpu.py tests/engines/test_cuda_ipc_gpu.py"),
+    "trainer": tests_of(
+        "",
+        "tests/trainer/test_gpu_training.py tests/trainer/test_packed_attention_gpu.py "
+        "tests/trainer/test_scoring.py tests/trainer/test_memory_account.py "
+        "tests/trainer/test_sharded_loading.py tests/weights/test_checksum.py",
+    ),
+    "release": tests_of("", "tests/runtime/test_gpu_release.py"),
+    "serving": tests_of("vllm", "tests/trainer/test_serving_engines.py"),
+    "colocated": tests_of("vllm", "tests/engines/test_colocated_engines.py"),
+    "vllm": tests_of("vllm", "tests/engines/test_vllm_gpu.py"),
+    "vllm-lora": tests_of("vllm", "tests/engines/test_vllm_lora_gpu.py"),
+    "vllm-killed": tests_of("vllm", "tests/engines/test_gpu_processes.py -k vllm"),
+    "vllm-parallel": tests_of("vllm", "tests/engines/test_gpu_tensor_parallel.py -k vllm"),
+    "vllm-restart": restart("vllm", '{"enforce_eager": true}'),
+    "vllm-speed": Job(
+        arguments="tests/bench/adapter_speed.py --device cuda --shapes 0.6B", engine="vllm"
+    ),
+    "sglang": tests_of("sglang", "tests/engines/test_sglang_gpu.py"),
+    "sglang-retract-1": sglang_retracting(1),
+    "sglang-retract-3": sglang_retracting(3),
+    "sglang-killed": tests_of("sglang", "tests/engines/test_gpu_processes.py -k sglang"),
+    "sglang-parallel": tests_of("sglang", "tests/engines/test_gpu_tensor_parallel.py -k sglang"),
+    "sglang-restart": restart("sglang", NO_GRAPHS),
+    "sglang-speed": Job(
+        arguments="tests/bench/adapter_speed.py --engine sglang --device cuda --shapes 0.6B "
+        f"--engine-args '{GRAPHS}'",
+        engine="sglang",
+    ),
+    "weights": Job(arguments="-m umbra.runtime.cli.main bench weights --device cuda"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chain:
+    gpus: str
+    """As CUDA_VISIBLE_DEVICES has it."""
+    jobs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runner:
+    logs: Path
+    deadline: float
+    """Of time.monotonic()."""
+    paths: dict[str, str]
+
+    def run_all(self, chains: list[Chain]) -> bool:
+        """Whether all jobs ran and succeeded."""
+        self.logs.mkdir(parents=True, exist_ok=True)
+        with ThreadPoolExecutor(len(chains)) as threads:
+            return all(list(threads.map(self._run, chains)))
+
+    def _run(self, chain: Chain) -> bool:
+        # All of them, whatever becomes of one.
+        return all([self._run_job(name, chain.gpus) for name in chain.jobs])
+
+    def _run_job(self, name: str, gpus: str) -> bool:
+        if self.deadline - time.monotonic() < LEAST_S:
+            print(f"{name}: no time was left", flush=True)
+            return False
+        log, began = self.logs / f"{name}.log", time.monotonic()
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                self._command(JOBS[name]),
+                cwd=REPOSITORY,
+                env=self._environment(JOBS[name], gpus),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            is_over = wait_or_end(process, self.deadline)
+        how = "the time was over" if is_over else f"status {process.returncode}"
+        took_s = time.monotonic() - began
+        print(f"{name}: {how}, {took_s:.0f} s; ... {last_words(log)}", flush=True)
+        return not is_over and process.returncode == 0
+
+    def _command(self, job: Job) -> list[str]:
+        python = [sys.executable, *shlex.split(job.arguments)]
+        if not can_mount():
+            return python
+        return [*WITH_OWN_SHM, f"{MOUNT_SHM} && exec {shlex.join(python)}"]
+
+    def _environment(self, job: Job, gpus: str) -> dict[str, str]:
+        given = os.environ.get("PYTHONPATH", "")
+        folders = [str(REPOSITORY / "src"), self.paths.get(job.engine, ""), given]
+        return {
+            **os.environ,
+            "CUDA_VISIBLE_DEVICES": gpus,
+            "PYTHONPATH": os.pathsep.join(folder for folder in folders if folder),
+            "PYTHONUNBUFFERED": "1",
+            **dict(job.variables),
+        }
+
+
+@cache
+def can_mount() -> bool:
+    """Mostly root can."""
+    if shutil.which("unshare") is None:
+        return False
+    tried = subprocess.run([*WITH_OWN_SHM, MOUNT_SHM], capture_output=True, check=False)
+    return tried.returncode == 0
+
+
+def wait_or_end(process: subprocess.Popen[bytes], deadline: float) -> bool:
+    """Whether it had to be ended: by SIGINT as from a keyboard, then by SIGKILL."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(deadline - time.monotonic())
+        return False
+    for number in (signal.SIGINT, signal.SIGKILL):
+        os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END_LIMIT_S)
+            break
+    return True
+
+
+def last_words(log: Path) -> str:
+    return " ".join(log.read_text(errors="replace")[-300:].split())
+
+
+def parse_chain(text: str) -> Chain:
+    gpus, _, names = text.partition(":")
+    jobs = tuple(names.split(",")) if names else ()
+    unknown = [name for name in jobs if name not in JOBS]
+    if not jobs or unknown or not all(part.isdecimal() for part in gpus.split("+")):
+        what = f"unknown: {', '.join(unknown)}; " if unknown else ""
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: {what}give GPUS:JOB,JOB such as 0+1:vllm-killed; --list shows the jobs"
+        )
+    return Chain(gpus=gpus.replace("+", ","), jobs=jobs)
+
+
+def parse_path(text: str) -> tuple[str, str]:
+    engine, _, folder = text.partition("=")
+    if engine not in ("vllm", "sglang") or not Path(folder).is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r}: give vllm=FOLDER or sglang=FOLDER")
+    return engine, folder
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("chains", nargs="*", type=parse_chain, metavar="GPUS:JOB,JOB")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="for all (default 3600)")
+    parser.add_argument("--logs", type=Path, default=REPOSITORY / "runs" / "gpu-logs")
+    parser.add_argument("--path", type=parse_path, action="append", default=[], metavar="E=DIR")
+    parser.add_argument("--list", action="store_true")
+    given = parser.parse_args()
+    if given.list:
+        for name, job in JOBS.items():
+            print(f"{name:17} {job.arguments}")
+        return 0
+    if not given.chains:
+        parser.error("give GPUS:JOB,JOB, such as 0:sglang 1:vllm; --list shows the jobs")
+    # The last jobs have their END_LIMIT_S within the time, too.
+    deadline = time.monotonic() + given.seconds - END_LIMIT_S
+    runner = Runner(logs=given.logs, deadline=deadline, paths=dict(given.path))
+    return 0 if runner.run_all(given.chains) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
