@@ -16,6 +16,7 @@ WEIGHT_LOADER: Final = "umbra.engines.sglang.worker.obey"
 _TOKENS: Final = "engines take and give tokens"
 _WEIGHTS: Final = "umbra carries the weights"
 _ONE_NODE: Final = "an engine's workers live on one node, and pool.count gives more engines"
+_OTHER_STORE: Final = "keys and values are found there by the tokens alone, whatever the weights"
 
 OPTIONS: Final = EngineOptions(
     library="SGLang",
@@ -49,6 +50,11 @@ OPTIONS: Final = EngineOptions(
         "use_ray": "umbra minds the processes",
         "speculative_algorithm": "a draft model would keep its older weights",
         "disaggregation_mode": "an engine both reads prompts and generates",
+        "enable_lmcache": _OTHER_STORE,
+        "enable_flexkv": _OTHER_STORE,
+        "hicache_storage_backend": _OTHER_STORE,
+        "radix_cache_backend": _OTHER_STORE,
+        "weight_cache_mode": "an update would write to the weights that other engines share",
     },
 )
 
@@ -117,6 +123,8 @@ class SglangSettings(AdapterSettings):
         return {
             # Logprobs are those of the distribution that is sampled from.
             "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
+            # That one finds cached prefixes by their tokens alone, those of older weights, too.
+            "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE": "0",
             # For the spare tokens; _check_context_len keeps the model's limit.
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
         }

@@ -1,4 +1,4 @@
-"""What the adapter reads of vLLM's outputs, merged by vLLM itself as they gather in its frontend."""
+"""What the adapter reads of vLLM's outputs, which vLLM merges until they are read."""
 
 # pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 
