@@ -43,6 +43,7 @@ OPTIONS: Final = EngineOptions(
         "stream_interval": "each request has one, by the number of requests",
         "incremental_streaming_output": "the adapter reads the list that SGLang adds to",
         "custom_sigquit_handler": "umbra minds the processes",
+        "watchdog_timeout": "pool.stall_limit_s says how long no token may be made",
         "dp_size": _ONE_NODE,
         "pp_size": "the loading of weights is checked for tensor parallelism (tp_size) alone",
         "nnodes": _ONE_NODE,
@@ -58,6 +59,7 @@ OPTIONS: Final = EngineOptions(
     },
 )
 
+_NEVER_S: Final = 1e8
 _SPARE_CONTEXT_LEN: Final = 8
 # SGLang (0.5.17) ends a request two tokens before its context is full.
 _SPARE_KV_NUM_TOKENS: Final = 256
@@ -105,6 +107,7 @@ class SglangSettings(AdapterSettings):
             "load_format": "auto" if self.load_weights else "dummy",
             "custom_weight_loader": [WEIGHT_LOADER],
             "custom_sigquit_handler": ignore_sigquit,
+            "watchdog_timeout": _NEVER_S,  # it would take frozen requests for a stall
             "enable_memory_saver": True,
             "sleep_on_idle": True,  # else its processes take a core each while the trainer works
             "log_level": "warning",

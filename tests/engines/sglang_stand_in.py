@@ -13,6 +13,7 @@ import importlib
 import io
 import os
 import pickle
+import signal
 import sys
 import tempfile
 from collections.abc import AsyncGenerator, Callable, Generator
@@ -47,6 +48,7 @@ class ServerArgs:
     load_format: str = "auto"
     custom_weight_loader: list[str] | None = None
     custom_sigquit_handler: Callable[..., Any] | None = None
+    watchdog_timeout: float = 300
     enable_memory_saver: bool = False
     sleep_on_idle: bool = False
     log_level: str = "info"
@@ -297,6 +299,7 @@ def make_modules(make_model: Callable[[], nn.Module], vocab_size: int) -> dict[s
     class Engine:
         def __init__(self, **kwargs: Any) -> None:
             self.server_args = ServerArgs(**kwargs)
+            signal.signal(signal.SIGQUIT, self.server_args.custom_sigquit_handler)
             os.posix_spawnp("sleep", ["sleep", "1000"], os.environ)  # for a scheduler
             model = StandInModel(make_model())
             self.tokenizer_manager = Frontend(self.server_args, model, vocab_size)

@@ -271,6 +271,26 @@ def test_the_engine_fails_when_a_process_of_sglang_ends(
     asyncio.run(body())
 
 
+@pytest.mark.process
+def test_the_engine_fails_when_a_process_of_sglang_says_that_it_failed_and_does_not_end(
+    stand_in: None, model_folder: Callable[[str], Path]
+) -> None:
+    """As run_scheduler_process does: it sends SIGQUIT, and ends when its threads and NCCL let it."""
+
+    async def body() -> None:
+        engine = SglangEngine(
+            model_path=str(model_folder("qwen3")), dtype="float32", max_context_len=512
+        )
+        before = signal.getsignal(signal.SIGQUIT)
+        async with engine, asyncio.timeout(10):
+            os.kill(os.getpid(), signal.SIGQUIT)
+            with pytest.raises(EngineError, match="a process of SGLang has ended"):
+                await engine.run()
+        assert signal.getsignal(signal.SIGQUIT) == before
+
+    asyncio.run(body())
+
+
 @pytest.fixture
 def settings(stand_in: None, model_folder: Callable[[str], Path]) -> dict[str, Any]:
     return {"model_path": str(model_folder("qwen3")), "dtype": "float32", "max_context_len": 512}

@@ -58,6 +58,7 @@ def test_options_say_what_umbra_needs_of_sglang(tmp_path: Path) -> None:
     assert options["load_format"] == "dummy"
     assert options["custom_weight_loader"] == [WEIGHT_LOADER]
     assert options["enable_memory_saver"] is True
+    assert options["watchdog_timeout"] > 1e7  # seconds, which requests may be frozen for
     assert options["base_gpu_id"] == 3
     assert options["tp_size"] == 2
     assert options["log_level"] == "info"
