@@ -105,9 +105,11 @@ async def failure_of(publishing: Coroutine[Any, Any, object]) -> str:
 
 
 def assert_holds(core: SglangCore, seed: int) -> None:
-    held = dict(frontend_of(core).model.named_parameters())
+    model = frontend_of(core).model
+    held = dict(model.named_parameters())
     for name, tensor in weights("qwen3", seed).items():
         assert torch.equal(held[name], tensor), name
+    assert torch.equal(model.made_of_weights, model.make())
 
 
 def test_an_update_and_both_sleeps_leave_the_model_with_the_right_weights(
