@@ -16,7 +16,7 @@ WORKER_EXTENSION: Final = "umbra.engines.vllm.worker.UmbraWorkerExtension"
 TRANSFER_BACKEND: Final = "umbra"
 
 _OTHER_STORE: Final = "keys and values kept elsewhere may be those of another engine's weights"
-_ONE_NODE: Final = "an engine's workers are one model on one node, and pool.count gives more engines"
+_ONE_NODE: Final = "an engine is one model on one node, and pool.count gives more engines"
 
 OPTIONS: Final = EngineOptions(
     library="vLLM",

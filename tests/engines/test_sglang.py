@@ -277,7 +277,7 @@ def test_the_engine_fails_when_a_process_of_sglang_ends(
 def test_the_engine_fails_when_a_process_of_sglang_says_that_it_failed_and_does_not_end(
     stand_in: None, model_folder: Callable[[str], Path]
 ) -> None:
-    """As run_scheduler_process does: it sends SIGQUIT, and ends when its threads and NCCL let it."""
+    """As run_scheduler_process does: it sends SIGQUIT, and ends when its threads let it."""
 
     async def body() -> None:
         engine = SglangEngine(
