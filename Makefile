@@ -56,6 +56,7 @@ test: $(VENV)/.dev ## All that continuous integration runs (needs no GPU; half a
 test-vllm: $(VLLM_VENV)/.made ## All that need a real vLLM, also those that start and kill many (ten minutes)
 	$(VLLM_VENV)/bin/python -m pytest tests/engines/test_vllm.py tests/engines/test_vllm_process.py \
 	    tests/engines/test_vllm_lora.py tests/engines/test_vllm_tensor_parallel.py \
+	    tests/engines/test_vllm_output.py \
 	    tests/engines/test_vllm_training.py tests/trainer/test_serving_engines.py
 
 check: static ## The two-minute part: format, lint, types, all tests but slow ones

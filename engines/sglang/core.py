@@ -127,6 +127,8 @@ class SglangCore(Core):
         self._frontend.event_loop = loop
         self._handling = loop.create_task(self._frontend.handle_loop())
         self._handling.add_done_callback(self._on_handling_done)
+        # A process of SGLang that fails says so this way, and may take long to end, or hang then.
+        loop.add_signal_handler(signal.SIGQUIT, self.died.set)
         self.vocab_size = int(self._frontend.model_config.vocab_size)
         self._stop_ids = frozenset(self._frontend.model_config.hf_eos_token_id or ())
 
@@ -158,6 +160,7 @@ class SglangCore(Core):
                 self._close_sockets()
                 self._engine = None
             if self._sigquit is not _NOT_TAKEN:
+                asyncio.get_running_loop().remove_signal_handler(signal.SIGQUIT)
                 processes.restore_sigquit(self._sigquit)
                 self._sigquit = _NOT_TAKEN
 

@@ -1,7 +1,7 @@
 """Keeps SGLang's habits from the process that it is started in.
 
 It takes over the logging, makes files for its sockets in the folder for temporary ones, and has its
-children send SIGQUIT, on which it would kill this process; umbra watches the children itself.
+children send SIGQUIT, on which it would kill this process; here it ends the engine alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _EXIT_LIMIT_S: Final = 20.0
 
 
 def ignore_sigquit(signum: int, frame: object) -> None:
-    """SGLang's `custom_sigquit_handler`: what failed ends, and is missed."""
+    """SGLang's `custom_sigquit_handler`, until it is up: a start that fails is told otherwise."""
 
 
 @contextlib.contextmanager

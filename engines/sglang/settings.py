@@ -16,6 +16,7 @@ WEIGHT_LOADER: Final = "umbra.engines.sglang.worker.obey"
 _TOKENS: Final = "engines take and give tokens"
 _WEIGHTS: Final = "umbra carries the weights"
 _ONE_NODE: Final = "an engine's workers live on one node, and pool.count gives more engines"
+_OTHER_STORE: Final = "keys and values are found there by the tokens alone, whatever the weights"
 
 OPTIONS: Final = EngineOptions(
     library="SGLang",
@@ -42,6 +43,7 @@ OPTIONS: Final = EngineOptions(
         "stream_interval": "each request has one, by the number of requests",
         "incremental_streaming_output": "the adapter reads the list that SGLang adds to",
         "custom_sigquit_handler": "umbra minds the processes",
+        "watchdog_timeout": "pool.stall_limit_s says how long no token may be made",
         "dp_size": _ONE_NODE,
         "pp_size": "the loading of weights is checked for tensor parallelism (tp_size) alone",
         "nnodes": _ONE_NODE,
@@ -49,9 +51,15 @@ OPTIONS: Final = EngineOptions(
         "use_ray": "umbra minds the processes",
         "speculative_algorithm": "a draft model would keep its older weights",
         "disaggregation_mode": "an engine both reads prompts and generates",
+        "enable_lmcache": _OTHER_STORE,
+        "enable_flexkv": _OTHER_STORE,
+        "hicache_storage_backend": _OTHER_STORE,
+        "radix_cache_backend": _OTHER_STORE,
+        "weight_cache_mode": "an update would write to the weights that other engines share",
     },
 )
 
+_NEVER_S: Final = 1e8
 _SPARE_CONTEXT_LEN: Final = 8
 # SGLang (0.5.17) ends a request two tokens before its context is full.
 _SPARE_KV_NUM_TOKENS: Final = 256
@@ -99,6 +107,7 @@ class SglangSettings(AdapterSettings):
             "load_format": "auto" if self.load_weights else "dummy",
             "custom_weight_loader": [WEIGHT_LOADER],
             "custom_sigquit_handler": ignore_sigquit,
+            "watchdog_timeout": _NEVER_S,  # it would take frozen requests for a stall
             "enable_memory_saver": True,
             "sleep_on_idle": True,  # else its processes take a core each while the trainer works
             "log_level": "warning",
@@ -117,6 +126,8 @@ class SglangSettings(AdapterSettings):
         return {
             # Logprobs are those of the distribution that is sampled from.
             "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
+            # That one finds cached prefixes by their tokens alone, those of older weights, too.
+            "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE": "0",
             # For the spare tokens; _check_context_len keeps the model's limit.
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
         }

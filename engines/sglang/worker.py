@@ -16,7 +16,7 @@ from umbra.engines.weight_coverage import WeightCoverage
 from umbra.engines.weight_source import open_weights
 from umbra.runtime.weights.cuda_ipc import probe_import
 
-_saved: dict[str, Tensor] = {}  # in host memory, while the weights sleep
+_saved: dict[int, Tensor] = {}  # in host memory, by address, while the weights sleep
 
 
 def obey(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
@@ -67,17 +67,33 @@ def _probe(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
 
 def _save(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
     _saved.clear()
-    for name, parameter in model.named_parameters():
-        _saved[name] = parameter.detach().to("cpu", copy=True)
+    for address, memory in _weight_memory(model).items():
+        _saved[address] = memory.to("cpu", copy=True)
     return {}
 
 
 def _restore(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(_saved[name])
+    memories = _weight_memory(model)
+    for address, saved in _saved.items():
+        memories[address].copy_(saved)
     _saved.clear()
     return {}
+
+
+def _weight_memory(model: nn.Module) -> dict[int, Tensor]:
+    """The bytes of all parameters, and of what layers made of them and keep beside (such as the
+    w_kc of latent attention), by address: it stays while they sleep. Buffers SGLang keeps itself.
+    """
+    kept = [value for layer in model.modules() for value in vars(layer).values()]
+    tensors = [*model.parameters(), *(value for value in kept if isinstance(value, Tensor))]
+    device = tensors[0].device
+    memories: dict[int, Tensor] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if tensor.device == device and storage.nbytes():
+            empty = torch.empty(0, dtype=torch.uint8, device=device)
+            memories[storage.data_ptr()] = empty.set_(storage)
+    return memories
 
 
 def _synchronize() -> None:

@@ -32,8 +32,13 @@ class VllmOutput:
 
 
 def _sampled_logprobs(completion: Any) -> list[float]:
-    """One for each token: with `logprobs=0` vLLM gives those of the sampled tokens alone."""
+    """One for each token: with `logprobs=0` vLLM gives those of the sampled tokens alone.
+
+    vLLM 0.26.0 has the end of an abort, which brings no tokens, repeat all logprobs so far: they
+    follow those of the tokens that it was merged with.
+    """
     if not completion.token_ids:
         return []
-    pairs = zip(completion.token_ids, completion.logprobs, strict=True)
+    logprobs = completion.logprobs[: len(completion.token_ids)]
+    pairs = zip(completion.token_ids, logprobs, strict=True)
     return [position[token].logprob for token, position in pairs]

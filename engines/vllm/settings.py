@@ -15,6 +15,9 @@ from umbra.runtime.lora_adapter import LoraAdapter
 WORKER_EXTENSION: Final = "umbra.engines.vllm.worker.UmbraWorkerExtension"
 TRANSFER_BACKEND: Final = "umbra"
 
+_OTHER_STORE: Final = "keys and values kept elsewhere may be those of another engine's weights"
+_ONE_NODE: Final = "an engine is one model on one node, and pool.count gives more engines"
+
 OPTIONS: Final = EngineOptions(
     library="vLLM",
     owner="AsyncEngineArgs",
@@ -35,6 +38,14 @@ OPTIONS: Final = EngineOptions(
         "load_format": "the weights come from the trainer",
         "weight_transfer_config": "umbra carries the weights",
         "worker_extension_cls": "umbra carries the weights",
+        "enable_sleep_mode": "engines free their memory when they sleep",
+        "stream_interval": "tokens that wait would count as made by the weights that come next",
+        "kv_transfer_config": _OTHER_STORE,
+        "kv_offloading_backend": _OTHER_STORE,
+        "data_parallel_size": _ONE_NODE,
+        "nnodes": _ONE_NODE,
+        "node_rank": _ONE_NODE,
+        "distributed_executor_backend": "umbra minds the processes",
     },
 )
 

@@ -13,6 +13,7 @@ import importlib
 import io
 import os
 import pickle
+import signal
 import sys
 import tempfile
 from collections.abc import AsyncGenerator, Callable, Generator
@@ -47,6 +48,7 @@ class ServerArgs:
     load_format: str = "auto"
     custom_weight_loader: list[str] | None = None
     custom_sigquit_handler: Callable[..., Any] | None = None
+    watchdog_timeout: float = 300
     enable_memory_saver: bool = False
     sleep_on_idle: bool = False
     log_level: str = "info"
@@ -111,7 +113,7 @@ class _Request:
 class Frontend:
     """TokenizerManager and, in its `handle_loop`, one scheduler."""
 
-    def __init__(self, args: ServerArgs, model: nn.Module, vocab_size: int) -> None:
+    def __init__(self, args: ServerArgs, model: StandInModel, vocab_size: int) -> None:
         self.args = args
         self.model = model
         self.model_config = SimpleNamespace(vocab_size=vocab_size, hf_eos_token_id=None)
@@ -236,8 +238,8 @@ class Frontend:
         assert self._is_fully_idle()
         self.released |= set(asked.tags)
         if "weights" in asked.tags:
-            for parameter in self.model.parameters():
-                parameter.data.fill_(float("nan"))
+            for tensor in (*self.model.parameters(), self.model.made_of_weights):
+                tensor.data.fill_(float("nan"))
 
     async def resume_memory_occupation(self, asked: Any) -> None:
         for tag in asked.tags:
@@ -245,11 +247,21 @@ class Frontend:
 
 
 class StandInModel(nn.Module):
-    """Parameters by their names; what it does not know it skips, as SGLang's models do."""
+    """Parameters by their names; what it does not know it skips, as SGLang's models do.
+
+    Attributes:
+        made_of_weights: no parameter and no buffer, as w_kc in SGLang's models of latent attention.
+    """
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
+        self.made_of_weights = self.make()
+
+    def make(self) -> Tensor:
+        """Of the weights, anew."""
+        first = next(self.inner.parameters()).detach()
+        return first.flip(0) * 2
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
         return self.inner.named_parameters(*args, **kwargs)
@@ -259,6 +271,7 @@ class StandInModel(nn.Module):
         for name, tensor in weights:
             if name in parameters:
                 parameters[name].data.copy_(tensor)
+        self.made_of_weights.copy_(self.make())
 
 
 @contextmanager
@@ -297,6 +310,7 @@ def make_modules(make_model: Callable[[], nn.Module], vocab_size: int) -> dict[s
     class Engine:
         def __init__(self, **kwargs: Any) -> None:
             self.server_args = ServerArgs(**kwargs)
+            signal.signal(signal.SIGQUIT, self.server_args.custom_sigquit_handler)
             os.posix_spawnp("sleep", ["sleep", "1000"], os.environ)  # for a scheduler
             model = StandInModel(make_model())
             self.tokenizer_manager = Frontend(self.server_args, model, vocab_size)

@@ -105,9 +105,11 @@ async def failure_of(publishing: Coroutine[Any, Any, object]) -> str:
 
 
 def assert_holds(core: SglangCore, seed: int) -> None:
-    held = dict(frontend_of(core).model.named_parameters())
+    model = frontend_of(core).model
+    held = dict(model.named_parameters())
     for name, tensor in weights("qwen3", seed).items():
         assert torch.equal(held[name], tensor), name
+    assert torch.equal(model.made_of_weights, model.make())
 
 
 def test_an_update_and_both_sleeps_leave_the_model_with_the_right_weights(
@@ -267,6 +269,26 @@ def test_the_engine_fails_when_a_process_of_sglang_ends(
             with pytest.raises(EngineError, match="a process of SGLang has ended"):
                 await engine.run()
         assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGQUIT)) == before
+
+    asyncio.run(body())
+
+
+@pytest.mark.process
+def test_the_engine_fails_when_a_process_of_sglang_says_that_it_failed_and_does_not_end(
+    stand_in: None, model_folder: Callable[[str], Path]
+) -> None:
+    """As run_scheduler_process does: it sends SIGQUIT, and ends when its threads let it."""
+
+    async def body() -> None:
+        engine = SglangEngine(
+            model_path=str(model_folder("qwen3")), dtype="float32", max_context_len=512
+        )
+        before = signal.getsignal(signal.SIGQUIT)
+        async with engine, asyncio.timeout(10):
+            os.kill(os.getpid(), signal.SIGQUIT)
+            with pytest.raises(EngineError, match="a process of SGLang has ended"):
+                await engine.run()
+        assert signal.getsignal(signal.SIGQUIT) == before
 
     asyncio.run(body())
 

@@ -58,12 +58,19 @@ def test_options_say_what_umbra_needs_of_sglang(tmp_path: Path) -> None:
     assert options["load_format"] == "dummy"
     assert options["custom_weight_loader"] == [WEIGHT_LOADER]
     assert options["enable_memory_saver"] is True
+    assert options["watchdog_timeout"] > 1e7  # seconds, which requests may be frozen for
     assert options["base_gpu_id"] == 3
     assert options["tp_size"] == 2
     assert options["log_level"] == "info"
     assert json.loads(options["json_model_override_args"]) == {"a": 1, "eos_token_id": None}
     assert "max_total_tokens" not in options
     assert pickle.loads(pickle.dumps(options)) == options  # to the schedulers
+
+
+def test_cached_prefixes_are_looked_for_by_their_salts_whatever_the_user_has_set(
+    tmp_path: Path,
+) -> None:
+    assert settings(tmp_path).environment()["SGLANG_EXPERIMENTAL_CPP_RADIX_TREE"] == "0"
 
 
 def test_a_chosen_kv_cache_has_room_for_what_sglang_keeps_free(tmp_path: Path) -> None:
@@ -80,6 +87,11 @@ def test_a_chosen_kv_cache_has_room_for_what_sglang_keeps_free(tmp_path: Path) -
         ("dp_size", "is set by umbra: .*pool.count"),
         ("mem_fraction_statik", "did you mean mem_fraction_static"),
         ("frobnicate", "not an option of SGLang; see SGLang's ServerArgs"),
+        ("enable_lmcache", "is set by umbra: .*by the tokens alone"),
+        ("enable_flexkv", "is set by umbra: .*by the tokens alone"),
+        ("hicache_storage_backend", "is set by umbra: .*by the tokens alone"),
+        ("radix_cache_backend", "is set by umbra: .*by the tokens alone"),
+        ("weight_cache_mode", "is set by umbra: .*that other engines share"),
     ],
 )
 def test_an_option_that_cannot_be_passed_on_is_refused_with_a_hint(

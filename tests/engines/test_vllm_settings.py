@@ -116,6 +116,12 @@ def test_the_workers_of_a_tensor_parallel_engine_share_the_kv_heads() -> None:
         ("logprobs_mode", "is set by umbra"),
         ("tensor_paralel_size", "did you mean tensor_parallel_size"),
         ("frobnicate", "not an option of vLLM; see vLLM's AsyncEngineArgs"),
+        ("stream_interval", "is set by umbra: tokens that wait"),
+        ("enable_sleep_mode", "is set by umbra: engines free their memory"),
+        ("kv_transfer_config", "is set by umbra: .*another engine's weights"),
+        ("kv_offloading_backend", "is set by umbra: .*another engine's weights"),
+        ("data_parallel_size", "is set by umbra: .*pool.count"),
+        ("distributed_executor_backend", "is set by umbra: umbra minds the processes"),
     ],
 )
 def test_an_option_that_cannot_be_passed_on_is_refused_with_a_hint(
