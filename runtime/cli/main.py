@@ -132,7 +132,7 @@ def _add_serve_arguments(serve: argparse.ArgumentParser) -> None:
         nargs="*",
         default=[],
         metavar="section.key=value",
-        help="settings to change",
+        help="settings to change; an empty value unsets one",
     )
     serve.add_argument("--host", default="127.0.0.1", help="to listen on (default 127.0.0.1)")
     serve.add_argument(
@@ -154,7 +154,7 @@ def _add_generate_arguments(generate: argparse.ArgumentParser) -> None:
         nargs="*",
         default=[],
         metavar="section.key=value",
-        help="settings to change",
+        help="settings to change; an empty value unsets one",
     )
     generate.add_argument("--prompt", type=_text, required=True, metavar="TEXT")
     generate.add_argument(
