@@ -199,9 +199,9 @@ def _add_ledger_arguments(ledger: argparse.ArgumentParser) -> None:
     ledger.add_argument("--state", help="list those that are in it, such as dropped")
     ledger.add_argument(
         "--step",
-        type=int,
+        type=_positive,
         metavar="N",
-        help="list those handed out for optimizer step N, from 0 (metrics.jsonl counts from 1)",
+        help="list those handed out for optimizer step N; the first is 1, as in metrics.jsonl",
     )
     ledger.add_argument(
         "--newest", type=_positive, metavar="N", help="list at most so many (default 20)"
