@@ -208,8 +208,15 @@ def test_reward_ends_are_means_of_a_tenth() -> None:
 
 def test_an_earlier_run_is_not_replaced_unasked(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("{}")
+    (tmp_path / "checkpoints" / "step-000004").mkdir(parents=True)  # its save was interrupted
 
-    with pytest.raises(ConfigError, match=r"holds an earlier run.*'auto'.*overwrite"):
+    said = r"holds an earlier run without a checkpoint: .*overwrite = true.*'auto' starts with step"
+    with pytest.raises(ConfigError, match=said):
+        check_run_dir(RunSection(dir=tmp_path), rank=0, incarnation=1)
+
+    write_checkpoint(tmp_path, step=2, version=3)
+    said = r"holds an earlier run with the checkpoint step-000002: .*'auto'.*overwrite = true"
+    with pytest.raises(ConfigError, match=said):
         check_run_dir(RunSection(dir=tmp_path), rank=0, incarnation=1)
 
     check_run_dir(RunSection(dir=tmp_path, overwrite=True), rank=0, incarnation=1)
