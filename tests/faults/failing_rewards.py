@@ -34,6 +34,10 @@ async def loop_that_fails_for_3_and_5(ctx: Any, sample: dict[str, Any]) -> float
     return 0.0
 
 
+async def loop_that_never_generates(ctx: Any, sample: dict[str, Any]) -> float:
+    return float(len(sample["answer"]))
+
+
 def returns_nan(prompts: list[str], completions: list[str], **columns: Column) -> list[float]:
     return [math.nan for _ in completions]
 

@@ -71,6 +71,19 @@ def test_a_failed_evaluation_says_so_and_where_more_is_found(
     assert "the evaluation after step 0 failed" in (run.run_dir / "logs/rollouts.log").read_text()
 
 
+def test_steps_without_a_token_of_the_policy_are_warned_of_once(folder: Path) -> None:
+    loop = "failing_rewards:loop_that_never_generates"
+
+    with start_run(folder, f"rollout.agent={loop}", "train.steps=3") as run:
+        ended = run.wait()
+
+    assert ended.status == 0, ended.output
+    assert "step 3/3 " in ended.output
+    said = "step 1 trained on nothing: the policy generated no token in any of its 8 completions"
+    assert ended.output.count("trained on nothing") == 1, ended.output
+    assert f"{said}; see that rollout.agent {loop} awaits ctx.generate" in ended.output
+
+
 def test_every_rank_says_that_the_reward_cannot_be_imported(folder: Path) -> None:
     (folder / "needy.py").write_text("import no_such_module\n\ndef reward(**columns): ...\n")
 

@@ -31,6 +31,7 @@ from umbra.trainer.run_dir import (
 
 ROW = {
     "rollout/reward_mean": 0.4312,
+    "rollout/tokens": 6_049.0,
     "rollout/tokens_per_s": 17_234.0,
     "time/rollout_s": 0.351,
     "time/sync_s": 0.02,
@@ -142,6 +143,21 @@ def test_notes_reach_whoever_shows_them(capsys: pytest.CaptureFixture[str]) -> N
 
     assert shown == ["inside"]
     assert capsys.readouterr().err.splitlines() == ["early", "late"]
+
+
+def test_a_step_without_tokens_is_told_once(tmp_path: Path) -> None:
+    config, stream = make_config(tmp_path), io.StringIO()
+
+    with Progress("run", 4, 0, stream) as progress:
+        journal = Journal(config, None, progress)
+        for step, num_tokens in enumerate([96, 0, 96, 0], 1):
+            journal.step_done(step, ROW | {"rollout/tokens": num_tokens})
+
+    told = [line for line in stream.getvalue().splitlines() if "trained on nothing" in line]
+    assert told == [
+        "  step 2 trained on nothing: the policy generated no token in any of its 256 completions; "
+        f"see the engines' logs in {tmp_path / 'logs'}"
+    ]
 
 
 # -- the end -----------------------------------------------------------------------------
