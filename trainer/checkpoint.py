@@ -32,9 +32,9 @@ from umbra.trainer.files import (
     write_json,
     writing,
 )
+from umbra.trainer.run_dir import COMPLETE, complete_checkpoints, is_complete
 from umbra.trainer.world import World, barrier, from_lead
 
-_COMPLETE: Final = "COMPLETE"
 _STATE_FILE: Final = "trainer.json"
 _MODEL: Final = "model."
 _OPTIMIZER: Final = "optimizer."
@@ -129,7 +129,7 @@ class CheckpointStore:
         write_json(target / _STATE_FILE, asdict(state))
         with writing("complete the checkpoint", target):
             sync_folder(target)
-            (target / _COMPLETE).touch()
+            (target / COMPLETE).touch()
             sync_folder(target)
             sync_folder(self.folder)
             # Later ones are of a history that was given up: they do not count, and stay.
@@ -139,17 +139,8 @@ class CheckpointStore:
 
 
 def _remove(path: Path) -> None:
-    (path / _COMPLETE).unlink(missing_ok=True)  # first, lest half a checkpoint looks whole
+    (path / COMPLETE).unlink(missing_ok=True)  # first, lest half a checkpoint looks whole
     shutil.rmtree(path)
-
-
-def is_complete(path: Path) -> bool:
-    return (path / _COMPLETE).exists()
-
-
-def complete_checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints, oldest step first."""
-    return sorted(path for path in folder.glob("step-*") if is_complete(path))
 
 
 def read_trainer_state(path: Path) -> TrainerState:

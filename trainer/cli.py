@@ -117,6 +117,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("config", help="the TOML file")
     parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="settings to change"
+        "overrides",
+        nargs="*",
+        metavar="section.key=value",
+        help="settings to change; an empty value unsets one",
     )
     return parser.parse_args(argv)

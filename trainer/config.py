@@ -37,8 +37,9 @@ class RunSection(Section):
     Attributes:
         dir: metrics, logs, checkpoints, report and summary.json are written here.
         resume: "never" starts anew; "auto" goes on from the newest complete checkpoint in
-            `dir` if there is one; otherwise the path of a checkpoint, where one of another
-            directory's run brings its steps but begins with the data anew. Ranks that torchrun
+            `dir`, or where there is none from the start, but with what was generated; otherwise the
+            path of a checkpoint, where one of another directory's run brings its steps but begins
+            with the data anew. Ranks that torchrun
             restarted go on from the newest that the run has made.
         overwrite: a fresh start may replace what an earlier run left in `dir`.
         name: shown in progress and report; the directory's name where empty.

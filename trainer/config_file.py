@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import tomllib
-import types
-import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, TypeVar, cast
+from typing import Any, Final, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from umbra.runtime.errors import ConfigError
 from umbra.trainer.config import ServeConfig, TrainerConfig
+from umbra.trainer.config_overrides import Override, inner_annotation, overrides_behind
 
 _WORDS: Final = {
     "model_type": "should be a section",
@@ -61,65 +61,27 @@ def check_config(
     kind: type[_Config], values: Mapping[str, Any], source: str, overrides: Sequence[str] = ()
 ) -> _Config:
     """The same for either kind of config, with `overrides` over it."""
-    values = dict(values)
-    for override in overrides:
-        _apply_override(values, override)
+    parsed = [Override.parse(given) for given in overrides]
+    changed = copy.deepcopy(dict(values))
+    for override in parsed:
+        override.put_over(changed)
     try:
-        return kind.model_validate(values)
+        return kind.model_validate(changed)
     except ValidationError as error:
-        problems = [_describe(problem) for problem in error.errors(include_url=False)]
-        raise ConfigError(f"{source}: " + "; ".join(problems)) from None
+        problems = [
+            _told(problem, source, overrides_behind(problem, parsed, values))
+            for problem in error.errors(include_url=False)
+        ]
+        raise ConfigError("; ".join(problems)) from None
 
 
-def _apply_override(values: dict[str, Any], override: str) -> None:
-    dotted, equals, text = override.partition("=")
-    keys = dotted.strip().split(".")
-    if not equals or len(keys) < 2 or not all(keys):
-        raise ConfigError(f"override {override!r}: write it as section.key=value")
-    table = values
-    for key in keys[:-1]:
-        inner: Any = table.setdefault(key, {})
-        if not isinstance(inner, dict):
-            raise ConfigError(f"override {override!r}: {key} is a value, not a section")
-        table = cast("dict[str, Any]", inner)
-    table[keys[-1]] = _parse_value(text.strip(), _annotation(keys))
-
-
-def _parse_value(text: str, annotation: Any) -> Any:
-    """A TOML value, or the bare text where it is none or text is what the key takes."""
-    is_quoted = text[:1] in {'"', "'"}
-    if not is_quoted and _takes_text(annotation):
-        return text
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
-
-
-def _takes_text(annotation: Any) -> bool:
-    origin, options = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is Annotated:
-        return _takes_text(options[0])
-    if origin in (typing.Union, types.UnionType):
-        return any(_takes_text(option) for option in options)
-    return annotation is str or annotation is Path
-
-
-def _annotation(keys: Sequence[str]) -> Any:
-    model: Any = TrainerConfig
-    for key in keys:
-        model = _inner(model, key)
-    return model
-
-
-def _inner(annotation: Any, key: int | str) -> Any:
-    """What a section has under `key`, or a table of sections; None where nothing is known."""
-    if typing.get_origin(annotation) is dict:
-        return typing.get_args(annotation)[1]
-    if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-        return None
-    field = annotation.model_fields.get(str(key))
-    return field.annotation if field else None
+def _told(problem: Any, source: str, behind: Sequence[Override]) -> str:
+    """One pydantic error, and where it comes from: the file, or settings on the command line."""
+    text = _describe(problem)
+    if not behind:
+        return f"{source}: {text}"
+    given = " ".join(override.given for override in behind)
+    return f"{given} (command line): {text.removeprefix(f'{behind[0].key}: ')}"
 
 
 def _describe(problem: Any) -> str:
@@ -151,7 +113,7 @@ def _shown(given: object) -> str:
 def _close_match(location: tuple[int | str, ...]) -> str:
     model: Any = TrainerConfig
     for part in location[:-1]:
-        model = _inner(model, part)
+        model = inner_annotation(model, part)
     key, known = str(location[-1]), list(model.model_fields)
     # A further pool has settings of its own, whatever other sections call theirs.
     elsewhere = _settings() if len(location) <= 2 else {}

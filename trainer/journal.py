@@ -27,6 +27,7 @@ class Journal:
         self._config = config
         self._log = log
         self._progress = progress
+        self._has_warned = False
         self.accuracy_before: float | None = None
         self.accuracy_after: float | None = None
 
@@ -36,6 +37,9 @@ class Journal:
             self._log.write(step, row)
         if self._progress is not None:
             self._progress.step_done(step, row)
+        if row["rollout/tokens"] == 0 and not self._has_warned:
+            self._has_warned = True
+            self.note(f"step {step} trained on nothing: {_why_no_tokens(self._config)}")
 
     def evaluated(self, step: int, result: Mapping[str, Any], *, is_last: bool) -> None:
         """An evaluation after `step` steps."""
@@ -69,6 +73,16 @@ class Journal:
                 if "eval/accuracy" in row:
                     return row["eval/accuracy"]
         return accuracy
+
+
+def _why_no_tokens(config: TrainerConfig) -> str:
+    found = f"the policy generated no token in any of its {config.samples_per_step} completions"
+    if config.rollout.agent is None:
+        return f"{found}; see the engines' logs in {config.run.dir / 'logs'}"
+    return (
+        f"{found}; see that rollout.agent {config.rollout.agent} awaits ctx.generate (a question "
+        "to ctx.pool or with lora= does not count) before its tokens fill pool.max_context_len"
+    )
 
 
 def finish(

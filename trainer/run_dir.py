@@ -36,6 +36,8 @@ _EARLIER: Final = (
     "report.html",
     "metrics.png",
 )
+COMPLETE: Final = "COMPLETE"
+"""The file that is written last into a checkpoint."""
 # A run that is gone on with from its very beginning: what was generated need not be done again.
 _KEPT_WITHOUT_CHECKPOINT: Final = ("ledger", "versions.jsonl")
 
@@ -89,10 +91,31 @@ def check_run_dir(run: RunSection, rank: int, incarnation: int) -> None:
     check_writable(run.dir, rank)
     starts_anew = run.resume == "never" and incarnation == 1
     if starts_anew and not run.overwrite and (run.dir / "metrics.jsonl").exists():
-        raise ConfigError(
-            f"run.dir: {run.dir} holds an earlier run; go on with it (run.resume = 'auto'), "
-            "replace it (run.overwrite = true), or choose another directory"
+        raise ConfigError(f"run.dir: {run.dir} holds an earlier run {_what_to_do(run.dir)}")
+
+
+def _what_to_do(run_dir: Path) -> str:
+    """With an earlier run there, and what that means for one that failed early."""
+    found = complete_checkpoints(RunDir(run_dir).checkpoints)
+    if found:
+        return (
+            f"with the checkpoint {found[-1].name}: go on from it (run.resume = 'auto'), replace "
+            "it all (run.overwrite = true), or choose another directory"
         )
+    return (
+        "without a checkpoint: start anew in its place (run.overwrite = true), or choose another "
+        "directory; if neither data, model nor code have changed, run.resume = 'auto' starts with "
+        "step 1, too, but keeps what was generated"
+    )
+
+
+def is_complete(checkpoint: Path) -> bool:
+    return (checkpoint / COMPLETE).exists()
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints, oldest step first."""
+    return sorted(path for path in folder.glob("step-*") if is_complete(path))
 
 
 def begin_run(run: RunSection, incarnation: int) -> Path | None:
@@ -101,9 +124,6 @@ def begin_run(run: RunSection, incarnation: int) -> Path | None:
     Raises:
         ConfigError: `run.resume` names a checkpoint that is not there.
     """
-    # Here, so that checking a config does not load torch.
-    from umbra.trainer.checkpoint import complete_checkpoints
-
     if run.resume not in ("never", "auto"):
         return _named_or_newer(run, incarnation)
     earlier: tuple[str, ...] = _EARLIER
@@ -128,7 +148,8 @@ def _named_or_newer(run: RunSection, incarnation: int) -> Path:
     Versions are not given twice, so those of checkpoints tell which are older: of this directory's
     earlier runs, or of a history that was given up by naming this one.
     """
-    from umbra.trainer.checkpoint import complete_checkpoints, read_trainer_state
+    # Here, so that checking a config does not load torch.
+    from umbra.trainer.checkpoint import read_trainer_state
 
     place, named = RunDir(run.dir), Path(run.resume)
     if incarnation > 1 and place.resumed.exists():

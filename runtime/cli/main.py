@@ -132,7 +132,7 @@ def _add_serve_arguments(serve: argparse.ArgumentParser) -> None:
         nargs="*",
         default=[],
         metavar="section.key=value",
-        help="settings to change",
+        help="settings to change; an empty value unsets one",
     )
     serve.add_argument("--host", default="127.0.0.1", help="to listen on (default 127.0.0.1)")
     serve.add_argument(
@@ -154,7 +154,7 @@ def _add_generate_arguments(generate: argparse.ArgumentParser) -> None:
         nargs="*",
         default=[],
         metavar="section.key=value",
-        help="settings to change",
+        help="settings to change; an empty value unsets one",
     )
     generate.add_argument("--prompt", type=_text, required=True, metavar="TEXT")
     generate.add_argument(
@@ -199,9 +199,9 @@ def _add_ledger_arguments(ledger: argparse.ArgumentParser) -> None:
     ledger.add_argument("--state", help="list those that are in it, such as dropped")
     ledger.add_argument(
         "--step",
-        type=int,
+        type=_positive,
         metavar="N",
-        help="list those handed out for optimizer step N, from 0 (metrics.jsonl counts from 1)",
+        help="list those handed out for optimizer step N; the first is 1, as in metrics.jsonl",
     )
     ledger.add_argument(
         "--newest", type=_positive, metavar="N", help="list at most so many (default 20)"

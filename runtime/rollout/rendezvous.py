@@ -22,7 +22,9 @@ class Round(NamedTuple):
     version: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.call}(step={self.step})"
+        if self.call == "next_batch":
+            return f"next_batch for step {self.step + 1}"
+        return f"{self.call} after step {self.step}"
 
 
 class Rendezvous:

@@ -22,7 +22,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from umbra.runtime.errors import RolloutError, UmbraError
+from umbra.runtime.errors import RewardError, RolloutError, UmbraError
 from umbra.runtime.rollout.admission import Admission
 from umbra.runtime.rollout.alarm import Alarm
 from umbra.runtime.rollout.answers import batch_answers, evaluation_outcome
@@ -42,12 +42,14 @@ class Rounds:
     """Owns the round under way, the evaluation it may need, and who waits for it.
 
     Args:
+        name: of the manager, which its log has too.
         learn: told the version and the step of each batch that is asked for.
         on_failure: told of what makes an answer impossible; to end in `fail`.
     """
 
     def __init__(
         self,
+        name: str,
         config: RolloutConfig,
         supervisor: Handle,
         *,
@@ -60,6 +62,7 @@ class Rounds:
         on_failure: Callable[[UmbraError], None],
     ) -> None:
         self.failure: UmbraError | None = None
+        self._name = name
         self._config = config
         self._admission = admission
         self._runner = runner
@@ -143,7 +146,7 @@ class Rounds:
             self._runner,
             wanted.temperature,
             on_done=self.answer,
-            on_failure=self._on_failure,
+            on_failure=lambda error: self._on_failed_evaluation(wanted, error),
         )
         self._evaluation.begin()
 
@@ -228,6 +231,15 @@ class Rounds:
         self._ranks.fail(error)
 
     # -- private -------------------------------------------------------------------------
+
+    def _on_failed_evaluation(self, wanted: Round, error: UmbraError) -> None:
+        said = (
+            f"the evaluation after step {wanted.step} failed, and with it the run "
+            f"(rollout.max_failed_share is for prompts that are trained on): {error}; "
+            f"logs/{self._name}.log has what failed before that"
+        )
+        is_reward = isinstance(error, RewardError)
+        self._on_failure(RewardError(said) if is_reward else RolloutError(said))
 
     def _who_waits(self) -> Waiting | None:
         if self._round is None or not self._ranks.waiting:

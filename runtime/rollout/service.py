@@ -112,6 +112,7 @@ class RolloutManager:
             on_failure=self._fail,
         )
         self._rounds = Rounds(
+            context.name,
             self._config,
             context.supervisor,
             admission=self._admission,

@@ -75,8 +75,9 @@ class StalenessBound:
             age = step - token_step
             if not 0 <= age <= self.max_staleness:
                 raise RolloutError(
-                    f"{what} has tokens of step {token_step} and was to be trained on at step "
-                    f"{step}: {age} steps old, where 0 to {self.max_staleness} are allowed"
+                    f"{what} has tokens of the weights after step {token_step} and was to be "
+                    f"trained on in step {step + 1}: {age} steps old, where 0 to "
+                    f"{self.max_staleness} are allowed"
                 )
 
 

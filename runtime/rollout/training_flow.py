@@ -97,7 +97,9 @@ class TrainingFlow:
             RolloutError: a step that is over.
         """
         if step < self._step:
-            raise RolloutError(f"the batch of step {step} is asked for after that of {self._step}")
+            raise RolloutError(
+                f"the batch of step {step + 1} is asked for after that of {self._step + 1}"
+            )
         if self._next_place is None:
             self._next_place = step * self._config.groups_per_step
         if step > self._step:

@@ -20,6 +20,10 @@ _HEAD = """# Configuration
 `torchrun --nproc-per-node N -m umbra.trainer CONFIG.toml [section.key=value ...]`: a TOML file, and
 changes to it on the command line. Paths are taken from the current folder. An unknown key or a
 wrong value is an error that names it. Required settings have no default.
+
+On the command line an empty value (`data.eval=`) unsets a setting whose default is `unset` or
+empty, or takes out an entry of a table (`pool.engine_args.NAME=`, `pools.judge=`), as if the file
+did not have it; only a variable in `env` is set to no text. Other settings cannot be unset.
 """
 
 

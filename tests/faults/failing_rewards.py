@@ -19,6 +19,25 @@ def raises(prompts: list[str], completions: list[str], **columns: Column) -> lis
     raise ValueError("no digit in the completion")
 
 
+def raises_for_5(
+    prompts: list[str], completions: list[str], *, answer: Column, **columns: Column
+) -> list[float]:
+    if "5" in answer:
+        raise ValueError("no digit in the completion")
+    return zero(prompts, completions)
+
+
+async def loop_that_fails_for_3_and_5(ctx: Any, sample: dict[str, Any]) -> float:
+    if sample["answer"] in ("3", "5"):
+        raise ValueError(f"no tool for {sample['answer']}")
+    await ctx.generate(ctx.prompt_tokens)
+    return 0.0
+
+
+async def loop_that_never_generates(ctx: Any, sample: dict[str, Any]) -> float:
+    return float(len(sample["answer"]))
+
+
 def returns_nan(prompts: list[str], completions: list[str], **columns: Column) -> list[float]:
     return [math.nan for _ in completions]
 

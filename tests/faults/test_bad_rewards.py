@@ -46,6 +46,44 @@ def test_an_unusable_reward_is_explained(
     ended.check_failed(f"RewardError: reward function {target}", *words)
 
 
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        (
+            "reward.function=failing_rewards:raises_for_5",
+            ["RewardError: the evaluation after step 0 failed", "raised ValueError: no digit"],
+        ),
+        (
+            "rollout.agent=failing_rewards:loop_that_fails_for_3_and_5",
+            ["RolloutError: the evaluation after step 0 failed", "raised ValueError: no tool for"],
+        ),
+    ],
+)
+def test_a_failed_evaluation_says_so_and_where_more_is_found(
+    folder: Path, assets: Path, setting: str, words: list[str]
+) -> None:
+    held_out = f"data.eval={assets}/train.jsonl"
+
+    with start_run(folder, setting, held_out, num_ranks=0) as run:
+        ended = run.wait(BAD_INPUT_LIMIT_S)
+
+    ended.check_failed(*words, "for sample", "eval/", "logs/rollouts.log has what failed before")
+    assert "the evaluation after step 0 failed" in (run.run_dir / "logs/rollouts.log").read_text()
+
+
+def test_steps_without_a_token_of_the_policy_are_warned_of_once(folder: Path) -> None:
+    loop = "failing_rewards:loop_that_never_generates"
+
+    with start_run(folder, f"rollout.agent={loop}", "train.steps=3") as run:
+        ended = run.wait()
+
+    assert ended.status == 0, ended.output
+    assert "step 3/3 " in ended.output
+    said = "step 1 trained on nothing: the policy generated no token in any of its 8 completions"
+    assert ended.output.count("trained on nothing") == 1, ended.output
+    assert f"{said}; see that rollout.agent {loop} awaits ctx.generate" in ended.output
+
+
 def test_every_rank_says_that_the_reward_cannot_be_imported(folder: Path) -> None:
     (folder / "needy.py").write_text("import no_such_module\n\ndef reward(**columns): ...\n")
 

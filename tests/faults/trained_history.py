@@ -92,7 +92,7 @@ def check_ledger(history: History, run_dir: Path) -> None:
         rows = index.rows("SELECT sample_id, step FROM samples WHERE state = 'trained'")
         twice = index.rows("SELECT sample_id FROM samples GROUP BY sample_id HAVING count(*) > 1")
     assert not twice
-    assert {row["sample_id"]: row["step"] for row in rows} == trained
+    assert {row["sample_id"]: row["step"] - 1 for row in rows} == trained
     held = _leased_tokens(run_dir)
     for batch in history.values():
         for sample in batch.values():

@@ -137,8 +137,8 @@ def ids_of(found: dict[str, Any]) -> list[str]:
     [
         (["--state", "dropped"], ["e0/c/1", "e0/c/0"]),
         (["--state", "partial", "--samples"], ["e0/b/1", "e0/b/0"]),
-        (["--step", "0"], ["e0/a/1", "e0/z/1", "e0/a/0", "e0/z/0"]),
-        (["--step", "0", "--state", "dropped"], []),
+        (["--step", "1"], ["e0/a/1", "e0/z/1", "e0/a/0", "e0/z/0"]),
+        (["--step", "1", "--state", "dropped"], []),
         (["--step", "7"], []),
     ],
 )
@@ -162,7 +162,7 @@ def test_the_newest_samples_are_listed_with_what_one_wants_to_know(
     assert head.split() == ["sample", "state", "step", "reward", "tokens", "end"]
     assert len(rows) == 8
     assert rows[0].split(maxsplit=5) == ["e0/c/1", "dropped", "-", "-", "0", "too old"]
-    assert "  e0/a/1  trained  0     0       2       length" in rows
+    assert "  e0/a/1  trained  1     0       2       length" in rows
 
     assert main(["ledger", str(run_dir), "--newest", "1"]) == 0
     assert "the newest 1 of 8: --newest N lists N\n" in capsys.readouterr().out
@@ -175,7 +175,7 @@ def test_the_newest_samples_are_listed_with_what_one_wants_to_know(
     [
         (["--state", "droped"], "no state 'droped': there are pending, running, partial,"),
         (["--sample", "e0/a/0", "--samples"], "--sample tells of one sample"),
-        (["--sample", "e0/a/0", "--step", "0"], "--sample tells of one sample"),
+        (["--sample", "e0/a/0", "--step", "1"], "--sample tells of one sample"),
     ],
 )
 def test_wrong_use_of_the_list_is_told(
@@ -204,7 +204,8 @@ def test_a_trained_samples_story_ends_with_its_step(
     assert [row["event"] for row in found["history"]] == [
         "admitted", "started", "tokens", "finished", "scored", "leased", "trained",
     ]  # fmt: skip
-    assert (found["state"], found["step"], found["reward"]) == ("trained", 0, 0.0)
+    assert [row["detail"] for row in found["history"]][-2:] == ["for step 1", "in step 1"]
+    assert (found["state"], found["step"], found["reward"]) == ("trained", 1, 0.0)
 
 
 def test_text_for_people(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

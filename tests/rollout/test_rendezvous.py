@@ -49,7 +49,7 @@ def test_missing_ranks_are_named() -> None:
         async with asyncio.TaskGroup() as tasks:
             failures = [tasks.create_task(failure_of(ranks, rank, STEP_3)) for rank in (0, 2)]
         for failure in failures:
-            assert "rank 1, 3 did not call next_batch(step=3) within 0.02 s" in failure.result()
+            assert "rank 1, 3 did not call next_batch for step 4 within 0.02 s" in failure.result()
 
     asyncio.run(main())
 
@@ -61,7 +61,7 @@ def test_ranks_that_disagree_fail_together() -> None:
             early = tasks.create_task(failure_of(ranks, 0, STEP_3))
             await asyncio.sleep(0)
             late = tasks.create_task(failure_of(ranks, 1, STEP_4))
-        text = "rank 1 called next_batch(step=4) while rank 0 called next_batch(step=3)"
+        text = "rank 1 called next_batch for step 5 while rank 0 called next_batch for step 4"
         assert text in early.result()
         assert text in late.result()
 

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.testing.world import DistributedWorld
-from umbra.trainer.checkpoint import complete_checkpoints, read_trainer_state
+from umbra.trainer.checkpoint import read_trainer_state
+from umbra.trainer.run_dir import complete_checkpoints
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
 

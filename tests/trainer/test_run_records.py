@@ -31,6 +31,7 @@ from umbra.trainer.run_dir import (
 
 ROW = {
     "rollout/reward_mean": 0.4312,
+    "rollout/tokens": 6_049.0,
     "rollout/tokens_per_s": 17_234.0,
     "time/rollout_s": 0.351,
     "time/sync_s": 0.02,
@@ -144,6 +145,21 @@ def test_notes_reach_whoever_shows_them(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().err.splitlines() == ["early", "late"]
 
 
+def test_a_step_without_tokens_is_told_once(tmp_path: Path) -> None:
+    config, stream = make_config(tmp_path), io.StringIO()
+
+    with Progress("run", 4, 0, stream) as progress:
+        journal = Journal(config, None, progress)
+        for step, num_tokens in enumerate([96, 0, 96, 0], 1):
+            journal.step_done(step, ROW | {"rollout/tokens": num_tokens})
+
+    told = [line for line in stream.getvalue().splitlines() if "trained on nothing" in line]
+    assert told == [
+        "  step 2 trained on nothing: the policy generated no token in any of its 256 completions; "
+        f"see the engines' logs in {tmp_path / 'logs'}"
+    ]
+
+
 # -- the end -----------------------------------------------------------------------------
 
 
@@ -208,8 +224,15 @@ def test_reward_ends_are_means_of_a_tenth() -> None:
 
 def test_an_earlier_run_is_not_replaced_unasked(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("{}")
+    (tmp_path / "checkpoints" / "step-000004").mkdir(parents=True)  # its save was interrupted
 
-    with pytest.raises(ConfigError, match=r"holds an earlier run.*'auto'.*overwrite"):
+    said = r"holds an earlier run without a checkpoint: .*overwrite = true.*'auto' starts with step"
+    with pytest.raises(ConfigError, match=said):
+        check_run_dir(RunSection(dir=tmp_path), rank=0, incarnation=1)
+
+    write_checkpoint(tmp_path, step=2, version=3)
+    said = r"holds an earlier run with the checkpoint step-000002: .*'auto'.*overwrite = true"
+    with pytest.raises(ConfigError, match=said):
         check_run_dir(RunSection(dir=tmp_path), rank=0, incarnation=1)
 
     check_run_dir(RunSection(dir=tmp_path, overwrite=True), rank=0, incarnation=1)

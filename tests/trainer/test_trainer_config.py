@@ -103,6 +103,123 @@ def test_an_override_may_make_a_new_section(config_file: Path) -> None:
     assert load_config(config_file, ["rollout.group_size=4"]).rollout.group_size == 4
 
 
+def _with_much_set(folder: Path) -> Path:
+    path = folder / "much.toml"
+    path.write_text(
+        TOML.replace("[reward]", 'eval = "eval.jsonl"\n[reward]')
+        + """
+[run]
+name = "first"
+[rollout]
+agent = "loops:run"
+stop_token_ids = [3]
+[pool]
+engine = "vllm"
+lora_adapters = {user = "adapters/user"}
+engine_args = {tensor_parallel_size = 2, compilation_config = {level = 0}}
+[pools.judge]
+model_path = "models/judge"
+env = {CUDA_VISIBLE_DEVICES = "1"}
+[pools.other]
+model_path = "models/other"
+"""
+    )
+    return path
+
+
+def test_an_empty_value_unsets_what_need_not_be_there(tmp_path: Path) -> None:
+    unset = ["data.eval=", "rollout.agent= ", "run.name=", "rollout.stop_token_ids="]
+    entries = ["pool.lora_adapters.user=", "pool.engine_args.tensor_parallel_size="]
+    nested = ["pool.engine_args.compilation_config.level=", "pools.other="]
+
+    config = load_config(_with_much_set(tmp_path), [*unset, *entries, *nested])
+
+    assert config.data.eval is None
+    assert config.rollout.agent is None
+    assert config.run.name == ""
+    assert config.rollout.stop_token_ids == []
+    assert config.pool.lora_adapters == {}
+    assert config.pool.engine_args == {"compilation_config": {}}
+    assert list(config.pools) == ["judge"]
+
+
+def test_the_last_of_several_values_for_a_setting_counts(config_file: Path) -> None:
+    assert load_config(config_file, ["data.eval=a.jsonl", "data.eval="]).data.eval is None
+    assert load_config(config_file, ["data.eval=", "data.eval=a.jsonl"]).data.eval == Path(
+        "a.jsonl"
+    )
+    assert load_config(config_file, ["train.steps=many", "train.steps=3"]).train.steps == 3
+
+
+def test_nothing_is_made_by_unsetting_what_is_not_there(config_file: Path) -> None:
+    unset = ["rollout.agent=", "pools.judge.max_wait_s=", "pool.engine_args.a.b="]
+
+    assert load_config(config_file, unset) == load_config(config_file)
+
+
+def test_an_engines_variable_may_be_empty(tmp_path: Path) -> None:
+    config = load_config(_with_much_set(tmp_path), ["pools.judge.env.CUDA_VISIBLE_DEVICES="])
+
+    assert config.pools["judge"].env == {"CUDA_VISIBLE_DEVICES": ""}
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["train.steps=", "model.path=", "data.prompt_column=", "pool.engine= ", "model.dtype="],
+)
+def test_what_has_to_be_there_cannot_be_unset(config_file: Path, override: str) -> None:
+    key = override.partition("=")[0]
+
+    with pytest.raises(ConfigError, match=f"^{key}= .command line.: {key} cannot be unset"):
+        load_config(config_file, [override])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ["pool.count=abc"],
+            "pool.count=abc (command line): input should be a valid integer, got 'abc'",
+        ),
+        (["pool.count=2", "pool.count=0"], "pool.count=0 (command line): input should be gr"),
+        (["train.betas=[0.9, 1.5]"], "train.betas=[0.9, 1.5] (command line): train.betas.1: input"),
+        (["trian.steps=3"], "trian.steps=3 (command line): trian is unknown"),
+        (
+            ["pool.update_waves=2", "pool.count=3", "train.steps=3"],
+            "pool.update_waves=2 (command line): pool: update_waves 2 is for mode",
+        ),
+        (
+            ["train.offload=all", "train.steps=3", "pool.mode=standalone"],
+            "train.offload=all pool.mode=standalone (command line): train.offload = 'all' needs",
+        ),
+        (["pools.judge.count=2"], "pools.judge.count=2 (command line): pools.judge.model_path is"),
+        (["pools.a-b.model_path=m"], "pools.a-b.model_path=m (command line): pools.a-b: name a"),
+    ],
+)
+def test_a_wrong_setting_of_the_command_line_is_blamed_on_it_alone(
+    config_file: Path, overrides: list[str], said: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_config(config_file, overrides)
+
+    assert str(raised.value).startswith(said)
+    assert "config.toml" not in str(raised.value)
+
+
+def test_file_and_command_line_are_each_blamed_for_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "wrong.toml"
+    path.write_text(TOML.replace("steps = 10", "steps = 0") + "[pools.judge]\ncount = 1\n")
+
+    with pytest.raises(ConfigError) as raised:
+        load_config(path, ["pool.count=0", "pools.judge.dtype=float32"])
+
+    assert str(raised.value) == (
+        "pool.count=0 (command line): input should be greater than or equal to 1, got 0; "
+        f"{path}: pools.judge.model_path is missing; "
+        f"{path}: train.steps: input should be greater than or equal to 1, got 0"
+    )
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [
@@ -217,7 +334,7 @@ def test_a_wrong_further_pool_is_told_what_to_change(
 
     for text in said:
         assert text in str(raised.value)
-    assert "config.toml: pools." in str(raised.value)
+    assert f"{overrides[-1]} (command line): " in str(raised.value)
 
 
 def test_all_wrong_settings_are_named_at_once(config_file: Path) -> None:

@@ -72,7 +72,8 @@ _BUFFERED_ROWS: Final = 10_000
 class LedgerIndex:
     """The samples of all managers of a run, their segments and what happened to them.
 
-    Owns the connection. Rows of `history` that concern the whole job have no uid.
+    Owns the connection. Rows of `history` that concern the whole job have no uid. The step of a
+    sample, which the ledger counts from 0, is here counted from 1 as in metrics.jsonl.
     """
 
     def __init__(self, place: str | Path = ":memory:") -> None:
@@ -253,7 +254,7 @@ class _Filler:
                     self._note(entry, uid, "scored", f"reward {reward:g}")
             case Leased():
                 self._leased.update(dict.fromkeys(event.uids.tolist(), False))
-                self._note_all(entry, event.uids.tolist(), "leased", f"for step {event.step}")
+                self._note_all(entry, event.uids.tolist(), "leased", f"for step {event.step + 1}")
             case Started():
                 self._note_all(entry, event.uids.tolist(), "started", "")
             case Cut():
@@ -280,7 +281,7 @@ class _Filler:
             self._add(
                 "samples", sample.uid, sample.sample_id, group.group_id, group.prompt_id,
                 group.epoch, group.place, sample.seed, str(sample.state), sample.finish_reason,
-                sample.reward, sample.step, sample.drop_reason, sample.num_tokens,
+                sample.reward, _shown_step(sample.step), sample.drop_reason, sample.num_tokens,
                 sample.num_interruptions, sample.num_resets, sample.num_rolled_back,
             )  # fmt: skip
             for segment in sample.segments():
@@ -310,13 +311,13 @@ class _Filler:
 
     def _note_trained(self, entry: Entry, state: LedgerState) -> None:
         for uid, step in self._settled:
-            self._note(entry, uid, "trained", f"in step {step}")
+            self._note(entry, uid, "trained", f"in step {_shown_step(step)}")
         self._settled.clear()
         for uid, is_noted in list(self._leased.items()):
             sample = state.sample(uid)
             if not is_noted and sample.state is SampleState.TRAINED:
                 self._leased[uid] = True
-                self._note(entry, uid, "trained", f"in step {sample.step}")
+                self._note(entry, uid, "trained", f"in step {_shown_step(sample.step)}")
 
     def _note_restored(self, entry: Entry, event: Restored, state: LedgerState) -> None:
         self._note_trained(entry, state)
@@ -325,7 +326,7 @@ class _Filler:
         for uid in list(self._leased):
             if state.sample(uid).step is None:
                 del self._leased[uid]
-                self._note(entry, uid, "restored", f"not trained before step {event.step}")
+                self._note(entry, uid, "restored", f"not trained up to step {event.step}")
         for group in state.groups():
             for sample in group.samples:
                 num_lost = sample.num_rolled_back - self._rolled_back.get(sample.uid, 0)
@@ -359,3 +360,7 @@ class _Filler:
             self._connection.executemany(f"INSERT INTO {table} VALUES ({marks})", rows)
         except sqlite3.Error as error:
             raise LedgerError(f"the index of the ledger cannot be written: {error}") from error
+
+
+def _shown_step(step: int | None) -> int | None:
+    return None if step is None else step + 1

@@ -287,7 +287,8 @@ class LedgerState:
         samples = self._find(event, event.uids, _SCORED)
         if event.step < self.steps_done:
             raise LedgerError(
-                f"samples are leased for step {event.step}, and {self.steps_done} steps are done"
+                f"samples are leased for step {event.step + 1}, and {self.steps_done} steps are "
+                "done"
             )
         whole = sum(
             sample.state is not SampleState.DROPPED
@@ -296,7 +297,7 @@ class LedgerState:
         )
         if whole != len(samples):
             raise LedgerError(
-                f"step {event.step}: {len(samples)} samples are leased of groups that have "
+                f"step {event.step + 1}: {len(samples)} samples are leased of groups that have "
                 f"{whole}: groups are delivered whole"
             )
         self._move_all(samples, SampleState.LEASED)
