@@ -17,8 +17,9 @@ from umbra.runtime.socketdir import MAX_SOCKET_PATH_NBYTES
 
 _SOCKET_NAME_NUM_CHARS: Final = 40  # vLLM's own are UUIDs
 _SHARED_FOLDER: Final = "/dev/shm"
-_SHARED_NAMES: Final = ("psm_", "sem.mp-", "vllm_dist_")
-# Those that multiprocessing makes, and those of vLLM's workers on the CPU, where they are several.
+_SHARED_NAMES: Final = ("psm_", "sem.mp-", "vllm_dist_", "vllm_offload_", "vllm_ec_")
+# Those that multiprocessing makes, those of several workers on the CPU, and those of caches on the
+# host (kv_offloading_size).
 
 
 def file_variables(*, is_cpu: bool) -> dict[str, str]:
