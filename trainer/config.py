@@ -150,10 +150,11 @@ class RolloutSection(Section):
             take at a time (`pool.max_num_seqs`) leave these idle; more have to be tried one after
             the other where their process dies, to find the one that it dies of.
         agent_timeout_s: for one run of the agent loop, without what it waits for further pools.
-        agent_retries: how often the loop of one completion may raise or take too long and be run
-            again, with what was generated replayed.
+        agent_retries: how often the loop of one completion may raise, block or take too long and be
+            run again, with what was generated replayed.
         block_limit_s: how long an agent loop may keep the others of its process from running, at
-            most half of `agent_timeout_s`; then it has failed, and the process starts anew.
+            most half of `agent_timeout_s`; then it has failed, and the process starts anew. Three
+            prompts at which it does, and no loop that returns in between, end the run.
         timeout_s: how long ranks wait for a batch before the run is called stuck.
     """
 

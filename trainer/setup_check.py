@@ -11,6 +11,7 @@ from typing import Any
 
 from umbra.runtime.environment import TorchrunEnvironment
 from umbra.runtime.errors import ConfigError
+from umbra.runtime.rollout.function_call import AGENT_CALL, REWARD_CALL
 from umbra.runtime.rollout.function_lookup import check_function
 from umbra.trainer.config import PoolSection, TrainerConfig
 from umbra.trainer.data import check_data
@@ -57,11 +58,11 @@ def _check_context_len(
 
 
 def check_user_functions(config: TrainerConfig) -> None:
-    """Raises ConfigError where a function that the config names is surely not there."""
+    """Raises ConfigError where a function that the config names surely cannot be called."""
     folders = user_folders(config)
-    check_function(config.reward.function, "reward.function", folders)
+    check_function(config.reward.function, "reward.function", folders, REWARD_CALL)
     if config.rollout.agent is not None:
-        check_function(config.rollout.agent, "rollout.agent", folders)
+        check_function(config.rollout.agent, "rollout.agent", folders, AGENT_CALL)
 
 
 def check_batch_size(config: TrainerConfig, world_size: int) -> None:

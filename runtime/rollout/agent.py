@@ -16,6 +16,7 @@ docs/agents.md.
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ from umbra.runtime.rollout.patience import Patience
 from umbra.runtime.rollout.task_host import UserThread
 from umbra.runtime.rollout.text import TextCodec
 from umbra.runtime.rollout.token_ids import token_ids
-from umbra.runtime.rollout.user_function import describe, load_function
+from umbra.runtime.rollout.user_function import describe, load_function, place_in_user_code
 
 # generate(context [T] int32, max_new_tokens, lora) -> {"tokens": [n] int32, "finish_reason": str}
 Generate = Callable[[Any, int | None, str], Awaitable[dict[str, Any]]]
@@ -161,9 +162,9 @@ class AgentLoop:
                     f"agent loop {self.target} took longer than {patience.limit_s:.3g} s for "
                     f"sample {sample_id}; give its tools deadlines or raise agent_timeout_s"
                 ) from None
+            advice = "" if _is_the_codes_own(error) else "; catch what may fail inside the loop"
             raise RolloutError(
-                f"agent loop {self.target} raised {describe(error)} for sample {sample_id}; "
-                "catch what may fail inside the loop"
+                f"agent loop {self.target} raised {describe(error)} for sample {sample_id}{advice}"
             ) from error
         if result is None:
             return None
@@ -179,3 +180,11 @@ class AgentLoop:
         if not inspect.isawaitable(answer):
             raise TypeError("it is no async function; write `async def`")
         return await answer
+
+
+def _is_the_codes_own(error: BaseException) -> bool:
+    """A mistake in the code, whatever the model or a tool says: to be mended, not caught."""
+    if isinstance(error, RolloutError | NameError | ImportError | SyntaxError):
+        return True
+    frames = traceback.extract_tb(error.__traceback__)
+    return place_in_user_code(frames) is None  # the call itself failed

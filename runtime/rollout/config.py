@@ -51,8 +51,8 @@ class RolloutConfig:
             {"kind": ...}.
         ledger_path: folder of this manager's ledger, see `umbra.runtime.rollout.ledger`; "" keeps
             nothing, and what a manager knows ends with its process.
-        agent_retries: how often a trajectory's agent loop may fail by itself (raise, take too
-            long) and be run again, with what it has generated replayed.
+        agent_retries: how often a trajectory's agent loop may fail by itself (raise, block, take
+            too long) and be run again, with what it has generated replayed.
         agent: trajectories are driven by the workers' agent loop, not by one generation.
         shares_memory: the pool has it in turn with others, so the supervisor is told of work.
         pools_timeout_s: added to the deadlines of rewards and agent loops here, where they may

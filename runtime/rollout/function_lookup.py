@@ -1,22 +1,26 @@
 """Looks for a function that users name as `module:function`, without running their code.
 
 For a process that shall not import what the function needs, and tells a mistake before the one that
-shall is started. What only running the code would tell is left to `load_function`.
+shall is started: in doubt, nothing. What only running the code would tell is left to
+`load_function` and to the first call.
 """
 
 from __future__ import annotations
 
+import ast
 import difflib
 import importlib
 import importlib.util
 import re
 import symtable
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from typing import Final
 
 from umbra.runtime.errors import ConfigError
+from umbra.runtime.rollout.function_call import Calling, call_problem
 from umbra.runtime.rollout.user_function import HOW_TO_FIND
 
 _DYNAMIC: Final = re.compile(
@@ -27,8 +31,8 @@ _DYNAMIC: Final = re.compile(
 """What may give a module names, or modules below it, that its text does not show."""
 
 
-def check_function(target: str, what: str, folders: Sequence[str]) -> None:
-    """Raises ConfigError where importing `module:function` is sure to fail; in doubt, nothing.
+def check_function(target: str, what: str, folders: Sequence[str], calling: Calling) -> None:
+    """Raises ConfigError where importing or calling `module:function` is sure to fail.
 
     Args:
         what: the setting that names it; stands in the error.
@@ -36,14 +40,14 @@ def check_function(target: str, what: str, folders: Sequence[str]) -> None:
     """
     module_name, _, function_name = target.partition(":")
     try:
-        problem = _problem(module_name, function_name, folders)
+        problem = _problem(module_name, function_name, folders, calling)
     except Exception:  # noqa: BLE001 -- the user's import hooks raise what they like
         return
     if problem:
         raise ConfigError(f"{what} {target!r}: {problem}")
 
 
-def _problem(module_name: str, function_name: str, folders: Sequence[str]) -> str:
+def _problem(module_name: str, function_name: str, folders: Sequence[str], calling: Calling) -> str:
     """What is wrong and how to mend it; "" where nothing is, or it is not sure."""
     importlib.invalidate_caches()
     top, *below = module_name.split(".")
@@ -57,7 +61,7 @@ def _problem(module_name: str, function_name: str, folders: Sequence[str]) -> st
         if inner is None:
             return _missing_below(spec, part, function_name)
         spec = inner
-    return _missing_function(spec, function_name)
+    return _wrong_function(spec, function_name, calling)
 
 
 def _missing_below(parent: ModuleSpec, part: str, function_name: str) -> str:
@@ -71,17 +75,22 @@ def _missing_below(parent: ModuleSpec, part: str, function_name: str) -> str:
     return f"no module named '{parent.name}.{part}' in {places}"
 
 
-def _missing_function(spec: ModuleSpec, function_name: str) -> str:
+def _wrong_function(spec: ModuleSpec, function_name: str, calling: Calling) -> str:
     source = _source(spec)
     if source is None:
         return ""
     try:
-        symbols = symtable.symtable(source, str(spec.origin), "exec").get_symbols()
+        with warnings.catch_warnings(action="ignore"):  # its import will give them
+            symbols = symtable.symtable(source, str(spec.origin), "exec").get_symbols()
+            compile(source, str(spec.origin), "exec", dont_inherit=True)  # `await` in a plain def
+            module = ast.parse(source)
     except SyntaxError as error:
         return f"importing {spec.name!r} raises {type(error).__name__}: {error}"
-    names = [symbol.get_name() for symbol in symbols if _is_bound(symbol)]
-    if function_name in names or _DYNAMIC.search(source):
+    if _DYNAMIC.search(source):
         return ""
+    names = [symbol.get_name() for symbol in symbols if _is_bound(symbol)]
+    if function_name in names:
+        return call_problem(module, str(spec.origin), function_name, calling)
     close = difflib.get_close_matches(function_name, names, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     return f"{spec.origin} has no function {function_name!r}{hint}"

@@ -149,8 +149,7 @@ class GroupRunner:
     def _agent_job(self, sample: Trajectory, run: _Run) -> Job:
         def make_arguments() -> tuple[object, ...]:
             session = self._sessions.open(sample, run.group, run.temperature)
-            item = _item(sample, sample.prompt.tokens)
-            item.update(session=session, manager=self._name)
+            item = self._item(sample, sample.prompt.tokens) | {"session": session}
             return item, self._config.agent_timeout_s
 
         def on_result(reward: float | None) -> None:
@@ -161,6 +160,7 @@ class GroupRunner:
 
         return Job(
             label=f"the agent loop for {sample.sample_id}",
+            group_id=run.group.group_id,
             sample_id=sample.sample_id,
             method="run_agent",
             make_arguments=make_arguments,
@@ -175,7 +175,7 @@ class GroupRunner:
 
     def _score_job(self, run: _Run) -> Job:
         samples = run.group.unscored
-        items = [_item(sample, sample.tokens) for sample in samples]
+        items = [self._item(sample, sample.tokens) for sample in samples]
 
         def on_result(rewards: list[float]) -> None:
             for sample, reward in zip(samples, rewards, strict=True):
@@ -186,6 +186,7 @@ class GroupRunner:
         calls = self._config.score_concurrency
         return Job(
             label=f"the reward of group {run.group.group_id}",
+            group_id=run.group.group_id,
             sample_id=samples[0].sample_id,
             method="score",
             make_arguments=lambda: (items,),
@@ -197,11 +198,13 @@ class GroupRunner:
             is_wanted=lambda: run.is_wanted,
         )
 
-
-def _item(sample: Trajectory, tokens: np.ndarray[Any, np.dtype[np.int32]]) -> dict[str, Any]:
-    return {
-        "sample_id": sample.sample_id,
-        "prompt": sample.prompt.text,
-        "tokens": np.ascontiguousarray(tokens),
-        "row": sample.prompt.row,
-    }
+    def _item(
+        self, sample: Trajectory, tokens: np.ndarray[Any, np.dtype[np.int32]]
+    ) -> dict[str, Any]:
+        return {
+            "sample_id": sample.sample_id,
+            "prompt": sample.prompt.text,
+            "tokens": np.ascontiguousarray(tokens),
+            "row": sample.prompt.row,
+            "manager": self._name,
+        }

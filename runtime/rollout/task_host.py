@@ -9,9 +9,11 @@ import logging
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Coroutine
-from pathlib import Path
+from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Final, NamedTuple, Self, TypeVar
+from weakref import WeakKeyDictionary
+
+from umbra.runtime.rollout.user_function import place_in_user_code
 
 T = TypeVar("T")
 
@@ -21,19 +23,26 @@ logger = logging.getLogger(__name__)
 _JOIN_TIMEOUT_S: Final = 1.0
 # A process that was stopped and goes on finds its deadlines gone by: the loop gets this much more.
 _SECOND_CHANCE_S: Final = 0.5
-_UMBRA: Final = str(Path(__file__).parents[1])
 
 
 class Blocked(NamedTuple):
     """User code that does not let the loop go on.
 
     Attributes:
-        label: as given to `run_async`; None where it is none of these calls.
-        place: file, line and function.
+        label: as given to `run_async`, also for the tasks that such a call has made; None where
+            it is none of these calls, or one that has returned.
+        place: file, line, function and what stands there.
     """
 
     label: str | None
     place: str
+
+
+class _Call:
+    """A call of `run_async`, for itself and the tasks that it makes."""
+
+    def __init__(self, label: str) -> None:
+        self.label: str | None = label  # None once it has returned
 
 
 class TaskHost:
@@ -113,7 +122,7 @@ class UserThread:
     def __init__(self, name: str) -> None:
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._one_at_a_time = asyncio.Lock()
-        self._labels: dict[asyncio.Task[Any], str] = {}  # of the user loop
+        self._calls: WeakKeyDictionary[asyncio.Task[Any], _Call] = WeakKeyDictionary()
         self._started: concurrent.futures.Future[TaskHost] = concurrent.futures.Future()
         self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._loop: asyncio.AbstractEventLoop
@@ -137,11 +146,11 @@ class UserThread:
         async def call() -> T:
             task = asyncio.current_task()
             assert task is not None
-            self._labels[task] = label
+            self._calls[task] = me = _Call(label)
             try:
                 return await function()
             finally:
-                del self._labels[task]
+                me.label = None  # what it leaves behind is not its own any more
 
         return await self._host.run(call)
 
@@ -159,15 +168,14 @@ class UserThread:
 
     def _what_blocks(self) -> Blocked:
         task = asyncio.current_task(self._loop)
-        label = None if task is None else self._labels.get(task)
+        call = None if task is None else self._calls.get(task)
         frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
-        frame = frames.get(self._thread.ident or 0)
-        stack = traceback.extract_stack(frame)
+        stack = traceback.extract_stack(frames.get(self._thread.ident or 0))
         logger.warning("user code blocks its loop:\n%s", "".join(traceback.format_list(stack)))
-        last = max((i for i, f in enumerate(stack) if f.filename.startswith(_UMBRA)), default=-1)
-        first_of_user = stack[min(last + 1, len(stack) - 1)]
-        place = f"{first_of_user.filename}:{first_of_user.lineno} in {first_of_user.name}"
-        return Blocked(label, place)
+        frame = place_in_user_code(stack) or stack[-1]
+        line = f": {frame.line}" if frame.line else ""
+        place = f"{frame.filename}:{frame.lineno} in {frame.name}{line}"
+        return Blocked(None if call is None else call.label, place)
 
     async def run_sync(self, function: Callable[[], T]) -> T:
         """Calls `function()` on a thread of its own. Cancelling stops the wait, not the call."""
@@ -198,7 +206,21 @@ class UserThread:
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
+        self._loop.set_task_factory(self._make_task)
         self._stop = asyncio.Event()
         async with TaskHost() as host:
             self._started.set_result(host)
             await self._stop.wait()
+
+    def _make_task(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        coroutine: Coroutine[Any, Any, T] | Generator[Any, None, T],
+        **settings: Any,
+    ) -> asyncio.Task[T]:
+        """What user code hands to `gather` or a TaskGroup belongs to the call that does it."""
+        task = asyncio.Task(coroutine, loop=loop, **settings)
+        maker = asyncio.current_task(loop)
+        if maker is not None and maker in self._calls:
+            self._calls[task] = self._calls[maker]
+        return task

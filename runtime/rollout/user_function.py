@@ -52,12 +52,17 @@ def describe(error: BaseException) -> str:
     and Python's own lines say nothing to its author.
     """
     text = "".join(traceback.format_exception_only(error)).strip()
-    frames = traceback.extract_tb(error.__traceback__)
+    frame = place_in_user_code(traceback.extract_tb(error.__traceback__))
+    return f"{text} ({frame.filename}:{frame.lineno} in {frame.name})" if frame else text
+
+
+def place_in_user_code(frames: traceback.StackSummary) -> traceback.FrameSummary | None:
+    """The innermost in the user's own files, else in a library that they use, if any."""
     for kind in ("user", "library"):
         for frame in reversed(frames):
             if _kind_of_file(frame.filename) == kind:
-                return f"{text} ({frame.filename}:{frame.lineno} in {frame.name})"
-    return text
+                return frame
+    return None
 
 
 def _kind_of_file(name: str) -> str:

@@ -77,23 +77,24 @@ class RolloutWorker:
         """
         blocked = await self._thread.blocked(self._block_limit_s)
         reason = (
-            f"user code for sample {blocked.label} did not yield for {self._block_limit_s:.3g} s, "
-            f"at {blocked.place}: all agent loops of a process share one thread; await "
-            "asynchronous tools, put blocking ones into asyncio.to_thread, or raise block_limit_s"
+            f"user code for sample {blocked.label or 'unknown'} did not yield for "
+            f"{self._block_limit_s:.3g} s, at {blocked.place}; all of a process share one "
+            "thread: await what is asynchronous, put what blocks into asyncio.to_thread, or raise "
+            "rollout.block_limit_s"
         )
         context = actor_context()
-        if blocked.label is not None:
-            for manager in list(self._managers.values()):
-                with contextlib.suppress(UmbraError):  # then it is found out by trial
-                    arguments = (context.name, context.incarnation, blocked.label, reason)
-                    await manager.call("blame", *arguments, timeout_s=_BLAME_TIMEOUT_S)
+        for manager in list(self._managers.values()):
+            with contextlib.suppress(UmbraError):  # then it is found out by trial
+                arguments = (context.name, context.incarnation, blocked.label or "", reason)
+                await manager.call("blame", *arguments, timeout_s=_BLAME_TIMEOUT_S)
         raise RolloutError(reason)
 
     async def score(self, items: list[dict[str, Any]]) -> list[float]:
         """Rewards of finished trajectories, in one call of the reward function.
 
         Args:
-            items: maps {"sample_id", "prompt": str, "tokens": int32 completion, "row"}.
+            items: maps {"sample_id", "prompt": str, "tokens": int32 completion, "row", "manager":
+                name of who asks}.
 
         Raises:
             RewardError: see `RewardFunction`.
@@ -103,6 +104,7 @@ class RolloutWorker:
             raise ConfigError(
                 "an agent loop returned None, and no reward function is configured to score it"
             )
+        await self._manager(items[0]["manager"])  # it is told which call blocks
         completions = [self._codec.decode(item["tokens"].tolist()) for item in items]
         return await self._reward(
             [item["sample_id"] for item in items],

@@ -10,7 +10,8 @@ A worker does many jobs at a time, and dies of one. Each that was there becomes 
 one suspect at a time runs on a worker, and a death beside it counts for that one alone. The death
 that would convict it is allowed only while nothing else runs there: so a job is never given up for
 what another one does. Where the worker said itself which job ends it (`blame`), nobody else is
-suspected.
+suspected, and that one's next attempt comes before other work. Where such ends follow each other,
+so that no job of the kind gets done, it is not a job's fault but the function's: all of it fails.
 
 Jobs may therefore run more than once: rewards and agent loops are repeatable by contract.
 """
@@ -32,6 +33,7 @@ from umbra.runtime.errors import (
     RolloutError,
     UmbraError,
 )
+from umbra.runtime.rollout.blocked_in_a_row import BlockedInARow
 from umbra.runtime.rpc.client import Handle
 from umbra.runtime.rpc.ref import ActorRef
 
@@ -51,6 +53,7 @@ class Job:
 
     Attributes:
         label: what it is, for messages.
+        group_id: whose it is.
         sample_id: by which a worker blames it.
         make_arguments: called anew for each attempt.
         timeout_s: deadline of the call.
@@ -61,6 +64,7 @@ class Job:
     """
 
     label: str
+    group_id: str
     sample_id: str
     method: str
     make_arguments: Callable[[], Sequence[object]]
@@ -79,7 +83,8 @@ class WorkerPool:
         names: of the actors.
         concurrency: calls in progress per actor, per method.
         max_deaths: how many deaths of actors a job may be suspected of.
-        on_failure: told when an actor is gone for good.
+        on_failure: told when an actor is gone for good, or the function blocks whatever it is
+            given.
     """
 
     def __init__(
@@ -100,6 +105,8 @@ class WorkerPool:
             method: asyncio.Queue() for method in concurrency
         }
         self._suspects: asyncio.Queue[Job] = asyncio.Queue()
+        self._blocked = {method: BlockedInARow() for method in concurrency}
+        self._retries_left: dict[str, int] = {}  # of groups of which a job has blocked
 
     def put(self, job: Job) -> None:
         queue = self._suspects if job.num_deaths else self._queues[job.method]
@@ -147,6 +154,7 @@ class WorkerPool:
         except UmbraError as error:
             self._fail(job, RolloutError(f"{job.label} failed in {ref}: {error}"))
         else:
+            self._blocked[job.method].on_done()
             if job.is_wanted():
                 job.on_result(result)
 
@@ -154,7 +162,7 @@ class WorkerPool:
         blamed = worker.blamed_for(ref.incarnation)
         if blamed is not None and blamed.error is not None:
             if blamed.sample_id == job.sample_id:
-                self._fail(job, blamed.error)
+                self._on_blocked(job, str(blamed.error))
             else:
                 self.put(job)
             return
@@ -165,14 +173,26 @@ class WorkerPool:
             self.put(job)
             return
         job.retries = 0  # it has had its chances
-        kind = RewardError if job.method == "score" else RolloutError
         self._fail(
             job,
-            kind(
+            _error_of(
+                job,
                 f"{job.label} saw {job.num_deaths} rollout actors die, the last of them {ref} "
-                f"({error}): it is taken for the cause. See their logs"
+                f"({error}): it is taken for the cause. See their logs",
             ),
         )
+
+    def _on_blocked(self, job: Job, reason: str) -> None:
+        job.num_deaths = max(1, job.num_deaths)  # its next attempt is the first of all
+        # each one costs all that ran beside it: a group's jobs share the retries
+        left = self._retries_left.setdefault(job.group_id, job.retries)
+        job.retries = min(job.retries, left)
+        self._retries_left[job.group_id] = left - 1
+        so_often = self._blocked[job.method].on_blocked(job.group_id)
+        if so_often:
+            self._on_failure(_error_of(job, f"{reason} ({so_often})"))
+            return
+        self._fail(job, _error_of(job, reason))
 
     def _fail(self, job: Job, error: UmbraError) -> None:
         if not job.is_wanted():
@@ -183,6 +203,10 @@ class WorkerPool:
             self.put(job)
             return
         job.on_failure(error)
+
+
+def _error_of(job: Job, text: str) -> RolloutError:
+    return RewardError(text) if job.method == "score" else RolloutError(text)
 
 
 @dataclass(frozen=True, slots=True)

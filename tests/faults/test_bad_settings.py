@@ -31,6 +31,11 @@ pytestmark = [pytest.mark.process, pytest.mark.slow]
             ],
         ),
         (0, "rollout.agent=failing_rewards:zer", ["rollout.agent", "did you mean 'zero'?"]),
+        (
+            0,
+            "rollout.agent=failing_rewards:zero",
+            ["rollout.agent", "zero is no async function; write `async def zero`"],
+        ),
         (0, "rollout.max_new_tokens=9999", ["leaves no room", "raise pool.max_context_len"]),
         (0, "data.id_column=key", ["line 1: no column 'key'", "set data.id_column"]),
         (0, "rollout.learning_rate=1", ["did you mean 'train.learning_rate'?"]),

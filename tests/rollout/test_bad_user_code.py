@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from live_rollouts import VOCAB_SIZE, LiveRollouts, ledger_of, merged
 
+from umbra.runtime.errors import RolloutError
 from umbra.runtime.rollout.ledger.index import LedgerIndex
 from umbra.runtime.session import Session
 
@@ -72,26 +73,81 @@ def test_a_loop_that_gives_what_is_no_token_is_told_which(
     said = rf"RequestRefused: {BAD_GROUP}/0: token 64 at index \d+ is outside .* of 64 "
     cause = cause_of_the_drop(tmp_path)
     assert re.search(said, cause)
-    assert re.search(r"user_agents.py:\d+ in gives_no_token_for_t3\)", cause)
+    assert re.search(r"user_agents.py:\d+ in gives_no_token_for_t3\) for sample [^;]*$", cause)
 
 
 def test_a_loop_that_is_not_async_is_told_so(umbra_session: Session, tmp_path: Path) -> None:
     groups = train_once(umbra_session, tmp_path, "forgets_async_for_t3")
 
     assert groups == {f"e0/p{idx}" for idx in range(NUM_PROMPTS)} - {BAD_GROUP}
-    assert "raised TypeError: it is no async function; write `async def` for" in cause_of_the_drop(
-        tmp_path
-    )
+    cause = cause_of_the_drop(tmp_path)
+    assert "raised TypeError: it is no async function; write `async def` for" in cause
+    assert "catch" not in cause
 
 
+@pytest.mark.parametrize(
+    ("agent", "function"),
+    [
+        ("blocks_for_t3", "blocks_for_t3: time.sleep(60.0)"),
+        ("gathers_what_blocks_for_t3", "tool_that_blocks: time.sleep(60.0)"),
+    ],
+)
 def test_a_loop_that_blocks_the_others_is_found_and_named(
-    umbra_session: Session, tmp_path: Path
+    umbra_session: Session, tmp_path: Path, agent: str, function: str
 ) -> None:
-    groups = train_once(umbra_session, tmp_path, "blocks_for_t3", worker={"block_limit_s": 0.5})
+    groups = train_once(umbra_session, tmp_path, agent, worker={"block_limit_s": 0.5})
 
     assert groups == {f"e0/p{idx}" for idx in range(NUM_PROMPTS)} - {BAD_GROUP}
     cause = cause_of_the_drop(tmp_path)
     assert f"user code for sample {BAD_GROUP}/" in cause
     assert "did not yield for 0.5 s" in cause
     assert "user_agents.py:" in cause
-    assert "in blocks_for_t3" in cause
+    assert f"in {function}" in cause
+
+
+@pytest.mark.parametrize(
+    ("agent", "reward", "place"),
+    [
+        ("always_blocks", "", r"user_agents.py:\d+ in tool_that_blocks: time.sleep\(60"),
+        (None, "always_blocks", r"user_rewards.py:\d+ in always_blocks: time.sleep\(60"),
+    ],
+)
+def test_code_that_blocks_whatever_it_is_given_ends_the_job_after_a_few_processes(
+    umbra_session: Session, tmp_path: Path, agent: str | None, reward: str, place: str
+) -> None:
+    live = LiveRollouts(
+        umbra_session,
+        tmp_path,
+        agent=agent,
+        reward=reward,
+        config=CONFIG | {"max_failed_share": 0.9},
+        worker={"block_limit_s": 0.5},
+        num_prompts=NUM_PROMPTS,
+        max_restarts=30,
+    )
+    live.publish(4)
+
+    with pytest.raises(RolloutError) as raised:
+        live.next_batch(0)
+
+    said = str(raised.value)
+    assert re.search(rf"did not yield for 0.5 s, at .*{place}", said), said
+    found = re.search(r"that ended (\d) processes in a row, for 3 prompts", said)
+    assert found, said
+    assert int(found[1]) <= 5
+    assert live.processes()["rewards-0"]["incarnation"] <= 6
+
+
+@pytest.mark.parametrize(
+    ("agent", "is_advised"), [("raises", True), ("misspells", False), ("retokenises", False)]
+)
+def test_to_catch_an_error_is_advised_where_it_helps(
+    umbra_session: Session, tmp_path: Path, agent: str, is_advised: bool
+) -> None:
+    live = LiveRollouts(umbra_session, tmp_path, agent=agent, reward="")
+    live.publish(4)
+
+    with pytest.raises(RolloutError, match=rf"user_agents:{agent} raised ") as raised:
+        live.next_batch(0)
+
+    assert ("catch what may fail inside the loop" in str(raised.value)) == is_advised

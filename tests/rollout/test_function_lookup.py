@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from umbra.runtime.errors import ConfigError
+from umbra.runtime.rollout.function_call import AGENT_CALL, REWARD_CALL, Calling
 from umbra.runtime.rollout.function_lookup import check_function
 
 SOURCE = """
@@ -18,7 +19,7 @@ def score(prompts, completions): ...
 class Judge:
     def method(self): ...
 if True:
-    async def in_a_branch(): ...
+    async def in_a_branch(**columns): ...
 made = lambda: 0
 tool.model.eval()  # and its modules, by exec, with a global one
 """
@@ -39,8 +40,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def check(folder: Path, target: str) -> None:
-    check_function(target, "reward.function", [str(folder)])
+def check(folder: Path, target: str, calling: Calling = REWARD_CALL) -> None:
+    check_function(target, "reward.function", [str(folder)], calling)
 
 
 @pytest.mark.parametrize(
@@ -126,3 +127,88 @@ def test_an_import_hook_that_fails_leaves_it_to_the_import(
     monkeypatch.setattr(sys, "meta_path", [Broken()])
 
     check(tmp_path, "hooked_rewards:score")
+
+
+AGENTS = """
+import functools
+def score_at_once(ctx, sample):
+    answer = ctx.generate(ctx.prompt_tokens)
+    return 1.0 if answer else 0.0
+def adds_up(ctx, sample):
+    score = 0.0
+    score += len(sample)
+    return score
+def nothing(ctx, sample): ctx.generate([1])
+def yields(ctx, sample): yield 1
+async def one(ctx): ...
+async def three(ctx, sample, db): ...
+async def by_name(ctx, sample, *, db): ...
+async def good(ctx, sample): ...
+async def all_of_it(*arguments): ...
+async def more(ctx, sample, n=3, /, m=4, *, k=5, **settings): ...
+def hands_on(ctx, sample): return good(ctx, sample)
+def hands_on_later(ctx, sample):
+    later = good(ctx, sample)
+    return later
+@functools.cache
+def decorated(ctx): ...
+def twice(ctx): ...
+twice = functools.partial(three, db=3)
+class Tool:
+    def good(self): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("score_at_once", r":3: score_at_once is no async function; write `async def score_at_on"),
+        ("adds_up", r":6: adds_up is no async function"),
+        ("nothing", r":10: nothing is no async function"),
+        ("yields", r":11: yields is no async function"),
+        ("one", r":12: one\(ctx\) is called as one\(ctx, sample\): too many positional"),
+        ("three", r":13: three\(ctx, sample, db\) is called as .*: missing .* argument: 'db'"),
+        ("by_name", r":14: by_name\(ctx, sample, \*, db\) is called as .*'db'"),
+        *((name, "") for name in ["good", "all_of_it", "more", "hands_on", "hands_on_later"]),
+        *((name, "") for name in ["decorated", "twice", "Tool"]),
+    ],
+)
+def test_an_agent_loop_that_surely_cannot_be_called_is_told(
+    tmp_path: Path, name: str, said: str
+) -> None:
+    (tmp_path / "called_agents.py").write_text(AGENTS)
+
+    if not said:
+        check(tmp_path, f"called_agents:{name}", AGENT_CALL)
+        return
+    with pytest.raises(ConfigError, match=rf"/called_agents.py{said}"):
+        check(tmp_path, f"called_agents:{name}", AGENT_CALL)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [
+        ("prompts, completions, answer, *, level=1", ""),
+        ("completions, **columns", ""),
+        ("*prompts, **columns", ""),
+        ("completions, answer", r"called as score\(prompts=, completions=\): .* 'prompts'"),
+        ("prompts, completions, /", r"called as score\(prompts=, completions=\): "),
+    ],
+)
+def test_a_reward_function_that_surely_cannot_be_called_is_told(
+    tmp_path: Path, parameters: str, said: str
+) -> None:
+    (tmp_path / "called_rewards.py").write_text(f"def score({parameters}): ...\n")
+
+    if not said:
+        check(tmp_path, "called_rewards:score", REWARD_CALL)
+        return
+    with pytest.raises(ConfigError, match=said):
+        check(tmp_path, "called_rewards:score", REWARD_CALL)
+
+
+def test_await_in_a_function_that_is_not_async_is_told_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "awaiting.py").write_text("def run(ctx, sample):\n    await ctx.generate([1])\n")
+
+    with pytest.raises(ConfigError, match=r"SyntaxError: 'await' outside async .*, line 2"):
+        check(tmp_path, "awaiting:run", AGENT_CALL)

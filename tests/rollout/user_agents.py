@@ -112,6 +112,29 @@ async def blocks_for_t3(ctx: AgentContext, sample: dict[str, Any]) -> float | No
     return float(len(tokens))
 
 
+async def tool_that_blocks() -> None:
+    time.sleep(60.0)  # noqa: ASYNC251
+
+
+async def gathers_what_blocks_for_t3(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
+    """The tool that blocks runs in a task of its own."""
+    tokens = await ctx.generate(ctx.prompt_tokens, max_new_tokens=5)
+    if ctx.prompt == "t3":
+        await asyncio.gather(tool_that_blocks(), asyncio.sleep(0.0))
+    return float(len(tokens))
+
+
+async def always_blocks(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
+    await ctx.generate(ctx.prompt_tokens, max_new_tokens=5)
+    await tool_that_blocks()
+    return 1.0
+
+
+async def misspells(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
+    await ctx.generate(ctx.prompt_tokens, max_new_tokens=5)
+    raise NameError("name 'anwser' is not defined")
+
+
 async def gives_no_token_for_t3(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
     """For the prompt t3 it gives a token that the model does not have."""
     tokens = [*ctx.prompt_tokens]

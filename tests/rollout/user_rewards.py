@@ -40,6 +40,11 @@ async def slow_judge(prompts: list[str], completions: list[str], **_: Any) -> li
     return [1] * len(completions)
 
 
+async def always_blocks(prompts: list[str], completions: list[str], **_: Any) -> list[int]:
+    time.sleep(60.0)  # noqa: ASYNC251
+    return [1] * len(completions)
+
+
 def raises(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
     raise KeyError("no such answer")
 

@@ -22,7 +22,9 @@ def values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     Path("model").mkdir()
     Path("model/config.json").write_text(json.dumps({"max_position_embeddings": 512}))
     Path("train.jsonl").write_text('{"prompt": "1+1="}\n')
-    Path("checked_rewards.py").write_text("def score(): ...\n")
+    Path("checked_rewards.py").write_text(
+        "def score(prompts, completions): ...\ndef play(ctx): ...\n"
+    )
     return {
         "model": {"path": "model"},
         "data": {"train": "train.jsonl"},
@@ -62,6 +64,12 @@ def environment(node_rank: int = 0) -> TorchrunEnvironment:
             r"^reward.function 'checked_rewards:scor'",
         ),
         ("rollout", {"agent": "checked_rewards:loop"}, r"^rollout.agent 'checked_rewards:loop'"),
+        ("rollout", {"agent": "checked_rewards:score"}, r"score is no async function; write `asy"),
+        (
+            "reward",
+            {"function": "checked_rewards:play"},
+            r"play\(ctx\) is called as play\(prompts=",
+        ),
     ],
 )
 def test_a_setting_that_does_not_fit_is_named(

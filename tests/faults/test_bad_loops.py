@@ -1,0 +1,46 @@
+"""Agent loops that are bad for every sample: the run ends, and every rank says why and where."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from whole_runs import START_LIMIT_S, start_run
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+BLOCKING = """
+import time
+def ask():
+    time.sleep(3600)
+async def run(ctx, sample):
+    await ctx.generate(ctx.prompt_tokens, max_new_tokens=4)
+    ask()
+"""
+
+
+@pytest.mark.parametrize(
+    ("settings", "max_ends", "so_often"),
+    [
+        ([], 2, r"that makes 1 of 4 groups that failed"),
+        (["rollout.max_failed_share=0.9"], 5, r"that ended \d processes in a row, for 3 prompts"),
+        (["data.eval={train}"], 2, "for sample eval/"),
+    ],
+)
+def test_a_loop_that_always_blocks_ends_the_run_after_a_few_processes(
+    folder: Path, assets: Path, settings: list[str], max_ends: int, so_often: str
+) -> None:
+    (folder / "blocking.py").write_text(BLOCKING)
+    settings = [setting.format(train=assets / "train.jsonl") for setting in settings]
+    blocking = ("rollout.agent=blocking:run", "rollout.block_limit_s=0.5")
+
+    # fewer at a time than there are: each start could blame another one
+    with start_run(folder, *blocking, "rollout.agent_concurrency=2", *settings) as run:
+        ended = run.wait(START_LIMIT_S)
+
+    ended.check_failed("did not yield for 0.5 s, at ", "/blocking.py:4 in ask: time.sleep(3600)")
+    ended.check_failed("put what blocks into asyncio.to_thread")
+    assert re.search(so_often, ended.error_of(0)), ended.error_of(0)
+    notes = re.findall(r"worker-0#\d+ ends: user code .*/blocking.py:4 in ask", ended.output)
+    assert 1 <= len(notes) <= max_ends, ended.output
