@@ -41,7 +41,8 @@ class RunSection(Section):
             path of a checkpoint, where one of another directory's run brings its steps but begins
             with the data anew. Ranks that torchrun
             restarted go on from the newest that the run has made.
-        overwrite: a fresh start may replace what an earlier run left in `dir`.
+        overwrite: a fresh start may replace what an earlier run left in `dir`, which is kept in
+            `dir`/replaced until the new one has done a step.
         name: shown in progress and report; the directory's name where empty.
     """
 

@@ -35,6 +35,7 @@ class Journal:
         """Logs and shows step `step` (from 1)."""
         if self._log is not None:
             self._log.write(step, row)
+            RunDir(self._config.run.dir).remove_replaced()
         if self._progress is not None:
             self._progress.step_done(step, row)
         if row["rollout/tokens"] == 0 and not self._has_warned:

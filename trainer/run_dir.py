@@ -9,6 +9,8 @@ run.dir/ledger/                                 every sample's history; `umbra l
 run.dir/export/                                 the trained model, Hugging Face format
 run.dir/summary.json, report.html, metrics.png  at the end; `umbra plot` draws sooner
 run.dir/logs/                                   output of every process umbra starts
+run.dir/replaced/                               all that but data and logs of the run that is being
+                                                replaced, until the new one has done a step
 """
 
 from __future__ import annotations
@@ -40,6 +42,9 @@ COMPLETE: Final = "COMPLETE"
 """The file that is written last into a checkpoint."""
 # A run that is gone on with from its very beginning: what was generated need not be done again.
 _KEPT_WITHOUT_CHECKPOINT: Final = ("ledger", "versions.jsonl")
+
+
+_REPLACED: Final = "replaced"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +81,16 @@ class RunDir:
     def plot(self) -> Path:
         return self.path / "metrics.png"
 
+    @property
+    def replaced(self) -> Path:
+        return self.path / _REPLACED
+
+    def remove_replaced(self) -> None:
+        """Once the run that replaces another one has something to show for it."""
+        with writing("clear", self.replaced):
+            if self.replaced.exists():
+                shutil.rmtree(self.replaced)
+
     def holds(self, checkpoint: Path) -> bool:
         """Whether a checkpoint is one of this run's, however its path is written."""
         return checkpoint.resolve().parent == self.checkpoints.resolve()
@@ -89,8 +104,16 @@ def check_run_dir(run: RunSection, rank: int, incarnation: int) -> None:
         ConfigError: it holds another run, and the config does not say what to do with it.
     """
     check_writable(run.dir, rank)
-    starts_anew = run.resume == "never" and incarnation == 1
-    if starts_anew and not run.overwrite and (run.dir / "metrics.jsonl").exists():
+    place = RunDir(run.dir)
+    if run.resume != "never" or incarnation > 1 or run.overwrite:
+        return
+    if place.replaced.exists():
+        raise ConfigError(
+            f"run.dir: {run.dir} holds an earlier run in {_REPLACED}/, where a start that did not "
+            "come to its first step has put it: start anew (run.overwrite = true), or move what is "
+            "in there back to where it was"
+        )
+    if place.metrics.exists():
         raise ConfigError(f"run.dir: {run.dir} holds an earlier run {_what_to_do(run.dir)}")
 
 
@@ -119,27 +142,46 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 
 
 def begin_run(run: RunSection, incarnation: int) -> Path | None:
-    """The checkpoint to go on from, if any; clears the directory for a fresh start. Rank 0.
+    """The checkpoint to go on from, if any; for a fresh start the directory is cleared. Rank 0.
+
+    What an earlier run left is only moved, to `RunDir.replaced`: the new one may not get far.
 
     Raises:
         ConfigError: `run.resume` names a checkpoint that is not there.
     """
     if run.resume not in ("never", "auto"):
         return _named_or_newer(run, incarnation)
-    earlier: tuple[str, ...] = _EARLIER
-    if run.resume == "auto" or incarnation > 1:
-        found = complete_checkpoints(RunDir(run.dir).checkpoints)
-        if found:
-            return found[-1]
-        earlier = tuple(name for name in _EARLIER if name not in _KEPT_WITHOUT_CHECKPOINT)
+    place = RunDir(run.dir)
+    if run.resume == "never" and incarnation == 1:
+        _set_aside(place)
+        return None
+    found = complete_checkpoints(place.checkpoints)
+    if found:
+        return found[-1]
     with writing("clear", run.dir):
-        for name in earlier:
-            path = run.dir / name
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+        for name in _EARLIER:
+            if name not in _KEPT_WITHOUT_CHECKPOINT:
+                _remove(run.dir / name)
     return None
+
+
+def _set_aside(place: RunDir) -> None:
+    """What is there already in `replaced` is of the earlier run, and the rest of a failed start."""
+    with writing("clear", place.path):
+        for name in _EARLIER:
+            path, target = place.path / name, place.replaced / name
+            if target.exists():
+                _remove(path)
+            elif path.exists():
+                place.replaced.mkdir(exist_ok=True)
+                path.rename(target)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _named_or_newer(run: RunSection, incarnation: int) -> Path:

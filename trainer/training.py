@@ -237,6 +237,8 @@ class Trainer:
         progress = stack.enter_context(Progress(config.run_name, config.train.steps, step))
         journal = Journal(config, log, progress)
         stack.enter_context(self._notes.shown_by(journal.note))
+        if self._place.replaced.exists():
+            journal.note(f"the earlier run is kept in {self._place.replaced} until a step is done")
         if step:
             journal.note(f"goes on after step {step}")
         elif config.run.resume == "auto":

@@ -89,11 +89,20 @@ def test_a_killed_job_without_a_checkpoint_goes_on_with_what_was_generated(
 
 
 def test_a_fresh_run_over_an_old_one_has_a_ledger_of_its_own(folder: Path, ended: Path) -> None:
+    """The old one is kept until there is a step of the new one."""
     shutil.copytree(ended, folder / "run")
+
+    failed = run_to_end(folder, "run.overwrite=true", "pool.engine_args.bogus=1")
+
+    assert failed.status == 1
+    with LedgerIndex.build(folder / "run" / "replaced") as index:
+        assert index.counts()["trained"] > GROUPS_PER_STEP * GROUP_SIZE
 
     fresh = run_to_end(folder, "run.overwrite=true", "train.steps=1")
 
     assert fresh.status == 0, fresh.output
+    assert "the earlier run is kept in" in fresh.output
+    assert not (folder / "run" / "replaced").exists()
     with LedgerIndex.build(folder / "run") as index:
         counts = index.counts()
         lives = index.rows("SELECT life FROM lives")

@@ -25,6 +25,7 @@ from umbra.trainer.run_dir import (
     VersionCounter,
     begin_run,
     check_run_dir,
+    complete_checkpoints,
     newest_version,
     process_age_s,
 )
@@ -247,7 +248,26 @@ def test_a_fresh_start_clears_what_an_earlier_run_left_and_nothing_else(tmp_path
 
     assert begin_run(RunSection(dir=tmp_path, overwrite=True), incarnation=1) is None
 
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "replaced"]
+    RunDir(tmp_path).remove_replaced()
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_an_earlier_run_outlives_any_number_of_starts_that_fail(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, step=2, version=3)
+    (tmp_path / "metrics.jsonl").write_text("earlier")
+    overwriting = RunSection(dir=tmp_path, overwrite=True)
+
+    for _ in range(2):
+        assert begin_run(overwriting, incarnation=1) is None
+        assert begin_run(overwriting, incarnation=2) is None  # torchrun tries again
+        (tmp_path / "metrics.jsonl").write_text("")  # and no step is done
+
+    with pytest.raises(ConfigError, match=r"an earlier run in replaced/.*overwrite = true.*back"):
+        check_run_dir(RunSection(dir=tmp_path), rank=0, incarnation=1)
+    kept = RunDir(RunDir(tmp_path).replaced)
+    assert kept.metrics.read_text() == "earlier"
+    assert [path.name for path in complete_checkpoints(kept.checkpoints)] == ["step-000002"]
 
 
 def test_auto_resumes_from_the_newest_complete_checkpoint(tmp_path: Path) -> None:
