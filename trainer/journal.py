@@ -18,12 +18,18 @@ class Journal:
     """Gathers what happens. On ranks other than 0, `log` and `progress` are None: it is silent.
 
     Attributes:
+        steps_before: done when this start of the run began.
         accuracy_before, accuracy_after: of the first and the last evaluation.
     """
 
     def __init__(
-        self, config: TrainerConfig, log: MetricsLog | None, progress: Progress | None
+        self,
+        config: TrainerConfig,
+        log: MetricsLog | None,
+        progress: Progress | None,
+        steps_before: int = 0,
     ) -> None:
+        self.steps_before = steps_before
         self._config = config
         self._log = log
         self._progress = progress
@@ -105,6 +111,7 @@ def finish(
         accuracy_after=journal.accuracy_after,
         wall_s=round(process_age_s(), 2),
         steps=steps,
+        steps_before=journal.steps_before,
         engine_restarts=engine_restarts,
         stopped_by=stopped_by,
         reward_first=first,
@@ -123,7 +130,8 @@ def finish(
 def closing_lines(summary: Summary) -> list[str]:
     """What is printed last."""
     how = f"stopped by {summary.stopped_by} after" if summary.stopped_by else "done:"
-    lines = [f"{how} {summary.steps} steps in {summary.wall_s:.1f} s"]
+    before = f" ({summary.steps_before} of them before this start)" * bool(summary.steps_before)
+    lines = [f"{how} {summary.steps} steps in {summary.wall_s:.1f} s{before}"]
     if summary.stopped_by and summary.steps:
         lines.append("go on with run.resume=auto")
     if summary.accuracy_before is not None and summary.accuracy_after is not None:

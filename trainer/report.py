@@ -26,6 +26,7 @@ class Summary:
             end; None where nothing was evaluated.
         wall_s: from the start of rank 0's process.
         steps: optimizer steps done, those before a resume included.
+        steps_before: those of them; `wall_s` has no part in them.
         engine_restarts: how often an engine was started again.
         stopped_by: the signal that ended the run early; "" if it ran to its end.
         reward_first, reward_last: means over the first and last tenth of the steps.
@@ -38,6 +39,7 @@ class Summary:
     steps: int
     engine_restarts: int
     stopped_by: str = ""
+    steps_before: int = 0
     reward_first: float | None = None
     reward_last: float | None = None
     files: Mapping[str, str] = field(default_factory=dict[str, str])

@@ -107,7 +107,10 @@ def read_model_config(model_path: Path) -> dict[str, Any]:
             f"model.path: no directory {model_path.absolute()}; give a Hugging Face model "
             "directory (config.json, safetensors, tokenizer.json)"
         )
-    return _read_json(model_path / "config.json", "it is not a Hugging Face model directory")
+    advice = "it is not a Hugging Face model directory"
+    if (model_path / "export" / "config.json").exists():
+        advice += f"; that of the run's model is {model_path / 'export'}"
+    return _read_json(model_path / "config.json", advice)
 
 
 def vocab_size(model_path: Path) -> int:

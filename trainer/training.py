@@ -232,15 +232,17 @@ class Trainer:
     def _open_journal(self, stack: contextlib.ExitStack, world: World, step: int) -> Journal:
         config = self._config
         if not world.is_lead:
-            return Journal(config, None, None)
+            return Journal(config, None, None, step)
         log = stack.enter_context(MetricsLog(config.run.dir, first_step=step + 1))
         progress = stack.enter_context(Progress(config.run_name, config.train.steps, step))
-        journal = Journal(config, log, progress)
+        journal = Journal(config, log, progress, step)
         stack.enter_context(self._notes.shown_by(journal.note))
         if self._place.replaced.exists():
             journal.note(f"the earlier run is kept in {self._place.replaced} until a step is done")
         if step:
             journal.note(f"goes on after step {step}")
+            if step >= config.train.steps:
+                journal.note(f"train.steps is {config.train.steps}: no step is left to do")
         elif config.run.resume == "auto":
             journal.note(f"no complete checkpoint in {self._place.checkpoints}: starts anew")
         return journal

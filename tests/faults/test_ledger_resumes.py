@@ -110,6 +110,15 @@ def test_a_fresh_run_over_an_old_one_has_a_ledger_of_its_own(folder: Path, ended
     assert counts["trained"] == sum(counts.values()) == GROUPS_PER_STEP * GROUP_SIZE
 
 
+def test_a_run_with_no_step_left_says_so(folder: Path, ended: Path) -> None:
+    shutil.copytree(ended, folder / "run")
+
+    again = run_to_end(folder, "run.resume=auto", "train.steps=1")
+
+    assert again.status == 0, again.output
+    assert "train.steps is 1: no step is left to do" in again.output
+
+
 def test_a_checkpoint_of_a_history_that_was_given_up_is_not_gone_on_from(folder: Path) -> None:
     assert run_to_end(folder, "train.steps=4", "train.keep_checkpoints=4").status == 0
     older = "run.resume=run/checkpoints/step-000002"

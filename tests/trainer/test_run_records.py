@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from umbra.runtime.errors import ConfigError
+from umbra.runtime.errors import ConfigError, DataError
 from umbra.trainer.checkpoint import TrainerState
 from umbra.trainer.config import RunSection, TrainerConfig
 from umbra.trainer.config_file import parse_config
@@ -29,6 +29,7 @@ from umbra.trainer.run_dir import (
     newest_version,
     process_age_s,
 )
+from umbra.trainer.tokenizer import read_model_config
 
 ROW = {
     "rollout/reward_mean": 0.4312,
@@ -199,6 +200,25 @@ def test_a_stopped_run_leaves_a_summary_only(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "summary.json").read_text())["stopped_by"] == "SIGTERM"
     assert not (tmp_path / "report.html").exists()
     assert closing_lines(summary)[0].startswith("stopped by SIGTERM after 2 steps")
+
+
+def test_steps_of_an_earlier_start_are_told_apart_from_the_time_of_this_one(tmp_path: Path) -> None:
+    journal = Journal(make_config(tmp_path), None, None, steps_before=40)
+
+    summary = finish(
+        make_config(tmp_path), journal, steps=44, engine_restarts=0, stopped_by="SIGTERM"
+    )
+
+    assert closing_lines(summary)[0].endswith(" s (40 of them before this start)")
+    assert json.loads((tmp_path / "summary.json").read_text())["steps_before"] == 40
+
+
+def test_a_run_directory_given_for_a_model_is_told_where_the_model_is(tmp_path: Path) -> None:
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "config.json").write_text("{}")
+
+    with pytest.raises(DataError, match=f"that of the run's model is {tmp_path}/export"):
+        read_model_config(tmp_path)
 
 
 def test_a_resumed_run_remembers_the_accuracy_before(tmp_path: Path) -> None:
