@@ -18,19 +18,22 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from umbra.runtime.errors import RewardError, RolloutError
+from umbra.runtime.errors import RolloutError
 from umbra.runtime.rollout.asked_pool import AskedPool
 from umbra.runtime.rollout.patience import Patience
+from umbra.runtime.rollout.reward_value import reward_value
 from umbra.runtime.rollout.task_host import UserThread
 from umbra.runtime.rollout.text import TextCodec
 from umbra.runtime.rollout.token_ids import token_ids
 from umbra.runtime.rollout.user_function import describe, load_function, place_in_user_code
+
+_NO_NUMBER: Final = "return a finite number, or None to have the reward function score it"
 
 # generate(context [T] int32, max_new_tokens, lora) -> {"tokens": [n] int32, "finish_reason": str}
 Generate = Callable[[Any, int | None, str], Awaitable[dict[str, Any]]]
@@ -168,12 +171,7 @@ class AgentLoop:
             ) from error
         if result is None:
             return None
-        if isinstance(result, bool | int | float) and np.isfinite(result):
-            return float(result)
-        raise RewardError(
-            f"agent loop {self.target} returned {result!r} for sample {sample_id}; return a "
-            "finite number, or None to have the reward function score it"
-        )
+        return reward_value(result, f"agent loop {self.target}", sample_id, _NO_NUMBER)
 
     async def _call(self, context: AgentContext) -> Any:
         answer = self._function(context, context.sample)

@@ -30,6 +30,8 @@ def score(
 def test_rewards_are_numbers_in_order() -> None:
     assert score("length") == [1.0, 3.0]
     assert score("slow_judge") == [1.0, 1.0]
+    assert score("of_numpy") == [0.5, 1.0]
+    assert score("of_torch") == [0.5, 0.5]
 
 
 def test_only_the_columns_that_a_function_takes_are_given() -> None:
@@ -46,6 +48,9 @@ def test_only_the_columns_that_a_function_takes_are_given() -> None:
         ("stops", "raised RuntimeError: raised StopIteration"),
         ("nan_for_the_last", "returned nan for sample e0/p/1; rewards must be finite"),
         ("nothing_for_the_first", "returned None for sample e0/p/0"),
+        ("texts", "returned '1.0' for sample e0/p/0; rewards must be finite numbers"),
+        ("texts_of_numpy", r"returned np.str_\('1.0'\) for sample e0/p/0; rewards must be"),
+        ("one_text", "returned '1' for sample e0/p/0; rewards must be finite numbers"),
         ("too_few", "returned 1 rewards for 2 completions"),
         ("a_number", "returned float for samples e0/p/0, e0/p/1; return a list"),
     ],

@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 hang_is_over = threading.Event()
 
 
@@ -63,6 +65,28 @@ def nan_for_the_last(prompts: list[str], completions: list[str], **_: Any) -> li
 
 def nothing_for_the_first(prompts: list[str], completions: list[str], **_: Any) -> list[Any]:
     return [None, *([0.0] * (len(completions) - 1))]
+
+
+def of_numpy(prompts: list[str], completions: list[str], **_: Any) -> list[Any]:
+    return [np.float32(0.5), *([np.bool_(True)] * (len(completions) - 1))]
+
+
+def of_torch(prompts: list[str], completions: list[str], **_: Any) -> Any:
+    import torch
+
+    return torch.full([len(completions)], 0.5)
+
+
+def texts(prompts: list[str], completions: list[str], **_: Any) -> list[str]:
+    return ["1.0"] * len(completions)
+
+
+def texts_of_numpy(prompts: list[str], completions: list[str], **_: Any) -> Any:
+    return np.asarray(["1.0"] * len(completions))
+
+
+def one_text(prompts: list[str], completions: list[str], **_: Any) -> str:
+    return "1" * len(completions)
 
 
 def too_few(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
