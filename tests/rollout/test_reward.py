@@ -51,6 +51,11 @@ def test_only_the_columns_that_a_function_takes_are_given() -> None:
         ("texts", "returned '1.0' for sample e0/p/0; rewards must be finite numbers"),
         ("texts_of_numpy", r"returned np.str_\('1.0'\) for sample e0/p/0; rewards must be"),
         ("one_text", "returned '1' for sample e0/p/0; rewards must be finite numbers"),
+        (
+            "huge",
+            r"returned -1e\+300 for sample e0/p/1; rewards must lie within 1.701e\+38 of zero",
+        ),
+        ("huge_int", "returned a number beyond 1.8e308 for sample e0/p/0; rewards must lie within"),
         ("too_few", "returned 1 rewards for 2 completions"),
         ("a_number", "returned float for samples e0/p/0, e0/p/1; return a list"),
     ],

@@ -89,6 +89,14 @@ def one_text(prompts: list[str], completions: list[str], **_: Any) -> str:
     return "1" * len(completions)
 
 
+def huge(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    return [0.0] * (len(completions) - 1) + [-1e300]
+
+
+def huge_int(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    return [10**5000] * len(completions)
+
+
 def too_few(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
     return [0.0] * (len(completions) - 1)
 
