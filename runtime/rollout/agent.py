@@ -16,7 +16,6 @@ docs/agents.md.
 from __future__ import annotations
 
 import inspect
-import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final
 
@@ -31,7 +30,7 @@ from umbra.runtime.rollout.reward_value import reward_value
 from umbra.runtime.rollout.task_host import UserThread
 from umbra.runtime.rollout.text import TextCodec
 from umbra.runtime.rollout.token_ids import token_ids
-from umbra.runtime.rollout.user_function import describe, load_function, place_in_user_code
+from umbra.runtime.rollout.user_function import describe, is_mistake_in_code, load_function
 
 _NO_NUMBER: Final = "return a finite number, or None to have the reward function score it"
 
@@ -165,7 +164,7 @@ class AgentLoop:
                     f"agent loop {self.target} took longer than {patience.limit_s:.3g} s for "
                     f"sample {sample_id}; give its tools deadlines or raise agent_timeout_s"
                 ) from None
-            advice = "" if _is_the_codes_own(error) else "; catch what may fail inside the loop"
+            advice = "" if is_mistake_in_code(error) else "; catch what may fail inside the loop"
             raise RolloutError(
                 f"agent loop {self.target} raised {describe(error)} for sample {sample_id}{advice}"
             ) from error
@@ -178,11 +177,3 @@ class AgentLoop:
         if not inspect.isawaitable(answer):
             raise TypeError("it is no async function; write `async def`")
         return await answer
-
-
-def _is_the_codes_own(error: BaseException) -> bool:
-    """A mistake in the code, whatever the model or a tool says: to be mended, not caught."""
-    if isinstance(error, RolloutError | NameError | ImportError | SyntaxError):
-        return True
-    frames = traceback.extract_tb(error.__traceback__)
-    return place_in_user_code(frames) is None  # the call itself failed

@@ -67,6 +67,16 @@ def test_a_bad_reward_is_explained(name: str, message: str) -> None:
     assert f"reward function user_rewards:{name}" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "advice"), [("raises", True), ("has_no_prompts", False), ("misspells", False)]
+)
+def test_to_return_a_number_is_advised_where_that_helps(name: str, advice: bool) -> None:
+    with pytest.raises(RewardError, match=r"raised .* for samples e0/p/0, e0/p/1") as caught:
+        score(name)
+
+    assert ("let it return a number (such as 0.0)" in str(caught.value)) is advice
+
+
 @pytest.mark.parametrize("name", ["wants_answer", "wants_answer_among_others"])
 def test_a_column_that_is_not_there_is_named(name: str) -> None:
     with pytest.raises(RewardError, match=r"takes \['answer'\], which the data set lacks"):

@@ -51,6 +51,14 @@ def raises(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
     raise KeyError("no such answer")
 
 
+def has_no_prompts(completions: list[str]) -> list[float]:
+    return [0.0] * len(completions)
+
+
+def misspells(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    raise NameError("name 'anwser' is not defined")
+
+
 def exits(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
     sys.exit("enough")
 
