@@ -18,7 +18,7 @@ from umbra.trainer.data import check_data
 from umbra.trainer.further_pool import FurtherPoolSection, further_model_config
 from umbra.trainer.run_dir import check_run_dir
 from umbra.trainer.services import prompt_budget, user_folders
-from umbra.trainer.tokenizer import read_model_config
+from umbra.trainer.tokenizer import read_model_config, vocab_size
 
 
 def check_setup(config: TrainerConfig, environment: TorchrunEnvironment) -> None:
@@ -28,6 +28,7 @@ def check_setup(config: TrainerConfig, environment: TorchrunEnvironment) -> None
         ConfigError, DataError, RunDirectoryError.
     """
     check_models(config)
+    check_stop_tokens(config)
     prompt_budget(config).check()
     check_data(config.data)
     if environment.node_rank == 0:  # they run on this node; other ones need not have them
@@ -54,6 +55,17 @@ def _check_context_len(
         raise ConfigError(
             f"{section}.max_context_len = {pool.max_context_len} exceeds the model's "
             f"max_position_embeddings = {limit}: lower it to that or less"
+        )
+
+
+def check_stop_tokens(config: TrainerConfig) -> None:
+    """Raises ConfigError where the model does not have all those that the config names."""
+    size = vocab_size(config.model.path)
+    beyond = [token for token in config.rollout.stop_token_ids if token >= size]
+    if size and beyond:
+        raise ConfigError(
+            f"rollout.stop_token_ids has {beyond}, outside the model's vocabulary of {size} "
+            f"(0 to {size - 1}): no completion would end by them"
         )
 
 

@@ -16,21 +16,23 @@ docs/agents.md.
 from __future__ import annotations
 
 import inspect
-import traceback
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from umbra.runtime.errors import RewardError, RolloutError
+from umbra.runtime.errors import RolloutError
 from umbra.runtime.rollout.asked_pool import AskedPool
 from umbra.runtime.rollout.patience import Patience
+from umbra.runtime.rollout.reward_value import reward_value
 from umbra.runtime.rollout.task_host import UserThread
 from umbra.runtime.rollout.text import TextCodec
 from umbra.runtime.rollout.token_ids import token_ids
-from umbra.runtime.rollout.user_function import describe, load_function, place_in_user_code
+from umbra.runtime.rollout.user_function import describe, is_mistake_in_code, load_function
+
+_NO_NUMBER: Final = "return a finite number, or None to have the reward function score it"
 
 # generate(context [T] int32, max_new_tokens, lora) -> {"tokens": [n] int32, "finish_reason": str}
 Generate = Callable[[Any, int | None, str], Awaitable[dict[str, Any]]]
@@ -162,29 +164,16 @@ class AgentLoop:
                     f"agent loop {self.target} took longer than {patience.limit_s:.3g} s for "
                     f"sample {sample_id}; give its tools deadlines or raise agent_timeout_s"
                 ) from None
-            advice = "" if _is_the_codes_own(error) else "; catch what may fail inside the loop"
+            advice = "" if is_mistake_in_code(error) else "; catch what may fail inside the loop"
             raise RolloutError(
                 f"agent loop {self.target} raised {describe(error)} for sample {sample_id}{advice}"
             ) from error
         if result is None:
             return None
-        if isinstance(result, bool | int | float) and np.isfinite(result):
-            return float(result)
-        raise RewardError(
-            f"agent loop {self.target} returned {result!r} for sample {sample_id}; return a "
-            "finite number, or None to have the reward function score it"
-        )
+        return reward_value(result, f"agent loop {self.target}", sample_id, _NO_NUMBER)
 
     async def _call(self, context: AgentContext) -> Any:
         answer = self._function(context, context.sample)
         if not inspect.isawaitable(answer):
             raise TypeError("it is no async function; write `async def`")
         return await answer
-
-
-def _is_the_codes_own(error: BaseException) -> bool:
-    """A mistake in the code, whatever the model or a tool says: to be mended, not caught."""
-    if isinstance(error, RolloutError | NameError | ImportError | SyntaxError):
-        return True
-    frames = traceback.extract_tb(error.__traceback__)
-    return place_in_user_code(frames) is None  # the call itself failed

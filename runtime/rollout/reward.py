@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from umbra.runtime.errors import ConfigError, RewardError
 from umbra.runtime.rollout.asked_pool import PoolDesk, RewardContext
 from umbra.runtime.rollout.patience import Patience
+from umbra.runtime.rollout.reward_value import reward_value
 from umbra.runtime.rollout.task_host import UserThread
-from umbra.runtime.rollout.user_function import describe, load_function
+from umbra.runtime.rollout.user_function import describe, is_mistake_in_code, load_function
 
 _SHOWN_SAMPLES: Final = 4
 _CONTEXT: Final = "ctx"
+_LET_IT_RETURN: Final = "; let it return a number (such as 0.0) for samples it cannot judge"
+_NO_NUMBER: Final = "rewards must be finite numbers: return 0.0 for what cannot be judged"
 
 
 class RewardFunction:
@@ -75,9 +77,9 @@ class RewardFunction:
                     f"reward function {self.target} took longer than {self._timeout_s:.3g} s for "
                     f"{who}; make it faster or raise timeout_s of [reward]"
                 ) from None
+            advice = "" if is_mistake_in_code(error) else _LET_IT_RETURN
             raise RewardError(
-                f"reward function {self.target} raised {describe(error)} for {who}; let it return "
-                "a number (such as 0.0) for samples it cannot judge"
+                f"reward function {self.target} raised {describe(error)} for {who}{advice}"
             ) from error
         return self._checked(result, sample_ids)
 
@@ -128,21 +130,9 @@ class RewardFunction:
                 f"{len(sample_ids)} completions ({_name(sample_ids)}); return one for each"
             )
         return [
-            self._number(value, sample_id)
+            reward_value(value, f"reward function {self.target}", sample_id, _NO_NUMBER)
             for value, sample_id in zip(values, sample_ids, strict=True)
         ]
-
-    def _number(self, value: Any, sample_id: str) -> float:
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            number = math.nan
-        if not math.isfinite(number):
-            raise RewardError(
-                f"reward function {self.target} returned {value!r} for sample {sample_id}; "
-                "rewards must be finite numbers: return 0.0 for what cannot be judged"
-            )
-        return number
 
 
 def _name(sample_ids: Sequence[str]) -> str:

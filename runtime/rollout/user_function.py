@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 import umbra
-from umbra.runtime.errors import ConfigError
+from umbra.runtime.errors import ConfigError, RolloutError
 
 HOW_TO_FIND: Final = (
     "Install it, have it in the current folder, or name its folder in reward.python_path."
@@ -54,6 +54,14 @@ def describe(error: BaseException) -> str:
     text = "".join(traceback.format_exception_only(error)).strip()
     frame = place_in_user_code(traceback.extract_tb(error.__traceback__))
     return f"{text} ({frame.filename}:{frame.lineno} in {frame.name})" if frame else text
+
+
+def is_mistake_in_code(error: BaseException) -> bool:
+    """To be mended, not caught: it comes whatever the model or a tool says."""
+    if isinstance(error, RolloutError | NameError | ImportError | SyntaxError):
+        return True
+    frames = traceback.extract_tb(error.__traceback__)
+    return place_in_user_code(frames) is None  # the call itself failed
 
 
 def place_in_user_code(frames: traceback.StackSummary) -> traceback.FrameSummary | None:

@@ -64,7 +64,7 @@ def test_a_failed_evaluation_says_so_and_where_more_is_found(
 ) -> None:
     held_out = f"data.eval={assets}/train.jsonl"
 
-    with start_run(folder, setting, held_out, num_ranks=0) as run:
+    with start_run(folder, setting, held_out, "rollout.max_failed_share=0.9", num_ranks=0) as run:
         ended = run.wait(BAD_INPUT_LIMIT_S)
 
     ended.check_failed(*words, "for sample", "eval/", "logs/rollouts.log has what failed before")

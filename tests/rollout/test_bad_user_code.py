@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 NUM_PROMPTS = 8
 BAD_GROUP = "e0/p2"  # of prompt t3
+LOOP_FAILED = "agent loop failed"
 CONFIG: dict[str, Any] = {
     "max_failed_share": 0.5,
     "groups_per_step": NUM_PROMPTS,  # the next epoch's first takes the bad one's place
@@ -25,7 +26,9 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def train_once(session: Session, folder: Path, agent: str, **settings: Any) -> set[str]:
+def train_once(
+    session: Session, folder: Path, agent: str, drop_reason: str = LOOP_FAILED, **settings: Any
+) -> set[str]:
     """The groups of the first epoch; all are in progress at the same time."""
     live = LiveRollouts(
         session,
@@ -39,16 +42,16 @@ def train_once(session: Session, folder: Path, agent: str, **settings: Any) -> s
     )
     live.publish(4)
     samples = merged(live.next_batch(0))
-    assert set(ledger_of(live).drop_reasons) == {"agent loop failed"}
+    assert set(ledger_of(live).drop_reasons) == {drop_reason}
     groups = {sample_id.rpartition("/")[0] for sample_id in samples}
     return {group for group in groups if group.startswith("e0/")}
 
 
-def cause_of_the_drop(run_dir: Path) -> str:
+def cause_of_the_drop(run_dir: Path, drop_reason: str = LOOP_FAILED) -> str:
     with LedgerIndex.build(run_dir) as index:
         found = index.sample(f"{BAD_GROUP}/0")
     assert found is not None
-    assert (found["state"], found["drop_reason"]) == ("dropped", "agent loop failed")
+    assert (found["state"], found["drop_reason"]) == ("dropped", drop_reason)
     return str(found["history"][-1]["detail"])
 
 
@@ -74,6 +77,17 @@ def test_a_loop_that_gives_what_is_no_token_is_told_which(
     cause = cause_of_the_drop(tmp_path)
     assert re.search(said, cause)
     assert re.search(r"user_agents.py:\d+ in gives_no_token_for_t3\) for sample [^;]*$", cause)
+
+
+def test_a_loop_that_gives_a_huge_reward_is_told_the_limit(
+    umbra_session: Session, tmp_path: Path
+) -> None:
+    groups = train_once(umbra_session, tmp_path, "gives_huge_reward_for_t3", "reward failed")
+
+    assert groups == {f"e0/p{idx}" for idx in range(NUM_PROMPTS)} - {BAD_GROUP}
+    cause = cause_of_the_drop(tmp_path, "reward failed")
+    assert f"returned 1e+300 for sample {BAD_GROUP}/" in cause
+    assert "rewards must lie within 1.701e+38 of zero" in cause
 
 
 def test_a_loop_that_is_not_async_is_told_so(umbra_session: Session, tmp_path: Path) -> None:

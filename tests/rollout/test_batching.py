@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from umbra.runtime.rollout.advantages import group_advantages
+from umbra.runtime.rollout.advantages import REWARD_LIMIT, group_advantages
 from umbra.runtime.rollout.batching import GroupShape, RankPlan, plan_batch
 
 GROUPS = st.lists(
@@ -128,3 +128,14 @@ def test_advantages_are_those_of_their_papers() -> None:
 @pytest.mark.parametrize("value", [0.0, 0.1, -3.7])
 def test_equal_rewards_give_exact_zeros(kind: str, value: float) -> None:
     assert not group_advantages(np.full(7, value, np.float32), kind).any()
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo"])
+@pytest.mark.parametrize("others", [1, 15])
+def test_rewards_at_their_limit_give_finite_advantages(kind: str, others: int) -> None:
+    rewards = np.asarray([REWARD_LIMIT, *([-REWARD_LIMIT] * others)], np.float32)
+
+    advantages = group_advantages(rewards, kind)
+
+    assert np.isfinite(advantages).all()
+    assert advantages[0] > 0 > advantages[1]

@@ -30,6 +30,8 @@ def score(
 def test_rewards_are_numbers_in_order() -> None:
     assert score("length") == [1.0, 3.0]
     assert score("slow_judge") == [1.0, 1.0]
+    assert score("of_numpy") == [0.5, 1.0]
+    assert score("of_torch") == [0.5, 0.5]
 
 
 def test_only_the_columns_that_a_function_takes_are_given() -> None:
@@ -46,6 +48,14 @@ def test_only_the_columns_that_a_function_takes_are_given() -> None:
         ("stops", "raised RuntimeError: raised StopIteration"),
         ("nan_for_the_last", "returned nan for sample e0/p/1; rewards must be finite"),
         ("nothing_for_the_first", "returned None for sample e0/p/0"),
+        ("texts", "returned '1.0' for sample e0/p/0; rewards must be finite numbers"),
+        ("texts_of_numpy", r"returned np.str_\('1.0'\) for sample e0/p/0; rewards must be"),
+        ("one_text", "returned '1' for sample e0/p/0; rewards must be finite numbers"),
+        (
+            "huge",
+            r"returned -1e\+300 for sample e0/p/1; rewards must lie within 1.701e\+38 of zero",
+        ),
+        ("huge_int", "returned a number beyond 1.8e308 for sample e0/p/0; rewards must lie within"),
         ("too_few", "returned 1 rewards for 2 completions"),
         ("a_number", "returned float for samples e0/p/0, e0/p/1; return a list"),
     ],
@@ -55,6 +65,16 @@ def test_a_bad_reward_is_explained(name: str, message: str) -> None:
         score(name)
 
     assert f"reward function user_rewards:{name}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"), [("raises", True), ("has_no_prompts", False), ("misspells", False)]
+)
+def test_to_return_a_number_is_advised_where_that_helps(name: str, advice: bool) -> None:
+    with pytest.raises(RewardError, match=r"raised .* for samples e0/p/0, e0/p/1") as caught:
+        score(name)
+
+    assert ("let it return a number (such as 0.0)" in str(caught.value)) is advice
 
 
 @pytest.mark.parametrize("name", ["wants_answer", "wants_answer_among_others"])

@@ -144,6 +144,11 @@ async def gives_no_token_for_t3(ctx: AgentContext, sample: dict[str, Any]) -> fl
     return float(len(tokens))
 
 
+async def gives_huge_reward_for_t3(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
+    await ctx.generate(ctx.prompt_tokens, max_new_tokens=5)
+    return 1e300 if ctx.prompt == "t3" else 1.0
+
+
 def forgets_async_for_t3(ctx: AgentContext, sample: dict[str, Any]) -> Any:
     """Others get what an `async def` would give."""
     return 1.0 if ctx.prompt == "t3" else gives_no_token_for_t3(ctx, sample)

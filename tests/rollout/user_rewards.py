@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 hang_is_over = threading.Event()
 
 
@@ -49,6 +51,14 @@ def raises(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
     raise KeyError("no such answer")
 
 
+def has_no_prompts(completions: list[str]) -> list[float]:
+    return [0.0] * len(completions)
+
+
+def misspells(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    raise NameError("name 'anwser' is not defined")
+
+
 def exits(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
     sys.exit("enough")
 
@@ -63,6 +73,36 @@ def nan_for_the_last(prompts: list[str], completions: list[str], **_: Any) -> li
 
 def nothing_for_the_first(prompts: list[str], completions: list[str], **_: Any) -> list[Any]:
     return [None, *([0.0] * (len(completions) - 1))]
+
+
+def of_numpy(prompts: list[str], completions: list[str], **_: Any) -> list[Any]:
+    return [np.float32(0.5), *([np.bool_(True)] * (len(completions) - 1))]
+
+
+def of_torch(prompts: list[str], completions: list[str], **_: Any) -> Any:
+    import torch
+
+    return torch.full([len(completions)], 0.5)
+
+
+def texts(prompts: list[str], completions: list[str], **_: Any) -> list[str]:
+    return ["1.0"] * len(completions)
+
+
+def texts_of_numpy(prompts: list[str], completions: list[str], **_: Any) -> Any:
+    return np.asarray(["1.0"] * len(completions))
+
+
+def one_text(prompts: list[str], completions: list[str], **_: Any) -> str:
+    return "1" * len(completions)
+
+
+def huge(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    return [0.0] * (len(completions) - 1) + [-1e300]
+
+
+def huge_int(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    return [10**5000] * len(completions)
 
 
 def too_few(prompts: list[str], completions: list[str], **_: Any) -> list[float]:

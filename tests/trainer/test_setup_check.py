@@ -14,13 +14,15 @@ from umbra.trainer.config import TrainerConfig
 from umbra.trainer.config_file import parse_config
 from umbra.trainer.setup_check import check_models, check_setup
 
+MODEL = {"max_position_embeddings": 512, "vocab_size": 50}
+
 
 @pytest.fixture
 def values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A config of which nothing is wrong."""
     monkeypatch.chdir(tmp_path)
     Path("model").mkdir()
-    Path("model/config.json").write_text(json.dumps({"max_position_embeddings": 512}))
+    Path("model/config.json").write_text(json.dumps(MODEL))
     Path("train.jsonl").write_text('{"prompt": "1+1="}\n')
     Path("checked_rewards.py").write_text(
         "def score(prompts, completions): ...\ndef play(ctx): ...\n"
@@ -57,6 +59,12 @@ def environment(node_rank: int = 0) -> TorchrunEnvironment:
         ("pools.judge", {"model_path": "none"}, r"^pools.judge.model_path: no directory"),
         ("rollout", {"max_new_tokens": 511}, ""),
         ("rollout", {"max_new_tokens": 512}, r"max_new_tokens = 512 leaves no room .* of 512"),
+        ("rollout", {"stop_token_ids": [0, 49]}, ""),
+        (
+            "rollout",
+            {"stop_token_ids": [49, 50, 5000]},
+            r"^rollout.stop_token_ids has \[50, 5000\], outside .* of 50 \(0 to 49\)",
+        ),
         ("data", {"id_column": "id"}, r"line 1: no column 'id'; its columns are 'prompt'"),
         (
             "reward",
@@ -97,3 +105,11 @@ def test_how_long_a_context_may_be_is_left_to_an_engine_that_may_know_better(
     values: dict[str, Any], pool: dict[str, Any]
 ) -> None:
     check_models(config_of(values, "pool", max_context_len=513, **pool))
+
+
+def test_stop_tokens_of_a_model_that_does_not_say_its_vocabulary_are_not_judged(
+    values: dict[str, Any],
+) -> None:
+    Path("model/config.json").write_text("{}")
+
+    check_setup(config_of(values, "rollout", stop_token_ids=[5000]), environment())
