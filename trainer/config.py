@@ -141,7 +141,8 @@ class RolloutSection(Section):
         over_sampling: prompts generated for each one that is needed; above 1 the batch is made of
             those that are done first, and what gets too old is dropped.
         drop_uniform_groups: prompts whose completions all have the same reward, from which
-            nothing can be learned, are dropped and others take their place.
+            nothing can be learned, are dropped and others take their place. As many in a row as
+            the data has prompts, and at least 1000 and 10 steps' worth, end the run.
         max_failed_share: so many of the last 200 prompts, or of all so far, may be dropped because
             the reward function or agent loop failed; one more ends the run, so with 0.05 the first
             among fewer than 20.

@@ -33,6 +33,11 @@ class Admission:
         if self._eval is not None:
             self._eval.close()
 
+    @property
+    def num_prompts(self) -> int:
+        """Of the training set."""
+        return len(self._train)
+
     def training_group(self, place: int) -> Group:
         """The group of a place in the endless order, epoch after epoch."""
         epoch, idx = self._order.at(place)

@@ -110,6 +110,7 @@ class RolloutManager:
             self._dispatcher.take_metrics,
             on_change=lambda: self._rounds.answer(),
             on_failure=self._fail,
+            note=self._notes.put,
         )
         self._rounds = Rounds(
             context.name,

@@ -23,6 +23,7 @@ from umbra.runtime.rollout.recorder import Recorder
 from umbra.runtime.rollout.recovery import Recovered
 from umbra.runtime.rollout.staleness import StalenessBound, VersionSteps
 from umbra.runtime.rollout.trajectory import NOT_GENERATED
+from umbra.runtime.rollout.uniform_groups import UniformGroups
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,9 @@ _FAILURE_WINDOW: Final = 200
 
 class GroupSource(Protocol):
     """Where groups come from: `Admission`."""
+
+    @property
+    def num_prompts(self) -> int: ...
 
     def training_group(self, place: int) -> Group: ...
 
@@ -45,6 +49,7 @@ class TrainingFlow:
         take_metrics: numbers of the engines since the last batch.
         on_change: called when a batch may have become ready.
         on_failure: told of an error that ends the job.
+        note: takes lines for the person who runs the job.
     """
 
     def __init__(
@@ -58,6 +63,7 @@ class TrainingFlow:
         *,
         on_change: Callable[[], None],
         on_failure: Callable[[UmbraError], None],
+        note: Callable[[str], None],
     ) -> None:
         self._config = config
         self._source = source
@@ -80,6 +86,7 @@ class TrainingFlow:
         self._ready: dict[int, Group] = {}  # those of `_open` that are scored, as they came
         self._leases: dict[int, list[Group]] = {}  # by step
         self._ended: deque[bool] = deque(maxlen=_FAILURE_WINDOW)  # True for groups that failed
+        self._uniform = UniformGroups(source.num_prompts, config.groups_per_step, note)
         self._began = time.monotonic()
         self._since_last: dict[str, float] = {}  # numbers of the time between the last two batches
         self._dropped_tokens = 0
@@ -165,6 +172,7 @@ class TrainingFlow:
         self._leases = {step: list(groups) for step, groups in recovered.leases.items()}
         self._next_place, self._step = recovered.next_place, -1
         self._is_abandoned = False
+        self._uniform.end_row()
         self.num_admitted, self.num_trained = recovered.num_admitted, recovered.num_trained
         self.dropped = Counter(recovered.dropped)
         for place, group in begun.items():
@@ -186,6 +194,7 @@ class TrainingFlow:
                 self._bound.check(self._token_steps(group), step, f"group {group.group_id}")
             self._leases[step] = groups
             self._recorder.leased(step, groups)
+            self._uniform.batch_taken()
             now = time.monotonic()
             self.gen_s, self._began = now - self._began, now
             dropped_tokens, self._dropped_tokens = float(self._dropped_tokens), 0
@@ -266,12 +275,21 @@ class TrainingFlow:
 
     def _on_scored(self, place: int, group: Group) -> None:
         if self._config.drop_uniform_groups and group.is_uniform:
-            self._drop(place, "all rewards equal")
-            self.admit()
+            self._on_uniform(place, group)
             return
+        self._uniform.end_row()
         self._ended.append(False)
         self._ready[place] = group
         self._on_change()
+
+    def _on_uniform(self, place: int, group: Group) -> None:
+        self._drop(place, "all rewards equal")
+        try:
+            self._uniform.dropped(group, len(self._ready))
+        except RolloutError as error:
+            self._on_failure(error)
+            return
+        self.admit()
 
     def _on_failed(self, place: int, error: UmbraError) -> None:
         """One prompt is not worth the job, but a function that fails often is the job's fault."""

@@ -193,9 +193,12 @@ class Life:
             self.dispatcher.take_metrics,
             on_change=lambda: None,
             on_failure=self.failures.append,
+            note=lambda text: None,
         )
 
     # as Admission
+    num_prompts = 1
+
     def training_group(self, place: int) -> Group:
         config = self.config
         prompt = Prompt(f"p{place}", "", np.asarray([2000 + place, 1, 2], np.int32), {})

@@ -35,6 +35,9 @@ CONFIG = RolloutConfig(
 )
 
 
+UNIFORM = ((0.0, 0.0), (1.0, 1.0))
+
+
 class World:
     """Groups that generate when they are told to; stands where engines and rewards would.
 
@@ -46,6 +49,7 @@ class World:
         self.running: dict[str, tuple[Group, OnScored, OnFailed]] = {}
         self.failure: UmbraError | None = None
         self.num_changes = 0
+        self.notes: list[str] = []
         self.step = 0
         versions = VersionSteps()
         self.learn = versions.learn
@@ -58,6 +62,7 @@ class World:
             dict[str, float],
             on_change=self._on_change,
             on_failure=self._on_failure,
+            note=self.notes.append,
         )
 
     def advance(self, step: int) -> None:
@@ -66,6 +71,8 @@ class World:
         self.flow.advance(step)
 
     # as Admission
+    num_prompts = 1500
+
     def training_group(self, place: int) -> Group:
         prompt = Prompt(f"p{place}", "", np.zeros(1, np.int32), {})
         samples = [
@@ -206,6 +213,40 @@ def test_groups_that_teach_nothing_are_replaced_by_others() -> None:
     world.score("p2")
     assert world.taken() == ids(1, 2)
     assert world.flow.dropped == {"all rewards equal": 1}
+
+
+def test_rare_groups_of_use_never_end_the_run_and_are_noted_ever_less() -> None:
+    world = World(drop_uniform_groups=True)
+    world.advance(0)
+    for place in range(1499 * 4):
+        is_kept = place % 1499 == 1498
+        world.score(f"p{place}", (0.0, 1.0) if is_kept else UNIFORM[place % 2])
+        if is_kept and (batch := world.taken()):
+            assert len(batch) == 2
+            world.advance(world.step + 1)
+
+    assert world.failure is None
+    assert world.step == 2
+    assert [note.split()[0] for note in world.notes] == ["100", "200", "400", "800", "1600"]
+    assert "rollout.drop_uniform_groups" in world.notes[0]
+    assert "wants 2 and has 1" in world.notes[-1]
+    assert "(from 0 to 1 lately)" in world.notes[-1]
+
+
+def test_an_epoch_in_a_row_without_a_group_of_use_ends_the_run() -> None:
+    world = World(drop_uniform_groups=True)
+    world.advance(0)
+    world.score("p0")
+    for place in range(1, 1500):
+        world.score(f"p{place}", (1.0, 1.0))
+    assert world.failure is None
+
+    world.score("p1500", (1.0, 1.0))
+
+    assert isinstance(world.failure, RolloutError)
+    assert "1500 groups in a row were dropped, out of 1500 prompts" in str(world.failure)
+    assert "(1 in all of them)" in str(world.failure)
+    assert not world.running.keys() - {"p1501"}
 
 
 def test_more_than_needed_are_generated_and_the_rest_is_too_old_on_policy() -> None:

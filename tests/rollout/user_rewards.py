@@ -21,6 +21,10 @@ def length(prompts: list[str], completions: list[str], **columns: list[Any]) -> 
     return [float(len(text)) for text in completions]
 
 
+def constant(prompts: list[str], completions: list[str], **columns: list[Any]) -> list[float]:
+    return [0.5] * len(completions)
+
+
 def wants_answer(prompts: list[str], completions: list[str], answer: list[str]) -> list[bool]:
     return [text.strip() == right for text, right in zip(completions, answer, strict=True)]
 
