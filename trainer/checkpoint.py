@@ -13,9 +13,10 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
+from collections import defaultdict
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -23,6 +24,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
 
 from umbra.runtime.errors import ConfigError, UmbraError
 from umbra.trainer.files import (
@@ -36,11 +41,13 @@ from umbra.trainer.run_dir import COMPLETE, complete_checkpoints, is_complete
 from umbra.trainer.world import World, barrier, from_lead
 
 _STATE_FILE: Final = "trainer.json"
+_METADATA_FILE: Final = ".metadata"
 _MODEL: Final = "model."
 _OPTIMIZER: Final = "optimizer."
 _dcp: Final[Any] = dcp
 _IF_DAMAGED: Final = (
-    "; if it is damaged, remove it: run.resume = 'auto' then goes on from the one before it"
+    "; if the checkpoint is damaged, remove it: run.resume = 'auto' then goes on from the one "
+    "before it"
 )
 
 
@@ -99,18 +106,19 @@ class CheckpointStore:
 
         Raises:
             ConfigError: `path` is no complete checkpoint, or one of another model.
-            RunDirectoryError: it cannot be read.
+            RunDirectoryError: a file of it cannot be read.
         """
         state = read_trainer_state(path)
         _start_moments(optimizer)
         tensors = _tensors(parameters, optimizer)
         random_state = _random_state(self._world.rank)
         with _disk_trouble("read the checkpoint", path, _IF_DAMAGED):
-            saved = _dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+            reader = _Reader(path)
+            saved = reader.read_metadata().state_dict_metadata
             _check_fit(path, tensors, saved)
             if random_state.keys() <= saved.keys():
                 tensors |= random_state
-            _dcp.load(tensors, checkpoint_id=path)
+            _dcp.load(tensors, storage_reader=reader)
         for value in random_state.values():
             torch.set_rng_state(value)
         barrier()
@@ -148,14 +156,57 @@ def read_trainer_state(path: Path) -> TrainerState:
 
     Raises:
         ConfigError: `path` is no complete checkpoint.
+        RunDirectoryError: the file cannot be read, or is damaged.
     """
     if not is_complete(path):
         what = "is incomplete: its save was interrupted" if path.is_dir() else "does not exist"
         raise ConfigError(f"checkpoint {path} {what}; choose another or set run.resume = 'auto'")
-    try:
+    with _reading(path, _STATE_FILE):
         return TrainerState(**json.loads((path / _STATE_FILE).read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"checkpoint {path}: {_STATE_FILE} is unusable: {error}") from error
+
+
+class _Reader(FileSystemReader):
+    """Names the file that cannot be read: torch's own errors do not."""
+
+    @property
+    def _checkpoint(self) -> Path:
+        return Path(cast("Any", self).path)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with _reading(self._checkpoint, _METADATA_FILE):
+            return super().read_metadata(*args, **kwargs)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        items: defaultdict[str, list[ReadItem]] = defaultdict(list)
+        for item in plan.items:
+            items[self.storage_data[item.storage_index].relative_path].append(item)
+        for name, of_file in items.items():
+            with _reading(self._checkpoint, name):
+                super().read_data(replace(plan, items=of_file), planner).wait()
+        return super().read_data(replace(plan, items=[]), planner)  # as it says that it is done
+
+
+@contextmanager
+def _reading(checkpoint: Path, name: str) -> Generator[None]:
+    """Turns any error in reading a file of a checkpoint into one that names it, with the remedy.
+
+    Damaged bytes lead to errors of nearly every kind in the libraries that parse them.
+    """
+    try:
+        yield
+    except OSError as error:
+        what = f"read {name} of the checkpoint"
+        raise describe_os_error(what, checkpoint, error, _IF_DAMAGED) from error
+    except Exception as error:
+        raise RunDirectoryError(
+            f"cannot read {name} of the checkpoint {checkpoint}: {_cause(error)}{_IF_DAMAGED}"
+        ) from error
+
+
+def _cause(error: BaseException) -> str:
+    """Its type and the first line of its text, which some errors lack."""
+    lines = str(error).strip().splitlines()
+    return ": ".join([type(error).__name__, *lines[:1]])
 
 
 def _tensors(
@@ -221,6 +272,6 @@ def _disk_trouble(what: str, path: Path, advice: str = "") -> Generator[None]:
                 raise describe_os_error(what, path, cause) from error
             if isinstance(cause, UmbraError):
                 raise cause from error
-        raise RunDirectoryError(f"cannot {what} {path}: {causes[0]}{advice}") from error
+        raise RunDirectoryError(f"cannot {what} {path}: {_cause(causes[0])}{advice}") from error
     except OSError as error:
         raise describe_os_error(what, path, error) from error

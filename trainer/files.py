@@ -28,9 +28,15 @@ class RunDirectoryError(UmbraError):
     """Something cannot be written to, or read from, the run directory."""
 
 
-def describe_os_error(what: str, path: Path, error: OSError) -> RunDirectoryError:
-    """The same error in words: what was attempted, where, why, and the remedy."""
-    reason = _REMEDIES.get(error.errno or 0, error.strerror or str(error))
+def describe_os_error(
+    what: str, path: Path, error: OSError, otherwise: str = ""
+) -> RunDirectoryError:
+    """The same error in words: what was attempted, where, why, and the remedy.
+
+    Args:
+        otherwise: the remedy, with what goes before it, where the error itself tells none.
+    """
+    reason = _REMEDIES.get(error.errno or 0, (error.strerror or str(error)) + otherwise)
     return RunDirectoryError(f"cannot {what} {path}: {reason}")
 
 

@@ -321,6 +321,34 @@ def load_half_a_file(world: World, folder: str) -> str:
     return said_by(lambda: store.load(path, policy.parameters, optimizer.adamw))
 
 
+def load_damaged(world: World, checkpoint: str, folder: str) -> dict[str, str]:
+    """What is said when a file of a checkpoint is damaged, by what was done to which file."""
+    policy = make_policy(world)
+    _, optimizer = make_train_step(world, policy, TRAIN)
+    store = CheckpointStore(Path(folder), world, keep=1)
+
+    def damage_and_load(name: str, kept: float | None) -> str:
+        copy = Path(folder) / f"{name}-{kept}"
+        from_lead(world, lambda: _copy_damaged(Path(checkpoint), copy, name, kept))
+        return said_by(lambda: store.load(copy, policy.parameters, optimizer.adamw))
+
+    files = ("__0_0.distcp", "__1_0.distcp", ".metadata", "trainer.json")
+    done = {"halved": 0.5, "emptied": 0.0, "removed": None}
+    return {
+        f"{name} {what}": damage_and_load(name, kept)
+        for name in files
+        for what, kept in done.items()
+    }
+
+
+def _copy_damaged(checkpoint: Path, copy: Path, name: str, kept: float | None) -> None:
+    shutil.copytree(checkpoint, copy)
+    if kept is None:
+        (copy / name).unlink()
+    else:
+        os.truncate(copy / name, int((copy / name).stat().st_size * kept))
+
+
 def said_by(action: Callable[[], object]) -> str:
     """The error that `action` raises, in words; "" where it does not."""
     try:

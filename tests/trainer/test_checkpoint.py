@@ -44,6 +44,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     place = str(folder)
     two_ranks = {
         "save": ["save_after_two_steps", f"{place}/saved"],
+        "damaged": ["load_damaged", f"{place}/saved/step-000002", f"{place}/damaged-copies"],
         "many": ["save_many", f"{place}/many", [10, 20, 30], 2],
         "blocked": ["fail_to_save", f"{place}/file/checkpoints"],
         "qwen3": ["export_model", f"{place}/qwen3", f"{place}/qwen3-export", "float32"],
@@ -91,8 +92,26 @@ def test_a_checkpoint_of_another_model_is_refused(ran: Ran) -> None:
 
 
 def test_a_damaged_checkpoint_is_told_with_its_remedy(ran: Ran) -> None:
-    assert ran.one["damaged"].startswith("RunDirectoryError: cannot read the checkpoint")
-    assert "if it is damaged, remove it: run.resume = 'auto' then" in ran.one["damaged"]
+    assert ran.one["damaged"].startswith("RunDirectoryError: cannot read __0_0.distcp of the check")
+    assert "is damaged, remove it: run.resume = 'auto' then goes on" in ran.one["damaged"]
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "__1_0.distcp", ".metadata", "trainer.json"])
+@pytest.mark.parametrize("damage", ["halved", "emptied", "removed"])
+def test_a_damaged_file_is_named_on_every_rank_with_cause_and_remedy(
+    ran: Ran, name: str, damage: str
+) -> None:
+    one, other = (rank["damaged"][f"{name} {damage}"] for rank in ran.two)
+
+    assert one == other
+    place, _, rest = one.partition(": ")[2].partition(": ")
+    assert place.startswith(f"cannot read {name} of the checkpoint /")
+    cause, _, remedy = rest.partition("; ")
+    assert cause == "No such file or directory" if damage == "removed" else cause
+    assert remedy == (
+        "if the checkpoint is damaged, remove it: run.resume = 'auto' then goes on from the one "
+        "before it"
+    )
 
 
 def test_an_incomplete_checkpoint_is_refused_by_name(ran: Ran, tmp_path: Path) -> None:
