@@ -239,8 +239,10 @@ def test_an_error_of_the_reward_is_said_by_every_rank(folder: Path) -> None:
     output, _ = process.communicate(timeout=100)
 
     assert process.returncode != 0
+    said = (
+        "RewardError: the evaluation after step 0 failed, .*: reward function bad:bad returned 1 "
+    )
     for rank in (0, 1):
-        said = f"rank {rank}: RewardError: reward function bad:bad returned 1 rewards"
-        assert said in output
+        assert re.search(f"rank {rank}: {said}", output)
     of_torchrun = output[output.index("Root Cause (first observed failure)") :]
-    assert "RewardError: reward function bad:bad returned 1 rewards" in of_torchrun
+    assert re.search(said, of_torchrun)
