@@ -15,7 +15,7 @@ from whole_runs import START_LIMIT_S, start_run
 from umbra.runtime.rollout.ledger.index import LedgerIndex
 from umbra.trainer.metrics import read_metrics
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
 
 GROUP_SIZE = 2
 SETTINGS = (
