@@ -40,11 +40,9 @@ _EARLIER: Final = (
 )
 COMPLETE: Final = "COMPLETE"
 """The file that is written last into a checkpoint."""
+_REPLACED: Final = "replaced"
 # A run that is gone on with from its very beginning: what was generated need not be done again.
 _KEPT_WITHOUT_CHECKPOINT: Final = ("ledger", "versions.jsonl")
-
-
-_REPLACED: Final = "replaced"
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from umbra.runtime.rollout.recorder import Recorder
 from umbra.runtime.rollout.sessions import AgentSessions
 from umbra.runtime.rollout.trajectory import Trajectory
 from umbra.runtime.rollout.turn import Turn
-from umbra.runtime.rollout.worker_pool import Job, WorkerPool
+from umbra.runtime.rollout.worker_pool import GroupRetries, Job, WorkerPool
 
 # What a rollout actor may add to the deadline it watches itself before it counts as stuck.
 _WORKER_MARGIN_S: Final = 15.0
@@ -33,13 +33,27 @@ OnFailed = Callable[[Group, UmbraError], None]
 class _Run:
     """A group under way."""
 
-    __slots__ = ("group", "is_wanted", "on_failed", "on_scored", "shares_prompt", "temperature")
+    __slots__ = (
+        "group",
+        "is_wanted",
+        "on_failed",
+        "on_scored",
+        "retries",
+        "shares_prompt",
+        "temperature",
+    )
 
     def __init__(
-        self, group: Group, temperature: float, on_scored: OnScored, on_failed: OnFailed
+        self,
+        group: Group,
+        temperature: float,
+        retries: int,
+        on_scored: OnScored,
+        on_failed: OnFailed,
     ) -> None:
         self.group = group
         self.temperature = temperature
+        self.retries = GroupRetries(retries)
         self.on_scored = on_scored
         self.on_failed = on_failed
         self.is_wanted = True
@@ -80,7 +94,9 @@ class GroupRunner:
         Exactly one of the callbacks is called, once, unless `abandon` comes first. Either may be
         called before this returns.
         """
-        run = self._runs[group] = _Run(group, temperature, on_scored, on_failed)
+        run = self._runs[group] = _Run(
+            group, temperature, self._config.agent_retries, on_scored, on_failed
+        )
         unfinished = [sample for sample in group.trajectories if not sample.is_finished]
         group.num_open = len(unfinished)
         if not unfinished:
@@ -170,6 +186,7 @@ class GroupRunner:
             on_result=on_result,
             on_failure=lambda error: self._fail(run, error),
             is_wanted=lambda: run.is_wanted,
+            group_retries=run.retries,
             retries=self._config.agent_retries,
         )
 
@@ -196,6 +213,7 @@ class GroupRunner:
             on_result=on_result,
             on_failure=lambda error: self._fail(run, error),
             is_wanted=lambda: run.is_wanted,
+            group_retries=run.retries,
         )
 
     def _item(

@@ -47,6 +47,13 @@ _RESOLVE_TIMEOUT_S: Final = 300.0
 _STALE_REF_WAIT_S: Final = 0.05
 
 
+@dataclass(slots=True, eq=False)
+class GroupRetries:
+    """What a group's jobs have left together after one blocked: it costs all that ran beside it."""
+
+    left: int
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Job:
     """A call for any rollout actor to answer. It may run more than once.
@@ -60,7 +67,8 @@ class Job:
         on_failure: told of an error that another attempt would not heal.
         is_wanted: False once nobody waits for the outcome; neither is called then.
         num_deaths: of actors that it may have been the cause of.
-        retries: how often it may be tried again after it failed by itself.
+        retries: how often it may be tried again after it failed by itself,
+        group_retries: and of these, after it blocked its process.
     """
 
     label: str
@@ -72,6 +80,7 @@ class Job:
     on_result: Callable[[Any], None]
     on_failure: Callable[[UmbraError], None]
     is_wanted: Callable[[], bool]
+    group_retries: GroupRetries
     num_deaths: int = 0
     retries: int = 0
 
@@ -106,7 +115,6 @@ class WorkerPool:
         }
         self._suspects: asyncio.Queue[Job] = asyncio.Queue()
         self._blocked = {method: BlockedInARow() for method in concurrency}
-        self._retries_left: dict[str, int] = {}  # of groups of which a job has blocked
 
     def put(self, job: Job) -> None:
         queue = self._suspects if job.num_deaths else self._queues[job.method]
@@ -184,10 +192,8 @@ class WorkerPool:
 
     def _on_blocked(self, job: Job, reason: str) -> None:
         job.num_deaths = max(1, job.num_deaths)  # its next attempt is the first of all
-        # each one costs all that ran beside it: a group's jobs share the retries
-        left = self._retries_left.setdefault(job.group_id, job.retries)
-        job.retries = min(job.retries, left)
-        self._retries_left[job.group_id] = left - 1
+        job.retries = min(job.retries, job.group_retries.left)
+        job.group_retries.left -= 1
         so_often = self._blocked[job.method].on_blocked(job.group_id)
         if so_often:
             self._on_failure(_error_of(job, f"{reason} ({so_often})"))

@@ -119,6 +119,28 @@ def test_a_loop_that_blocks_the_others_is_found_and_named(
     assert f"in {function}" in cause
 
 
+def test_each_evaluation_has_the_retries_of_a_prompt_anew(
+    umbra_session: Session, tmp_path: Path
+) -> None:
+    """Their prompts are the same ones, and so are the names of these."""
+    live = LiveRollouts(
+        umbra_session,
+        tmp_path,
+        agent="blocks_the_first_of_two_times",
+        reward="",
+        config=CONFIG,
+        worker={"block_limit_s": 0.5},
+        num_prompts=NUM_PROMPTS,
+        max_restarts=30,
+    )
+    live.publish(4)
+
+    for step, num_tries in enumerate((2, 4)):
+        live.evaluate(step)
+        (tried,) = tmp_path.rglob("tried-for-t3")
+        assert len(tried.read_text()) == num_tries
+
+
 @pytest.mark.parametrize(
     ("agent", "reward", "place"),
     [

@@ -112,6 +112,17 @@ async def blocks_for_t3(ctx: AgentContext, sample: dict[str, Any]) -> float | No
     return float(len(tokens))
 
 
+async def blocks_the_first_of_two_times(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
+    """For t3, as a tool does that hangs now and then."""
+    if ctx.prompt == "t3":
+        tried = Path(sample["marker"]).with_name("tried-for-t3")
+        num_tries = len(tried.read_text()) if tried.exists() else 0
+        tried.write_text("." * (num_tries + 1))
+        if num_tries % 2 == 0:
+            time.sleep(60.0)  # noqa: ASYNC251
+    return float(len(await ctx.generate(ctx.prompt_tokens, max_new_tokens=5)))
+
+
 async def tool_that_blocks() -> None:
     time.sleep(60.0)  # noqa: ASYNC251
 
