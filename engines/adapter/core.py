@@ -51,6 +51,7 @@ class Core(Protocol):
     Attributes:
         name: of the library, for messages.
         died: set when a process of the engine ends; the engine is of no use then.
+        ended: set when a request has ended, by an engine that tells; whoever takes it clears this.
         is_paused: follows what the engine does, also by itself.
         memory: bytes when awake, "weights_nbytes" and "kv_nbytes".
         lora_names: adapters that requests may name.
@@ -59,6 +60,7 @@ class Core(Protocol):
     name: str
     lora_names: Collection[str] = ()
     died: asyncio.Event
+    ended: asyncio.Event
     is_paused: bool
     vocab_size: int
     memory: Mapping[str, int]

@@ -76,6 +76,7 @@ class SglangCore(Core):
         self._released: set[str] = set()  # of _MEMORY_TAGS
         self._is_saved = False  # the weights that sleep are in host memory
         self.died = asyncio.Event()
+        self.ended = asyncio.Event()
         self.is_paused = False
         self.vocab_size = 0
         self.memory: Mapping[str, int] = {"weights_nbytes": 0, "kv_nbytes": 0}
@@ -228,6 +229,7 @@ class SglangCore(Core):
         except Exception as error:  # noqa: BLE001 - it is the end of this request alone
             output.end(f"{type(error).__name__}: {error}")
         finally:
+            self.ended.set()
             del self._live[key]
             if not self._live:
                 self._is_idle.set()

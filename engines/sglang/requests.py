@@ -8,6 +8,9 @@ from typing import Any, Final
 from umbra.engines.requests import GenerationRequest
 
 _MESSAGES_PER_STEP: Final = 5
+_MIN_STREAM_INTERVAL: Final = 2
+# With 1, SGLang 0.5.17 sends an empty message of a request that it puts back while its prompt is
+# computed, and the logprob of its first token never.
 _MAX_STREAM_INTERVAL: Final = 50
 
 
@@ -31,7 +34,8 @@ def stream_interval(num_running: int) -> int:
     SGLang's scheduler takes about 27 us for a message (0.5.17; 256 requests: 7 ms a step). Those of
     requests that do not stream it sends each 50 tokens: here as seldom where there are 250.
     """
-    return min(max(1, num_running // _MESSAGES_PER_STEP), _MAX_STREAM_INTERVAL)
+    interval = num_running // _MESSAGES_PER_STEP
+    return min(max(_MIN_STREAM_INTERVAL, interval), _MAX_STREAM_INTERVAL)
 
 
 def generate_fields(

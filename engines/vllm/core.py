@@ -52,6 +52,7 @@ class VllmCore(Core):
         self.lora_names = tuple(settings.lora_adapters)
         self._asleep: set[str] = set()  # tags
         self.died = asyncio.Event()
+        self.ended = asyncio.Event()  # vLLM does not tell
         self.is_paused = False
         self.vocab_size = 0
         self.memory: Mapping[str, int] = {"weights_nbytes": 0, "kv_nbytes": 0}

@@ -42,6 +42,7 @@ class ScriptedCore(Core):
 
     def __init__(self) -> None:
         self.died = asyncio.Event()
+        self.ended = asyncio.Event()
         self.is_paused = False
         self.vocab_size = VOCAB_SIZE
         self.memory: Mapping[str, int] = {"weights_nbytes": 1, "kv_nbytes": 1}

@@ -54,9 +54,9 @@ async def begin(
     return [len(state.entries) + len(state.unsent) for state in states]
 
 
-def test_sglang_sends_each_token_of_few_requests_and_seldom_those_of_many() -> None:
-    counts = (1, 5, 9, 10, 128, 256, 10_000)
-    assert [stream_interval(count) for count in counts] == [1, 1, 1, 2, 25, 50, 50]
+def test_sglang_sends_tokens_of_few_requests_often_and_those_of_many_seldom() -> None:
+    counts = (1, 9, 10, 15, 128, 256, 10_000)
+    assert [stream_interval(count) for count in counts] == [2, 2, 2, 3, 25, 50, 50]
 
 
 def test_sglang_sends_as_many_messages_a_step_for_many_requests_as_for_few(
@@ -77,6 +77,15 @@ def test_sglang_sends_as_many_messages_a_step_for_many_requests_as_for_few(
         per_request = 2 + NUM_NEW_TOKENS / stream_interval(COUNT)  # the first and the last, too
         assert COUNT * 2 < num_messages <= COUNT * per_request
         assert {len(c.tokens) for c in together.completions.values()} == {NUM_NEW_TOKENS}
+
+    run_async(body)
+
+
+def test_what_sglang_has_ended_is_delivered_before_the_next_tick(make_engine: MakeEngine) -> None:
+    async def body() -> None:
+        async with running(engine := make_engine(tick_ms=1e6)):
+            results = await results_of(engine, requests(COUNT, max_new_tokens=NUM_NEW_TOKENS))
+        assert {len(c.tokens) for c in results.completions.values()} == {NUM_NEW_TOKENS}
 
     run_async(body)
 
