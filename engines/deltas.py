@@ -1,12 +1,13 @@
 """What an engine sends back: columnar batches of token runs, one batch a tick.
 
-A run is a stretch of one request's tokens made under one version. S: runs in a batch, N: tokens
-in a batch, F: requests finished in a batch.
+The end of a request does not wait for the tick where an engine tells it: a tool or the next turn
+waits for it. A run is a stretch of one request's tokens made under one version. S: runs in a batch,
+N: tokens in a batch, F: requests finished in a batch.
 """
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import Final, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,9 @@ import numpy.typing as npt
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
+
+END_TICK_S: Final = 0.005
+"""Requests that end within it come in one batch: many with the same budget do."""
 
 
 class DeltaBatch(TypedDict):

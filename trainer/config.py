@@ -201,7 +201,8 @@ class PoolSection(Section):
         max_num_seqs: completions an engine works on at a time.
         max_context_len: longest prompt + completion; default the model's limit, at most 4096.
         kv_cache_num_tokens: size of an engine's KV cache; the engine's choice by default.
-        tick_ms: how often engines report new tokens.
+        tick_ms: how often engines report new tokens. The end of a request waits for it with vLLM
+            only.
         num_threads: CPU threads of an engine; default cores / engines.
         engine_args: passed on to the engine unchanged; for "vllm" options of its
             AsyncEngineArgs, such as tensor_parallel_size, for "sglang" of its ServerArgs, such as

@@ -65,7 +65,8 @@ class FurtherPoolSection(Section):
         max_num_seqs: answers an engine works on at a time.
         max_context_len: longest prompt + answer; default the model's limit, at most 4096.
         kv_cache_num_tokens: size of an engine's KV cache; the engine's choice by default.
-        tick_ms: how often engines report new tokens.
+        tick_ms: how often engines report new tokens. The end of a request waits for it with vLLM
+            only.
         num_threads: CPU threads of an engine; default cores / engines.
         engine_args: as in [pool].
         lora_adapters: LoRA adapters by name, folders as PEFT saves them, of which a question picks

@@ -30,7 +30,7 @@ MANAGER: Final = "rollouts"
 # less pays for Python; on a GPU more takes memory and less leaves it idle.
 _DEFAULT_TOKENS: Final = {"cpu": 2048, "cuda": 16384}
 # A worker runs user code, which may crash it for reasons that pass.
-# User code ends them, which `max_failed_share` bounds; one bad prompt costs three lives.
+# User code ends them, which `max_failed_share` bounds; one bad prompt costs four lives.
 _WORKER_RESTARTS: Final = RestartPolicy(
     mode="on_failure", max_restarts=50, window_s=600.0, backoff_max_s=2.0
 )

@@ -20,7 +20,7 @@ from umbra.engines.adapter.core import Core
 from umbra.engines.adapter.running import RunningRequest, RunningRequests
 from umbra.engines.adapter.warm_up import warm_up
 from umbra.engines.delta_stream import DeltaStream
-from umbra.engines.deltas import DeltaBatch, DeltaBuffer
+from umbra.engines.deltas import END_TICK_S, DeltaBatch, DeltaBuffer
 from umbra.engines.gate import EngineGate
 from umbra.engines.memory import tree_resident_nbytes
 from umbra.engines.protocol import EngineStats, PauseMode
@@ -35,8 +35,6 @@ _T = TypeVar("_T")
 _QUIET_PASSES: Final = 3
 # Passes of the event loop without a token after which the engine's frontend has handled all that
 # had come: vLLM's handles a part in each.
-_END_TOGETHER_S: Final = 0.005
-# Requests that end within it come in one delta: 256 that were given the same budget do.
 
 
 class AdapterEngine:
@@ -44,7 +42,7 @@ class AdapterEngine:
     they fail.
 
     Args:
-        tick_ms: the time between two deltas.
+        tick_ms: the time between two deltas, where no request ends that the core tells of.
         load_weights: the core starts with weights, and serves as version 0.
     """
 
@@ -138,7 +136,7 @@ class AdapterEngine:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._tick_s):
                 await self._core.ended.wait()
-                await asyncio.sleep(_END_TOGETHER_S)
+                await asyncio.sleep(END_TICK_S)
         self._core.ended.clear()
 
     async def _abort_doomed_forever(self) -> None:

@@ -23,7 +23,8 @@ from umbra.runtime.lifecycle import SleepLevel, Tag
 
 
 class EmbeddedEngine:
-    """See `EmbeddedConfig` for the settings, `tick_ms` is the least time between two deltas.
+    """See `EmbeddedConfig` for the settings; `tick_ms` is the least time between two deltas in
+    which no request ends.
 
     Entering it builds the model; leaving it ends the compute thread. `run()` raises when the
     thread fails, and so do all calls and streams from then on.

@@ -3,7 +3,7 @@
 event loop                               compute thread
   run(job) ── jobs ─────────────────────▶ between two steps: job(worker)
   future  ◀── call_soon_threadsafe ────── result or error
-  on_batch ◀─ call_soon_threadsafe ────── token deltas, at most one batch a tick
+  on_batch ◀─ call_soon_threadsafe ────── token deltas, a batch a tick; more where requests end
   on_failure ◀ call_soon_threadsafe ───── a step raised: the thread has ended
 """
 
@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
-from umbra.engines.deltas import DeltaBatch
+from umbra.engines.deltas import END_TICK_S, DeltaBatch
 from umbra.engines.embedded.worker import EngineWorker
 from umbra.runtime.errors import EngineError
 
@@ -130,7 +130,7 @@ class ComputeThread:
         self._call_soon(_set_result, self._ended, None)
 
     def _serve(self, worker: EngineWorker) -> None:
-        next_flush = 0.0
+        last_flush = 0.0
         while True:
             can_step = worker.can_step
             while not can_step or not self._jobs.empty():
@@ -146,9 +146,10 @@ class ComputeThread:
             self.is_stepping = False
             self.num_steps += 1
             now = time.monotonic()
-            if now >= next_flush or not worker.can_step:
+            tick_s = min(END_TICK_S, self._tick_s) if worker.has_finishes else self._tick_s
+            if now >= last_flush + tick_s or not worker.can_step:
                 self._flush(worker)
-                next_flush = now + self._tick_s
+                last_flush = now
 
     def _flush(self, worker: EngineWorker) -> None:
         batch = worker.take_deltas()

@@ -73,6 +73,11 @@ class EngineWorker:
         self._core.step()
         self._settle_drain()
 
+    @property
+    def has_finishes(self) -> bool:
+        """Requests have ended whose end has not been taken."""
+        return self._core.has_finishes
+
     def take_deltas(self) -> DeltaBatch | None:
         return self._core.take_deltas()
 

@@ -68,7 +68,8 @@ class RolloutConfig:
             `max_num_seqs` it idles; far above, an engine that joins late finds no work.
         score_concurrency, agent_concurrency: calls in progress per rollout worker.
         max_worker_deaths: how many deaths of rollout workers one piece of work may be suspected of.
-            The one after that, while it runs alone, convicts it.
+            From the second on, or the last but one, it runs beside no other suspect. The one after
+            the last, while it runs alone, convicts it.
     """
 
     prompts_path: str
@@ -108,7 +109,7 @@ class RolloutConfig:
     max_inflight_per_engine: int = 256
     score_concurrency: int = 4
     agent_concurrency: int = 32
-    max_worker_deaths: int = 2
+    max_worker_deaths: int = 3
 
     @classmethod
     def from_wire(cls, values: Mapping[str, Any]) -> RolloutConfig:

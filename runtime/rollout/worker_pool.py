@@ -1,17 +1,20 @@
 """The manager's side of the rollout actors: hands out work and outlives their deaths.
 
     put(job) -> queue of its method -> lanes of a worker -> call -> on_result | on_failure
-                                                |
-                queue of suspects  <------------+  the worker died
+                     ^                          |
+                     +--------------------------+  the worker died
+                queue of suspects  <------------+  again
                    |
                    +-> one at a time beside the other work, at last quite alone
 
-A worker does many jobs at a time, and dies of one. Each that was there becomes a suspect; only
-one suspect at a time runs on a worker, and a death beside it counts for that one alone. The death
-that would convict it is allowed only while nothing else runs there: so a job is never given up for
-what another one does. Where the worker said itself which job ends it (`blame`), nobody else is
-suspected, and that one's next attempt comes before other work. Where such ends follow each other,
-so that no job of the kind gets done, it is not a job's fault but the function's: all of it fails.
+A worker does many jobs at a time, and dies of one, or of none: one death proves nothing, and all
+that was there runs again as before. Each that has seen two becomes a suspect; only one suspect at
+a time runs on a worker, and of all suspects a death counts for that one alone. The death that would
+convict it is allowed only while nothing else runs there, and before the others are tried: so a job
+is never given up for what another one does. With the conviction those that were not tried go free.
+Where the worker said itself which job ends it (`blame`), nobody else is suspected, and that one's
+next attempt comes before other work. Where such ends follow each other, so that no job of the kind
+gets done, it is not a job's fault but the function's: all of it fails.
 
 Jobs may therefore run more than once: rewards and agent loops are repeatable by contract.
 """
@@ -19,11 +22,12 @@ Jobs may therefore run more than once: rewards and agent loops are repeatable by
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from umbra.runtime.actor import ActorContext
 from umbra.runtime.errors import (
@@ -45,6 +49,7 @@ _RESOLVE_TIMEOUT_S: Final = 300.0
 # Between two looks at a worker whose death the supervisor has not noticed yet. It takes a few
 # milliseconds; asking faster only burns its time.
 _STALE_REF_WAIT_S: Final = 0.05
+_SUSPECT_FROM: Final = 2  # deaths
 
 
 @dataclass(slots=True, eq=False)
@@ -67,6 +72,7 @@ class Job:
         on_failure: told of an error that another attempt would not heal.
         is_wanted: False once nobody waits for the outcome; neither is called then.
         num_deaths: of actors that it may have been the cause of.
+        is_suspect: it runs beside no other suspect.
         retries: how often it may be tried again after it failed by itself,
         group_retries: and of these, after it blocked its process.
     """
@@ -82,6 +88,7 @@ class Job:
     is_wanted: Callable[[], bool]
     group_retries: GroupRetries
     num_deaths: int = 0
+    is_suspect: bool = False
     retries: int = 0
 
 
@@ -113,11 +120,13 @@ class WorkerPool:
         self._queues: dict[str, asyncio.Queue[Job]] = {
             method: asyncio.Queue() for method in concurrency
         }
-        self._suspects: asyncio.Queue[Job] = asyncio.Queue()
+        self._suspects = _Suspects()
+        # One at least is left for the trial beside others.
+        self._suspect_from = max(1, min(_SUSPECT_FROM, max_deaths - 1))
         self._blocked = {method: BlockedInARow() for method in concurrency}
 
     def put(self, job: Job) -> None:
-        queue = self._suspects if job.num_deaths else self._queues[job.method]
+        queue = self._suspects if job.is_suspect else self._queues[job.method]
         queue.put_nowait(job)
 
     def blame(self, name: str, incarnation: int, sample_id: str, error: UmbraError) -> None:
@@ -135,11 +144,13 @@ class WorkerPool:
                         tasks.create_task(self._serve(worker, self._queues[method]))
                 tasks.create_task(self._serve(worker, self._suspects))
 
-    async def _serve(self, worker: _Worker, queue: asyncio.Queue[Job]) -> None:
+    async def _serve(self, worker: _Worker, queue: _Jobs) -> None:
         while True:
             try:
                 await worker.connect()  # a job is taken only by a worker that is there
                 job = await queue.get()
+                if not job.is_wanted():
+                    continue
                 is_last_chance = 0 < self._max_deaths <= job.num_deaths
                 async with worker.alone() if is_last_chance else worker.beside_others():
                     if job.is_wanted():
@@ -150,7 +161,7 @@ class WorkerPool:
 
     async def _attempt(self, job: Job, worker: _Worker, handle: Handle) -> None:
         ref = handle.ref
-        if job.num_deaths:
+        if job.is_suspect:
             worker.suspect(ref.incarnation, job.sample_id)
         try:
             result = await handle.call(job.method, *job.make_arguments(), timeout_s=job.timeout_s)
@@ -174,12 +185,14 @@ class WorkerPool:
             else:
                 self.put(job)
             return
-        if blamed is None or blamed.sample_id == job.sample_id or not job.num_deaths:
+        if blamed is None or blamed.sample_id == job.sample_id or not job.is_suspect:
             job.num_deaths += 1
+            job.is_suspect = job.is_suspect or job.num_deaths >= self._suspect_from
         if job.num_deaths <= self._max_deaths:
             logger.info("%s was lost while it did %s, which is done anew", ref, job.label)
             self.put(job)
             return
+        self._free_untried()
         job.retries = 0  # it has had its chances
         self._fail(
             job,
@@ -190,8 +203,15 @@ class WorkerPool:
             ),
         )
 
+    def _free_untried(self) -> None:
+        """Suspects that may only have seen deaths which another one has been convicted of."""
+        for job in self._suspects.take_all():
+            if job.num_deaths == self._suspect_from:
+                job.num_deaths, job.is_suspect = 0, False
+            self.put(job)
+
     def _on_blocked(self, job: Job, reason: str) -> None:
-        job.num_deaths = max(1, job.num_deaths)  # its next attempt is the first of all
+        job.is_suspect = True  # its next attempt is the first of all
         job.retries = min(job.retries, job.group_retries.left)
         job.group_retries.left -= 1
         so_often = self._blocked[job.method].on_blocked(job.group_id)
@@ -213,6 +233,27 @@ class WorkerPool:
 
 def _error_of(job: Job, text: str) -> RolloutError:
     return RewardError(text) if job.method == "score" else RolloutError(text)
+
+
+class _Jobs(Protocol):
+    async def get(self) -> Job: ...
+
+
+class _Suspects:
+    """Jobs, those first of which most deaths are counted."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.PriorityQueue[tuple[int, int, Job]] = asyncio.PriorityQueue()
+        self._serials = itertools.count()
+
+    def put_nowait(self, job: Job) -> None:
+        self._queue.put_nowait((-job.num_deaths, next(self._serials), job))
+
+    async def get(self) -> Job:
+        return (await self._queue.get())[-1]
+
+    def take_all(self) -> list[Job]:
+        return [self._queue.get_nowait()[-1] for _ in range(self._queue.qsize())]
 
 
 @dataclass(frozen=True, slots=True)

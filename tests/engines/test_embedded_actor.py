@@ -159,6 +159,31 @@ def test_broken_weights_end_requests_with_an_error_not_the_engine(
     run_async(body)
 
 
+def test_a_request_that_has_ended_is_delivered_before_the_next_tick(
+    model_folder: Callable[[str], Path],
+) -> None:
+    """A tool or the next turn of an agent waits for it, while other requests go on."""
+
+    async def body() -> None:
+        engine = EmbeddedEngine(
+            model_path=str(model_folder("qwen3")),
+            max_context_len=500,
+            tick_ms=1e6,
+            load_weights=True,
+        )
+        async with running(engine), aclosing(engine.deltas()) as batches:
+            await engine.submit([wire_request(i, [1], max_new_tokens=480) for i in range(8)])
+            await engine.submit([wire_request(8, [1], max_new_tokens=20)])
+            collector = Collector()
+            while collector[8].reason is None:
+                collector.apply(await anext(batches))
+            stats = await engine.stats()
+        assert (collector[8].reason, len(collector[8].tokens)) == ("length", 20)
+        assert stats["running"] == 8
+
+    run_async(body)
+
+
 def test_a_cancelled_pause_leaves_an_engine_that_answers(
     model_folder: Callable[[str], Path],
 ) -> None:

@@ -102,6 +102,6 @@ def test_a_reward_that_ends_its_process_each_time_is_named_as_the_cause(folder: 
         ended = run.wait(BAD_INPUT_LIMIT_S)
 
     assert ended.status == 1
-    ended.check_failed("the reward of group e0/", "saw 3 rollout actors die")
+    ended.check_failed("the reward of group e0/", "saw 4 rollout actors die")
     note = r"worker-0#1 \(pid \d+\) exited with status 3; restarting it in [\d.]+ s$"
     assert re.search(note, ended.output, re.MULTILINE), ended.output

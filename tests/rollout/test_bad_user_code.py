@@ -64,7 +64,26 @@ def test_a_loop_that_kills_its_process_is_told_from_those_beside_it(
     )
 
     assert groups == {f"e0/p{idx}" for idx in range(NUM_PROMPTS)} - {BAD_GROUP}
-    assert "saw 3 rollout actors die" in cause_of_the_drop(tmp_path)
+    assert "saw 4 rollout actors die" in cause_of_the_drop(tmp_path)
+
+
+def test_what_a_killed_process_did_is_done_again_all_at_once(
+    umbra_session: Session, tmp_path: Path
+) -> None:
+    live = LiveRollouts(
+        umbra_session,
+        tmp_path,
+        agent="meets_7_others_twice",
+        reward="",
+        config=CONFIG,
+        num_prompts=NUM_PROMPTS,
+    )
+    live.publish(4)
+
+    groups = {sample_id.rpartition("/")[0] for sample_id in merged(live.next_batch(0))}
+
+    assert groups == {f"e0/p{idx}" for idx in range(NUM_PROMPTS)}
+    assert live.processes()["rewards-0"]["num_restarts"] == 1
 
 
 def test_a_loop_that_gives_what_is_no_token_is_told_which(

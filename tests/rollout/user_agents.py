@@ -104,6 +104,21 @@ async def kills_its_process_for_t3(ctx: AgentContext, sample: dict[str, Any]) ->
     return float(len(tokens))
 
 
+_met: set[str] = set()
+_all_have_met = asyncio.Event()
+
+
+async def meets_7_others_twice(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
+    """Its process is killed as soon as all have met; in the next one they meet again."""
+    _met.add(ctx.prompt)
+    if len(_met) == 8:
+        die_the_first_time(Path(sample["marker"]))
+        _all_have_met.set()
+    async with asyncio.timeout(15.0):
+        await _all_have_met.wait()
+    return float(len(await ctx.generate(ctx.prompt_tokens, max_new_tokens=5)))
+
+
 async def blocks_for_t3(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
     """A tool that nobody made asynchronous, and that hangs."""
     tokens = await ctx.generate(ctx.prompt_tokens, max_new_tokens=5)
