@@ -10,7 +10,7 @@ import pytest
 from run_assets import write_rows
 from whole_runs import BAD_INPUT_LIMIT_S, start_run
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
 
 GOOD = '{"prompt": "all 12345=", "answer": "12345"}\n'
 

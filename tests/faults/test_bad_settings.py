@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from whole_runs import BAD_INPUT_LIMIT_S, start_run
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from whole_runs import END_LIMIT_S, Run, start_run
 
 from umbra.trainer.metrics import read_metrics
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
 
 REACH_LIMIT_S = 30.0
 

@@ -20,7 +20,7 @@ from umbra.runtime.rollout.ledger.accounts import SampleState
 from umbra.runtime.session import Session
 from umbra.runtime.weights.publish import WeightPublisher
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
 
 
 def completions(samples: dict[str, dict[str, Any]]) -> dict[str, list[int]]:

@@ -26,7 +26,7 @@ from umbra.runtime.rollout.order import PromptOrder, trajectory_seed
 from umbra.runtime.session import Session
 from umbra.runtime.testing.sessions import SessionFactory
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.patient]
 
 BUDGET = 64
 NUM_STEPS = 4

@@ -21,7 +21,7 @@ from umbra.runtime.session import Session
 from umbra.runtime.testing.sessions import SessionFactory
 from umbra.runtime.weights.publish import WeightPublisher
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.patient]
 
 
 def expected_completions(step: int, budget: int = 64) -> dict[str, list[int]]:

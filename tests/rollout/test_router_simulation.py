@@ -85,6 +85,7 @@ def test_a_little_work_is_done_in_time(scenario: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.patient
 @pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize("kind", KINDS)

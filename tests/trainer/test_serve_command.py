@@ -21,7 +21,7 @@ from umbra.runtime.cli.main import main
 from umbra.runtime.rollout.text import TextCodec
 from umbra.trainer.tokenizer import PromptTokenizer
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
 
 
 @pytest.fixture

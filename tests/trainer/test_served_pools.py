@@ -22,7 +22,7 @@ from umbra.runtime.rollout.text import TextCodec
 from umbra.runtime.testing.pool_log import assert_never_both_awake
 from umbra.trainer.tokenizer import PromptTokenizer
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
 
 PROMPT = "12+3="
 COMPLETIONS = "/v1/completions"
