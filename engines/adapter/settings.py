@@ -18,7 +18,7 @@ class AdapterSettings:
 
     Attributes:
         kv_cache_num_tokens: of all sequences together. None: the engine's choice.
-        tick_ms: the time between two deltas, where no request ends.
+        tick_ms: the time between two deltas, where no request ends that the engine tells of.
         num_threads: for the operations on the CPU.
         load_weights: read them from `model_path` and serve as version 0.
         engine_args: further options of the engine's own, by name.

@@ -27,7 +27,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from umbra.runtime.actor import ActorContext
 from umbra.runtime.errors import (
@@ -144,7 +144,7 @@ class WorkerPool:
                         tasks.create_task(self._serve(worker, self._queues[method]))
                 tasks.create_task(self._serve(worker, self._suspects))
 
-    async def _serve(self, worker: _Worker, queue: _Jobs) -> None:
+    async def _serve(self, worker: _Worker, queue: asyncio.Queue[Job] | _Suspects) -> None:
         while True:
             try:
                 await worker.connect()  # a job is taken only by a worker that is there
@@ -235,19 +235,18 @@ def _error_of(job: Job, text: str) -> RolloutError:
     return RewardError(text) if job.method == "score" else RolloutError(text)
 
 
-class _Jobs(Protocol):
-    async def get(self) -> Job: ...
-
-
 class _Suspects:
-    """Jobs, those first of which most deaths are counted."""
+    """Jobs, those first of which most deaths are counted, and of these as their samples are named.
+
+    (The order in which the calls of a dead worker fail is any.)
+    """
 
     def __init__(self) -> None:
-        self._queue: asyncio.PriorityQueue[tuple[int, int, Job]] = asyncio.PriorityQueue()
+        self._queue: asyncio.PriorityQueue[tuple[int, str, int, Job]] = asyncio.PriorityQueue()
         self._serials = itertools.count()
 
     def put_nowait(self, job: Job) -> None:
-        self._queue.put_nowait((-job.num_deaths, next(self._serials), job))
+        self._queue.put_nowait((-job.num_deaths, job.sample_id, next(self._serials), job))
 
     async def get(self) -> Job:
         return (await self._queue.get())[-1]

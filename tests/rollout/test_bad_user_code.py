@@ -26,25 +26,37 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def train_once(
-    session: Session, folder: Path, agent: str, drop_reason: str = LOOP_FAILED, **settings: Any
-) -> set[str]:
-    """The groups of the first epoch; all are in progress at the same time."""
+def with_loop(
+    session: Session, folder: Path, agent: str, max_worker_deaths: int = 3, **settings: Any
+) -> LiveRollouts:
+    """All groups of an epoch are in progress at the same time."""
     live = LiveRollouts(
         session,
         folder,
         agent=agent,
         reward="",
-        config=CONFIG,
+        config=CONFIG | {"max_worker_deaths": max_worker_deaths},
         num_prompts=NUM_PROMPTS,
         max_restarts=30,
         **settings,
     )
     live.publish(4)
-    samples = merged(live.next_batch(0))
-    assert set(ledger_of(live).drop_reasons) == {drop_reason}
-    groups = {sample_id.rpartition("/")[0] for sample_id in samples}
+    return live
+
+
+def groups_of_next_batch(live: LiveRollouts) -> set[str]:
+    """Those of the first epoch."""
+    groups = {sample_id.rpartition("/")[0] for sample_id in merged(live.next_batch(0))}
     return {group for group in groups if group.startswith("e0/")}
+
+
+def train_once(
+    session: Session, folder: Path, agent: str, drop_reason: str = LOOP_FAILED, **settings: Any
+) -> set[str]:
+    live = with_loop(session, folder, agent, **settings)
+    groups = groups_of_next_batch(live)
+    assert set(ledger_of(live).drop_reasons) == {drop_reason}
+    return groups
 
 
 def cause_of_the_drop(run_dir: Path, drop_reason: str = LOOP_FAILED) -> str:
@@ -55,34 +67,45 @@ def cause_of_the_drop(run_dir: Path, drop_reason: str = LOOP_FAILED) -> str:
     return str(found["history"][-1]["detail"])
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize(("num_workers", "max_worker_deaths"), [(1, 3), (2, 3), (1, 2)])
 def test_a_loop_that_kills_its_process_is_told_from_those_beside_it(
-    umbra_session: Session, tmp_path: Path, num_workers: int
+    umbra_session: Session, tmp_path: Path, num_workers: int, max_worker_deaths: int
 ) -> None:
-    groups = train_once(
-        umbra_session, tmp_path, "kills_its_process_for_t3", num_workers=num_workers
+    live = with_loop(
+        umbra_session,
+        tmp_path,
+        "kills_its_process_for_t3",
+        max_worker_deaths,
+        num_workers=num_workers,
     )
 
+    groups = groups_of_next_batch(live)
+
     assert groups == {f"e0/p{idx}" for idx in range(NUM_PROMPTS)} - {BAD_GROUP}
-    assert "saw 4 rollout actors die" in cause_of_the_drop(tmp_path)
+    num_deaths = max_worker_deaths + 1
+    assert f"saw {num_deaths} rollout actors die" in cause_of_the_drop(tmp_path)
+    # Though each of the group's four loops kills its process.
+    assert live.processes()["rewards-0"]["num_restarts"] == num_deaths or num_workers > 1
+
+
+def test_with_the_conviction_of_a_loop_the_others_run_side_by_side_again(
+    umbra_session: Session, tmp_path: Path
+) -> None:
+    live = with_loop(umbra_session, tmp_path, "kills_its_process_for_t1_and_counts_others")
+
+    assert groups_of_next_batch(live) == {f"e0/p{idx}" for idx in range(1, NUM_PROMPTS)}
+
+    (noted,) = tmp_path.rglob("num-running")
+    *_, last_life = noted.read_text().split("died")
+    assert max(int(count) for count in last_life.split()) >= NUM_PROMPTS
 
 
 def test_what_a_killed_process_did_is_done_again_all_at_once(
     umbra_session: Session, tmp_path: Path
 ) -> None:
-    live = LiveRollouts(
-        umbra_session,
-        tmp_path,
-        agent="meets_7_others_twice",
-        reward="",
-        config=CONFIG,
-        num_prompts=NUM_PROMPTS,
-    )
-    live.publish(4)
+    live = with_loop(umbra_session, tmp_path, "meets_7_others_twice")
 
-    groups = {sample_id.rpartition("/")[0] for sample_id in merged(live.next_batch(0))}
-
-    assert groups == {f"e0/p{idx}" for idx in range(NUM_PROMPTS)}
+    assert groups_of_next_batch(live) == {f"e0/p{idx}" for idx in range(NUM_PROMPTS)}
     assert live.processes()["rewards-0"]["num_restarts"] == 1
 
 
@@ -142,17 +165,12 @@ def test_each_evaluation_has_the_retries_of_a_prompt_anew(
     umbra_session: Session, tmp_path: Path
 ) -> None:
     """Their prompts are the same ones, and so are the names of these."""
-    live = LiveRollouts(
+    live = with_loop(
         umbra_session,
         tmp_path,
-        agent="blocks_the_first_of_two_times",
-        reward="",
-        config=CONFIG,
+        "blocks_the_first_of_two_times",
         worker={"block_limit_s": 0.5},
-        num_prompts=NUM_PROMPTS,
-        max_restarts=30,
     )
-    live.publish(4)
 
     for step, num_tries in enumerate((2, 4)):
         live.evaluate(step)
