@@ -16,18 +16,19 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Coroutine
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import msgpack
 import uvloop
 import zmq
 
 from umbra.runtime.actor import ActorContext, ActorSpec, set_actor_context
-from umbra.runtime.errors import UmbraError
+from umbra.runtime.errors import ActorError, UmbraError
 from umbra.runtime.heartbeat import HeartbeatResponder, LoopTicker
 from umbra.runtime.process.child import PARENT_PID_VARIABLE
+from umbra.runtime.process.exit_status import STOP_SIGNALS
 from umbra.runtime.process.prctl import become_subreaper, die_with_parent
-from umbra.runtime.rpc.client import Client
+from umbra.runtime.rpc.client import Client, Handle
 from umbra.runtime.rpc.ref import ActorRef
 from umbra.runtime.rpc.security import CurveKeys
 from umbra.runtime.rpc.server import ActorServer
@@ -35,9 +36,17 @@ from umbra.runtime.target import make_target
 
 logger = logging.getLogger(__name__)
 
+_STOP_LIMIT_S: Final = 600.0
+"""For the supervisor to say that the actor is to end, which it does at the end of the ranks' stop:
+after a step and a checkpoint. Shorter ends actors that the ranks still need."""
+
 
 class _Host:
-    """One actor process, from announcement to shutdown."""
+    """One actor process, from announcement to shutdown.
+
+    A stop signal is reported to the supervisor, which knows whether it is a stop of the job, and
+    ends the actor when it is time. A second signal, such as the supervisor's own, ends it.
+    """
 
     def __init__(self, config: dict[str, Any], ready_fd: int) -> None:
         self._spec = ActorSpec.from_wire(config["spec"])
@@ -46,12 +55,14 @@ class _Host:
         keys = config["keys"]
         self._keys = CurveKeys(public=keys[0], secret=keys[1]) if keys else None
         self._announced = False
+        self._signalled = asyncio.Event()
+        self._stop = asyncio.Event()
+        self.signal: signal.Signals | None = None  # the first that it got
 
     async def serve(self) -> None:
-        stop = asyncio.Event()
         starting = asyncio.current_task()
         assert starting is not None
-        _on_stop_signal(starting.cancel)
+        self._on_stop_signal(starting.cancel)
         incarnation: int = self._config["incarnation"]
         async with (
             Client(self._config["node_id"], self._keys) as client,
@@ -81,9 +92,9 @@ class _Host:
             stack.enter_context(
                 HeartbeatResponder(context, self._config["heartbeat"], incarnation, ticker)
             )
-            _on_stop_signal(stop.set)
+            self._on_stop_signal(self._observe_signal)
             self._announce({"tcp_endpoint": tcp_endpoint})
-            await self._run_until(stop, server, ticker, target)
+            await self._run(server, ticker, target, client.handle(supervisor))
 
     def _progress_of(self, target: object) -> Callable[[], object] | None:
         """Asked for of engines alone: elsewhere a method of that name may be anything."""
@@ -103,19 +114,52 @@ class _Host:
         self._keys.secure_server(socket)
         return server.bind(socket, f"tcp://{self._config['tcp_host']}:*")
 
-    @staticmethod
-    async def _run_until(
-        stop: asyncio.Event, server: ActorServer, ticker: LoopTicker, target: object
+    async def _run(
+        self, server: ActorServer, ticker: LoopTicker, target: object, supervisor: Handle
     ) -> None:
+        """Until the actor is to end. Raises ActorError where one of its tasks was cancelled."""
         run: Any = getattr(target, "run", None)
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(server.run()), tasks.create_task(ticker.run())]
+            stop = tasks.create_task(self._stop.wait())
+            reporting = tasks.create_task(self._report_signal(supervisor))
+            running = {stop, tasks.create_task(server.run()), tasks.create_task(ticker.run())}
             if run is not None:
-                running.append(tasks.create_task(_as_coroutine(run())))
-            await stop.wait()
+                running.add(tasks.create_task(_as_coroutine(run())))
+            while not self._stop.is_set():
+                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                if any(task.cancelled() for task in done):
+                    raise ActorError(
+                        "a task that serves this actor was cancelled: cancel no tasks but your own"
+                    )
             logger.info("stopping")
-            for task in running:
+            for task in (reporting, *running):
                 task.cancel()
+
+    async def _report_signal(self, supervisor: Handle) -> None:
+        await self._signalled.wait()
+        assert self.signal is not None
+        logger.info("got %s", self.signal.name)
+        with contextlib.suppress(UmbraError):  # a supervisor that does not answer stops nobody
+            await supervisor.call(
+                "signalled",
+                self._spec.name,
+                self._config["incarnation"],
+                timeout_s=_STOP_LIMIT_S,
+            )
+        self._stop.set()
+
+    def _observe_signal(self) -> None:
+        if self._signalled.is_set():
+            self._stop.set()
+        self._signalled.set()
+
+    def _on_stop_signal(self, callback: Callable[[], object]) -> None:
+        def observe(number: signal.Signals) -> None:
+            self.signal = self.signal or number
+            callback()
+
+        for number in STOP_SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(number, observe, number)
 
     def _announce(self, outcome: dict[str, Any]) -> None:
         if not self._announced:
@@ -136,11 +180,6 @@ class _Host:
         )
 
 
-def _on_stop_signal(callback: Callable[[], object]) -> None:
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(signum, callback)
-
-
 async def _as_coroutine(awaitable: Coroutine[Any, Any, None]) -> None:
     await awaitable
 
@@ -152,7 +191,8 @@ def _unpack_config(data: bytes) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Entry point; exits 1 after an error, which is in the log with its traceback."""
+    """Entry point; exits with 128 + a stop signal's number, or with 1 after an error, which is in
+    the log with its traceback."""
     die_with_parent(int(os.environ[PARENT_PID_VARIABLE]))
     become_subreaper()
     ready_fd = int(sys.argv[1])
@@ -169,14 +209,18 @@ def main() -> None:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(host.serve())
     except asyncio.CancelledError:
-        logger.info("told to stop before it was up")
-        sys.exit(1)
+        if host.signal is None:
+            logger.exception("the actor's main task was cancelled: cancel no tasks but your own")
+            sys.exit(1)
+        logger.info("stopped by %s before it was up", host.signal.name)
     except Exception as error:
         host.announce_failure(error)
         logger.exception("the actor died")
         if config["spec"]["role"] == "engine":
             _leave_at_once()
         sys.exit(1)
+    assert host.signal is not None  # nothing else ends an actor without an error
+    sys.exit(128 + host.signal)
 
 
 def _leave_at_once() -> NoReturn:

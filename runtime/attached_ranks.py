@@ -114,17 +114,17 @@ class AttachedRanks:
             for rank in self._ranks.values():
                 rank.put(self._failure)
 
-    def pass_on_signal(self, sender: int, incarnation: int, number: int) -> None:
-        """Every rank is told of a signal that one of them got; of a further one nobody is.
+    def pass_on_signal(self, receiver: str, incarnation: int, number: int) -> None:
+        """Every rank hears of a stop signal that some process of the job got, once.
 
-        Torchrun, too, ends what is left of ranks that failed by a signal: that concerns neither
-        them nor those that it starts in their place.
+        torchrun, too, ends what is left of failed ranks by a signal: that concerns neither them nor
+        those that it starts in their place.
         """
         if self._has_signal or self.has_failed or incarnation != self.incarnation:
             return
         self._has_signal = True
         name = signal.Signals(number).name
-        logger.info("rank %d got %s: it is passed on to all ranks", sender, name)
+        logger.info("%s got %s: all ranks are to stop", receiver, name)
         for rank in self._ranks.values():
             rank.put({"kind": "signal", "number": number})
 

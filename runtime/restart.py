@@ -9,12 +9,14 @@ from typing import Literal
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.process.exit_status import ExitStatus
 
-RestartMode = Literal["never", "on_failure", "always"]
+RestartMode = Literal["never", "on_failure"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """`mode`: "on_failure" restarts after any end but exit status 0, "always" after that too.
+    """`mode`: "on_failure" starts the process again, "never" does not.
+
+    Any end that umbra has not asked for is a failure, whatever the exit status.
 
     At most `max_restarts` within any `window_s` seconds. The first waits `backoff_initial_s`, each
     further one within the window twice as long, at most `backoff_max_s`.
@@ -31,8 +33,8 @@ class RestartPolicy:
     backoff_max_s: float = 10.0
 
     def __post_init__(self) -> None:
-        if self.mode not in ("never", "on_failure", "always"):
-            raise ConfigError(f"restart mode {self.mode!r}: use never, on_failure or always")
+        if self.mode not in ("never", "on_failure"):
+            raise ConfigError(f"restart mode {self.mode!r}: use never or on_failure")
         if self.max_restarts < 0:
             raise ConfigError(f"max_restarts is {self.max_restarts}: use 0 or more")
         if self.window_s <= 0:
@@ -53,10 +55,9 @@ class Restart:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Leave it ended. `is_failure`: the job has lost something it asked to have."""
+    """Leave it ended: the job has lost something it asked to have."""
 
     reason: str
-    is_failure: bool
 
 
 class RestartTracker:
@@ -69,18 +70,20 @@ class RestartTracker:
         self._restarts_at: deque[float] = deque()  # Ascending, within the window.
 
     def observe(self, status: ExitStatus, now: float) -> Restart | GiveUp:
-        """Decide after an end at time `now` (seconds of a monotonic clock, never going back)."""
+        """Decide after an end at time `now` (seconds of a monotonic clock, never going back).
+
+        Not for ends that umbra asked for: those are final.
+        """
         policy = self.policy
-        if policy.mode == "never" or (policy.mode == "on_failure" and status.is_success):
-            return GiveUp(str(status), is_failure=not status.is_success)
+        if policy.mode == "never":
+            return GiveUp(str(status))
         while self._restarts_at and now - self._restarts_at[0] >= policy.window_s:
             self._restarts_at.popleft()
         num_recent = len(self._restarts_at)
         if num_recent >= policy.max_restarts:
             return GiveUp(
                 f"{status}, after {num_recent} restarts within {policy.window_s:g} s "
-                f"(allowed: {policy.max_restarts})",
-                is_failure=True,
+                f"(allowed: {policy.max_restarts})"
             )
         self._restarts_at.append(now)
         self.num_restarts += 1

@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
@@ -88,7 +89,7 @@ class Session:
         self._environment = environment
         self._on_note = on_note or _log_note
         self._on_failed = on_failed or self._log_failure
-        self._on_signal = on_signal
+        self._on_signal = on_signal or self._fail_by_signal
         self._node_id = config.node_id or socket.gethostname()
         self._job = f"{environment.run_id}-{environment.owner_pid}"
         self._socket_dir = socket_dir_path(self._job, self._node_id, socket_root())
@@ -118,8 +119,9 @@ class Session:
             on_failed: told, on the session's thread, that the job is lost; logged by default. What
                 waits in a call of the session gets the same error; a rank that is elsewhere has
                 only this.
-            on_signal: told, on the session's thread, the number of a signal that some rank got and
-                passed on (`pass_on_signal`).
+            on_signal: gets, on the session's thread, the number of a stop signal that another
+                process of the job got: a rank that passed it on (`pass_on_signal`), the supervisor
+                or the guardian. By default the job fails.
 
         Raises:
             ConfigError: torchrun's environment is incomplete.
@@ -268,7 +270,7 @@ class Session:
                         self._fail(JobFailed(event["message"]))
                     elif event["kind"] == "note":
                         self._on_note(event["text"])
-                    elif event["kind"] == "signal" and self._on_signal is not None:
+                    elif event["kind"] == "signal":
                         self._on_signal(event["number"])
         except ConnectionLost:
             self._fail(self._supervisor_loss())
@@ -282,6 +284,9 @@ class Session:
         if self._loop.failure is None:
             self._on_failed(failure)
         self._loop.fail(failure)
+
+    def _fail_by_signal(self, number: int) -> None:
+        self._fail(JobFailed(f"the job was stopped by {signal.Signals(number).name}"))
 
     def _log_failure(self, failure: JobFailed) -> None:
         if not str(failure).startswith(f"rank {self.rank} failed"):

@@ -5,6 +5,9 @@
         └──── first start fails by itself ────────────────────────▲
     any ──stop()──▶ STOPPED
 
+Every end but that by `stop()` is a failure, whatever the exit status. While the whole job is being
+stopped (`umbra.runtime.job_stop`) the policy is not asked: the actor waits for its own `stop()`.
+
 `has_run` tells whether it ever served, `ended` is set once it has ended for good.
 """
 
@@ -29,8 +32,9 @@ from umbra.runtime.actor import ActorSpec
 from umbra.runtime.environment import ACTOR_VARIABLE, without_rank
 from umbra.runtime.errors import ActorDied, DeadlineExceeded, UmbraError
 from umbra.runtime.first_of import first_of
+from umbra.runtime.job_stop import STOP_WINDOW_S, JobStop
 from umbra.runtime.process.child import ChildProcess
-from umbra.runtime.process.descendants import process_stat
+from umbra.runtime.process.descendants import is_dying, process_stat
 from umbra.runtime.process.exit_status import ExitStatus
 from umbra.runtime.process.gpu_release import gpu_memory_released
 from umbra.runtime.process.orphans import end_orphans
@@ -85,6 +89,7 @@ class SupervisedActor:
         on_change: called on the loop after each change of `state`.
         on_note: told, in one line, what an operator would want to know.
         num_earlier: incarnations that other actors of this name have had.
+        job_stop: whether the job is being stopped.
         may_start: no process is started while it is not set.
     """
 
@@ -95,6 +100,7 @@ class SupervisedActor:
         context: zmq.Context[zmq.Socket[bytes]],
         on_change: Callable[[SupervisedActor], None],
         on_note: Callable[[str], None],
+        job_stop: JobStop,
         num_earlier: int = 0,
         may_start: asyncio.Event | None = None,
     ) -> None:
@@ -112,10 +118,13 @@ class SupervisedActor:
         self._context = context
         self._on_change = on_change
         self._on_note = on_note
+        self._job_stop = job_stop
         self._may_start = may_start
         self._kill_reason = ""
         self._was_killed = False  # from outside, before it was up
         self._stop = asyncio.Event()
+        self._may_be_job_stop = False  # this incarnation has got a stop signal
+        self._is_to_end = asyncio.Event()  # for a signal that came to this incarnation alone
         self._changed = asyncio.Condition()
         self._child: ChildProcess | None = None
         self._tree_pids: list[int] = []  # of the last incarnation, as last looked at
@@ -140,10 +149,19 @@ class SupervisedActor:
                 self._kill_reason = self._kill_reason or reason
             self._child.kill()
 
+    async def signalled(self, incarnation: int) -> None:
+        """The actor has got a stop signal. Returns when it is to end."""
+        if incarnation == self.incarnation:
+            self._may_be_job_stop = True
+            await self._job_stop.outlast(self._stop, window_s=STOP_WINDOW_S)
+            self._may_be_job_stop = False
+            self._is_to_end.set()
+
     async def wait_running(self, timeout_s: float, lost_incarnation: int = 0) -> ActorRef:
         """The live incarnation; `lost_incarnation` only if it turns out to live on.
 
-        A caller sees its connection close before the process is reaped, so it may ask too soon.
+        A caller sees its connection close before the process is reaped, and one that kills the
+        actor knows even sooner, so they may ask too soon.
 
         Raises:
             ActorDied: it has ended for good; says how, with its last log lines.
@@ -151,7 +169,7 @@ class SupervisedActor:
         """
         try:
             async with asyncio.timeout(timeout_s), self._changed:
-                if lost_incarnation == self.incarnation:
+                if lost_incarnation == self.incarnation or self._is_dying:
                     await self._await_end_of_lost()
                 await self._changed.wait_for(lambda: self.state != ActorState.STARTING)
         except TimeoutError:
@@ -159,6 +177,10 @@ class SupervisedActor:
         if self.state != ActorState.RUNNING or self.ref is None:
             raise ActorDied(self.failure or f"{self.spec.name} was stopped")
         return self.ref
+
+    @property
+    def _is_dying(self) -> bool:
+        return self.state == ActorState.RUNNING and is_dying(self.pid)
 
     async def _await_end_of_lost(self) -> None:
         """Until the incarnation has ended, as its lost connection tells; for its grace at most."""
@@ -184,6 +206,8 @@ class SupervisedActor:
                 )
                 return
             self.has_process = False
+            window_s = STOP_WINDOW_S if self._may_be_job_stop else 0.0
+            await self._job_stop.outlast(self._stop, window_s=window_s)
             if self._stop.is_set():
                 break
             if not self.has_run and not self._was_killed:
@@ -191,9 +215,8 @@ class SupervisedActor:
                 return
             decision = tracker.observe(status, time.monotonic())
             if isinstance(decision, GiveUp):
-                final = ActorState.FAILED if decision.is_failure else ActorState.STOPPED
                 is_news = decision.reason != str(status)
-                await self._end(final, f"{how}\n{decision.reason}" if is_news else how)
+                await self._end(ActorState.FAILED, f"{how}\n{decision.reason}" if is_news else how)
                 return
             first_line = how.splitlines()[0]
             self._on_note(f"{first_line}; restarting it in {decision.delay_s:.2g} s")
@@ -212,6 +235,8 @@ class SupervisedActor:
     async def _run_incarnation(self) -> tuple[ExitStatus, str]:
         """One process from spawn to reaped; how it ended, in words with the last log lines."""
         self._kill_reason, self._was_killed = "", False
+        self._may_be_job_stop = False
+        self._is_to_end.clear()
         label = f"{self.spec.name}#{self.incarnation}"
         log_path = self._node.log_dir / f"{self.spec.name}.log"
         host = [sys.executable, "-m", "umbra.runtime.actor_host"]
@@ -240,14 +265,14 @@ class SupervisedActor:
                 self.has_run = True
                 await self._enter(ActorState.RUNNING)
                 await self._watch(child)
+            if child.status is not None and child.status.stop_signal is not None:
+                self._may_be_job_stop = True
             status = await child.terminate(self.spec.grace_s)
         if self.state == ActorState.RUNNING:
             await self._enter(ActorState.STARTING)  # or at its end: `run` decides when all is freed
         how = self._describe_end(label, child, status)
         await self._await_free_memory(label)
         if start_error:
-            # However politely it ends then, it has not done what it was started for.
-            status = ExitStatus(None) if status.is_success else status
             how = f"{label} failed to start: {self._kill_reason or start_error}"
         return status, how
 
@@ -318,13 +343,13 @@ class SupervisedActor:
             return outcome
 
     async def _watch(self, child: ChildProcess) -> None:
-        """Until the process ends, is to be stopped, or has to be killed."""
+        """Until the process ends, is to end, or has to be killed."""
         watchdog = Watchdog(self._context, self._heartbeat_endpoint(), child.pid, self.spec)
         async with asyncio.TaskGroup() as tasks:
             verdict = tasks.create_task(watchdog.run())
             ended = tasks.create_task(child.wait())
-            stopped = tasks.create_task(self._stop.wait())
-            waiting = (verdict, ended, stopped)
+            is_to_end = tasks.create_task(first_of(self._stop, self._is_to_end))
+            waiting = (verdict, ended, is_to_end)
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             self._tree_pids = watchdog.tree.pids
             if verdict.done() and not ended.done():

@@ -22,6 +22,7 @@ import zmq
 from umbra.runtime.actor import ActorSpec
 from umbra.runtime.attached_ranks import AttachedRank, AttachedRanks
 from umbra.runtime.errors import ActorNotFound, ConfigError, DeadlineExceeded, MailboxClosed
+from umbra.runtime.job_stop import JobStop
 from umbra.runtime.lifecycle import SleepLevel, Tag
 from umbra.runtime.node_pools import NodePools
 from umbra.runtime.pool_spec import PoolSpec
@@ -61,6 +62,8 @@ class Supervisor:
             lambda work: self._tasks.create_task(work),
         )
         self._ranks = AttachedRanks()
+        self._job_stop = JobStop()
+        self._ends_with_ranks = False  # a stop signal reached this process
         self._fd_socket = str(node.socket_dir / "fds")
         self._fd_server: FdServer
         self._tasks: asyncio.TaskGroup
@@ -111,6 +114,7 @@ class Supervisor:
         Their weights mean nothing any more, so they wait for a sync of the new ranks.
         """
         logger.info("the ranks were restarted (incarnation %d)", incarnation)
+        self._job_stop.withdraw()
         for rank in self._ranks.start_over(incarnation):
             self._end_syncs_of(rank)
         if self._started_over.is_set():  # else it is under way for ranks that ended again
@@ -150,8 +154,21 @@ class Supervisor:
         self.over.set()
 
     def pass_on_signal(self, rank: int, incarnation: int, number: int) -> None:
-        """A rank was told to stop by a signal, which may have reached it alone."""
-        self._ranks.pass_on_signal(rank, incarnation, number)
+        """A rank has got a stop signal, which may have reached it alone."""
+        if incarnation == self._ranks.incarnation:
+            self._job_stop.request()
+        self._ranks.pass_on_signal(f"rank {rank}", incarnation, number)
+
+    def stop_job(self, number: int) -> None:
+        """A stop signal reached this process, maybe by way of the guardian.
+
+        The ranks stop as if it had reached them, and the job is over when the last has left.
+        """
+        self._job_stop.request()
+        self._ends_with_ranks = True
+        self._ranks.pass_on_signal("the supervisor", self._ranks.incarnation, number)
+        if not len(self._ranks):
+            self.over.set()
 
     def note(self, text: str) -> None:
         """Puts one line where the person who runs the job sees it."""
@@ -171,7 +188,7 @@ class Supervisor:
             is_over = not may_restart
         else:
             is_over = self._ranks.num_farewells >= local_world_size
-        if is_over:
+        if is_over or self._ends_with_ranks:
             self.over.set()
 
     def _end_syncs_of(self, lost_rank: int) -> None:
@@ -190,6 +207,10 @@ class Supervisor:
         parsed = ActorSpec.from_wire(spec)
         actor = self._start(parsed)
         return await actor.wait_running(parsed.start_timeout_s + parsed.grace_s + 5.0)
+
+    async def signalled(self, name: str, incarnation: int) -> None:
+        """An actor has got a stop signal. Returns when it is to end: see `JobStop`."""
+        await self._actor(name).signalled(incarnation)
 
     async def stop(self, name: str, timeout_s: float) -> None:
         """Ends an actor for good and waits until it is reaped."""
@@ -262,6 +283,7 @@ class Supervisor:
             self._context,
             self._on_actor_change,
             self._ranks.note,
+            self._job_stop,
             # A name that is used again goes on counting, or an old reference would fit it.
             num_earlier=self._last_incarnations.get(spec.name, 0),
             may_start=may_start,

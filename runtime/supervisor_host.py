@@ -4,8 +4,8 @@
 
 RUN_DIR is for people who look at processes. Standard input carries one JSON object
 (`SupervisorConfig`). Once it serves, it writes one line to the ready pipe. It ends when the job is
-over, at SIGTERM (the guardian's, when torchrun's agent has ended) or when the guardian dies; in
-each case every descendant is gone by then.
+over, or when the guardian dies; every descendant is gone by then. A stop signal, its own or one
+that the guardian passes on, stops the ranks, and with the last of them the job.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import json
 import logging
 import os
 import shutil
-import signal
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ import zmq
 
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.process.descendants import kill_all_descendants
+from umbra.runtime.process.exit_status import STOP_SIGNALS
 from umbra.runtime.process.orphans import end_orphans
 from umbra.runtime.process.pid_watch import PidWatch
 from umbra.runtime.process.prctl import become_subreaper
@@ -91,10 +91,8 @@ async def serve(config: SupervisorConfig, ready_fd: int, guardian_pid: int) -> N
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     async with Client(config.node_id, keys) as client:
         supervisor = Supervisor(node, Path(config.run_dir), client)
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(
-                signum, supervisor.end, "the supervisor", f"it was told to stop ({signum.name})"
-            )
+        for number in STOP_SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(number, supervisor.stop_job, number)
 
         def on_guardian_end() -> None:
             # Without a guardian, the supervisor's own death would leave orphans.

@@ -29,6 +29,9 @@ _MAX_LOOKS = 16
 ends (its zombies make each look slower) needs its root dead and its zombies reaped between looks.
 """
 
+_PENDING = ("SigPnd:", "ShdPnd:")
+"""Of /proc/PID/status: masks of the signals that wait for the process."""
+
 _PF_EXITING = 0x4
 """Of include/linux/sched.h."""
 
@@ -186,6 +189,20 @@ def process_stat(pid: int) -> ProcessStat | None:
     fields = text[text.rindex(b")") + 2 :].split()
     state, parent_pid, flags = fields[0].decode(), int(fields[1]), int(fields[6])
     return ProcessStat(state, parent_pid, flags, int(fields[17]), int(fields[19]))
+
+
+def is_dying(pid: int) -> bool:
+    """It runs no more of its program: it has ended, is about to, or has been sent SIGKILL."""
+    try:
+        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as status:
+            pending = [int(line.split()[1], 16) for line in status if line[:7] in _PENDING]
+    except OSError:
+        return True
+    if any(mask >> (signal.SIGKILL - 1) & 1 for mask in pending):
+        return True
+    # Read second: the signal stops pending before the end begins.
+    stat = process_stat(pid)
+    return stat is None or stat.is_ending
 
 
 def send_signal(pid: int, number: int) -> None:

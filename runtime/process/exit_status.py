@@ -19,6 +19,9 @@ _OWN_FAULTS: Final = frozenset(
 )
 """What a program gets for what it does itself, and would get again."""
 
+STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Ask a process to end. umbra's processes then exit with 128 + the signal's number."""
+
 
 @dataclass(frozen=True, slots=True)
 class ExitStatus:
@@ -41,8 +44,18 @@ class ExitStatus:
             return f"signal {-self.code}"  # Real-time signals have no name.
 
     @property
+    def stop_signal(self) -> signal.Signals | None:
+        """The stop signal that it ended by: killed by it, or as an orderly reaction to it."""
+        for number in STOP_SIGNALS:
+            if self.code in (-number, 128 + number):
+                return number
+        return None
+
+    @property
     def is_from_outside(self) -> bool:
         """A signal that others send ended it: the kernel where memory is short, an operator."""
+        if self.stop_signal is not None:
+            return True
         return self.signal_name is not None and -(self.code or 0) not in _OWN_FAULTS
 
     def __str__(self) -> str:
@@ -50,4 +63,6 @@ class ExitStatus:
             return "ended with unknown status"
         if self.signal_name is not None:
             return f"killed by {self.signal_name} ({-self.code})"
-        return "exited normally" if self.code == 0 else f"exited with status {self.code}"
+        if self.stop_signal is not None:
+            return f"stopped by {self.stop_signal.name} (exit status {self.code})"
+        return f"exited with status {self.code}"

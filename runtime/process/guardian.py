@@ -8,8 +8,10 @@ about 10 MB resident: it must outlive whatever takes the supervisor down.
 It starts `program ... --ready-fd READY_FD --guardian-pid PID` as the supervisor, with the same
 stdin, stdout and stderr, and then only waits:
 
-    owner ended, or SIGTERM/SIGINT/SIGHUP ──> SIGTERM to the supervisor, GRACE_S seconds for it
-    supervisor ended, or grace over       ──> SIGKILL every descendant, remove SOCKET_DIR, exit
+    owner ended                     ──> SIGTERM to the supervisor, GRACE_S seconds for it
+    SIGTERM, SIGINT or SIGHUP       ──> the same to the supervisor, which stops the ranks first:
+                                        twice GRACE_S for it
+    supervisor ended, or grace over ──> SIGKILL every descendant, remove SOCKET_DIR, exit
 
 While the supervisor lives, orphans below it are its own (it is a subreaper too); once it has ended
 they all come here. Where the guardian alone is killed, the supervisor sees that by a pidfd and
@@ -79,9 +81,12 @@ def _guard(
     pidfd = os.pidfd_open(pid)
     ended = _wait_for([pidfd, owner_pidfd, stop_fd], timeout_s=None)
     if pidfd not in ended:
-        reason = "the owner has ended" if owner_pidfd in ended else "told to stop"
+        number, reason = signal.SIGTERM, "the owner has ended"
+        if owner_pidfd not in ended:
+            number = signal.Signals(os.read(stop_fd, 1)[0])
+            reason, grace_s = f"got {number.name}", 2 * grace_s
         _say(f"{reason}: supervisor {pid} has {grace_s:g} s to stop")
-        signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+        signal.pidfd_send_signal(pidfd, number)
         signal.pidfd_send_signal(pidfd, signal.SIGCONT)
         _wait_for([pidfd], grace_s)
     if os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:

@@ -75,6 +75,19 @@ class Echo:
         """Ends the process without a word."""
         os._exit(status)
 
+    async def exit(self) -> None:
+        """As user code that calls sys.exit()."""
+        sys.exit()
+
+    async def cancel(self, whom: str) -> None:
+        """Cancels the process's main task, or all tasks, as careless user code does."""
+        tasks = sorted(asyncio.all_tasks(), key=lambda task: int(task.get_name().split("-")[1]))
+        for task in tasks[:1] if whom == "main" else tasks:
+            task.cancel()
+
+    def signal(self, number: int) -> None:
+        os.kill(os.getpid(), number)
+
     def write(self, text: str) -> None:
         print(text, flush=True)
         print(text.upper(), file=sys.stderr, flush=True)

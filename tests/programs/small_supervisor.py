@@ -3,8 +3,9 @@
     python small_supervisor.py MODE --ready-fd N --guardian-pid PID
 
 It keeps one child with a whole family (family.py), reports every pid as its ready line, and ends
-the way a supervisor must: at SIGTERM (MODE `polite`; `deaf` ignores it), and when its guardian has
-ended. Its stdin is JSON: {"socket_dir": path}. MODE `broken`: it fails before it is ready.
+the way a supervisor must: at a stop signal (MODE `polite`; `deaf` ignores it), and when its
+guardian has ended. Its stdin is JSON: {"socket_dir": path}. MODE `broken`: it fails before it is
+ready.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ async def run(mode: str, ready_fd: int, guardian_pid: int) -> None:
     prctl.become_subreaper()
     stop, guardian_lost = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        loop.add_signal_handler(number, stop.set)
     read_fd, write_fd = os.pipe()
     family = str(Path(__file__).with_name("family.py"))
     argv = [sys.executable, family, str(write_fd), "child", "daemon", "stopped", "deaf", "restless"]

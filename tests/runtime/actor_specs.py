@@ -13,7 +13,6 @@ PROGRAMS = Path(__file__).parent.parent / "programs"
 
 SOON = RestartPolicy(mode="on_failure", max_restarts=2, backoff_initial_s=0.02)
 NEVER = RestartPolicy(mode="never")
-ALWAYS = RestartPolicy(mode="always", max_restarts=3, backoff_initial_s=0.02)
 
 
 _numbers = itertools.count()

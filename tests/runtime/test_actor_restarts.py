@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -9,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from actor_specs import ALWAYS, NEVER, SOON, actor
+from actor_specs import NEVER, SOON, actor
 from watched_actors import Spawn, told, wait_for_incarnation
 from watching import all_end, kill
 
@@ -104,24 +105,56 @@ def test_an_actor_that_is_not_essential_may_die(spawn: Spawn) -> None:
     assert spawn(actor("Echo")).call("echo", 1) == 1
 
 
-def test_an_actor_that_ends_well_is_not_restarted_on_failure(spawn: Spawn) -> None:
-    echo = spawn(actor("Echo", restart=SOON))
+ENDS = {
+    "exit status 0": ("leave", 0, "exited with status 0"),
+    "sys.exit()": ("exit", None, "exited with status 0"),
+    "cancelled main task": ("cancel", "main", "exited with status 1"),
+    "all tasks cancelled": ("cancel", "all", "exited with status 1"),
+    "SIGTERM": ("signal", signal.SIGTERM, "stopped by SIGTERM (exit status 143)"),
+    "SIGINT": ("signal", signal.SIGINT, "stopped by SIGINT (exit status 130)"),
+    "SIGHUP": ("signal", signal.SIGHUP, "stopped by SIGHUP (exit status 129)"),
+}
 
-    with pytest.raises(ConnectionLost):
-        echo.call("leave", 0)
-    with pytest.raises(ActorDied, match="exited normally"):
-        echo.call("echo", 1, timeout_s=5.0)
 
-
-def test_an_actor_that_is_to_live_always_is_restarted_after_a_good_end(
-    spawn: Spawn,
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ENDS)
+def test_an_end_that_nobody_asked_for_is_reported_and_the_actor_replaced(
+    session: Session, shared: SessionFactory, spawn: Spawn, how: str
 ) -> None:
-    echo = spawn(actor("Echo", restart=ALWAYS))
+    method, argument, status = ENDS[how]
+    echo = spawn(actor("Echo"))
+    echo.call("write", "its log")
 
-    with pytest.raises(ConnectionLost):
-        echo.call("leave", 0)
+    with contextlib.suppress(ConnectionLost):
+        echo.call(method, *(() if argument is None else (argument,)))
+    wait_for_incarnation(session, 2, echo.ref.name)
 
-    assert echo.call("who", timeout_s=20.0)["incarnation"] == 2
+    assert told(shared, echo, f"{echo.ref.name}#1 (pid ")
+    assert told(shared, echo, f"{status}; restarting it in ")
+
+
+def test_an_end_that_nobody_asked_for_is_final_where_nothing_is_restarted(
+    umbra_session: Session,
+) -> None:
+    echo = umbra_session.spawn(actor("LeavesSoon", restart=NEVER))
+
+    message = call_until_the_job_fails(echo, "sleep", 60.0)
+
+    assert f"{echo.ref.name} failed: {echo.ref.name}#1 (pid " in message
+    assert "exited with status 0" in message
+
+
+@pytest.mark.slow
+def test_a_handle_asked_for_right_after_a_kill_is_the_successors(
+    session: Session, spawn: Spawn
+) -> None:
+    echo = spawn(actor("Echo", restart=replace(SOON, max_restarts=20)))
+
+    for incarnation in range(1, 11):
+        pid = session.actor(echo.ref.name).call("pid")
+        os.kill(pid, signal.SIGKILL)
+        handle = session.actor(echo.ref.name)
+        assert handle.ref.incarnation == incarnation + 1
 
 
 @pytest.mark.slow
@@ -141,7 +174,7 @@ def test_a_plain_call_fails_once_then_reaches_the_next_incarnation(
 
 @pytest.mark.slow
 def test_an_idempotent_call_survives_its_actor(spawn: Spawn) -> None:
-    echo = spawn(actor("Echo", restart=ALWAYS))
+    echo = spawn(actor("Echo", restart=replace(SOON, max_restarts=3)))
     first = echo.call("pid")
 
     for _ in range(3):

@@ -18,7 +18,7 @@ def test_a_signal_of_one_rank_is_passed_on_to_all_once() -> None:
     attached = [ranks.add(rank, pid=rank) for rank in range(2)]
 
     for sender in (1, 0):
-        ranks.pass_on_signal(sender, 1, signal.SIGTERM)
+        ranks.pass_on_signal(f"rank {sender}", 1, signal.SIGTERM)
 
     assert [signals_told(rank) for rank in attached] == [[signal.SIGTERM]] * 2
 
@@ -28,20 +28,20 @@ def test_the_signal_that_ends_the_ranks_of_a_lost_job_is_not_passed_on() -> None
     attached = ranks.add(0, pid=1)
     ranks.fail("rank 1", "it was killed")
 
-    ranks.pass_on_signal(0, 1, signal.SIGTERM)
+    ranks.pass_on_signal("rank 0", 1, signal.SIGTERM)
 
     assert signals_told(attached) == []
 
 
 def test_a_signal_to_ranks_before_a_restart_does_not_reach_those_after_it() -> None:
     ranks = AttachedRanks()
-    ranks.pass_on_signal(1, 1, signal.SIGTERM)
+    ranks.pass_on_signal("rank 1", 1, signal.SIGTERM)
     ranks.start_over(2)
     attached = ranks.add(0, pid=2)
 
-    ranks.pass_on_signal(1, 1, signal.SIGTERM)
+    ranks.pass_on_signal("rank 1", 1, signal.SIGTERM)
     told_of_the_old = signals_told(attached)
-    ranks.pass_on_signal(0, 2, signal.SIGINT)
+    ranks.pass_on_signal("rank 0", 2, signal.SIGINT)
 
     assert told_of_the_old == []
     assert signals_told(attached) == [signal.SIGINT]

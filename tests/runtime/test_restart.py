@@ -22,22 +22,15 @@ POLICY = RestartPolicy(max_restarts=3, window_s=100.0, backoff_initial_s=1.0, ba
 def test_never_gives_up_at_the_first_end() -> None:
     tracker = RestartTracker(replace(POLICY, mode="never"))
 
-    assert tracker.observe(CRASH, 0.0) == GiveUp("killed by SIGKILL (9)", is_failure=True)
-    assert tracker.observe(CLEAN, 0.0) == GiveUp("exited normally", is_failure=False)
+    assert tracker.observe(CRASH, 0.0) == GiveUp("killed by SIGKILL (9)")
+    assert tracker.observe(CLEAN, 0.0) == GiveUp("exited with status 0")
 
 
-def test_on_failure_leaves_a_clean_end_alone() -> None:
+@pytest.mark.parametrize("code", [0, 1, -signal.SIGTERM, 128 + signal.SIGTERM, None])
+def test_every_end_is_a_failure_whatever_its_status(code: int | None) -> None:
     tracker = RestartTracker(POLICY)
 
-    assert tracker.observe(CLEAN, 0.0) == GiveUp("exited normally", is_failure=False)
-    assert tracker.observe(ExitStatus(1), 0.0) == Restart(1.0)
-    assert tracker.observe(ExitStatus(None), 0.0) == Restart(2.0)
-
-
-def test_always_restarts_after_a_clean_end_too() -> None:
-    tracker = RestartTracker(replace(POLICY, mode="always"))
-
-    assert tracker.observe(CLEAN, 0.0) == Restart(1.0)
+    assert tracker.observe(ExitStatus(code), 0.0) == Restart(1.0)
 
 
 def test_backoff_doubles_up_to_its_maximum_then_the_tracker_gives_up() -> None:
@@ -47,7 +40,7 @@ def test_backoff_doubles_up_to_its_maximum_then_the_tracker_gives_up() -> None:
 
     assert decisions[:3] == [Restart(1.0), Restart(2.0), Restart(3.0)]
     assert decisions[3] == GiveUp(
-        "killed by SIGKILL (9), after 3 restarts within 100 s (allowed: 3)", is_failure=True
+        "killed by SIGKILL (9), after 3 restarts within 100 s (allowed: 3)"
     )
     assert tracker.num_restarts == 3
 
@@ -80,7 +73,7 @@ def test_a_long_crash_loop_does_not_overflow() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"mode": "sometimes"}, "never, on_failure or always"),
+        ({"mode": "sometimes"}, "use never or on_failure"),
         ({"max_restarts": -1}, "0 or more"),
         ({"window_s": 0.0}, "more than 0"),
         ({"backoff_initial_s": 5.0}, "5 s to 3 s"),
@@ -117,8 +110,11 @@ def test_no_window_ever_holds_more_restarts_than_allowed(
 @pytest.mark.parametrize(
     ("code", "text"),
     [
-        (0, "exited normally"),
+        (0, "exited with status 0"),
         (3, "exited with status 3"),
+        (130, "stopped by SIGINT (exit status 130)"),
+        (143, "stopped by SIGTERM (exit status 143)"),
+        (-15, "killed by SIGTERM (15)"),
         (-9, "killed by SIGKILL (9)"),
         (-11, "killed by SIGSEGV (11)"),
         (-40, "killed by signal 40 (40)"),

@@ -10,6 +10,7 @@ import zmq
 
 from umbra.runtime import pools
 from umbra.runtime.actor import ActorSpec
+from umbra.runtime.job_stop import JobStop
 from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.pools import EnginePool
 from umbra.runtime.rpc.client import Client
@@ -31,7 +32,7 @@ def actor_that_never_ends(folder: Path, context: zmq.Context[zmq.Socket[bytes]])
         log_level=20,
     )
     spec = ActorSpec(name="judge-0", target="umbra.engines.echo:EchoEngine", role="engine")
-    actor = SupervisedActor(spec, node, context, lambda _: None, lambda _: None)
+    actor = SupervisedActor(spec, node, context, lambda _: None, lambda _: None, JobStop())
     actor.incarnation, actor.pid, actor.has_process = 3, 4711, True
     return actor
 

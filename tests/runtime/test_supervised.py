@@ -11,6 +11,7 @@ import pytest
 import zmq
 from actor_specs import actor
 
+from umbra.runtime.job_stop import JobStop
 from umbra.runtime.process import child, descendants
 from umbra.runtime.process.child import ChildProcess
 from umbra.runtime.process.pid_watch import PidWatch
@@ -31,7 +32,7 @@ async def run_to_its_end(folder: Path, undo: Callable[[], None]) -> SupervisedAc
     )
     with zmq.Context[zmq.Socket[bytes]]() as context:
         spec = actor("Echo", start_timeout_s=0.01, grace_s=0.01)
-        started = SupervisedActor(spec, node, context, lambda _: None, lambda _: None)
+        started = SupervisedActor(spec, node, context, lambda _: None, lambda _: None, JobStop())
         try:
             async with asyncio.timeout(10.0):
                 await started.run()

@@ -40,7 +40,9 @@ def with_pools(
     with (
         StopSignals(_STOP_GRACE_S) as signals,
         # whoever waits in a call of the session gets the failure, and `work` always does
-        Session.from_torchrun(settings, on_note=notes.put, on_failed=lambda _: None) as session,
+        Session.from_torchrun(
+            settings, on_note=notes.put, on_failed=lambda _: None, on_signal=signals.pass_in
+        ) as session,
     ):
         signals.defer()
         try:

@@ -1,0 +1,58 @@
+"""Tells a signal that stops the whole job from one that reached a single actor.
+
+`scancel`, the end of a container and `kill` on a process group send their signal to every process
+of a job. Such a stop is the ranks' business: they end at a step boundary, with a checkpoint, for
+which they need the actors. Nothing is restarted meanwhile, and nothing counts as a failure. The
+same signal to one actor alone is that actor's failure.
+
+    actor gets SIGTERM ──▶ it goes on, and reports the signal to its supervisor
+        ├─ a rank, supervisor or guardian gets one within STOP_WINDOW_S ──▶ a stop of the job
+        └─ none of them does ──▶ the actor is ended, and replaced under its restart policy
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Final
+
+from umbra.runtime.first_of import first_of
+
+STOP_WINDOW_S: Final = 1.0
+"""Between the first and the last process that one stop reaches. Longer delays the restart of an
+actor that was signalled alone; shorter takes a stop that arrives slowly for many failures."""
+
+
+class JobStop:
+    """Whether the job is being stopped. Owned by the supervisor."""
+
+    def __init__(self) -> None:
+        self._requested = asyncio.Event()
+        self._absent = asyncio.Event()
+        self._absent.set()
+
+    @property
+    def is_requested(self) -> bool:
+        return self._requested.is_set()
+
+    def request(self) -> None:
+        """A stop signal reached a rank, the supervisor or the guardian."""
+        self._requested.set()
+        self._absent.clear()
+
+    def withdraw(self) -> None:
+        """torchrun has started the ranks again: the job continues."""
+        self._requested.clear()
+        self._absent.set()
+
+    async def outlast(self, own_stop: asyncio.Event, *, window_s: float) -> None:
+        """Returns when no stop of the job is under way, or `own_stop` is set.
+
+        Args:
+            own_stop: umbra asks this actor to end, as it does at the end of each stop.
+            window_s: how long a stop may still arrive that began with a signal to this actor.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(window_s):
+                await first_of(self._requested, own_stop)
+        await first_of(self._absent, own_stop)
