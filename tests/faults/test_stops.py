@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -62,6 +63,41 @@ def test_ctrl_c_that_reaches_the_ranks_as_well_leaves_a_checkpoint(folder: Path)
 
     assert f"stopped by SIGINT after {run.num_steps()} steps" in ended.output
     assert checkpoints(run) == [f"step-{run.num_steps():06d}"]
+
+
+LAUNCHED = ("torchrun", "rank 0", "rank 1", "guardian", "supervisor")
+ACTORS = ("rollouts", "worker-0", "policy-0")
+
+
+@pytest.mark.parametrize(
+    ("names", "others"),
+    [
+        ((*LAUNCHED, *ACTORS), ()),
+        (ACTORS, LAUNCHED),
+        (("supervisor",), ()),
+        (("guardian",), ()),
+    ],
+    ids=["all at once", "actors first", "supervisor", "guardian"],
+)
+def test_a_signal_is_one_stop_whichever_processes_it_reaches(
+    folder: Path, names: tuple[str, ...], others: tuple[str, ...]
+) -> None:
+    """`others`: those that it reaches half a second later."""
+    with start_run(folder, LONG) as run:
+        run.wait_for_step(1)
+        pids = [run.pid_of(name) for name in others]
+        late = threading.Timer(0.5, lambda: [os.kill(pid, signal.SIGTERM) for pid in pids])
+        late.start()
+        ended = stop(run, signal.SIGTERM, *names)
+        late.join()
+
+    num_steps = run.num_steps()
+    assert f"stopped by SIGTERM after {num_steps} steps" in ended.output
+    assert [ended.error_of(rank) for rank in (0, 1)] == ["", ""], ended.output
+    assert "restarting" not in ended.output
+    assert ended.output.count("exitcode  : 143") == 2 or "torchrun" in names + others
+    assert checkpoints(run) == [f"step-{num_steps:06d}"]
+    assert "failed" not in (run.run_dir / "logs" / "supervisor.log").read_text()
 
 
 def test_sigint_in_the_middle_of_the_first_step_ends_it(folder: Path) -> None:
