@@ -205,30 +205,39 @@ def main() -> None:
     )
     sys.path[:0] = config["spec"]["sys_path"]
     host = _Host(config, ready_fd)
+    status = _serve(host)
+    if host.signal is None and config["spec"]["role"] == "engine":
+        _leave_at_once(status)
+    sys.exit(status)
+
+
+def _serve(host: _Host) -> int:
+    """Serves to the actor's end; the exit status. The log has the reason."""
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(host.serve())
     except asyncio.CancelledError:
         if host.signal is None:
             logger.exception("the actor's main task was cancelled: cancel no tasks but your own")
-            sys.exit(1)
+            return 1
         logger.info("stopped by %s before it was up", host.signal.name)
+    except SystemExit as end:
+        logger.exception("the actor's code called sys.exit()")
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
     except Exception as error:
         host.announce_failure(error)
         logger.exception("the actor died")
-        if config["spec"]["role"] == "engine":
-            _leave_at_once()
-        sys.exit(1)
+        return 1
     assert host.signal is not None  # nothing else ends an actor without an error
-    sys.exit(128 + host.signal)
+    return 128 + host.signal
 
 
-def _leave_at_once() -> NoReturn:
+def _leave_at_once(status: int) -> NoReturn:
     """The interpreter's own end takes seconds where an engine's libraries are loaded, and all wait
     for its successor meanwhile."""
     logging.shutdown()
     sys.stdout.flush()
-    os._exit(1)
+    os._exit(status)
 
 
 if __name__ == "__main__":

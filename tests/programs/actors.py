@@ -81,9 +81,9 @@ class Echo:
 
     async def cancel(self, whom: str) -> None:
         """Cancels the process's main task, or all tasks, as careless user code does."""
-        tasks = sorted(asyncio.all_tasks(), key=lambda task: int(task.get_name().split("-")[1]))
-        for task in tasks[:1] if whom == "main" else tasks:
-            task.cancel()
+        for task in asyncio.all_tasks():
+            if whom == "all" or task.get_name() == "Task-1":
+                task.cancel()
 
     def signal(self, number: int) -> None:
         os.kill(os.getpid(), number)

@@ -54,6 +54,7 @@ class LiveRollouts:
         worker: changes to the workers' settings.
         max_restarts: of each process.
         hung_limit_s: of the manager.
+        manager: its class.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class LiveRollouts:
         max_restarts: int = 5,
         hung_limit_s: float = 15.0,
         num_prompts: int = 8,
+        manager: str = "umbra.runtime.rollout.service:RolloutManager",
     ) -> None:
         self.session = session
         self.world_size = world_size
@@ -101,8 +103,9 @@ class LiveRollouts:
         self.manager: SyncHandle = session.spawn(
             ActorSpec(
                 name="rollouts",
-                target="umbra.runtime.rollout.service:RolloutManager",
+                target=manager,
                 kwargs={"config": self._config(names, agent is not None, config or {})},
+                sys_path=(str(USER_CODE),),
                 restart=restart,
                 hung_limit_s=hung_limit_s,
             )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from ending_actors import end_process
 
 hang_is_over = threading.Event()
 
@@ -128,6 +129,16 @@ def dies_once(prompts: list[str], completions: list[str], **columns: list[Any]) 
     if not marker.exists():
         marker.touch()
         os.kill(os.getpid(), signal.SIGKILL)
+    return [1.0] * len(completions)
+
+
+def ends_once(prompts: list[str], completions: list[str], **columns: list[Any]) -> list[float]:
+    """Ends its process at the first call ever, in the way that the file `marker` names."""
+    marker = Path(columns["marker"][0])
+    how = marker.read_text()
+    if how:
+        marker.write_text("")
+        end_process(how)
     return [1.0] * len(completions)
 
 

@@ -1,0 +1,107 @@
+"""Processes that end without being asked to, whatever their exit status, cost no sample."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ending_actors import ENDS, IN_HERE
+from live_rollouts import LiveRollouts, merged, while_generating
+
+from umbra.runtime.errors import ConnectionLost
+from umbra.runtime.testing.sessions import SessionFactory
+
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
+
+SLOW = {"tokens_per_s": 60.0}  # a second for each completion
+
+
+def check_batch(live: LiveRollouts, step: int) -> None:
+    """Asserts that a step's batch has every sample once, and whole."""
+    samples = merged(live.next_batch(step))
+    assert [len(sample["completion"]) for sample in samples.values()] == [64] * 16
+
+
+def check_reported(factory: SessionFactory, name: str, lives: int, how: str) -> None:
+    """Asserts that each of its first lives was reported with how it ended.
+
+    One that closes its sockets before it ends may be killed by who calls it.
+    """
+    for life in range(1, lives + 1):
+        (note,) = [
+            note
+            for note in factory.notes
+            if note.startswith(f"{name}#{life} ") and "; restarting it in " in note
+        ]
+        is_killed = "went away before it answered" in note or "nothing listens at its" in note
+        assert f") {ENDS[how]}; restarting" in note or is_killed
+
+
+@pytest.mark.parametrize("how", ENDS)
+@pytest.mark.parametrize(
+    ("mode", "num_engines", "points"),
+    [
+        ("standalone", 2, ["generation", "sync"]),
+        ("hybrid", 1, ["generation", "sync", "sleep"]),
+    ],
+)
+def test_an_engine_that_ends_at_any_point_is_replaced(
+    umbra_session_factory: SessionFactory,
+    tmp_path: Path,
+    mode: str,
+    num_engines: int,
+    points: list[str],
+    how: str,
+) -> None:
+    session = umbra_session_factory()
+    pool: dict[str, Any] = {"engine": "ending_actors:EndingEcho", "env": {"PYTHONPATH": IN_HERE}}
+    engine = SLOW | {"points": points, "how": how}
+    live = LiveRollouts(
+        session, tmp_path, num_engines=num_engines, pool_mode=mode, pool=pool, engine=engine
+    )
+
+    for step in range(3):
+        live.publish(step)
+        check_batch(live, step)
+        if mode == "hybrid":
+            session.pool("policy").sleep(2)
+
+    session.supervisor_call("resolve", "policy-0", 20.0, len(points), timeout_s=21.0)
+    check_reported(umbra_session_factory, "policy-0", len(points), how)
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_a_manager_that_ends_is_replaced(
+    umbra_session_factory: SessionFactory, tmp_path: Path, how: str
+) -> None:
+    session = umbra_session_factory()
+    live = LiveRollouts(session, tmp_path, engine=SLOW, manager="ending_actors:EndingManager")
+
+    def end() -> None:
+        with contextlib.suppress(ConnectionLost):
+            live.manager.call("end", how)
+
+    live.publish(0)
+    with while_generating(live, 100, end), contextlib.suppress(ConnectionLost):
+        live.next_batch(0)
+    session.supervisor_call("resolve", "rollouts", 20.0, 1, timeout_s=21.0)
+    check_batch(live, 0)
+
+    check_reported(umbra_session_factory, "rollouts", 1, how)
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "os._exit(0)"])
+def test_a_worker_that_its_reward_ends_is_replaced(
+    umbra_session_factory: SessionFactory, tmp_path: Path, how: str
+) -> None:
+    session = umbra_session_factory()
+    (tmp_path / "marker").write_text(how)
+    live = LiveRollouts(session, tmp_path, reward="ends_once")
+
+    live.publish(0)
+    check_batch(live, 0)
+    session.supervisor_call("resolve", "rewards-0", 20.0, 1, timeout_s=21.0)
+
+    check_reported(umbra_session_factory, "rewards-0", 1, how)
