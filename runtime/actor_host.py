@@ -36,16 +36,16 @@ from umbra.runtime.target import make_target
 
 logger = logging.getLogger(__name__)
 
-_STOP_LIMIT_S: Final = 600.0
-"""For the supervisor to say that the actor is to end, which it does at the end of the ranks' stop:
-after a step and a checkpoint. Shorter ends actors that the ranks still need."""
+_REPORT_LIMIT_S: Final = 10.0
+"""For the supervisor to take a report. One that does not in this time cannot end the actor either.
+"""
 
 
 class _Host:
     """One actor process, from announcement to shutdown.
 
-    A stop signal is reported to the supervisor, which knows whether it is a stop of the job, and
-    ends the actor when it is time. A second signal, such as the supervisor's own, ends it.
+    A stop signal is reported to the supervisor. Where it was the supervisor's own, the actor ends.
+    Else it goes on: in a stop of the whole job the ranks need it. A second signal ends it.
     """
 
     def __init__(self, config: dict[str, Any], ready_fd: int) -> None:
@@ -139,14 +139,16 @@ class _Host:
         await self._signalled.wait()
         assert self.signal is not None
         logger.info("got %s", self.signal.name)
-        with contextlib.suppress(UmbraError):  # a supervisor that does not answer stops nobody
-            await supervisor.call(
+        is_to_end = True
+        with contextlib.suppress(UmbraError):
+            is_to_end = await supervisor.call(
                 "signalled",
                 self._spec.name,
                 self._config["incarnation"],
-                timeout_s=_STOP_LIMIT_S,
+                timeout_s=_REPORT_LIMIT_S,
             )
-        self._stop.set()
+        if is_to_end:
+            self._stop.set()
 
     def _observe_signal(self) -> None:
         if self._signalled.is_set():

@@ -123,8 +123,7 @@ class SupervisedActor:
         self._kill_reason = ""
         self._was_killed = False  # from outside, before it was up
         self._stop = asyncio.Event()
-        self._may_be_job_stop = False  # this incarnation has got a stop signal
-        self._is_to_end = asyncio.Event()  # for a signal that came to this incarnation alone
+        self._got_signal = asyncio.Event()  # this incarnation, and it is not known yet who else
         self._changed = asyncio.Condition()
         self._child: ChildProcess | None = None
         self._tree_pids: list[int] = []  # of the last incarnation, as last looked at
@@ -140,8 +139,8 @@ class SupervisedActor:
     def kill(self, reason: str) -> None:
         """SIGKILLs this incarnation; the restart policy decides what follows.
 
-        Nothing where it has ended by itself, and no reason where it is ending: a call that broke
-        for that is no cause. Of several reasons the first counts.
+        Nothing where it has ended or has been asked to, and no reason where it is ending by itself:
+        a call that broke for that is no cause. Of several reasons the first counts.
         """
         if self._child is not None and not self._child.has_ended():
             stat = process_stat(self._child.pid)
@@ -149,13 +148,15 @@ class SupervisedActor:
                 self._kill_reason = self._kill_reason or reason
             self._child.kill()
 
-    async def signalled(self, incarnation: int) -> None:
-        """The actor has got a stop signal. Returns when it is to end."""
-        if incarnation == self.incarnation:
-            self._may_be_job_stop = True
-            await self._job_stop.outlast(self._stop, window_s=STOP_WINDOW_S)
-            self._may_be_job_stop = False
-            self._is_to_end.set()
+    def signalled(self, incarnation: int) -> bool:
+        """The actor has got a stop signal. Returns whether it is to end at once.
+
+        Otherwise it is sent another one when it is to end.
+        """
+        if incarnation != self.incarnation or self._stop.is_set():
+            return True
+        self._got_signal.set()
+        return False
 
     async def wait_running(self, timeout_s: float, lost_incarnation: int = 0) -> ActorRef:
         """The live incarnation; `lost_incarnation` only if it turns out to live on.
@@ -206,7 +207,7 @@ class SupervisedActor:
                 )
                 return
             self.has_process = False
-            window_s = STOP_WINDOW_S if self._may_be_job_stop else 0.0
+            window_s = STOP_WINDOW_S if self._got_signal.is_set() else 0.0
             await self._job_stop.outlast(self._stop, window_s=window_s)
             if self._stop.is_set():
                 break
@@ -235,8 +236,7 @@ class SupervisedActor:
     async def _run_incarnation(self) -> tuple[ExitStatus, str]:
         """One process from spawn to reaped; how it ended, in words with the last log lines."""
         self._kill_reason, self._was_killed = "", False
-        self._may_be_job_stop = False
-        self._is_to_end.clear()
+        self._got_signal.clear()
         label = f"{self.spec.name}#{self.incarnation}"
         log_path = self._node.log_dir / f"{self.spec.name}.log"
         host = [sys.executable, "-m", "umbra.runtime.actor_host"]
@@ -266,7 +266,8 @@ class SupervisedActor:
                 await self._enter(ActorState.RUNNING)
                 await self._watch(child)
             if child.status is not None and child.status.stop_signal is not None:
-                self._may_be_job_stop = True
+                self._got_signal.set()
+            self._child = None  # who misses it from here on knows no cause of its end
             status = await child.terminate(self.spec.grace_s)
         if self.state == ActorState.RUNNING:
             await self._enter(ActorState.STARTING)  # or at its end: `run` decides when all is freed
@@ -348,7 +349,7 @@ class SupervisedActor:
         async with asyncio.TaskGroup() as tasks:
             verdict = tasks.create_task(watchdog.run())
             ended = tasks.create_task(child.wait())
-            is_to_end = tasks.create_task(first_of(self._stop, self._is_to_end))
+            is_to_end = tasks.create_task(self._await_stop())
             waiting = (verdict, ended, is_to_end)
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             self._tree_pids = watchdog.tree.pids
@@ -356,6 +357,12 @@ class SupervisedActor:
                 self.kill(verdict.result())
             for task in waiting:
                 task.cancel()
+
+    async def _await_stop(self) -> None:
+        """Until this incarnation is to stop: umbra asks for it, or it alone got a signal."""
+        await first_of(self._stop, self._got_signal)
+        await self._job_stop.outlast(self._stop, window_s=STOP_WINDOW_S)
+        self._got_signal.clear()
 
     async def _enter(self, state: ActorState) -> None:
         if state != ActorState.RUNNING:

@@ -208,9 +208,9 @@ class Supervisor:
         actor = self._start(parsed)
         return await actor.wait_running(parsed.start_timeout_s + parsed.grace_s + 5.0)
 
-    async def signalled(self, name: str, incarnation: int) -> None:
-        """An actor has got a stop signal. Returns when it is to end: see `JobStop`."""
-        await self._actor(name).signalled(incarnation)
+    def signalled(self, name: str, incarnation: int) -> bool:
+        """An actor has got a stop signal; see `SupervisedActor.signalled`."""
+        return self._actor(name).signalled(incarnation)
 
     async def stop(self, name: str, timeout_s: float) -> None:
         """Ends an actor for good and waits until it is reaped."""

@@ -42,6 +42,20 @@ def test_a_killed_engine_comes_back(folder: Path) -> None:
     assert _says(run, rf"policy-1#1 \(pid {killed}\) {KILLED}"), run.output
 
 
+def test_a_signal_to_one_actor_alone_replaces_it(folder: Path) -> None:
+    with start_run(folder, LONG) as run:
+        run.wait_for_step(1)
+        for name in ("policy-0", "rollouts", "worker-0"):
+            os.kill(run.pid_of(name), signal.SIGTERM)
+            run.wait_for_restart(name)
+            run.wait_for_step(run.num_steps() + 2, timeout_s=30.0)
+        check_goes_on(run)
+
+    for name in ("policy-0", "rollouts", "worker-0"):
+        how = r"\) stopped by SIGTERM \(exit status 143\); restarting it in [\d.]+ s$"
+        assert _says(run, rf"{name}#1 \(pid \d+{how}"), run.output
+
+
 def test_an_engine_that_is_killed_in_its_first_start_is_started_again(folder: Path) -> None:
     engine = "pool.engine=failing_engines:KilledInFirstStart"
 

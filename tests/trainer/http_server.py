@@ -99,8 +99,20 @@ class Server:
         return connection
 
     def pids(self) -> dict[str, int]:
-        processes = json.loads((self.folder / "run/serve/processes.json").read_text())
-        return {name: row["pid"] for name, row in processes.items()}
+        return {name: row["pid"] for name, row in self._processes().items()}
+
+    def wait_for_successor(self, name: str) -> None:
+        """Until a later incarnation than the first serves."""
+        deadline = time.monotonic() + 30.0
+        while (row := self._processes()[name])["incarnation"] < 2 or row["state"] != "RUNNING":
+            assert time.monotonic() < deadline, row
+            time.sleep(0.02)
+
+    def _processes(self) -> dict[str, dict[str, Any]]:
+        processes: dict[str, dict[str, Any]] = json.loads(
+            (self.folder / "run/serve/processes.json").read_text()
+        )
+        return processes
 
     def wait_for_health(self, **wanted: object) -> None:
         """Until /health says so."""

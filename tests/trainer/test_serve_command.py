@@ -86,6 +86,28 @@ def test_a_server_with_a_key_lets_in_who_knows_it(folder: Path) -> None:
     assert without[1]["error"]["code"] == "invalid_api_key"
 
 
+def test_a_signal_to_one_actor_replaces_it_and_one_to_all_is_a_stop(folder: Path) -> None:
+    model = save_model(folder / "tiny")
+    body = {"prompt": "1", "max_tokens": 20, "seed": 1}
+
+    with serving(folder, model) as server:
+        expected = server.complete(**body)["choices"]
+        for name in ("policy-0", "front"):
+            os.kill(server.pids()[name], signal.SIGTERM)
+            server.wait_for_successor(name)
+            assert server.complete(**body)["choices"] == expected
+        for pid in server.pids().values():
+            os.kill(pid, signal.SIGTERM)
+        status = server.end(signal.SIGTERM)
+
+    assert status == 0
+    notes = (folder / "stderr.txt").read_text()
+    for name in ("policy-0", "front"):
+        assert f"{name}#1 (pid " in notes
+        assert f"{name}#2 (pid " not in notes
+    assert notes.count("stopped by SIGTERM (exit status 143); restarting it in") == 2
+
+
 def test_one_prompt_is_generated_by_an_engine_of_its_own(folder: Path) -> None:
     model_dir = save_model(folder / "tiny")
     tokens = PromptTokenizer(model_dir).encode_rendered("u=12+3= a=")
