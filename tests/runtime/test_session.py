@@ -204,6 +204,18 @@ def test_killing_supervisor_or_guardian_fails_the_job_and_leaves_nothing(
     assert not umbra_session.socket_dir.exists()
 
 
+@pytest.mark.parametrize("victim", ["supervisor", "guardian"])
+def test_a_stop_signal_fails_a_job_that_does_not_handle_it(
+    umbra_session: Session, victim: str
+) -> None:
+    echo = umbra_session.spawn(actor("Echo"))
+    guardian = guardian_of(umbra_session)
+    kill(guardian if victim == "guardian" else supervisor_of(guardian), signal.SIGTERM)
+
+    with pytest.raises(JobFailed, match="the job was stopped by SIGTERM"):
+        echo.call("sleep", 60.0, timeout_s=70.0)
+
+
 @contextlib.contextmanager
 def owner(
     folder: Path, socket_root: Path
