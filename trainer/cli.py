@@ -16,6 +16,7 @@ from umbra.runtime.errors import UmbraError
 from umbra.runtime.session import Session, SessionConfig
 from umbra.trainer.config import TrainerConfig
 from umbra.trainer.config_file import load_config
+from umbra.trainer.console import Console
 from umbra.trainer.last_words import LastWords
 from umbra.trainer.notes import NoteBoard
 from umbra.trainer.run_dir import process_age_s
@@ -27,9 +28,9 @@ _MAX_WAIT_FOR_OTHERS_S: Final = 5.0
 _LIBRARIES: Final = ("torch", "transformers", "matplotlib", "tensorboard")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(console: Console) -> None:
     """Runs one rank; exits with 0, with 1 after an error, or with 128 + signal."""
-    arguments = _parse(sys.argv[1:] if argv is None else argv)
+    arguments = _parse(sys.argv[1:])
     words = LastWords(-1, 0.0)
     try:
         environment = TorchrunEnvironment.read()
@@ -37,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         _configure_logging(environment.rank)
         config = _read_settings(arguments, environment, words)
         words = LastWords(environment.rank, config.train.shutdown_grace_s)
-        code = _run(config, environment, words)
+        code = _run(config, environment, words, console)
     except UmbraError as error:
         words.tell(error)
         code = 1
@@ -68,7 +69,7 @@ def run_program() -> NoReturn:
     """
     code = 0
     try:
-        main()
+        main(Console.install())
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1
     logging.shutdown()
@@ -77,7 +78,9 @@ def run_program() -> NoReturn:
     os._exit(code)
 
 
-def _run(config: TrainerConfig, environment: TorchrunEnvironment, words: LastWords) -> int:
+def _run(
+    config: TrainerConfig, environment: TorchrunEnvironment, words: LastWords, console: Console
+) -> int:
     notes = NoteBoard(is_shown=environment.rank == 0)
     grace_s = config.train.shutdown_grace_s
     settings = SessionConfig(run_dir=config.run.dir, shutdown_grace_s=grace_s)
@@ -89,6 +92,9 @@ def _run(config: TrainerConfig, environment: TorchrunEnvironment, words: LastWor
             settings, on_note=notes.put, on_failed=words.job_failed, on_signal=stop.pass_in
         ) as session,
     ):
+        console.log_losses(
+            config.run.dir / "logs" / "supervisor.log", who=f"rank {environment.rank}"
+        )
         # Loads torch, while the supervisor has long been starting.
         from umbra.trainer.training import Trainer
 

@@ -297,8 +297,8 @@ class TrainSection(Section):
         keep_checkpoints: the newest so many stay.
         export: write a Hugging Face directory at the end.
         seed: of data order and sampling.
-        shutdown_grace_s: after SIGINT or SIGTERM, how long the step in progress may take to
-            end and be checkpointed. For 30 s and more give torchrun a longer --shutdown-timeout.
+        shutdown_grace_s: after SIGINT, SIGTERM or SIGHUP, how long the step in progress may take
+            to end and be checkpointed. For 30 s and more give torchrun a longer --shutdown-timeout.
         device: "auto" is cuda where there is one.
     """
 

@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Self
 
 from umbra.runtime.errors import JobFailed, RemoteError, UmbraError
+from umbra.runtime.escaping import escape_unprintable
 
 
 class LastWords:
@@ -65,7 +66,7 @@ class LastWords:
             if self._is_told:
                 return
             self._is_told = True
-            said = f"{self._who}: {_describe(error)}"
+            said = f"{self._who}: {escape_unprintable(_describe(error))}"
             # One write: ranks share stderr, and print() may write the line's end apart.
             sys.stderr.write(f"{said}\n")
             sys.stderr.flush()

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
+from umbra.runtime.escaping import escape_unprintable
+
 
 class NoteBoard:
     """Shows notes on stderr, or by what `shown_by` was given. Silent where `is_shown` is False."""
@@ -18,7 +20,7 @@ class NoteBoard:
     def put(self, text: str) -> None:
         """Shows one line."""
         with self._lock:
-            self._show(text)
+            self._show(escape_unprintable(text))
 
     @contextmanager
     def shown_by(self, show: Callable[[str], None]) -> Generator[None]:

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: stop at a step boundary, or at once where waiting longer is pointless.
+"""Signals stop a run at a step boundary, or at once where waiting longer is pointless.
 
     first signal ──▶ `requested` is set; an `interruptible()` block (waiting for rollouts) ends
         │                 with StopRequested, and the ranks agree to stop at the next boundary
@@ -13,6 +13,9 @@ for rollouts and then waits for the others to agree, whose wait only the same re
 they are told. Python runs handlers between bytecodes only, so a rank that hangs in a collective is
 ended by a thread that the interpreter wakes in any case. And what a handler raises is lost where it
 runs inside a destructor, so it is raised again and again.
+
+The signals are SIGINT, SIGTERM and SIGHUP, which a closed terminal sends. A process that nohup
+started ignores SIGHUP, and still does.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Final, Self
 
-_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SAME_REQUEST_S: Final = 1.0
 # From StopNow, which a call into C may hold up, to the end of the process.
 _LAST_RESORT_S: Final = 2.0
@@ -51,7 +54,7 @@ class StopNow(SystemExit):
 
 
 class StopSignals:
-    """Handles both signals while entered; restores the former handlers on exit. Main thread only.
+    """Handles these signals while entered; restores the former handlers on exit. Main thread only.
 
     Until `defer()` is called there is nothing to save, and a signal ends the process at once.
     Owns the thread of the last resort.
@@ -74,6 +77,8 @@ class StopSignals:
         with contextlib.ExitStack() as stack:
             self._watch_wakeups(stack)
             for number in _SIGNALS:
+                if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                    continue
                 stack.callback(signal.signal, number, signal.signal(number, self._on_signal))
             former = signal.signal(signal.SIGALRM, self._on_alarm)
             stack.callback(signal.signal, signal.SIGALRM, former)

@@ -7,9 +7,10 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from umbra.runtime.errors import ConfigError
+from umbra.runtime.escaping import escape_unprintable
 from umbra.runtime.rollout.ledger.accounts import SampleState
 from umbra.runtime.rollout.ledger.history import managers_of
 from umbra.runtime.rollout.ledger.index import LedgerIndex
@@ -38,12 +39,12 @@ def run(arguments: argparse.Namespace) -> int:
     lists_samples = _lists_samples(arguments)
     with _open(Path(arguments.run_dir)) as index:
         if lists_samples:
-            facts, text = (found := _samples(index, arguments)), _samples_text(found)
+            facts, as_text = _samples(index, arguments), _samples_text
         elif arguments.sample is None:
-            facts, text = (found := _summary(index)), _summary_text(found)
+            facts, as_text = _summary(index), _summary_text
         else:
-            facts, text = (found := _sample(index, arguments.sample)), _sample_text(found)
-    print(json.dumps(facts) if arguments.json else text)
+            facts, as_text = _sample(index, arguments.sample), _sample_text
+    print(json.dumps(facts) if arguments.json else as_text(_escaped(facts)))
     return 0
 
 
@@ -158,6 +159,20 @@ def _samples_text(facts: Mapping[str, Any]) -> str:
     if num_samples > len(samples):
         lines.append(f"the newest {len(samples):,} of {num_samples:,}: --newest N lists N")
     return "\n".join(lines)
+
+
+def _escaped(facts: Any) -> Any:
+    """Ids and reasons are users' texts: no control character of theirs reaches the terminal."""
+    match facts:
+        case str():
+            return escape_unprintable(facts, keep="")  # a cell is one line
+        case dict():
+            members = cast("dict[str, Any]", facts)
+            return {_escaped(key): _escaped(value) for key, value in members.items()}
+        case list():
+            return [_escaped(value) for value in cast("list[Any]", facts)]
+        case _:
+            return facts
 
 
 def _or_dash(number: float | None, form: str) -> str:

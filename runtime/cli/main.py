@@ -12,6 +12,7 @@ from typing import Final
 
 from umbra.runtime.cli.closed_output import run_until_unread
 from umbra.runtime.errors import ConfigError, DataError, UmbraError
+from umbra.runtime.escaping import escape_unprintable
 from umbra.runtime.version import umbra_version
 
 _BENCH: Final = (
@@ -53,12 +54,9 @@ def _run_told(argv: Sequence[str]) -> int:
     arguments = _parse(argv)
     try:
         return _run(arguments)
-    except (ConfigError, DataError) as error:
-        print(f"umbra: {error}", file=sys.stderr)
-        return 2
     except UmbraError as error:
-        print(f"umbra: {error}", file=sys.stderr)
-        return 1
+        print(f"umbra: {escape_unprintable(str(error))}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError | DataError) else 1
     except KeyboardInterrupt:
         print("umbra: interrupted", file=sys.stderr)
         return 130

@@ -13,6 +13,7 @@ sockets are in a folder of its own; so what is left behind is known from what ot
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import random
@@ -23,11 +24,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import termios
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from umbra.trainer.metrics import read_metrics
 
@@ -107,6 +109,9 @@ class Run:
         environ: Mapping[str, str],
         program: str,
         socket_root: Path | None,
+        prefix: Sequence[str],
+        launcher: Sequence[str],
+        terminal: Terminal | None,
     ) -> None:
         self.run_dir = folder / "run"
         self.num_ranks = num_ranks
@@ -119,15 +124,17 @@ class Run:
         self._shared_memory = set(os.listdir("/dev/shm"))
         command = [sys.executable, "-m", "torch.distributed.run", *torchrun]
         command = [*command, "--nproc-per-node", str(num_ranks)] if num_ranks else [sys.executable]
+        command = [*launcher] if launcher else [*command, "-m", program]
         with self._output.open("wb") as output:
             self.process = subprocess.Popen(
-                [*command, "-m", program, *settings],
+                [*prefix, *command, *settings],
                 cwd=folder,
                 env=_environment(self._socket_root, self._token) | dict(environ),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
+                stdin=subprocess.DEVNULL if terminal is None else terminal.descriptor,
+                stdout=output if terminal is None else terminal.descriptor,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=None if terminal is None else terminal.take,
             )
 
     @property
@@ -268,6 +275,35 @@ class Run:
             shutil.rmtree(self._socket_root, ignore_errors=True)
 
 
+class Terminal:
+    """A terminal window: a process holds its other end, and the kernel hangs it up when that ends.
+
+    The session of the process that takes it gets SIGHUP then, as by a closed window or a lost ssh.
+    """
+
+    def __init__(self) -> None:
+        window_end, self.descriptor = os.openpty()
+        self._window = subprocess.Popen(
+            ["cat"], stdin=window_end, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        os.close(window_end)
+
+    def take(self) -> None:
+        """Called in the new process, which leads its session."""
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    def close_window(self) -> None:
+        self._window.kill()
+        self._window.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close_window()
+        os.close(self.descriptor)
+
+
 @contextlib.contextmanager
 def start_run(
     folder: Path,
@@ -277,6 +313,9 @@ def start_run(
     environ: Mapping[str, str] | None = None,
     program: str = "umbra.trainer",
     socket_root: Path | None = None,
+    prefix: Sequence[str] = (),
+    launcher: Sequence[str] = (),
+    terminal: Terminal | None = None,
 ) -> Generator[Run]:
     """A run whose config is `folder`/config.toml (see `write_config`), changed by `settings`.
 
@@ -284,6 +323,9 @@ def start_run(
         num_ranks: 0 is one rank without torchrun, which starts faster.
         program: the module that every rank runs.
         socket_root: the caller's, which outlives the run; None: a folder of its own.
+        prefix: a program that runs the command line that follows it, such as a shell.
+        launcher: what is run with the config and settings instead of torchrun and `program`.
+        terminal: where the run is started, and shows its output; None: it has none.
     """
     run = Run(
         folder,
@@ -293,6 +335,9 @@ def start_run(
         environ=environ or {},
         program=program,
         socket_root=socket_root,
+        prefix=prefix,
+        launcher=launcher,
+        terminal=terminal,
     )
     try:
         yield run

@@ -222,6 +222,29 @@ def test_text_for_people(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "  cut          sync" in text
 
 
+def test_control_characters_of_ids_and_reasons_do_not_reach_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, reason = "\x1b[2Jé\n\x9b1m\u202e", "bad\x1b]0;title\x07"
+    with LedgerLog.open(ledger_folder(tmp_path, "m0"), "job-a") as log:
+        dropped = Dropped(uids_of(0, 1), reason, f"of {name}")
+        log.write([encode_batch(BEGAN_S, [admitted(0, name), dropped])])
+
+    statuses = [
+        main(["ledger", str(tmp_path), *rest])
+        for rest in ([], ["--samples"], ["--sample", f"e0/{name}/0"], ["--sample", f"e0/{name}"])
+    ]
+
+    output = capsys.readouterr()
+    assert statuses == [0, 0, 0, 2]
+    assert (output.out + output.err).replace("\n", "").isprintable()
+    shown = r"e0/\x1b[2Jé\n\x9b1m\u202e"
+    assert f"  {shown}/1  dropped" in output.out
+    assert f"{shown}/0: dropped, " in output.out
+    assert r"did you mean e0/\x1b[2Jé" in output.err
+    assert run_json(capsys, str(tmp_path), "--samples")["samples"][0]["prompt_id"] == name
+
+
 @pytest.mark.parametrize(
     ("sample_id", "hint"),
     [

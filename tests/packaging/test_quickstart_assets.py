@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +93,20 @@ def test_files_are_made_once_for_a_seed(assets: Path) -> None:
 
     assert not ensure_assets(assets, seed=5)
     assert (assets / "train.jsonl").stat().st_mtime_ns == before
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_files_are_made_although_nobody_reads_about_it(assets: Path) -> None:
+    """`make quickstart | head` goes on to the training."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "umbra.trainer.quickstart", str(assets), "--seed", "5"]
+
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, timeout=60, check=False)
+
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from umbra.trainer.config import RunSection, TrainerConfig
 from umbra.trainer.config_file import parse_config
 from umbra.trainer.files import RunDirectoryError, check_writable, write_text, writing
 from umbra.trainer.journal import Journal, closing_lines, finish
+from umbra.trainer.last_words import LastWords
 from umbra.trainer.metrics import MetricsLog, read_metrics
 from umbra.trainer.notes import NoteBoard
 from umbra.trainer.progress import Progress, format_duration, format_step
@@ -145,6 +146,24 @@ def test_notes_reach_whoever_shows_them(capsys: pytest.CaptureFixture[str]) -> N
 
     assert shown == ["inside"]
     assert capsys.readouterr().err.splitlines() == ["early", "late"]
+
+
+def test_neither_notes_nor_errors_control_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for_torchrun = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(for_torchrun))
+
+    NoteBoard(is_shown=True).put("sample e0/\x1b[2J/0 of é")
+    LastWords(0, 0.0).tell(DataError("row 7\n\tid \x9b1m\r"))
+
+    assert capsys.readouterr().err.splitlines() == [
+        r"sample e0/\x1b[2J/0 of é",
+        "rank 0: DataError: row 7",
+        "\tid \\x9b1m\\r",
+    ]
+    shown = json.loads(for_torchrun.read_text())["message"]["message"]
+    assert shown == "rank 0: DataError: row 7\n\tid \\x9b1m\\r"
 
 
 def test_a_step_without_tokens_is_told_once(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def rest_of(process: subprocess.Popen[str]) -> str:
     return output
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_deferred_signal_is_seen_at_the_step_boundary(number: signal.Signals) -> None:
     code = """
         with StopSignals(grace_s=20) as stop:
@@ -62,6 +62,26 @@ def test_a_deferred_signal_is_seen_at_the_step_boundary(number: signal.Signals) 
 
         assert rest_of(process) == f"{number.name}\n"
         assert process.returncode == 0
+
+
+def test_a_hangup_stays_ignored_where_it_was_before() -> None:
+    """As nohup does it, which leaves the other signals alone."""
+    code = """
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with StopSignals(grace_s=20) as stop:
+            stop.defer()
+            say("ready")
+            while not stop.requested:
+                time.sleep(0.01)
+            say(stop.name)
+            stop.disarm()
+        say(signal.getsignal(signal.SIGHUP) == signal.SIG_IGN)
+    """
+    with rank(code) as process:
+        process.send_signal(signal.SIGHUP)  # the lower number: it would be delivered first
+        process.terminate()
+
+        assert rest_of(process) == "SIGTERM\nTrue\n"
 
 
 def test_a_signal_ends_an_interruptible_wait() -> None:

@@ -2,7 +2,9 @@
 
 import sys
 
+from umbra.trainer.console import Console
 from umbra.trainer.drill.command import main
 
 if __name__ == "__main__":
+    Console.install()  # `make drill | head` still trains
     sys.exit(main())

@@ -1,0 +1,98 @@
+"""A console that goes away: a dead reader and closed streams end nothing, a closed terminal stops
+the run with a checkpoint, and after nohup not even that does."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from whole_runs import START_LIMIT_S, Run, Terminal, start_run
+
+from umbra.trainer.metrics import read_metrics
+
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
+
+LAUNCH_SCRIPT = Path(__file__).parents[2] / "launch" / "torchrun_single_node.sh"
+
+
+def in_shell(line: str) -> list[str]:
+    """A prefix: runs `line`, in which "$@" is the command."""
+    return ["bash", "-o", "pipefail", "-c", line, "bash"]
+
+
+def check_finished(run: Run, steps: int, *, names_loss: bool) -> None:
+    rows = read_metrics(run.run_dir / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    assert (run.run_dir / f"checkpoints/step-{steps:06d}/COMPLETE").exists()
+    assert (run.run_dir / "export/config.json").exists()
+    summary = json.loads((run.run_dir / "summary.json").read_text())
+    assert (summary["steps"], summary["stopped_by"]) == (steps, "")
+    log = (run.run_dir / "logs/supervisor.log").read_text()
+    assert log.count("rank 0: stderr cannot be written") == names_loss
+
+
+def check_hung_up(run: Run) -> None:
+    """The run has ended as by SIGTERM."""
+    summary = json.loads((run.run_dir / "summary.json").read_text())
+    assert (summary["steps"], summary["stopped_by"]) == (run.num_steps(), "SIGHUP")
+    complete = [path.parent.name for path in run.run_dir.glob("checkpoints/*/COMPLETE")]
+    assert complete == [f"step-{run.num_steps():06d}"]
+
+
+def test_a_reader_that_dies_in_the_middle_ends_nothing(folder: Path) -> None:
+    prefix = in_shell('"$@" 2>&1 | head -n 3')
+    with start_run(folder, "train.steps=12", "train.export=true", prefix=prefix) as run:
+        ended = run.wait()
+
+    assert ended.status == 0
+    assert len(ended.output.splitlines()) == 3
+    check_finished(run, 12, names_loss=True)
+
+
+def test_a_run_without_any_standard_stream_finishes(folder: Path) -> None:
+    prefix = in_shell('exec "$@" <&- >&- 2>&-')
+    with start_run(folder, "train.export=true", prefix=prefix) as run:
+        ended = run.wait()
+
+    assert ended.status == 0
+    check_finished(run, 2, names_loss=False)
+
+
+@pytest.mark.parametrize("num_ranks", [0, 2])
+def test_a_closed_terminal_stops_the_run_with_a_checkpoint(folder: Path, num_ranks: int) -> None:
+    with (
+        Terminal() as terminal,
+        start_run(folder, "train.steps=1000", num_ranks=num_ranks, terminal=terminal) as run,
+    ):
+        run.wait_for_step(2)
+        terminal.close_window()
+        ended = run.wait()
+
+    # torchrun has statuses of its own for whatever ends its ranks.
+    assert ended.status != 0 if num_ranks else ended.status == 128 + signal.SIGHUP
+    check_hung_up(run)
+
+
+def test_after_nohup_a_launched_run_outlives_its_terminal(folder: Path) -> None:
+    here = os.path.dirname(sys.executable)
+    with (
+        Terminal() as terminal,
+        start_run(
+            folder,
+            "train.steps=30",
+            "train.export=true",
+            launcher=["nohup", str(LAUNCH_SCRIPT)],
+            environ={"NUM_RANKS": "2", "PATH": f"{here}:{os.environ['PATH']}"},
+            terminal=terminal,
+        ) as run,
+    ):
+        run.wait_for_step(2)
+        terminal.close_window()
+        ended = run.wait(START_LIMIT_S)
+
+    assert ended.status == 0, (folder / "nohup.out").read_text()
+    check_finished(run, 30, names_loss=False)
