@@ -291,5 +291,5 @@ def test_sigterm_ends_an_actor_with_running_calls_cleanly(actor: ActorProcess) -
             actor.send_signal(signal.SIGTERM)
 
     run(main())
-    assert actor.wait() == 0
+    assert actor.wait() == 128 + signal.SIGTERM
     assert "Traceback" not in actor.log()
