@@ -17,7 +17,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
@@ -29,6 +29,7 @@ from umbra.runtime.actor import ActorSpec
 from umbra.runtime.environment import ACTOR_VARIABLE, without_rank
 from umbra.runtime.errors import ActorDied, DeadlineExceeded, UmbraError
 from umbra.runtime.first_of import first_of
+from umbra.runtime.gpu_shortage import GpuShortages, read_gpu_memory
 from umbra.runtime.process.child import ChildProcess
 from umbra.runtime.process.descendants import process_stat
 from umbra.runtime.process.exit_status import ExitStatus
@@ -49,6 +50,8 @@ _GPU_DEADLINE_S: Final = 30.0
 # From a lost connection to the end of its process, beyond the actor's own grace. Longer holds a
 # caller whose connection alone broke; shorter sends it back to a dying process.
 _LOST_PATIENCE_S: Final = 1.0
+_MAX_LOG_LINES: Final = 2000
+# Of an engine that failed to start or wake: its processes' tracebacks follow what was the cause.
 # From a child's end to the end of the pipe it wrote to, where no one else holds that.
 _LAST_WORDS_S: Final = 0.2
 
@@ -86,6 +89,7 @@ class SupervisedActor:
         on_note: told, in one line, what an operator would want to know.
         num_earlier: incarnations that other actors of this name have had.
         may_start: no process is started while it is not set.
+        describe_gpu_memory: who holds what of it now, and what to change.
     """
 
     def __init__(
@@ -97,8 +101,10 @@ class SupervisedActor:
         on_note: Callable[[str], None],
         num_earlier: int = 0,
         may_start: asyncio.Event | None = None,
+        describe_gpu_memory: Callable[[], Awaitable[str]] = read_gpu_memory,
     ) -> None:
         self.spec = spec
+        self.shortages = GpuShortages(describe_gpu_memory)
         self.state = ActorState.STARTING
         self.incarnation = num_earlier
         self.ref: ActorRef | None = None
@@ -189,13 +195,16 @@ class SupervisedActor:
             if not self.has_run and not self._was_killed:
                 await self._end(ActorState.FAILED, how)  # it would fail again
                 return
+            if self.shortages.is_final:
+                await self._end(ActorState.FAILED, how)
+                return
             decision = tracker.observe(status, time.monotonic())
             if isinstance(decision, GiveUp):
                 final = ActorState.FAILED if decision.is_failure else ActorState.STOPPED
                 is_news = decision.reason != str(status)
                 await self._end(final, f"{how}\n{decision.reason}" if is_news else how)
                 return
-            first_line = how.splitlines()[0]
+            first_line = how.splitlines()[0].removesuffix(".")
             self._on_note(f"{first_line}; restarting it in {decision.delay_s:.2g} s")
             self._on_change(self)  # the process is gone, which pools in turn wait for
             with contextlib.suppress(TimeoutError):
@@ -238,6 +247,7 @@ class SupervisedActor:
             self._was_killed = child.status is not None and child.status.is_from_outside
             if not start_error:
                 self.has_run = True
+                self.shortages.started()
                 await self._enter(ActorState.RUNNING)
                 await self._watch(child)
             status = await child.terminate(self.spec.grace_s)
@@ -249,6 +259,9 @@ class SupervisedActor:
             # However politely it ends then, it has not done what it was started for.
             status = ExitStatus(None) if status.is_success else status
             how = f"{label} failed to start: {self._kill_reason or start_error}"
+        text = f"{how}\n{child.log_tail(_MAX_LOG_LINES)}"
+        if why := await self.shortages.explain_end(text, is_start=bool(start_error)):
+            how = f"{label} has {why}\n{how}"
         return status, how
 
     def _describe_end(self, label: str, child: ChildProcess, status: ExitStatus) -> str:

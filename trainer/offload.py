@@ -22,6 +22,10 @@ from umbra.trainer.pinned_memory import pinned_bytes
 Offload = Literal["none", "optimizer", "all"]
 
 
+def _ignore(_allocated_nbytes: int, _reserved_nbytes: int) -> None:
+    pass
+
+
 class HostOffload:
     """Owns the host copies, which are kept for the next time (pinned where the device is CUDA).
 
@@ -32,6 +36,8 @@ class HostOffload:
         mode: "none" moves nothing, "optimizer" the optimizer's state, "all" parameters too.
         parameters: of the policy, and of the reference model where there is one.
         optimizer: its state may come into being, and be loaded, later.
+        on_release: told, on CUDA, what torch still has allocated and reserved when memory was
+            handed back, in bytes.
 
     Attributes:
         is_away: between `send_away` and `bring_back`.
@@ -43,12 +49,14 @@ class HostOffload:
         parameters: Sequence[Tensor],
         optimizer: torch.optim.Optimizer,
         device: torch.device,
+        on_release: Callable[[int, int], None] = _ignore,
     ) -> None:
         self.is_away = False
         self._mode = mode
         self._parameters = parameters
         self._optimizer = optimizer
         self._device = device
+        self._on_release = on_release
         self._copies: dict[int, _HostCopy] = {}
         self._seconds = 0.0
 
@@ -58,10 +66,14 @@ class HostOffload:
         After a training step that is what gradients and activations took. An engine that wakes
         cannot use it: to every other process it is as taken as the parameters are.
         """
-        if self._device.type == "cuda":
-            started = time.perf_counter()
-            torch.cuda.empty_cache()
-            self._seconds += time.perf_counter() - started
+        if self._device.type != "cuda":
+            return
+        started = time.perf_counter()
+        torch.cuda.empty_cache()
+        self._seconds += time.perf_counter() - started
+        self._on_release(
+            torch.cuda.memory_allocated(self._device), torch.cuda.memory_reserved(self._device)
+        )
 
     @torch.no_grad()
     def send_away(self) -> None:

@@ -218,7 +218,13 @@ class Trainer:
         tensors = list(policy.parameters.values())
         if reference is not None:
             tensors += reference.parameters.values()
-        return HostOffload(self._config.train.offload, tensors, optimizer.adamw, world.device)
+        return HostOffload(
+            self._config.train.offload,
+            tensors,
+            optimizer.adamw,
+            world.device,
+            on_release=self._session.report_gpu_memory,
+        )
 
     def _builder(self, policy: Policy, world: World) -> MicroBatchBuilder:
         return MicroBatchBuilder(

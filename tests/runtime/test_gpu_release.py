@@ -19,7 +19,7 @@ from watching import kill
 
 from umbra.runtime.errors import DeadlineExceeded
 from umbra.runtime.process.gpu_release import ReleaseWatch, gpu_memory_released
-from umbra.runtime.process.nvml import LIBRARY, GpuReading, Nvml
+from umbra.runtime.process.nvml import LIBRARY, GpuReading, GpuUse, Nvml
 from umbra.runtime.session import Session
 
 GIB = 1 << 30
@@ -42,6 +42,7 @@ int nvmlDeviceGetMemoryInfo(void *device, memory_t *memory) {
     unsigned long long held; unsigned pid;
     if (device != (void*)7) return 2;
     look(&memory->used, &held, &pid);
+    memory->total = 140ULL << 30;
     return 0;
 }
 int nvmlDeviceGetComputeRunningProcesses_v3(void *device, unsigned *count, process_t *out) {
@@ -120,6 +121,9 @@ def test_nvml_tells_used_memory_and_what_is_held_by_whom(fake_nvml: tuple[str, P
     try:
         assert nvml.read([4711]) == reading(60.0, 55.0)
         assert nvml.read([12]) == reading(60.0)
+        by_pid = {1: 5, 4711: 55 * GIB}
+        use = GpuUse(total_nbytes=140 * GIB, used_nbytes=60 * GIB, by_pid=by_pid)
+        assert nvml.uses() == [use]
     finally:
         nvml.close()
 

@@ -23,7 +23,9 @@ def account_of(device: torch.device) -> dict[str, float]:
 
 
 def check(row: dict[str, float], *whats: str) -> None:
-    assert set(row) == {f"memory/{phase}_{what}_gib" for phase in ("train", "sync") for what in whats}
+    assert set(row) == {
+        f"memory/{phase}_{what}_gib" for phase in ("train", "sync") for what in whats
+    }
     growth = {
         phase: row[f"memory/{phase}_peak_gib"] - row[f"memory/{phase}_allocated_gib"]
         for phase in ("train", "sync")
