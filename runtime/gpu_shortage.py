@@ -173,13 +173,11 @@ class GpuShortages:
             is_start: it was not up yet.
         """
         is_wake, self._has_failed_to_wake = self._has_failed_to_wake, False
+        description, self._description = self._description, ""
         if not (is_start or is_wake) or not lacks_gpu_memory(text):
             return ""
-        if is_start:
-            self._num_at_start += 1
-            self._description = await self._describe()
-        else:
-            self._num_at_wake += 1
+        self._num_at_start += is_start
+        self._num_at_wake += not is_start
         again = ", as the last time: a restart does not cure that" if self.is_final else ""
         what = "start" if is_start else "wake"
-        return f"too little GPU memory to {what}{again}. {self._description}"
+        return f"too little GPU memory to {what}{again}. {description or await self._describe()}"

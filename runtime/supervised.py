@@ -50,8 +50,8 @@ _GPU_DEADLINE_S: Final = 30.0
 # From a lost connection to the end of its process, beyond the actor's own grace. Longer holds a
 # caller whose connection alone broke; shorter sends it back to a dying process.
 _LOST_PATIENCE_S: Final = 1.0
+# Searched for a lack of GPU memory; the tracebacks of an engine's processes follow that.
 _MAX_LOG_LINES: Final = 2000
-# Of an engine that failed to start or wake: its processes' tracebacks follow what was the cause.
 # From a child's end to the end of the pipe it wrote to, where no one else holds that.
 _LAST_WORDS_S: Final = 0.2
 
