@@ -8,6 +8,8 @@ import logging
 import signal
 from typing import Any, Final
 
+from umbra.runtime.gpu_shortage import RankMemory
+
 logger = logging.getLogger(__name__)
 
 # Notes a rank has not read yet. A rank reads on a thread of its own, so only a stopped one
@@ -21,7 +23,12 @@ class AttachedRank:
     def __init__(self, rank: int, pid: int) -> None:
         self.rank = rank
         self.pid = pid
+        self.gpu_memory: RankMemory | None = None
         self.events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} (pid {self.pid})"
 
     def put(self, event: dict[str, Any]) -> None:
         if self.events.qsize() < _MAX_UNREAD_EVENTS or event["kind"] != "note":
@@ -88,6 +95,14 @@ class AttachedRanks:
 
     def has_said_farewell(self, rank: int) -> bool:
         return rank in self._farewells
+
+    def all(self) -> list[AttachedRank]:
+        return list(self._ranks.values())
+
+    def note_gpu_memory(self, rank: int, memory: RankMemory) -> None:
+        """What it has just reported."""
+        if rank in self._ranks:
+            self._ranks[rank].gpu_memory = memory
 
     def start_over(self, incarnation: int) -> list[int]:
         """What the old ones failed at and said means nothing any more, nor that they go.

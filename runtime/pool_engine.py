@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from umbra.runtime.errors import EngineUnhealthy, UmbraError
 from umbra.runtime.lifecycle import (
+    ALL_TAGS,
     AbortUpdate,
     BeginUpdate,
     CommitUpdate,
@@ -161,8 +162,14 @@ class PoolEngine:
         if not wanted:
             return
         self.apply(Wake(wanted))
-        await self._request("wake", sorted(wanted), timeout_s=timeout_s)
+        try:
+            await self._request("wake", sorted(wanted), timeout_s=timeout_s)
+        except EngineUnhealthy:
+            await self.actor.shortages.failed_to_wake()
+            raise
         self.apply(Woken())
+        if self.lifecycle.awake == ALL_TAGS:
+            self.actor.shortages.woke()
 
     async def probe_import(self, allocations: list[list[Any]], timeout_s: float) -> str:
         """Why it cannot open the ranks' memory, or ""."""

@@ -1,8 +1,9 @@
 """Pools: engines with one model and one mode, moved through their lifecycle together.
 
 An operation on a pool asks all engines at once. An engine that fails or is late is killed and
-replaced by its restart policy; the others go on. An engine that comes up while the pool is
-asleep is put to sleep too, so that a trainer's memory is never taken by a restart.
+replaced by its restart policy; the others go on. While a hybrid pool is asleep its memory is the
+trainer's: an engine that dies then is started when the pool wakes, and one whose start was under
+way is put to sleep as soon as it is up.
 """
 
 from __future__ import annotations
@@ -183,7 +184,10 @@ class EnginePool:
                 "again: sleep at level 1"
             )
         self._sleep_level, self._resting = level, None
-        self.may_start.set()
+        if self.spec.mode == "hybrid":
+            self.may_start.clear()
+        else:
+            self.may_start.set()
         await self._pause("abort", timeout_s)
         sleepy = {EngineState.PAUSED, EngineState.PENDING_WEIGHTS}
         await self._all(sleepy, lambda engine: engine.sleep(level, timeout_s))
@@ -193,6 +197,7 @@ class EnginePool:
             raise ValueError(f"unknown wake tags {unknown}; allowed: {sorted(ALL_TAGS)}")
         await self._after_sync(timeout_s)
         self._sleep_level = None
+        self.may_start.set()
         drowsy = {EngineState.ASLEEP, EngineState.PAUSED, EngineState.PENDING_WEIGHTS}
         await self._all(drowsy, lambda engine: engine.wake(tags, timeout_s))
 
@@ -204,6 +209,7 @@ class EnginePool:
         if self.spec.load_weights:
             return
         await self._after_sync(_SETTLE_TIMEOUT_S)
+        self.may_start.set()  # the trainer's memory went with it
         self.sync.version = None
         await self._pause("abort", _SETTLE_TIMEOUT_S)
         for engine in self.engines.values():
@@ -364,6 +370,7 @@ class EnginePool:
             )
         await self._finish_moves()
         self._sleep_level = None
+        self.may_start.set()
         is_repeated = version == self.sync.version
         if is_repeated:
             self._gathering.add(rank)

@@ -341,6 +341,10 @@ class Session:
         """
         self._loop.run(asyncio.sleep(within_s))
 
+    def report_gpu_memory(self, allocated_nbytes: int, reserved_nbytes: int) -> None:
+        """Tells the supervisor what torch has of this rank's GPU, for engines that lack memory."""
+        self.supervisor_call("note_gpu_memory", self.rank, allocated_nbytes, reserved_nbytes)
+
     def pass_on_signal(self, number: int) -> None:
         """Tells every rank that this one got a signal; see `on_signal`. Returns at once.
 

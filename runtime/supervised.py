@@ -20,7 +20,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
@@ -32,6 +32,7 @@ from umbra.runtime.actor import ActorSpec
 from umbra.runtime.environment import ACTOR_VARIABLE, without_rank
 from umbra.runtime.errors import ActorDied, DeadlineExceeded, UmbraError
 from umbra.runtime.first_of import first_of
+from umbra.runtime.gpu_shortage import GpuShortages, read_gpu_memory
 from umbra.runtime.job_stop import STOP_WINDOW_S, JobStop
 from umbra.runtime.process.child import ChildProcess
 from umbra.runtime.process.descendants import is_dying, process_stat
@@ -53,6 +54,8 @@ _GPU_DEADLINE_S: Final = 30.0
 # From a lost connection to the end of its process, beyond the actor's own grace. Longer holds a
 # caller whose connection alone broke; shorter sends it back to a dying process.
 _LOST_PATIENCE_S: Final = 1.0
+# Searched for a lack of GPU memory; the tracebacks of an engine's processes follow that.
+_MAX_LOG_LINES: Final = 2000
 # From a child's end to the end of the pipe it wrote to, where no one else holds that.
 _LAST_WORDS_S: Final = 0.2
 
@@ -91,6 +94,7 @@ class SupervisedActor:
         num_earlier: incarnations that other actors of this name have had.
         job_stop: whether the job is being stopped.
         may_start: no process is started while it is not set.
+        describe_gpu_memory: who holds what of it now, and what to change.
     """
 
     def __init__(
@@ -103,8 +107,10 @@ class SupervisedActor:
         job_stop: JobStop,
         num_earlier: int = 0,
         may_start: asyncio.Event | None = None,
+        describe_gpu_memory: Callable[[], Awaitable[str]] = read_gpu_memory,
     ) -> None:
         self.spec = spec
+        self.shortages = GpuShortages(describe_gpu_memory)
         self.state = ActorState.STARTING
         self.incarnation = num_earlier
         self.ref: ActorRef | None = None
@@ -214,12 +220,15 @@ class SupervisedActor:
             if not self.has_run and not self._was_killed:
                 await self._end(ActorState.FAILED, how)  # it would fail again
                 return
+            if self.shortages.is_final:
+                await self._end(ActorState.FAILED, how)
+                return
             decision = tracker.observe(status, time.monotonic())
             if isinstance(decision, GiveUp):
                 is_news = decision.reason != str(status)
                 await self._end(ActorState.FAILED, f"{how}\n{decision.reason}" if is_news else how)
                 return
-            first_line = how.splitlines()[0]
+            first_line = how.splitlines()[0].removesuffix(".")
             self._on_note(f"{first_line}; restarting it in {decision.delay_s:.2g} s")
             self._on_change(self)  # the process is gone, which pools in turn wait for
             with contextlib.suppress(TimeoutError):
@@ -263,6 +272,7 @@ class SupervisedActor:
             self._was_killed = child.status is not None and child.status.is_from_outside
             if not start_error:
                 self.has_run = True
+                self.shortages.started()
                 await self._enter(ActorState.RUNNING)
                 await self._watch(child)
             if child.status is not None and child.status.stop_signal is not None:
@@ -275,6 +285,9 @@ class SupervisedActor:
         await self._await_free_memory(label)
         if start_error:
             how = f"{label} failed to start: {self._kill_reason or start_error}"
+        text = f"{how}\n{child.log_tail(_MAX_LOG_LINES)}"
+        if why := await self.shortages.explain_end(text, is_start=bool(start_error)):
+            how = f"{label} has {why}\n{how}"
         return status, how
 
     def _describe_end(self, label: str, child: ChildProcess, status: ExitStatus) -> str:

@@ -22,6 +22,7 @@ import zmq
 from umbra.runtime.actor import ActorSpec
 from umbra.runtime.attached_ranks import AttachedRank, AttachedRanks
 from umbra.runtime.errors import ActorNotFound, ConfigError, DeadlineExceeded, MailboxClosed
+from umbra.runtime.gpu_shortage import RankMemory, read_gpu_memory
 from umbra.runtime.job_stop import JobStop
 from umbra.runtime.lifecycle import SleepLevel, Tag
 from umbra.runtime.node_pools import NodePools
@@ -174,6 +175,22 @@ class Supervisor:
         """Puts one line where the person who runs the job sees it."""
         self._ranks.note(text)
 
+    def note_gpu_memory(self, rank: int, allocated_nbytes: int, reserved_nbytes: int) -> None:
+        """A rank tells what torch has of its GPU now; see `umbra.runtime.gpu_shortage`."""
+        memory = RankMemory(allocated_nbytes=allocated_nbytes, reserved_nbytes=reserved_nbytes)
+        self._ranks.note_gpu_memory(rank, memory)
+
+    async def _describe_gpu_memory(self) -> str:
+        ranks = self._ranks.all()
+        roots = {rank.pid: rank.name for rank in ranks}
+        roots |= {
+            actor.pid: f"{actor.spec.name} (pid {actor.pid})"
+            for actor in self._actors.values()
+            if actor.has_process
+        }
+        memory = {rank.name: rank.gpu_memory for rank in ranks if rank.gpu_memory is not None}
+        return await read_gpu_memory(roots, memory)
+
     def _on_rank_gone(self, gone: AttachedRank, local_world_size: int, may_restart: bool) -> None:
         if not self._ranks.has_said_farewell(gone.rank):
             self._end_syncs_of(gone.rank)
@@ -287,6 +304,7 @@ class Supervisor:
             # A name that is used again goes on counting, or an old reference would fit it.
             num_earlier=self._last_incarnations.get(spec.name, 0),
             may_start=may_start,
+            describe_gpu_memory=self._describe_gpu_memory,
         )
         self._actors[spec.name] = actor
         self._spawned.set()

@@ -119,8 +119,8 @@ class TrainingLoop:
             row |= self._train_step.run(batch, self.step)
         row |= self._memory.take()
         self.step += 1
-        if self._train.offload != "none":
-            row["time/offload_s"] = self._offload.take_seconds()
+        if offload_s := self._offload.take_seconds():
+            row["time/offload_s"] = offload_s
         row["time/step_s"] = time.perf_counter() - started
         row["time/rank_idle_share"] = row["time/rollout_s"] / row["time/step_s"]
         return row
@@ -143,6 +143,9 @@ class TrainingLoop:
         }
 
     def _sync(self, version: int) -> SyncReport:
+        if self._config.pool.mode == "hybrid":
+            # Engines wake once every rank has joined the sync, so all have done this by then.
+            self._offload.release_cache()
         return self._publisher.publish(POOL, version, self._config.pool.sync_timeout_s)
 
     def _serve_sync(self, version: int) -> None:

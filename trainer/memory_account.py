@@ -17,7 +17,8 @@ _CLEAR_REFS: Final = Path("/proc/self/clear_refs")
 
 
 class MemoryAccount:
-    """On CUDA what torch has allocated; on the CPU what of the process is resident.
+    """On CUDA what torch has allocated and, its allocator's cache included, reserved; on the CPU
+    what of the process is resident.
 
     Every rank has one, and goes through the same phases.
     """
@@ -34,11 +35,13 @@ class MemoryAccount:
             yield
         finally:
             self._nbytes[f"{name}_peak"] = self._peak()
+            if self._device.type == "cuda":
+                reserved = torch.cuda.max_memory_reserved(self._device)
+                self._nbytes[f"{name}_reserved"] = reserved
 
     def take(self) -> dict[str, float]:
-        """`memory/PHASE_allocated_gib` and `..._peak_gib` of the rank that takes most. Collective.
-
-        Forgets them.
+        """`memory/PHASE_allocated_gib`, `..._peak_gib` and, on CUDA, `..._reserved_gib` (the most
+        in the phase) of the rank that takes most. Collective. Forgets them.
         """
         counts = torch.tensor(list(self._nbytes.values()), dtype=torch.float64)
         most: Any = max_over_ranks(counts) / _GIB  # torch leaves `tolist` untyped

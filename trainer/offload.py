@@ -1,7 +1,7 @@
 """What the trainer holds on its device, moved to host memory while engines generate.
 
-    wake(weights) -> ranks fill their buckets -> send_away -> wake(kv_cache) -> generate
-    -> sleep -> bring_back -> train
+    release_cache -> wake(weights) -> ranks fill their buckets -> send_away -> wake(kv_cache)
+    -> generate -> sleep -> bring_back -> train
 
 Memory is taken from under the tensors: storages shrink to nothing and grow again, so that
 parameters, FSDP's views of them and the optimizer's state stay the objects they are.
@@ -22,6 +22,10 @@ from umbra.trainer.pinned_memory import pinned_bytes
 Offload = Literal["none", "optimizer", "all"]
 
 
+def _ignore(_allocated_nbytes: int, _reserved_nbytes: int) -> None:
+    pass
+
+
 class HostOffload:
     """Owns the host copies, which are kept for the next time (pinned where the device is CUDA).
 
@@ -29,10 +33,11 @@ class HostOffload:
     nobody but `locate` may read them.
 
     Args:
-        mode: "none" moves nothing, "optimizer" the optimizer's state, "all" parameters too. What
-            torch keeps of the device's memory without using it is given back in any case.
+        mode: "none" moves nothing, "optimizer" the optimizer's state, "all" parameters too.
         parameters: of the policy, and of the reference model where there is one.
         optimizer: its state may come into being, and be loaded, later.
+        on_release: told, on CUDA, what torch still has allocated and reserved when memory was
+            handed back, in bytes.
 
     Attributes:
         is_away: between `send_away` and `bring_back`.
@@ -44,30 +49,51 @@ class HostOffload:
         parameters: Sequence[Tensor],
         optimizer: torch.optim.Optimizer,
         device: torch.device,
+        on_release: Callable[[int, int], None] = _ignore,
     ) -> None:
         self.is_away = False
         self._mode = mode
         self._parameters = parameters
         self._optimizer = optimizer
         self._device = device
+        self._on_release = on_release
         self._copies: dict[int, _HostCopy] = {}
         self._seconds = 0.0
 
+    def release_cache(self) -> None:
+        """Hands back the device memory that torch's allocator keeps without using it.
+
+        After a training step that is what gradients and activations took. An engine that wakes
+        cannot use it: to every other process it is as taken as the parameters are.
+        """
+        if self._device.type != "cuda":
+            return
+        started = time.perf_counter()
+        torch.cuda.empty_cache()
+        self._seconds += time.perf_counter() - started
+        self._on_release(
+            torch.cuda.memory_allocated(self._device), torch.cuda.memory_reserved(self._device)
+        )
+
     @torch.no_grad()
     def send_away(self) -> None:
-        """Frees the device's memory, that which torch keeps for later included. Idempotent."""
+        """Frees what `mode` names, and the allocator's cache in any case. Idempotent."""
         if self.is_away:
             return
+        if self._mode != "none":
+            self._move_away()
+        self.release_cache()
+
+    def _move_away(self) -> None:
         started = time.perf_counter()
         for tensor in self._tensors():
             key = _storage_key(tensor)
             if key not in self._copies:
                 self._copies[key] = _HostCopy(tensor.untyped_storage())
             self._copies[key].send_away()
-        self.is_away = self._mode != "none"
+        self.is_away = True
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # host copies are read by other means
-            torch.cuda.empty_cache()
         self._seconds += time.perf_counter() - started
 
     @torch.no_grad()
@@ -90,14 +116,12 @@ class HostOffload:
         return local if copy is None or not copy.is_away else copy.view_as(local)
 
     def take_seconds(self) -> float:
-        """Spent on moving since the last call."""
+        """Spent on moving and on handing back since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
     def _tensors(self) -> Iterator[Tensor]:
         """One local tensor for each storage that is to go."""
-        if self._mode == "none":
-            return
         candidates = list(self._parameters) if self._mode == "all" else []
         for state in cast("dict[Tensor, dict[str, Tensor]]", self._optimizer.state).values():
             candidates += [value for value in state.values() if value.ndim > 0]

@@ -84,11 +84,12 @@ class Trainer:
             if resumed_from is not None:
                 state = checkpoints.load(resumed_from, policy.parameters, optimizer.adamw)
             step = state.step
+            offload = self._offload(world, policy, reference, optimizer)
+            offload.release_cache()  # loading has left some, and the engines are being started
             from_lead(world, lambda: starter.wait() if starter else None)
             rollouts = Rollouts(self._session, MANAGER)
             newest = from_lead(world, lambda: self._begin_rollouts(rollouts, state, resumed_from))
             versions = VersionCounter(self._place.versions, newest, writes=world.is_lead)
-            offload = self._offload(world, policy, reference, optimizer)
             journal = self._open_journal(stack, world, step)
             loop = TrainingLoop(
                 config,
@@ -217,7 +218,13 @@ class Trainer:
         tensors = list(policy.parameters.values())
         if reference is not None:
             tensors += reference.parameters.values()
-        return HostOffload(self._config.train.offload, tensors, optimizer.adamw, world.device)
+        return HostOffload(
+            self._config.train.offload,
+            tensors,
+            optimizer.adamw,
+            world.device,
+            on_release=self._session.report_gpu_memory,
+        )
 
     def _builder(self, policy: Policy, world: World) -> MicroBatchBuilder:
         return MicroBatchBuilder(

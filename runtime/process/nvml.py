@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
@@ -44,6 +44,20 @@ class GpuReading:
 
     used_nbytes: tuple[int, ...]
     held_nbytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuUse:
+    """One device at one moment.
+
+    Attributes:
+        used_nbytes: by all processes and the driver.
+        by_pid: of processes whose part NVML knows. In a container the pids may be the host's.
+    """
+
+    total_nbytes: int
+    used_nbytes: int
+    by_pid: Mapping[int, int]
 
 
 class Nvml:
@@ -87,18 +101,33 @@ class Nvml:
             held_nbytes=tuple(self._held_nbytes(device, pids) for device in self._devices),
         )
 
+    def uses(self) -> list[GpuUse]:
+        """Who holds what of each device. One that does not say counts as 0."""
+        uses: list[GpuUse] = []
+        for device in self._devices:
+            memory = self._memory(device)
+            by_pid = {p.pid: p.used for p in self._processes(device) if p.used != _UNKNOWN_NBYTES}
+            uses.append(GpuUse(total_nbytes=memory.total, used_nbytes=memory.used, by_pid=by_pid))
+        return uses
+
     def _used_nbytes(self, device: ctypes.c_void_p) -> int:
+        return int(self._memory(device).used)
+
+    def _memory(self, device: ctypes.c_void_p) -> _Memory:
         memory = _Memory()
         failed = self._library.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory))
-        return 0 if failed else int(memory.used)
+        return _Memory() if failed else memory
 
-    def _held_nbytes(self, device: ctypes.c_void_p, pids: Collection[int]) -> int:
+    def _processes(self, device: ctypes.c_void_p) -> list[_Process]:
         if self._processes_of is None:
-            return 0
+            return []
         count = ctypes.c_uint(_MAX_PROCESSES)
         processes = (_Process * _MAX_PROCESSES)()
         if self._processes_of(device, ctypes.byref(count), processes) != 0:
-            return 0
-        ours = [process for process in processes[: count.value] if process.pid in pids]
+            return []
+        return processes[: count.value]
+
+    def _held_nbytes(self, device: ctypes.c_void_p, pids: Collection[int]) -> int:
+        ours = [process for process in self._processes(device) if process.pid in pids]
         # One that is listed holds something, whether NVML knows how much or not.
         return sum(max(1, p.used) if p.used != _UNKNOWN_NBYTES else 1 for p in ours)

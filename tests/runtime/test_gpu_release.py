@@ -17,9 +17,10 @@ import pytest
 from actor_specs import actor
 from watching import kill
 
-from umbra.runtime.errors import DeadlineExceeded
+from umbra.runtime.errors import ActorDied, DeadlineExceeded
+from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.process.gpu_release import ReleaseWatch, gpu_memory_released
-from umbra.runtime.process.nvml import LIBRARY, GpuReading, Nvml
+from umbra.runtime.process.nvml import LIBRARY, GpuReading, GpuUse, Nvml
 from umbra.runtime.session import Session
 
 GIB = 1 << 30
@@ -42,6 +43,7 @@ int nvmlDeviceGetMemoryInfo(void *device, memory_t *memory) {
     unsigned long long held; unsigned pid;
     if (device != (void*)7) return 2;
     look(&memory->used, &held, &pid);
+    memory->total = 140ULL << 30;
     return 0;
 }
 int nvmlDeviceGetComputeRunningProcesses_v3(void *device, unsigned *count, process_t *out) {
@@ -120,6 +122,9 @@ def test_nvml_tells_used_memory_and_what_is_held_by_whom(fake_nvml: tuple[str, P
     try:
         assert nvml.read([4711]) == reading(60.0, 55.0)
         assert nvml.read([12]) == reading(60.0)
+        by_pid = {1: 5, 4711: 55 * GIB}
+        use = GpuUse(total_nbytes=140 * GIB, used_nbytes=60 * GIB, by_pid=by_pid)
+        assert nvml.uses() == [use]
     finally:
         nvml.close()
 
@@ -214,6 +219,40 @@ def test_an_engine_is_not_restarted_before_the_memory_of_the_last_is_free(
         resolve(2.0, engine.ref.incarnation)
     state.write_text(f"{5 * GIB} 0 0")
     assert resolve(20.0, engine.ref.incarnation).incarnation == engine.ref.incarnation + 1
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_an_engine_that_lacks_memory_at_its_first_start_says_who_holds_it(
+    fake_nvml: tuple[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    library, state = fake_nvml
+    state.write_text(f"{139 * GIB} {93 * GIB} {os.getpid()}")
+    shutil.copy(library, tmp_path / LIBRARY)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))  # for the supervisor, which begins now
+    session: Session = request.getfixturevalue("umbra_session")
+    environ = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+
+    with pytest.raises(ActorDied) as died:
+        session.create_pool(
+            PoolSpec(
+                name="policy",
+                engine="short_engine:ShortEngine",
+                count=1,
+                kwargs={"at_start": [1]},
+                env=environ,
+            )
+        )
+
+    assert str(died.value).startswith(
+        "policy-0#1 has too little GPU memory to start. "
+        f"GPU 0: rank 0 (pid {os.getpid()}) holds 93.0 GiB, unknown processes and the driver hold "
+        "46.0 GiB, 1.0 GiB of 140.0 GiB are free. Lower pool.kv_cache_num_tokens"
+    )
+    assert "policy-0#1 failed to start: EngineError: vLLM 0.26.0 did not start" in str(died.value)
 
 
 HOLDER = """

@@ -1,0 +1,183 @@
+"""An engine that finds too little GPU memory as it starts or wakes: recognised, explained, counted.
+
+    start or wake fails ─▶ was it for want of memory? ─▶ who holds what, and what to change
+                                                     └▶ the second time in a row is final
+
+A restart frees nothing but what the engine itself held, so it does not cure the shortage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from umbra.runtime.process.descendants import living_descendants
+from umbra.runtime.process.nvml import GpuUse, Nvml
+
+_SIGNS: Final = re.compile(
+    "|".join(
+        (
+            # torch.OutOfMemoryError (c10/cuda/CUDACachingAllocator.cpp), by vLLM, SGLang and the
+            # embedded engine; cudaErrorMemoryAllocation as torch prints it; and vLLM as it wakes
+            # (csrc/cumem_allocator.cpp: "CUDA Error: out of memory at ...").
+            r"CUDA (error: )?out of memory",
+            # SGLang as it wakes: torch_memory_saver (csrc/utils.h) prints it and exits.
+            r"CUresult error: +2 \(out of memory\)",
+            # cuBLAS, which allocates by itself when its handle is made.
+            r"CUBLAS_STATUS_ALLOC_FAILED",
+            # vLLM's own checks as it starts (v1/worker/utils.py, v1/core/kv_cache_utils.py).
+            r"on startup is less than desired GPU memory utilization",
+            r"No available memory for the cache blocks",
+            # SGLang's as it starts (srt/model_executor/model_runner.py).
+            r"Not enough memory\. Please try to increase --mem-fraction-static",
+        )
+    ),
+    re.IGNORECASE,
+)
+_GIB: Final = 1 << 30
+_LEAST_TOLD_NBYTES: Final = _GIB // 10
+# Of what nobody known holds: the driver's own part is below a gibibyte, and no news.
+_MAX_IN_A_ROW: Final = 2
+_NVML_LIMIT_S: Final = 2.0
+# A driver that hangs must not hold up the restart.
+
+
+def lacks_gpu_memory(text: str) -> bool:
+    """Whether an engine's error or log says that the GPU had too little memory."""
+    return _SIGNS.search(text) is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """What torch has of a rank's GPU.
+
+    Attributes:
+        reserved_nbytes: `allocated_nbytes`, and what torch's allocator keeps beyond it.
+    """
+
+    allocated_nbytes: int
+    reserved_nbytes: int
+
+
+async def read_gpu_memory(
+    roots: Mapping[int, str] = {}, ranks: Mapping[str, RankMemory] = {}
+) -> str:
+    """As `describe_gpu_memory`, of this moment.
+
+    Args:
+        roots: by pid the rank or actor; what they forked is theirs. The supervisor and its actors
+            are below a rank, so ranks come first.
+    """
+    uses: list[GpuUse] = []
+    holders: dict[int, str] = {}
+    try:
+        async with asyncio.timeout(_NVML_LIMIT_S):
+            uses, holders = await asyncio.to_thread(_look, roots)
+    except TimeoutError:
+        pass
+    return describe_gpu_memory(uses, holders, ranks)
+
+
+def _look(roots: Mapping[int, str]) -> tuple[list[GpuUse], dict[int, str]]:
+    nvml = Nvml.open()
+    if nvml is None:
+        return [], {}
+    try:
+        uses = nvml.uses()
+    finally:
+        nvml.close()
+    below = {i.pid: name for root, name in roots.items() for i in living_descendants(root)}
+    return uses, below | dict(roots)
+
+
+def describe_gpu_memory(
+    uses: Sequence[GpuUse], holders: Mapping[int, str], ranks: Mapping[str, RankMemory]
+) -> str:
+    """In sentences: who holds what, and what to change. One line.
+
+    Args:
+        uses: empty where there is no NVML.
+        holders: by pid the rank, engine or other actor that it belongs to.
+        ranks: by the rank's name, of those that have reported (as they last handed memory back).
+    """
+    sentences = [_describe_gpu(idx, use, holders) for idx, use in enumerate(uses)]
+    sentences += [
+        f"Torch has {_gib(memory.allocated_nbytes)} allocated in {name}, and "
+        f"{_gib(memory.reserved_nbytes - memory.allocated_nbytes)} in its cache."
+        for name, memory in ranks.items()
+    ]
+    sentences.append(
+        "Lower pool.kv_cache_num_tokens (in [pools.NAME] for an auxiliary pool), pool.max_num_seqs "
+        "or pool.max_context_len, or give the pool GPUs of its own."
+    )
+    if ranks:
+        sentences.append("In a hybrid pool, train.offload = 'optimizer' or 'all' makes room, too.")
+    return " ".join(sentences)
+
+
+def _describe_gpu(idx: int, use: GpuUse, holders: Mapping[int, str]) -> str:
+    held: dict[str, int] = {}
+    for pid, nbytes in use.by_pid.items():
+        if pid in holders:
+            held[holders[pid]] = held.get(holders[pid], 0) + nbytes
+    unknown_nbytes = use.used_nbytes - sum(held.values())
+    parts = [f"{name} holds {_gib(nbytes)}" for name, nbytes in held.items()]
+    if unknown_nbytes >= _LEAST_TOLD_NBYTES:
+        parts.append(f"unknown processes and the driver hold {_gib(unknown_nbytes)}")
+    free = f"{_gib(use.total_nbytes - use.used_nbytes)} of {_gib(use.total_nbytes)} are free"
+    return f"GPU {idx}: {', '.join([*parts, free])}."
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / _GIB:.1f} GiB"
+
+
+class GpuShortages:
+    """Those of one engine, over its incarnations. Owned by its `SupervisedActor`.
+
+    Args:
+        describe: who holds what now, see `describe_gpu_memory`.
+    """
+
+    def __init__(self, describe: Callable[[], Awaitable[str]]) -> None:
+        self._describe = describe
+        self._num_at_start = 0
+        self._num_at_wake = 0
+        self._description = ""
+        self._has_failed_to_wake = False
+
+    @property
+    def is_final(self) -> bool:
+        """The last two starts or wakes failed for want of memory."""
+        return self._num_at_start + self._num_at_wake >= _MAX_IN_A_ROW
+
+    def started(self) -> None:
+        self._num_at_start = 0
+
+    def woke(self) -> None:
+        self._num_at_wake = 0
+
+    async def failed_to_wake(self) -> None:
+        """Called before the engine is killed, while it still holds its part."""
+        self._has_failed_to_wake = True
+        self._description = await self._describe()
+
+    async def explain_end(self, text: str, *, is_start: bool) -> str:
+        """Why the incarnation has ended, where that is for want of memory; else "".
+
+        Args:
+            text: the engine's error, and its log.
+            is_start: it was not up yet.
+        """
+        is_wake, self._has_failed_to_wake = self._has_failed_to_wake, False
+        description, self._description = self._description, ""
+        if not (is_start or is_wake) or not lacks_gpu_memory(text):
+            return ""
+        self._num_at_start += is_start
+        self._num_at_wake += not is_start
+        again = ", as the last time: a restart does not cure that" if self.is_final else ""
+        what = "start" if is_start else "wake"
+        return f"too little GPU memory to {what}{again}. {description or await self._describe()}"
