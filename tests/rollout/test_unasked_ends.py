@@ -68,6 +68,7 @@ def test_an_engine_that_ends_at_any_point_is_replaced(
         if mode == "hybrid":
             session.pool("policy").sleep(2)
 
+    live.publish(3)  # one that ends asleep is started with the next sync
     session.supervisor_call("resolve", "policy-0", 20.0, len(points), timeout_s=21.0)
     check_reported(umbra_session_factory, "policy-0", len(points), how)
 
