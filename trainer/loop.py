@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from umbra.runtime.collective import Rollouts
 from umbra.runtime.errors import WeightSyncError
@@ -34,6 +34,8 @@ from umbra.trainer.services import POOL
 from umbra.trainer.signals import StopRequested, StopSignals
 from umbra.trainer.train_step import TrainStep
 from umbra.trainer.world import World, any_rank
+
+T = TypeVar("T")
 
 
 class TrainingLoop:
@@ -92,8 +94,8 @@ class TrainingLoop:
             if any_rank(self._stop.requested):
                 break
         else:
-            self._publish()
-            self._evaluate(is_last=True)
+            if self._publish() is not None:
+                self._evaluate(is_last=True)
             self._take_memory_back()  # for the export
         self.save()
 
@@ -102,6 +104,8 @@ class TrainingLoop:
         started = time.perf_counter()
         with self._memory.phase("sync"):
             row = self._publish()
+        if row is None:
+            return None
         if self.step == self._first_step or self._is_due(self._train.eval_every):
             self._evaluate()
         asked = time.perf_counter()
@@ -125,13 +129,18 @@ class TrainingLoop:
         row["time/rank_idle_share"] = row["time/rollout_s"] / row["time/step_s"]
         return row
 
-    def _publish(self) -> dict[str, float]:
-        """Gives the engines the weights as they are, under a new version."""
+    def _publish(self) -> dict[str, float] | None:
+        """Gives the engines the weights as they are, under a new version; returns its metrics.
+
+        None where a signal to any rank ended it: nothing would be generated with these weights.
+        """
         version = self._versions.next(self.step)
         started = time.perf_counter()
         if self._world.is_lead:
             self._rollouts.announce(version, self.step)
-        report = self._sync(version)
+        report = self._wait(lambda: self._sync(version))
+        if any_rank(report is None) or report is None:
+            return None
         return {
             "sync/version": float(version),
             "sync/prepare_s": report.prepare_s,
@@ -163,10 +172,10 @@ class TrainingLoop:
             )
         )
 
-    def _wait(self, ask: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    def _wait(self, ask: Callable[[], T]) -> T | None:
         """What `ask` returns; None where a signal ended the wait."""
         try:
-            # A rank that a signal reaches in `_serve_sync` fails that sync for all.
+            # A rank that a signal reaches in a sync fails that sync for all.
             with self._stop.interruptible(WeightSyncError):
                 return ask()
         except StopRequested:
@@ -180,7 +189,7 @@ class TrainingLoop:
         any_rank(False)  # no rank takes memory before the engines gave theirs back
 
     def _take_memory_back(self) -> None:
-        if self._offload.is_away:  # the same on every rank
+        if any_rank(self._offload.is_away):  # a signal may have reached one rank before the rest
             self._sleep_engines()
             self._offload.bring_back()
 

@@ -172,6 +172,16 @@ class StopSignals:
         finally:
             self._is_interruptible = False
 
+    @contextmanager
+    def uninterruptible(self) -> Generator[None]:
+        """What must not be left half done inside an `interruptible()` block: StopRequested waits
+        for its end."""
+        former, self._is_interruptible = self._is_interruptible, False
+        try:
+            yield
+        finally:
+            self._is_interruptible = former
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
             self._begin(signal.Signals(number))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -108,7 +109,9 @@ class Trainer:
                     policy.tensors,
                     self._dtype,
                     locate=offload.locate,
-                    on_read=offload.send_away if config.pool.mode == "hybrid" else None,
+                    on_read=partial(self._send_away, offload)
+                    if config.pool.mode == "hybrid"
+                    else None,
                 ),
                 offload=offload,
                 checkpoints=checkpoints,
@@ -121,6 +124,10 @@ class Trainer:
             loop.run()
             self._stop.disarm()
             self._leave_results(world, policy, journal, loop.step)
+
+    def _send_away(self, offload: HostOffload) -> None:
+        with self._stop.uninterruptible():  # else a checkpoint would lack what is on its way
+            offload.send_away()
 
     def _announce_failure(
         self,
