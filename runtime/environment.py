@@ -4,6 +4,7 @@
 |---|---|---|
 | RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK | torchrun | who this process is; without RANK it is rank 0 of 1 |
 | TORCHELASTIC_RUN_ID, TORCHELASTIC_RESTART_COUNT, TORCHELASTIC_MAX_RESTARTS | torchrun | which job, how often its ranks were and may be restarted |
+| TORCHELASTIC_ERROR_FILE | torchrun | with rank and job it names this start of this rank, which tells a wrapper from torchrun's agent |
 | UMBRA_SOCKET_ROOT | user | folder for sockets, default /tmp/umbra-UID; must be node-local and short |
 | UMBRA_SECRET_FILE | user | file with the job's keys, default ~/.config/umbra/jobs/JOB |
 | UMBRA_LOG_LEVEL | user | level of umbra's own processes, default INFO |
@@ -13,6 +14,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Mapping
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import Final, Self
 
 from umbra.runtime.errors import ConfigError
+from umbra.runtime.process.torchrun_agent import TorchrunAgent
 from umbra.runtime.socketdir import default_root
 
 ACTOR_VARIABLE = "UMBRA_ACTOR"
@@ -36,6 +39,8 @@ _RANK_VARIABLES: Final = frozenset(
     for name in names
 )
 _RANK_PREFIX: Final = "TORCHELASTIC_"
+_START_VARIABLES: Final = ("RANK", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE")
+"""No two ranks, jobs or restarts have the same: the file's folder has a random name."""
 
 
 def without_rank(environ: Mapping[str, str]) -> dict[str, str]:
@@ -60,7 +65,6 @@ class TorchrunEnvironment:
         run_id: torchrun's rendezvous id, "none" by default.
         incarnation: 1 at the first start, one more after each elastic restart.
         may_restart: whether torchrun would start the ranks again if they failed.
-        owner_pid: the process the node's supervisor lives as long as: torchrun's agent.
     """
 
     rank: int
@@ -71,7 +75,6 @@ class TorchrunEnvironment:
     run_id: str
     incarnation: int
     may_restart: bool
-    owner_pid: int
     under_torchrun: bool
 
     @classmethod
@@ -87,7 +90,6 @@ class TorchrunEnvironment:
                 run_id="single",
                 incarnation=1,
                 may_restart=False,
-                owner_pid=os.getpid(),
                 under_torchrun=False,
             )
         num_restarts = _read_int(environ, "TORCHELASTIC_RESTART_COUNT", default=0)
@@ -101,9 +103,24 @@ class TorchrunEnvironment:
             run_id=environ.get("TORCHELASTIC_RUN_ID", "none"),
             incarnation=num_restarts + 1,
             may_restart=num_restarts < max_restarts,
-            owner_pid=os.getppid(),
             under_torchrun=True,
         )
+
+
+def bind_to_agent(environ: Mapping[str, str] = os.environ) -> TorchrunAgent | None:
+    """Has this rank end when torchrun's agent does: the first thing that a rank does.
+
+    Ends it at once if the agent has ended. None where no launcher started this process.
+    """
+    if "RANK" not in environ:
+        return None
+    names = _START_VARIABLES if "TORCHELASTIC_RUN_ID" in environ else ()
+    return _bind(tuple((name, environ[name]) for name in names if name in environ))
+
+
+@functools.cache
+def _bind(variables: tuple[tuple[str, str], ...]) -> TorchrunAgent:
+    return TorchrunAgent.bind(dict(variables))
 
 
 def socket_root(environ: Mapping[str, str] = os.environ) -> Path:

@@ -22,7 +22,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar
@@ -30,6 +30,7 @@ from typing import Any, Final, Self, TypeVar
 from umbra.runtime.actor import ActorSpec
 from umbra.runtime.environment import (
     TorchrunEnvironment,
+    bind_to_agent,
     is_secret_file_named,
     log_level,
     secret_file,
@@ -38,7 +39,6 @@ from umbra.runtime.environment import (
 from umbra.runtime.errors import ConfigError, ConnectionLost, JobFailed, UmbraError
 from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.process.launch_guardian import GuardianProcess, start_guardian
-from umbra.runtime.process.prctl import die_with_parent
 from umbra.runtime.rpc.client import Client, Handle
 from umbra.runtime.rpc.loop_thread import LoopThread
 from umbra.runtime.rpc.ref import ActorRef
@@ -91,7 +91,9 @@ class Session:
         self._on_failed = on_failed or self._log_failure
         self._on_signal = on_signal or self._fail_by_signal
         self._node_id = config.node_id or socket.gethostname()
-        self._job = f"{environment.run_id}-{environment.owner_pid}"
+        self._agent = bind_to_agent()
+        owner_pid = os.getpid() if self._agent is None else self._agent.pid
+        self._job = f"{environment.run_id}-{owner_pid}"
         self._socket_dir = socket_dir_path(self._job, self._node_id, socket_root())
         self._loop = LoopThread("umbra-session")
         self._stack = contextlib.ExitStack()
@@ -112,6 +114,8 @@ class Session:
         on_signal: Callable[[int], None] | None = None,
     ) -> Self:
         """Every rank calls it. Without torchrun the process is rank 0 of 1.
+
+        From here on the rank ends with torchrun's agent (at once if the agent has ended already).
 
         Args:
             on_note: gets what an operator should see (engine died, restarted, caught up), one
@@ -153,9 +157,6 @@ class Session:
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
-            if self._environment.under_torchrun:
-                # A rank must not outlive torchrun's agent, which alone would end it.
-                die_with_parent(self._environment.owner_pid)
             if self.local_rank == 0 and not is_in_use(self._socket_dir):
                 stack.callback(self._forget_keys)
                 self._guardian = stack.enter_context(self._start_supervisor())
@@ -200,8 +201,7 @@ class Session:
             secret_file=secret,
             log_level=log_level(),
         )
-        owner = self._environment
-        with contextlib.ExitStack() as stack:
+        with self._owner_pidfd() as owner_pidfd, contextlib.ExitStack() as stack:
             socket_dir = SocketDir.create(self._job, self._node_id, socket_root())
             stack.enter_context(socket_dir)
             guardian = start_guardian(
@@ -210,7 +210,7 @@ class Session:
                 socket_dir=socket_dir,
                 log_path=log_path,
                 grace_s=config.shutdown_grace_s,
-                owner_pid=None if owner.under_torchrun else owner.owner_pid,
+                owner_pidfd=owner_pidfd,
             )
             stack.pop_all()  # It looks after the directory from here on.
         with contextlib.ExitStack() as stack:
@@ -219,6 +219,17 @@ class Session:
             guardian.wait_ready(config.attach_timeout_s)
             stack.pop_all()
         return guardian
+
+    @contextlib.contextmanager
+    def _owner_pidfd(self) -> Generator[int]:
+        """The process that the job lives as long as; this rank outlives it within the block."""
+        agent = self._agent
+        pidfd = os.pidfd_open(os.getpid()) if agent is None else agent.open_pidfd()
+        try:
+            with contextlib.nullcontext() if agent is None else agent.outlived():
+                yield pidfd
+        finally:
+            os.close(pidfd)
 
     def _job_keys(self) -> Path:
         path = secret_file(self._job)

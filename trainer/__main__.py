@@ -1,6 +1,9 @@
 """`torchrun --nproc-per-node N -m umbra.trainer CONFIG.toml [section.key=value ...]`."""
 
-from umbra.trainer.cli import run_program
+from umbra.runtime.environment import bind_to_agent
 
 if __name__ == "__main__":
+    bind_to_agent()  # Before the rest is imported, which takes half a second.
+    from umbra.trainer.cli import run_program
+
     run_program()

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from umbra.runtime.errors import ConfigError, UmbraError
+from umbra.runtime.errors import UmbraError
 from umbra.runtime.process import guardian
 from umbra.runtime.process.child_log import ChildLog
 from umbra.runtime.process.exit_status import ExitStatus
@@ -105,21 +105,20 @@ def start_guardian(
     socket_dir: SocketDir,
     log_path: Path,
     grace_s: float,
-    owner_pid: int | None = None,
+    owner_pidfd: int,
     env: Mapping[str, str] | None = None,
 ) -> GuardianProcess:
     """Start the guardian, which starts `supervisor_argv --ready-fd N --guardian-pid PID`.
 
     `config` is the supervisor's stdin, so secrets are neither on a command line nor in an
-    environment. `owner_pid`: the process that the job lives as long as (None: our parent, which for
-    a rank is torchrun's agent). `grace_s`: the supervisor's time to stop once the owner has ended.
-    The guardian takes over `socket_dir` and removes it at the end.
+    environment. `owner_pidfd`: the process that the job lives as long as; the caller closes it.
+    `grace_s`: the supervisor's time to stop once the owner has ended. The guardian takes over
+    `socket_dir` and removes it at the end.
 
-    Raises ConfigError where the owner has already ended or the log cannot be written.
+    Raises ConfigError where the log cannot be written.
     """
     log = ChildLog.begin(log_path, "guardian and supervisor")
     with contextlib.ExitStack() as stack:
-        owner_pidfd = _open_owner(owner_pid, stack)
         ready_fd, ready_write_fd = os.pipe()
         stack.callback(os.close, ready_write_fd)
         fds = (owner_pidfd, ready_write_fd, socket_dir.lock_fd)
@@ -145,18 +144,6 @@ def start_guardian(
             raise
     socket_dir.release()
     return GuardianProcess(popen, ready_fd, log)
-
-
-def _open_owner(owner_pid: int | None, stack: contextlib.ExitStack) -> int:
-    pid = os.getppid() if owner_pid is None else owner_pid
-    try:
-        pidfd = os.pidfd_open(pid)
-    except ProcessLookupError as error:
-        raise ConfigError(f"the job's owner, process {pid}, has already ended") from error
-    stack.callback(os.close, pidfd)
-    if owner_pid is None and os.getppid() != pid:
-        raise ConfigError(f"our parent, process {pid}, has already ended")
-    return pidfd
 
 
 def _is_readable(fd: int, timeout_s: float) -> bool:

@@ -5,10 +5,11 @@ Standard library only: the guardian and the trampoline load this file by its pat
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
-import sys
+from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -22,12 +23,22 @@ def die_with_parent(expected_parent_pid: int) -> None:
     start children. It survives `exec` (not of set-user-id programs); children do not inherit it.
     Where the parent is already gone, as `expected_parent_pid` shows, this process exits at once.
     """
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    set_parent_death_signal(signal.SIGKILL)
     if os.getppid() != expected_parent_pid:
         # The parent died before the call above, so the kernel will send no signal.
-        sys.stderr.write(f"parent {expected_parent_pid} has ended: exiting\n")
-        sys.stderr.flush()
-        os._exit(1)
+        exit_as_orphan(f"parent {expected_parent_pid} has ended: exiting")
+
+
+def set_parent_death_signal(number: int) -> None:
+    """What the kernel sends this process when its parent ends; 0 for nothing."""
+    _prctl(_PR_SET_PDEATHSIG, number)
+
+
+def exit_as_orphan(reason: str) -> NoReturn:
+    """Status 1 at once, with a line on stderr, where anybody still reads that."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{reason}\n".encode())
+    os._exit(1)
 
 
 def become_subreaper() -> None:

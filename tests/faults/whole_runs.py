@@ -172,6 +172,15 @@ class Run:
             time.sleep(every_s)
         return found
 
+    def wait_for_a_rank(self) -> None:
+        """Until torchrun has started the first rank, and as soon as that."""
+        self.wait_for(
+            "a rank",
+            lambda: any(self._is_rank(pid) for pid in self._marked()) or None,
+            START_LIMIT_S,
+            every_s=0.001,
+        )
+
     def wait_for_step(self, step: int, timeout_s: float = START_LIMIT_S) -> None:
         """Until that many steps are in metrics.jsonl."""
         self.wait_for(f"step {step}", lambda: self.num_steps() >= step or None, timeout_s)

@@ -1,4 +1,8 @@
-"""Starts ranks as torchrun does, without the seconds that importing torch takes."""
+"""Starts ranks without torchrun, and so without the seconds that importing torch takes.
+
+A rank would not take this process for torchrun's agent, which is why it is given no variable of
+torchrun's own.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +55,6 @@ class Ranks:
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(num_ranks),
             "LOCAL_WORLD_SIZE": str(num_ranks),
-            "TORCHELASTIC_RUN_ID": "test",
             "UMBRA_SOCKET_ROOT": str(self._socket_root),
         }
 

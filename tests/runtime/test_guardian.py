@@ -33,6 +33,7 @@ class Job:
     def __init__(self, folder: Path, root: Path, mode: str, grace_s: float) -> None:
         self.folder, self.root, self.mode, self.grace_s = folder, root, mode, grace_s
         self.owner = subprocess.Popen([sys.executable, "-ISc", "import signal; signal.pause()"])
+        self._owner_pidfd = os.pidfd_open(self.owner.pid)
         self.socket_dir = SocketDir.create("job", "node", root)
         self.guardian = self._start()
         self.pids: dict[str, int] = {}
@@ -45,7 +46,7 @@ class Job:
             socket_dir=self.socket_dir,
             log_path=self.folder / "logs" / "supervisor.log",
             grace_s=self.grace_s,
-            owner_pid=self.owner.pid,
+            owner_pidfd=self._owner_pidfd,
         )
 
     def wait_ready(self) -> None:
@@ -67,7 +68,7 @@ class Job:
             os.kill(self.guardian.pid, signal.SIGKILL)
             self.guardian.wait(DEADLINE_S)
         self.guardian.close()
-        for pidfd in self._pidfds.values():
+        for pidfd in (self._owner_pidfd, *self._pidfds.values()):
             os.close(pidfd)
 
 
@@ -182,33 +183,40 @@ def test_the_guardian_is_small_and_keeps_no_secret(job: Job) -> None:
     assert open_files[1] == open_files[2] == str(job.folder / "logs" / "supervisor.log")
 
 
-def test_an_owner_that_has_ended_already_is_refused(tmp_path: Path, root: Path) -> None:
+def test_an_owner_that_ended_before_the_start_ends_it(tmp_path: Path, root: Path) -> None:
     owner = subprocess.Popen([sys.executable, "-ISc", "pass"])
+    owner_pidfd = os.pidfd_open(owner.pid)
     owner.wait(DEADLINE_S)
-    with (
-        SocketDir.create("job", "node", root) as socket_dir,
-        pytest.raises(ConfigError, match=f"{owner.pid}, has already ended"),
-    ):
-        start_guardian(
-            ["unused"],
-            config=b"",
-            socket_dir=socket_dir,
-            log_path=tmp_path / "supervisor.log",
-            grace_s=1.0,
-            owner_pid=owner.pid,
-        )
+    socket_dir = SocketDir.create("job", "node", root)
+
+    started = start_guardian(
+        [sys.executable, str(PROGRAM), "polite"],
+        config=json.dumps({"socket_dir": str(socket_dir.path)}).encode(),
+        socket_dir=socket_dir,
+        log_path=tmp_path / "supervisor.log",
+        grace_s=1.0,
+        owner_pidfd=owner_pidfd,
+    )
+
+    with started:
+        os.close(owner_pidfd)
+        assert started.wait(DEADLINE_S) is not None
+        assert "the owner has ended" in started.log_tail()
+    assert not socket_dir.path.exists()
 
 
 def test_a_program_that_does_not_exist_is_reported(tmp_path: Path, root: Path) -> None:
     socket_dir = SocketDir.create("job", "node", root)
+    owner_pidfd = os.pidfd_open(os.getpid())
     started = start_guardian(
         ["/does/not/exist"],
         config=b"",
         socket_dir=socket_dir,
         log_path=tmp_path / "supervisor.log",
         grace_s=1.0,
-        owner_pid=os.getpid(),
+        owner_pidfd=owner_pidfd,
     )
+    os.close(owner_pidfd)
     with started:
         with pytest.raises(UmbraError, match="No such file or directory: '/does/not/exist'"):
             started.wait_ready(DEADLINE_S)

@@ -49,14 +49,18 @@ def _start_supervisor(folder: Path) -> GuardianProcess:
         secret_file="",
         log_level=_LOG_LEVEL,
     )
-    return start_guardian(
-        [sys.executable, "-m", "umbra.runtime.supervisor_host"],
-        config=config.to_json(),
-        socket_dir=sockets,
-        log_path=folder / "supervisor.log",
-        grace_s=2.0,
-        owner_pid=os.getpid(),
-    )
+    owner_pidfd = os.pidfd_open(os.getpid())
+    try:
+        return start_guardian(
+            [sys.executable, "-m", "umbra.runtime.supervisor_host"],
+            config=config.to_json(),
+            socket_dir=sockets,
+            log_path=folder / "supervisor.log",
+            grace_s=2.0,
+            owner_pidfd=owner_pidfd,
+        )
+    finally:
+        os.close(owner_pidfd)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,55 @@
+"""SIGKILL of torchrun's agent while a job starts: nothing of the job is left, whenever it comes."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from whole_runs import GONE_WITHIN_S, start_run
+
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
+
+# In seconds after the first rank is there. A rank binds itself to the agent in the first tenth, has
+# a supervisor after half a second and an actor after a whole one; the trainer takes twice that.
+_OF_A_SMALL_JOB = (
+    *(0.0, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2),
+    *(0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 1.0, 1.25, 1.5),
+)
+_OF_THE_TRAINER = (0.0, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("program", "after_s"),
+    [
+        *(("small_job", after_s) for after_s in _OF_A_SMALL_JOB),
+        *(("umbra.trainer", after_s) for after_s in _OF_THE_TRAINER),
+    ],
+)
+def test_nothing_is_left_of_a_job_whose_agent_was_killed_as_it_started(
+    folder: Path, program: str, after_s: float
+) -> None:
+    with start_run(folder, program=program) as run:
+        run.wait_for_a_rank()
+        time.sleep(after_s)
+        there = Counter(kind_of(line, program) for line in run.living())
+        killed = time.monotonic()
+        run.process.kill()
+        ended = run.wait(GONE_WITHIN_S)
+
+    assert ended.status == -signal.SIGKILL
+    listing = ", ".join(f"{num} {kind}" for kind, num in sorted(there.items()))
+    print(f"| {program} | {after_s:.2f} s | {listing} | {ended.gone_at - killed:.2f} s |")
+
+
+def kind_of(line: str, program: str) -> str:
+    """What a process of the job is, from its command line."""
+    kinds = {
+        "torch.distributed.run": "torchrun",
+        "guardian.py": "guardian",
+        "supervisor_host": "supervisor",
+        f"-m {program}": "rank",
+    }
+    return next((kind for word, kind in kinds.items() if word in line), "other")
