@@ -18,6 +18,7 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
+from umbra.runtime.disk import replacing
 from umbra.runtime.errors import DataError
 
 _FIELDS: Final = {"id", "prompt", "tokens", "row"}
@@ -50,22 +51,15 @@ def write_prompts(path: str | os.PathLike[str], records: Iterable[Mapping[str, A
         DataError: no prompts, an empty one, one id twice, or a row value without wire form.
     """
     target = Path(path)
-    scratch = target.with_name(f".{target.name}.{os.getpid()}")
     seen: set[str] = set()
-    try:
-        with scratch.open("wb") as file:
-            for record in records:
-                if record["id"] in seen:
-                    raise DataError(f"prompt id {record['id']!r} occurs twice; ids are unique")
-                seen.add(record["id"])
-                file.write(_encode(record))
-            file.flush()
-            os.fsync(file.fileno())
+    with replacing(target) as file:
+        for record in records:
+            if record["id"] in seen:
+                raise DataError(f"prompt id {record['id']!r} occurs twice; ids are unique")
+            seen.add(record["id"])
+            file.write(_encode(record))
         if not seen:
             raise DataError(f"{target}: a data set without prompts")
-        scratch.replace(target)
-    finally:
-        scratch.unlink(missing_ok=True)
     return len(seen)
 
 
