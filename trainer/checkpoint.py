@@ -197,7 +197,7 @@ class _Writer(FileSystemWriter):
     """
 
     def __init__(self, path: Path, nbytes: int) -> None:
-        super().__init__(path)
+        super().__init__(path)  # pyright: ignore[reportUnknownMemberType]
         self._checkpoint = path
         self._nbytes = nbytes
 
