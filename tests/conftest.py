@@ -2,7 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import subprocess
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+import pytest
 
 # Before anything imports torch, here or in a child: tests share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+MountDisk = Callable[[str], Path]
+
+
+@pytest.fixture
+def mount_disk(tmp_path: Path) -> Generator[MountDisk]:
+    """Mounts a file system of its own, such as `mount_disk("size=1m")`; skips where it may not."""
+    with contextlib.ExitStack() as stack:
+
+        def mount(options: str) -> Path:
+            place = tmp_path / "disk"
+            place.mkdir()
+            command = ["mount", "-t", "tmpfs", "-o", options, "umbra-test", str(place)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+            if done.returncode != 0:
+                pytest.skip(f"cannot mount: {done.stderr.strip()}")
+            unmount = ["umount", "--lazy", str(place)]
+            stack.callback(subprocess.run, unmount, check=True, timeout=30)
+            return place
+
+        yield mount

@@ -24,16 +24,23 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+)
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from umbra.runtime.disk import check_room, sync
 from umbra.runtime.errors import ConfigError, UmbraError
 from umbra.trainer.files import (
     RunDirectoryError,
     describe_os_error,
-    sync_folder,
     write_json,
     writing,
 )
@@ -44,6 +51,7 @@ _STATE_FILE: Final = "trainer.json"
 _METADATA_FILE: Final = ".metadata"
 _MODEL: Final = "model."
 _OPTIMIZER: Final = "optimizer."
+_WRITE: Final = "write the checkpoint"
 _dcp: Final[Any] = dcp
 _IF_DAMAGED: Final = (
     "; if the checkpoint is damaged, remove it: run.resume = 'auto' then goes on from the one "
@@ -91,12 +99,21 @@ class CheckpointStore:
                 checkpoints stay as they are.
         """
         target = self.folder / f"step-{state.step:06d}"
-        from_lead(self._world, lambda: self._make_room(target))
         _start_moments(optimizer)  # of parameters that have had no gradient: `load` asks for all
-        tensors = _tensors(parameters, optimizer) | _random_state(self._world.rank)
-        with _disk_trouble("write the checkpoint", target):
-            _dcp.save(tensors, checkpoint_id=target)
-        from_lead(self._world, lambda: self._complete(target, state))
+        tensors = _tensors(parameters, optimizer)
+        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        from_lead(self._world, lambda: self._make_room(target, nbytes))
+        try:
+            with _disk_trouble(_WRITE, target, needed_nbytes=nbytes):
+                _dcp.save(
+                    tensors | _random_state(self._world.rank),
+                    storage_writer=_Writer(target, nbytes),
+                )
+            from_lead(self._world, lambda: self._complete(target, state))
+        except RunDirectoryError:  # every rank's, and none of them writes any more
+            if self._world.is_lead and not is_complete(target):
+                shutil.rmtree(target, ignore_errors=True)
+            raise
         return target
 
     def load(
@@ -124,22 +141,28 @@ class CheckpointStore:
         barrier()
         return state
 
-    def _make_room(self, target: Path) -> None:
-        """Removes rests of interrupted saves, `target` itself included."""
+    def _make_room(self, target: Path, nbytes: int) -> None:
+        """Removes rests of interrupted saves, `target` itself included.
+
+        What cannot fit is not begun: a save that fills the disk would take the ledger and the logs
+        down with it, and need minutes for that.
+        """
         with writing("prepare the checkpoint", target):
             self.folder.mkdir(parents=True, exist_ok=True)
             for path in self.folder.glob("step-*"):
                 if path == target or not is_complete(path):
                     _remove(path)
+        with writing(_WRITE, target, nbytes):
+            check_room(self.folder, nbytes)
             target.mkdir()
 
     def _complete(self, target: Path, state: TrainerState) -> None:
         write_json(target / _STATE_FILE, asdict(state))
         with writing("complete the checkpoint", target):
-            sync_folder(target)
+            sync(target)
             (target / COMPLETE).touch()
-            sync_folder(target)
-            sync_folder(self.folder)
+            sync(target)
+            sync(self.folder)
             # Later ones are of a history that was given up: they do not count, and stay.
             found = [path for path in complete_checkpoints(self.folder) if path <= target]
             for path in found[: -self._keep]:
@@ -163,6 +186,24 @@ def read_trainer_state(path: Path) -> TrainerState:
         raise ConfigError(f"checkpoint {path} {what}; choose another or set run.resume = 'auto'")
     with _reading(path, _STATE_FILE):
         return TrainerState(**json.loads((path / _STATE_FILE).read_text()))
+
+
+class _Writer(FileSystemWriter):
+    """Names what keeps this rank from writing: torch's own errors do not, and reach the others
+    without the error that they come from.
+
+    Args:
+        nbytes: size of the whole checkpoint.
+    """
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        super().__init__(path)  # pyright: ignore[reportUnknownMemberType]
+        self._checkpoint = path
+        self._nbytes = nbytes
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        with writing(_WRITE, self._checkpoint, self._nbytes):
+            return super().write_data(plan, planner)
 
 
 class _Reader(FileSystemReader):
@@ -254,11 +295,14 @@ def _check_fit(path: Path, tensors: Mapping[str, Tensor], saved: Mapping[str, An
 
 
 @contextmanager
-def _disk_trouble(what: str, path: Path, advice: str = "") -> Generator[None]:
+def _disk_trouble(
+    what: str, path: Path, advice: str = "", *, needed_nbytes: int = 0
+) -> Generator[None]:
     """Words what torch.distributed.checkpoint collects from the ranks.
 
     Args:
         advice: where it is not the disk.
+        needed_nbytes: size of the checkpoint, where it is written.
     """
     try:
         with warnings.catch_warnings():
@@ -269,9 +313,9 @@ def _disk_trouble(what: str, path: Path, advice: str = "") -> Generator[None]:
         causes = [failure[0] for failure in error.failures.values()]
         for cause in causes:
             if isinstance(cause, OSError):
-                raise describe_os_error(what, path, cause) from error
+                raise describe_os_error(what, path, cause, needed_nbytes=needed_nbytes) from error
             if isinstance(cause, UmbraError):
                 raise cause from error
         raise RunDirectoryError(f"cannot {what} {path}: {_cause(causes[0])}{advice}") from error
     except OSError as error:
-        raise describe_os_error(what, path, error) from error
+        raise describe_os_error(what, path, error, needed_nbytes=needed_nbytes) from error

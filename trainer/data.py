@@ -129,6 +129,7 @@ def _read_prompts(
     data: DataSection, path: Path, tokenizer: PromptTokenizer, budget: PromptBudget
 ) -> Iterator[dict[str, Any]]:
     num_rows = num_dropped = 0
+    names: set[str] = set()
     for num_rows, (where, row) in enumerate(read_rows(path), 1):
         text, tokens = _tokenise(data, tokenizer, where, row)
         if len(tokens) > budget.max_prompt_len:
@@ -137,6 +138,10 @@ def _read_prompts(
             num_dropped += 1
             continue
         name = _prompt_id(data, where, row, num_rows - 1)
+        if name in names:
+            raise DataError(f"{where}: prompt id {name!r} occurs twice; ids are unique")
+        if data.id_column is not None:
+            names.add(name)
         packed = np.asarray(tokens, "<i4").tobytes()
         yield {"id": name, "prompt": text, "tokens": packed, "row": row}
     if num_dropped:
@@ -217,7 +222,13 @@ def _prompt_id(data: DataSection, where: str, row: Mapping[str, Any], idx: int) 
         return str(idx)
     if data.id_column not in row:
         raise _no_column(data.id_column, where, row, "data.id_column")
-    return str(row[data.id_column])
+    value = row[data.id_column]
+    if not isinstance(value, str | int | float):
+        raise DataError(
+            f"{where}: the id in column {data.id_column!r} is a {type(value).__name__}; give text "
+            "or a number"
+        )
+    return str(value)
 
 
 def _overlong_message(where: str, num_tokens: int, budget: PromptBudget) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any, Final
@@ -12,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from umbra.trainer.files import writing
+from umbra.runtime.disk import check_room
+from umbra.trainer.files import replacing_folder, writing
 from umbra.trainer.policy import Policy
 from umbra.trainer.world import World, barrier, from_lead
 
@@ -35,8 +35,8 @@ def export_policy(
 ) -> Path:
     """Writes config, safetensors in `dtype` and tokenizer to `target`. Collective.
 
-    An existing `target` is replaced once the new one is complete. Rank 0 holds a full copy of
-    the weights meanwhile.
+    An existing `target` is replaced once the new one is complete, see `replacing_folder`. Rank 0
+    holds a full copy of the weights meanwhile.
 
     Args:
         source: the model directory training started from; its tokenizer is copied.
@@ -70,21 +70,15 @@ def _gather(policy: Policy, world: World, dtype: torch.dtype) -> dict[str, Tenso
 def _write(
     policy: Policy, tensors: dict[str, Tensor], target: Path, source: Path, dtype: torch.dtype
 ) -> None:
-    scratch = target.with_name(f".{target.name}.{os.getpid()}")
     model: Any = policy.model
-    with writing("export the model to", target):
-        try:
-            scratch.mkdir(parents=True)
-            model.save_pretrained(scratch, state_dict=tensors, safe_serialization=True)
-            _set_dtype(scratch / "config.json", dtype)
-            for name in _TOKENIZER_FILES:
-                if (source / name).exists():
-                    shutil.copy2(source / name, scratch / name)
-            if target.exists():
-                shutil.rmtree(target)
-            scratch.rename(target)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+    needed_nbytes = sum(tensor.nbytes for tensor in {id(t): t for t in tensors.values()}.values())
+    with writing("export the model to", target, needed_nbytes), replacing_folder(target) as folder:
+        check_room(folder, needed_nbytes)
+        model.save_pretrained(folder, state_dict=tensors, safe_serialization=True)
+        _set_dtype(folder / "config.json", dtype)
+        for name in _TOKENIZER_FILES:
+            if (source / name).exists():
+                shutil.copy2(source / name, folder / name)
 
 
 def _set_dtype(path: Path, dtype: torch.dtype) -> None:

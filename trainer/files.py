@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
 import json
 import os
+import shutil
+import tempfile
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+from umbra.runtime.disk import (
+    explain,
+    os_error_behind,
+    replacing,
+    scratch_path,
+    sync,
+)
 from umbra.runtime.errors import UmbraError
 
-_REMEDIES: Final = {
-    errno.ENOSPC: "the disk is full: free some space, lower train.keep_checkpoints, or point "
-    "run.dir to another disk",
-    errno.EDQUOT: "the disk quota is used up: free some space or point run.dir elsewhere",
-    errno.EROFS: "it is on a read-only file system: point run.dir to a place that can be written",
-    errno.EACCES: "permission denied: change its owner or mode, or point run.dir elsewhere",
-    errno.EPERM: "not permitted: change its owner or mode, or point run.dir elsewhere",
-    errno.ENOTDIR: "a part of that path is a file, not a folder: point run.dir elsewhere",
-    errno.EEXIST: "a file of that name is in the way: point run.dir elsewhere",
-}
+_AT_FDCWD: Final = -100
+_RENAME_EXCHANGE: Final = 2
 
 
 class RunDirectoryError(UmbraError):
@@ -29,60 +32,125 @@ class RunDirectoryError(UmbraError):
 
 
 def describe_os_error(
-    what: str, path: Path, error: OSError, otherwise: str = ""
+    what: str, path: Path, error: OSError, otherwise: str = "", *, needed_nbytes: int = 0
 ) -> RunDirectoryError:
     """The same error in words: what was attempted, where, why, and the remedy.
 
     Args:
         otherwise: the remedy, with what goes before it, where the error itself tells none.
+        needed_nbytes: size of what was to be written; 0 where it is small.
     """
-    reason = _REMEDIES.get(error.errno or 0, (error.strerror or str(error)) + otherwise)
+    or_else = ", or point run.dir to a place that can be written"
+    if error.errno == errno.ENOSPC:
+        or_else = ", lower train.keep_checkpoints, or point run.dir to another disk"
+    reason = explain(error, path, needed_nbytes=needed_nbytes, or_else=or_else, otherwise=otherwise)
     return RunDirectoryError(f"cannot {what} {path}: {reason}")
 
 
 @contextmanager
-def writing(what: str, path: Path) -> Generator[None]:
-    """Turns an OSError inside the block into a RunDirectoryError about `path`."""
+def writing(what: str, path: Path, needed_nbytes: int = 0) -> Generator[None]:
+    """Turns an OSError inside the block into a RunDirectoryError about `path`.
+
+    Also one that a library has put an error of its own over.
+
+    Args:
+        needed_nbytes: size of what is written; 0 where it is small.
+    """
     try:
         yield
-    except OSError as error:
-        raise describe_os_error(what, path, error) from error
+    except UmbraError:
+        raise
+    except Exception as error:
+        cause = error if isinstance(error, OSError) else os_error_behind(error)
+        if cause is None:
+            raise
+        raise describe_os_error(what, path, cause, needed_nbytes=needed_nbytes) from error
 
 
-def check_writable(folder: Path, rank: int) -> None:
+@contextmanager
+def replacing_folder(path: Path) -> Generator[Path]:
+    """An empty folder that takes the place of `path` when the block ends, complete and synced.
+
+    A reader sees the old folder or the new one, at every moment and after a kill at any point.
+    Only where the file system cannot exchange two names at once, as NFS and Lustre, there is none
+    between two renames; a kill just there leaves it to `restore_folder` to bring the old one back.
+    """
+    path = path.resolve()
+    restore_folder(path)
+    scratch = scratch_path(path)
+    try:
+        scratch.mkdir(parents=True)
+        yield scratch
+        for place in (*scratch.rglob("*"), scratch):
+            sync(place)
+        _take_place(scratch, path)
+        sync(path.parent)
+    finally:
+        with contextlib.suppress(OSError):  # the new folder is there, or an error under way
+            remove(scratch)
+
+
+def restore_folder(path: Path) -> None:
+    """Removes what a killed `replacing_folder` has left, and brings back what it had moved away."""
+    path = path.resolve()
+    old, scratch = _moved_away(path), scratch_path(path)
+    remove(scratch)
+    if old.exists():  # complete: it is removed under the other name
+        old.rename(scratch if path.exists() else path)
+        remove(scratch)
+
+
+def remove(path: Path) -> None:
+    """Removes a file, or a folder and all that is in it, if it is there."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _take_place(scratch: Path, path: Path) -> None:
+    """Gives `scratch` the name of `path`; what had it before has that of `scratch` then."""
+    if not path.exists():
+        scratch.rename(path)
+    elif not _exchange(scratch, path):
+        old = _moved_away(path)
+        path.rename(old)
+        scratch.rename(path)
+        old.rename(scratch)
+
+
+def _moved_away(path: Path) -> Path:
+    return path.with_name(f".{path.name}.old")
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Lets two names change places at once; False where the file system, or libc, cannot."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    names = os.fsencode(one), os.fsencode(other)
+    try:
+        failed = libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE)
+    except AttributeError:
+        return False
+    number = ctypes.get_errno()
+    if failed and number not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        raise OSError(number, os.strerror(number), str(one), None, str(other))
+    return not failed
+
+
+def check_writable(folder: Path) -> None:
     """Makes `folder` and a file in it; raises RunDirectoryError where that fails."""
     with writing("write to", folder):
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".probe-{rank}-{os.getpid()}"
-        try:
-            probe.write_bytes(b"umbra")
-        finally:
-            probe.unlink(missing_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as probe:  # a kill leaves nothing of it
+            probe.write(b"umbra")
 
 
 def write_text(path: Path, text: str) -> None:
     """Replaces `path` durably; a reader sees the old text or the new, never a part."""
-    with writing("write", path):
-        scratch = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            with scratch.open("w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            scratch.replace(path)
-        finally:
-            scratch.unlink(missing_ok=True)
+    with writing("write", path), replacing(path) as file:
+        file.write(text.encode())
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Replaces `path` durably with indented JSON."""
     write_text(path, json.dumps(content, indent=2) + "\n")
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes renames and new names in `folder` durable."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import json
+import os
+import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,7 +34,7 @@ class MetricsLog:
         self._first_step = first_step
         self._stack = contextlib.ExitStack()
         self._file: TextIO
-        self._events: Any = None
+        self._events: _EventFile | None = None
 
     def __enter__(self) -> Self:
         with writing("write", self.path):
@@ -47,8 +50,6 @@ class MetricsLog:
     ) -> None:
         # What made the run end is the error to see, not that these files cannot be ended well.
         with writing("write", self.path) if error is None else contextlib.suppress(OSError):
-            if self._events is not None:
-                self._events.close()
             self._stack.close()
 
     def write(self, step: int, row: MetricsRow) -> None:
@@ -61,11 +62,12 @@ class MetricsLog:
         with writing("write", self.path):
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()
-            if self._events is None:
-                self._events = _open_events(self._folder / "tensorboard")
+        folder = self._folder / "tensorboard"
+        with writing("write to", folder):
+            if self._events is None and _has_tensorboard():  # its import takes a while
+                self._events = self._stack.enter_context(_EventFile(folder))
             if self._events is not None:
-                for name, value in row.items():
-                    self._events.add_scalar(name, value, step)
+                self._events.add(step, row)
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
@@ -87,10 +89,43 @@ def _keep_steps_before(path: Path, first_step: int) -> None:
     write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
 
 
-def _open_events(folder: Path) -> Any:
-    """A SummaryWriter, or None where TensorBoard is not installed."""
-    try:
-        tensorboard: Any = importlib.import_module("torch.utils.tensorboard")
-    except ImportError:
-        return None
-    return tensorboard.SummaryWriter(str(folder), flush_secs=10)
+def _has_tensorboard() -> bool:
+    return importlib.util.find_spec("tensorboard") is not None
+
+
+class _EventFile:
+    """Scalars for TensorBoard. A context manager; owns its file.
+
+    TensorBoard's own writer has a thread, in which a full disk leads to a stack trace and is not
+    noticed here before the next step.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._protobuf: Any = importlib.import_module("tensorboard.compat.proto.event_pb2")
+        records: Any = importlib.import_module("tensorboard.summary.writer.record_writer")
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
+        self._file = (folder / name).open("ab")
+        self._records = records.RecordWriter(self._file)
+        self._put(file_version="brain.Event:2")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._file.close()
+
+    def add(self, step: int, row: MetricsRow) -> None:
+        """All values of a step; flushed."""
+        values = [{"tag": name, "simple_value": value} for name, value in row.items()]
+        self._put(step=step, summary={"value": values})
+
+    def _put(self, **fields: Any) -> None:
+        event = self._protobuf.Event(wall_time=time.time(), **fields)
+        self._records.write(event.SerializeToString())
+        self._file.flush()

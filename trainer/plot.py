@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from umbra.runtime.disk import explain
 from umbra.runtime.errors import ConfigError, DataError
 from umbra.trainer.metrics import read_metrics
 from umbra.trainer.run_dir import RunDir
@@ -74,9 +75,9 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         save_plot(rows, path, place.path.absolute().name)
     except OSError as error:
-        raise ConfigError(
-            f"cannot write {path} ({error.strerror}): choose another file with -o"
-        ) from error
+        or_else = "choose another file with -o"
+        reason = explain(error, path, or_else=f", or {or_else}", otherwise=f": {or_else}")
+        raise ConfigError(f"cannot write {path}: {reason}") from error
     print(path)
     return 0
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, cast
 
 from umbra.runtime.errors import DataError
+from umbra.runtime.rollout.prompts import TOO_DEEP, row_problem
 
 _PARQUET_SUFFIXES: Final = (".parquet", ".pq")
 _JSONL_SUFFIXES: Final = (".jsonl", ".json", ".ndjson")
@@ -35,11 +37,15 @@ def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields (where it stands, row) for each row of a data set; empty lines are skipped.
 
     Raises:
-        DataError: unreadable, or not what its name says; names the line.
+        DataError: unreadable, not what its name says, or a row that cannot be written to a prompt
+            file; names the line.
     """
     read = _read_parquet if path.suffix in _PARQUET_SUFFIXES else _read_jsonl
     try:
-        yield from read(path)
+        for where, row in read(path):
+            if problem := row_problem(row):
+                raise DataError(f"{where}: {problem}")
+            yield where, row
     except OSError as error:
         raise DataError(f"data set {path} cannot be read: {error.strerror or error}") from error
 
@@ -51,14 +57,35 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 continue
             where = f"{path}, line {number}"
             try:
-                row = json.loads(line)
+                row = _parse(line)
             except ValueError as error:
-                raise DataError(
-                    f"{where}: not JSON ({error}); a .jsonl file has one object a line"
-                ) from None
-            if not isinstance(row, dict):
-                raise DataError(f"{where}: a {type(row).__name__}, not an object of columns")
-            yield where, cast("dict[str, Any]", row)
+                raise DataError(f"{where}: {error}") from None
+            yield where, row
+
+
+def _parse(line: bytes) -> dict[str, Any]:
+    """Raises ValueError, with the remedy, where it is no JSON object."""
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"not UTF-8 text (byte 0x{error.object[error.start]:02x} at byte {error.start + 1}): "
+            "convert the file to UTF-8"
+        ) from None
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"not JSON ({error.msg.removesuffix(' at')} at character {error.colno}); a .jsonl file "
+            "has one object a line"
+        ) from None
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
+    except ValueError:  # the only other one: Python limits the digits, the time is quadratic
+        raise ValueError(
+            f"an integer has more than {sys.get_int_max_str_digits()} digits: write it as text"
+        ) from None
+    if not isinstance(row, dict):
+        raise ValueError(f"a {type(row).__name__}, not an object of columns")
+    return cast("dict[str, Any]", row)
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -72,8 +99,25 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     number = 0
     try:
         for batch in parquet.ParquetFile(path).iter_batches(_BATCH_NUM_ROWS):
-            for row in batch.to_pylist():
+            for row in _python_rows(batch, path, number):
                 number += 1
                 yield f"{path}, row {number}", row
-    except arrow.ArrowInvalid as error:
+    except (arrow.ArrowException, ValueError) as error:
         raise DataError(f"{path}: not a usable Parquet file: {error}") from None
+
+
+def _python_rows(batch: Any, path: Path, num_before: int) -> list[dict[str, Any]]:
+    """Raises DataError with row and column of a value that Python cannot hold."""
+    try:
+        return batch.to_pylist()
+    except (ValueError, OverflowError):  # a date beyond Python's, nanoseconds, broken UTF-8
+        for idx in range(batch.num_rows):
+            for name, column in zip(batch.schema.names, batch.columns, strict=True):
+                try:
+                    column[idx].as_py()
+                except (ValueError, OverflowError) as error:
+                    raise DataError(
+                        f"{path}, row {num_before + idx + 1}: column {name!r} cannot be read "
+                        f"({error}): convert it to text or a number"
+                    ) from None
+        raise

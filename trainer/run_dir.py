@@ -17,14 +17,13 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
 
 from umbra.runtime.errors import ConfigError
 from umbra.trainer.config import RunSection
-from umbra.trainer.files import check_writable, write_json, writing
+from umbra.trainer.files import check_writable, remove, restore_folder, write_json, writing
 
 _EARLIER: Final = (
     "metrics.jsonl",
@@ -86,22 +85,21 @@ class RunDir:
     def remove_replaced(self) -> None:
         """Once the run that replaces another one has something to show for it."""
         with writing("clear", self.replaced):
-            if self.replaced.exists():
-                shutil.rmtree(self.replaced)
+            remove(self.replaced)
 
     def holds(self, checkpoint: Path) -> bool:
         """Whether a checkpoint is one of this run's, however its path is written."""
         return checkpoint.resolve().parent == self.checkpoints.resolve()
 
 
-def check_run_dir(run: RunSection, rank: int, incarnation: int) -> None:
+def check_run_dir(run: RunSection, incarnation: int) -> None:
     """Cheap checks that every rank makes before anything is started.
 
     Raises:
         RunDirectoryError: it cannot be written.
         ConfigError: it holds another run, and the config does not say what to do with it.
     """
-    check_writable(run.dir, rank)
+    check_writable(run.dir)
     place = RunDir(run.dir)
     if run.resume != "never" or incarnation > 1 or run.overwrite:
         return
@@ -147,9 +145,11 @@ def begin_run(run: RunSection, incarnation: int) -> Path | None:
     Raises:
         ConfigError: `run.resume` names a checkpoint that is not there.
     """
+    place = RunDir(run.dir)
+    with writing("clear", place.path):
+        restore_folder(place.export)
     if run.resume not in ("never", "auto"):
         return _named_or_newer(run, incarnation)
-    place = RunDir(run.dir)
     if run.resume == "never" and incarnation == 1:
         _set_aside(place)
         return None
@@ -159,7 +159,7 @@ def begin_run(run: RunSection, incarnation: int) -> Path | None:
     with writing("clear", run.dir):
         for name in _EARLIER:
             if name not in _KEPT_WITHOUT_CHECKPOINT:
-                _remove(run.dir / name)
+                remove(run.dir / name)
     return None
 
 
@@ -169,17 +169,10 @@ def _set_aside(place: RunDir) -> None:
         for name in _EARLIER:
             path, target = place.path / name, place.replaced / name
             if target.exists():
-                _remove(path)
+                remove(path)
             elif path.exists():
                 place.replaced.mkdir(exist_ok=True)
                 path.rename(target)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _named_or_newer(run: RunSection, incarnation: int) -> Path:

@@ -34,7 +34,7 @@ def check_setup(config: TrainerConfig, environment: TorchrunEnvironment) -> None
     if environment.node_rank == 0:  # they run on this node; other ones need not have them
         check_user_functions(config)
     check_batch_size(config, environment.world_size)
-    check_run_dir(config.run, environment.rank, environment.incarnation)
+    check_run_dir(config.run, environment.incarnation)
 
 
 def check_models(config: TrainerConfig) -> None:

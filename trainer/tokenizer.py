@@ -171,7 +171,7 @@ def _read_json(path: Path, remedy: str) -> dict[str, Any]:
         raise DataError(
             f"model.path: {path} cannot be read ({error.strerror}); {remedy}"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"model.path: {path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise DataError(f"model.path: {path} does not hold a JSON object")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
 
+from umbra.runtime.disk import explain
 from umbra.runtime.errors import ConfigError
 
 _TAIL_NBYTES = 64 * 1024
@@ -17,6 +18,7 @@ beginning of a long traceback."""
 
 _ERROR_NBYTES = 1 << 20
 """Most that is read to find the first error, from the incarnation's beginning."""
+_OR_ELSE: Final = ", or set another run directory"
 _PREFIX: Final = re.compile(r"^\([^)]*\) [A-Z]+ .*?\] ?|^\[[^]]*\] |^ *[|+] ")
 # What loggers and exception groups put before a traceback's lines: "(Worker pid=7) ERROR 11-22
 # [file:3] ", "[TP0] ", "    | ".
@@ -44,8 +46,7 @@ class ChildLog:
                 return cls(path, file.tell())
         except OSError as error:
             raise ConfigError(
-                f"cannot write log {path}: {error.strerror}; make room there, or set another "
-                "run directory"
+                f"cannot write log {path}: {explain(error, path, or_else=_OR_ELSE)}"
             ) from error
 
     def open_for_child(self) -> BinaryIO:

@@ -30,8 +30,9 @@ from umbra.runtime.rollout.reward_value import reward_value
 from umbra.runtime.rollout.task_host import UserThread
 from umbra.runtime.rollout.text import TextCodec
 from umbra.runtime.rollout.token_ids import token_ids
-from umbra.runtime.rollout.user_function import describe, is_mistake_in_code, load_function
+from umbra.runtime.rollout.user_function import advice, describe, load_function
 
+_CATCH: Final = "; catch what may fail inside the loop"
 _NO_NUMBER: Final = "return a finite number, or None to have the reward function score it"
 
 # generate(context [T] int32, max_new_tokens, lora) -> {"tokens": [n] int32, "finish_reason": str}
@@ -164,9 +165,9 @@ class AgentLoop:
                     f"agent loop {self.target} took longer than {patience.limit_s:.3g} s for "
                     f"sample {sample_id}; give its tools deadlines or raise agent_timeout_s"
                 ) from None
-            advice = "" if is_mistake_in_code(error) else "; catch what may fail inside the loop"
             raise RolloutError(
-                f"agent loop {self.target} raised {describe(error)} for sample {sample_id}{advice}"
+                f"agent loop {self.target} raised {describe(error)} for sample {sample_id}"
+                f"{advice(error, _CATCH)}"
             ) from error
         if result is None:
             return None

@@ -9,17 +9,24 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
+from umbra.runtime.disk import replacing
 from umbra.runtime.errors import DataError
 
+TOO_DEEP: Final = (
+    "nested deeper than can be read (about 1000 levels): flatten it, or write a part of it as text"
+)
+_MESSAGE_DEPTH: Final = 16
+"""Levels of a message to the actor that scores, around the row. Fewer could let rows through that
+cannot be sent; more refuses rows that could."""
 _FIELDS: Final = {"id", "prompt", "tokens", "row"}
 
 
@@ -50,22 +57,15 @@ def write_prompts(path: str | os.PathLike[str], records: Iterable[Mapping[str, A
         DataError: no prompts, an empty one, one id twice, or a row value without wire form.
     """
     target = Path(path)
-    scratch = target.with_name(f".{target.name}.{os.getpid()}")
     seen: set[str] = set()
-    try:
-        with scratch.open("wb") as file:
-            for record in records:
-                if record["id"] in seen:
-                    raise DataError(f"prompt id {record['id']!r} occurs twice; ids are unique")
-                seen.add(record["id"])
-                file.write(_encode(record))
-            file.flush()
-            os.fsync(file.fileno())
+    with replacing(target) as file:
+        for record in records:
+            if record["id"] in seen:
+                raise DataError(f"prompt id {record['id']!r} occurs twice; ids are unique")
+            seen.add(record["id"])
+            file.write(_encode(record))
         if not seen:
             raise DataError(f"{target}: a data set without prompts")
-        scratch.replace(target)
-    finally:
-        scratch.unlink(missing_ok=True)
     return len(seen)
 
 
@@ -74,19 +74,66 @@ def _encode(record: Mapping[str, Any]) -> bytes:
         raise DataError(f"a prompt record has {sorted(_FIELDS)}, not {sorted(record)}")
     if len(record["tokens"]) == 0:
         raise DataError(f"prompt {record['id']!r} is empty: give it at least one token")
+    content = dict(record)
+    problem = row_problem(content["row"]) or row_problem(content)
+    if problem:
+        raise DataError(f"prompt {record['id']!r}: {problem}")
+    return msgpack.packb(content)
+
+
+def row_problem(row: Mapping[str, Any]) -> str:
+    """Why a row cannot be written to a prompt file and sent, and the remedy; "" where it can."""
+    message: object = row
+    for _ in range(_MESSAGE_DEPTH):
+        message = [message]
+    error = _refusal(message)
+    if error is None:
+        return ""
+    value, place = row, ""
+    while not _is_too_deep(error) and (part := _refused_part(value)):
+        key, value, error = part
+        place += f"[{key!r}]" if place else f"column {key!r}"
+    return f"{place:.200} {_describe(value, error)}".strip()
+
+
+def _refused_part(value: Any) -> tuple[object, Any, Exception] | None:
+    """The first part of a list or map that cannot be written, and where it is in it."""
+    parts: Iterable[tuple[object, Any]] = ()
+    if isinstance(value, dict):
+        items = cast("dict[Any, Any]", value).items()
+        parts = (pair for key, item in items for pair in ((key, key), (key, item)))
+    elif isinstance(value, list | tuple):
+        parts = enumerate(cast("Sequence[Any]", value))
+    refusals = ((key, part, _refusal(part)) for key, part in parts)
+    return next(((key, part, error) for key, part, error in refusals if error is not None), None)
+
+
+def _refusal(value: object) -> Exception | None:
     try:
-        return msgpack.packb(dict(record))
-    except (TypeError, ValueError, OverflowError):
-        for column, value in record["row"].items():
-            try:
-                msgpack.packb({column: value})
-            except (TypeError, ValueError, OverflowError) as error:
-                raise DataError(
-                    f"prompt {record['id']!r}: column {column!r} holds a "
-                    f"{type(value).__name__} that cannot travel ({error}); convert it to text, "
-                    "a number, a list or a map"
-                ) from None
-        raise
+        msgpack.packb(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        return error
+    return None
+
+
+def _is_too_deep(error: Exception) -> bool:
+    return isinstance(error, ValueError) and not isinstance(error, UnicodeEncodeError)
+
+
+def _describe(value: Any, error: Exception) -> str:
+    if isinstance(error, UnicodeEncodeError):
+        return (
+            f"holds a lone surrogate ({value[error.start]!r} at character {error.start + 1}), half "
+            "of a character, which no file can hold: remove it, or write both halves"
+        )
+    if isinstance(error, OverflowError):
+        return "holds an integer beyond 64 bits (-2**63 to 2**64 - 1): write it as text"
+    if _is_too_deep(error):
+        return TOO_DEEP
+    return (
+        f"holds a {type(value).__name__} that cannot travel ({error}); convert it to text, a "
+        "number, a list or a map"
+    )
 
 
 class PromptSet:

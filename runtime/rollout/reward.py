@@ -11,7 +11,7 @@ from umbra.runtime.rollout.asked_pool import PoolDesk, RewardContext
 from umbra.runtime.rollout.patience import Patience
 from umbra.runtime.rollout.reward_value import reward_value
 from umbra.runtime.rollout.task_host import UserThread
-from umbra.runtime.rollout.user_function import describe, is_mistake_in_code, load_function
+from umbra.runtime.rollout.user_function import advice, describe, load_function
 
 _SHOWN_SAMPLES: Final = 4
 _CONTEXT: Final = "ctx"
@@ -77,9 +77,9 @@ class RewardFunction:
                     f"reward function {self.target} took longer than {self._timeout_s:.3g} s for "
                     f"{who}; make it faster or raise timeout_s of [reward]"
                 ) from None
-            advice = "" if is_mistake_in_code(error) else _LET_IT_RETURN
             raise RewardError(
-                f"reward function {self.target} raised {describe(error)} for {who}{advice}"
+                f"reward function {self.target} raised {describe(error)} for {who}"
+                f"{advice(error, _LET_IT_RETURN)}"
             ) from error
         return self._checked(result, sample_ids)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 import umbra
+from umbra.runtime.disk import is_full_disk
 from umbra.runtime.errors import ConfigError, RolloutError
 
 HOW_TO_FIND: Final = (
@@ -62,6 +63,17 @@ def is_mistake_in_code(error: BaseException) -> bool:
         return True
     frames = traceback.extract_tb(error.__traceback__)
     return place_in_user_code(frames) is None  # the call itself failed
+
+
+def advice(error: BaseException, usual: str) -> str:
+    """What to do about an error of user code, to follow its description.
+
+    Args:
+        usual: for what may come of what the model or a tool says.
+    """
+    if is_full_disk(error):
+        return "; the disk that it writes to is full: free some space (prints go to the run's logs)"
+    return "" if is_mistake_in_code(error) else usual
 
 
 def place_in_user_code(frames: traceback.StackSummary) -> traceback.FrameSummary | None:

@@ -22,6 +22,7 @@ GOOD = '{"prompt": "all 12345=", "answer": "12345"}\n'
         (2, "\n\n", ["data set bad.jsonl is empty: it has no rows"]),
         (0, '{"question": "2+2?"}\n', ["line 1: no column 'prompt'", "set data.prompt_column"]),
         (0, GOOD + '{"prompt": "all 1', ["bad.jsonl, line 2: not JSON", "one object a line"]),
+        (0, GOOD + '{"prompt": "1\\ud800"}', ["bad.jsonl, line 2: column 'prompt' holds a lone"]),
         (
             2,
             GOOD + json.dumps({"prompt": "1" * 30}) + "\n",

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 from umbra.runtime.errors import DataError
 from umbra.runtime.rollout.order import PromptOrder, epoch_order, trajectory_seed
 from umbra.runtime.rollout.prompts import PromptSet, write_prompts
+from umbra.runtime.rpc.messages import CALL
+from umbra.runtime.rpc.wire import Decoder, Encoder
 
 
 def record(prompt_id: str, tokens: list[int], **row: Any) -> dict[str, Any]:
@@ -52,6 +55,31 @@ def test_bad_prompts_are_refused_and_leave_no_file(
         write_prompts(path, rows)
 
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_row_that_is_written_can_be_sent_to_be_scored(tmp_path: Path) -> None:
+    def nested(depth: int) -> dict[str, Any]:
+        value: Any = 1
+        for _ in range(depth):
+            value = [value]
+        return record("a", [1], deep=value)
+
+    path = tmp_path / "prompts.msgpack"
+    written: list[int] = []
+    for depth in range(990, 1030):
+        with contextlib.suppress(DataError):
+            write_prompts(path, [nested(depth)])
+            written.append(depth)
+    prompts = PromptSet.open(path)
+    item = {"sample_id": "a", "prompt": "", "row": prompts[0].row, "manager": "m"}
+    prompts.close()
+    call: list[Any] = [CALL, 1, 1, "score", [[item]], {}, 1000, 0]
+    received: Any = next(Decoder().decode(*Encoder().encode(call)))[4][0][0]["row"]["deep"]
+
+    assert 990 < max(written) < 1029, "some are written, others refused"
+    for _ in range(max(written)):  # Python cannot compare them whole
+        (received,) = received
+    assert received == 1
 
 
 def test_a_missing_or_damaged_file_is_named(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from umbra.trainer.optimizer import PolicyOptimizer
 from umbra.trainer.packed_attention import PACKED_ATTENTION, register_packed_attention
 from umbra.trainer.policy import Policy, Wrap
 from umbra.trainer.train_step import TrainStep
-from umbra.trainer.world import World, agree_on_signal, from_lead, limit_threads
+from umbra.trainer.world import World, agree_on_signal, barrier, from_lead, limit_threads
 
 GROUPS, GROUP_SIZE, MAX_NEW_TOKENS = 6, 4, 12
 # A large eps, because Adam divides by the gradient's own size: with the usual one, where a
@@ -394,11 +394,64 @@ def fail_to_save_on_full_disk(world: World, folder: str) -> str:
         Path.mkdir = original
 
 
+def save_as_the_disk_fills_up(world: World, disk: str) -> list[tuple[str, list[str]]]:
+    """Saves three times onto a small disk that is as good as full then, and once it is not.
+
+    Returns, for each: what is said, and the files that are there.
+    """
+    folder, junk = Path(disk) / "checkpoints", Path(disk) / "junk"
+    policy = make_policy(world)
+    numels = [int(parameter.numel()) for parameter in policy.parameters.values()]
+    nbytes = sum(3 * 4 * numel + 4 for numel in numels)  # with two moments, and the step
+
+    def save(step: int, left_nbytes: int) -> tuple[str, list[str]]:
+        from_lead(world, lambda: leave_room(junk, left_nbytes))
+        said = said_by(lambda: save_many(world, str(folder), [step], keep=1))
+        barrier()
+        return said, sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+    first = save(1, 4 * nbytes)
+    # A little more than the tensors take, but each of their records takes some hundreds of bytes.
+    return [first, save(2, nbytes // 2), save(2, nbytes + 4096), save(2, 4 * nbytes)]
+
+
+def leave_room(junk: Path, left_nbytes: int) -> None:
+    """Has a file take what more of its disk is free."""
+    junk.unlink(missing_ok=True)
+    stats = os.statvfs(junk.parent)
+    junk.write_bytes(bytes(max(0, stats.f_frsize * stats.f_bavail - left_nbytes)))
+
+
+def export_onto(world: World, source: str, disk: str, left: list[int]) -> list[str]:
+    """Exports a model onto a disk, with so much of it left each time; what is said."""
+    said: list[str] = []
+    for left_nbytes in left:
+        leave_room(Path(disk) / "junk", left_nbytes)
+        target = f"{disk}/export"
+        said.append(said_by(lambda: export_model(world, source, target, "float32")))  # noqa: B023
+    return said
+
+
 def export_model(world: World, source: str, target: str, dtype: str) -> None:
     """Loads the model directory, and exports it again."""
     model, is_packed = load_causal_lm(ModelSection(path=Path(source)), torch.float32)
     policy = Policy(model, world.mesh, is_packed=is_packed, compute_dtype=torch.float32)
     export_policy(policy, Path(target), world, source=Path(source), dtype=getattr(torch, dtype))
+
+
+def export_beside_leftovers(world: World, source: str, target: str) -> list[str]:
+    """Exports where killed exports left folders, one of a process with the same id as this one.
+
+    Returns the hidden names that are there afterwards, without that one.
+    """
+    place = Path(target)
+    of_same_pid = place.with_name(f".{place.name}.{os.getpid()}")
+    for leftover in (of_same_pid, place.with_name(f".{place.name}.new")):
+        leftover.mkdir()
+        (leftover / "model.safetensors").write_text("half")
+    export_model(world, source, target, "float32")
+    shutil.rmtree(of_same_pid)
+    return sorted(path.name for path in place.parent.glob(f".{place.name}*"))
 
 
 def raise_on_lead(world: World) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +57,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
         "misfit": ["load_into_another_model", f"{place}/saved/step-000002"],
         "full": ["fail_to_save_on_full_disk", f"{place}/full"],
         "half": ["export_model", f"{place}/qwen3", f"{place}/half-export", "bfloat16"],
+        "beside": ["export_beside_leftovers", f"{place}/qwen3", f"{place}/beside"],
         "unused": ["save_and_load_with_an_unused_parameter", f"{place}/unused"],
         "damaged": ["load_half_a_file", f"{place}/damaged"],
         "given up": ["save_many", f"{place}/back", [10, 20, 30, 40], 4],
@@ -182,3 +185,27 @@ def test_an_export_may_be_in_another_dtype(ran: Ran) -> None:
     assert json.loads((target / "config.json").read_text())["dtype"] == "bfloat16"
     auto: Any = AutoModelForCausalLM
     assert auto.from_pretrained(str(target)).dtype == torch.bfloat16
+
+
+def test_what_killed_exports_left_is_no_obstacle_and_goes(ran: Ran) -> None:
+    assert ran.one["beside"] == []
+    assert (ran.folder / "beside" / "model.safetensors").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("ways", [[], ["without-exchange"]])
+def test_a_kill_at_any_point_leaves_the_old_folder_or_the_new_one(
+    tmp_path: Path, ways: list[str]
+) -> None:
+    program = Path(__file__).parent / "killed_replacements.py"
+    command = [sys.executable, str(program), str(tmp_path), *ways]
+
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+
+    seen = json.loads(done.stdout)
+    at_once, later = zip(*seen, strict=True)
+    num_old = later.count("old")
+    assert min(num_old, len(later) - num_old) > 5, "it is killed before and after the exchange"
+    assert later == ("old",) * num_old + ("new",) * (len(later) - num_old)
+    # Only where two names cannot be exchanged is there nothing, between two renames.
+    assert at_once.count(None) == len(ways)
+    assert [now or "old" for now in at_once] == list(later)

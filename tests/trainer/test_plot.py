@@ -86,7 +86,7 @@ def test_what_cannot_be_drawn_says_why(
     assert main(["plot", str(tmp_path), "-o", "x.bmp"]) == 2
     assert ".svg, .png, .pdf" in capsys.readouterr().err
     assert main(["plot", str(tmp_path), "-o", str(tmp_path / "none/x.png")]) == 2
-    assert "(No such file or directory): choose another file with -o" in capsys.readouterr().err
+    assert "No such file or directory: choose another file with -o" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # as if it were not there
     assert main(["plot", str(tmp_path)]) == 2
     assert "pip install 'umbra-rl[plot]'" in capsys.readouterr().err

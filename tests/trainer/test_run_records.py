@@ -268,16 +268,16 @@ def test_an_earlier_run_is_not_replaced_unasked(tmp_path: Path) -> None:
 
     said = r"holds an earlier run without a checkpoint: .*overwrite = true.*'auto' starts with step"
     with pytest.raises(ConfigError, match=said):
-        check_run_dir(RunSection(dir=tmp_path), rank=0, incarnation=1)
+        check_run_dir(RunSection(dir=tmp_path), incarnation=1)
 
     write_checkpoint(tmp_path, step=2, version=3)
     said = r"holds an earlier run with the checkpoint step-000002: .*'auto'.*overwrite = true"
     with pytest.raises(ConfigError, match=said):
-        check_run_dir(RunSection(dir=tmp_path), rank=0, incarnation=1)
+        check_run_dir(RunSection(dir=tmp_path), incarnation=1)
 
-    check_run_dir(RunSection(dir=tmp_path, overwrite=True), rank=0, incarnation=1)
-    check_run_dir(RunSection(dir=tmp_path, resume="auto"), rank=0, incarnation=1)
-    check_run_dir(RunSection(dir=tmp_path), rank=0, incarnation=2)
+    check_run_dir(RunSection(dir=tmp_path, overwrite=True), incarnation=1)
+    check_run_dir(RunSection(dir=tmp_path, resume="auto"), incarnation=1)
+    check_run_dir(RunSection(dir=tmp_path), incarnation=2)
 
 
 def test_a_fresh_start_clears_what_an_earlier_run_left_and_nothing_else(tmp_path: Path) -> None:
@@ -303,10 +303,22 @@ def test_an_earlier_run_outlives_any_number_of_starts_that_fail(tmp_path: Path) 
         (tmp_path / "metrics.jsonl").write_text("")  # and no step is done
 
     with pytest.raises(ConfigError, match=r"an earlier run in replaced/.*overwrite = true.*back"):
-        check_run_dir(RunSection(dir=tmp_path), rank=0, incarnation=1)
+        check_run_dir(RunSection(dir=tmp_path), incarnation=1)
     kept = RunDir(RunDir(tmp_path).replaced)
     assert kept.metrics.read_text() == "earlier"
     assert [path.name for path in complete_checkpoints(kept.checkpoints)] == ["step-000002"]
+
+
+def test_a_start_brings_back_the_export_that_a_killed_one_had_moved_away(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, step=2, version=3)
+    for name, text in ((".export.old", "old"), (".export.new", "new")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(text)
+
+    begin_run(RunSection(dir=tmp_path, resume="auto"), incarnation=1)
+
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoints", "export"}
+    assert (tmp_path / "export" / "config.json").read_text() == "old"
 
 
 def test_auto_resumes_from_the_newest_complete_checkpoint(tmp_path: Path) -> None:
@@ -394,7 +406,7 @@ def test_a_directory_that_cannot_be_written_is_named_with_a_remedy(tmp_path: Pat
     (tmp_path / "file").write_text("")
 
     with pytest.raises(RunDirectoryError, match=r"file/run: a part of that path is a file"):
-        check_writable(tmp_path / "file" / "run", rank=0)
+        check_writable(tmp_path / "file" / "run")
 
 
 def test_a_full_disk_is_named_with_a_remedy() -> None:
@@ -410,6 +422,7 @@ def test_a_full_disk_is_named_with_a_remedy() -> None:
 
 def test_files_are_replaced_whole(tmp_path: Path) -> None:
     write_text(tmp_path / "a.txt", "old")
+    (tmp_path / ".a.txt.new").write_text("half of what a killed process wrote, and longer")
 
     write_text(tmp_path / "a.txt", "new")
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from umbra.runtime.disk import explain, os_error_behind
 from umbra.trainer.quickstart.assets import ensure_assets
 
 
@@ -20,7 +21,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of data, weights and warm-up")
     arguments = parser.parse_args(argv)
     started = time.perf_counter()
-    if ensure_assets(arguments.out_dir, arguments.seed):
+    try:
+        is_made = ensure_assets(arguments.out_dir, arguments.seed)
+    except Exception as error:
+        cause = os_error_behind(error)
+        if cause is None:
+            raise
+        reason = explain(cause, arguments.out_dir, or_else=", or give another folder")
+        raise SystemExit(f"quickstart: cannot write {arguments.out_dir}: {reason}") from error
+    if is_made:
         print(
             f"quickstart: made model and data sets in {arguments.out_dir} "
             f"({time.perf_counter() - started:.1f} s)"

@@ -62,7 +62,7 @@ def serve(arguments: argparse.Namespace) -> int:
     port = _free_port(host, arguments.port)
     key = api_key(arguments.api_key)
     run_dir = config.run.dir / "serve"
-    check_writable(run_dir, rank=0)
+    check_writable(run_dir)
 
     def work(session: Session, front: SyncHandle) -> None:
         at_host, at_port = front.call("address")

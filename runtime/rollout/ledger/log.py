@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, NoReturn
 
+from umbra.runtime.disk import explain, sync
 from umbra.runtime.errors import LedgerError
 from umbra.runtime.rollout.ledger import frames
 from umbra.runtime.rollout.ledger.history import (
@@ -32,16 +33,7 @@ _PART_NBYTES: Final = 64 * 1024 * 1024
 """A part is ended beyond this. Larger parts cost memory when read; smaller ones make many files."""
 _MAX_PIECES: Final = 512  # of one system call; Linux takes 1024
 _MAX_TAKERS: Final = 16  # at the same moment
-_REMEDIES: Final = {
-    errno.ENOSPC: "the disk is full: free some space",
-    errno.EDQUOT: "the disk quota is used up: free some space",
-    errno.EFBIG: "the file would be larger than allowed here: raise ulimit -f",
-    errno.EROFS: "it is on a read-only file system: mount it writable",
-    errno.EACCES: "permission denied: change its owner or mode",
-    errno.ESTALE: "the file system went away under it: mount it again",
-    errno.EIO: "the disk or the file server failed: see the kernel's log",
-    errno.ENOENT: "it was removed, or its file system is no longer mounted",
-}
+_GONE: Final = "; it was removed, or its file system is no longer mounted"
 
 
 class LedgerLog:
@@ -145,7 +137,7 @@ class LedgerLog:
         os.close(self._descriptor)
         self._descriptor, self._part, self._offset = descriptor, self._part + 1, 0
         self._write_header([])
-        _sync_folder(self.folder)
+        sync(self.folder)
 
     def _write_header(self, earlier: Sequence[tuple[int, int, int]]) -> None:
         header = Header(
@@ -177,14 +169,14 @@ class LedgerLog:
     def _fail(self, error: OSError) -> NoReturn:
         # What may be torn stays: nothing follows it, so readers see the end of the file there. To
         # cut it off could take bytes away that a life which begins just now has counted.
-        self._failure = _describe(error, f"cannot write {self.path}")
+        self._failure = _describe(error, "write", self.path)
         raise self._failure from error
 
     def _check_fence(self) -> None:
         try:
             is_fenced = (self.folder / part_name(self.life + 1, 0)).exists()
         except OSError as error:
-            self._failure = _describe(error, f"cannot look into {self.folder}")
+            self._failure = _describe(error, "look into", self.folder)
             raise self._failure from error
         if is_fenced:
             self._failure = LedgerError(
@@ -199,15 +191,15 @@ def _take_life(folder: Path) -> tuple[int, int]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for parent in (folder.parent.parent, folder.parent):
-            _sync_folder(parent)
+            sync(parent)
         newest = max(files_of(folder), default=0)
         for life in range(newest + 1, newest + 1 + _MAX_TAKERS):
             with suppress(FileExistsError):
                 descriptor = _create(folder / part_name(life, 0))
-                _sync_folder(folder)
+                sync(folder)
                 return life, descriptor
     except OSError as error:
-        raise _describe(error, f"cannot write to {folder}") from error
+        raise _describe(error, "write to", folder) from error
     raise LedgerError(f"{_MAX_TAKERS} others took over {folder} at once: see who starts managers")
 
 
@@ -215,28 +207,16 @@ def _create(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _sync_last_life(history: History) -> None:
     """What the last life wrote and did not sync counts from now on, so it must be durable."""
     for part in history.parts:
         if part.life == history.end.life:
             try:
-                descriptor = os.open(part.path, os.O_RDONLY | os.O_CLOEXEC)
-                try:
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
+                sync(part.path)
             except OSError as error:
-                raise _describe(error, f"cannot sync {part.path}") from error
+                raise _describe(error, "sync", part.path) from error
 
 
-def _describe(error: OSError, what: str) -> LedgerError:
-    reason = _REMEDIES.get(error.errno or 0, error.strerror or str(error))
-    return LedgerError(f"{what}: {reason}")
+def _describe(error: OSError, what: str, path: Path) -> LedgerError:
+    reason = explain(error, path, otherwise=_GONE if error.errno == errno.ENOENT else "")
+    return LedgerError(f"cannot {what} {path}: {reason}")

@@ -1,0 +1,209 @@
+"""Rows that cannot be trained on: each is named with file, line and remedy."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import importlib
+import json
+import math
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from training_models import save_model
+
+from umbra.runtime.errors import DataError
+from umbra.runtime.rollout.prompts import PromptSet
+from umbra.trainer.config import DataSection
+from umbra.trainer.data import PromptBudget, check_data, prepare_prompts
+from umbra.trainer.tokenizer import PromptTokenizer
+
+BUDGET = PromptBudget(max_context_len=1000, max_new_tokens=8)
+GOOD: Final = b'{"prompt": "1", "messages": [{"role": "user", "content": "1"}], "id": 1}\n'
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PromptTokenizer:
+    return PromptTokenizer(save_model(tmp_path_factory.mktemp("model")))
+
+
+def prepare(data: DataSection, tokenizer: PromptTokenizer) -> list[dict[str, Any]]:
+    """The rows as they are read from the prompt file; checked as before a start, too."""
+    check_data(data)
+    files = prepare_prompts(
+        data, tokenizer, BUDGET, folder=data.train.parent, min_prompts=1, groups_per_step=1
+    )
+    prompts = PromptSet.open(files.train_path)
+    rows = [prompts[idx].row for idx in range(len(prompts))]
+    prompts.close()
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"prompt": "1\\ud800"}', r"column 'prompt' holds a lone surrogate \('\\ud800' at cha"),
+        ('{"prompt": "1", "a": [{"b": "\\udfff"}]}', r"column 'a'\[0\]\['b'\] holds a lone surr"),
+        ('{"prompt": "1", "a": {"\\ud800": 1}}', r"column 'a'\['\\ud800'\] holds a lone surr"),
+        ('{"prompt": "1", "a\\ud800": 1}', r"column 'a\\ud800' holds a lone surrogate"),
+        ('{"prompt": "1", "id": "\\ud800"}', r"column 'id' holds a lone surrogate .*: remove it"),
+        ('{"messages": [{"role": "user", "content": "\\ud800"}]}', r"'messages'\[0\]\['content'\]"),
+        ('{"prompt": "1", "a": 18446744073709551616}', r"column 'a' holds an integer beyond 64 b"),
+        ('{"prompt": "1", "a": {"b": [-9223372036854775809]}}', r"'a'\['b'\]\[0\] holds an int"),
+        ('{"prompt": "1", "id": 123456789012345678901}', r"'id' holds .*: write it as text"),
+        ('{"prompt": "1", "a": ' + "9" * 5000 + "}", r"an integer has more than 4300 digits: wr"),
+        ('{"prompt": "1", "a": ' + "[" * 9999 + "]" * 9999 + "}", r"nested deeper .*: flatten it"),
+        ('{"prompt": "1", "a": ' + '{"a":' * 2000 + "1" + "}" * 2001, r"nested deeper .*: flatte"),
+        ("[" * 200_000, "nested deeper than can be read"),
+        ('{"prompt": "1", "id": [1]}', r"the id in column 'id' is a list; give text or a number"),
+        ('{"prompt": "1", "id": null}', r"the id in column 'id' is a NoneType; give text or a"),
+        ('{"prompt": "1\0"}', r"not JSON \(Invalid control character at character 14\); a .jsonl"),
+        ("\0" * 100, r"not JSON \(Expecting value at character 1\); a .jsonl file has one object"),
+        (
+            b'{"prompt": "\xe9"}',
+            r"not UTF-8 text \(byte 0xe9 at byte 13\): convert the file to UTF",
+        ),
+        ('{"prompt": "1"}'.encode("utf-16"), r"not UTF-8 text \(byte 0xff at byte 1\): convert"),
+    ],
+)
+@pytest.mark.parametrize("comes_first", [True, False])
+def test_a_row_that_cannot_be_written_is_named_with_its_line(
+    tmp_path: Path, tokenizer: PromptTokenizer, line: str | bytes, said: str, comes_first: bool
+) -> None:
+    raw = line if isinstance(line, bytes) else line.encode()
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes((b"" if comes_first else GOOD) + raw)
+    data = DataSection(train=path, id_column="id" if '"id"' in str(line) else None)
+
+    with pytest.raises(DataError, match=rf"rows.jsonl, line {1 if comes_first else 2}: .*{said}"):
+        check_data(data) if comes_first else prepare(data, tokenizer)
+
+
+def test_what_is_odd_but_can_be_written_is(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
+    depth = 400
+    row = {
+        "prompt": "1\0\u2028\U0001f600",
+        "integers": [2**64 - 1, -(2**63)],
+        "infinite": math.inf,
+        "deep": json.loads("[" * depth + "]" * depth),
+        "": None,
+    }
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(row).encode() + b"\n")  # with a byte order mark
+
+    assert prepare(DataSection(train=path), tokenizer) == [row]
+
+
+def test_two_rows_with_one_id_are_named(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(GOOD + GOOD)
+
+    with pytest.raises(DataError, match=r"rows.jsonl, line 2: prompt id '1' occurs twice"):
+        prepare(DataSection(train=path, id_column="id"), tokenizer)
+
+
+def write_parquet(path: Path, values: list[Any], type_name: str, *arguments: str) -> DataSection:
+    """Rows with prompts, and a column `a` of a type that has no form in JSON."""
+    arrow: Any = importlib.import_module("pyarrow")
+    parquet: Any = importlib.import_module("pyarrow.parquet")
+    column = arrow.array(values, getattr(arrow, type_name)(*arguments))
+    table = arrow.table({"prompt": ["1"] * len(values), "a": column})
+    parquet.write_table(table, path, row_group_size=2)
+    return DataSection(train=path)
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "said"),
+    [
+        ([None, None, decimal.Decimal(1)], ("decimal128", 9), r"'a' holds a Decimal .*; convert"),
+        ([None, None, datetime.datetime.min], ("timestamp", "us"), r"'a' holds a datetime .*; con"),
+        ([None, None, datetime.timedelta(1)], ("duration", "s"), r"'a' holds a timedelta .*; con"),
+        ([None, None, 1], ("timestamp", "ns"), r"'a' cannot be read \(Nanosecond .*\): convert it"),
+        ([None, None, 10**13], ("timestamp", "s"), r"'a' cannot be read \(.* out of range\): conv"),
+        ([None, None, 2**31 - 1], ("date32",), r"'a' cannot be read \(days=2147483647.*: convert"),
+    ],
+)
+def test_a_value_of_a_parquet_file_that_cannot_be_written_is_named_with_its_row(
+    tmp_path: Path,
+    tokenizer: PromptTokenizer,
+    values: list[Any],
+    kind: tuple[Any, ...],
+    said: str,
+) -> None:
+    data = write_parquet(tmp_path / "rows.parquet", values, *kind)
+
+    with pytest.raises(DataError, match=rf"rows.parquet, row 3: column {said}"):
+        prepare(data, tokenizer)
+
+
+def test_text_of_a_parquet_file_that_is_none_is_named_with_its_row(
+    tmp_path: Path, tokenizer: PromptTokenizer
+) -> None:
+    data = write_parquet(tmp_path / "rows.parquet", ["1", "22"], "string")
+    content = data.train.read_bytes()
+    assert content.count(b"22") >= 1
+    data.train.write_bytes(content.replace(b"22", b"\xff\xff"))
+
+    with pytest.raises(DataError, match=r"row 2: column 'a' cannot be read \('utf-8' codec"):
+        prepare(data, tokenizer)
+
+
+def test_numbers_and_bytes_of_a_parquet_file_are_written(
+    tmp_path: Path, tokenizer: PromptTokenizer
+) -> None:
+    data = write_parquet(tmp_path / "rows.parquet", [b"\xff", None], "binary")
+
+    assert prepare(data, tokenizer) == [{"prompt": "1", "a": b"\xff"}, {"prompt": "1", "a": None}]
+
+
+TEXTS = st.text(st.characters(codec=None), max_size=8)  # lone surrogates, too
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.floats()
+    | st.integers()
+    | st.sampled_from([2**63, 2**64, -(2**63) - 1, 10**400])
+    | TEXTS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXTS, inner, max_size=4),
+    max_leaves=12,
+)
+MESSAGES = st.lists(st.fixed_dictionaries({"role": VALUES, "content": VALUES}), max_size=3)
+ROWS = st.fixed_dictionaries(
+    {},
+    optional={"prompt": TEXTS | VALUES, "messages": MESSAGES | VALUES, "id": VALUES, "a": VALUES},
+)
+
+
+@given(row=ROWS, has_ids=st.booleans())
+def test_any_row_is_written_or_named(
+    tmp_path_factory: pytest.TempPathFactory,
+    tokenizer: PromptTokenizer,
+    row: dict[str, Any],
+    has_ids: bool,
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.jsonl"
+    text = json.dumps(row)
+    path.write_bytes(GOOD + text.encode() + b"\n")
+
+    try:
+        rows = prepare(DataSection(train=path, id_column="id" if has_ids else None), tokenizer)
+    except DataError as error:
+        assert str(error).startswith(f"{path}, line 2: ")  # noqa: PT017 - it need not be raised
+    else:
+        assert repr(rows[1]) == repr(json.loads(text))  # a NaN differs from itself
+
+
+@given(line=st.binary(max_size=40) | st.text(max_size=20).map(str.encode))
+def test_any_line_is_read_or_named(
+    tmp_path_factory: pytest.TempPathFactory, tokenizer: PromptTokenizer, line: bytes
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.jsonl"
+    path.write_bytes(GOOD + line)
+
+    try:
+        prepare(DataSection(train=path), tokenizer)
+    except DataError as error:
+        assert str(error).startswith(f"{path}, line ")  # noqa: PT017 - it need not be raised
