@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from chaos_account import Account
 from chaos_oracle import Oracle
@@ -32,7 +32,10 @@ from chaos_world import ChaosWorld, injected_faults
 
 from umbra.runtime.errors import ConfigError, UmbraError
 from umbra.runtime.session import Session, SessionConfig
-from umbra.trainer.drill.leftovers import MARK_VARIABLE, find_leftovers
+from umbra.trainer.drill.traces import RunTraces
+
+_GRACE_S: Final = 5.0
+"""From the end of the session to that of all its processes."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,16 +57,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"chaos: {error}", file=sys.stderr)
         return 2
     print(f"chaos: seed {plan.seed}", flush=True)
-    mark = os.environ[MARK_VARIABLE] = secrets.token_hex(8)
     run = ChaosRun(plan, arguments.run_dir)
-    try:
-        run.run()
-    except UmbraError as error:
-        run.problems.append(f"the run failed: {error}")
-    except KeyboardInterrupt:
-        print("chaos: interrupted", file=sys.stderr)
-        return 130
-    run.problems += [f"left behind: {left}" for left in find_leftovers(mark, os.getpid())]
+    with RunTraces() as traces:
+        os.environ.update(traces.environment)
+        try:
+            run.run()
+        except UmbraError as error:
+            run.problems.append(f"the run failed: {error}")
+        except KeyboardInterrupt:
+            print("chaos: interrupted", file=sys.stderr)
+            return 130
+        run.problems += [f"left behind: {left}" for left in traces.find(_GRACE_S)]
     return run.report()
 
 
