@@ -1,8 +1,9 @@
 """An engine without a model: the whole protocol, made-up tokens, no torch.
 
-Target `umbra.engines.echo:EchoEngine`. The n-th completion token of a trajectory is a function
-of its seed and n alone (as the embedded engine's draws are), so an interrupted trajectory goes on
-exactly, on any engine. For tests, benchmarks and trying out a cluster.
+Target `umbra.engines.echo:EchoEngine`. Each token of a trajectory follows from its seed, its
+position and all tokens before it, prompt included (`EchoTokens`). So a trajectory that was cut
+resumes exactly, on any engine, and differs if it is resumed from another context. For tests,
+benchmarks and trying out a cluster.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ import numpy.typing as npt
 
 from umbra.engines.delta_stream import DeltaStream
 from umbra.engines.deltas import DeltaBatch, DeltaBuffer
+from umbra.engines.echo_tokens import Drawn, EchoTokens, echo_logprobs
 from umbra.engines.echo_weights import EchoReceiver, EchoWeights
 from umbra.engines.gate import EngineGate
 from umbra.engines.memory import resident_nbytes
 from umbra.engines.protocol import EngineStats, PauseMode
 from umbra.engines.requests import GenerationRequest, parse_request
-from umbra.engines.uniforms import uniforms
 from umbra.runtime.errors import ConfigError, WeightSyncError
 from umbra.runtime.lifecycle import SleepLevel, Tag
 from umbra.runtime.weights.memfd import BucketMappings
@@ -32,24 +33,29 @@ _MAX_BURST: Final = 1024
 # several batches.
 
 
-def echo_tokens(
-    seed: int, positions: npt.NDArray[np.int64], vocab_size: int
-) -> npt.NDArray[np.int32]:
-    """The completion tokens at `positions`, any shape, in [0, vocab_size)."""
-    draws = uniforms(np.full(positions.shape, seed, np.uint64), positions)
-    return (draws * vocab_size).astype(np.int32)
+class _Generation:
+    """A request in progress."""
 
+    def __init__(self, request: GenerationRequest, vocab_size: int) -> None:
+        self.request = request
+        self.tokens = EchoTokens(
+            request.seed, request.tokens, vocab_size=vocab_size, position=request.position
+        )
 
-def echo_logprobs(
-    fingerprint: int, seed: int, positions: npt.NDArray[np.int64]
-) -> npt.NDArray[np.float32]:
-    """What stands for the logprobs at `positions`, any shape, where `weights_in_logprobs` is set.
+    @property
+    def num_drawn(self) -> int:
+        return self.tokens.position - self.request.position
 
-    Args:
-        fingerprint: of the weights, see `echo_weights.weights_fingerprint`.
-    """
-    draws = uniforms(np.full(positions.shape, seed ^ fingerprint, np.uint64), positions)
-    return np.log(draws).astype(np.float32)
+    def draw(self, count: int) -> Drawn:
+        """Up to `count` tokens: none above the budget, none after a stop token."""
+        left = self.request.max_new_tokens - self.num_drawn
+        return self.tokens.draw(min(count, left), self.request.stop_token_ids)
+
+    def outcome(self, last_token: int) -> str:
+        """ "stop" or "length" once complete, else ""."""
+        if last_token in self.request.stop_token_ids:
+            return "stop"
+        return "length" if self.num_drawn == self.request.max_new_tokens else ""
 
 
 class EchoEngine:
@@ -61,9 +67,9 @@ class EchoEngine:
         tokens_per_s: of each running request; None: as fast as it goes.
         verify_checksums: check what a sync delivers (imports torch).
         weights_in_logprobs: keep the bytes of the weights that syncs deliver, and make every
-            logprob a function of them, the trajectory's seed and the position (`echo_logprobs`;
-            else it is 0). Who knows the bytes of each version can then prove which weights were
-            here when a token was made, whatever version it is labelled with.
+            logprob a function of them, of the token and of what the token follows from
+            (`echo_logprobs`; else it is 0). Who knows the bytes of each version can then prove
+            which weights were here when a token was made, whatever version it is labelled with.
         load_weights: serve as version 0 at once.
     """
 
@@ -97,7 +103,7 @@ class EchoEngine:
         self._max_context_len = max_context_len
         self._tick_s = tick_ms / 1000
         self._gate = EngineGate()
-        self._requests: dict[int, GenerationRequest] = {}  # the rest of each, in order of arrival
+        self._requests: dict[int, _Generation] = {}  # in order of arrival
         self._buffer = DeltaBuffer()
         self._stream = DeltaStream(self._forget)
         self._has_work = asyncio.Event()
@@ -136,39 +142,28 @@ class EchoEngine:
         """Up to `num_each` tokens for every request that has a place."""
         if not self._gate.is_serving or num_each < 1:
             return
-        for request in list(self._requests.values())[: self._max_num_seqs]:
-            count = min(num_each, request.max_new_tokens)
-            positions = np.arange(request.position, request.position + count)
-            tokens = echo_tokens(request.seed, positions, self._vocab_size)
-            stops = np.flatnonzero(np.isin(tokens, request.stop_token_ids))
-            if len(stops):
-                tokens = tokens[: stops[0] + 1]
+        for request_id, generation in list(self._requests.items())[: self._max_num_seqs]:
+            start, drawn = generation.tokens.position, generation.draw(num_each)
             self._buffer.add_runs(
-                ids=np.array([request.id]),
-                positions=positions[:1],
-                counts=np.array([len(tokens)]),
-                tokens=tokens,
-                logprobs=self._logprobs(request.seed, positions[: len(tokens)]),
+                ids=np.array([request_id]),
+                positions=np.array([start]),
+                counts=np.array([len(drawn.tokens)]),
+                tokens=drawn.tokens,
+                logprobs=self._logprobs(drawn),
                 version=self._gate.version or 0,
             )
-            self._num_tokens_total += len(tokens)
-            self._go_on(request, tokens, is_stopped=len(stops) > 0)
+            self._num_tokens_total += len(drawn.tokens)
+            outcome = generation.outcome(int(drawn.tokens[-1]))
+            if outcome:
+                del self._requests[request_id]
+                self._buffer.add_finish(request_id, outcome)
         self._flush()
         self._settle()
 
-    def _logprobs(self, seed: int, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    def _logprobs(self, drawn: Drawn) -> npt.NDArray[np.float32]:
         if not self._weights_in_logprobs:
-            return np.zeros(len(positions), np.float32)
-        return echo_logprobs(self.weights_fingerprint(), seed, positions)
-
-    def _go_on(
-        self, request: GenerationRequest, tokens: npt.NDArray[np.int32], *, is_stopped: bool
-    ) -> None:
-        if is_stopped or len(tokens) == request.max_new_tokens:
-            del self._requests[request.id]
-            self._buffer.add_finish(request.id, "stop" if is_stopped else "length")
-        else:
-            self._requests[request.id] = request.resumed(np.append(request.tokens, tokens))
+            return np.zeros(len(drawn.tokens), np.float32)
+        return echo_logprobs(drawn.keys, self.weights_fingerprint())
 
     def _flush(self) -> None:
         batch = self._buffer.take()
@@ -199,7 +194,8 @@ class EchoEngine:
         taken = sorted(set(ids) & self._requests.keys())
         if taken or len(set(ids)) < len(ids):
             raise ValueError(f"request ids must be unique; already here: {taken or 'repeated'}")
-        self._requests.update(zip(ids, parsed, strict=True))
+        for request in parsed:
+            self._requests[request.id] = _Generation(request, self._vocab_size)
         self._settle()
 
     async def deltas(self) -> AsyncGenerator[DeltaBatch, None]:
@@ -307,7 +303,7 @@ class EchoEngine:
             running=len(running),
             waiting=len(self._requests) - len(running),
             tokens_total=self._num_tokens_total,
-            kv_tokens_used=sum(len(request.tokens) for request in running),
+            kv_tokens_used=sum(len(one.request.tokens) + one.num_drawn for one in running),
             version=-1 if version is None else version,
             resident_nbytes=resident_nbytes(),
             weights_nbytes=0,

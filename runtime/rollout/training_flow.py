@@ -213,15 +213,16 @@ class TrainingFlow:
 
     def progress(self) -> dict[str, int]:
         """Counts for `stats()`."""
-        samples = [sample for group in self._open.values() for sample in group.trajectories]
+        held = [*self._open.values(), *self._held.values()]
+        samples = [sample for group in held for sample in group.trajectories]
         return {
             "groups_admitted": self.num_admitted,
-            "groups_open": len(self._open) + len(self._held),
+            "groups_open": len(held),
             "groups_ready": len(self._ready),
             "groups_leased": sum(map(len, self._leases.values())),
             "groups_trained": self.num_trained,
             "groups_dropped": self.dropped.total(),
-            "trajectories_open": sum(group.num_open for group in self._open.values()),
+            "trajectories_open": sum(not sample.is_finished for sample in samples),
             "tokens": sum(sample.num_generated for sample in samples),
         }
 

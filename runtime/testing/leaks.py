@@ -28,11 +28,11 @@ import uvloop
 from umbra.runtime.process import descendants
 from umbra.runtime.process.descendants import Identity
 from umbra.runtime.process.prctl import become_subreaper
+from umbra.runtime.process.shared_memory import may_belong_to, shared_memory_names
 
 # Between two looks while waiting for descriptors and shared memory, for which there is no event.
 _LOOK_AGAIN_S: Final = 0.02
 _KILL_WAIT_S: Final = 5.0
-_SHM_DIR: Final = "/dev/shm"
 # Opened once by a library and kept for the life of the process: not the test's doing.
 _PERMANENT_FILES: Final = ("/dev/urandom", "/dev/random", "/dev/nvidia", "/dev/kfd", "/dev/dri/")
 # Memory that libraries keep: for code they generate (ctypes callbacks, oneDNN kernels), and
@@ -72,7 +72,7 @@ class Look:
             descriptors=frozenset(_descriptors()),
             threads=frozenset(_threads()),
             mappings=frozenset(_mappings()),
-            shared_memory=frozenset(_shared_memory()),
+            shared_memory=shared_memory_names(),
         )
 
     def since(self, before: Look) -> Look:
@@ -135,12 +135,13 @@ class LeakCheck:
         if _has_cuda() and not self._has_cuda:
             # The first test that uses CUDA gets its context, which stays with the process.
             pipes |= {number for number, _ in new.descriptors}
+        ours = {os.getpid(), *(pid for pid, _ in descendants.living_descendants(os.getpid()))}
         return Look(
             processes=frozenset(p for p in new.processes if p.pid not in helpers),
             descriptors=frozenset(d for d in new.descriptors if d[0] not in pipes),
             threads=frozenset(t for t in new.threads if not _is_permanent_thread(t)),
             mappings=new.mappings,
-            shared_memory=frozenset(n for n in new.shared_memory if _may_be_ours(n)),
+            shared_memory=frozenset(n for n in new.shared_memory if may_belong_to(n, ours)),
         )
 
     def _reap_adopted(self) -> None:
@@ -196,13 +197,6 @@ def _mappings() -> Iterator[tuple[str, int]]:
             name = fields[5].decode(errors="replace")
             if not name.startswith(_PERMANENT_MEMORY):
                 yield name, int(fields[4])
-
-
-def _shared_memory() -> list[str]:
-    try:
-        return os.listdir(_SHM_DIR)
-    except OSError:
-        return []
 
 
 def _children() -> frozenset[Identity]:
@@ -261,36 +255,6 @@ def _end_zmq_collector() -> None:
         garbage.gc.stop()
 
 
-def _may_be_ours(name: str) -> bool:
-    """Whether a new file in /dev/shm belongs to this user and no process outside our tree has it.
-
-    The directory is shared by everyone on the machine, and does not tell who made a file.
-    """
-    path = f"{_SHM_DIR}/{name}"
-    try:
-        status = os.lstat(path)
-    except OSError:
-        return False
-    if status.st_uid != os.getuid():
-        return False
-    ours = {os.getpid(), *(pid for pid, _ in descendants.living_descendants(os.getpid()))}
-    strangers = (int(pid) for pid in os.listdir("/proc") if pid.isdigit() and int(pid) not in ours)
-    return not any(_has_open(pid, path, status.st_ino) for pid in strangers)
-
-
-def _has_open(pid: int, path: str, inode: int) -> bool:
-    # By its inode: a semaphore is mapped under another name, before it gets its own.
-    mapped = f" {inode} ".encode()
-    try:
-        with open(f"/proc/{pid}/maps", "rb") as maps:
-            if any(mapped in line and b"/dev/shm/" in line for line in maps):
-                return True
-        names = os.listdir(f"/proc/{pid}/fd")
-        return any(os.readlink(f"/proc/{pid}/fd/{name}") == path for name in names)
-    except OSError:
-        return False
-
-
 def _wait_for_an_end(new: Look, timeout_s: float) -> None:
     """Until a process or thread may have ended; a short while where there is none."""
     if new.processes:
@@ -312,7 +276,7 @@ def _describe(leaked: Look) -> Iterator[str]:
         yield f"descriptor {number} -> {target}"
     mapped = {name for name, _ in leaked.mappings}
     yield from (f"mapped memory {name}" for name in sorted(mapped))
-    yield from (f"shared memory {_SHM_DIR}/{name}" for name in sorted(leaked.shared_memory))
+    yield from (f"shared memory /dev/shm/{name}" for name in sorted(leaked.shared_memory))
 
 
 def _parent_of(pid: int) -> str:

@@ -1,9 +1,10 @@
-"""Chaos: rollouts while engines are killed, stopped and updated, and an account of every token.
+"""Chaos: rollouts while their processes are killed and stopped, and an account of every token.
 
 Trajectories in groups, on four engine processes that get new weights after every batch, with an
-asynchronous pool; meanwhile SIGKILL and SIGSTOP come at random points, some of them in a weight
-update, and engines lose, repeat and refuse things by themselves. Nothing may be lost, come twice
-or be torn; each token has to be the right one, made by the weights that it says (see
+asynchronous pool; meanwhile SIGKILL and SIGSTOP come at random points to engines, the rollout
+manager and rollout workers, some of them in a weight update, and engines lose, repeat and refuse
+things by themselves. Nothing may be lost, come twice or be torn, among what the ranks get and in
+the ledger; each token has to be the right one, made by the weights that it says (see
 `chaos_oracle`), and no older than the bound.
 
     python tests/chaos/chaos.py [--seed N] [--trajectories 10000] [--kills 100] [--updates 20]
@@ -17,12 +18,13 @@ import argparse
 import json
 import os
 import secrets
+import shutil
 import signal
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from chaos_account import Account
 from chaos_oracle import Oracle
@@ -32,7 +34,10 @@ from chaos_world import ChaosWorld, injected_faults
 
 from umbra.runtime.errors import ConfigError, UmbraError
 from umbra.runtime.session import Session, SessionConfig
-from umbra.trainer.drill.leftovers import MARK_VARIABLE, find_leftovers
+from umbra.trainer.drill.traces import RunTraces
+
+_GRACE_S: Final = 5.0
+"""From the end of the session to that of all its processes."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,16 +59,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"chaos: {error}", file=sys.stderr)
         return 2
     print(f"chaos: seed {plan.seed}", flush=True)
-    mark = os.environ[MARK_VARIABLE] = secrets.token_hex(8)
     run = ChaosRun(plan, arguments.run_dir)
-    try:
-        run.run()
-    except UmbraError as error:
-        run.problems.append(f"the run failed: {error}")
-    except KeyboardInterrupt:
-        print("chaos: interrupted", file=sys.stderr)
-        return 130
-    run.problems += [f"left behind: {left}" for left in find_leftovers(mark, os.getpid())]
+    with RunTraces() as traces:
+        os.environ.update(traces.environment)
+        try:
+            run.run()
+        except UmbraError as error:
+            run.problems.append(f"the run failed: {error}")
+        except KeyboardInterrupt:
+            print("chaos: interrupted", file=sys.stderr)
+            return 130
+        run.problems += [f"left behind: {left}" for left in traces.find(_GRACE_S)]
     return run.report()
 
 
@@ -91,17 +97,19 @@ class ChaosRun:
         run_dir.mkdir(parents=True, exist_ok=True)
         for stale in (*run_dir.glob("logs/*.log"), run_dir / "summary.json"):
             stale.unlink(missing_ok=True)
+        shutil.rmtree(run_dir / "ledger", ignore_errors=True)
         config = SessionConfig(run_dir=run_dir)
         with Session.from_torchrun(config, on_note=self._deaths.observe) as session:
             world = ChaosWorld(session, plan, self._oracle, run_dir)
-            world.publish(self._oracle.versions[0])
+            world.publish(self._oracle.versions[0], 0)
             saboteur = Saboteur(
-                session, plan.engines, plan.faults(), plan.rng("victims"), world.num_finished
+                session, plan.victims, plan.faults(), plan.rng("victims"), world.num_finished
             )
             try:
                 with saboteur:
                     self._train(world, saboteur)
                 world.settle(self._deaths, saboteur.fatal_labels())
+                self._account.observe_ledger(world.ledger())
                 self._seen["counters"] = world.stats()["counters"]
                 self._seen["dropped_groups"] = world.stats()["training"]["groups_dropped"]
             finally:
@@ -111,7 +119,7 @@ class ChaosRun:
         for step, version in enumerate(self._oracle.versions[1:]):
             self._account.observe(step, world.next_batch(step))
             with saboteur.in_update(step):
-                world.publish(version)
+                world.publish(version, step + 1)
             self._num_updates += 1
             saboteur.check()
             print(
@@ -129,7 +137,7 @@ class ChaosRun:
         self._seen["interruptions"] = world.interruptions
         self._seen["injected"] = injected_faults(self._run_dir / "logs", self._plan.engines)
         crashes = self._deaths.crashes()
-        self.problems += [f"an engine ended by itself: {crash}" for crash in crashes]
+        self.problems += [f"a process ended by itself: {crash}" for crash in crashes]
 
     # -- the account ---------------------------------------------------------------------
 
@@ -176,7 +184,7 @@ class ChaosRun:
             "staleness_max": max(ages, default=None),
             "staleness_tokens": dict(sorted(ages.items())),
             "trajectories_of_several_versions": account.num_resumed,
-            "engine_deaths": len(self._deaths.how),
+            "deaths": len(self._deaths.how),
             "replaced_as_hung": self._deaths.num_hung,
             **self._seen,
             "wall_s": round(time.monotonic() - self._began, 1),

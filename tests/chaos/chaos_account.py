@@ -4,26 +4,36 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from chaos_oracle import Oracle, Sample
 from chaos_plan import ChaosPlan
 
+from umbra.runtime.rollout.ledger.accounts import SampleAccount, SampleState
+from umbra.runtime.rollout.ledger.state import LedgerState
+
 VIOLATIONS: Final[Sequence[str]] = (
     "lost",
     "duplicated",
     "strangers",
     "broken_groups",
-    "token_mismatches",
+    "lost_tokens",
+    "repeated_tokens",
+    "wrong_tokens",
+    "wrong_logprobs",
     "wrong_version",
     "versions_going_back",
     "wrong_finishes",
     "wrong_rewards",
+    "wrong_in_ledger",
 )
-"""Counted by name; all have to be 0. Trajectories, but for `broken_groups`, and for
-`token_mismatches` and `wrong_version`, which are tokens."""
+"""Counted by name; all have to be 0. Trajectories, but for `broken_groups`, and for `..._tokens`,
+`wrong_logprobs` and `wrong_version`, which are tokens."""
+
+_SURE: Final = 4
+"""Tokens by which a place of a completion is recognised. Fewer are equal by chance."""
 
 
 class Account:
@@ -38,7 +48,7 @@ class Account:
     def __init__(self, plan: ChaosPlan, oracle: Oracle) -> None:
         self._plan = plan
         self._oracle = oracle
-        self._seen: set[str] = set()
+        self._batches: dict[str, int] = {}  # in which a trajectory came first
         self._examples: dict[str, str] = {}
         self.counts = Counter(dict.fromkeys(VIOLATIONS, 0))
         self.ages: Counter[int] = Counter()
@@ -48,7 +58,7 @@ class Account:
     @property
     def num_trajectories(self) -> int:
         """Different ones that came."""
-        return len(self._seen)
+        return len(self._batches)
 
     def observe(self, step: int, answers: Sequence[Mapping[str, Any]]) -> None:
         """The batch of `step`, as every rank got its part."""
@@ -57,10 +67,11 @@ class Account:
         for answer in answers:
             bounds = answer["offsets"].tolist()
             for idx, sample_id in enumerate(answer["sample_ids"]):
-                if sample_id in self._seen:
-                    self._note("duplicated", f"{sample_id} came again in batch {step}")
+                if sample_id in self._batches:
+                    first = self._batches[sample_id]
+                    self._note("duplicated", f"{sample_id} came in batch {first} and in {step}")
                     continue
-                self._seen.add(sample_id)
+                self._batches[sample_id] = step
                 sample = expected.pop(sample_id, None)
                 if sample is None:
                     self._note("strangers", f"{sample_id} does not belong in batch {step}")
@@ -72,6 +83,15 @@ class Account:
         for group_id, count in members.items():
             if count != self._plan.group_size:
                 self._note("broken_groups", f"{group_id} has {count} members in batch {step}")
+
+    def observe_ledger(self, ledger: LedgerState) -> None:
+        """What the ledger says at the end, where no checkpoint has folded anything."""
+        accounts = {held.sample_id: held for group in ledger.groups() for held in group.samples}
+        for step in range(self._plan.num_updates):
+            for sample_id, sample in self._oracle.batch(step).items():
+                flaw = _flaw_in_ledger(accounts.get(sample_id), sample, step)
+                if flaw:
+                    self._note("wrong_in_ledger", f"{sample_id}, of batch {step}, {flaw}")
 
     def problems(self) -> list[str]:
         """One line for each kind of violation; empty where all is right."""
@@ -96,54 +116,64 @@ class Account:
         idx: int,
         bounds: list[int],
     ) -> None:
-        own = slice(bounds[idx], bounds[idx + 1])
-        prompt_len = int(answer["prompt_lens"][idx])
-        completion = slice(bounds[idx] + prompt_len, bounds[idx + 1])
-        whole = np.concatenate([sample.prompt, sample.tokens])
-        wrong = num_different(answer["tokens"][own], whole) + abs(prompt_len - len(sample.prompt))
-        self._note("token_mismatches", f"{sample_id}: {wrong} tokens are not its own", wrong)
+        first, last = bounds[idx], bounds[idx + 1]
+        start = first + int(answer["prompt_lens"][idx])
+        wrong = num_different(answer["tokens"][first:start], sample.prompt)
+        self._note("wrong_tokens", f"{sample_id}: {wrong} tokens of the prompt", wrong)
+        flaw = find_flaw(answer["tokens"][start:last], sample.tokens)
+        if flaw is not None:
+            text = f"{sample_id}: {flaw.num_tokens} from token {flaw.position} on"
+            self._note(flaw.name, text, flaw.num_tokens)
         if answer["finish_reasons"][idx] != sample.finish_reason:
             self._note("wrong_finishes", f"{sample_id}: {answer['finish_reasons'][idx]}")
         if float(answer["rewards"][idx]) != sample.reward:
             self._note(
                 "wrong_rewards", f"{sample_id}: {answer['rewards'][idx]}, not {sample.reward}"
             )
-        versions, logprobs = answer["versions"][completion], answer["logprobs"][completion]
-        self._check_versions(sample_id, sample, versions, logprobs)
+        versions, logprobs = answer["versions"][start:last], answer["logprobs"][start:last]
+        self._check_versions(sample_id, versions)
+        num_right = len(sample.tokens) if flaw is None else flaw.position
+        self._check_makers(sample_id, sample, versions[:num_right], logprobs[:num_right])
         self._age(step, versions)
 
-    def _check_versions(
+    def _check_versions(self, sample_id: str, versions: npt.NDArray[np.int64]) -> None:
+        different: list[int] = np.unique(versions).tolist()
+        for version in different:
+            if self._oracle.step_of(version) is None:
+                count = int((versions == version).sum())
+                self._note("wrong_version", f"{sample_id}: no version {version}", count)
+        self.num_resumed += len(different) > 1
+        # In a rolling update, what an updated engine loses may go on where the older version is.
+        if self._plan.update_waves == 1 and len(versions) and (np.diff(versions) < 0).any():
+            self._note("versions_going_back", f"{sample_id}: {different}")
+
+    def _check_makers(
         self,
         sample_id: str,
         sample: Sample,
         versions: npt.NDArray[np.int64],
         logprobs: npt.NDArray[np.float32],
     ) -> None:
-        """Whether each token was made by the weights that it says."""
-        positions = np.arange(len(versions))
+        """Whether each token was made by the weights that it says, and has its own logprob."""
         for version in np.unique(versions).tolist():
-            mine = positions[versions == version]
             if self._oracle.step_of(version) is None:
-                self._note("wrong_version", f"{sample_id}: no version {version}", len(mine))
                 continue
-            differs = logprobs[mine] != self._oracle.logprobs(version, sample.seed, mine)
-            if differs.any():
-                at = int(mine[differs][0])
-                maker = self._maker_of(sample.seed, at, logprobs[at])
-                text = f"{sample_id}: token {at} says version {version}, {maker} made it"
-                self._note("wrong_version", text, int(differs.sum()))
-        self.num_resumed += len(np.unique(versions)) > 1
-        # In a rolling update, what an updated engine loses may go on where the older version is.
-        if self._plan.update_waves == 1 and len(versions) and (np.diff(versions) < 0).any():
-            self._note("versions_going_back", f"{sample_id}: {np.unique(versions).tolist()}")
+            expected = self._oracle.logprobs(version, sample.keys[: len(versions)])
+            for at in np.flatnonzero((versions == version) & (logprobs != expected)).tolist():
+                self._note(*self._wrong_maker(sample_id, sample, version, at, logprobs[at]))
 
-    def _maker_of(self, seed: int, position: int, logprob: np.float32) -> str:
-        """For the report: which version's weights give this logprob."""
-        place = np.array([position])
-        for version in self._oracle.versions:
-            if self._oracle.logprobs(version, seed, place)[0] == logprob:
-                return f"version {version}"
-        return "no version"
+    def _wrong_maker(
+        self, sample_id: str, sample: Sample, version: int, at: int, logprob: np.float32
+    ) -> tuple[str, str]:
+        """The violation, and how to say it."""
+        for other in self._oracle.versions:
+            if self._oracle.logprobs(other, sample.keys[at : at + 1])[0] == logprob:
+                text = f"{sample_id}: token {at} says version {version}, version {other} made it"
+                return "wrong_version", text
+        whole = self._oracle.logprobs(version, sample.keys)
+        owners = np.flatnonzero(whole == logprob).tolist()
+        whose = f"that of token {owners[0]}" if owners else "of none of its tokens"
+        return "wrong_logprobs", f"{sample_id}: the logprob of token {at} is {whose}"
 
     def _age(self, step: int, versions: npt.NDArray[np.int64]) -> None:
         for version, count in zip(*np.unique(versions, return_counts=True), strict=True):
@@ -158,7 +188,47 @@ class Account:
             self._examples.setdefault(name, example)
 
 
+class Flaw(NamedTuple):
+    """Where a completion is not what it should be: so many tokens from `position` on."""
+
+    name: str
+    position: int
+    num_tokens: int
+
+
+def find_flaw(got: npt.NDArray[np.int32], expected: npt.NDArray[np.int32]) -> Flaw | None:
+    """The first; lost and repeated tokens are told by what follows them."""
+    shared = min(len(got), len(expected))
+    differs = np.flatnonzero(got[:shared] != expected[:shared])
+    at = int(differs[0]) if len(differs) else shared
+    if at == len(got) == len(expected):
+        return None
+    for count in range(1, max(len(got), len(expected)) - at + 1):
+        if _is_same_place(got[at:], expected[at + count :]):
+            return Flaw("lost_tokens", at, count)
+        if _is_same_place(got[at + count :], expected[at:]):
+            return Flaw("repeated_tokens", at, count)
+    return Flaw("wrong_tokens", at, num_different(got[at:], expected[at:]))
+
+
+def _is_same_place(left: npt.NDArray[np.int32], right: npt.NDArray[np.int32]) -> bool:
+    """Whether both begin alike; near the end, whether they are equal."""
+    if min(len(left), len(right)) < _SURE:
+        return np.array_equal(left, right)
+    return np.array_equal(left[:_SURE], right[:_SURE])
+
+
 def num_different(got: npt.NDArray[np.int32], wanted: npt.NDArray[np.int32]) -> int:
     """Places at which two sequences differ; what only one of them has counts too."""
     shared = min(len(got), len(wanted))
     return int((got[:shared] != wanted[:shared]).sum()) + abs(len(got) - len(wanted))
+
+
+def _flaw_in_ledger(held: SampleAccount | None, sample: Sample, step: int) -> str:
+    """Empty where the sample is leased or trained for that step, with its own tokens."""
+    if held is None:
+        return "is not there"
+    if held.state not in (SampleState.LEASED, SampleState.TRAINED) or held.step != step:
+        return f"is {held.state} for {held.step}"
+    wrong = num_different(held.tokens, sample.tokens)
+    return f"has {wrong} wrong tokens" if wrong else ""

@@ -1,7 +1,7 @@
 """What a run must give, worked out without it: every prompt, token, reward and logprob.
 
-The echo engine's tokens are a function of seed and position; its logprobs, with
-`weights_in_logprobs`, of the weights too. So each version's bytes tell what a token's logprob has
+Each token of the echo engine follows from the seed and all tokens before it; its logprobs, with
+`weights_in_logprobs`, from the weights too. So each version's bytes tell what a token's logprob has
 to be if that version made it.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from chaos_plan import MAX_NEW_TOKENS, STOP_TOKEN, VOCAB_SIZE, ChaosPlan
 
-from umbra.engines.echo import echo_logprobs, echo_tokens
+from umbra.engines.echo_tokens import EchoTokens, echo_logprobs
 from umbra.engines.echo_weights import weights_fingerprint
 from umbra.runtime.rollout.order import PromptOrder, trajectory_seed
 
@@ -33,13 +33,14 @@ class Sample:
 
     Attributes:
         prompt, tokens: [P] and [C].
+        keys: [C] what the tokens' logprobs follow from, beside the weights.
         reward: the sum of the completion's tokens, see `chaos_reward`.
     """
 
     group_id: str
-    seed: int
     prompt: Int32Array
     tokens: Int32Array
+    keys: npt.NDArray[np.uint64]
     finish_reason: str
     reward: float
 
@@ -76,16 +77,14 @@ class Oracle:
         return samples
 
     def _sample(self, group_id: str, seed: int, prompt: Int32Array) -> Sample:
-        tokens = echo_tokens(seed, np.arange(MAX_NEW_TOKENS), VOCAB_SIZE)
-        stops = np.flatnonzero(tokens == STOP_TOKEN)
-        if len(stops):
-            tokens = tokens[: stops[0] + 1]
+        whole = EchoTokens(seed, prompt, vocab_size=VOCAB_SIZE)
+        tokens, keys = whole.draw(MAX_NEW_TOKENS, [STOP_TOKEN])
         return Sample(
             group_id=group_id,
-            seed=seed,
             prompt=prompt,
             tokens=tokens,
-            finish_reason="stop" if len(stops) else "length",
+            keys=keys,
+            finish_reason="stop" if tokens[-1] == STOP_TOKEN else "length",
             reward=float(tokens.sum()),
         )
 
@@ -100,12 +99,12 @@ class Oracle:
         rng = np.random.default_rng([self._plan.seed, 2, version])
         return {name: rng.random(shape, np.float32) for name, shape in _SHAPES.items()}
 
-    def logprobs(self, version: int, seed: int, positions: npt.NDArray[np.int64]) -> Float32Array:
-        """Of the tokens at `positions`, had they been made under that version."""
+    def logprobs(self, version: int, keys: npt.NDArray[np.uint64]) -> Float32Array:
+        """Of the tokens with these keys, had they been made under that version."""
         if version not in self._fingerprints:
             tensors: list[Any] = [tensor.data for tensor in self.weights(version).values()]
             self._fingerprints[version] = weights_fingerprint(tensors)
-        return echo_logprobs(self._fingerprints[version], seed, positions)
+        return echo_logprobs(keys, self._fingerprints[version])
 
 
 def prompt_id(idx: int) -> str:

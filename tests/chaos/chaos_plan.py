@@ -20,18 +20,29 @@ MAX_NEW_TOKENS: Final = 256
 MAX_CONTEXT_LEN: Final = 288
 
 HUNG_LIMIT_S: Final = 2.0
-"""From SIGSTOP to the replacement. Longer: a run takes longer. Shorter: a busy machine's engines
+"""From SIGSTOP to the replacement. Longer: a run takes longer. Shorter: a busy machine's processes
 are taken for stopped ones."""
 _PAUSES_S: Final = (0.1, 0.6 * HUNG_LIMIT_S)
-"""How long a stopped engine stays so before SIGCONT: it is not to be replaced."""
+"""How long a stopped process stays so before SIGCONT: it is not to be replaced."""
 
 FaultKind = Literal["kill", "stop", "pause"]
+Role = Literal["engine", "manager", "worker"]
 _KINDS: Final[Sequence[FaultKind]] = ("kill", "stop", "kill", "pause")
+_ROLES: Final[Sequence[Role]] = (
+    "manager",
+    "engine",
+    "worker",
+    "engine",
+    "engine",
+    "engine",
+    "engine",
+)
+"""Repeated, each beside the other: their lengths have no common divisor, so all pairs occur."""
 _UPDATE_SHARE: Final = 0.25
 _UPDATE_DELAYS_S: Final = (0.0, 0.02)
 """From the beginning of a weight update, which takes a bit longer, to a fault in it."""
 _ANY_SHARE: Final = 0.2
-"""Of the others: those that may hit an engine which is starting or waits for weights."""
+"""Of the others: those that may hit a process that starts, or an engine that waits for weights."""
 _LATEST: Final = 0.97
 """Of the run: what is later finds no trajectories to disturb."""
 
@@ -48,17 +59,18 @@ INJECTED: Final[Sequence[Mapping[str, Any]]] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """A signal to an engine, chosen at random when it is due.
+    """A signal to a process of that role, chosen at random when it is due.
 
     Attributes:
         kind: kill is SIGKILL, stop is SIGSTOP for good, pause is SIGSTOP and later SIGCONT.
         after_finished: trajectories that are finished by then; where `update` is not given.
         update: the weight update in which it comes, `delay_s` after its beginning.
         lasts_s: of a pause.
-        hits_any: also an engine that does not serve, but starts or waits for weights.
+        hits_any: also a process that is not at work, but starts, or waits for weights.
     """
 
     kind: FaultKind
+    role: Role = "engine"
     after_finished: int = 0
     update: int | None = None
     delay_s: float = 0.0
@@ -122,6 +134,16 @@ class ChaosPlan:
     def engines(self) -> list[str]:
         return [f"{POOL}-{idx}" for idx in range(self.num_engines)]
 
+    @property
+    def victims(self) -> dict[str, Role]:
+        """The roles of all processes that may be hit, by their names."""
+        roles: dict[str, Role] = {MANAGER: "manager"}
+        for name in self.engines:
+            roles[name] = "engine"
+        for name in WORKERS:
+            roles[name] = "worker"
+        return roles
+
     def versions(self) -> list[int]:
         """The version after each number of optimizer steps. Some are skipped, as by rollbacks."""
         rng = self.rng("versions")
@@ -133,31 +155,32 @@ class ChaosPlan:
     def faults(self) -> list[Fault]:
         """In the order in which they are due; those in updates come first."""
         rng = self.rng("faults")
-        kinds: list[FaultKind] = []
-        while len(kinds) < self.num_faults:
-            kinds.extend(_KINDS)
-        del kinds[self.num_faults :]
-        rng.shuffle(kinds)
+        hits: list[tuple[FaultKind, Role]] = [
+            (_KINDS[idx % len(_KINDS)], _ROLES[idx % len(_ROLES)]) for idx in range(self.num_faults)
+        ]
+        rng.shuffle(hits)
         num_in_updates = round(_UPDATE_SHARE * self.num_faults)
         faults = [
             Fault(
                 kind=kind,
+                role=role,
                 update=rng.randrange(self.num_updates),
                 delay_s=rng.uniform(*_UPDATE_DELAYS_S),
                 lasts_s=rng.uniform(*_PAUSES_S),
             )
-            for kind in kinds[:num_in_updates]
+            for kind, role in hits[:num_in_updates]
         ]
         latest = int(_LATEST * self.num_trajectories)
-        points = sorted(rng.randrange(latest) for _ in kinds[num_in_updates:])
+        points = sorted(rng.randrange(latest) for _ in hits[num_in_updates:])
         return faults + [
             Fault(
                 kind=kind,
+                role=role,
                 after_finished=point,
                 lasts_s=rng.uniform(*_PAUSES_S),
                 hits_any=rng.random() < _ANY_SHARE,
             )
-            for kind, point in zip(kinds[num_in_updates:], points, strict=True)
+            for (kind, role), point in zip(hits[num_in_updates:], points, strict=True)
         ]
 
     def rng(self, what: str) -> random.Random:

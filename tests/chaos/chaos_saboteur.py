@@ -1,4 +1,4 @@
-"""Breaks engines as the plan says, from beside the run, and tells what it has seen of that."""
+"""Breaks processes as the plan says, from beside the run, and tells what it has seen of that."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
 
-from chaos_plan import POOL, Fault, FaultKind
+from chaos_plan import POOL, Fault, FaultKind, Role
 from chaos_victim import Victim
 
 from umbra.runtime.errors import UmbraError
@@ -44,7 +44,7 @@ class ChaosError(UmbraError):
 
 
 class DeathNotes:
-    """How each life of an engine ended, as the supervisor tells it."""
+    """How each life of a process ended, as the supervisor tells it."""
 
     def __init__(self) -> None:
         self.how: dict[str, str] = {}
@@ -74,11 +74,12 @@ class Strike:
     """A fault that happened.
 
     Attributes:
-        label: the life of the engine that it hit.
-        state: that engine's in its lifecycle; any other process's under its supervisor.
+        label: the life of the process that it hit.
+        state: an engine's in its lifecycle; any other process's under its supervisor.
     """
 
     kind: FaultKind
+    role: Role
     label: str
     state: str
 
@@ -86,6 +87,7 @@ class Strike:
 class _Aim(NamedTuple):
     """A life that may be hit, and the state that it is in."""
 
+    role: Role
     label: str
     pid: int
     state: str
@@ -95,7 +97,7 @@ class Saboteur:
     """Carries out faults while its block runs. Owns its threads.
 
     Args:
-        victims: names of the actors that may be hit.
+        victims: roles of the actors that may be hit, by their names.
         faults: as `ChaosPlan.faults` gives them.
         num_finished: tells how many trajectories are; called from another thread.
 
@@ -107,7 +109,7 @@ class Saboteur:
     def __init__(
         self,
         session: Session,
-        victims: Sequence[str],
+        victims: Mapping[str, Role],
         faults: Sequence[Fault],
         rng: random.Random,
         num_finished: Callable[[], int],
@@ -115,7 +117,7 @@ class Saboteur:
         self.strikes: list[Strike] = []
         self.continued: list[str] = []
         self._session = session
-        self._victims = frozenset(victims)
+        self._victims = dict(victims)
         self._by_progress = [fault for fault in faults if fault.update is None]
         self._by_update: dict[int, list[Fault]] = {}
         for fault in faults:
@@ -180,8 +182,9 @@ class Saboteur:
     def _strike_in_update(self, fault: Fault, is_under_way: threading.Event) -> None:
         """As soon as an engine takes part; somewhere else where the update is too quick."""
         self._is_over.wait(fault.delay_s)
+        states = _IN_UPDATE if fault.role == "engine" else _AT_WORK
         while is_under_way.is_set():
-            if self._try_to_strike(fault, _IN_UPDATE):
+            if self._try_to_strike(fault, states):
                 return
         self._strike(fault)
 
@@ -195,8 +198,9 @@ class Saboteur:
             self._is_over.wait(_LOOK_AGAIN_S)
 
     def _try_to_strike(self, fault: Fault, states: Collection[str]) -> bool:
-        """Hits one victim, if one is in such a state, lives and does not stand still already."""
-        fit = [aim for aim in self._aims() if aim.state in states]
+        """Hits one victim of the fault's role in such a state, if it lives and does not stand
+        still already."""
+        fit = [aim for aim in self._aims() if aim.role == fault.role and aim.state in states]
         if not fit:
             return False
         aim = self._rng.choice(fit)
@@ -206,7 +210,9 @@ class Saboteur:
                 with self._hitting:
                     is_hit = self._hit(fault, victim)
                 if is_hit:
-                    self.strikes.append(Strike(kind=fault.kind, label=aim.label, state=aim.state))
+                    self.strikes.append(
+                        Strike(kind=fault.kind, role=aim.role, label=aim.label, state=aim.state)
+                    )
                 if is_hit and fault.kind == "pause":
                     self._is_over.wait(fault.lasts_s)
                     victim.send(signal.SIGCONT)
@@ -222,6 +228,7 @@ class Saboteur:
         actors: list[dict[str, Any]] = self._session.supervisor_call("list_actors")
         return [
             _Aim(
+                role=self._victims[row["name"]],
                 label=f"{row['name']}#{row['incarnation']}",
                 pid=int(row["pid"]),
                 state=states.get(row["name"], str(row["state"])),
@@ -245,7 +252,7 @@ class Saboteur:
     # -- afterwards ----------------------------------------------------------------------
 
     def summary(self) -> dict[str, Any]:
-        """How often what happened, and in which state of the engine."""
+        """How often what happened to whom, and in which state of the process."""
         kinds = Counter(strike.kind for strike in self.strikes)
         return {
             "kills": len(self.strikes),
@@ -253,6 +260,7 @@ class Saboteur:
             "stops": kinds["stop"],
             "pauses": kinds["pause"],
             "pauses_continued": len(self.continued),
+            "kills_by_role": dict(Counter(strike.role for strike in self.strikes)),
             "kills_by_state": dict(Counter(strike.state for strike in self.strikes)),
         }
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from chaos_oracle import Oracle, prompt_id
@@ -35,21 +35,27 @@ from umbra.runtime.engine_names import engine_target
 from umbra.runtime.lifecycle import EngineState
 from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.restart import RestartPolicy
+from umbra.runtime.rollout.ledger.history import ledger_folder, read_history
+from umbra.runtime.rollout.ledger.replay import replay
+from umbra.runtime.rollout.ledger.state import LedgerState
 from umbra.runtime.rollout.prompts import write_prompts
 from umbra.runtime.session import Session
 from umbra.runtime.session_handles import SyncHandle
 from umbra.runtime.weights.publish import WeightPublisher
 
+T = TypeVar("T")
+
 _BATCH_TIMEOUT_S: Final = 120.0
 _SYNC_TIMEOUT_S: Final = 60.0
 _SETTLE_TIMEOUT_S: Final = 60.0
+_LEDGER_TIMEOUT_S: Final = 60.0
 _LOOK_AGAIN_S: Final = 0.1
 _START_TIMEOUT_S: Final = 10.0
 """Also from SIGSTOP to the replacement of an engine that has not begun to serve."""
 _RESTARTS: Final = RestartPolicy(
     mode="on_failure", max_restarts=100_000, backoff_initial_s=0.05, backoff_max_s=0.2
 )
-"""Engines die as often as the plan wants: that is no crash loop here."""
+"""Processes die as often as the plan wants: that is no crash loop here."""
 _ENGINE: Final[dict[str, Any]] = {
     "inner": "echo",
     "vocab_size": VOCAB_SIZE,
@@ -65,8 +71,8 @@ _BUCKET_NBYTES: Final = 256 << 10
 
 
 class ChaosWorld:
-    """Starts everything in a session and plays the ranks. One thread at a time, but for
-    `num_finished`.
+    """Starts everything in a session and plays the ranks, each in a thread of its own. One thread
+    at a time may call, but for `num_finished`.
 
     Attributes:
         num_catch_ups: syncs that waiting ranks were asked for.
@@ -79,13 +85,18 @@ class ChaosWorld:
         self._plan = plan
         self._oracle = oracle
         self._folder = folder
+        self._ledger_path = ledger_folder(folder.absolute(), MANAGER)
         self._version = -1
         # Not joined: what its threads wait for ends with the session at the latest.
-        self._ranks = ThreadPoolExecutor(plan.num_ranks, "rank")
+        self._threads = ThreadPoolExecutor(plan.num_ranks, "rank")
         self._tensors = {
             name: torch.zeros(tensor.shape) for name, tensor in oracle.weights(0).items()
         }
-        self._publisher = WeightPublisher(SessionSync(session), 0, 1, self._tensors)
+        sync = SessionSync(session)
+        self._publishers = [
+            WeightPublisher(sync, rank, plan.num_ranks, self._tensors)
+            for rank in range(plan.num_ranks)
+        ]
         self._start_pool()
         for name in WORKERS:
             session.spawn(self._worker_spec(name))
@@ -119,6 +130,7 @@ class ChaosWorld:
                 "sys_path": [str(Path(__file__).parent)],
             },
             restart=_RESTARTS,
+            hung_limit_s=HUNG_LIMIT_S,
         )
 
     def _start_manager(self) -> SyncHandle:
@@ -144,44 +156,51 @@ class ChaosWorld:
             "max_staleness": plan.max_staleness,
             "max_inflight_per_engine": 48,
             "delta_timeout_s": 10.0,
+            "ledger_path": str(self._ledger_path),
         }
         spec = ActorSpec(
             name=MANAGER,
             target="umbra.runtime.rollout.service:RolloutManager",
             kwargs={"config": config},
-            restart=RestartPolicy(mode="never"),
+            restart=_RESTARTS,
+            hung_limit_s=HUNG_LIMIT_S,
         )
         return self._session.spawn(spec)
 
     # -- as the ranks --------------------------------------------------------------------
 
-    def publish(self, version: int) -> None:
-        """Brings the pool to a version, or those engines to it that lack it."""
-        if version != self._version:
-            for name, tensor in self._oracle.weights(version).items():
-                self._tensors[name].copy_(torch.as_tensor(tensor))
-            self._version = version
-        self._publisher.publish(POOL, version, _SYNC_TIMEOUT_S)
+    def publish(self, version: int, step: int) -> None:
+        """Brings the pool to a version, that of the weights after `step` steps."""
+        self._manager.call("announce", version, step, timeout_s=_LEDGER_TIMEOUT_S)
+        for name, tensor in self._oracle.weights(version).items():
+            self._tensors[name].copy_(torch.as_tensor(tensor))
+        self._version = version
+        self._as_ranks(self._publish)
 
     def next_batch(self, step: int) -> list[dict[str, Any]]:
         """Every rank's part; serves the syncs that are asked for on the way."""
-        while True:
-            answers = self._call_as_ranks(
-                lambda rank: self._manager.call(
-                    "next_batch", rank, step, self._version, timeout_s=_BATCH_TIMEOUT_S
-                )
-            )
-            kinds = {answer["kind"] for answer in answers}
-            if kinds == {"batch"}:
-                self.interruptions += int(answers[0]["metrics"]["interruptions"])
-                return answers
-            if kinds != {"sync_wanted"} or {a["version"] for a in answers} != {self._version}:
-                raise ChaosError(f"the ranks got {kinds} at version {self._version}")
-            self.num_catch_ups += 1
-            self.publish(self._version)
+        answers = self._as_ranks(lambda rank: self._batch_of(rank, step))
+        self.interruptions += int(answers[0]["metrics"]["interruptions"])
+        return answers
 
-    def _call_as_ranks(self, call: Callable[[int], dict[str, Any]]) -> list[dict[str, Any]]:
-        return list(self._ranks.map(call, range(self._plan.num_ranks)))
+    def _as_ranks(self, act: Callable[[int], T]) -> list[T]:
+        return list(self._threads.map(act, range(self._plan.num_ranks)))
+
+    def _batch_of(self, rank: int, step: int) -> dict[str, Any]:
+        # As a rank of a training: what one is told may not reach the other, where the manager dies.
+        while True:
+            arguments = (rank, step, self._version)
+            answer = self._manager.call("next_batch", *arguments, timeout_s=_BATCH_TIMEOUT_S)
+            if answer["kind"] == "batch":
+                return answer
+            if answer != {"kind": "sync_wanted", "version": self._version}:
+                raise ChaosError(f"rank {rank} got {answer} at version {self._version}")
+            self.num_catch_ups += rank == 0
+            self._publish(rank)
+
+    def _publish(self, rank: int) -> None:
+        """The current version, to those engines that lack it."""
+        self._publishers[rank].publish(POOL, self._version, _SYNC_TIMEOUT_S)
 
     # -- looking -------------------------------------------------------------------------
 
@@ -193,6 +212,11 @@ class ChaosWorld:
     def stats(self) -> dict[str, Any]:
         stats: dict[str, Any] = self._manager.call("stats")
         return stats
+
+    def ledger(self) -> LedgerState:
+        """As it is on disk, once all that has happened is."""
+        self._manager.call("position", timeout_s=_LEDGER_TIMEOUT_S)
+        return replay(read_history(self._ledger_path).entries)
 
     def settle(self, deaths: DeathNotes, fatal: Collection[str]) -> None:
         """Until the supervisor has told of these deaths and every engine serves the weights.
@@ -218,7 +242,7 @@ class ChaosWorld:
                     f"{self._version}"
                 )
             if any(row["state"] == EngineState.PENDING_WEIGHTS for row in states):
-                self.publish(self._version)
+                self._as_ranks(self._publish)
             time.sleep(_LOOK_AGAIN_S)
 
 

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from chaos_account import VIOLATIONS, Account
+from chaos_account import VIOLATIONS, Account, find_flaw
 from chaos_oracle import Oracle
-from chaos_plan import ChaosPlan
+from chaos_plan import VOCAB_SIZE, ChaosPlan
 from chaos_saboteur import DeathNotes
 
+from umbra.engines.echo_tokens import EchoTokens
 from umbra.runtime.errors import ConfigError
+from umbra.runtime.rollout.ledger.events import (
+    Admitted,
+    Finished,
+    Leased,
+    Scored,
+    Started,
+    Tokens,
+    Version,
+    uids_of,
+)
+from umbra.runtime.rollout.ledger.state import LedgerState
 
 STEP = 3
+ROLES = ("engine", "manager", "worker")
+KINDS = ("kill", "stop", "pause")
 
 
 def make_plan(**changes: Any) -> ChaosPlan:
@@ -39,11 +54,10 @@ def right_answer(step: int = STEP) -> Columns:
         num_tokens, num_given = len(sample.tokens), len(sample.prompt)
         old, new = ORACLE.versions[step - 2], ORACLE.versions[step - 1]
         versions = np.where(np.arange(num_tokens) < num_tokens // 2, old, new)
-        positions = np.arange(num_tokens)
         logprobs = np.where(
             versions == old,
-            ORACLE.logprobs(old, sample.seed, positions),
-            ORACLE.logprobs(new, sample.seed, positions),
+            ORACLE.logprobs(old, sample.keys),
+            ORACLE.logprobs(new, sample.keys),
         )
         columns["tokens"] += [*sample.prompt, *sample.tokens]
         columns["versions"] += [*[-1] * num_given, *versions]
@@ -99,6 +113,39 @@ def wrong_token(answer: Columns) -> None:
     answer["tokens"][first_token(answer)] ^= 1
 
 
+def shift_completion(answer: Columns, count: int, start: int) -> None:
+    """The first sample's tokens from `start` on, with all that belongs to them, come `count` later
+    or (negative) earlier; it stays as long as it was."""
+    first, last = first_token(answer), int(answer["offsets"][1])
+    for name in ("tokens", "logprobs", "versions"):
+        column = answer[name][first:last]
+        kept = [*range(start), *range(start - min(0, count), last - first)]
+        moved = [*kept[:start], *[start] * max(0, count), *kept[start:]]
+        moved += [last - first - 1] * (last - first)
+        column[:] = column[moved[: last - first]]
+
+
+def lost_tokens(answer: Columns) -> None:
+    shift_completion(answer, -2, 3)
+
+
+def repeated_tokens(answer: Columns) -> None:
+    shift_completion(answer, 2, 3)
+
+
+def other_context(answer: Columns) -> None:
+    """Its completion is right up to its fifth token, and then one after another prompt."""
+    first, last = first_token(answer), int(answer["offsets"][1])
+    rest = EchoTokens(1, [2, 3], vocab_size=VOCAB_SIZE).draw(last - first - 5)
+    answer["tokens"][first + 5 : last] = rest.tokens
+    answer["logprobs"][first + 5 : last] = -1.0
+
+
+def logprob_of_another_token(answer: Columns) -> None:
+    first = first_token(answer)
+    answer["logprobs"][first + 1] = answer["logprobs"][first]
+
+
 def wrong_prompt(answer: Columns) -> None:
     answer["tokens"][0] ^= 1
 
@@ -138,10 +185,13 @@ def twice(answer: Columns) -> None:
 @pytest.mark.parametrize(
     ("spoil", "expected"),
     [
-        (wrong_token, {"token_mismatches": 1}),
-        (wrong_prompt, {"token_mismatches": 1}),
+        (wrong_token, {"wrong_tokens": 1}),
+        (wrong_prompt, {"wrong_tokens": 1}),
+        (lost_tokens, {"lost_tokens": 2}),
+        (repeated_tokens, {"repeated_tokens": 2}),
+        (logprob_of_another_token, {"wrong_logprobs": 1}),
         (wrong_label, {"wrong_version": 1, "versions_going_back": 1}),
-        (wrong_weights, {"wrong_version": 1}),
+        (wrong_weights, {"wrong_logprobs": 1}),
         (unknown_version, {"wrong_version": 1, "versions_going_back": 1}),
         (swapped_rewards, {"wrong_rewards": 2}),
         (wrong_finish, {"wrong_finishes": 1}),
@@ -166,11 +216,54 @@ def test_the_report_names_the_version_that_made_a_token() -> None:
     answer = right_answer()
     at = first_token(answer)
     newest, sample = ORACLE.versions[-1], next(iter(ORACLE.batch(STEP).values()))
-    answer["logprobs"][at] = ORACLE.logprobs(newest, sample.seed, np.array([0]))[0]
+    answer["logprobs"][at] = ORACLE.logprobs(newest, sample.keys[:1])[0]
 
     (problem,) = account_of(answer).problems()
 
     assert f"token 0 says version {ORACLE.versions[1]}, version {newest} made it" in problem
+
+
+def test_a_completion_of_another_context_has_wrong_tokens() -> None:
+    answer = right_answer()
+    other_context(answer)
+
+    account = account_of(answer)
+
+    found = {name: count for name, count in account.counts.items() if count}
+    assert found.keys() == {"wrong_tokens"}, "only its tokens tell, whatever their logprobs are"
+    assert found["wrong_tokens"] > 10
+
+
+def test_the_report_names_the_token_whose_logprob_another_one_has() -> None:
+    answer = right_answer()
+    logprob_of_another_token(answer)
+
+    (problem,) = account_of(answer).problems()
+
+    assert "the logprob of token 1 is that of token 0" in problem
+
+
+@pytest.mark.parametrize(
+    ("got", "flaw"),
+    [
+        ([1, 2, 3, 4, 5, 6, 7, 8], None),
+        ([1, 2, 4, 5, 6, 7, 8], ("lost_tokens", 2, 1)),
+        ([1, 2, 6, 7, 8], ("lost_tokens", 2, 3)),
+        ([1, 2, 3, 4, 5, 6], ("lost_tokens", 6, 2)),
+        ([3, 4, 5, 6, 7, 8, 0, 0], ("lost_tokens", 0, 2)),
+        ([1, 2, 1, 2, 3, 4, 5, 6], ("repeated_tokens", 2, 2)),
+        ([1, 2, 3, 4, 5, 6, 7, 8, 8], ("repeated_tokens", 8, 1)),
+        ([1, 2, 9, 9, 9, 9, 9, 9], ("wrong_tokens", 2, 6)),
+        ([1, 2, 3, 4, 5, 9, 7, 8], ("wrong_tokens", 5, 1)),
+        ([], ("lost_tokens", 0, 8)),
+    ],
+)
+def test_a_flaw_is_told_by_what_follows_it(
+    got: list[int], flaw: tuple[str, int, int] | None
+) -> None:
+    expected = np.arange(1, 9, dtype=np.int32)
+
+    assert find_flaw(np.array(got, np.int32), expected) == flaw
 
 
 def test_a_missing_trajectory_is_lost_and_its_group_torn() -> None:
@@ -201,6 +294,58 @@ def test_an_age_outside_the_bound_is_a_problem(step: int, ages: str) -> None:
     assert account.problems() == expected
 
 
+SINGLES = make_plan(trajectories=18, group_size=1)
+SINGLE_ORACLE = Oracle(SINGLES)
+
+
+@pytest.mark.parametrize(
+    ("flaw", "text"),
+    [
+        ("", ""),
+        ("not leased", "is scored for None"),
+        ("of another step", "is leased for 6"),
+        ("another token", "has 1 wrong tokens"),
+        ("not there", "is not there"),
+    ],
+)
+def test_a_ledger_that_says_something_else_is_found(flaw: str, text: str) -> None:
+    ledger = LedgerState()
+    ledger.apply(Version(1, 0))
+    for step in range(5):
+        record_batch(ledger, step, "")
+    record_batch(ledger, 5, flaw)
+
+    account = Account(SINGLES, SINGLE_ORACLE)
+    account.observe_ledger(ledger)
+
+    first = next(iter(SINGLE_ORACLE.batch(5)))
+    assert account.counts["wrong_in_ledger"] == (1 if flaw else 0)
+    if flaw:
+        (problem,) = account.problems()
+        assert f"{first}, of batch 5, {text}" in problem
+
+
+def record_batch(ledger: LedgerState, step: int, flaw: str) -> None:
+    """What a manager writes about a batch of groups of one, with a flaw in its first."""
+    samples = list(SINGLE_ORACLE.batch(step).items())
+    for idx, (sample_id, sample) in enumerate(samples):
+        flaw = flaw if idx == 0 else ""
+        if flaw == "not there":
+            continue
+        uids, tokens = uids_of(ledger.next_uid), sample.tokens.copy()
+        tokens[0] ^= flaw == "another token"
+        group_id, place = sample_id.rpartition("/")[0], step * len(samples) + idx
+        ledger.apply(Admitted(int(uids[0]), group_id, "p", 0, place, np.zeros(1, np.int64)))
+        ledger.apply(Started(uids))
+        starts, offsets = np.zeros(1, np.int64), np.array([0, len(tokens)])
+        logprobs = np.zeros(len(tokens), np.float32)
+        ledger.apply(Tokens(uids, starts, offsets, np.ones(1, np.int64), tokens, logprobs))
+        ledger.apply(Finished(uids, ["stop"]))
+        ledger.apply(Scored(uids, np.ones(1)))
+        if flaw != "not leased":
+            ledger.apply(Leased(step + (flaw == "of another step"), uids))
+
+
 def test_the_same_seed_plans_the_same_run() -> None:
     first, again, other = make_plan(), make_plan(), make_plan(seed=6)
 
@@ -215,7 +360,10 @@ def test_a_plan_has_as_many_faults_as_asked_for_of_every_kind() -> None:
     faults = plan.faults()
 
     kinds = [fault.kind for fault in faults]
-    assert [kinds.count(kind) for kind in ("kill", "stop", "pause")] == [50, 25, 25]
+    assert [kinds.count(kind) for kind in KINDS] == [50, 25, 25]
+    roles = Counter((fault.role, fault.kind) for fault in faults)
+    assert [roles[role, "kill"] for role in ROLES] == [35, 8, 7]
+    assert all(roles[role, kind] >= 3 for role in ROLES for kind in KINDS)
     in_updates = [fault for fault in faults if fault.update is not None]
     assert len(in_updates) == 25
     assert {fault.update for fault in in_updates} <= set(range(plan.num_updates))

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from chaos_plan import POOL, Fault
+from chaos_plan import POOL, Fault, Role
 from chaos_saboteur import DeathNotes, Saboteur
 from chaos_victim import Victim
 
@@ -96,7 +96,7 @@ def test_faults_are_counted_once_they_are_seen(umbra_session_factory: SessionFac
     def num_finished() -> int:
         return num_replaced + len(saboteur.continued)
 
-    saboteur = Saboteur(session, [f"{POOL}-0"], faults, random.Random(1), num_finished)
+    saboteur = Saboteur(session, {f"{POOL}-0": "engine"}, faults, random.Random(1), num_finished)
 
     with saboteur:
         with saboteur.in_update(0):
@@ -126,7 +126,8 @@ def test_without_progress_nothing_is_struck(umbra_session: Session) -> None:
     start_engine(umbra_session)
     faults = [Fault(kind="kill", after_finished=1, hits_any=True)]
 
-    with Saboteur(umbra_session, [f"{POOL}-0"], faults, random.Random(1), lambda: 0) as saboteur:
+    victims: dict[str, Role] = {f"{POOL}-0": "engine"}
+    with Saboteur(umbra_session, victims, faults, random.Random(1), lambda: 0) as saboteur:
         pass
 
     assert saboteur.strikes == []
@@ -141,6 +142,6 @@ def test_what_goes_wrong_beside_the_run_is_raised(umbra_session: Session) -> Non
 
     with (
         pytest.raises(LookupError, match="no progress known"),
-        Saboteur(umbra_session, [], faults, random.Random(1), fail) as saboteur,
+        Saboteur(umbra_session, {}, faults, random.Random(1), fail) as saboteur,
     ):
         saboteur.finish()

@@ -7,13 +7,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from engine_runs import Collector, collect, run_async, running, wire_request
 from local_sync import publish
 from torch import Tensor
 
-from umbra.engines.echo import EchoEngine, echo_logprobs, echo_tokens
+from umbra.engines.echo import EchoEngine
+from umbra.engines.echo_tokens import Drawn, EchoTokens, echo_logprobs
 from umbra.engines.echo_weights import weights_fingerprint
 
 VOCAB_SIZE = 97
@@ -27,9 +27,13 @@ def weights(seed: int) -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
+def drawn(seed: int) -> Drawn:
+    return EchoTokens(seed, [1], vocab_size=VOCAB_SIZE).draw(LENGTH)
+
+
 def expected_logprobs(tensors: dict[str, Tensor], seed: int) -> list[float]:
     fingerprint = weights_fingerprint([tensor.numpy().tobytes() for tensor in tensors.values()])
-    return echo_logprobs(fingerprint, seed, np.arange(LENGTH)).tolist()
+    return echo_logprobs(drawn(seed).keys, fingerprint).tolist()
 
 
 def make_engine(**settings: Any) -> EchoEngine:
@@ -53,7 +57,7 @@ def test_logprobs_follow_the_weights_and_tokens_do_not(tmp_path: Path) -> None:
             await publish(engine, weights(2), 6, tmp_path)
             same_tokens, second = await completion_of(engine, 5)
 
-        assert tokens == same_tokens == echo_tokens(1005, np.arange(LENGTH), VOCAB_SIZE).tolist()
+        assert tokens == same_tokens == drawn(1005).tokens.tolist()
         assert first == expected_logprobs(weights(1), 1005)
         assert second == expected_logprobs(weights(2), 1005)
         assert not set(first) & set(second)

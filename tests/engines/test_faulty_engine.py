@@ -9,17 +9,18 @@ from contextlib import aclosing
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import pytest
 from engine_runs import Collector, run_async, running, wire_request
 
 from umbra.engines.deltas import DeltaBatch
-from umbra.engines.echo import EchoEngine, echo_tokens
+from umbra.engines.echo import EchoEngine
+from umbra.engines.echo_tokens import EchoTokens
 from umbra.engines.faulty.actor import FaultyEngine
 from umbra.engines.faulty.fault import CALLS
 from umbra.runtime.errors import ConfigError, EngineError
 
 VOCAB_SIZE = 97
+PROMPT = [1, 2, 3]
 BURST = 1024
 LENGTH = 2 * BURST + 500
 
@@ -31,11 +32,12 @@ def make_faulty(*faults: dict[str, Any], **settings: Any) -> FaultyEngine:
 
 
 def requests(count: int) -> list[dict[str, Any]]:
-    return [wire_request(i, [1, 2, 3], max_new_tokens=LENGTH) for i in range(count)]
+    return [wire_request(i, PROMPT, max_new_tokens=LENGTH) for i in range(count)]
 
 
 def whole(request_id: int) -> list[int]:
-    return echo_tokens(1000 + request_id, np.arange(LENGTH), VOCAB_SIZE).tolist()
+    whole = EchoTokens(1000 + request_id, PROMPT, vocab_size=VOCAB_SIZE)
+    return whole.draw(LENGTH).tokens.tolist()
 
 
 async def read_all(engine: FaultyEngine, count: int) -> list[DeltaBatch]:

@@ -6,8 +6,7 @@
         ended = run.wait(30.0)  # also asserts that nothing is left behind
     assert ended.status == 0
 
-Every process of a run, however indirectly it was started, has a mark in its environment, and its
-sockets are in a folder of its own; so what is left behind is known from what others run.
+`RunTraces` tells what a run leaves behind from what others run.
 """
 
 from __future__ import annotations
@@ -18,12 +17,9 @@ import json
 import os
 import random
 import re
-import secrets
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import termios
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -31,11 +27,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from umbra.trainer.drill.traces import RunTraces, command_of, environment_of
 from umbra.trainer.metrics import read_metrics
 
 T = TypeVar("T")
 
-MARK = "UMBRA_FAULT_RUN"
 HERE = Path(__file__).parent
 START_LIMIT_S = 90.0
 """From the start to the first step: some eight seconds on two idle cores."""
@@ -118,10 +114,7 @@ class Run:
         self.started_s = time.time()
         self._program = program
         self._output = folder / "output.txt"
-        self._token = secrets.token_hex(8)
-        self._is_root_shared = socket_root is not None
-        self._socket_root = socket_root or Path(tempfile.mkdtemp(prefix="umbra-f-", dir="/tmp"))
-        self._shared_memory = set(os.listdir("/dev/shm"))
+        self._traces = RunTraces(socket_root)
         command = [sys.executable, "-m", "torch.distributed.run", *torchrun]
         command = [*command, "--nproc-per-node", str(num_ranks)] if num_ranks else [sys.executable]
         command = [*launcher] if launcher else [*command, "-m", program]
@@ -129,7 +122,7 @@ class Run:
             self.process = subprocess.Popen(
                 [*prefix, *command, *settings],
                 cwd=folder,
-                env=_environment(self._socket_root, self._token) | dict(environ),
+                env=_environment() | self._traces.environment | dict(environ),
                 stdin=subprocess.DEVNULL if terminal is None else terminal.descriptor,
                 stdout=output if terminal is None else terminal.descriptor,
                 stderr=subprocess.STDOUT,
@@ -150,7 +143,8 @@ class Run:
             raise AssertionError(
                 f"the run goes on after {timeout_s:g} s:\n{listing}\n{self.output}"
             ) from None
-        self._check_nothing_left()
+        left = self._traces.find(GONE_WITHIN_S)
+        assert not left, "left behind:\n" + "\n".join(left)
         gone_at = time.monotonic()
         return Ended(status=status, output=self.output, gone_at=gone_at, num_ranks=self.num_ranks)
 
@@ -176,7 +170,7 @@ class Run:
         """Until torchrun has started the first rank, and as soon as that."""
         self.wait_for(
             "a rank",
-            lambda: any(self._is_rank(pid) for pid in self._marked()) or None,
+            lambda: any(self._is_rank(pid) for pid in self._traces.pids()) or None,
             START_LIMIT_S,
             every_s=0.001,
         )
@@ -214,21 +208,21 @@ class Run:
             return self.process.pid
         if name.startswith("rank "):
             wanted = f"RANK={name[5:]}"
-            return self._only(lambda pid: self._is_rank(pid) and wanted in _variables(pid))
+            return self._only(lambda pid: self._is_rank(pid) and wanted in environment_of(pid))
         if name in ("guardian", "supervisor"):
             word = {"guardian": "guardian.py", "supervisor": "umbra.runtime.supervisor_host"}[name]
             # The supervisor's command line stands in the guardian's, too.
             is_guardian = name == "guardian"
             return self._only(
                 lambda pid: (
-                    any(part.endswith(word) for part in _command(pid))
-                    and any(part.endswith("guardian.py") for part in _command(pid)) == is_guardian
+                    any(part.endswith(word) for part in command_of(pid))
+                    and any(part.endswith("guardian.py") for part in command_of(pid)) == is_guardian
                 )
             )
         return int(self.actors()[name]["pid"])
 
     def _only(self, is_it: Callable[[int], bool]) -> int:
-        found = [pid for pid in self._marked() if is_it(pid)]
+        found = [pid for pid in self._traces.pids() if is_it(pid)]
         assert len(found) == 1, (found, self.living())
         return found[0]
 
@@ -236,38 +230,18 @@ class Run:
 
     def living(self) -> list[str]:
         """A line for each process of the run that is there."""
-        return [f"{pid}: {' '.join(_command(pid))}" for pid in self._marked()]
-
-    def _check_nothing_left(self) -> None:
-        """Asserts that processes, socket folders and shared memory are gone, or soon will be."""
-        deadline = time.monotonic() + GONE_WITHIN_S
-        while left := [*self.living(), *self._left_files()]:
-            assert time.monotonic() < deadline, "left behind:\n" + "\n".join(left)
-            time.sleep(_LOOK_AGAIN_S)
-
-    def _marked(self) -> list[int]:
-        wanted = f"{MARK}={self._token}"
-        pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-        return [pid for pid in pids if wanted in _variables(pid)]
+        return [f"{pid}: {' '.join(command_of(pid))}" for pid in self._traces.pids()]
 
     def _is_rank(self, pid: int) -> bool:
         return (
-            self._program in _command(pid)
-            and any(variable.startswith("RANK=") for variable in _variables(pid))
-            and "torch.distributed.run" not in _command(pid)
+            self._program in command_of(pid)
+            and any(variable.startswith("RANK=") for variable in environment_of(pid))
+            and "torch.distributed.run" not in command_of(pid)
         )
-
-    def _left_files(self) -> list[str]:
-        folders = [str(path) for path in self._socket_root.iterdir()]
-        return folders + [
-            f"/dev/shm/{name}"
-            for name in set(os.listdir("/dev/shm")) - self._shared_memory
-            if name.startswith(("torch_", "umbra", "psm_", "sem."))
-        ]
 
     def kill_all(self, rng: random.Random) -> None:
         """SIGKILL of every process there is, in any order. What has a name in /tmp stays."""
-        while pids := self._marked():
+        while pids := self._traces.pids():
             rng.shuffle(pids)
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
@@ -276,12 +250,9 @@ class Run:
 
     def close(self) -> None:
         """Ends what is there, whatever it is."""
-        for pid in [self.process.pid, *self._marked()]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        self.process.kill()
+        self._traces.close()
         self.process.wait()
-        if not self._is_root_shared:
-            shutil.rmtree(self._socket_root, ignore_errors=True)
 
 
 class Terminal:
@@ -387,29 +358,10 @@ export = false
 """
 
 
-def _environment(socket_root: Path, token: str) -> dict[str, str]:
+def _environment() -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("UMBRA_", "TORCHELASTIC_"))}
     paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     return kept | {
-        MARK: token,
-        "UMBRA_SOCKET_ROOT": str(socket_root),
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(paths),
     }
-
-
-def _variables(pid: int) -> list[str]:
-    """The environment a process was started with; empty where it is gone or a zombie."""
-    try:
-        text = Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return []
-    return text.decode(errors="replace").split("\0")
-
-
-def _command(pid: int) -> list[str]:
-    try:
-        text = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return []
-    return text.decode(errors="replace").rstrip("\0").split("\0")

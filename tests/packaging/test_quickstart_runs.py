@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 import time
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from umbra.trainer.drill.drilled_run import run_drilled
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIG = REPOSITORY / "launch/configs/quickstart.toml"
@@ -79,3 +82,16 @@ def test_the_drill_reaches_the_same_bar(folder: Path) -> None:
     assert summary["accuracy_after"] >= 0.8
     assert summary["engine_restarts"] >= 2
     assert "nothing left behind" in output
+
+
+def test_a_drill_whose_run_leaves_something_behind_fails(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    settings = ["train.steps=4", "pool.count=1", "reward.function=leaving_reward:reward"]
+    settings.append(f'reward.python_path=["{Path(__file__).parent}"]')
+
+    run = run_drilled("leaving", CONFIG, settings, folder / "leaving", random.Random(1))
+
+    assert [line.partition(" /tmp/")[0] for line in run.leftovers] == ["socket folder"]
+    assert f"leaving: left behind: {run.leftovers[0]}" in run.problems(bar=0.0)

@@ -15,7 +15,7 @@ _HAS_REWARD = (SampleState.SCORED, SampleState.LEASED)
 
 def check_accounts(state: LedgerState, life: Life) -> None:
     """Every group that is not trained or dropped is there, as it was recorded; no other is."""
-    num_held = 0
+    num_held = num_open = 0
     for account in state.groups():
         states = {sample.state for sample in account.samples}
         if states <= {SampleState.TRAINED, SampleState.DROPPED}:
@@ -24,10 +24,12 @@ def check_accounts(state: LedgerState, life: Life) -> None:
         live = life.groups[account.place]
         for sample, held in zip(live.trajectories, account.samples, strict=True):
             check_sample(sample, held)
+            num_open += not sample.is_finished
     size, flow = life.config.group_size, life.flow.progress()
     # what was leased is trained once the next version is announced; the flow hears of it later
     num_done = state.counts[SampleState.TRAINED] // size - flow["groups_trained"]
     assert flow["groups_open"] + flow["groups_leased"] - num_done == num_held
+    assert flow["trajectories_open"] == num_open
     assert flow["groups_dropped"] == state.counts[SampleState.DROPPED] // size
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 from adapted_echo import ADAPTED, CRITIC_SEED
 from live_rollouts import VOCAB_SIZE, LiveRollouts, merged
 
-from umbra.engines.echo import echo_tokens
+from umbra.engines.echo_tokens import EchoTokens
 from umbra.runtime.session import Session
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
@@ -39,7 +38,8 @@ def test_what_an_adapter_said_is_given_and_stays_when_the_loop_runs_again(
     assert len(samples) == 16
     for sample in samples.values():
         said = sample["completion"][5:9]
-        assert said == echo_tokens(CRITIC_SEED, np.arange(4), VOCAB_SIZE).tolist()
+        asked = EchoTokens(CRITIC_SEED, sample["tokens"][: 3 + 5], vocab_size=VOCAB_SIZE)
+        assert said == asked.draw(4).tokens.tolist()
         assert sum(sample["mask"]) == 15
         assert len(sample["completion"]) == 15 + 4 + 3
     agents = live.manager.call("stats")["agents"]

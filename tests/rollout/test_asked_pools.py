@@ -8,12 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from adapted_echo import ADAPTED, CRITIC_SEED
 from live_rollouts import VOCAB_SIZE, LiveRollouts, merged, while_generating, write_tokenizer
 
-from umbra.engines.echo import echo_tokens
+from umbra.engines.echo_tokens import EchoTokens
 from umbra.runtime.actor import ActorSpec
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.pool_spec import PoolSpec
@@ -96,7 +95,8 @@ def test_an_agent_loop_asks_a_judge(
             assert sample["reward"] == 8.0
             assert len(sample["completion"]) == 24 + 4
             said = sample["completion"][5:9]
-            assert said == echo_tokens(3, np.arange(4), VOCAB_SIZE).tolist()
+            asked = EchoTokens(3, sample["tokens"][: 3 + 5], vocab_size=VOCAB_SIZE)
+            assert said == asked.draw(4).tokens.tolist()
             assert sum(sample["mask"]) == 24  # what the judge says is not trained on
 
 
@@ -124,8 +124,10 @@ def test_a_question_picks_an_adapter_of_the_judge(umbra_session: Session, tmp_pa
 
     samples = merged(live.next_batch(0))
 
-    expected = echo_tokens(CRITIC_SEED, np.arange(4), VOCAB_SIZE).tolist()
-    assert [sample["completion"][5:9] for sample in samples.values()] == [expected] * 16
+    assert len(samples) == 16
+    for sample in samples.values():
+        asked = EchoTokens(CRITIC_SEED, sample["tokens"][: 3 + 5], vocab_size=VOCAB_SIZE)
+        assert sample["completion"][5:9] == asked.draw(4).tokens.tolist()
 
 
 @pytest.mark.process

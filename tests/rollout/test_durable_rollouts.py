@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from live_rollouts import LiveRollouts, killing, ledger_of, merged, while_generating
-from test_live_rollouts import expected_completions, pause_again_and_again
+from test_live_rollouts import expected_completions, expected_samples, pause_again_and_again
 
 from umbra.runtime.collective import SessionSync
 from umbra.runtime.errors import DeadlineExceeded, LedgerError
@@ -342,8 +342,8 @@ def test_agent_loops_go_on_under_a_new_manager(umbra_session: Session, tmp_path:
     with killing(live, "rollouts", after_tokens=16 * 12):  # in the second turn
         samples = merged(live.next_batch(0))
 
-    for name, plain in expected_completions(0, budget=42).items():
-        assert samples[name]["completion"] == [*plain[:5], 7, 9, *plain[7:42]]
+    for name, expected in expected_samples(0).items():
+        assert samples[name]["completion"] == expected.two_turns(35)
         assert samples[name]["mask"] == [0] * 3 + [1] * 5 + [0] * 2 + [1] * 35
     assert live.manager.call("stats")["agents"]["replayed_turns"] >= 16
     assert tokens_made(live) < 16 * 40 + 16 * 12

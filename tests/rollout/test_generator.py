@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from umbra.engines.echo import echo_tokens
+from umbra.engines.echo_tokens import EchoTokens
 from umbra.runtime.actor import ActorSpec
 from umbra.runtime.collective import SessionSync
 from umbra.runtime.errors import RemoteError, RequestRefused, RolloutError, WeightSyncError
@@ -66,7 +66,7 @@ def start(
 
 
 def expected(seed: int, num_tokens: int) -> list[int]:
-    return echo_tokens(seed, np.arange(num_tokens), VOCAB_SIZE).tolist()
+    return EchoTokens(seed, PROMPT, vocab_size=VOCAB_SIZE).draw(num_tokens).tokens.tolist()
 
 
 def pids(session: Session) -> dict[str, int]:

@@ -7,13 +7,14 @@ import signal
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from live_rollouts import VOCAB_SIZE, LiveRollouts, killing, merged, while_generating
 
-from umbra.engines.echo import echo_tokens
+from umbra.engines.echo_tokens import EchoTokens
 from umbra.runtime.collective import SessionSync
 from umbra.runtime.errors import DeadlineExceeded, RewardError
 from umbra.runtime.rollout.order import PromptOrder, trajectory_seed
@@ -24,17 +25,40 @@ from umbra.runtime.weights.publish import WeightPublisher
 pytestmark = [pytest.mark.process, pytest.mark.patient]
 
 
-def expected_completions(step: int, budget: int = 64) -> dict[str, list[int]]:
-    """What the echo engine makes of a step's samples when nothing interrupts it."""
+class Expected(NamedTuple):
+    """A sample's seed and prompt, from which all else follows."""
+
+    seed: int
+    prompt: list[int]
+
+    def tokens_after(self, completion: list[int], count: int) -> list[int]:
+        """What the echo engine makes of it when nothing interrupts it."""
+        context = [*self.prompt, *completion]
+        position = len(completion)
+        rest = EchoTokens(self.seed, context, vocab_size=VOCAB_SIZE, position=position)
+        return rest.draw(count).tokens.tolist()
+
+    def two_turns(self, count: int) -> list[int]:
+        """Five tokens, the two of a tool, and `count` more; see `user_agents.two_turns`."""
+        first = [*self.tokens_after([], 5), 7, 9]
+        return [*first, *self.tokens_after(first, count)]
+
+
+def expected_samples(step: int) -> dict[str, Expected]:
+    """The samples of a step by their ids."""
     order = PromptOrder(8, seed=0)
-    completions: dict[str, list[int]] = {}
-    for place in range(step * 4, step * 4 + 4):
-        epoch, idx = order.at(place)
-        for k in range(4):
-            seed = trajectory_seed(0, epoch, idx, k)
-            tokens = echo_tokens(seed, np.arange(budget), VOCAB_SIZE).tolist()
-            completions[f"e{epoch}/p{idx}/{k}"] = tokens
-    return completions
+    places = [order.at(place) for place in range(step * 4, step * 4 + 4)]
+    return {
+        f"e{epoch}/p{idx}/{k}": Expected(trajectory_seed(0, epoch, idx, k), [idx + 1, 2, 3])
+        for epoch, idx in places
+        for k in range(4)
+    }
+
+
+def expected_completions(step: int, budget: int = 64) -> dict[str, list[int]]:
+    """What has to come of a step's samples, whatever interrupts them."""
+    samples = expected_samples(step)
+    return {name: sample.tokens_after([], budget) for name, sample in samples.items()}
 
 
 @pytest.mark.slow
@@ -271,9 +295,9 @@ def test_agent_turns_are_appended_as_tokens(umbra_session: Session, tmp_path: Pa
 
     samples = merged(live.next_batch(0))
 
-    for name, plain in expected_completions(0, budget=14).items():
+    for name, expected in expected_samples(0).items():
         sample = samples[name]
-        assert sample["completion"] == [*plain[:5], 7, 9, *plain[7:14]]
+        assert sample["completion"] == expected.two_turns(7)
         assert sample["mask"] == [0] * 3 + [1] * 5 + [0] * 2 + [1] * 7
         assert sample["versions"] == [4] * 12
         assert sample["finish_reason"] == "length"

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import random
-import secrets
 import signal
 import subprocess
 import sys
@@ -16,12 +15,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from umbra.trainer.config_file import load_config
-from umbra.trainer.drill.leftovers import MARK_VARIABLE, find_leftovers
+from umbra.trainer.drill.traces import RunTraces
 from umbra.trainer.drill.victim import Kill, kill_an_engine, lines_about, supervisor_log
 
 _NUM_RANKS: Final = 2
 _END_TIMEOUT_S: Final = 300.0
 _STOP_GRACE_S: Final = 15.0
+_GRACE_S: Final = 5.0
+"""From the end of torchrun to that of all else."""
 
 _KILL_BETWEEN: Final = (0.1, 0.4)
 """Shares of the run: later, the run might be over before the engine's successor serves."""
@@ -34,7 +35,7 @@ class DrilledRun:
     Attributes:
         summary: its summary.json.
         log_lines: what the supervisor logged about the killed engine.
-        leftovers: one line for each process or folder left behind.
+        leftovers: one line for each process, folder or name of shared memory left behind.
     """
 
     name: str
@@ -72,28 +73,30 @@ def run_drilled(
     for stale in ("metrics.jsonl", "processes.json", "summary.json"):
         (run_dir / stale).unlink(missing_ok=True)
     supervisor_log(run_dir).unlink(missing_ok=True)
-    mark = secrets.token_hex(8)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(_NUM_RANKS), "-m", "umbra.trainer", str(config_path)]
-    with _running([*command, *arguments], mark) as torchrun:
-        kill = kill_an_engine(torchrun, run_dir, after_step, rng)
-        print(f"drill: killed {kill.engine} (pid {kill.pid}) while step {kill.step} was generated")
-        exit_status = torchrun.wait(_END_TIMEOUT_S)
-    if exit_status != 0:
-        raise subprocess.CalledProcessError(exit_status, torchrun.args)
+    with RunTraces() as traces:
+        with _running([*command, *arguments], traces) as torchrun:
+            kill = kill_an_engine(torchrun, run_dir, after_step, rng)
+            victim = f"{kill.engine} (pid {kill.pid})"
+            print(f"drill: killed {victim} while step {kill.step} was generated")
+            exit_status = torchrun.wait(_END_TIMEOUT_S)
+        if exit_status != 0:
+            raise subprocess.CalledProcessError(exit_status, torchrun.args)
+        leftovers = traces.find(_GRACE_S)
     return DrilledRun(
         name=name,
         kill=kill,
         summary=json.loads((run_dir / "summary.json").read_text()),
         log_lines=lines_about(run_dir, kill),
-        leftovers=find_leftovers(mark, torchrun.pid),
+        leftovers=leftovers,
     )
 
 
 @contextlib.contextmanager
-def _running(command: Sequence[str], mark: str) -> Generator[subprocess.Popen[bytes]]:
+def _running(command: Sequence[str], traces: RunTraces) -> Generator[subprocess.Popen[bytes]]:
     """A process that is ended with the block, gently if it takes the hint."""
-    with subprocess.Popen(command, env={**os.environ, MARK_VARIABLE: mark}) as process:
+    with subprocess.Popen(command, env={**os.environ, **traces.environment}) as process:
         try:
             yield process
         finally:

@@ -1,0 +1,81 @@
+"""The tokens of the echo engine: each follows from the seed, its position and all tokens before it.
+
+N: tokens drawn at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+_GOLDEN: Final = 0x9E3779B97F4A7C15
+_MASK: Final = (1 << 64) - 1
+
+
+class Drawn(NamedTuple):
+    """Tokens that were drawn, each with a key: a number that follows from the seed, the token's
+    position, the token and all tokens before it."""
+
+    tokens: npt.NDArray[np.int32]  # [N]
+    keys: npt.NDArray[np.uint64]  # [N]
+
+
+class EchoTokens:
+    """Draws the tokens that follow a context, one after the other, in constant time each.
+
+    The rest of a trajectory that was cut is the same whoever draws it, in any process, if seed,
+    context and position are the right ones. With another context it is another.
+
+    Args:
+        seed: of the trajectory.
+        context: prompt and all tokens so far.
+        position: of the next token in the completion.
+
+    Attributes:
+        position: of the next token, now.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        context: Sequence[int] | npt.NDArray[np.int32],
+        *,
+        vocab_size: int,
+        position: int = 0,
+    ) -> None:
+        self._digest = xxhash.xxh3_64(np.asarray(context, "<i4").tobytes(), seed=seed)
+        self._vocab_size = vocab_size
+        self.position = position
+
+    def draw(self, count: int, stop_token_ids: Collection[int] = ()) -> Drawn:
+        """The next `count` tokens in [0, vocab_size), none after a stop token."""
+        tokens: list[int] = []
+        keys: list[int] = []
+        state = self._digest.intdigest()
+        for position in range(self.position, self.position + count):
+            token = (state + position * _GOLDEN & _MASK) * self._vocab_size >> 64
+            self._digest.update(token.to_bytes(4, "little"))
+            state = self._digest.intdigest()
+            tokens.append(token)
+            keys.append(state + position * _GOLDEN & _MASK)
+            if token in stop_token_ids:
+                break
+        self.position += len(tokens)
+        return Drawn(np.array(tokens, np.int32), np.array(keys, np.uint64))
+
+
+def echo_logprobs(keys: npt.NDArray[np.uint64], fingerprint: int) -> npt.NDArray[np.float32]:
+    """What stands for the logprobs of the tokens with these keys, made by these weights: below 0.
+
+    Args:
+        keys: see `Drawn`; any shape.
+        fingerprint: of the weights, see `echo_weights.weights_fingerprint`.
+    """
+    bits = keys ^ np.uint64(fingerprint)
+    # 52 bits and a half: the largest value is still below 1 after rounding to float64.
+    uniform = ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+    return np.log(uniform).astype(np.float32)
