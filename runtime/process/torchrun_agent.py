@@ -14,7 +14,9 @@ certain:
   shows which. Any other process is above us because it started us. This holds for programs that use
   torch's agent as a library, and for wrappers.
 
-The interpreter alone proves nothing, because entry points of containers are often Python, too.
+The interpreter alone proves nothing, because entry points of containers are often Python, too. Two
+cases are not told apart: a container's entry point is a torchrun with the very command line of one
+started beside it, or a subreaper has ceased to be one since it adopted us.
 
 A wrapper is a process between torchrun and the rank that stays there instead of becoming the rank
 by `exec`: a shell or a profiler (`torchrun --no-python strace -f python train.py`). It has the same
@@ -68,7 +70,8 @@ class TorchrunAgent:
     def bind(cls, variables: Mapping[str, str]) -> Self:
         """Has this process end when its launcher does. Ends it at once if the launcher has ended.
 
-        The kernel ends it with its parent; a thread does so with an agent above a wrapper.
+        The kernel ends it with its parent; a thread does so with an agent above a wrapper. Call it
+        on the main thread, because the kernel forgets the request with the thread that made it.
 
         Args:
             variables: what torchrun set for this rank alone. Empty: another launcher started this

@@ -1,33 +1,17 @@
-"""A rank that does nothing: python bound_rank.py [FILE]
+"""A rank that does nothing but binding itself to torchrun's agent.
 
-It binds itself to torchrun's agent, prints a line {"agent": pid, "lineage": pids}, and waits for
-ever. With FILE it outlives the agent until its stdin ends, and then makes the file.
+It prints a line {"agent": pid, "lineage": pids}, and waits for ever.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import signal
-import sys
-from pathlib import Path
 
 from umbra.runtime.environment import bind_to_agent
 
-
-def main() -> None:
+if __name__ == "__main__":
     agent = bind_to_agent()
     assert agent is not None
-    # One write: torchrun starts ranks with -u, and print() would write the line's end by itself.
-    line = json.dumps({"agent": agent.pid, "lineage": agent.lineage})
-    if len(sys.argv) > 1:
-        with agent.outlived():
-            os.write(1, f"{line}\n".encode())
-            sys.stdin.read()
-            Path(sys.argv[1]).touch()
-    os.write(1, f"{line}\n".encode())
+    print(json.dumps({"agent": agent.pid, "lineage": agent.lineage}), flush=True)
     signal.pause()
-
-
-if __name__ == "__main__":
-    main()

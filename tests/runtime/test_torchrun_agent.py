@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from actor_specs import PROGRAMS
+from rank_processes import poll
 from watching import DEADLINE_S, all_end, tree
 
 pytestmark = pytest.mark.process
@@ -100,14 +101,16 @@ def test_a_rank_that_was_adopted_before_it_looked_ends_at_once(
 
 
 @contextlib.contextmanager
-def launched(*rank: str) -> Generator[tuple[subprocess.Popen[bytes], dict[str, Any]]]:
+def launched(
+    *rank: str, **environ: str
+) -> Generator[tuple[subprocess.Popen[bytes], dict[str, Any]]]:
     """A launcher that does not look like torchrun, and what its rank printed."""
     launcher = (
         "import json, os, subprocess, sys\n"
         "subprocess.run(sys.argv[2:], env={**os.environ, **json.loads(sys.argv[1])})"
     )
     with subprocess.Popen(
-        [sys.executable, "-ISc", launcher, json.dumps(START), *rank],
+        [sys.executable, "-ISc", launcher, json.dumps(START | environ), *rank],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     ) as process:
@@ -133,18 +136,24 @@ def test_a_rank_of_an_unknown_launcher_ends_with_it(is_wrapped: bool) -> None:
     assert len(bound["lineage"]) == len(below) - 1 == 1 + is_wrapped
 
 
-def test_a_rank_may_outlive_its_launcher_for_a_moment(tmp_path: Path) -> None:
-    """So that its end leaves nothing half done."""
-    with (
-        launched(*BOUND_RANK, str(tmp_path / "done")) as (launcher, _),
-        all_end(tree(launcher.pid)),
-    ):
-        launcher.kill()
-        launcher.wait(DEADLINE_S)
-        assert launcher.stdin is not None
-        launcher.stdin.close()
+def test_a_launcher_that_ends_during_the_start_leaves_no_socket_folder(
+    tmp_path: Path, socket_root: Path
+) -> None:
+    """The rank has made the folder, and hangs before it starts the guardian, who removes it."""
+    log = tmp_path / "run" / "logs" / "supervisor.log"
+    log.parent.mkdir(parents=True)
+    os.mkfifo(log)
+    rank = [sys.executable, str(PROGRAMS / "rank.py"), str(tmp_path / "run"), "leave"]
+    environ = {"LOCAL_RANK": "0", "UMBRA_SOCKET_ROOT": str(socket_root)}
+    with launched(*rank, **environ) as (launcher, _):
+        poll(lambda: {0: {}} if any(socket_root.glob("none_*")) else {}, 1, "a socket folder")
+        with contextlib.ExitStack() as stack, all_end(tree(launcher.pid)):
+            launcher.kill()
+            launcher.wait(DEADLINE_S)
+            # Whoever opens it for writing is blocked until somebody reads.
+            stack.callback(os.close, os.open(log, os.O_RDONLY | os.O_NONBLOCK))
 
-    assert (tmp_path / "done").exists()
+    assert list(socket_root.iterdir()) == []
 
 
 @pytest.mark.slow
