@@ -19,6 +19,7 @@ _KNOWN: Final[Mapping[int, tuple[str, str]]] = {
     errno.EPERM: ("not permitted", "change its owner or mode"),
     errno.ENOTDIR: ("a part of that path is a file, not a folder", "move that file away"),
     errno.EEXIST: ("a file of that name is in the way", "move that file away"),
+    errno.ENAMETOOLONG: ("the name is too long for the file system", "choose a shorter one"),
     errno.ESTALE: ("the file system went away under it", "mount it again"),
     errno.EIO: ("the disk or the file server failed", "see the kernel's log"),
 }

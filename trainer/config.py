@@ -22,6 +22,7 @@ from umbra.trainer.config_section import (
     FilePath,
     FunctionSpec,
     LoraAdapters,
+    PathText,
     Positive,
     Seconds,
     Section,
@@ -47,7 +48,7 @@ class RunSection(Section):
     """
 
     dir: FilePath = Path("runs/default")
-    resume: str = "never"
+    resume: PathText = "never"
     overwrite: bool = False
     name: str = ""
 

@@ -37,6 +37,12 @@ class Override:
         keys = tuple(dotted.strip().split("."))
         if not equals or len(keys) < 2 or not all(keys):
             raise ConfigError(f"override {given!r}: write it as section.key=value")
+        try:
+            given.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(
+                f"override {given!r}: not UTF-8; write it in UTF-8, and rename a file that is not"
+            ) from None
         return cls(given.strip(), keys, text.strip())
 
     @property

@@ -4,23 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from umbra.runtime.engine_names import ENGINE_TARGETS
 from umbra.runtime.lora_adapter import LoraAdapter
 
+T = TypeVar("T")
 _LORA_ENGINES: Final = ("vllm", "faulty")  # that one has those of the engine it wraps
 
 Dtype = Literal["float32", "bfloat16", "float64"]
-# Text and TOML have no path or tuple type, so these two are not checked strictly.
-FilePath = Annotated[Path, Field(strict=False)]
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
+# Text and TOML have no tuple type, nor one for paths, so these are not checked strictly.
 Betas = Annotated[tuple[Share, Share], Field(strict=False)]
+
+
+def _check_no_nul(value: T) -> T:
+    if "\0" in str(value):
+        raise ValueError(f"{str(value)!r} holds a NUL character: remove it")
+    return value
+
+
+def _check_no_nul_in_items(items: dict[str, str]) -> dict[str, str]:
+    for item in items.items():
+        _check_no_nul("=".join(item))
+    return items
 
 
 def _check_function(spec: str) -> str:
@@ -46,6 +58,9 @@ def _check_lora_adapters(adapters: dict[str, Path]) -> dict[str, Path]:
     return adapters
 
 
+FilePath = Annotated[Path, Field(strict=False), AfterValidator(_check_no_nul)]
+PathText = Annotated[str, AfterValidator(_check_no_nul)]
+Variables = Annotated[dict[str, str], AfterValidator(_check_no_nul_in_items)]
 FunctionSpec = Annotated[str, AfterValidator(_check_function)]
 EngineSpec = Annotated[str, AfterValidator(_check_engine)]
 LoraAdapters = Annotated[dict[str, FilePath], AfterValidator(_check_lora_adapters)]

@@ -26,6 +26,7 @@ from umbra.trainer.config_section import (
     Positive,
     Seconds,
     Section,
+    Variables,
     check_lora_engine,
     engine_settings,
     lora_settings,
@@ -92,7 +93,7 @@ class FurtherPoolSection(Section):
     count: Positive = 1
     dtype: Dtype | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    env: dict[str, str] = {}
+    env: Variables = {}
     max_num_seqs: Positive = 256
     max_context_len: Positive | None = None
     kv_cache_num_tokens: Positive | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,16 +21,20 @@ _BATCH_NUM_ROWS: Final = 1024
 
 def check_data_file(path: Path, key: str) -> None:
     """Raises DataError, naming the config key, unless `path` looks like a data set."""
-    if not path.exists():
+    try:
+        status = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
         raise DataError(
             f"{key}: no file {path.absolute()}; paths are taken from the current folder"
-        )
-    if path.is_dir():
+        ) from None
+    except OSError as error:
+        raise DataError(f"{key}: {path.absolute()} cannot be read: {error.strerror}") from error
+    if stat.S_ISDIR(status.st_mode):
         raise DataError(f"{key}: {path} is a folder; give one JSONL or Parquet file")
     if path.suffix not in _PARQUET_SUFFIXES + _JSONL_SUFFIXES:
         known = ", ".join(_JSONL_SUFFIXES + _PARQUET_SUFFIXES)
         raise DataError(f"{key}: {path} ends in {path.suffix!r}; known formats end in {known}")
-    if path.stat().st_size == 0:
+    if status.st_size == 0:
         raise DataError(f"{key}: {path} is empty; it needs at least one prompt")
 
 

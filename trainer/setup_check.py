@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from umbra.engines.embedded.config import parse_model_config
+from umbra.runtime.engine_names import ENGINE_TARGETS, engine_target
 from umbra.runtime.environment import TorchrunEnvironment
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.rollout.function_call import AGENT_CALL, REWARD_CALL
 from umbra.runtime.rollout.function_lookup import check_function
-from umbra.trainer.config import PoolSection, TrainerConfig
+from umbra.trainer.config import PoolSection, ServeConfig, TrainerConfig
 from umbra.trainer.data import check_data
 from umbra.trainer.further_pool import FurtherPoolSection, further_model_config
 from umbra.trainer.run_dir import check_run_dir
@@ -37,23 +39,44 @@ def check_setup(config: TrainerConfig, environment: TorchrunEnvironment) -> None
     check_run_dir(config.run, environment.incarnation)
 
 
-def check_models(config: TrainerConfig) -> None:
-    """Raises DataError where a model directory is none, ConfigError where a context is too long."""
-    _check_context_len("pool", config.pool, read_model_config(config.model.path))
+def check_models(config: TrainerConfig | ServeConfig, only: str = "") -> None:
+    """Raises DataError where a model directory is none, and ConfigError where the embedded engine
+    does not know the model's architecture, or the context is too long for it.
+
+    Other engines tell what they know once they are started: their libraries take long to import.
+
+    Args:
+        only: the section of one pool, such as "pools.judge"; "": all.
+    """
+    pools: dict[str, tuple[PoolSection | FurtherPoolSection, Mapping[str, Any]]] = {}
+    if only in ("", "pool"):
+        pools["pool"] = config.pool, read_model_config(config.model.path)
     for name, pool in config.pools.items():
-        _check_context_len(f"pools.{name}", pool, further_model_config(name, pool))
+        if only in ("", f"pools.{name}"):
+            pools[f"pools.{name}"] = pool, further_model_config(name, pool)
+    for section, (pool, model) in pools.items():
+        if _is_embedded(pool):
+            _check_embedded(section, pool, model)
 
 
-def _check_context_len(
+def _is_embedded(pool: PoolSection | FurtherPoolSection) -> bool:
+    engine = pool.engine
+    if engine == "faulty":
+        engine = str(pool.engine_args.get("inner", "embedded"))
+    return engine_target(engine) == ENGINE_TARGETS["embedded"]
+
+
+def _check_embedded(
     section: str, pool: PoolSection | FurtherPoolSection, model: Mapping[str, Any]
 ) -> None:
-    """Of the embedded engine only: others stretch a model's limit by its config or their own."""
-    limit = model.get("max_position_embeddings")
-    if pool.engine != "embedded" or "max_context_len" in pool.engine_args:
-        return
-    if isinstance(limit, int) and pool.max_context_len is not None and pool.max_context_len > limit:
+    try:
+        limit = parse_model_config(model).max_position_embeddings
+    except ConfigError as error:
+        raise ConfigError(f"{section}.engine = {pool.engine!r}: {error}") from None
+    length = pool.max_context_len
+    if length is not None and length > limit and "max_context_len" not in pool.engine_args:
         raise ConfigError(
-            f"{section}.max_context_len = {pool.max_context_len} exceeds the model's "
+            f"{section}.max_context_len = {length} exceeds the model's "
             f"max_position_embeddings = {limit}: lower it to that or less"
         )
 

@@ -102,7 +102,13 @@ def read_model_config(model_path: Path) -> dict[str, Any]:
     Raises:
         DataError: no such directory, or no readable config.json in it.
     """
-    if not model_path.is_dir():
+    try:
+        is_folder = model_path.is_dir()
+    except OSError as error:
+        raise DataError(
+            f"model.path: {model_path.absolute()} cannot be read: {error.strerror}"
+        ) from error
+    if not is_folder:
         raise DataError(
             f"model.path: no directory {model_path.absolute()}; give a Hugging Face model "
             "directory (config.json, safetensors, tokenizer.json)"

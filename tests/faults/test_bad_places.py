@@ -66,13 +66,26 @@ def test_every_rank_says_that_the_run_directory_is_read_only(folder: Path) -> No
 def test_every_rank_says_that_a_checkpoint_fills_the_disk(folder: Path) -> None:
     with mounted(folder / "run", "size=160k"), start_run(folder, "train.checkpoint_every=1") as run:
         ended = run.wait(BAD_INPUT_LIMIT_S)
-        checkpoints = list(run.run_dir.glob("checkpoints/*/COMPLETE"))
+        checkpoints = list(run.run_dir.glob("checkpoints/*"))
 
     ended.check_failed(
-        "cannot write the checkpoint run/checkpoints/step-000001: the disk is full",
+        "cannot write the checkpoint run/checkpoints/step-000001: the disk is full (needs about",
         "free some space, lower train.keep_checkpoints, or point run.dir to another disk",
     )
     assert not checkpoints
+
+
+@needs_root
+def test_every_rank_ends_when_the_disk_fills_up_in_the_middle(folder: Path) -> None:
+    """Whichever file is written next: the ledger, the metrics, TensorBoard's or the versions."""
+    with mounted(folder / "run", "size=8m"), start_run(folder, "train.steps=100000") as run:
+        run.wait_for_step(2)
+        with contextlib.suppress(OSError):
+            (run.run_dir / "junk").write_bytes(bytes(8 << 20))
+        ended = run.wait(BAD_INPUT_LIMIT_S)
+
+    assert ended.status == 1
+    ended.check_failed("the disk is full (0 bytes free on ", "free some space")
 
 
 @needs_root
@@ -83,7 +96,7 @@ def test_every_rank_names_a_disk_that_is_full_from_the_start(folder: Path) -> No
         left = {path.name for path in run.run_dir.iterdir()}
 
     assert ended.status == 1
-    ended.check_failed("cannot write to run: the disk is full: free some space")
+    ended.check_failed("cannot write to run: the disk is full (0 bytes free on", "free some space")
     assert left == {"junk"}
 
 
@@ -103,7 +116,7 @@ def test_a_disk_that_the_prompts_fill_is_named(folder: Path) -> None:
         left = {path.name for path in run.run_dir.iterdir()}
 
     assert ended.status == 1
-    ended.check_failed("cannot write run/prompts.msgpack: the disk is full: free some space")
+    ended.check_failed("cannot write run/prompts.msgpack: the disk is full (", "free some space")
     assert left <= {"logs", "processes.json", ".lock"}
 
 

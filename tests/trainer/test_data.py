@@ -180,6 +180,7 @@ def test_lines_that_are_not_objects_are_named(tmp_path: Path, tokenizer: PromptT
     ("name", "content", "said"),
     [
         ("none.jsonl", None, r"data.train: no file .*none.jsonl"),
+        ("x" * 300, None, r"data.train: .*xxx cannot be read: File name too long"),
         ("empty.jsonl", "", r"empty.jsonl is empty"),
         ("table.csv", "a,b", r"'.csv'.*\.jsonl.*\.parquet"),
         ("blank.jsonl", "\n\n", r"data set .*blank.jsonl is empty: it has no rows"),
@@ -244,6 +245,11 @@ def test_a_missing_model_directory_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=f"model.path: no directory {tmp_path / 'none'}"):
         read_model_config(tmp_path / "none")
     with pytest.raises(DataError, match=r"config.json cannot be read"):
+        read_model_config(tmp_path)
+    with pytest.raises(DataError, match=r"model.path: .*xxx cannot be read: File name too long"):
+        read_model_config(tmp_path / ("x" * 300))
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(DataError, match=r"config.json is not valid JSON: maximum recursion depth"):
         read_model_config(tmp_path)
 
 

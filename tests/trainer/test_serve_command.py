@@ -154,6 +154,9 @@ def test_what_cannot_work_is_said_before_anything_is_started(
     config.write_text(f'[model]\npath = "{model}"\n[pool]\ncuont = 2\n')
     bare = folder / "bare"
     bare.mkdir()
+    strange = folder / "strange"
+    strange.mkdir()
+    (strange / "config.json").write_text('{"model_type": "gpt2"}')
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -165,6 +168,8 @@ def test_what_cannot_work_is_said_before_anything_is_started(
             (("serve", "--port", 0, model, "pool.cuont=2"), "did you mean 'count'"),
             (("generate", "--prompt", "1", model, "--seed", 3, "pool.cuont=2"), "did you mean"),
             (("serve", bare), "config.json cannot be read"),
+            (("serve", strange), "pool.engine = 'embedded': model_type 'gpt2' is not supported"),
+            (("generate", strange, "--prompt", "1"), "model_type 'gpt2' is not supported"),
             (("serve", model, "--port", port), "choose others"),
             (("serve", model, "--port", 70000), "no port"),
             (("generate", "--prompt", "1"), "--url"),

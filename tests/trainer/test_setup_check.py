@@ -14,7 +14,15 @@ from umbra.trainer.config import TrainerConfig
 from umbra.trainer.config_file import parse_config
 from umbra.trainer.setup_check import check_models, check_setup
 
-MODEL = {"max_position_embeddings": 512, "vocab_size": 50}
+MODEL = {
+    "model_type": "qwen3",
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 512,
+}
 
 
 @pytest.fixture
@@ -111,5 +119,37 @@ def test_stop_tokens_of_a_model_that_does_not_say_its_vocabulary_are_not_judged(
     values: dict[str, Any],
 ) -> None:
     Path("model/config.json").write_text("{}")
+    values["pools"] = {}
+    values["pool"] = {"engine": "vllm"}
 
     check_setup(config_of(values, "rollout", stop_token_ids=[5000]), environment())
+
+
+@pytest.mark.parametrize("section", ["pool", "pools.judge"])
+@pytest.mark.parametrize(
+    ("engine", "change", "said"),
+    [
+        ({}, {"model_type": "gpt2"}, r"'embedded': model_type 'gpt2' is not supported .* qwen3"),
+        ({"engine": "faulty"}, {"model_type": "gpt2"}, r"'faulty': model_type 'gpt2' is not supp"),
+        ({}, {"quantization_config": {}}, r"'embedded': quantised models are not supported"),
+        ({}, {"rope_scaling": {"rope_type": "yarn"}}, r"'embedded': rope type 'yarn' is not supp"),
+        ({"engine": "vllm"}, {"model_type": "gpt2"}, ""),
+        ({"engine": "faulty", "engine_args": {"inner": "echo"}}, {"model_type": "gpt2"}, ""),
+    ],
+)
+def test_a_model_that_the_embedded_engine_does_not_know_is_refused_before_it_starts(
+    values: dict[str, Any], section: str, engine: dict[str, Any], change: dict[str, Any], said: str
+) -> None:
+    Path("other").mkdir()
+    Path("other/config.json").write_text(json.dumps(MODEL | change))
+    if section == "pool":
+        values["model"] = {"path": "other"}
+        config = config_of(values, "pool", **engine)
+    else:
+        config = config_of(values, section, **{"model_path": "other", **engine})
+
+    if not said:
+        check_models(config)
+        return
+    with pytest.raises(ConfigError, match=rf"^{section}.engine = {said}"):
+        check_models(config)

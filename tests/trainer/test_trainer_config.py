@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
+import tomllib
 import typing
 from pathlib import Path
 from typing import Any
@@ -204,6 +206,46 @@ def test_a_wrong_setting_of_the_command_line_is_blamed_on_it_alone(
 
     assert str(raised.value).startswith(said)
     assert "config.toml" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *((f"run.{name}", '"a\\u0000b"') for name in ("dir", "resume")),
+        ("model.path", '"a\\u0000b"'),
+        *((f"data.{name}", '"a\\u0000b"') for name in ("train", "eval")),
+        ("reward.python_path", '["a\\u0000b"]'),
+        ("pool.lora_adapters.x", '"a\\u0000b"'),
+        ("pools.judge.model_path", '"a\\u0000b"'),
+        ("pools.judge.env.A", '"a\\u0000b"'),
+    ],
+)
+def test_a_nul_in_a_path_is_refused_wherever_it_is_given(
+    tmp_path: Path, key: str, value: str
+) -> None:
+    """Also in a variable for engines: the system takes neither."""
+    path = tmp_path / "config.toml"
+    path.write_text(TOML + '[pools.judge]\nmodel_path = "m"\n[pool]\nengine = "vllm"\n')
+    said = r".*a\\x00b' holds a NUL character: remove it"
+
+    with pytest.raises(ConfigError, match=re.escape(f"{key}={value} (command line): ") + said):
+        load_config(path, [f"{key}={value}"])
+
+    content = tomllib.loads(path.read_text())
+    *sections, name = key.split(".")
+    table = content
+    for section in sections:
+        table = table.setdefault(section, {})
+    table[name] = tomllib.loads(f"value = {value}")["value"]
+    with pytest.raises(ConfigError, match=f"config: {'.'.join(sections)}.*{said}"):
+        parse_config(content)
+
+
+def test_a_setting_that_is_not_utf_8_is_refused(config_file: Path) -> None:
+    given = os.fsdecode(b"run.dir=\xff")
+
+    with pytest.raises(ConfigError, match=r"override 'run.dir=\\udcff': not UTF-8; write it in"):
+        load_config(config_file, [given])
 
 
 def test_file_and_command_line_are_each_blamed_for_their_own(tmp_path: Path) -> None:
@@ -406,11 +448,16 @@ def test_every_setting_is_documented() -> None:
             assert key in kind.__doc__, f"[{name}] {key} is not in the docstring of {kind.__name__}"
 
 
-def test_reading_a_config_loads_neither_torch_nor_transformers() -> None:
-    code = (
-        "import sys, umbra.trainer.config_file\n"
-        "heavy = {'torch', 'transformers', 'numpy'} & sys.modules.keys()\n"
-        "sys.exit(', '.join(heavy) or None)"
-    )
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [
+        ("umbra.trainer.config_file", {"torch", "transformers", "numpy"}),
+        ("umbra.trainer.setup_check", {"torch", "transformers"}),
+    ],
+)
+def test_what_comes_before_a_start_loads_neither_torch_nor_transformers(
+    module: str, heavy: set[str]
+) -> None:
+    code = f"import sys, {module}\nsys.exit(', '.join({heavy!r} & sys.modules.keys()) or None)"
 
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30)

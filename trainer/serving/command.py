@@ -38,6 +38,7 @@ from umbra.trainer.serving.served_config import (
     served_pools,
 )
 from umbra.trainer.serving.served_pool import ServedPoolConfig
+from umbra.trainer.setup_check import check_models
 
 _FRONT: Final = "front"
 _GENERATOR: Final = "generator"
@@ -57,6 +58,7 @@ def serve(arguments: argparse.Namespace) -> int:
     if importlib.util.find_spec("aiohttp") is None:
         raise ConfigError("umbra serve needs aiohttp: pip install 'umbra-rl[serve]'")
     config = read_serve_config(arguments.config, arguments.overrides)
+    check_models(config)
     pools = served_pools(config)
     host = arguments.host
     port = _free_port(host, arguments.port)
@@ -96,6 +98,7 @@ def generate(arguments: argparse.Namespace) -> int:
     config, pool = read_one_engine_config(
         arguments.config, arguments.overrides, arguments.pool, arguments.engine
     )
+    check_models(config, only=pool.section)
     text = pool.open_text()
     tokens = _encode(text, arguments, pool)
     spec = ActorSpec(
