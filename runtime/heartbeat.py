@@ -13,16 +13,49 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import msgpack
 import zmq
+
+from umbra.runtime.errors import ProtocolError
 
 # The loop notes that it lives this often. Longer blurs the age, shorter wakes idle actors.
 TICK_INTERVAL_S: Final = 0.25
 # The most that a tick adds to a stall. More would blame what was stopped together with this process
 # for all of the time; less counts too little where the loop is often late.
 _MOST_PER_TICK_S: Final = 1.0
+
+
+class Beat(NamedTuple):
+    """The answer to a ping.
+
+    Attributes:
+        incarnation: of the actor.
+        loop_age_s: since its loop last ticked.
+        stalled_s: see `LoopTicker`.
+    """
+
+    incarnation: int
+    loop_age_s: float
+    stalled_s: float
+
+    def encode(self) -> bytes:
+        data: bytes = msgpack.packb(self)
+        return data
+
+    @classmethod
+    def decode(cls, data: bytes | memoryview) -> Beat:
+        """Raises ProtocolError where it is malformed."""
+        try:
+            fields: Any = msgpack.unpackb(data)
+        except Exception as error:  # what is no msgpack fails in many ways
+            raise ProtocolError(f"undecodable heartbeat: {type(error).__name__}") from error
+        match fields:
+            case [int() as incarnation, float() as loop_age_s, float() as stalled_s]:
+                return cls(incarnation, loop_age_s, stalled_s)
+            case _:
+                raise ProtocolError("a heartbeat must be [incarnation, loop_age_s, stalled_s]")
 
 
 class LoopTicker:
@@ -97,8 +130,8 @@ class HeartbeatResponder:
                     return
                 frames = self._socket.recv_multipart()
                 age_s = time.monotonic() - self._ticker.last_tick
-                beat = msgpack.packb((self._incarnation, age_s, self._ticker.stalled_s))
-                self._socket.send_multipart([frames[0], beat])
+                beat = Beat(self._incarnation, age_s, self._ticker.stalled_s)
+                self._socket.send_multipart([frames[0], beat.encode()])
         finally:
             stop.close(linger=0)
             self._socket.close(linger=0)

@@ -6,10 +6,10 @@ import asyncio
 import logging
 from typing import Final
 
-import msgpack
 import zmq
 
 from umbra.runtime.actor import ActorSpec
+from umbra.runtime.heartbeat import Beat
 from umbra.runtime.process.tree import ProcessTree
 from umbra.runtime.rpc.loop_socket import LoopSocket
 from umbra.runtime.rpc.wire import Frame
@@ -59,7 +59,7 @@ class Watchdog:
     async def run(self) -> str:
         """Returns, as soon as there is one, the reason why the process must be killed."""
         dealer: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        socket = LoopSocket(dealer, self._on_beat)
+        socket = LoopSocket(dealer, self._on_beat, sender=f"{self._spec.name}'s heartbeat")
         looks_at_tree = self._spec.role == "engine" or self._spec.memory_limit_nbytes > 0
         num_pings = 0
         try:
@@ -78,7 +78,7 @@ class Watchdog:
             socket.close()
 
     def _on_beat(self, frames: list[Frame]) -> None:
-        _incarnation, self._loop_age_s, self._stalled_s = msgpack.unpackb(frames[-1])
+        _incarnation, self._loop_age_s, self._stalled_s = Beat.decode(frames[-1])
         self._num_missed = 0
 
     def _verdict(self) -> str:

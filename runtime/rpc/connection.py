@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import collections
 import itertools
-import logging
 import math
 from typing import Any, Final
 
@@ -43,8 +42,6 @@ from umbra.runtime.rpc.outbox import Outbox
 from umbra.runtime.rpc.ref import ActorRef
 from umbra.runtime.rpc.security import CurveKeys
 from umbra.runtime.rpc.wire import Decoder, Frame
-
-logger = logging.getLogger(__name__)
 
 # Reconnect attempts while a peer starts: shorter burns CPU, longer adds to start-up.
 _RECONNECT_INTERVAL_MS: Final = 10
@@ -103,8 +100,9 @@ class Connection:
         socket.heartbeat_timeout = 10_000
         if keys is not None and endpoint.startswith("tcp://"):
             keys.secure_client(socket)
-        self._monitor = LoopSocket(socket.get_monitor_socket(_MONITORED), self._on_monitor_event)
-        self._socket = LoopSocket(socket, self._on_message)
+        monitor = socket.get_monitor_socket(_MONITORED)
+        self._monitor = LoopSocket(monitor, self._on_monitor_event, sender="the socket's monitor")
+        self._socket = LoopSocket(socket, self._on_message, sender=str(ref))
         self.outbox = Outbox(self._socket.send)
         socket.connect(endpoint)
         self.outbox.put((HELLO,))
@@ -186,10 +184,10 @@ class Connection:
         try:
             for raw in self._decoder.decode(frames[0], frames[1:]):
                 self._on_envelope(check_envelope(raw))
-        except ProtocolError as error:
-            logger.warning("dropped a bad message from %s: %s", self.ref, error)
-            if isinstance(error, BadEnvelope) and error.kind in (RESULT, ITEM, ERROR, REFUSED):
+        except BadEnvelope as error:
+            if error.kind in (RESULT, ITEM, ERROR, REFUSED):
                 self._settle(error.call_id, error=ProtocolError(f"{self.ref}: {error}"))
+            raise
 
     def _on_envelope(self, envelope: list[Any]) -> None:
         kind = envelope[0]

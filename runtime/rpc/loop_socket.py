@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import logging
 from collections.abc import Callable, Sequence
 from typing import Final
 
 import zmq
 
+from umbra.runtime.rpc.dropped_messages import DroppedMessages
 from umbra.runtime.rpc.wire import FRAME_MIN_NBYTES, Frame
-
-logger = logging.getLogger(__name__)
 
 # Messages handled before the loop gets a turn: higher starves timers, lower costs wake-ups.
 _DRAIN_LIMIT: Final = 256
@@ -39,14 +37,25 @@ class LoopSocket:
     """
 
     def __init__(
-        self, socket: zmq.Socket[bytes], on_message: OnMessage, *, delivers: bool = True
+        self,
+        socket: zmq.Socket[bytes],
+        on_message: OnMessage,
+        *,
+        sender: str,
+        delivers: bool = True,
     ) -> None:
-        """`delivers`: whether messages are handed over from now on, or from `deliver()` on."""
+        """
+        Args:
+            on_message: raises ProtocolError for a message that is malformed: it is dropped.
+            sender: whom messages come from, for the log.
+            delivers: whether messages are handed over from now on, or from `deliver()` on.
+        """
         self._socket = socket
         # A ROUTER's messages begin with the peer's identity.
         self._num_small_frames = 2 if socket.type == zmq.ROUTER else 1
         self._on_message = on_message
         self._loop = asyncio.get_running_loop()
+        self._dropped = DroppedMessages(sender, self._loop.call_later)
         self._unsent: collections.deque[Sequence[Frame]] = collections.deque()
         self._closed = False
         socket.sndhwm = 0
@@ -132,9 +141,8 @@ class LoopSocket:
             return False
         try:
             self._on_message(frames)
-        except Exception:
-            # A bug; but were it raised from here, input that ZMQ has announced would lie unread.
-            logger.exception("the handler of a message failed")
+        except Exception as error:  # noqa: BLE001 -- raised, it would leave input unread
+            self._dropped.add(error)
         return True
 
     def _receive(self) -> list[Frame]:
@@ -153,6 +161,7 @@ class LoopSocket:
         if self._closed:
             return
         self._closed = True
+        self._dropped.close()
         self._unsent.clear()
         self._loop.remove_reader(self._fd)
         self._socket.close(linger=linger_ms)

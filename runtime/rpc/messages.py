@@ -96,9 +96,11 @@ def check_envelope(raw: Any) -> list[Any]:
 
 
 def _what_is_wrong(envelope: list[Any], kind: Any) -> str:
-    expected = FIELD_TYPES.get(kind) if type(kind) is int else None
+    if type(kind) is not int:  # not shown: it may be long, or nested deeper than `repr` can go
+        return f"an envelope's kind must be an integer, got a {type(kind).__name__}"
+    expected = FIELD_TYPES.get(kind)
     if expected is None:
-        return f"unknown envelope kind {kind!r}"
+        return f"unknown envelope kind {kind}"
     if len(envelope) != len(expected) + 1:
         return f"envelope kind {kind}: {len(envelope) - 1} fields, not {len(expected)}"
     fields = zip(envelope[1:], expected, strict=True)

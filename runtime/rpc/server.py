@@ -101,11 +101,7 @@ class _Peer:
 
 
 class ActorServer:
-    """Dispatches calls to `target`. Owns its tasks and sockets; lives as long as `run()`.
-
-    Attributes:
-        num_bad_messages: malformed messages dropped so far.
-    """
+    """Dispatches calls to `target`. Owns its tasks and sockets; lives as long as `run()`."""
 
     def __init__(self, target: object, incarnation: int) -> None:
         self._target = target
@@ -117,7 +113,6 @@ class ActorServer:
         self._sockets: list[LoopSocket] = []
         self._peers: dict[tuple[int, bytes], _Peer] = {}
         self._tasks: asyncio.TaskGroup | None = None
-        self.num_bad_messages = 0
 
     def bind(self, socket: zmq.Socket[bytes], endpoint: str) -> str:
         """Binds a ROUTER socket, which the server then owns; returns the real endpoint.
@@ -131,7 +126,10 @@ class ActorServer:
         socket.heartbeat_ivl = 2000
         socket.heartbeat_timeout = 10_000
         loop_socket = LoopSocket(
-            socket, lambda frames: self._on_message(idx, decoder, frames), delivers=False
+            socket,
+            lambda frames: self._on_message(idx, decoder, frames),
+            sender="a caller",
+            delivers=False,
         )
         self._sockets.append(loop_socket)
         socket.bind(endpoint)
@@ -173,11 +171,10 @@ class ActorServer:
                 raise ProtocolError("message without a header")
             for raw in decoder.decode(frames[1], frames[2:]):
                 self._on_envelope(peer, check_envelope(raw))
-        except ProtocolError as error:
-            self.num_bad_messages += 1
-            logger.warning("dropped a bad message (%d so far): %s", self.num_bad_messages, error)
-            if isinstance(error, BadEnvelope) and error.kind == CALL:
+        except BadEnvelope as error:
+            if error.kind == CALL:
                 _put_error(peer.outbox, error.call_id, ProtocolError(str(error)))
+            raise
 
     def _peer(self, socket_idx: int, identity: bytes) -> _Peer:
         peer = self._peers.get((socket_idx, identity))

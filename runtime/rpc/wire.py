@@ -33,6 +33,9 @@ HEADER_MAX_NBYTES: Final = 64 * 1024 * 1024
 # A single value in a header (string, binary, list, map).
 ITEM_MAX_LEN: Final = 32 * 1024 * 1024
 
+# Errors may quote what they are about.
+_REASON_MAX_LEN: Final = 300
+
 _EXT_REF: Final = 1
 _EXT_ARRAY: Final = 2
 _EXT_FRAME_ARRAY: Final = 3
@@ -125,8 +128,7 @@ class Decoder:
                 position = unpacker.tell()
                 yield value
         except Exception as error:
-            reason = "truncated" if isinstance(error, msgpack.OutOfData) else repr(error)
-            message = f"undecodable message: {reason}"
+            message = f"undecodable message: {_reason(error)}"
             whose = _first_two_integers(header, position)
             if whose is None:
                 raise ProtocolError(message) from error
@@ -172,6 +174,13 @@ class Decoder:
                 return _as_array(dtype, shape, self._frames[idx])
             case _:
                 raise ProtocolError(f"unknown extension type {code}")
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, msgpack.OutOfData):
+        return "truncated"
+    # Not `repr`, which for text that is no UTF-8 has all of its bytes.
+    return f"{type(error).__name__}: {error}"[:_REASON_MAX_LEN]
 
 
 def _first_two_integers(header: Frame, position: int) -> tuple[int, int] | None:

@@ -3,16 +3,70 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+from pathlib import Path
+from typing import Any
 
 import msgpack
 import pytest
 import zmq
 import zmq.asyncio
+from hypothesis import given
+from hypothesis import strategies as st
 from rpc_fixtures import *  # noqa: F403 - the fixtures
 from rpc_process import ActorProcess, connected, run
 
+from umbra.runtime.actor import ActorSpec
+from umbra.runtime.errors import ProtocolError
+from umbra.runtime.heartbeat import Beat
+from umbra.runtime.watchdog import Watchdog
+
 pytestmark = pytest.mark.process
+
+
+@given(st.binary(max_size=40) | st.lists(st.integers() | st.text() | st.floats()).map(repr))
+def test_what_is_no_heartbeat_is_a_protocol_error(data: Any) -> None:
+    with pytest.raises(ProtocolError):
+        Beat.decode(data if isinstance(data, bytes) else msgpack.packb(data))
+
+
+def test_a_heartbeat_arrives_as_it_was_sent() -> None:
+    assert Beat.decode(Beat(3, 0.5, 0.0).encode()) == Beat(3, 0.5, 0.0)
+
+
+@pytest.mark.parametrize(
+    "beat",
+    [b"", b"\xc1", b"\x91" * 1000, msgpack.packb([1, "old", None]), msgpack.packb([1, 2])],
+    ids=["empty", "no msgpack", "deep", "other types", "too short"],
+)
+def test_an_actor_whose_heartbeats_are_malformed_counts_as_silent(
+    beat: bytes, folder: Path
+) -> None:
+    async def main() -> str:
+        context = zmq.asyncio.Context()
+        router = context.socket(zmq.ROUTER)
+        endpoint = f"ipc://{folder / 'beats'}"
+        router.bind(endpoint)
+
+        async def answer() -> None:
+            while True:
+                identity, _ = await router.recv_multipart()
+                await router.send(identity, zmq.SNDMORE)
+                await router.send(beat)
+
+        spec = ActorSpec(name="probe", target="rpc_probe:Probe", hung_limit_s=0.4)
+        watchdog = Watchdog(zmq.Context(context), endpoint, os.getpid(), spec)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                answering = tasks.create_task(answer())
+                reason = await watchdog.run()
+                answering.cancel()
+            return reason
+        finally:
+            context.destroy(linger=0)
+
+    assert "no heartbeat for" in run(main())
 
 
 @pytest.mark.slow

@@ -26,6 +26,8 @@ MALFORMED: list[list[bytes]] = [
     [b""],
     [b"\xc1"],
     [b"\x91" * 5000],
+    [b"\x91" * 1000 + b"\x00"],
+    [msgpack.packb("\udcff" * 1000, unicode_errors="surrogateescape")],
     [msgpack.packb("text")],
     [msgpack.packb([])],
     [msgpack.packb([CALL])],
@@ -82,3 +84,18 @@ def test_a_good_call_behind_a_bad_one_in_another_message_is_answered(shared: Act
         socket.send(ECHO[:-1])
         socket.send(ECHO)
         assert receive_result(socket, 99) == "alive"
+
+
+def test_a_flood_of_garbage_takes_few_lines_of_the_log(actor: ActorProcess) -> None:
+    num_sent = 20_000
+    with RawSocket(actor.ref) as socket:
+        for idx in range(num_sent):
+            socket.send(MALFORMED[idx % len(MALFORMED)][0] + b"\xc1")
+        socket.send(msgpack.packb([CALL, 100, 1, "echo", ["alive"], {}, 5000, 0]))
+        assert receive_result(socket, 100) == "alive"
+
+    actor.end()
+
+    lines = [line for line in actor.log().splitlines() if "dropped" in line]
+    assert f"{num_sent} in all" in lines[-1]
+    assert len(actor.log()) < 10_000, actor.log()[:2000]

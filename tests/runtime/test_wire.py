@@ -370,3 +370,29 @@ def test_envelopes_with_a_field_of_another_type_are_refused(
 def test_what_is_no_envelope_is_refused(bad: object) -> None:
     with pytest.raises(ProtocolError):
         check_envelope(bad)
+
+
+@pytest.mark.parametrize("kind", [b"\x91", b"\x81\xa1a"], ids=["lists", "maps"])
+def test_an_envelope_whose_kind_is_nested_deeply_is_refused(kind: bytes) -> None:
+    for depth in (1, 100, 500, 900, 1000):
+        (envelope,) = Decoder().decode(b"\x91" + kind * depth + b"\x00")
+
+        with pytest.raises(ProtocolError, match="kind must be an integer"):
+            check_envelope(envelope)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        struct.pack(">BI", 0xDB, 1 << 20) + b"\xff" * (1 << 20),
+        msgpack.packb(["x" * (1 << 20), 1]),
+        msgpack.packb([msgpack.ExtType(2, msgpack.packb(("x" * (1 << 20), [1], b"")))]),
+        msgpack.packb([msgpack.ExtType(3, msgpack.packb(("<f4", [1], "x" * (1 << 20))))]),
+    ],
+    ids=["no UTF-8", "kind", "dtype", "frame"],
+)
+def test_the_reason_why_a_message_is_bad_does_not_quote_all_of_it(header: bytes) -> None:
+    with pytest.raises(ProtocolError) as bad:
+        list(map(check_envelope, Decoder().decode(header)))
+
+    assert len(str(bad.value)) < 1000
