@@ -37,15 +37,15 @@ from umbra.runtime.target import make_target
 logger = logging.getLogger(__name__)
 
 _REPORT_LIMIT_S: Final = 10.0
-"""For the supervisor to take a report. One that does not in this time cannot end the actor either.
-"""
+"""If the supervisor has not answered by then, it is presumed unable to stop the actor, which then
+ends itself."""
 
 
 class _Host:
     """One actor process, from announcement to shutdown.
 
-    A stop signal is reported to the supervisor. Where it was the supervisor's own, the actor ends.
-    Else it goes on: in a stop of the whole job the ranks need it. A second signal ends it.
+    A stop signal is reported to the supervisor. If the supervisor sent it, the actor ends.
+    Otherwise it keeps serving, because ranks need it while the whole job stops.
     """
 
     def __init__(self, config: dict[str, Any], ready_fd: int) -> None:
@@ -92,7 +92,7 @@ class _Host:
             stack.enter_context(
                 HeartbeatResponder(context, self._config["heartbeat"], incarnation, ticker)
             )
-            self._on_stop_signal(self._observe_signal)
+            self._on_stop_signal(self._signalled.set)
             self._announce({"tcp_endpoint": tcp_endpoint})
             await self._run(server, ticker, target, client.handle(supervisor))
 
@@ -121,7 +121,7 @@ class _Host:
         run: Any = getattr(target, "run", None)
         async with asyncio.TaskGroup() as tasks:
             stop = tasks.create_task(self._stop.wait())
-            reporting = tasks.create_task(self._report_signal(supervisor))
+            reporting = tasks.create_task(self._report_signals(supervisor))
             running = {stop, tasks.create_task(server.run()), tasks.create_task(ticker.run())}
             if run is not None:
                 running.add(tasks.create_task(_as_coroutine(run())))
@@ -135,25 +135,22 @@ class _Host:
             for task in (reporting, *running):
                 task.cancel()
 
-    async def _report_signal(self, supervisor: Handle) -> None:
-        await self._signalled.wait()
-        assert self.signal is not None
-        logger.info("got %s", self.signal.name)
-        is_to_end = True
-        with contextlib.suppress(UmbraError):
-            is_to_end = await supervisor.call(
-                "signalled",
-                self._spec.name,
-                self._config["incarnation"],
-                timeout_s=_REPORT_LIMIT_S,
-            )
-        if is_to_end:
-            self._stop.set()
-
-    def _observe_signal(self) -> None:
-        if self._signalled.is_set():
-            self._stop.set()
-        self._signalled.set()
+    async def _report_signals(self, supervisor: Handle) -> None:
+        """Until one of them is to end the actor."""
+        is_to_end = False
+        while not is_to_end:
+            await self._signalled.wait()
+            self._signalled.clear()
+            logger.info("got a stop signal")
+            is_to_end = True
+            with contextlib.suppress(UmbraError):
+                is_to_end = await supervisor.call(
+                    "signalled",
+                    self._spec.name,
+                    self._config["incarnation"],
+                    timeout_s=_REPORT_LIMIT_S,
+                )
+        self._stop.set()
 
     def _on_stop_signal(self, callback: Callable[[], object]) -> None:
         def observe(number: signal.Signals) -> None:

@@ -49,7 +49,7 @@ class AttachedRanks:
         self._farewells: set[int] = set()
         self._failure: dict[str, Any] | None = None
         self._failed = asyncio.Event()
-        self._has_signal = False
+        self._signal: dict[str, Any] | None = None
         self._came = asyncio.Event()
         self._gone = asyncio.Event()  # all of them
 
@@ -70,8 +70,9 @@ class AttachedRanks:
         self._came.set()
         self._gone.clear()
         me.put({"kind": "attached"})
-        if self._failure is not None:
-            me.put(self._failure)
+        for event in (self._failure, self._signal):
+            if event is not None:
+                me.put(event)
         return me
 
     def remove(self, gone: AttachedRank) -> bool:
@@ -113,7 +114,7 @@ class AttachedRanks:
         self.incarnation = incarnation
         self._failure = None
         self._failed.clear()
-        self._has_signal = False
+        self._signal = None
         self._farewells.clear()
         unseen = list(self._ranks)
         self._ranks.clear()
@@ -135,13 +136,13 @@ class AttachedRanks:
         torchrun, too, ends what is left of failed ranks by a signal: that concerns neither them nor
         those that it starts in their place.
         """
-        if self._has_signal or self.has_failed or incarnation != self.incarnation:
+        if self._signal is not None or self.has_failed or incarnation != self.incarnation:
             return
-        self._has_signal = True
+        self._signal = {"kind": "signal", "number": number}
         name = signal.Signals(number).name
         logger.info("%s got %s: all ranks are to stop", receiver, name)
         for rank in self._ranks.values():
-            rank.put({"kind": "signal", "number": number})
+            rank.put(self._signal)
 
     async def await_failure(self, limit_s: float) -> None:
         """Until the job is lost, or the time is over."""

@@ -2,10 +2,9 @@
 
 `scancel`, the end of a container and `kill` on a process group send their signal to every process
 of a job. Such a stop is the ranks' business: they end at a step boundary, with a checkpoint, for
-which they need the actors. Nothing is restarted meanwhile, and nothing counts as a failure. The
-same signal to one actor alone is that actor's failure.
+which they need the actors. The same signal to one actor alone is that actor's failure.
 
-    actor gets SIGTERM ──▶ it goes on, and reports the signal to its supervisor
+    actor gets SIGTERM ──▶ it keeps serving, and reports the signal to its supervisor
         ├─ a rank, supervisor or guardian gets one within STOP_WINDOW_S ──▶ a stop of the job
         └─ none of them does ──▶ the actor is ended, and replaced under its restart policy
 """
@@ -19,8 +18,8 @@ from typing import Final
 from umbra.runtime.first_of import first_of
 
 STOP_WINDOW_S: Final = 1.0
-"""Between the first and the last process that one stop reaches. Longer delays the restart of an
-actor that was signalled alone; shorter takes a stop that arrives slowly for many failures."""
+"""Longest time between the first and the last process receiving the same stop. Longer delays the
+restart of an actor that was signalled alone; shorter takes a slow stop for many failures."""
 
 
 class JobStop:
@@ -30,10 +29,6 @@ class JobStop:
         self._requested = asyncio.Event()
         self._absent = asyncio.Event()
         self._absent.set()
-
-    @property
-    def is_requested(self) -> bool:
-        return self._requested.is_set()
 
     def request(self) -> None:
         """A stop signal reached a rank, the supervisor or the guardian."""
@@ -45,14 +40,16 @@ class JobStop:
         self._requested.clear()
         self._absent.set()
 
-    async def outlast(self, own_stop: asyncio.Event, *, window_s: float) -> None:
-        """Returns when no stop of the job is under way, or `own_stop` is set.
+    async def settle(self, own_stop: asyncio.Event) -> None:
+        """After a signal to an actor: returns when it is known whether it is a stop of the job.
 
         Args:
-            own_stop: umbra asks this actor to end, as it does at the end of each stop.
-            window_s: how long a stop may still arrive that began with a signal to this actor.
+            own_stop: umbra asks the actor to end, as it does at the end of each stop.
         """
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(window_s):
+            async with asyncio.timeout(STOP_WINDOW_S):
                 await first_of(self._requested, own_stop)
+
+    async def outlast(self, own_stop: asyncio.Event) -> None:
+        """Returns when no stop of the job is under way, or `own_stop` is set."""
         await first_of(self._absent, own_stop)

@@ -6,7 +6,7 @@
     any ──stop()──▶ STOPPED
 
 Every end but that by `stop()` is a failure, whatever the exit status. While the whole job is being
-stopped (`umbra.runtime.job_stop`) the policy is not asked: the actor waits for its own `stop()`.
+stopped (`umbra.runtime.job_stop`) no engine is started, but what a checkpoint needs is.
 
 `has_run` tells whether it ever served, `ended` is set once it has ended for good.
 """
@@ -33,7 +33,7 @@ from umbra.runtime.environment import ACTOR_VARIABLE, without_rank
 from umbra.runtime.errors import ActorDied, DeadlineExceeded, UmbraError
 from umbra.runtime.first_of import first_of
 from umbra.runtime.gpu_shortage import GpuShortages, read_gpu_memory
-from umbra.runtime.job_stop import STOP_WINDOW_S, JobStop
+from umbra.runtime.job_stop import JobStop
 from umbra.runtime.process.child import ChildProcess
 from umbra.runtime.process.descendants import is_dying, process_stat
 from umbra.runtime.process.exit_status import ExitStatus
@@ -129,7 +129,8 @@ class SupervisedActor:
         self._kill_reason = ""
         self._was_killed = False  # from outside, before it was up
         self._stop = asyncio.Event()
-        self._got_signal = asyncio.Event()  # this incarnation, and it is not known yet who else
+        # This incarnation got a stop signal; whether the whole job did is not yet known.
+        self._got_signal = asyncio.Event()
         self._changed = asyncio.Condition()
         self._child: ChildProcess | None = None
         self._tree_pids: list[int] = []  # of the last incarnation, as last looked at
@@ -155,11 +156,11 @@ class SupervisedActor:
             self._child.kill()
 
     def signalled(self, incarnation: int) -> bool:
-        """The actor has got a stop signal. Returns whether it is to end at once.
+        """The actor has got a stop signal. Returns whether it is to end: the signal was ours.
 
         Otherwise it is sent another one when it is to end.
         """
-        if incarnation != self.incarnation or self._stop.is_set():
+        if incarnation != self.incarnation or self._stop.is_set() or self._child is None:
             return True
         self._got_signal.set()
         return False
@@ -199,6 +200,7 @@ class SupervisedActor:
         tracker = RestartTracker(self.spec.restart)
         while True:
             await self._await_leave()
+            await self._await_job_stop()
             if self._stop.is_set():
                 break
             self.incarnation += 1
@@ -213,8 +215,9 @@ class SupervisedActor:
                 )
                 return
             self.has_process = False
-            window_s = STOP_WINDOW_S if self._got_signal.is_set() else 0.0
-            await self._job_stop.outlast(self._stop, window_s=window_s)
+            if self._got_signal.is_set():
+                await self._job_stop.settle(self._stop)
+            await self._await_job_stop()
             if self._stop.is_set():
                 break
             if not self.has_run and not self._was_killed:
@@ -241,6 +244,11 @@ class SupervisedActor:
         gate = self._may_start
         while gate is not None and not gate.is_set() and not self._stop.is_set():
             await first_of(gate, self._stop)
+
+    async def _await_job_stop(self) -> None:
+        """Nothing is generated any more, so an engine waits for the end of a stop."""
+        if self.spec.role == "engine":
+            await self._job_stop.outlast(self._stop)
 
     async def _run_incarnation(self) -> tuple[ExitStatus, str]:
         """One process from spawn to reaped; how it ended, in words with the last log lines."""
@@ -374,7 +382,8 @@ class SupervisedActor:
     async def _await_stop(self) -> None:
         """Until this incarnation is to stop: umbra asks for it, or it alone got a signal."""
         await first_of(self._stop, self._got_signal)
-        await self._job_stop.outlast(self._stop, window_s=STOP_WINDOW_S)
+        await self._job_stop.settle(self._stop)
+        await self._job_stop.outlast(self._stop)
         self._got_signal.clear()
 
     async def _enter(self, state: ActorState) -> None:

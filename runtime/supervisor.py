@@ -23,7 +23,7 @@ from umbra.runtime.actor import ActorSpec
 from umbra.runtime.attached_ranks import AttachedRank, AttachedRanks
 from umbra.runtime.errors import ActorNotFound, ConfigError, DeadlineExceeded, MailboxClosed
 from umbra.runtime.gpu_shortage import RankMemory, read_gpu_memory
-from umbra.runtime.job_stop import JobStop
+from umbra.runtime.job_stop import STOP_WINDOW_S, JobStop
 from umbra.runtime.lifecycle import SleepLevel, Tag
 from umbra.runtime.node_pools import NodePools
 from umbra.runtime.pool_spec import PoolSpec
@@ -64,7 +64,7 @@ class Supervisor:
         )
         self._ranks = AttachedRanks()
         self._job_stop = JobStop()
-        self._ends_with_ranks = False  # a stop signal reached this process
+        self._stopped_at: float | None = None  # a stop signal reached this process
         self._fd_socket = str(node.socket_dir / "fds")
         self._fd_server: FdServer
         self._tasks: asyncio.TaskGroup
@@ -116,6 +116,7 @@ class Supervisor:
         """
         logger.info("the ranks were restarted (incarnation %d)", incarnation)
         self._job_stop.withdraw()
+        self._stopped_at = None
         for rank in self._ranks.start_over(incarnation):
             self._end_syncs_of(rank)
         if self._started_over.is_set():  # else it is under way for ranks that ended again
@@ -163,10 +164,15 @@ class Supervisor:
     def stop_job(self, number: int) -> None:
         """A stop signal reached this process, maybe by way of the guardian.
 
-        The ranks stop as if it had reached them, and the job is over when the last has left.
+        The ranks stop as if it had reached them, and the job is over when the last has left. A
+        second signal, after a moment, does not wait for them.
         """
+        now = time.monotonic()
+        if self._stopped_at is not None and now - self._stopped_at > STOP_WINDOW_S:
+            self.end("the supervisor", "a second signal stopped it before the ranks had left")
+            return
         self._job_stop.request()
-        self._ends_with_ranks = True
+        self._stopped_at = now if self._stopped_at is None else self._stopped_at
         self._ranks.pass_on_signal("the supervisor", self._ranks.incarnation, number)
         if not len(self._ranks):
             self.over.set()
@@ -205,7 +211,7 @@ class Supervisor:
             is_over = not may_restart
         else:
             is_over = self._ranks.num_farewells >= local_world_size
-        if is_over or self._ends_with_ranks:
+        if is_over or self._stopped_at is not None:
             self.over.set()
 
     def _end_syncs_of(self, lost_rank: int) -> None:

@@ -99,6 +99,25 @@ def test_a_signal_to_one_rank_ends_the_sync_that_all_serve_while_they_wait(folde
         check_stopped(run, signal.SIGTERM)
 
 
+def test_signals_that_follow_each_other_leave_the_ranks_what_they_need_to_stop(
+    folder: Path,
+) -> None:
+    """As systemd sends them: SIGTERM, and SIGHUP at once. The ranks are in a step meanwhile."""
+    with held_run(folder, "train.shutdown_grace_s=12") as (run, places):
+        run.wait_for_step(1)
+        hold(run, places, "step")
+        names = ("guardian", "supervisor", "rollouts", "worker-0", "policy-0")
+        pids = [run.pid_of(name) for name in names]
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            for pid in pids:
+                os.kill(pid, number)
+        log = run.run_dir / "logs" / "rollouts.log"
+        run.wait_for("both", lambda: log.read_text().count("stop signal") > 1 or None, 10.0)
+        places.release("step")
+
+        check_stopped(run, signal.SIGTERM)
+
+
 def test_a_run_that_a_signal_to_one_rank_ended_goes_on(folder: Path) -> None:
     with held_run(folder) as (run, places):
         run.wait_for_step(1)
