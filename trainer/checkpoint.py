@@ -4,7 +4,8 @@
                                         and COMPLETE, written last
 
 Each rank writes its own shards. Any number of ranks can read them back. A directory without
-COMPLETE is the rest of an interrupted save; it is never read, and removed by the next save.
+COMPLETE is the rest of an interrupted save; it is never read, and removed by the next save. A save
+that fails removes its own.
 Checkpoints are trusted input: their metadata is a pickle.
 """
 

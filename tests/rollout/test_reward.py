@@ -77,6 +77,16 @@ def test_to_return_a_number_is_advised_where_that_helps(name: str, advice: bool)
     assert ("let it return a number (such as 0.0)" in str(caught.value)) is advice
 
 
+def test_a_full_disk_is_no_fault_of_the_samples() -> None:
+    said = (
+        r"raised OSError: .*No space left.* \(.*user_rewards.py:\d+ in writes_.*\) for samples .*"
+    )
+    with pytest.raises(RewardError, match=said + "; the disk .* is full: free some spac") as caught:
+        score("writes_to_a_full_disk")
+
+    assert "let it return a number" not in str(caught.value)
+
+
 @pytest.mark.parametrize("name", ["wants_answer", "wants_answer_among_others"])
 def test_a_column_that_is_not_there_is_named(name: str) -> None:
     with pytest.raises(RewardError, match=r"takes \['answer'\], which the data set lacks"):

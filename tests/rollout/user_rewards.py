@@ -56,6 +56,12 @@ def raises(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
     raise KeyError("no such answer")
 
 
+def writes_to_a_full_disk(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    with open("/dev/full", "w") as file:
+        file.write("x")
+    return [1.0] * len(prompts)
+
+
 def has_no_prompts(completions: list[str]) -> list[float]:
     return [0.0] * len(completions)
 
