@@ -23,7 +23,7 @@ QUICKSTART_CONFIG := launch/configs/quickstart.toml
 # Tests start hundreds of processes, each of which would compile what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help quickstart drill kills chaos test test-vllm check format lint bench bench-trl install lock clean
+.PHONY: help quickstart drill kills chaos mutants test test-vllm check format lint bench bench-trl install lock clean
 
 help: ## Say what each target does
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -35,8 +35,11 @@ quickstart: $(VENV)/.train assets ## Train a small model by RL on two CPU cores,
 drill: $(VENV)/.train assets ## The same training while engines are killed
 	OMP_NUM_THREADS=1 $(BIN)/python -m umbra.trainer.drill $(QUICKSTART_CONFIG) --run-dir $(RUNS)/drill
 
-chaos: $(VENV)/.train ## 10,000 rollouts while engines are killed and stopped (two minutes)
+chaos: $(VENV)/.train ## 10,000 rollouts while their processes are killed and stopped (two minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos/chaos.py --run-dir $(RUNS)/chaos
+
+mutants: $(VENV)/.train ## Mistakes in copies of umbra, each of which chaos has to catch (three minutes)
+	$(BIN)/python tests/mutants/mutants.py
 
 kills: $(VENV)/.train assets ## Kill the whole job 30 times and resume it each time (five to fifteen minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/kill_quickstart.py $(QUICKSTART_ASSETS) --run-dir $(RUNS)/kills

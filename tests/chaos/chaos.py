@@ -28,7 +28,7 @@ from typing import Any, Final
 
 from chaos_account import Account
 from chaos_oracle import Oracle
-from chaos_plan import ChaosPlan
+from chaos_plan import TRAINING_S, ChaosPlan
 from chaos_saboteur import DeathNotes, Saboteur
 from chaos_world import ChaosWorld, injected_faults
 
@@ -117,8 +117,11 @@ class ChaosRun:
 
     def _train(self, world: ChaosWorld, saboteur: Saboteur) -> None:
         for step, version in enumerate(self._oracle.versions[1:]):
-            self._account.observe(step, world.next_batch(step))
-            with saboteur.in_update(step):
+            batch = world.next_batch(step)
+            with saboteur.during("training", step):
+                self._account.observe(step, batch)
+                time.sleep(TRAINING_S)
+            with saboteur.during("update", step):
                 world.publish(version, step + 1)
             self._num_updates += 1
             saboteur.check()
@@ -148,7 +151,8 @@ class ChaosRun:
         path = self._run_dir / "summary.json"
         path.write_text(json.dumps(summary, indent=2) + "\n")
         for name, value in summary.items():
-            print(f"chaos: {name} {value}")
+            if name != "problems":
+                print(f"chaos: {name} {value}")
         for problem in self.problems:
             print(f"chaos: {problem}", file=sys.stderr)
         verdict = "failed" if self.problems else "passed: every token accounted for"

@@ -34,6 +34,8 @@ VIOLATIONS: Final[Sequence[str]] = (
 
 _SURE: Final = 4
 """Tokens by which a place of a completion is recognised. Fewer are equal by chance."""
+_SURE_AT_END: Final = 2
+"""The last of them is a stop token, whatever was before."""
 
 
 class Account:
@@ -50,7 +52,7 @@ class Account:
         self._oracle = oracle
         self._batches: dict[str, int] = {}  # in which a trajectory came first
         self._examples: dict[str, str] = {}
-        self.counts = Counter(dict.fromkeys(VIOLATIONS, 0))
+        self.counts: Counter[str] = Counter(dict.fromkeys(VIOLATIONS, 0))
         self.ages: Counter[int] = Counter()
         self.num_tokens = 0
         self.num_resumed = 0
@@ -213,9 +215,9 @@ def find_flaw(got: npt.NDArray[np.int32], expected: npt.NDArray[np.int32]) -> Fl
 
 def _is_same_place(left: npt.NDArray[np.int32], right: npt.NDArray[np.int32]) -> bool:
     """Whether both begin alike; near the end, whether they are equal."""
-    if min(len(left), len(right)) < _SURE:
-        return np.array_equal(left, right)
-    return np.array_equal(left[:_SURE], right[:_SURE])
+    if min(len(left), len(right)) >= _SURE:
+        return np.array_equal(left[:_SURE], right[:_SURE])
+    return len(left) in (0, *range(_SURE_AT_END, _SURE)) and np.array_equal(left, right)
 
 
 def num_different(got: npt.NDArray[np.int32], wanted: npt.NDArray[np.int32]) -> int:

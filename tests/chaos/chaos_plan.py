@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,9 +39,16 @@ _ROLES: Final[Sequence[Role]] = (
     "engine",
 )
 """Repeated, each beside the other: their lengths have no common divisor, so all pairs occur."""
-_UPDATE_SHARE: Final = 0.25
-_UPDATE_DELAYS_S: Final = (0.0, 0.02)
-"""From the beginning of a weight update, which takes a bit longer, to a fault in it."""
+Phase = Literal["generation", "training", "update"]
+TRAINING_S: Final = 0.3
+"""Between a batch and the update after it. Shorter: faults in it come too late. Longer: a run takes
+longer."""
+_STEP_PHASES: Final[Sequence[tuple[Phase, float, tuple[float, float]]]] = (
+    ("update", 0.25, (0.0, 0.02)),
+    ("training", 0.15, (0.0, 0.2)),
+)
+"""The share of faults that come in each, and the seconds from its beginning, for it takes a bit
+longer, to a fault in it."""
 _ANY_SHARE: Final = 0.2
 """Of the others: those that may hit a process that starts, or an engine that waits for weights."""
 _LATEST: Final = 0.97
@@ -49,7 +57,7 @@ _LATEST: Final = 0.97
 INJECTED: Final[Sequence[Mapping[str, Any]]] = (
     {"kind": "repeat", "every_tokens": 6_000},
     {"kind": "repeat", "what": "earlier", "every_tokens": 6_000},
-    {"kind": "drop", "what": "run", "every_tokens": 20_000},
+    {"kind": "drop", "what": "run", "every_tokens": 5_000},
     {"kind": "error", "call": "submit", "every_tokens": 20_000},
     {"kind": "error", "call": "deltas", "every_tokens": 60_000},
     {"kind": "error", "call": "load", "every_tokens": 60_000},
@@ -63,16 +71,18 @@ class Fault:
 
     Attributes:
         kind: kill is SIGKILL, stop is SIGSTOP for good, pause is SIGSTOP and later SIGCONT.
-        after_finished: trajectories that are finished by then; where `update` is not given.
-        update: the weight update in which it comes, `delay_s` after its beginning.
+        phase: while the ranks wait for a batch, train on it, or publish the weights after it.
+        after_finished: trajectories that are finished by then; in generation.
+        step: in whose training or update it comes, `delay_s` after its beginning.
         lasts_s: of a pause.
         hits_any: also a process that is not at work, but starts, or waits for weights.
     """
 
     kind: FaultKind
     role: Role = "engine"
+    phase: Phase = "generation"
     after_finished: int = 0
-    update: int | None = None
+    step: int = 0
     delay_s: float = 0.0
     lasts_s: float = 0.0
     hits_any: bool = False
@@ -153,25 +163,29 @@ class ChaosPlan:
         return versions
 
     def faults(self) -> list[Fault]:
-        """In the order in which they are due; those in updates come first."""
+        """Those in updates, those in trainings, and the others in the order in which they come."""
         rng = self.rng("faults")
         hits: list[tuple[FaultKind, Role]] = [
             (_KINDS[idx % len(_KINDS)], _ROLES[idx % len(_ROLES)]) for idx in range(self.num_faults)
         ]
         rng.shuffle(hits)
-        num_in_updates = round(_UPDATE_SHARE * self.num_faults)
-        faults = [
-            Fault(
-                kind=kind,
-                role=role,
-                update=rng.randrange(self.num_updates),
-                delay_s=rng.uniform(*_UPDATE_DELAYS_S),
-                lasts_s=rng.uniform(*_PAUSES_S),
-            )
-            for kind, role in hits[:num_in_updates]
-        ]
+        todo = iter(hits)
+        faults: list[Fault] = []
+        for phase, share, delays_s in _STEP_PHASES:
+            faults += [
+                Fault(
+                    kind=kind,
+                    role=role,
+                    phase=phase,
+                    step=rng.randrange(self.num_updates),
+                    delay_s=rng.uniform(*delays_s),
+                    lasts_s=rng.uniform(*_PAUSES_S),
+                )
+                for kind, role in itertools.islice(todo, round(share * self.num_faults))
+            ]
         latest = int(_LATEST * self.num_trajectories)
-        points = sorted(rng.randrange(latest) for _ in hits[num_in_updates:])
+        rest = list(todo)
+        points = sorted(rng.randrange(latest) for _ in rest)
         return faults + [
             Fault(
                 kind=kind,
@@ -180,7 +194,7 @@ class ChaosPlan:
                 lasts_s=rng.uniform(*_PAUSES_S),
                 hits_any=rng.random() < _ANY_SHARE,
             )
-            for (kind, role), point in zip(hits[num_in_updates:], points, strict=True)
+            for (kind, role), point in zip(rest, points, strict=True)
         ]
 
     def rng(self, what: str) -> random.Random:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
 
-from chaos_plan import POOL, Fault, FaultKind, Role
+from chaos_plan import POOL, Fault, FaultKind, Phase, Role
 from chaos_victim import Victim
 
 from umbra.runtime.errors import UmbraError
@@ -118,11 +118,11 @@ class Saboteur:
         self.continued: list[str] = []
         self._session = session
         self._victims = dict(victims)
-        self._by_progress = [fault for fault in faults if fault.update is None]
-        self._by_update: dict[int, list[Fault]] = {}
+        self._by_progress = [fault for fault in faults if fault.phase == "generation"]
+        self._by_step: dict[tuple[Phase, int], list[Fault]] = {}
         for fault in faults:
-            if fault.update is not None:
-                self._by_update.setdefault(fault.update, []).append(fault)
+            if fault.phase != "generation":
+                self._by_step.setdefault((fault.phase, fault.step), []).append(fault)
         self._rng = rng
         self._num_finished = num_finished
         self._is_over = threading.Event()
@@ -158,12 +158,12 @@ class Saboteur:
             future.result()
 
     @contextmanager
-    def in_update(self, update: int) -> Generator[None]:
-        """The block is that weight update."""
+    def during(self, phase: Phase, step: int) -> Generator[None]:
+        """The block is the training or the weight update of that step."""
         is_under_way = threading.Event()
         is_under_way.set()
-        for fault in self._by_update.pop(update, []):
-            task = self._executor.submit(self._strike_in_update, fault, is_under_way)
+        for fault in self._by_step.pop((phase, step), []):
+            task = self._executor.submit(self._strike_during, fault, is_under_way)
             self._futures.append(task)
         try:
             yield
@@ -179,10 +179,11 @@ class Saboteur:
                     return
             self._futures.append(self._executor.submit(self._strike, fault))
 
-    def _strike_in_update(self, fault: Fault, is_under_way: threading.Event) -> None:
-        """As soon as an engine takes part; somewhere else where the update is too quick."""
+    def _strike_during(self, fault: Fault, is_under_way: threading.Event) -> None:
+        """As soon as somebody can be hit there; elsewhere where all is too quick."""
         self._is_over.wait(fault.delay_s)
-        states = _IN_UPDATE if fault.role == "engine" else _AT_WORK
+        is_updated = fault.phase == "update" and fault.role == "engine"
+        states = _IN_UPDATE if is_updated else _AT_WORK
         while is_under_way.is_set():
             if self._try_to_strike(fault, states):
                 return

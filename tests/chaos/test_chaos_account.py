@@ -255,6 +255,7 @@ def test_the_report_names_the_token_whose_logprob_another_one_has() -> None:
         ([1, 2, 3, 4, 5, 6, 7, 8, 8], ("repeated_tokens", 8, 1)),
         ([1, 2, 9, 9, 9, 9, 9, 9], ("wrong_tokens", 2, 6)),
         ([1, 2, 3, 4, 5, 9, 7, 8], ("wrong_tokens", 5, 1)),
+        ([1, 2, 9, 8], ("wrong_tokens", 2, 6)),
         ([], ("lost_tokens", 0, 8)),
     ],
 )
@@ -364,10 +365,10 @@ def test_a_plan_has_as_many_faults_as_asked_for_of_every_kind() -> None:
     roles = Counter((fault.role, fault.kind) for fault in faults)
     assert [roles[role, "kill"] for role in ROLES] == [35, 8, 7]
     assert all(roles[role, kind] >= 3 for role in ROLES for kind in KINDS)
-    in_updates = [fault for fault in faults if fault.update is not None]
-    assert len(in_updates) == 25
-    assert {fault.update for fault in in_updates} <= set(range(plan.num_updates))
-    points = [fault.after_finished for fault in faults if fault.update is None]
+    phases = Counter(fault.phase for fault in faults)
+    assert phases == {"update": 25, "training": 15, "generation": 60}
+    assert {fault.step for fault in faults} <= set(range(plan.num_updates))
+    points = [fault.after_finished for fault in faults if fault.phase == "generation"]
     assert points == sorted(points)
     assert points[-1] < plan.num_trajectories
 

@@ -89,7 +89,7 @@ def test_faults_are_counted_once_they_are_seen(umbra_session_factory: SessionFac
     faults = [
         Fault(kind="pause", after_finished=1, lasts_s=0.2, hits_any=True),
         Fault(kind="kill", after_finished=2, hits_any=True),
-        Fault(kind="stop", update=0, hits_any=True),
+        Fault(kind="stop", phase="update", hits_any=True),
     ]
     num_replaced = 0
 
@@ -99,7 +99,7 @@ def test_faults_are_counted_once_they_are_seen(umbra_session_factory: SessionFac
     saboteur = Saboteur(session, {f"{POOL}-0": "engine"}, faults, random.Random(1), num_finished)
 
     with saboteur:
-        with saboteur.in_update(0):
+        with saboteur.during("update", 0):
             session.supervisor_call("resolve", f"{POOL}-0", DEADLINE_S, 1)  # its successor
             num_replaced = 1
         saboteur.finish()
