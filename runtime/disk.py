@@ -73,7 +73,7 @@ def os_error_behind(error: BaseException) -> OSError | None:
     seen: BaseException | None = error
     while seen is not None:
         number = seen.errno if isinstance(seen, OSError) else _number_in(str(seen))
-        if number in _KNOWN:
+        if number is not None and number in _KNOWN:
             return OSError(number, os.strerror(number))
         seen = seen.__cause__ or seen.__context__
     return None

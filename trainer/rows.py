@@ -114,7 +114,8 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def _python_rows(batch: Any, path: Path, num_before: int) -> list[dict[str, Any]]:
     """Raises DataError with row and column of a value that Python cannot hold."""
     try:
-        return batch.to_pylist()
+        rows: list[dict[str, Any]] = batch.to_pylist()
+        return rows
     except (ValueError, OverflowError):  # a date beyond Python's, nanoseconds, broken UTF-8
         for idx in range(batch.num_rows):
             for name, column in zip(batch.schema.names, batch.columns, strict=True):

@@ -54,9 +54,9 @@ def check_models(config: TrainerConfig | ServeConfig, only: str = "") -> None:
     for name, pool in config.pools.items():
         if only in ("", f"pools.{name}"):
             pools[f"pools.{name}"] = pool, further_model_config(name, pool)
-    for section, (pool, model) in pools.items():
-        if _is_embedded(pool):
-            _check_embedded(section, pool, model)
+    for section, (served, model) in pools.items():
+        if _is_embedded(served):
+            _check_embedded(section, served, model)
 
 
 def _is_embedded(pool: PoolSection | FurtherPoolSection) -> bool:
