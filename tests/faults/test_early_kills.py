@@ -12,13 +12,13 @@ from whole_runs import GONE_WITHIN_S, start_run
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
 
-# In seconds after the first rank is there. A rank binds itself to the agent in the first tenth, has
-# a supervisor after half a second and an actor after a whole one; the trainer takes twice that.
+# In seconds after the first rank is there. Ranks bind themselves to the agent first, and then start
+# guardian and supervisor. The small job's actor starts at once, the trainer's load torch before.
 _OF_A_SMALL_JOB = (
     *(0.0, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2),
     *(0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 1.0, 1.25, 1.5),
 )
-_OF_THE_TRAINER = (0.0, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0)
+_OF_THE_TRAINER = (0.0, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 7.0)
 
 
 @pytest.mark.parametrize(
