@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -11,6 +11,7 @@ from umbra.runtime.errors import DataError
 
 # Longest context assumed where the config names none: an engine's KV cache grows with it.
 _DEFAULT_CONTEXT_LEN: Final = 4096
+_MAX_CHARACTER_NBYTES: Final = 4  # in UTF-8
 
 
 class PromptTokenizer:
@@ -46,6 +47,17 @@ class PromptTokenizer:
     @property
     def eos_token_id(self) -> int | None:
         return cast("int | None", self._tokenizer.eos_token_id)
+
+    @property
+    def max_token_nbytes(self) -> int:
+        """How many bytes of UTF-8 one token stands for at most.
+
+        That is the longest entry of the vocabulary, whose alphabet may take more bytes than the
+        text, never fewer; an unknown character takes four. More may be behind a token only where a
+        tokenizer shortens the text, leaves out spaces, or has one token for any unknown word.
+        """
+        entries: Iterable[str] = self._tokenizer.get_vocab()
+        return max(_MAX_CHARACTER_NBYTES, *(len(entry.encode()) for entry in entries))
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a plain prompt, with the special tokens that the tokenizer itself adds."""

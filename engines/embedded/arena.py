@@ -7,7 +7,6 @@ so every view, and every plan made of views, is good again after `restore()`.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
 import mmap
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from umbra.runtime.errors import ConfigError
-from umbra.runtime.weights.pages import populate_range
+from umbra.runtime.weights.pages import populate_range, trim_heap
 
 
 class Arena:
@@ -80,12 +79,3 @@ class Arena:
             self.data.untyped_storage().resize_(self.size_nbytes)
             self.data.zero_()
         self.is_resident = True
-
-
-def trim_heap() -> None:
-    """Gives freed heap pages back to the operating system where the C library can (glibc)."""
-    try:
-        trim = ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError):
-        return
-    trim(0)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from umbra.engines.deltas import DeltaBatch
-from umbra.engines.embedded.arena import trim_heap
 from umbra.engines.embedded.config import load_model_config
 from umbra.engines.embedded.core import EngineCore
 from umbra.engines.embedded.loading import load_checkpoint, parse_dtype
@@ -31,6 +30,7 @@ from umbra.engines.requests import parse_request
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.lifecycle import SleepLevel, Tag
 from umbra.runtime.weights.cuda_ipc import probe_import
+from umbra.runtime.weights.pages import trim_heap
 from umbra.runtime.weights.receive import WeightReceiver
 
 

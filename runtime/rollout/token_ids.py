@@ -56,7 +56,7 @@ def _as_array(tokens: Sequence[int] | NDArray[Any]) -> NDArray[Any] | None:
     if isinstance(tokens, np.ndarray):
         return tokens
     given = cast("list[object]", list(tokens))
-    if not all(isinstance(token, int | np.integer) for token in given):
+    if not all(issubclass(kind, int | np.integer) for kind in set(map(type, given))):
         return None
     try:
         return np.asarray(given, np.int64)

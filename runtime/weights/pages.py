@@ -1,4 +1,4 @@
-"""Making memory present before it is copied to.
+"""Making memory present before it is copied to, and giving back what is free.
 
 The first write to a fresh page traps into the kernel, which finds and zeroes it: on a virtual
 machine a copy to 512 MB of fresh memory took 1290 ms, to the same memory again 54 ms.
@@ -40,3 +40,10 @@ def populate_range(address: int, nbytes: int) -> None:
     if length > 0:
         _libc.madvise(start, length, mmap.MADV_HUGEPAGE)
         _libc.madvise(start, length, _MADV_POPULATE_WRITE)
+
+
+def trim_heap() -> None:
+    """Gives freed heap pages back to the operating system where the C library can (glibc)."""
+    trim = getattr(_libc, "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ class Server:
         path: str,
         body: object = None,
         *,
-        headers: dict[str, str] | None = None,
+        headers: Mapping[str, str | bytes] | None = None,
         raw: bytes | None = None,
     ) -> tuple[int, Any]:
         """Status and JSON of an answer; POST where there is a body."""
@@ -74,9 +74,11 @@ class Server:
             connection.close()
 
     @contextmanager
-    def asking(self, path: str, body: dict[str, Any]) -> Generator[None]:
+    def asking(
+        self, path: str, body: object = None, *, raw: bytes | None = None
+    ) -> Generator[None]:
         """Asks and waits for no answer; leaving the block hangs up."""
-        connection = self._send(path, body, None, None)
+        connection = self._send(path, body, None, raw)
         try:
             yield
         finally:
@@ -90,7 +92,7 @@ class Server:
         return chunks
 
     def _send(
-        self, path: str, body: object, headers: dict[str, str] | None, raw: bytes | None
+        self, path: str, body: object, headers: Mapping[str, str | bytes] | None, raw: bytes | None
     ) -> http.client.HTTPConnection:
         data = json.dumps(body).encode() if body is not None else raw
         connection = http.client.HTTPConnection(self.host, self.port, timeout=_ANSWER_LIMIT_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -107,6 +108,16 @@ def test_a_stop_is_held_back_only_while_it_may_come() -> None:
     assert scanner.is_stopped
 
 
+def test_stops_that_almost_come_for_long_cost_little_time() -> None:
+    scanner = StopScanner(["\n" * 1000 + str(idx) for idx in range(16)])
+    began_s = time.process_time()
+
+    shown = "".join(scanner.add("\n") for _ in range(2000))
+
+    assert shown + scanner.close() == "\n" * 2000
+    assert time.process_time() - began_s < 1.0
+
+
 def test_null_and_neutral_values_are_as_if_they_were_not_there() -> None:
     body = {"prompt": "x", "stop": None, "top_p": 1, "top_k": -1, "user": "me", "n": 2}
 
@@ -130,6 +141,10 @@ def test_prompts_are_texts_or_tokens_one_or_several() -> None:
         ({"temperature": "1"}, "temperature"),
         ({"stop": ""}, "stop"),
         ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": ["x" * 1025]}, "stop"),
+        ({"stop_token_ids": [1] * 1025}, "stop_token_ids"),
+        ({"messages": [{"role": "user"}] * 16_385}, "messages"),
+        ({"logit_bias": {"1": [1] * 100_000}}, "logit_bias"),
         ({"n": 129}, "n"),
         ({"seed": -1}, "seed"),
         ({"top_logprobs": 3}, "top_logprobs"),
@@ -145,3 +160,4 @@ def test_a_wrong_parameter_is_named(changes: dict[str, Any], param: str) -> None
         parse_body(body, ChatRequest)
 
     assert (caught.value.status, caught.value.param) == (400, param)
+    assert len(str(caught.value)) < 300

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import hmac
 import json
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+import os
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
 from typing import Any, Final, Self
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+from pydantic_core import from_json
 
 from umbra.runtime.actor import actor_context, idempotent
 from umbra.runtime.errors import ConfigError
@@ -28,7 +32,10 @@ from umbra.trainer.serving.served_pool import Job, ServedPool, ServedPoolConfig
 logger = logging.getLogger(__name__)
 
 _MAX_BODY_NBYTES: Final = 8 << 20
-"""Longer than any context; a larger one would keep the tokenizer busy for seconds."""
+"""Hundreds of prompts at once. The event loop does nothing else while it parses one."""
+_MAX_HELD_NBYTES: Final = 512 << 20
+"""Of the bodies of all requests under way. More memory is never asked for by waiting requests; less
+would refuse what an evaluation harness sends at once."""
 _SHUTDOWN_S: Final = 1.0
 """For answers under way when the server ends to tell their clients. Below the actor's grace."""
 
@@ -58,8 +65,10 @@ class HttpFront:
         self._stack = contextlib.AsyncExitStack()
         self._is_ending = False
         self._under_way: set[asyncio.Timeout] = set()  # answers
+        self._held_nbytes = 0  # of bodies
 
     async def __aenter__(self) -> Self:
+        logging.getLogger("aiohttp.server").addFilter(_is_worth_logging)
         async with contextlib.AsyncExitStack() as stack:
             for pool in self._pools:
                 await stack.enter_async_context(pool.text)
@@ -74,7 +83,11 @@ class HttpFront:
                 ]
             )
             runner = web.AppRunner(
-                app, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_S, access_log=None
+                app,
+                handler_cancellation=True,
+                shutdown_timeout=_SHUTDOWN_S,
+                access_log=None,
+                auto_decompress=False,  # on the event loop, and of GiB that a client packs into MiB
             )
             stack.push_async_callback(runner.cleanup)
             await runner.setup()
@@ -112,16 +125,19 @@ class HttpFront:
             self._check_key(request)
             return await handler(request)
         except web.HTTPException as error:
-            told = ApiError(error.status, f"{request.method} {request.path}: {error.reason}")
+            reason = f"{request.method} {request.path}: {error.reason}"
+            return _error_response(ApiError(error.status, reason))
         except Exception as error:  # noqa: BLE001 -- whatever it is, the client is to be answered
-            told = _told(error)
-        return web.json_response(told.body, status=told.status)
+            # No local variable has the error: frame and traceback would keep each other, and with
+            # them what the request had, until the garbage collector comes by.
+            return _error_response(_told(error))
 
     def _check_key(self, request: web.Request) -> None:
         if not self._api_key or request.path == "/health":
             return
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), self._api_key.encode()):
+        # aiohttp keeps bytes that are no UTF-8 as lone surrogates, as Python does with arguments
+        if not hmac.compare_digest(os.fsencode(given), os.fsencode(self._api_key)):
             raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
 
     async def _health(self, request: web.Request) -> web.Response:
@@ -137,10 +153,33 @@ class HttpFront:
         return web.json_response(self._endpoints.model(request.match_info["name"]))
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, await self._endpoints.completion(await _body(request)))
+        return await self._respond(request, self._endpoints.completion)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, await self._endpoints.chat(await _body(request)))
+        return await self._respond(request, self._endpoints.chat)
+
+    async def _respond(
+        self, request: web.Request, check: Callable[[object], Awaitable[Job]]
+    ) -> web.StreamResponse:
+        with self._holding(await _body(request)) as body:
+            async with self._until_the_end():
+                job = await check(_parsed(body))
+            return await self._answer(request, job)
+
+    @contextlib.contextmanager
+    def _holding(self, body: bytes) -> Generator[bytes]:
+        """A request is under way within. Raises ApiError where those that are take too much."""
+        if self._held_nbytes + len(body) > _MAX_HELD_NBYTES:
+            raise ApiError(
+                429,
+                f"a request of {len(body)} bytes is too large now: those under way have "
+                f"{self._held_nbytes} of at most {_MAX_HELD_NBYTES}; try again later",
+            )
+        self._held_nbytes += len(body)
+        try:
+            yield body
+        finally:
+            self._held_nbytes -= len(body)
 
     async def _answer(self, request: web.Request, job: Job) -> web.StreamResponse:
         if not job.is_stream:
@@ -171,7 +210,7 @@ class HttpFront:
 
     @contextlib.asynccontextmanager
     async def _until_the_end(self) -> AsyncGenerator[None]:
-        """An answer is made within. Raises ApiError where the server ends before it is complete."""
+        """A part of an answer is made within. Raises ApiError where the server ends before that."""
         answer = asyncio.timeout(0.0 if self._is_ending else None)
         try:
             async with answer:
@@ -185,6 +224,10 @@ class HttpFront:
             self._under_way.discard(answer)
 
 
+def _error_response(error: ApiError) -> web.Response:
+    return web.json_response(error.body, status=error.status)
+
+
 def _told(error: Exception) -> ApiError:
     """What the client learns of an error."""
     told = as_api_error(first_leaf(error))
@@ -192,6 +235,11 @@ def _told(error: Exception) -> ApiError:
         logger.error("a request failed", exc_info=error)
         return ApiError(500, "an error of the server's own; see its log")
     return told
+
+
+def _is_worth_logging(record: logging.LogRecord) -> bool:
+    """Whoever sends what is no HTTP is told so; a stack trace for each would fill the disk."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
 
 
 async def _listen(runner: web.AppRunner, host: str, port: int) -> None:
@@ -204,16 +252,25 @@ async def _listen(runner: web.AppRunner, host: str, port: int) -> None:
         ) from error
 
 
-async def _body(request: web.Request) -> object:
+async def _body(request: web.Request) -> bytes:
     # Also what keeps a web page that its user visits from sending requests here unasked.
     if request.content_type != "application/json":
         raise ApiError(415, "send JSON, with the header Content-Type: application/json")
+    encoding = request.headers.get("Content-Encoding", "identity")
+    if encoding != "identity":
+        raise ApiError(415, f"the body's Content-Encoding is {encoding!r}: send it uncompressed")
+    return await request.read()
+
+
+def _parsed(body: bytes) -> object:
+    gc.disable()  # millions of small lists would set it off again and again: 1 s for 8 MiB of them
     try:
-        body = await request.json()
-        json.dumps(body, ensure_ascii=False).encode()  # fails where a text is no Unicode
-    except (ValueError, RecursionError) as error:
+        # Unlike json.loads, it refuses lone surrogates, and what is nested too deep to be shown.
+        return from_json(body, allow_inf_nan=False, cache_strings="none")
+    except ValueError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}") from None
-    return body
+    finally:
+        gc.enable()
 
 
 def _event(body: Mapping[str, Any]) -> bytes:

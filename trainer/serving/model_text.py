@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from umbra.runtime.rollout.text import TextCodec
+from umbra.runtime.weights.pages import trim_heap
 from umbra.trainer.tokenizer import PromptTokenizer, stop_token_ids
+
+_LONG_TEXT_LEN: Final = 1 << 16
+"""Characters. A thread tokenises fewer in some 50 ms, which is how long a short prompt may wait for
+another one; below a few thousand, most of them would be long."""
 
 
 class ModelText:
     """Prompts become the same tokens, and tokens the same text, as in training.
 
-    An async context manager; owns the one thread that tokenises: a long prompt takes a while, and
-    the tokenizer is not to be used by two at a time.
+    An async context manager; owns two threads that tokenise. Long texts have one of their own, in
+    which they wait for each other, so that a short one never waits for a long one.
 
     Args:
         extra_stop_ids: end a completion, besides the model's own end-of-text tokens.
+
+    Attributes:
+        max_token_nbytes: see `PromptTokenizer`.
 
     Raises (on construction):
         DataError: see `PromptTokenizer` and `stop_token_ids`.
@@ -31,36 +39,54 @@ class ModelText:
         self._tokenizer = PromptTokenizer(model_path, trust_remote_code=trust_remote_code)
         self._codec = TextCodec.open(str(model_path))
         self.stop_token_ids = stop_token_ids(model_path, self._tokenizer, extra_stop_ids)
+        self.max_token_nbytes = self._tokenizer.max_token_nbytes
         self.decode = self._codec.decode
-        self._thread = ThreadPoolExecutor(1, "tokenizer")
+        self._short = ThreadPoolExecutor(1, "tokenizer")
+        self._long = ThreadPoolExecutor(1, "tokenizer-long")
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        for thread in (self._short, self._long):
+            thread.shutdown(wait=False, cancel_futures=True)
 
     async def encode(self, text: str) -> list[int]:
         """Tokens of a plain prompt."""
+        return await self._tokenize(self.encode_now, text)
+
+    async def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> str:
+        """The text of a conversation up to where the assistant answers; raises DataError."""
         return await asyncio.get_running_loop().run_in_executor(
-            self._thread, self._tokenizer.encode, text
+            self._short, self._tokenizer.render_chat, messages, variables
         )
 
-    async def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
-    ) -> list[int]:
-        """Tokens of a conversation up to where the assistant answers; raises DataError."""
-        return await asyncio.get_running_loop().run_in_executor(
-            self._thread, self.encode_chat_now, messages, variables
-        )
+    async def encode_rendered(self, text: str) -> list[int]:
+        """Tokens of a rendered conversation."""
+        return await self._tokenize(self._tokenizer.encode_rendered, text)
 
     def encode_chat_now(
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
     ) -> list[int]:
-        """The same, in the caller's own thread."""
+        """Both of these in the caller's own thread."""
         rendered = self._tokenizer.render_chat(messages, variables)
         return self._tokenizer.encode_rendered(rendered)
 
     def encode_now(self, text: str) -> list[int]:
         """`encode` in the caller's own thread."""
         return self._tokenizer.encode(text)
+
+    async def _tokenize(self, encode: Callable[[str], list[int]], text: str) -> list[int]:
+        loop = asyncio.get_running_loop()
+        if len(text) < _LONG_TEXT_LEN:
+            return await loop.run_in_executor(self._short, encode, text)
+        return await loop.run_in_executor(self._long, _encode_and_trim, encode, text)
+
+
+def _encode_and_trim(encode: Callable[[str], list[int]], text: str) -> list[int]:
+    try:
+        return encode(text)
+    finally:
+        trim_heap()  # the tokenizer takes some hundred bytes for each of the text

@@ -5,6 +5,7 @@ What would change the answer and is not possible here is refused, never dropped 
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, TypeVar, cast
 
@@ -14,7 +15,11 @@ from umbra.trainer.serving.api_error import ApiError
 
 _MAX_CHOICES: Final = 128
 _MAX_PROMPTS: Final = 256
+_MAX_MESSAGES: Final = 16_384
 _MAX_STOPS: Final = 16
+_MAX_STOP_LEN: Final = 1024
+"""Characters. Each token's text is compared with every beginning of a longer stop."""
+_MAX_STOP_TOKENS: Final = 1024
 _COMPLETION_TOKENS: Final = 16
 """What `max_tokens` of a completion is in the OpenAI API where the client does not say."""
 
@@ -53,14 +58,15 @@ _NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "add_generation_prompt": (True,),
 }
 _FORMS: Final[Mapping[str, str]] = {
-    "prompt": "a text or a list of token ids, or a list of these",
-    "stop": f"a text or a list of up to {_MAX_STOPS}, none of them empty",
-    "stop_token_ids": "a list of token ids",
+    "prompt": f"a text or a list of token ids, or a list of up to {_MAX_PROMPTS} of these",
+    "stop": f"a text or a list of up to {_MAX_STOPS}, each of 1 to {_MAX_STOP_LEN} characters",
+    "stop_token_ids": f"a list of up to {_MAX_STOP_TOKENS} token ids",
 }
 _WHOLE_DISTRIBUTION: Final = frozenset({"top_p", "top_k", "min_p", "typical_p"})
 
-Text = Annotated[str, Field(min_length=1)]
-TokenIds = list[int]
+Stop = Annotated[str, Field(min_length=1, max_length=_MAX_STOP_LEN)]
+# Checked up to the first wrong item: a body may have millions, and each error takes memory.
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
 
 
 class StreamOptions(BaseModel):
@@ -80,8 +86,8 @@ class SamplingRequest(BaseModel):
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=_MAX_CHOICES)] = 1
     temperature: Annotated[float, Field(ge=0)] = 1.0
-    stop: Text | Annotated[list[Text], Field(max_length=_MAX_STOPS)] = []
-    stop_token_ids: TokenIds = []
+    stop: Stop | Annotated[list[Stop], Field(max_length=_MAX_STOPS, fail_fast=True)] = []
+    stop_token_ids: Annotated[list[int], Field(max_length=_MAX_STOP_TOKENS, fail_fast=True)] = []
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
@@ -94,7 +100,12 @@ class SamplingRequest(BaseModel):
 class CompletionRequest(SamplingRequest):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | TokenIds | list[TokenIds]
+    prompt: (
+        str
+        | Annotated[list[str], Field(max_length=_MAX_PROMPTS, fail_fast=True)]
+        | TokenIds
+        | Annotated[list[TokenIds], Field(max_length=_MAX_PROMPTS, fail_fast=True)]
+    )
     max_tokens: Annotated[int, Field(ge=1)] = _COMPLETION_TOKENS
     # 1 asks for the best alternative too, which is not known: see docs/serving.md
     logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
@@ -108,10 +119,6 @@ class CompletionRequest(SamplingRequest):
             raise ApiError(400, "prompt is empty", param="prompt")
         if isinstance(self.prompt[0], int):
             return [cast("list[int]", self.prompt)]
-        if len(self.prompt) > _MAX_PROMPTS:
-            raise ApiError(
-                400, f"prompt holds {len(self.prompt)}, at most {_MAX_PROMPTS}", param="prompt"
-            )
         return list(cast("list[str | list[int]]", self.prompt))
 
     @property
@@ -122,7 +129,9 @@ class CompletionRequest(SamplingRequest):
 class ChatRequest(SamplingRequest):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    messages: Annotated[
+        list[dict[str, Any]], Field(min_length=1, max_length=_MAX_MESSAGES, fail_fast=True)
+    ]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
@@ -177,7 +186,8 @@ def _check_neutral(name: str, value: object) -> None:
     if name in _WHOLE_DISTRIBUTION:
         why = ": tokens are drawn from the model's whole distribution, as in training"
     only = " or ".join(repr(known) for known in allowed)
-    raise ApiError(400, f"{name} {value!r} is not supported, only {only}{why}", param=name)
+    given = reprlib.repr(value)  # not all of it: it may be millions of numbers
+    raise ApiError(400, f"{name} {given} is not supported, only {only}{why}", param=name)
 
 
 def _worded(error: ValidationError) -> ApiError:

@@ -115,6 +115,8 @@ class ServedPool:
 
     async def completion(self, request: CompletionRequest) -> Job:
         """Raises ApiError."""
+        for prompt in request.prompts:
+            self._check_size(prompt, "prompt")
         vocab_size = self.generator.vocab_size
         prompts = [
             await self.text.encode(prompt)
@@ -127,11 +129,20 @@ class ServedPool:
 
     async def chat(self, request: ChatRequest) -> Job:
         """Raises ApiError."""
+        if "chat_template" in request.chat_template_kwargs:  # a program, which may never end
+            raise ApiError(
+                400,
+                "chat_template_kwargs has 'chat_template', but chats are rendered by the model's "
+                "own: leave it out, or render the chat yourself and send it to /v1/completions",
+                param="chat_template_kwargs",
+            )
         variables = {**self._template_variables, **request.chat_template_kwargs}
         try:
-            prompt = await self.text.encode_chat(request.plain_messages, variables)
+            rendered = await self.text.render_chat(request.plain_messages, variables)
         except DataError as error:
             raise ApiError(400, str(error), param="messages") from error
+        self._check_size(rendered, "messages")
+        prompt = await self.text.encode_rendered(rendered)
         form = ChatForm(self._model(request.model), self.text.decode, request.logprobs)
         return self._job(request, [prompt], request.budget, form, "messages")
 
@@ -208,6 +219,24 @@ class ServedPool:
                 f"{_MAX_OPEN}; try again later, or with fewer",
             )
         return job
+
+    def _check_size(self, prompt: str | list[int], param: str) -> None:
+        """Refuses what cannot fit before it costs the time and memory that tokens take."""
+        limit = self.generator.max_context_len
+        if not isinstance(prompt, str):
+            if len(prompt) > limit:
+                self._check_length(prompt, None, param)
+            return
+        token_nbytes = self.text.max_token_nbytes
+        nbytes = len(prompt.encode())
+        if nbytes > limit * token_nbytes:
+            raise ApiError(
+                400,
+                f"{param} of {nbytes} bytes: the context holds {limit} tokens, which are at most "
+                f"{limit * token_nbytes} bytes of text ({token_nbytes} a token): shorten it",
+                param=param,
+                code="context_length_exceeded",
+            )
 
     def _check_length(self, prompt: Sequence[int], budget: int | None, param: str) -> None:
         limit = self.generator.max_context_len

@@ -68,12 +68,10 @@ class StopScanner:
 
     def _num_held(self, text: str) -> int:
         """Length of the longest end of `text` that begins a stop."""
-        return max(
-            (
-                length
-                for stop in self._stops
-                for length in range(min(len(stop) - 1, len(text)), 0, -1)
-                if text.endswith(stop[:length])
-            ),
-            default=0,
-        )
+        return max((_num_begun(stop, text) for stop in self._stops), default=0)
+
+
+def _num_begun(stop: str, text: str) -> int:
+    """Length of the longest end of `text` that begins `stop`, and is not all of it."""
+    longest = min(len(stop) - 1, len(text))
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
