@@ -44,7 +44,7 @@ def with_pools(
             settings, on_note=notes.put, on_failed=lambda _: None, on_signal=signals.pass_in
         ) as session,
     ):
-        signals.defer()
+        signals.defer(session.pass_on_signal)
         try:
             with signals.interruptible():
                 work(session, _start(session, pools(), spec))
