@@ -85,7 +85,9 @@ JOBS: Final = {
         arguments="-c 'import sys, torch, transformers, zmq; "
         "print(sys.version, torch.__version__, transformers.__version__, zmq.__version__)'"
     ),
-    "pinned": tests_of("", "tests/trainer/test_pinned_memory_gpu.py"),
+    "pinned": tests_of(
+        "", "tests/trainer/test_pinned_memory_gpu.py tests/trainer/test_offload_gpu.py"
+    ),
     "embedded": tests_of("", "tests/engines/test_gpu.py tests/engines/test_cuda_ipc_gpu.py"),
     "trainer": tests_of(
         "",

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from training_models import save_model
 
@@ -177,6 +177,7 @@ ROWS = st.fixed_dictionaries(
 )
 
 
+@settings(deadline=None)  # each example syncs files to the disk
 @given(row=ROWS, has_ids=st.booleans())
 def test_any_row_is_written_or_named(
     tmp_path_factory: pytest.TempPathFactory,
@@ -196,6 +197,7 @@ def test_any_row_is_written_or_named(
         assert repr(rows[1]) == repr(json.loads(text))  # a NaN differs from itself
 
 
+@settings(deadline=None)
 @given(line=st.binary(max_size=40) | st.text(max_size=20).map(str.encode))
 def test_any_line_is_read_or_named(
     tmp_path_factory: pytest.TempPathFactory, tokenizer: PromptTokenizer, line: bytes

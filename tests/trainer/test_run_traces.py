@@ -6,6 +6,7 @@ import os
 import secrets
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -84,10 +85,12 @@ def test_a_name_of_shared_memory_is_found(shared_memory: Path) -> None:
         assert traces.find(0.0) == [f"shared memory {shared_memory}"]
 
 
-def test_what_others_have_is_none_of_its_traces(shared_memory: Path, tmp_path: Path) -> None:
+def test_what_others_have_is_none_of_its_traces(shared_memory: Path) -> None:
     with (
+        # Not below pytest's folder: a socket's path may have 100 bytes.
+        tempfile.TemporaryDirectory(prefix="umbra-test-", dir="/tmp") as folder,
         RunTraces() as traces,
-        SocketDir.create("job", "node", tmp_path / "sockets"),
+        SocketDir.create("job", "node", Path(folder) / "sockets"),
         subprocess.Popen(["/bin/sleep", "60"]) as stranger,
         shared_memory.open("w"),
     ):
