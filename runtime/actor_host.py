@@ -141,7 +141,6 @@ class _Host:
         while not is_to_end:
             await self._signalled.wait()
             self._signalled.clear()
-            logger.info("got a stop signal")
             is_to_end = True
             with contextlib.suppress(UmbraError):
                 is_to_end = await supervisor.call(
@@ -154,6 +153,7 @@ class _Host:
 
     def _on_stop_signal(self, callback: Callable[[], object]) -> None:
         def observe(number: signal.Signals) -> None:
+            logger.info("received %s", number.name)
             self.signal = self.signal or number
             callback()
 
