@@ -13,7 +13,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 
-from umbra.engines.deltas import DeltaBatch, empty_batch
+from umbra.runtime.engine_api.delta_buffer import DeltaBatch, empty_batch
 
 
 class DeltaStream:

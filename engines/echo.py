@@ -17,15 +17,15 @@ import numpy as np
 import numpy.typing as npt
 
 from umbra.engines.delta_stream import DeltaStream
-from umbra.engines.deltas import DeltaBatch, DeltaBuffer
 from umbra.engines.echo_tokens import Drawn, EchoTokens, echo_logprobs
 from umbra.engines.echo_weights import EchoReceiver, EchoWeights
 from umbra.engines.gate import EngineGate
 from umbra.engines.memory import resident_nbytes
-from umbra.engines.protocol import EngineStats, PauseMode
-from umbra.engines.requests import GenerationRequest, parse_request
+from umbra.runtime.engine_api.delta_buffer import DeltaBatch, DeltaBuffer
+from umbra.runtime.engine_api.engine_protocol import EngineStats, PauseMode
+from umbra.runtime.engine_api.generation_request import GenerationRequest, parse_request
+from umbra.runtime.engine_api.lifecycle import SleepLevel, Tag
 from umbra.runtime.errors import ConfigError, WeightSyncError
-from umbra.runtime.lifecycle import SleepLevel, Tag
 from umbra.runtime.weights.memfd import BucketMappings
 
 _MAX_BURST: Final = 1024

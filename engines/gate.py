@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from umbra.runtime.errors import EngineError
-from umbra.runtime.lifecycle import (
+from umbra.runtime.engine_api.lifecycle import (
     ALL_TAGS,
     AbortUpdate,
     BeginUpdate,
@@ -26,6 +25,7 @@ from umbra.runtime.lifecycle import (
     Wake,
     Woken,
 )
+from umbra.runtime.errors import EngineError
 
 
 class EngineGate:

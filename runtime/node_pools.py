@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 from typing import Any, Final
 
 from umbra.runtime.actor import ActorSpec
+from umbra.runtime.engine_api.lifecycle import SleepLevel, Tag
 from umbra.runtime.errors import ActorNotFound, ConfigError
-from umbra.runtime.lifecycle import SleepLevel, Tag
 from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.pool_turns import PoolTurns
 from umbra.runtime.pools import EnginePool

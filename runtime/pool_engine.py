@@ -10,8 +10,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
-from umbra.runtime.errors import EngineUnhealthy, UmbraError
-from umbra.runtime.lifecycle import (
+from umbra.runtime.engine_api.lifecycle import (
     ALL_TAGS,
     AbortUpdate,
     BeginUpdate,
@@ -31,6 +30,7 @@ from umbra.runtime.lifecycle import (
     Wake,
     Woken,
 )
+from umbra.runtime.errors import EngineUnhealthy, UmbraError
 from umbra.runtime.rpc.client import Client, Handle
 from umbra.runtime.supervised import ActorState, SupervisedActor
 

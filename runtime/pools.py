@@ -15,9 +15,9 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
 from typing import Any, Final
 
+from umbra.runtime.engine_api.lifecycle import ALL_TAGS, EngineState, SleepLevel, Tag, catch_up
 from umbra.runtime.errors import DeadlineExceeded, EngineError, WeightSyncError
 from umbra.runtime.first_of import first_of
-from umbra.runtime.lifecycle import ALL_TAGS, EngineState, SleepLevel, Tag, catch_up
 from umbra.runtime.pool_engine import PoolEngine
 from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.rpc.client import Client
@@ -132,7 +132,7 @@ class EnginePool:
             self._watchers.discard(changes)
 
     def catch_up(self) -> dict[str, Any]:
-        """See `umbra.runtime.lifecycle.catch_up`; no engine while a sync is under way."""
+        """See `umbra.runtime.engine_api.lifecycle.catch_up`; no engine while a sync is under way."""
         lifecycles = {name: engine.lifecycle for name, engine in self.engines.items()}
         waiting = catch_up(lifecycles, self.sync.version, not self.sync.is_syncing)
         return {

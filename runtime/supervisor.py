@@ -21,10 +21,10 @@ import zmq
 
 from umbra.runtime.actor import ActorSpec
 from umbra.runtime.attached_ranks import AttachedRank, AttachedRanks
+from umbra.runtime.engine_api.lifecycle import SleepLevel, Tag
 from umbra.runtime.errors import ActorNotFound, ConfigError, DeadlineExceeded, MailboxClosed
 from umbra.runtime.gpu_shortage import RankMemory, read_gpu_memory
 from umbra.runtime.job_stop import STOP_WINDOW_S, JobStop
-from umbra.runtime.lifecycle import SleepLevel, Tag
 from umbra.runtime.node_pools import NodePools
 from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.pools import EnginePool

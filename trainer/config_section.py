@@ -8,8 +8,8 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from umbra.runtime.engine_names import ENGINE_TARGETS
-from umbra.runtime.lora_adapter import LoraAdapter
+from umbra.runtime.engine_api.engine_names import ENGINE_TARGETS
+from umbra.runtime.engine_api.lora_adapter import LoraAdapter
 
 T = TypeVar("T")
 _LORA_ENGINES: Final = ("vllm", "faulty")  # that one has those of the engine it wraps

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from umbra.runtime.actor import ActorSpec
-from umbra.runtime.engine_names import engine_target
+from umbra.runtime.engine_api.engine_names import engine_target
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.restart import RestartPolicy

@@ -1,6 +1,6 @@
 """A foreign inference engine as an engine actor: umbra's protocol over a `Core`.
 
-Methods are those of `umbra.engines.protocol.Engine`. What differs from the embedded engine: frozen
+Methods are those of `umbra.runtime.engine_api.engine_protocol.Engine`. What differs from the embedded engine: frozen
 requests do not outlive a sleep, which ends them.
 """
 
@@ -20,15 +20,15 @@ from umbra.engines.adapter.core import Core
 from umbra.engines.adapter.running import RunningRequest, RunningRequests
 from umbra.engines.adapter.warm_up import warm_up
 from umbra.engines.delta_stream import DeltaStream
-from umbra.engines.deltas import END_TICK_S, DeltaBatch, DeltaBuffer
 from umbra.engines.gate import EngineGate
 from umbra.engines.memory import tree_resident_nbytes
-from umbra.engines.protocol import EngineStats, PauseMode
-from umbra.engines.requests import GenerationRequest, parse_request
 from umbra.engines.weight_image import WeightImage
 from umbra.engines.weight_import import WeightImport
+from umbra.runtime.engine_api.delta_buffer import END_TICK_S, DeltaBatch, DeltaBuffer
+from umbra.runtime.engine_api.engine_protocol import EngineStats, PauseMode
+from umbra.runtime.engine_api.generation_request import GenerationRequest, parse_request
+from umbra.runtime.engine_api.lifecycle import ALL_TAGS, SleepLevel, Tag
 from umbra.runtime.errors import EngineError
-from umbra.runtime.lifecycle import ALL_TAGS, SleepLevel, Tag
 
 _T = TypeVar("_T")
 

@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from umbra.engines.requests import GenerationRequest
 from umbra.engines.weight_import import WorkerRegions
+from umbra.runtime.engine_api.generation_request import GenerationRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from umbra.engines.adapter.core import NewOutput, Output
-from umbra.engines.deltas import DeltaBuffer
-from umbra.engines.requests import GenerationRequest
+from umbra.runtime.engine_api.delta_buffer import DeltaBuffer
+from umbra.runtime.engine_api.generation_request import GenerationRequest
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """The embedded engine as an actor: umbra's own engine, in plain torch, for CPU and CUDA.
 
 Target `umbra.engines.embedded.actor:EmbeddedEngine`. Methods are those of
-`umbra.engines.protocol.Engine`; all torch work happens in one compute thread, so the event
+`umbra.runtime.engine_api.engine_protocol.Engine`; all torch work happens in one compute thread, so the event
 loop answers at once, whatever the model does.
 """
 
@@ -14,12 +14,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from umbra.engines.delta_stream import DeltaStream
-from umbra.engines.deltas import DeltaBatch
 from umbra.engines.embedded.compute_thread import ComputeThread
 from umbra.engines.embedded.settings import EmbeddedConfig
 from umbra.engines.embedded.worker import EngineWorker
-from umbra.engines.protocol import EngineStats, PauseMode
-from umbra.runtime.lifecycle import SleepLevel, Tag
+from umbra.runtime.engine_api.delta_buffer import DeltaBatch
+from umbra.runtime.engine_api.engine_protocol import EngineStats, PauseMode
+from umbra.runtime.engine_api.lifecycle import SleepLevel, Tag
 
 
 class EmbeddedEngine:

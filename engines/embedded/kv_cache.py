@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from umbra.engines.embedded.arena import Arena
-from umbra.engines.embedded.config import ModelConfig
+from umbra.runtime.engine_api.decoder_config import ModelConfig
 
 
 class KvCache:

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from umbra.engines.embedded.config import ModelConfig
 from umbra.engines.embedded.kv_cache import KvCache
 from umbra.engines.embedded.parameters import LayerParameters, Parameters
 from umbra.engines.embedded.rope import rope_tables
+from umbra.runtime.engine_api.decoder_config import ModelConfig
 
 
 class DecoderModel:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from umbra.engines.embedded.arena import Arena
-from umbra.engines.embedded.config import ModelConfig
+from umbra.runtime.engine_api.decoder_config import ModelConfig
 
 _ALIGNMENT_NBYTES = 256  # what the widest vector loads and CUDA's copies like
 

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from umbra.engines.embedded.config import RopeConfig
+from umbra.runtime.engine_api.decoder_config import RopeConfig
 
 
 def rope_tables(

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from umbra.engines.deltas import DeltaBuffer
-from umbra.engines.requests import GenerationRequest
+from umbra.runtime.engine_api.delta_buffer import DeltaBuffer
+from umbra.runtime.engine_api.generation_request import GenerationRequest
 
 BoolArray = npt.NDArray[np.bool_]
 Int64Array = npt.NDArray[np.int64]

@@ -9,9 +9,9 @@ from typing import Final
 
 import torch
 
-from umbra.engines.embedded.config import ModelConfig
 from umbra.engines.embedded.scheduler import Limits
 from umbra.engines.memory import physical_nbytes
+from umbra.runtime.engine_api.decoder_config import ModelConfig
 from umbra.runtime.errors import ConfigError
 
 _KV_SHARE_OF_GPU_MEMORY: Final = 0.8

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-from umbra.engines.deltas import DeltaBatch
-from umbra.engines.embedded.config import load_model_config
 from umbra.engines.embedded.core import EngineCore
 from umbra.engines.embedded.loading import load_checkpoint, parse_dtype
 from umbra.engines.embedded.model import DecoderModel
@@ -25,10 +23,12 @@ from umbra.engines.embedded.settings import (
 )
 from umbra.engines.gate import EngineGate
 from umbra.engines.memory import resident_nbytes
-from umbra.engines.protocol import EngineStats, PauseMode
-from umbra.engines.requests import parse_request
+from umbra.runtime.engine_api.decoder_config import load_model_config
+from umbra.runtime.engine_api.delta_buffer import DeltaBatch
+from umbra.runtime.engine_api.engine_protocol import EngineStats, PauseMode
+from umbra.runtime.engine_api.generation_request import parse_request
+from umbra.runtime.engine_api.lifecycle import SleepLevel, Tag
 from umbra.runtime.errors import ConfigError
-from umbra.runtime.lifecycle import SleepLevel, Tag
 from umbra.runtime.weights.cuda_ipc import probe_import
 from umbra.runtime.weights.pages import trim_heap
 from umbra.runtime.weights.receive import WeightReceiver

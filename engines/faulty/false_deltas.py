@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from umbra.engines.deltas import DeltaBatch, Int32Array
+from umbra.runtime.engine_api.delta_buffer import DeltaBatch, Int32Array
 
 
 def without_run(batch: DeltaBatch, run: int) -> DeltaBatch:

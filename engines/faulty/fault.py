@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, cast, get_args
 
-from umbra.engines.protocol import Engine
+from umbra.runtime.engine_api.engine_protocol import Engine
 from umbra.runtime.errors import ConfigError
 
 FaultKind = Literal["kill", "stop", "stall", "slow", "drop", "repeat", "error"]

@@ -23,7 +23,6 @@ from typing import Any, Final, TypeVar
 import torch
 
 from umbra.engines.adapter.core import Core, Output
-from umbra.engines.requests import GenerationRequest
 from umbra.engines.sglang import processes
 from umbra.engines.sglang.library import SglangLibrary
 from umbra.engines.sglang.orders import Reports, pack_order
@@ -33,6 +32,7 @@ from umbra.engines.sglang.settings import WEIGHT_LOADER, SglangSettings
 from umbra.engines.sglang.waits import until_died, within
 from umbra.engines.weight_import import WorkerRegions
 from umbra.runtime.actor import actor_context
+from umbra.runtime.engine_api.generation_request import GenerationRequest
 from umbra.runtime.errors import EngineError, UmbraError
 from umbra.runtime.process import descendants
 from umbra.runtime.process.pid_watch import PidWatch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, Final
 
-from umbra.engines.requests import GenerationRequest
+from umbra.runtime.engine_api.generation_request import GenerationRequest
 
 _MESSAGES_PER_STEP: Final = 5
 _MIN_STREAM_INTERVAL: Final = 2

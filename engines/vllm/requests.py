@@ -7,8 +7,8 @@ from typing import Any, Final
 
 import xxhash
 
-from umbra.engines.requests import GenerationRequest
 from umbra.engines.vllm.library import VllmLibrary
+from umbra.runtime.engine_api.generation_request import GenerationRequest
 
 _MIN_TEMPERATURE: Final = 0.01
 # vLLM raises lower ones to this, which would make logprobs those of another distribution.

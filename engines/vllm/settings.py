@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from umbra.engines.adapter.settings import AdapterSettings, EngineOptions, read_config
 from umbra.engines.memory import physical_nbytes
+from umbra.runtime.engine_api.lora_adapter import LoraAdapter
 from umbra.runtime.errors import ConfigError
-from umbra.runtime.lora_adapter import LoraAdapter
 
 WORKER_EXTENSION: Final = "umbra.engines.vllm.worker.UmbraWorkerExtension"
 TRANSFER_BACKEND: Final = "umbra"

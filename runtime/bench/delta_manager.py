@@ -24,9 +24,9 @@ import numpy as np
 import uvloop
 
 from umbra.runtime.bench.delta_engines import TICK_S, Pace, ref
+from umbra.runtime.engine_api.delta_batch import DeltaBatch
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.process.prctl import die_with_parent
-from umbra.runtime.rollout.deltas import DeltaBatch
 from umbra.runtime.rollout.dispatch import Dispatcher
 from umbra.runtime.rollout.engine_link import EngineLink
 from umbra.runtime.rollout.group import Group

@@ -10,9 +10,9 @@ from typing import Any, Self
 import numpy as np
 
 from umbra.runtime.actor import actor_context
+from umbra.runtime.engine_api.delta_batch import DeltaBatch
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.rollout.config import RolloutConfig
-from umbra.runtime.rollout.deltas import DeltaBatch
 from umbra.runtime.rollout.dispatch import Dispatcher
 from umbra.runtime.rollout.fleet import Fleet, FleetConfig
 from umbra.runtime.rollout.prompts import Prompt

@@ -29,7 +29,7 @@ import uvloop
 import zmq
 
 from umbra.runtime.bench.program import BenchError
-from umbra.runtime.lifecycle import (
+from umbra.runtime.engine_api.lifecycle import (
     AbortUpdate,
     BeginUpdate,
     CommitUpdate,

@@ -23,13 +23,13 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from umbra.runtime.engine_api.token_ids import token_ids
 from umbra.runtime.errors import RolloutError
 from umbra.runtime.rollout.asked_pool import AskedPool
 from umbra.runtime.rollout.patience import Patience
 from umbra.runtime.rollout.reward_value import reward_value
 from umbra.runtime.rollout.task_host import UserThread
 from umbra.runtime.rollout.text import TextCodec
-from umbra.runtime.rollout.token_ids import token_ids
 from umbra.runtime.rollout.user_function import advice, describe, load_function
 
 _CATCH: Final = "; catch what may fail inside the loop"

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any, Final, Self
 
 from umbra.runtime.actor import actor_context
+from umbra.runtime.engine_api.token_ids import token_ids
 from umbra.runtime.errors import RolloutError
 from umbra.runtime.rollout.chat_text import ChatText
 from umbra.runtime.rollout.patience import Patience
 from umbra.runtime.rollout.task_host import TaskHost
 from umbra.runtime.rollout.text import TextCodec
-from umbra.runtime.rollout.token_ids import token_ids
 from umbra.runtime.rpc.client import Handle
 
 _RESOLVE_TIMEOUT_S: Final = 60.0

@@ -22,8 +22,8 @@ from typing import Any, Final, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from umbra.runtime.engine_api.delta_batch import DeltaBatch
 from umbra.runtime.errors import EngineError, UmbraError
-from umbra.runtime.rollout.deltas import DeltaBatch
 from umbra.runtime.rollout.engine_idleness import EngineIdleness
 from umbra.runtime.rollout.router import EngineId, Router
 from umbra.runtime.rollout.token_store import Runs, TokenStore

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Set
 from enum import Enum, auto
 
-from umbra.runtime.lifecycle import EngineState
+from umbra.runtime.engine_api.lifecycle import EngineState
 from umbra.runtime.rollout.router import EngineId
 
 

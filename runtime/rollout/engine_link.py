@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Coroutine
 from typing import Any, Final
 
+from umbra.runtime.engine_api.delta_batch import DeltaBatch
 from umbra.runtime.errors import (
     ConnectionLost,
     DeadlineExceeded,
@@ -23,7 +24,6 @@ from umbra.runtime.errors import (
     RequestRefused,
     UmbraError,
 )
-from umbra.runtime.rollout.deltas import DeltaBatch
 from umbra.runtime.rollout.dispatch import Dispatcher
 from umbra.runtime.rollout.error_groups import first_leaf
 from umbra.runtime.rollout.router import EngineId

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from umbra.runtime.actor import ActorContext
+from umbra.runtime.engine_api.lifecycle import EngineState
 from umbra.runtime.errors import ConnectionLost, UmbraError
-from umbra.runtime.lifecycle import EngineState
 from umbra.runtime.rollout.dispatch import Dispatcher, Moved
 from umbra.runtime.rollout.engine_link import EngineLink
 from umbra.runtime.rollout.router import EngineId

@@ -23,8 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from umbra.runtime.actor import ActorContext
+from umbra.runtime.engine_api.lifecycle import EngineState
+from umbra.runtime.engine_api.token_ids import token_ids
 from umbra.runtime.errors import RolloutError, UmbraError
-from umbra.runtime.lifecycle import EngineState
 from umbra.runtime.rollout.alarm import Alarm
 from umbra.runtime.rollout.demand import Demand
 from umbra.runtime.rollout.dispatch import Dispatcher
@@ -32,7 +33,6 @@ from umbra.runtime.rollout.error_groups import first_leaf
 from umbra.runtime.rollout.fleet import Fleet, FleetConfig
 from umbra.runtime.rollout.prompts import Prompt
 from umbra.runtime.rollout.router import Router
-from umbra.runtime.rollout.token_ids import token_ids
 from umbra.runtime.rollout.trajectory import Trajectory
 from umbra.runtime.rollout.turn import Turn
 

@@ -16,12 +16,12 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from umbra.runtime.engine_api.token_ids import token_ids
 from umbra.runtime.errors import RolloutError
 from umbra.runtime.rollout.asides import Asides
 from umbra.runtime.rollout.dispatch import Dispatcher
 from umbra.runtime.rollout.group import Group
 from umbra.runtime.rollout.recorder import Recorder
-from umbra.runtime.rollout.token_ids import token_ids
 from umbra.runtime.rollout.trajectory import NOT_GENERATED, Trajectory
 from umbra.runtime.rollout.turn import Turn
 

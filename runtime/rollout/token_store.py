@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from umbra.runtime.rollout.deltas import DeltaBatch
+from umbra.runtime.engine_api.delta_batch import DeltaBatch
 from umbra.runtime.rollout.request_rows import RequestRows
 from umbra.runtime.rollout.token_pages import EMPTY, TokenPages
 from umbra.runtime.rollout.trajectory import Segment

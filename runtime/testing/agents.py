@@ -14,12 +14,12 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from umbra.runtime.engine_api.token_ids import token_ids
 from umbra.runtime.errors import RolloutError
 from umbra.runtime.rollout.agent import AgentContext
 from umbra.runtime.rollout.asked_pool import PoolAnswer
 from umbra.runtime.rollout.prompts import Prompt
 from umbra.runtime.rollout.text import TextCodec
-from umbra.runtime.rollout.token_ids import token_ids
 from umbra.runtime.rollout.trajectory import Trajectory
 
 _ID: Final = "scripted"

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, cast
 
+from umbra.runtime.engine_api.lifecycle import EngineLifecycle, EngineState, Tag
 from umbra.runtime.errors import ProtocolError, UmbraError, WeightSyncError
-from umbra.runtime.lifecycle import EngineLifecycle, EngineState, Tag
 from umbra.runtime.weights.progress import SyncProgress
 from umbra.runtime.weights.sync_events import (
     Action,

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Final, TypeVar
 
-from umbra.runtime.lifecycle import EngineState
+from umbra.runtime.engine_api.lifecycle import EngineState
 from umbra.runtime.weights.sync_worker import SyncEngine
 
 _ABLE_STATES: Final = frozenset(

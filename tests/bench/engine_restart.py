@@ -36,7 +36,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from umbra.runtime.actor import ActorSpec
 from umbra.runtime.collective import SessionSync
-from umbra.runtime.engine_names import engine_target
+from umbra.runtime.engine_api.engine_names import engine_target
 from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.process.descendants import wait_for_exits
 from umbra.runtime.restart import RestartPolicy

@@ -18,8 +18,8 @@ from typing import Any, Final, NamedTuple, Self
 from chaos_plan import POOL, Fault, FaultKind, Phase, Role
 from chaos_victim import Victim
 
+from umbra.runtime.engine_api.lifecycle import EngineState
 from umbra.runtime.errors import UmbraError
-from umbra.runtime.lifecycle import EngineState
 from umbra.runtime.session import Session
 from umbra.runtime.supervised import ActorState
 

@@ -31,8 +31,8 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from umbra.runtime.actor import ActorSpec
 from umbra.runtime.collective import SessionSync
-from umbra.runtime.engine_names import engine_target
-from umbra.runtime.lifecycle import EngineState
+from umbra.runtime.engine_api.engine_names import engine_target
+from umbra.runtime.engine_api.lifecycle import EngineState
 from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.restart import RestartPolicy
 from umbra.runtime.rollout.ledger.history import ledger_folder, read_history

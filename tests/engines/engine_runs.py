@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from umbra.engines.adapter.actor import AdapterEngine
-from umbra.engines.deltas import DeltaBatch
 from umbra.engines.echo import EchoEngine
 from umbra.engines.embedded.actor import EmbeddedEngine
-from umbra.engines.embedded.config import load_model_config
 from umbra.engines.embedded.core import EngineCore
 from umbra.engines.embedded.kv_cache import KvCache
 from umbra.engines.embedded.loading import load_checkpoint, parse_dtype
 from umbra.engines.embedded.model import DecoderModel
 from umbra.engines.embedded.scheduler import Limits
 from umbra.engines.faulty.actor import FaultyEngine
-from umbra.engines.requests import GenerationRequest
+from umbra.runtime.engine_api.decoder_config import load_model_config
+from umbra.runtime.engine_api.delta_buffer import DeltaBatch
+from umbra.runtime.engine_api.generation_request import GenerationRequest
 
 DEADLINE_S = 60.0
 

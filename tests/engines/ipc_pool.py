@@ -17,8 +17,7 @@ import torch
 from ipc_rank import DEVICE
 from torch import Tensor
 
-from umbra.runtime.errors import UmbraError, WeightSyncError
-from umbra.runtime.lifecycle import (
+from umbra.runtime.engine_api.lifecycle import (
     AbortUpdate,
     BeginUpdate,
     CommitUpdate,
@@ -30,6 +29,7 @@ from umbra.runtime.lifecycle import (
     Started,
     Tag,
 )
+from umbra.runtime.errors import UmbraError, WeightSyncError
 from umbra.runtime.weights.coordinator import SyncCoordinator, SyncSettings
 from umbra.runtime.weights.cuda_ipc import CudaOpener, probe_import
 from umbra.runtime.weights.imports import MakeOpener
@@ -40,7 +40,7 @@ _LIMIT_S = 100.0
 
 
 class UpdatedEngine(Protocol):
-    """The part of `umbra.engines.protocol.Engine` that a sync needs."""
+    """The part of `umbra.runtime.engine_api.engine_protocol.Engine` that a sync needs."""
 
     async def pause(self, mode: Any) -> None: ...
     async def resume(self) -> None: ...

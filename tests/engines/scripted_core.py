@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from umbra.engines.adapter.core import Core, NewOutput, Output
-from umbra.engines.requests import GenerationRequest
 from umbra.engines.weight_import import WorkerRegions
+from umbra.runtime.engine_api.generation_request import GenerationRequest
 
 VOCAB_SIZE = 97
 

@@ -12,7 +12,7 @@ import torch
 from vllm_runs import needs_vllm
 
 from umbra.runtime.actor import ActorSpec
-from umbra.runtime.engine_names import engine_target
+from umbra.runtime.engine_api.engine_names import engine_target
 from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.session import Session
 from umbra.runtime.session_handles import SyncHandle

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from umbra.engines.embedded.core import NOT_FINITE, EngineCore
 from umbra.engines.embedded.model import DecoderModel
-from umbra.engines.requests import GenerationRequest
+from umbra.runtime.engine_api.generation_request import GenerationRequest
 
 VOCAB_SIZE = 97
 

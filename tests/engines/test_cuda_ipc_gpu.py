@@ -26,7 +26,7 @@ from ipc_rank import DEVICE, mixed_tensors
 from torch import Tensor
 
 from umbra.engines.embedded.actor import EmbeddedEngine
-from umbra.runtime.lifecycle import EngineState
+from umbra.runtime.engine_api.lifecycle import EngineState
 from umbra.runtime.weights.coordinator import SyncCoordinator
 from umbra.runtime.weights.cuda_driver import cuda_driver
 from umbra.runtime.weights.cuda_ipc import CudaOpener, export_tensors, probe_import

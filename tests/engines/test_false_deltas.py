@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from umbra.engines.deltas import DeltaBatch, DeltaBuffer
 from umbra.engines.faulty.false_deltas import first_halves, without_run
-from umbra.runtime.rollout.deltas import DeltaBatch as CheckedBatch
+from umbra.runtime.engine_api.delta_batch import DeltaBatch as CheckedBatch
+from umbra.runtime.engine_api.delta_buffer import DeltaBatch, DeltaBuffer
 
 Run = tuple[int, int, list[int]]  # id, position, tokens
 

@@ -14,8 +14,8 @@ from adapter_factory import save_adapter, write_adapter
 from safetensors.torch import load_file
 from torch import Tensor, ones
 
+from umbra.runtime.engine_api.lora_adapter import LoraAdapter
 from umbra.runtime.errors import DataError
-from umbra.runtime.lora_adapter import LoraAdapter
 
 Q_PROJ = "base_model.model.model.layers.1.self_attn.q_proj"
 LATER = "base_model.model.model.layers.7.self_attn.q_proj.lora_"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from umbra.engines.embedded.config import load_model_config, parse_model_config
+from umbra.runtime.engine_api.decoder_config import load_model_config, parse_model_config
 from umbra.runtime.errors import ConfigError, DataError
 
 RAW: dict[str, Any] = {

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from engine_runs import wire_request
 
-from umbra.engines.requests import GenerationRequest, parse_request
+from umbra.runtime.engine_api.generation_request import GenerationRequest, parse_request
 
 
 def parse(raw: dict[str, Any]) -> GenerationRequest:

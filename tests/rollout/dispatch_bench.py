@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from rollout_samples import make_trajectory
 
+from umbra.runtime.engine_api.delta_batch import DeltaBatch
 from umbra.runtime.errors import UmbraError
-from umbra.runtime.rollout.deltas import DeltaBatch
 from umbra.runtime.rollout.dispatch import Dispatcher, Journal
 from umbra.runtime.rollout.recorder import Recorder
 from umbra.runtime.rollout.router import EngineId, Router

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from umbra.engines.echo import EchoEngine
 from umbra.runtime.actor import actor_context
-from umbra.runtime.lifecycle import SleepLevel
+from umbra.runtime.engine_api.lifecycle import SleepLevel
 from umbra.runtime.rollout.service import RolloutManager
 
 ENDS: Final = {

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from dispatch_bench import delta
 
+from umbra.runtime.engine_api.delta_batch import DeltaBatch
 from umbra.runtime.errors import LedgerError, RewardError, RolloutError, UmbraError
 from umbra.runtime.rollout.config import RolloutConfig
-from umbra.runtime.rollout.deltas import DeltaBatch
 from umbra.runtime.rollout.dispatch import Dispatcher
 from umbra.runtime.rollout.group import Group
 from umbra.runtime.rollout.group_runner import GroupRunner

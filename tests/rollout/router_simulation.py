@@ -16,8 +16,8 @@ from typing import Any, Final
 import numpy as np
 from rollout_samples import make_trajectory
 
+from umbra.runtime.engine_api.delta_batch import DeltaBatch
 from umbra.runtime.errors import UmbraError
-from umbra.runtime.rollout.deltas import DeltaBatch
 from umbra.runtime.rollout.dispatch import Dispatcher
 from umbra.runtime.rollout.group import Group
 from umbra.runtime.rollout.recorder import Recorder

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from umbra.runtime.engine_api.delta_batch import DeltaBatch
 from umbra.runtime.errors import ProtocolError
-from umbra.runtime.rollout.deltas import DeltaBatch
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from umbra.runtime.engine_api.delta_batch import DeltaBatch
 from umbra.runtime.errors import EngineError
-from umbra.runtime.rollout.deltas import DeltaBatch
 from umbra.runtime.rollout.recorder import Recorder
 from umbra.runtime.rollout.router import EngineId
 

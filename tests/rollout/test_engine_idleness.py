@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from umbra.runtime.lifecycle import EngineState
+from umbra.runtime.engine_api.lifecycle import EngineState
 from umbra.runtime.rollout.engine_idleness import EngineIdleness
 from umbra.runtime.rollout.router import EngineId
 

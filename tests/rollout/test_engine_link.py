@@ -11,7 +11,7 @@ import pytest
 import zmq
 from rollout_samples import make_trajectory
 
-from umbra.engines.deltas import DeltaBatch, empty_batch
+from umbra.runtime.engine_api.delta_buffer import DeltaBatch, empty_batch
 from umbra.runtime.errors import EngineUnhealthy, UmbraError
 from umbra.runtime.rollout import engine_link
 from umbra.runtime.rollout.dispatch import Dispatcher

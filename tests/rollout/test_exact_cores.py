@@ -14,14 +14,14 @@ import pytest
 import torch
 from rollout_samples import make_trajectory
 
-from umbra.engines.embedded.config import load_model_config
 from umbra.engines.embedded.core import EngineCore
 from umbra.engines.embedded.loading import load_checkpoint
 from umbra.engines.embedded.model import DecoderModel
 from umbra.engines.embedded.scheduler import Limits
-from umbra.engines.requests import parse_request
+from umbra.runtime.engine_api.decoder_config import load_model_config
+from umbra.runtime.engine_api.delta_batch import DeltaBatch
+from umbra.runtime.engine_api.generation_request import parse_request
 from umbra.runtime.errors import UmbraError
-from umbra.runtime.rollout.deltas import DeltaBatch
 from umbra.runtime.rollout.dispatch import Dispatcher
 from umbra.runtime.rollout.recorder import Recorder
 from umbra.runtime.rollout.router import EngineId, Router

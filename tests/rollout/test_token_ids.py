@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from umbra.runtime.engine_api.token_ids import token_ids
 from umbra.runtime.errors import RequestRefused
-from umbra.runtime.rollout.token_ids import token_ids
 
 
 @pytest.mark.parametrize("tokens", [[], [0, 63], (1, 2), np.asarray([5], np.int64), range(3)])

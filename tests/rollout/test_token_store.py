@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from umbra.runtime.rollout.deltas import DeltaBatch
+from umbra.runtime.engine_api.delta_batch import DeltaBatch
 from umbra.runtime.rollout.request_rows import NO_ROW, RequestRows
 from umbra.runtime.rollout.token_pages import EMPTY, PAGE_LEN, TokenPages
 from umbra.runtime.rollout.token_store import TokenStore

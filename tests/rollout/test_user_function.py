@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from umbra.runtime.engine_api.token_ids import token_ids
 from umbra.runtime.errors import ConfigError
-from umbra.runtime.rollout.token_ids import token_ids
 from umbra.runtime.rollout.user_function import describe, load_function
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from umbra.engines.echo import EchoEngine
 from umbra.runtime.actor import actor_context
+from umbra.runtime.engine_api.lifecycle import Tag
 from umbra.runtime.errors import EngineError
-from umbra.runtime.lifecycle import Tag
 
 
 class ShortEngine(EchoEngine):

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from umbra.runtime.errors import EngineError, IllegalTransition
-from umbra.runtime.lifecycle import (
+from umbra.runtime.engine_api.lifecycle import (
     AbortUpdate,
     BeginUpdate,
     CommitUpdate,
@@ -32,6 +31,7 @@ from umbra.runtime.lifecycle import (
     Woken,
     catch_up,
 )
+from umbra.runtime.errors import EngineError, IllegalTransition
 
 WEIGHTS: frozenset[Tag] = frozenset({"weights"})
 CACHE: frozenset[Tag] = frozenset({"kv_cache"})

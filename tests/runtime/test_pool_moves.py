@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from umbra.runtime import pools
-from umbra.runtime.lifecycle import EngineLifecycle, Started
+from umbra.runtime.engine_api.lifecycle import EngineLifecycle, Started
 from umbra.runtime.pool_engine import PoolEngine
 from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.pools import EnginePool

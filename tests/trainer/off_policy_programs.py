@@ -22,12 +22,12 @@ from rank_programs import (
     whole,
 )
 
-from umbra.engines.embedded.config import load_model_config
 from umbra.engines.embedded.core import EngineCore
 from umbra.engines.embedded.loading import load_checkpoint
 from umbra.engines.embedded.model import DecoderModel
 from umbra.engines.embedded.scheduler import Limits
-from umbra.engines.requests import GenerationRequest
+from umbra.runtime.engine_api.decoder_config import load_model_config
+from umbra.runtime.engine_api.generation_request import GenerationRequest
 from umbra.trainer.batch import MicroBatchBuilder, RankBatch
 from umbra.trainer.checkpoint import CheckpointStore, TrainerState
 from umbra.trainer.config import ModelSection, TrainSection

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from umbra.runtime.errors import EngineUnhealthy, UmbraError
-from umbra.runtime.lifecycle import (
+from umbra.runtime.engine_api.lifecycle import (
     AbortUpdate,
     BeginUpdate,
     CommitUpdate,
@@ -33,6 +32,7 @@ from umbra.runtime.lifecycle import (
     Wake,
     Woken,
 )
+from umbra.runtime.errors import EngineUnhealthy, UmbraError
 from umbra.runtime.rpc.loop_thread import LoopThread
 from umbra.runtime.weights.coordinator import SyncCoordinator, SyncSettings
 from umbra.runtime.weights.cuda_ipc import CudaOpener, Opener

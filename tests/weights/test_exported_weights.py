@@ -20,8 +20,8 @@ from fake_ipc import FakeIpc, FakeOpener
 from local_world import LocalSupervisor, ThreadEngine, empty_like, in_threads, local_pool, raw_bytes
 from torch import Tensor
 
+from umbra.runtime.engine_api.lifecycle import EngineState
 from umbra.runtime.errors import WeightSyncError
-from umbra.runtime.lifecycle import EngineState
 from umbra.runtime.weights.coordinator import SyncSettings
 from umbra.runtime.weights.publish import SyncReport, WeightPublisher
 

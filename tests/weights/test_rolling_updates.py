@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from local_world import LocalSupervisor, ThreadEngine, empty_like, in_threads, local_pool, raw_bytes
 from torch import Tensor
 
+from umbra.runtime.engine_api.lifecycle import EngineLifecycle, EngineState, Started
 from umbra.runtime.errors import ConfigError
-from umbra.runtime.lifecycle import EngineLifecycle, EngineState, Started
 from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.weights.coordinator import SyncSettings
 from umbra.runtime.weights.publish import SyncReport, WeightPublisher

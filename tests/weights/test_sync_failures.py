@@ -21,8 +21,8 @@ from local_world import (
 )
 from torch import Tensor
 
+from umbra.runtime.engine_api.lifecycle import EngineLifecycle, EngineState, Started
 from umbra.runtime.errors import DeadlineExceeded, JobFailed, WeightSyncError
-from umbra.runtime.lifecycle import EngineLifecycle, EngineState, Started
 from umbra.runtime.weights.coordinator import SyncSettings
 from umbra.runtime.weights.publish import SyncReport, WeightPublisher
 

@@ -24,8 +24,8 @@ from local_world import (
 )
 from torch import Tensor
 
+from umbra.runtime.engine_api.lifecycle import EngineState
 from umbra.runtime.errors import WeightSyncError
-from umbra.runtime.lifecycle import EngineState
 from umbra.runtime.weights.coordinator import SyncSettings
 from umbra.runtime.weights.manifest import ITEMSIZES
 from umbra.runtime.weights.publish import SyncReport, WeightPublisher

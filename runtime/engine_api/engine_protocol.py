@@ -1,7 +1,7 @@
 """What every engine actor offers; see the methods' promises. Torch-free.
 
 Life: PENDING_WEIGHTS until a first update is committed (or weights were loaded from disk), then
-as `umbra.runtime.lifecycle` says. Requests are taken while SERVING only: otherwise `submit`
+as `umbra.runtime.engine_api.lifecycle` says. Requests are taken while SERVING only: otherwise `submit`
 raises EngineError, and ValueError for a request that could never be served.
 
 Beside the calls below an engine may have `run()`, see `umbra.runtime.actor`, and
@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypedDict
 
-from umbra.engines.deltas import DeltaBatch
-from umbra.runtime.lifecycle import SleepLevel, Tag
+from umbra.runtime.engine_api.delta_buffer import DeltaBatch
+from umbra.runtime.engine_api.lifecycle import SleepLevel, Tag
 
 PauseMode = Literal["abort", "keep", "drain"]
 
@@ -40,7 +40,7 @@ class Engine(Protocol):
     """The engine protocol. Every call is made by the supervisor or the rollout manager."""
 
     async def submit(self, requests: Sequence[Mapping[str, Any]]) -> None:
-        """Takes all requests (see `umbra.engines.requests`) or, with an error, none."""
+        """Takes all requests (see `umbra.runtime.engine_api.generation_request`) or, with an error, none."""
         ...
 
     def deltas(self) -> AsyncGenerator[DeltaBatch, None]:

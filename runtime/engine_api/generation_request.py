@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from umbra.runtime.rollout.token_ids import wrong_token
+from umbra.runtime.engine_api.token_ids import wrong_token
 
 Int32Array = npt.NDArray[np.int32]
 
