@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from umbra.runtime.process.tree import ProcessTree
+from umbra.runtime.process.process_tree import ProcessTree
 
 
 def resident_nbytes() -> int:

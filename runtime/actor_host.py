@@ -25,7 +25,7 @@ import zmq
 from umbra.runtime.actor import ActorContext, ActorSpec, set_actor_context
 from umbra.runtime.errors import ActorError, UmbraError
 from umbra.runtime.heartbeat import HeartbeatResponder, LoopTicker
-from umbra.runtime.process.child import PARENT_PID_VARIABLE
+from umbra.runtime.process.child_process import PARENT_PID_VARIABLE
 from umbra.runtime.process.exit_status import STOP_SIGNALS
 from umbra.runtime.process.prctl import become_subreaper, die_with_parent
 from umbra.runtime.rpc.client import Client, Handle

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 
 from umbra.runtime.actor import ActorSpec
-from umbra.runtime.environment import (
+from umbra.runtime.cluster.environment import (
     TorchrunEnvironment,
     bind_to_agent,
     is_secret_file_named,
@@ -36,15 +36,15 @@ from umbra.runtime.environment import (
     secret_file,
     socket_root,
 )
+from umbra.runtime.cluster.guardian_process import GuardianProcess, start_guardian
+from umbra.runtime.cluster.socket_dir import SocketDir, is_in_use, socket_dir_path
 from umbra.runtime.errors import ConfigError, ConnectionLost, JobFailed, UmbraError
 from umbra.runtime.pool_spec import PoolSpec
-from umbra.runtime.process.launch_guardian import GuardianProcess, start_guardian
 from umbra.runtime.rpc.client import Client, Handle
 from umbra.runtime.rpc.loop_thread import LoopThread
 from umbra.runtime.rpc.ref import ActorRef
 from umbra.runtime.rpc.security import CurveKeys
 from umbra.runtime.session_handles import Pool, SyncHandle
-from umbra.runtime.socketdir import SocketDir, is_in_use, socket_dir_path
 from umbra.runtime.supervisor_host import SupervisorConfig, supervisor_ref
 
 logger = logging.getLogger(__name__)

@@ -29,12 +29,12 @@ import msgpack
 import zmq
 
 from umbra.runtime.actor import ActorSpec
-from umbra.runtime.environment import ACTOR_VARIABLE, without_rank
+from umbra.runtime.cluster.environment import ACTOR_VARIABLE, without_rank
+from umbra.runtime.cluster.gpu_shortage import GpuShortages, read_gpu_memory
 from umbra.runtime.errors import ActorDied, DeadlineExceeded, UmbraError
 from umbra.runtime.first_of import first_of
-from umbra.runtime.gpu_shortage import GpuShortages, read_gpu_memory
 from umbra.runtime.job_stop import JobStop
-from umbra.runtime.process.child import ChildProcess
+from umbra.runtime.process.child_process import ChildProcess
 from umbra.runtime.process.descendants import is_dying, process_stat
 from umbra.runtime.process.exit_status import ExitStatus
 from umbra.runtime.process.gpu_release import gpu_memory_released

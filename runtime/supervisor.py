@@ -20,10 +20,11 @@ from typing import Any, Final
 import zmq
 
 from umbra.runtime.actor import ActorSpec
-from umbra.runtime.attached_ranks import AttachedRank, AttachedRanks
+from umbra.runtime.cluster.attached_ranks import AttachedRank, AttachedRanks
+from umbra.runtime.cluster.gpu_shortage import RankMemory, read_gpu_memory
+from umbra.runtime.cluster.socket_dir import MAX_SOCKET_PATH_NBYTES
 from umbra.runtime.engine_api.lifecycle import SleepLevel, Tag
 from umbra.runtime.errors import ActorNotFound, ConfigError, DeadlineExceeded, MailboxClosed
-from umbra.runtime.gpu_shortage import RankMemory, read_gpu_memory
 from umbra.runtime.job_stop import STOP_WINDOW_S, JobStop
 from umbra.runtime.node_pools import NodePools
 from umbra.runtime.pool_spec import PoolSpec
@@ -32,7 +33,6 @@ from umbra.runtime.process.pid_watch import PidWatch
 from umbra.runtime.rpc.client import Client
 from umbra.runtime.rpc.ref import ActorRef
 from umbra.runtime.rpc.server import idempotent
-from umbra.runtime.socketdir import MAX_SOCKET_PATH_NBYTES
 from umbra.runtime.supervised import ActorState, NodeSettings, SupervisedActor
 from umbra.runtime.weights.coordinator import SyncCoordinator
 from umbra.runtime.weights.memfd import FdServer, serve_fds
@@ -182,7 +182,7 @@ class Supervisor:
         self._ranks.note(text)
 
     def note_gpu_memory(self, rank: int, allocated_nbytes: int, reserved_nbytes: int) -> None:
-        """A rank tells what torch has of its GPU now; see `umbra.runtime.gpu_shortage`."""
+        """A rank tells what torch has of its GPU now; see `umbra.runtime.cluster.gpu_shortage`."""
         memory = RankMemory(allocated_nbytes=allocated_nbytes, reserved_nbytes=reserved_nbytes)
         self._ranks.note_gpu_memory(rank, memory)
 

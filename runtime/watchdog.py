@@ -10,7 +10,7 @@ import zmq
 
 from umbra.runtime.actor import ActorSpec
 from umbra.runtime.heartbeat import Beat
-from umbra.runtime.process.tree import ProcessTree
+from umbra.runtime.process.process_tree import ProcessTree
 from umbra.runtime.rpc.loop_socket import LoopSocket
 from umbra.runtime.rpc.wire import Frame
 

@@ -1,6 +1,6 @@
 """`torchrun --nproc-per-node N -m umbra.trainer CONFIG.toml [section.key=value ...]`."""
 
-from umbra.runtime.environment import bind_to_agent
+from umbra.runtime.cluster.environment import bind_to_agent
 
 if __name__ == "__main__":
     bind_to_agent()  # Before the rest is imported, which takes half a second.

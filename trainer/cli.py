@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Final, NoReturn
 
-from umbra.runtime.environment import TorchrunEnvironment, log_level
+from umbra.runtime.cluster.environment import TorchrunEnvironment, log_level
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.session import Session, SessionConfig
 from umbra.trainer.config import TrainerConfig

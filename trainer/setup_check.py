@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from umbra.runtime.cluster.environment import TorchrunEnvironment
 from umbra.runtime.engine_api.decoder_config import parse_model_config
 from umbra.runtime.engine_api.engine_names import ENGINE_TARGETS, engine_target
-from umbra.runtime.environment import TorchrunEnvironment
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.rollout.function_call import AGENT_CALL, REWARD_CALL
 from umbra.runtime.rollout.function_lookup import check_function

@@ -10,8 +10,8 @@ from typing import Final
 
 import torch
 
+from umbra.runtime.cluster.environment import TorchrunEnvironment
 from umbra.runtime.collective import Rollouts, SessionSync
-from umbra.runtime.environment import TorchrunEnvironment
 from umbra.runtime.errors import ActorError, JobFailed, TransportError, UmbraError
 from umbra.runtime.session import Session
 from umbra.runtime.weights.publish import WeightPublisher

@@ -15,7 +15,7 @@ import torch.distributed
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from umbra.runtime.environment import TorchrunEnvironment
+from umbra.runtime.cluster.environment import TorchrunEnvironment
 from umbra.runtime.errors import ConfigError, JobFailed, UmbraError
 
 T = TypeVar("T")

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Final
 
 from umbra.runtime.actor import actor_context
+from umbra.runtime.cluster.socket_dir import MAX_SOCKET_PATH_NBYTES
 from umbra.runtime.process import descendants
-from umbra.runtime.socketdir import MAX_SOCKET_PATH_NBYTES
 
 _SOCKET_NAME_NUM_CHARS: Final = 40  # vLLM's own are UUIDs
 _SHARED_FOLDER: Final = "/dev/shm"

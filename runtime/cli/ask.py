@@ -12,7 +12,7 @@ from contextlib import closing
 from http.client import HTTPException
 from typing import Any, Final
 
-from umbra.runtime.environment import api_key
+from umbra.runtime.cluster.environment import api_key
 from umbra.runtime.errors import ConfigError, ConnectionLost, UmbraError
 
 _SILENCE_S: Final = 600.0

@@ -17,7 +17,7 @@ import os
 from collections.abc import Collection
 
 from umbra.runtime.process import descendants, prctl
-from umbra.runtime.process.child import living_pids
+from umbra.runtime.process.child_process import living_pids
 from umbra.runtime.process.pid_watch import PidWatch
 
 _logger = logging.getLogger(__name__)

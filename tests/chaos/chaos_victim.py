@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from umbra.runtime.environment import ACTOR_VARIABLE
+from umbra.runtime.cluster.environment import ACTOR_VARIABLE
 from umbra.runtime.process.descendants import process_stat
 
 _LOOK_AGAIN_S: Final = 0.005

@@ -14,7 +14,7 @@ from chaos_plan import POOL, Fault, Role
 from chaos_saboteur import DeathNotes, Saboteur
 from chaos_victim import Victim
 
-from umbra.runtime.environment import ACTOR_VARIABLE
+from umbra.runtime.cluster.environment import ACTOR_VARIABLE
 from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.restart import RestartPolicy
 from umbra.runtime.session import Session

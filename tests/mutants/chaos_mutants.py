@@ -67,7 +67,7 @@ CHAOS_MUTANTS: Final[Sequence[Mutant]] = (
         path="tests/chaos/chaos_reward.py",
         old="    time.sleep(_TAKES_S)\n",
         new=(
-            "    from umbra.runtime.environment import socket_root\n"
+            "    from umbra.runtime.cluster.environment import socket_root\n"
             '    (socket_root() / "left").mkdir(exist_ok=True)\n'
         ),
         command=_CHAOS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from umbra.runtime.environment import socket_root
+from umbra.runtime.cluster.environment import socket_root
 
 
 def reward(prompts: list[str], completions: list[str], **columns: list[Any]) -> list[float]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import signal
 
-from umbra.runtime.environment import bind_to_agent
+from umbra.runtime.cluster.environment import bind_to_agent
 
 if __name__ == "__main__":
     agent = bind_to_agent()

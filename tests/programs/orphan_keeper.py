@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from umbra.runtime.process import descendants, prctl
-from umbra.runtime.process.child import ChildProcess, living_pids
+from umbra.runtime.process.child_process import ChildProcess, living_pids
 from umbra.runtime.process.orphans import end_orphans, kill_orphans
 
 FAMILY = str(Path(__file__).with_name("family.py"))

@@ -9,7 +9,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-from umbra.runtime.process.child import ChildProcess
+from umbra.runtime.process.child_process import ChildProcess
 
 
 async def run(report_fd: int) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 import uvloop
 
 from umbra.runtime.process import descendants, prctl
-from umbra.runtime.process.child import ChildProcess
+from umbra.runtime.process.child_process import ChildProcess
 from umbra.runtime.process.pid_watch import PidWatch
 
 

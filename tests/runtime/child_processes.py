@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from umbra.runtime.process.child import living_pids
+from umbra.runtime.process.child_process import living_pids
 
 PROGRAMS = Path(__file__).parent.parent / "programs"
 DEADLINE_S = 20.0

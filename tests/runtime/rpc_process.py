@@ -18,7 +18,7 @@ import msgpack
 import uvloop
 
 from umbra.runtime.actor import ActorSpec
-from umbra.runtime.process.child import PARENT_PID_VARIABLE
+from umbra.runtime.process.child_process import PARENT_PID_VARIABLE
 from umbra.runtime.process.memory_file import open_memory_file
 from umbra.runtime.rpc.client import Client, Handle
 from umbra.runtime.rpc.ref import ActorRef

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from umbra.runtime.attached_ranks import AttachedRank, AttachedRanks
+from umbra.runtime.cluster.attached_ranks import AttachedRank, AttachedRanks
 
 
 def signals_told(rank: AttachedRank) -> list[int]:

@@ -14,7 +14,7 @@ from child_processes import *  # noqa: F403 - the fixtures
 from child_processes import DEADLINE_S, PROGRAMS, Run, family, read_pids, wait_ended, wait_readable
 
 from umbra.runtime.process import descendants
-from umbra.runtime.process.child import ChildProcess
+from umbra.runtime.process.child_process import ChildProcess
 
 pytestmark = pytest.mark.process
 

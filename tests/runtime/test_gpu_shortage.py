@@ -16,14 +16,14 @@ import torch
 from actor_specs import actor
 from pools_in_turn import spec, wait_until
 
-from umbra.runtime.collective import SessionSync
-from umbra.runtime.errors import JobFailed
-from umbra.runtime.gpu_shortage import (
+from umbra.runtime.cluster.gpu_shortage import (
     GpuShortages,
     RankMemory,
     describe_gpu_memory,
     lacks_gpu_memory,
 )
+from umbra.runtime.collective import SessionSync
+from umbra.runtime.errors import JobFailed
 from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.process.nvml import GpuUse
 from umbra.runtime.session import Session

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from umbra.runtime.cluster.guardian_process import GuardianProcess, start_guardian
+from umbra.runtime.cluster.socket_dir import SocketDir, is_in_use
 from umbra.runtime.errors import ConfigError, UmbraError
 from umbra.runtime.process import guardian
 from umbra.runtime.process.exit_status import ExitStatus
-from umbra.runtime.process.launch_guardian import GuardianProcess, start_guardian
-from umbra.runtime.socketdir import SocketDir, is_in_use
 
 pytestmark = pytest.mark.process
 

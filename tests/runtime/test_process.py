@@ -27,8 +27,8 @@ from child_processes import (
 
 from umbra.runtime.errors import ActorError
 from umbra.runtime.process import prctl
-from umbra.runtime.process.child import ChildProcess, resident_nbytes
 from umbra.runtime.process.child_log import ChildLog
+from umbra.runtime.process.child_process import ChildProcess, resident_nbytes
 from umbra.runtime.process.exit_status import ExitStatus
 
 pytestmark = pytest.mark.process
@@ -257,7 +257,7 @@ def test_the_layer_imports_nothing_heavy() -> None:
     code = (
         "import sys\n"
         "import umbra.runtime.engine_api.lifecycle, umbra.runtime.restart\n"
-        "import umbra.runtime.process.launch_guardian, umbra.runtime.process.orphans\n"
+        "import umbra.runtime.cluster.guardian_process, umbra.runtime.process.orphans\n"
         "print(sorted({'torch', 'numpy', 'pydantic'} & set(sys.modules)))"
     )
 

@@ -16,9 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from umbra.runtime import socketdir
-from umbra.runtime.errors import ConfigError
-from umbra.runtime.socketdir import (
+from umbra.runtime.cluster import socket_dir
+from umbra.runtime.cluster.socket_dir import (
     MAX_SOCKET_PATH_NBYTES,
     SocketDir,
     default_root,
@@ -26,12 +25,13 @@ from umbra.runtime.socketdir import (
     socket_dir_path,
     sweep,
 )
+from umbra.runtime.errors import ConfigError
 
 DEADLINE_S = 20.0
 HOLDER = """
 import sys
 from pathlib import Path
-from umbra.runtime.socketdir import SocketDir
+from umbra.runtime.cluster.socket_dir import SocketDir
 held = SocketDir.create("held", "node", Path(sys.argv[1]))
 held.socket_path("a.sock").touch()
 print("up", flush=True)
@@ -242,4 +242,4 @@ def test_names_of_any_kind_give_short_and_different_paths(
     assert not path.name.startswith(".")
     assert len(os.fsencode(path)) < MAX_SOCKET_PATH_NBYTES - 20
     assert (path == socket_dir_path(*others, root)) == (names == others)
-    assert socketdir.socket_dir_path(*names, root) == path
+    assert socket_dir.socket_dir_path(*names, root) == path

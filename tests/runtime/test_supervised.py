@@ -12,8 +12,8 @@ import zmq
 from actor_specs import actor
 
 from umbra.runtime.job_stop import JobStop
-from umbra.runtime.process import child, descendants
-from umbra.runtime.process.child import ChildProcess
+from umbra.runtime.process import child_process, descendants
+from umbra.runtime.process.child_process import ChildProcess
 from umbra.runtime.process.pid_watch import PidWatch
 from umbra.runtime.supervised import ActorState, NodeSettings, SupervisedActor
 from umbra.runtime.supervisor_host import supervisor_ref
@@ -55,7 +55,7 @@ def hang(_child: ChildProcess, _signal: int = 0) -> None:
 def test_a_process_that_cannot_be_ended_fails_its_actor_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(child, "_KILL_WAIT_S", 0.05)
+    monkeypatch.setattr(child_process, "_KILL_WAIT_S", 0.05)
     for method in ("kill", "send_signal"):
         monkeypatch.setattr(ChildProcess, method, hang)
 

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from umbra.runtime.socketdir import SocketDir
+from umbra.runtime.cluster.socket_dir import SocketDir
 from umbra.trainer.drill.traces import RunTraces
 
 pytestmark = pytest.mark.process
 
 LEAVES_SOCKETS = """
-from umbra.runtime.environment import socket_root
-from umbra.runtime.socketdir import SocketDir
+from umbra.runtime.cluster.environment import socket_root
+from umbra.runtime.cluster.socket_dir import SocketDir
 SocketDir.create("job", "node", socket_root()).release()
 """
 LEAVES_A_DAEMON = """

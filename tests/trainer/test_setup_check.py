@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from umbra.runtime.environment import TorchrunEnvironment
+from umbra.runtime.cluster.environment import TorchrunEnvironment
 from umbra.runtime.errors import ConfigError, UmbraError
 from umbra.trainer.config import TrainerConfig
 from umbra.trainer.config_file import parse_config

@@ -55,7 +55,7 @@ def test_starts_one_after_the_other_add_up_and_others_do_not() -> None:
 def test_the_group_of_the_ranks_and_that_of_their_mesh_have_it() -> None:
     code = """
         import torch
-        from umbra.runtime.environment import TorchrunEnvironment
+        from umbra.runtime.cluster.environment import TorchrunEnvironment
         from umbra.trainer.world import World
 
         with World.join(TorchrunEnvironment.read(), "cpu", 7777.0) as world:

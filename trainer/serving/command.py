@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from umbra.runtime.actor import ActorSpec
-from umbra.runtime.environment import api_key
+from umbra.runtime.cluster.environment import api_key
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.restart import RestartPolicy

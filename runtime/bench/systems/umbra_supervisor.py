@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from umbra.runtime.bench.systems.report import Task, run_program
-from umbra.runtime.process.child import resident_nbytes
+from umbra.runtime.cluster.guardian_process import GuardianProcess, start_guardian
+from umbra.runtime.cluster.socket_dir import SocketDir
+from umbra.runtime.process.child_process import resident_nbytes
 from umbra.runtime.process.descendants import child_pids
-from umbra.runtime.process.launch_guardian import GuardianProcess, start_guardian
-from umbra.runtime.socketdir import SocketDir
 from umbra.runtime.supervisor_host import SupervisorConfig
 
 _TIMEOUT_S = 20.0

@@ -8,7 +8,7 @@ import logging
 import signal
 from typing import Any, Final
 
-from umbra.runtime.gpu_shortage import RankMemory
+from umbra.runtime.cluster.gpu_shortage import RankMemory
 
 logger = logging.getLogger(__name__)
 

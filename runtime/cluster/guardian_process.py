@@ -14,12 +14,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from umbra.runtime.cluster.socket_dir import SocketDir
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.process import guardian
 from umbra.runtime.process.child_log import ChildLog
 from umbra.runtime.process.exit_status import ExitStatus
 from umbra.runtime.process.memory_file import open_memory_file
-from umbra.runtime.socketdir import SocketDir
 
 _MAX_READY_NBYTES = 64 * 1024
 

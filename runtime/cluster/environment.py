@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
+from umbra.runtime.cluster.socket_dir import default_root
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.process.torchrun_agent import TorchrunAgent
-from umbra.runtime.socketdir import default_root
 
 ACTOR_VARIABLE = "UMBRA_ACTOR"
 _RANK_VARIABLES: Final = frozenset(
