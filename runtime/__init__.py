@@ -9,9 +9,9 @@ if TYPE_CHECKING:
     from umbra.runtime.actor import ActorSpec, actor_context, idempotent
     from umbra.runtime.pool_spec import PoolSpec
     from umbra.runtime.restart import RestartPolicy
-    from umbra.runtime.rpc.ref import ActorRef
+    from umbra.runtime.rpc.actor_ref import ActorRef
+    from umbra.runtime.rpc.sync_handle import Pool, SyncHandle
     from umbra.runtime.session import Session, SessionConfig
-    from umbra.runtime.session_handles import Pool, SyncHandle
 
 __all__ = [
     "ActorRef",
@@ -27,14 +27,14 @@ __all__ = [
 ]
 
 _HOMES = {
-    "ActorRef": "rpc.ref",
+    "ActorRef": "rpc.actor_ref",
     "ActorSpec": "actor",
-    "Pool": "session_handles",
+    "Pool": "rpc.sync_handle",
     "PoolSpec": "pool_spec",
     "RestartPolicy": "restart",
     "Session": "session",
     "SessionConfig": "session",
-    "SyncHandle": "session_handles",
+    "SyncHandle": "rpc.sync_handle",
     "actor_context": "actor",
     "idempotent": "actor",
 }

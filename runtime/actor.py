@@ -1,7 +1,7 @@
 """What an actor is, and what it knows about itself.
 
 An actor is an object of any class, served in a process of its own. Its public methods are
-callable from other processes (see `umbra.runtime.rpc.server` for how each kind of method runs).
+callable from other processes (see `umbra.runtime.rpc.rpc_server` for how each kind of method runs).
 Three optional methods take part in its life:
 
     async __aenter__ / __aexit__   entered before the actor is announced, left at shutdown
@@ -17,9 +17,9 @@ from typing import Any, Final, Literal, Self
 
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.restart import RestartPolicy
-from umbra.runtime.rpc.client import Client, Handle
-from umbra.runtime.rpc.ref import ActorRef
-from umbra.runtime.rpc.server import idempotent
+from umbra.runtime.rpc.actor_ref import ActorRef
+from umbra.runtime.rpc.rpc_client import Client, Handle
+from umbra.runtime.rpc.rpc_server import idempotent
 
 __all__ = ["ActorContext", "ActorSpec", "actor_context", "idempotent"]
 

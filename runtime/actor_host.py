@@ -28,10 +28,10 @@ from umbra.runtime.heartbeat import HeartbeatResponder, LoopTicker
 from umbra.runtime.process.child_process import PARENT_PID_VARIABLE
 from umbra.runtime.process.exit_status import STOP_SIGNALS
 from umbra.runtime.process.prctl import become_subreaper, die_with_parent
-from umbra.runtime.rpc.client import Client, Handle
-from umbra.runtime.rpc.ref import ActorRef
-from umbra.runtime.rpc.security import CurveKeys
-from umbra.runtime.rpc.server import ActorServer
+from umbra.runtime.rpc.actor_ref import ActorRef
+from umbra.runtime.rpc.curve_keys import CurveKeys
+from umbra.runtime.rpc.rpc_client import Client, Handle
+from umbra.runtime.rpc.rpc_server import ActorServer
 from umbra.runtime.target import make_target
 
 logger = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ from umbra.runtime.engine_api.lifecycle import (
     Woken,
 )
 from umbra.runtime.errors import EngineUnhealthy, UmbraError
-from umbra.runtime.rpc.client import Client, Handle
+from umbra.runtime.rpc.rpc_client import Client, Handle
 from umbra.runtime.supervised import ActorState, SupervisedActor
 
 logger = logging.getLogger(__name__)

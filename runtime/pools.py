@@ -20,7 +20,7 @@ from umbra.runtime.errors import DeadlineExceeded, EngineError, WeightSyncError
 from umbra.runtime.first_of import first_of
 from umbra.runtime.pool_engine import PoolEngine
 from umbra.runtime.pool_spec import PoolSpec
-from umbra.runtime.rpc.client import Client
+from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.supervised import ActorState, SupervisedActor
 from umbra.runtime.weights.coordinator import SyncCoordinator, SyncSettings
 from umbra.runtime.weights.memfd import FdServer

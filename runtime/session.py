@@ -40,11 +40,11 @@ from umbra.runtime.cluster.guardian_process import GuardianProcess, start_guardi
 from umbra.runtime.cluster.socket_dir import SocketDir, is_in_use, socket_dir_path
 from umbra.runtime.errors import ConfigError, ConnectionLost, JobFailed, UmbraError
 from umbra.runtime.pool_spec import PoolSpec
-from umbra.runtime.rpc.client import Client, Handle
+from umbra.runtime.rpc.actor_ref import ActorRef
+from umbra.runtime.rpc.curve_keys import CurveKeys
 from umbra.runtime.rpc.loop_thread import LoopThread
-from umbra.runtime.rpc.ref import ActorRef
-from umbra.runtime.rpc.security import CurveKeys
-from umbra.runtime.session_handles import Pool, SyncHandle
+from umbra.runtime.rpc.rpc_client import Client, Handle
+from umbra.runtime.rpc.sync_handle import Pool, SyncHandle
 from umbra.runtime.supervisor_host import SupervisorConfig, supervisor_ref
 
 logger = logging.getLogger(__name__)

@@ -40,7 +40,7 @@ from umbra.runtime.process.exit_status import ExitStatus
 from umbra.runtime.process.gpu_release import gpu_memory_released
 from umbra.runtime.process.orphans import end_orphans
 from umbra.runtime.restart import GiveUp, RestartTracker
-from umbra.runtime.rpc.ref import ActorRef
+from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)

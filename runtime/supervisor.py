@@ -30,9 +30,9 @@ from umbra.runtime.node_pools import NodePools
 from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.pools import EnginePool
 from umbra.runtime.process.pid_watch import PidWatch
-from umbra.runtime.rpc.client import Client
-from umbra.runtime.rpc.ref import ActorRef
-from umbra.runtime.rpc.server import idempotent
+from umbra.runtime.rpc.actor_ref import ActorRef
+from umbra.runtime.rpc.rpc_client import Client
+from umbra.runtime.rpc.rpc_server import idempotent
 from umbra.runtime.supervised import ActorState, NodeSettings, SupervisedActor
 from umbra.runtime.weights.coordinator import SyncCoordinator
 from umbra.runtime.weights.memfd import FdServer, serve_fds

@@ -31,10 +31,10 @@ from umbra.runtime.process.exit_status import STOP_SIGNALS
 from umbra.runtime.process.orphans import end_orphans
 from umbra.runtime.process.pid_watch import PidWatch
 from umbra.runtime.process.prctl import become_subreaper
-from umbra.runtime.rpc.client import Client
-from umbra.runtime.rpc.ref import ActorRef
-from umbra.runtime.rpc.security import CurveKeys
-from umbra.runtime.rpc.server import ActorServer
+from umbra.runtime.rpc.actor_ref import ActorRef
+from umbra.runtime.rpc.curve_keys import CurveKeys
+from umbra.runtime.rpc.rpc_client import Client
+from umbra.runtime.rpc.rpc_server import ActorServer
 from umbra.runtime.supervised import NodeSettings
 from umbra.runtime.supervisor import Supervisor
 

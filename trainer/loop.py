@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from umbra.runtime.collective import Rollouts
 from umbra.runtime.errors import WeightSyncError
-from umbra.runtime.session_handles import Pool
+from umbra.runtime.rpc.sync_handle import Pool
 from umbra.runtime.weights.publish import SyncReport, WeightPublisher
 from umbra.trainer.batch import RankBatch
 from umbra.trainer.checkpoint import CheckpointStore, TrainerState

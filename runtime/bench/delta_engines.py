@@ -22,8 +22,8 @@ import zmq
 from numpy.typing import NDArray
 
 from umbra.runtime.process.prctl import die_with_parent
-from umbra.runtime.rpc.ref import ActorRef
-from umbra.runtime.rpc.server import ActorServer
+from umbra.runtime.rpc.actor_ref import ActorRef
+from umbra.runtime.rpc.rpc_server import ActorServer
 
 TICK_S: Final = 0.05
 RUN_TOKENS: Final = 2.5

@@ -35,7 +35,7 @@ from umbra.runtime.rollout.recorder import Recorder
 from umbra.runtime.rollout.router import EngineId, Router
 from umbra.runtime.rollout.trajectory import Trajectory
 from umbra.runtime.rollout.turn import Turn
-from umbra.runtime.rpc.client import Client, Handle
+from umbra.runtime.rpc.rpc_client import Client, Handle
 
 GROUP_SIZE: Final = 8
 PROMPT_LEN: Final = 128

@@ -40,9 +40,9 @@ from umbra.runtime.engine_api.lifecycle import (
     Started,
     Tag,
 )
-from umbra.runtime.rpc.client import Client, Handle
-from umbra.runtime.rpc.ref import ActorRef
-from umbra.runtime.rpc.server import ActorServer
+from umbra.runtime.rpc.actor_ref import ActorRef
+from umbra.runtime.rpc.rpc_client import Client, Handle
+from umbra.runtime.rpc.rpc_server import ActorServer
 from umbra.runtime.weights.coordinator import SyncCoordinator, SyncSettings
 from umbra.runtime.weights.memfd import serve_fds
 from umbra.runtime.weights.transport import TRANSPORT_SETTINGS

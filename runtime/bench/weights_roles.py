@@ -23,10 +23,10 @@ import uvloop
 import zmq
 from torch import Tensor
 
-from umbra.runtime.rpc.client import Client, Handle
+from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.loop_thread import LoopThread
-from umbra.runtime.rpc.ref import ActorRef
-from umbra.runtime.rpc.server import ActorServer
+from umbra.runtime.rpc.rpc_client import Client, Handle
+from umbra.runtime.rpc.rpc_server import ActorServer
 from umbra.runtime.weights.cuda_ipc import probe_import
 from umbra.runtime.weights.destination import populate
 from umbra.runtime.weights.publish import WeightPublisher

@@ -19,7 +19,7 @@ from umbra.runtime.rollout.chat_text import ChatText
 from umbra.runtime.rollout.patience import Patience
 from umbra.runtime.rollout.task_host import TaskHost
 from umbra.runtime.rollout.text import TextCodec
-from umbra.runtime.rpc.client import Handle
+from umbra.runtime.rpc.rpc_client import Handle
 
 _RESOLVE_TIMEOUT_S: Final = 60.0
 """For a pool's generator to be up again after its death."""

@@ -7,7 +7,7 @@ import logging
 from typing import Final
 
 from umbra.runtime.errors import DeadlineExceeded
-from umbra.runtime.rpc.client import Handle
+from umbra.runtime.rpc.rpc_client import Handle
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from umbra.runtime.errors import (
 from umbra.runtime.rollout.dispatch import Dispatcher
 from umbra.runtime.rollout.error_groups import first_leaf
 from umbra.runtime.rollout.router import EngineId
-from umbra.runtime.rpc.client import Handle
+from umbra.runtime.rpc.rpc_client import Handle
 
 logger = logging.getLogger(__name__)
 

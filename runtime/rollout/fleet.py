@@ -14,7 +14,7 @@ from umbra.runtime.errors import ConnectionLost, UmbraError
 from umbra.runtime.rollout.dispatch import Dispatcher, Moved
 from umbra.runtime.rollout.engine_link import EngineLink
 from umbra.runtime.rollout.router import EngineId
-from umbra.runtime.rpc.ref import ActorRef
+from umbra.runtime.rpc.actor_ref import ActorRef
 
 logger = logging.getLogger(__name__)
 

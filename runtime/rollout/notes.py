@@ -6,7 +6,7 @@ import asyncio
 import logging
 
 from umbra.runtime.errors import UmbraError
-from umbra.runtime.rpc.client import Handle
+from umbra.runtime.rpc.rpc_client import Handle
 
 logger = logging.getLogger(__name__)
 

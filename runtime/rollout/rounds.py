@@ -35,7 +35,7 @@ from umbra.runtime.rollout.recorder import Recorder
 from umbra.runtime.rollout.rendezvous import Rendezvous, Round
 from umbra.runtime.rollout.sync_asks import CatchUp, Waiting
 from umbra.runtime.rollout.training_flow import TrainingFlow
-from umbra.runtime.rpc.client import Handle
+from umbra.runtime.rpc.rpc_client import Handle
 
 
 class Rounds:

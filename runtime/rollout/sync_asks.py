@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 from umbra.runtime.errors import DeadlineExceeded
 from umbra.runtime.rollout.rendezvous import Round
 from umbra.runtime.rollout.router import EngineId
-from umbra.runtime.rpc.client import Handle
+from umbra.runtime.rpc.rpc_client import Handle
 
 logger = logging.getLogger(__name__)
 

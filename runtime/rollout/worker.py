@@ -15,7 +15,7 @@ from umbra.runtime.rollout.patience import Patience
 from umbra.runtime.rollout.reward import RewardFunction
 from umbra.runtime.rollout.task_host import TaskHost, UserThread
 from umbra.runtime.rollout.text import TextCodec
-from umbra.runtime.rpc.client import Handle
+from umbra.runtime.rpc.rpc_client import Handle
 
 _RESOLVE_TIMEOUT_S: Final = 10.0
 _BLAME_TIMEOUT_S: Final = 5.0

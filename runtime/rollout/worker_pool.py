@@ -38,8 +38,8 @@ from umbra.runtime.errors import (
     UmbraError,
 )
 from umbra.runtime.rollout.blocked_in_a_row import BlockedInARow
-from umbra.runtime.rpc.client import Handle
-from umbra.runtime.rpc.ref import ActorRef
+from umbra.runtime.rpc.actor_ref import ActorRef
+from umbra.runtime.rpc.rpc_client import Handle
 
 logger = logging.getLogger(__name__)
 

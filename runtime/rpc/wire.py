@@ -1,7 +1,7 @@
 """Bytes on the wire: msgpack values with bounded sizes; numpy arrays travel as raw frames.
 
 One ZMQ message is `[header, frame 0, frame 1, ...]`. The header is one or more msgpack
-objects, each an envelope (see `umbra.runtime.rpc.messages`). An array of at least
+objects, each an envelope (see `umbra.runtime.rpc.envelopes`). An array of at least
 `FRAME_MIN_NBYTES` becomes a frame of its own and is neither copied nor scanned; smaller ones
 are inlined. Decoding never runs code: there is no pickle, and arrays may only hold numbers.
 
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 import msgpack
 
 from umbra.runtime.errors import ProtocolError
-from umbra.runtime.rpc.messages import BadEnvelope
-from umbra.runtime.rpc.ref import ActorRef
+from umbra.runtime.rpc.actor_ref import ActorRef
+from umbra.runtime.rpc.envelopes import BadEnvelope
 
 if TYPE_CHECKING:
     import numpy as np

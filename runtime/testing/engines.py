@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from umbra.runtime.actor import ActorSpec
+from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session import Session
-from umbra.runtime.session_handles import SyncHandle
 
 
 class EngineFactory:

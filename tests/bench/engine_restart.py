@@ -40,8 +40,8 @@ from umbra.runtime.engine_api.engine_names import engine_target
 from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.process.descendants import wait_for_exits
 from umbra.runtime.restart import RestartPolicy
+from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session import Session, SessionConfig
-from umbra.runtime.session_handles import SyncHandle
 from umbra.runtime.weights.publish import WeightPublisher
 
 DTYPES = {"cpu": "float32", "cuda": "bfloat16"}

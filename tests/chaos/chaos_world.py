@@ -39,8 +39,8 @@ from umbra.runtime.rollout.ledger.history import ledger_folder, read_history
 from umbra.runtime.rollout.ledger.replay import replay
 from umbra.runtime.rollout.ledger.state import LedgerState
 from umbra.runtime.rollout.prompts import write_prompts
+from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session import Session
-from umbra.runtime.session_handles import SyncHandle
 from umbra.runtime.weights.publish import WeightPublisher
 
 T = TypeVar("T")

@@ -9,8 +9,8 @@ from typing import Any
 from engine_runs import Collector, wire_request
 
 from umbra.runtime.process import descendants
+from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session import Session
-from umbra.runtime.session_handles import SyncHandle
 
 
 def actor_of(session: Session, name: str) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from vllm_runs import needs_vllm
 from umbra.runtime.actor import ActorSpec
 from umbra.runtime.engine_api.engine_names import engine_target
 from umbra.runtime.pool_spec import PoolSpec
+from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session import Session
-from umbra.runtime.session_handles import SyncHandle
 
 MAX_CONTEXT_LEN = 256
 GPU_KV_CACHE_NUM_TOKENS = 1 << 24

@@ -16,8 +16,8 @@ from engine_runs import Collector, wire_request
 from umbra.runtime.actor import ActorSpec
 from umbra.runtime.errors import RemoteError, UmbraError
 from umbra.runtime.restart import RestartPolicy
+from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session import Session
-from umbra.runtime.session_handles import SyncHandle
 
 pytestmark = pytest.mark.process
 

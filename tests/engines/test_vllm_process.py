@@ -25,8 +25,8 @@ from umbra.runtime.actor import ActorSpec
 from umbra.runtime.errors import ActorDied, UmbraError
 from umbra.runtime.process import descendants
 from umbra.runtime.restart import RestartPolicy
+from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session import Session
-from umbra.runtime.session_handles import SyncHandle
 
 pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.process]
 

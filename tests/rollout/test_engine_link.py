@@ -19,9 +19,9 @@ from umbra.runtime.rollout.engine_link import EngineLink
 from umbra.runtime.rollout.recorder import Recorder
 from umbra.runtime.rollout.router import EngineId, Router
 from umbra.runtime.rollout.turn import Turn
-from umbra.runtime.rpc.client import Client
-from umbra.runtime.rpc.ref import ActorRef
-from umbra.runtime.rpc.server import ActorServer
+from umbra.runtime.rpc.actor_ref import ActorRef
+from umbra.runtime.rpc.rpc_client import Client
+from umbra.runtime.rpc.rpc_server import ActorServer
 
 ENGINE = EngineId("e", 1)
 

@@ -11,8 +11,8 @@ import pytest
 
 from umbra.runtime.actor import ActorSpec
 from umbra.runtime.errors import ActorNotFound
+from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session import Session
-from umbra.runtime.session_handles import SyncHandle
 from umbra.runtime.testing.sessions import SessionFactory
 
 

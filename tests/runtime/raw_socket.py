@@ -7,8 +7,8 @@ from typing import Any
 import msgpack
 import zmq
 
-from umbra.runtime.rpc.messages import RESULT
-from umbra.runtime.rpc.ref import ActorRef
+from umbra.runtime.rpc.actor_ref import ActorRef
+from umbra.runtime.rpc.envelopes import RESULT
 
 
 class RawSocket:

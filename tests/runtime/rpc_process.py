@@ -20,8 +20,8 @@ import uvloop
 from umbra.runtime.actor import ActorSpec
 from umbra.runtime.process.child_process import PARENT_PID_VARIABLE
 from umbra.runtime.process.memory_file import open_memory_file
-from umbra.runtime.rpc.client import Client, Handle
-from umbra.runtime.rpc.ref import ActorRef
+from umbra.runtime.rpc.actor_ref import ActorRef
+from umbra.runtime.rpc.rpc_client import Client, Handle
 
 PROGRAMS = Path(__file__).parent.parent / "programs"
 NODE = "node"

@@ -15,8 +15,8 @@ from watched_actors import Spawn, told, wait_for_incarnation
 from watching import all_end, kill
 
 from umbra.runtime.errors import ActorDied, ActorNotFound, ConnectionLost, JobFailed
+from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session import Session
-from umbra.runtime.session_handles import SyncHandle
 from umbra.runtime.testing.sessions import SessionFactory
 
 pytestmark = pytest.mark.process

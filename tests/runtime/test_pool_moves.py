@@ -11,7 +11,7 @@ from umbra.runtime.engine_api.lifecycle import EngineLifecycle, Started
 from umbra.runtime.pool_engine import PoolEngine
 from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.pools import EnginePool
-from umbra.runtime.rpc.client import Client
+from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.weights.memfd import FdServer
 
 

@@ -12,7 +12,7 @@ from rpc_fixtures import *  # noqa: F403 - the fixtures
 from rpc_process import AT_ONCE_S, ActorProcess, connected, count, run, until
 
 from umbra.runtime.errors import DeadlineExceeded
-from umbra.runtime.rpc.messages import CALL, CANCEL
+from umbra.runtime.rpc.envelopes import CALL, CANCEL
 
 pytestmark = pytest.mark.process
 

@@ -13,9 +13,9 @@ from rpc_fixtures import *  # noqa: F403 - the fixtures
 from rpc_process import AT_ONCE_S, ActorProcess, connected, count, make_ref, read_all, run, until
 
 from umbra.runtime.errors import ActorNotFound, ConnectionLost, DeadlineExceeded, MailboxClosed
-from umbra.runtime.rpc.client import Client
-from umbra.runtime.rpc.ref import ActorRef
-from umbra.runtime.rpc.server import ActorServer
+from umbra.runtime.rpc.actor_ref import ActorRef
+from umbra.runtime.rpc.rpc_client import Client
+from umbra.runtime.rpc.rpc_server import ActorServer
 
 pytestmark = pytest.mark.process
 

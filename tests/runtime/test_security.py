@@ -18,10 +18,10 @@ from actor_specs import PROGRAMS, actor
 from watching import tree
 
 from umbra.runtime.errors import ActorNotFound, ConfigError, ConnectionLost, UmbraError
-from umbra.runtime.rpc.client import Client
-from umbra.runtime.rpc.messages import HELLO
-from umbra.runtime.rpc.ref import ActorRef
-from umbra.runtime.rpc.security import CurveKeys
+from umbra.runtime.rpc.actor_ref import ActorRef
+from umbra.runtime.rpc.curve_keys import CurveKeys
+from umbra.runtime.rpc.envelopes import HELLO
+from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.rpc.wire import Encoder
 from umbra.runtime.session import Session
 from umbra.runtime.testing.sessions import SessionFactory

@@ -20,8 +20,8 @@ from actor_specs import actor
 from umbra.runtime.collective import SessionSync
 from umbra.runtime.errors import MailboxClosed
 from umbra.runtime.pool_spec import PoolSpec
-from umbra.runtime.rpc.client import Client
-from umbra.runtime.rpc.ref import ActorRef
+from umbra.runtime.rpc.actor_ref import ActorRef
+from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.session import Session
 from umbra.runtime.supervisor_host import supervisor_ref
 from umbra.runtime.testing.sessions import SessionFactory

@@ -13,8 +13,8 @@ from umbra.runtime.actor import ActorSpec
 from umbra.runtime.job_stop import JobStop
 from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.pools import EnginePool
-from umbra.runtime.rpc.client import Client
-from umbra.runtime.rpc.ref import ActorRef
+from umbra.runtime.rpc.actor_ref import ActorRef
+from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.supervised import NodeSettings, SupervisedActor
 from umbra.runtime.weights.memfd import serve_fds
 

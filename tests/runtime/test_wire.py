@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from umbra.runtime.errors import ProtocolError
-from umbra.runtime.rpc.messages import (
+from umbra.runtime.rpc.actor_ref import ActorRef
+from umbra.runtime.rpc.envelopes import (
     CALL,
     CANCEL,
     CREDIT,
@@ -31,7 +32,6 @@ from umbra.runtime.rpc.messages import (
     BadEnvelope,
     check_envelope,
 )
-from umbra.runtime.rpc.ref import ActorRef
 from umbra.runtime.rpc.wire import FRAME_MIN_NBYTES, Decoder, Encoder, Frame
 
 DTYPES = ["?", *"bBhHiIlLqQ", *"efdg", "<i4", ">i4", ">f8", ">u2"]

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from umbra.runtime.actor import ActorSpec
 from umbra.runtime.errors import ConnectionLost
+from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session import Session
-from umbra.runtime.session_handles import SyncHandle
 from umbra.runtime.testing.sessions import SessionFactory
 
 Spawn = Callable[[ActorSpec], SyncHandle]

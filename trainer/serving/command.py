@@ -22,8 +22,8 @@ from umbra.runtime.errors import ConfigError
 from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.restart import RestartPolicy
 from umbra.runtime.rollout.generator import Piece
+from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session import Session
-from umbra.runtime.session_handles import SyncHandle
 from umbra.trainer.config import ServeConfig
 from umbra.trainer.files import check_writable
 from umbra.trainer.run_lock import RunLock

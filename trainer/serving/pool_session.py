@@ -9,8 +9,8 @@ from typing import Final
 
 from umbra.runtime.actor import ActorSpec
 from umbra.runtime.pool_spec import PoolSpec
+from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session import Session, SessionConfig
-from umbra.runtime.session_handles import SyncHandle
 from umbra.trainer.notes import NoteBoard
 from umbra.trainer.signals import StopRequested, StopSignals
 

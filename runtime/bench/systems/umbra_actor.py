@@ -19,9 +19,9 @@ from umbra.runtime.bench.timing import (
     summarise,
     workers,
 )
-from umbra.runtime.rpc.client import Client, Handle
+from umbra.runtime.rpc.rpc_client import Client, Handle
+from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session import Session, SessionConfig
-from umbra.runtime.session_handles import SyncHandle
 from umbra.runtime.version import umbra_version
 
 _CALL_TIMEOUT_S = 20.0

@@ -7,13 +7,13 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from umbra.runtime.errors import MailboxClosed
-from umbra.runtime.rpc.client import Handle
+from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.loop_thread import LoopThread
-from umbra.runtime.rpc.ref import ActorRef
+from umbra.runtime.rpc.rpc_client import Handle
 
 
 class SyncHandle:
-    """Calls one actor from plain code; see `umbra.runtime.rpc.client.Handle` for the outcomes."""
+    """Calls one actor from plain code; see `umbra.runtime.rpc.rpc_client.Handle` for the outcomes."""
 
     def __init__(self, loop: LoopThread, handle: Handle) -> None:
         self._loop = loop

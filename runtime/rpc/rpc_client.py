@@ -22,14 +22,14 @@ from umbra.runtime.errors import (
     DeadlineExceeded,
     MailboxClosed,
 )
-from umbra.runtime.rpc.connection import Connection, ItemStream
-from umbra.runtime.rpc.messages import (
+from umbra.runtime.rpc.actor_ref import ActorRef
+from umbra.runtime.rpc.curve_keys import CurveKeys
+from umbra.runtime.rpc.envelopes import (
     CALL,
     CANCEL,
     CREDIT,
 )
-from umbra.runtime.rpc.ref import ActorRef
-from umbra.runtime.rpc.security import CurveKeys
+from umbra.runtime.rpc.rpc_connection import Connection, ItemStream
 
 # (the lost ref, seconds left) -> the incarnation that replaces it
 Resolver = Callable[[ActorRef, float], Awaitable[ActorRef]]

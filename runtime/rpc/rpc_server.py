@@ -23,8 +23,7 @@ from typing import Any, Final, TypeVar, cast
 import zmq
 
 from umbra.runtime.errors import ProtocolError
-from umbra.runtime.rpc.loop_socket import LoopSocket
-from umbra.runtime.rpc.messages import (
+from umbra.runtime.rpc.envelopes import (
     CALL,
     CANCEL,
     CREDIT,
@@ -39,6 +38,7 @@ from umbra.runtime.rpc.messages import (
     BadEnvelope,
     check_envelope,
 )
+from umbra.runtime.rpc.loop_socket import LoopSocket
 from umbra.runtime.rpc.outbox import Outbox
 from umbra.runtime.rpc.wire import Decoder, Frame
 

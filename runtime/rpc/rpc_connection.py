@@ -1,6 +1,6 @@
 """One connection to one incarnation of an actor: what has been sent on it and not been answered.
 
-`umbra.runtime.rpc.client` opens connections and follows an actor to its next incarnation.
+`umbra.runtime.rpc.rpc_client` opens connections and follows an actor to its next incarnation.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from umbra.runtime.errors import (
     RemoteError,
     UmbraError,
 )
-from umbra.runtime.rpc.loop_socket import LoopSocket
-from umbra.runtime.rpc.messages import (
+from umbra.runtime.rpc.actor_ref import ActorRef
+from umbra.runtime.rpc.curve_keys import CurveKeys
+from umbra.runtime.rpc.envelopes import (
     CALL,
     CANCEL,
     END,
@@ -38,9 +39,8 @@ from umbra.runtime.rpc.messages import (
     BadEnvelope,
     check_envelope,
 )
+from umbra.runtime.rpc.loop_socket import LoopSocket
 from umbra.runtime.rpc.outbox import Outbox
-from umbra.runtime.rpc.ref import ActorRef
-from umbra.runtime.rpc.security import CurveKeys
 from umbra.runtime.rpc.wire import Decoder, Frame
 
 # Reconnect attempts while a peer starts: shorter burns CPU, longer adds to start-up.
