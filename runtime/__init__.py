@@ -6,9 +6,9 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from umbra.runtime.actor import ActorSpec, actor_context, idempotent
+    from umbra.runtime.actor.actor_spec import ActorSpec, actor_context, idempotent
+    from umbra.runtime.actor.restart_policy import RestartPolicy
     from umbra.runtime.pool_spec import PoolSpec
-    from umbra.runtime.restart import RestartPolicy
     from umbra.runtime.rpc.actor_ref import ActorRef
     from umbra.runtime.rpc.sync_handle import Pool, SyncHandle
     from umbra.runtime.session import Session, SessionConfig
@@ -28,15 +28,15 @@ __all__ = [
 
 _HOMES = {
     "ActorRef": "rpc.actor_ref",
-    "ActorSpec": "actor",
+    "ActorSpec": "actor.actor_spec",
     "Pool": "rpc.sync_handle",
     "PoolSpec": "pool_spec",
-    "RestartPolicy": "restart",
+    "RestartPolicy": "actor.restart_policy",
     "Session": "session",
     "SessionConfig": "session",
     "SyncHandle": "rpc.sync_handle",
-    "actor_context": "actor",
-    "idempotent": "actor",
+    "actor_context": "actor.actor_spec",
+    "idempotent": "actor.actor_spec",
 }
 
 

@@ -9,13 +9,13 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
-from umbra.runtime.actor import ActorSpec
+from umbra.runtime.actor.actor_spec import ActorSpec
+from umbra.runtime.actor.supervised_actor import SupervisedActor
 from umbra.runtime.engine_api.lifecycle import SleepLevel, Tag
 from umbra.runtime.errors import ActorNotFound, ConfigError
 from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.pool_turns import PoolTurns
 from umbra.runtime.pools import EnginePool
-from umbra.runtime.supervised import SupervisedActor
 
 _INVALIDATE_LIMIT_S: Final = 60.0
 

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
+from umbra.runtime.actor.supervised_actor import ActorState, SupervisedActor
 from umbra.runtime.engine_api.lifecycle import (
     ALL_TAGS,
     AbortUpdate,
@@ -32,7 +33,6 @@ from umbra.runtime.engine_api.lifecycle import (
 )
 from umbra.runtime.errors import EngineUnhealthy, UmbraError
 from umbra.runtime.rpc.rpc_client import Client, Handle
-from umbra.runtime.supervised import ActorState, SupervisedActor
 
 logger = logging.getLogger(__name__)
 

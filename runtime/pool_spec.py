@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Self
 
-from umbra.runtime.actor import ActorSpec
+from umbra.runtime.actor.actor_spec import ActorSpec
+from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.errors import ConfigError
-from umbra.runtime.restart import RestartPolicy
 from umbra.runtime.turns import TurnRules
 from umbra.runtime.weights.transport import TRANSPORT_SETTINGS, TransportSetting
 

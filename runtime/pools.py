@@ -15,13 +15,13 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
 from typing import Any, Final
 
+from umbra.runtime.actor.supervised_actor import ActorState, SupervisedActor
 from umbra.runtime.engine_api.lifecycle import ALL_TAGS, EngineState, SleepLevel, Tag, catch_up
 from umbra.runtime.errors import DeadlineExceeded, EngineError, WeightSyncError
 from umbra.runtime.first_of import first_of
 from umbra.runtime.pool_engine import PoolEngine
 from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.rpc.rpc_client import Client
-from umbra.runtime.supervised import ActorState, SupervisedActor
 from umbra.runtime.weights.coordinator import SyncCoordinator, SyncSettings
 from umbra.runtime.weights.memfd import FdServer
 

@@ -1,6 +1,6 @@
 """The supervisor: the one process per node that owns every other process umbra starts there.
 
-It keeps actors running (`umbra.runtime.supervised`), engines in their lifecycle and in sync
+It keeps actors running (`umbra.runtime.actor.supervised_actor`), engines in their lifecycle and in sync
 (`umbra.runtime.pools`), tells every attached rank when the job is lost, and leaves nothing
 behind. It is an actor itself: its public methods are its RPC face.
 """
@@ -19,13 +19,14 @@ from typing import Any, Final
 
 import zmq
 
-from umbra.runtime.actor import ActorSpec
+from umbra.runtime.actor.actor_spec import ActorSpec
+from umbra.runtime.actor.job_stop import STOP_WINDOW_S, JobStop
+from umbra.runtime.actor.supervised_actor import ActorState, NodeSettings, SupervisedActor
 from umbra.runtime.cluster.attached_ranks import AttachedRank, AttachedRanks
 from umbra.runtime.cluster.gpu_shortage import RankMemory, read_gpu_memory
 from umbra.runtime.cluster.socket_dir import MAX_SOCKET_PATH_NBYTES
 from umbra.runtime.engine_api.lifecycle import SleepLevel, Tag
 from umbra.runtime.errors import ActorNotFound, ConfigError, DeadlineExceeded, MailboxClosed
-from umbra.runtime.job_stop import STOP_WINDOW_S, JobStop
 from umbra.runtime.node_pools import NodePools
 from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.pools import EnginePool
@@ -33,7 +34,6 @@ from umbra.runtime.process.pid_watch import PidWatch
 from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.rpc.rpc_server import idempotent
-from umbra.runtime.supervised import ActorState, NodeSettings, SupervisedActor
 from umbra.runtime.weights.coordinator import SyncCoordinator
 from umbra.runtime.weights.memfd import FdServer, serve_fds
 

@@ -25,6 +25,7 @@ from typing import Self
 import uvloop
 import zmq
 
+from umbra.runtime.actor.supervised_actor import NodeSettings
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.process.descendants import kill_all_descendants
 from umbra.runtime.process.exit_status import STOP_SIGNALS
@@ -35,7 +36,6 @@ from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.curve_keys import CurveKeys
 from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.rpc.rpc_server import ActorServer
-from umbra.runtime.supervised import NodeSettings
 from umbra.runtime.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar
 
 from pydantic import model_validator
 
-from umbra.runtime.actor import ActorSpec
+from umbra.runtime.actor.actor_spec import ActorSpec
+from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.engine_api.engine_names import engine_target
 from umbra.runtime.errors import DataError
 from umbra.runtime.pool_spec import PoolSpec
-from umbra.runtime.restart import RestartPolicy
 from umbra.trainer.config_section import (
     Count,
     Dtype,

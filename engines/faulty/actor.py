@@ -21,13 +21,13 @@ from typing import Any, Self, assert_never
 from umbra.engines.faulty.false_deltas import first_halves, without_run
 from umbra.engines.faulty.fault import parse_faults
 from umbra.engines.faulty.schedule import DueFault, FaultSchedule
-from umbra.runtime.actor import actor_context
+from umbra.runtime.actor.actor_spec import actor_context
+from umbra.runtime.actor.actor_target import make_target
 from umbra.runtime.engine_api.delta_buffer import DeltaBatch
 from umbra.runtime.engine_api.engine_names import engine_target
 from umbra.runtime.engine_api.engine_protocol import Engine, EngineStats, PauseMode
 from umbra.runtime.engine_api.lifecycle import SleepLevel, Tag
 from umbra.runtime.errors import ConfigError, EngineError
-from umbra.runtime.target import make_target
 
 logger = logging.getLogger(__name__)
 

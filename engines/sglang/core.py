@@ -31,7 +31,7 @@ from umbra.engines.sglang.requests import check_request, generate_fields, stream
 from umbra.engines.sglang.settings import WEIGHT_LOADER, SglangSettings
 from umbra.engines.sglang.waits import until_died, within
 from umbra.engines.weight_import import WorkerRegions
-from umbra.runtime.actor import actor_context
+from umbra.runtime.actor.actor_spec import actor_context
 from umbra.runtime.engine_api.generation_request import GenerationRequest
 from umbra.runtime.errors import EngineError, UmbraError
 from umbra.runtime.process import descendants

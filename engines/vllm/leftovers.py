@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from umbra.runtime.actor import actor_context
+from umbra.runtime.actor.actor_spec import actor_context
 from umbra.runtime.cluster.socket_dir import MAX_SOCKET_PATH_NBYTES
 from umbra.runtime.process import descendants
 

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from umbra.runtime.actor import actor_context
+from umbra.runtime.actor.actor_spec import actor_context
 from umbra.runtime.engine_api.delta_batch import DeltaBatch
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.rollout.config import RolloutConfig

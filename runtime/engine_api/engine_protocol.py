@@ -4,7 +4,7 @@ Life: PENDING_WEIGHTS until a first update is committed (or weights were loaded 
 as `umbra.runtime.engine_api.lifecycle` says. Requests are taken while SERVING only: otherwise `submit`
 raises EngineError, and ValueError for a request that could never be served.
 
-Beside the calls below an engine may have `run()`, see `umbra.runtime.actor`, and
+Beside the calls below an engine may have `run()`, see `umbra.runtime.actor.actor_spec`, and
 
     def progress(self) -> object | None
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
-from umbra.runtime.actor import actor_context
+from umbra.runtime.actor.actor_spec import actor_context
 from umbra.runtime.engine_api.token_ids import token_ids
 from umbra.runtime.errors import RolloutError
 from umbra.runtime.rollout.chat_text import ChatText

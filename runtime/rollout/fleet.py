@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from umbra.runtime.actor import ActorContext
+from umbra.runtime.actor.actor_spec import ActorContext
 from umbra.runtime.engine_api.lifecycle import EngineState
 from umbra.runtime.errors import ConnectionLost, UmbraError
 from umbra.runtime.rollout.dispatch import Dispatcher, Moved

@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from umbra.runtime.actor import ActorContext
+from umbra.runtime.actor.actor_spec import ActorContext
 from umbra.runtime.engine_api.lifecycle import EngineState
 from umbra.runtime.engine_api.token_ids import token_ids
 from umbra.runtime.errors import RolloutError, UmbraError

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from umbra.runtime.actor import actor_context, idempotent
+from umbra.runtime.actor.actor_spec import actor_context, idempotent
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.rollout.generator import Generator, GeneratorConfig
 from umbra.runtime.rollout.notes import Notes

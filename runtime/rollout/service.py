@@ -18,7 +18,7 @@ from typing import Any, Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from umbra.runtime.actor import actor_context, idempotent
+from umbra.runtime.actor.actor_spec import actor_context, idempotent
 from umbra.runtime.errors import RolloutError, UmbraError
 from umbra.runtime.rollout.admission import Admission
 from umbra.runtime.rollout.config import RolloutConfig

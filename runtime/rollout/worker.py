@@ -7,7 +7,7 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, Self
 
-from umbra.runtime.actor import actor_context
+from umbra.runtime.actor.actor_spec import actor_context
 from umbra.runtime.errors import ConfigError, RolloutError, UmbraError
 from umbra.runtime.rollout.agent import AgentContext, AgentLoop
 from umbra.runtime.rollout.asked_pool import PoolDesk

@@ -29,7 +29,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
-from umbra.runtime.actor import ActorContext
+from umbra.runtime.actor.actor_spec import ActorContext
 from umbra.runtime.errors import (
     ConnectionLost,
     DeadlineExceeded,

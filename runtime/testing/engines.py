@@ -6,7 +6,7 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-from umbra.runtime.actor import ActorSpec
+from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session import Session
 

@@ -34,12 +34,12 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from umbra.runtime.actor import ActorSpec
+from umbra.runtime.actor.actor_spec import ActorSpec
+from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.collective import SessionSync
 from umbra.runtime.engine_api.engine_names import engine_target
 from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.process.descendants import wait_for_exits
-from umbra.runtime.restart import RestartPolicy
 from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session import Session, SessionConfig
 from umbra.runtime.weights.publish import WeightPublisher

@@ -39,8 +39,8 @@ from qwen3_shapes import QWEN3_0_6B
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from umbra.runtime.actor.actor_target import load_target
 from umbra.runtime.engine_api.engine_names import engine_target
-from umbra.runtime.target import load_target
 from umbra.trainer.batch import MicroBatchBuilder, RankBatch
 from umbra.trainer.config import ModelSection
 from umbra.trainer.losses import kl_terms

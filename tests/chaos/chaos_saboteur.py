@@ -18,10 +18,10 @@ from typing import Any, Final, NamedTuple, Self
 from chaos_plan import POOL, Fault, FaultKind, Phase, Role
 from chaos_victim import Victim
 
+from umbra.runtime.actor.supervised_actor import ActorState
 from umbra.runtime.engine_api.lifecycle import EngineState
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.session import Session
-from umbra.runtime.supervised import ActorState
 
 _LOOK_AGAIN_S: Final = 0.02
 """Between two looks at how far the run is, and for an engine that can be struck."""

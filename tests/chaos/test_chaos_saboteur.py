@@ -14,9 +14,9 @@ from chaos_plan import POOL, Fault, Role
 from chaos_saboteur import DeathNotes, Saboteur
 from chaos_victim import Victim
 
+from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.cluster.environment import ACTOR_VARIABLE
 from umbra.runtime.pool_spec import PoolSpec
-from umbra.runtime.restart import RestartPolicy
 from umbra.runtime.session import Session
 from umbra.runtime.testing.sessions import SessionFactory
 

@@ -14,9 +14,9 @@ from scripted_core import ScriptedCore
 from umbra.engines.adapter.actor import AdapterEngine
 from umbra.engines.adapter.changes import Changes
 from umbra.engines.adapter.warm_up import warm_up
+from umbra.runtime.actor.actor_target import make_target
 from umbra.runtime.engine_api.engine_names import ENGINE_TARGETS
 from umbra.runtime.errors import ConfigError, EngineError
-from umbra.runtime.target import make_target
 
 
 def engine_over(core: ScriptedCore) -> AdapterEngine:

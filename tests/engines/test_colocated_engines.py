@@ -11,7 +11,7 @@ import pytest
 import torch
 from vllm_runs import needs_vllm
 
-from umbra.runtime.actor import ActorSpec
+from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.engine_api.engine_names import engine_target
 from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.rpc.sync_handle import SyncHandle

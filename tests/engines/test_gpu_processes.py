@@ -17,10 +17,10 @@ from sglang_runs import ENGINE_ARGS as SGLANG_ARGS
 from sglang_runs import needs_sglang
 from vllm_runs import needs_vllm
 
-from umbra.runtime.actor import ActorSpec
+from umbra.runtime.actor.actor_spec import ActorSpec
+from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.engine_api.engine_names import engine_target
 from umbra.runtime.errors import ActorDied
-from umbra.runtime.restart import RestartPolicy
 from umbra.runtime.session import Session
 
 pytestmark = [

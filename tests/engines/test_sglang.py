@@ -27,10 +27,10 @@ from umbra.engines.sglang import worker
 from umbra.engines.sglang.actor import SglangEngine
 from umbra.engines.sglang.core import SglangCore
 from umbra.engines.sglang.requests import stream_interval
-from umbra.runtime.actor import ActorSpec
+from umbra.runtime.actor.actor_spec import ActorSpec
+from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.errors import ActorDied, EngineError
 from umbra.runtime.process import descendants
-from umbra.runtime.restart import RestartPolicy
 from umbra.runtime.session import Session
 
 

@@ -21,10 +21,10 @@ from engine_runs import wire_request
 from process_runs import actor_of, assert_ended, greedy, tree_of
 from vllm_runs import needs_vllm
 
-from umbra.runtime.actor import ActorSpec
+from umbra.runtime.actor.actor_spec import ActorSpec
+from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.errors import ActorDied, UmbraError
 from umbra.runtime.process import descendants
-from umbra.runtime.restart import RestartPolicy
 from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session import Session
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from umbra.engines.echo import EchoEngine
-from umbra.runtime.actor import actor_context
+from umbra.runtime.actor.actor_spec import actor_context
 
 
 class DiesAtStart:

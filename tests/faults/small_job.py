@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from umbra.runtime.actor import ActorSpec
+from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.session import Session, SessionConfig
 
 

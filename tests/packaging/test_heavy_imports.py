@@ -35,7 +35,7 @@ def import_without(module: str, forbidden: set[str]) -> None:
         "umbra.runtime",
         "umbra.runtime.supervisor",
         "umbra.runtime.supervisor_host",
-        "umbra.runtime.actor_host",
+        "umbra.runtime.actor.actor_host",
         "umbra.runtime.process.guardian",
     ],
 )

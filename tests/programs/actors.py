@@ -15,7 +15,7 @@ from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
 
-from umbra.runtime.actor import actor_context, idempotent
+from umbra.runtime.actor.actor_spec import actor_context, idempotent
 from umbra.runtime.rpc.actor_ref import ActorRef
 
 

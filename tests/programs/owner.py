@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from umbra.runtime.actor import ActorSpec
+from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.process.descendants import child_pids
 from umbra.runtime.session import Session, SessionConfig
 

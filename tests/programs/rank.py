@@ -21,9 +21,9 @@ import sys
 import time
 from pathlib import Path
 
-from umbra.runtime.actor import ActorSpec
+from umbra.runtime.actor.actor_spec import ActorSpec
+from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.errors import ActorDied, ConnectionLost, JobFailed
-from umbra.runtime.restart import RestartPolicy
 from umbra.runtime.session import Session, SessionConfig
 
 AFTER_A_WHILE_S = 0.7

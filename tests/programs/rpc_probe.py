@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from umbra.runtime.actor import idempotent
+from umbra.runtime.actor.actor_spec import idempotent
 from umbra.runtime.errors import ConfigError, ConnectionLost
 
 

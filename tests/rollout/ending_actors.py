@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from umbra.engines.echo import EchoEngine
-from umbra.runtime.actor import actor_context
+from umbra.runtime.actor.actor_spec import actor_context
 from umbra.runtime.engine_api.lifecycle import SleepLevel
 from umbra.runtime.rollout.service import RolloutManager
 

@@ -13,10 +13,10 @@ from adapted_echo import ADAPTED, CRITIC_SEED
 from live_rollouts import VOCAB_SIZE, LiveRollouts, merged, while_generating, write_tokenizer
 
 from umbra.engines.echo_tokens import EchoTokens
-from umbra.runtime.actor import ActorSpec
+from umbra.runtime.actor.actor_spec import ActorSpec
+from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.pool_spec import PoolSpec
-from umbra.runtime.restart import RestartPolicy
 from umbra.runtime.rollout.patience import Patience
 from umbra.runtime.rollout.reward import RewardFunction
 from umbra.runtime.rollout.task_host import UserThread

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from umbra.engines.echo_tokens import EchoTokens
-from umbra.runtime.actor import ActorSpec
+from umbra.runtime.actor.actor_spec import ActorSpec
+from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.collective import SessionSync
 from umbra.runtime.errors import RemoteError, RequestRefused, RolloutError, WeightSyncError
 from umbra.runtime.pool_spec import PoolSpec
-from umbra.runtime.restart import RestartPolicy
 from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session import Session
 from umbra.runtime.weights.publish import WeightPublisher

@@ -13,7 +13,7 @@ import torch
 from live_rollouts import LiveRollouts, merged, while_generating
 from test_live_rollouts import expected_completions
 
-from umbra.runtime.actor import ActorSpec
+from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.collective import SessionSync
 from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.session import Session

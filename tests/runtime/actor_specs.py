@@ -6,8 +6,8 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-from umbra.runtime.actor import ActorSpec
-from umbra.runtime.restart import RestartPolicy
+from umbra.runtime.actor.actor_spec import ActorSpec
+from umbra.runtime.actor.restart_policy import RestartPolicy
 
 PROGRAMS = Path(__file__).parent.parent / "programs"
 

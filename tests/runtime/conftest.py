@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from umbra.runtime.actor import ActorSpec
+from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.errors import ActorNotFound
 from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session import Session

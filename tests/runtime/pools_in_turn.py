@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.collective import SessionSync
 from umbra.runtime.pool_spec import PoolSpec
-from umbra.runtime.restart import RestartPolicy
 from umbra.runtime.testing.pool_log import assert_never_both_awake
 from umbra.runtime.testing.sessions import SessionFactory
 from umbra.runtime.weights.publish import WeightPublisher

@@ -17,7 +17,7 @@ from typing import Any, Self, TypeVar
 import msgpack
 import uvloop
 
-from umbra.runtime.actor import ActorSpec
+from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.process.child_process import PARENT_PID_VARIABLE
 from umbra.runtime.process.memory_file import open_memory_file
 from umbra.runtime.rpc.actor_ref import ActorRef
@@ -47,7 +47,7 @@ class ActorProcess:
         ready_fd, write_fd = os.pipe()
         with self.log_path.open("wb") as log, open_memory_file("config", self._config) as config:
             self._popen = subprocess.Popen(
-                [sys.executable, "-m", "umbra.runtime.actor_host", str(write_fd)],
+                [sys.executable, "-m", "umbra.runtime.actor.actor_host", str(write_fd)],
                 stdin=config,
                 stdout=log,
                 stderr=log,

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from rpc_fixtures import *  # noqa: F403 - the fixtures
 from rpc_process import ActorProcess, connected, run
 
-from umbra.runtime.actor import ActorSpec
+from umbra.runtime.actor.actor_spec import ActorSpec
+from umbra.runtime.actor.heartbeat import Beat
+from umbra.runtime.actor.watchdog import Watchdog
 from umbra.runtime.errors import ProtocolError
-from umbra.runtime.heartbeat import Beat
-from umbra.runtime.watchdog import Watchdog
 
 pytestmark = pytest.mark.process
 

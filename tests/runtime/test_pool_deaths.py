@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from pools_in_turn import spec, wait_until
 
-from umbra.runtime.restart import RestartPolicy
+from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.session import Session
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]

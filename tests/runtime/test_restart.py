@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from umbra.runtime.actor.restart_policy import GiveUp, Restart, RestartPolicy, RestartTracker
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.process.exit_status import ExitStatus
-from umbra.runtime.restart import GiveUp, Restart, RestartPolicy, RestartTracker
 
 CRASH = ExitStatus(-signal.SIGKILL)
 CLEAN = ExitStatus(0)

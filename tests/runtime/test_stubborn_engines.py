@@ -9,13 +9,13 @@ import pytest
 import zmq
 
 from umbra.runtime import pools
-from umbra.runtime.actor import ActorSpec
-from umbra.runtime.job_stop import JobStop
+from umbra.runtime.actor.actor_spec import ActorSpec
+from umbra.runtime.actor.job_stop import JobStop
+from umbra.runtime.actor.supervised_actor import NodeSettings, SupervisedActor
 from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.pools import EnginePool
 from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.rpc_client import Client
-from umbra.runtime.supervised import NodeSettings, SupervisedActor
 from umbra.runtime.weights.memfd import serve_fds
 
 

@@ -11,11 +11,11 @@ import pytest
 import zmq
 from actor_specs import actor
 
-from umbra.runtime.job_stop import JobStop
+from umbra.runtime.actor.job_stop import JobStop
+from umbra.runtime.actor.supervised_actor import ActorState, NodeSettings, SupervisedActor
 from umbra.runtime.process import child_process, descendants
 from umbra.runtime.process.child_process import ChildProcess
 from umbra.runtime.process.pid_watch import PidWatch
-from umbra.runtime.supervised import ActorState, NodeSettings, SupervisedActor
 from umbra.runtime.supervisor_host import supervisor_ref
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from umbra.runtime.actor import ActorSpec
+from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.errors import ConnectionLost
 from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session import Session

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from umbra.runtime.supervised import ActorState
+from umbra.runtime.actor.supervised_actor import ActorState
 from umbra.trainer.drill.watching import DrillError, wait_for
 from umbra.trainer.metrics import read_metrics
 

@@ -21,7 +21,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from pydantic_core import from_json
 
-from umbra.runtime.actor import actor_context, idempotent
+from umbra.runtime.actor.actor_spec import actor_context, idempotent
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.rollout.error_groups import first_leaf
 from umbra.runtime.rollout.notes import Notes

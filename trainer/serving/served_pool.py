@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from umbra.runtime.actor import ActorContext
+from umbra.runtime.actor.actor_spec import ActorContext
 from umbra.runtime.engine_api.lifecycle import EngineState
 from umbra.runtime.engine_api.token_ids import token_ids
 from umbra.runtime.errors import DataError, RequestRefused

@@ -9,7 +9,7 @@ from typing import Any
 
 import uvloop
 
-from umbra.runtime.actor import ActorSpec
+from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.bench.systems.report import Task, descendants_resident_mb, run_program
 from umbra.runtime.bench.timing import (
     PAYLOAD,

@@ -6,7 +6,7 @@
     any ──stop()──▶ STOPPED
 
 Every end but that by `stop()` is a failure, whatever the exit status. While the whole job is being
-stopped (`umbra.runtime.job_stop`) no engine is started, but what a checkpoint needs is.
+stopped (`umbra.runtime.actor.job_stop`) no engine is started, but what a checkpoint needs is.
 
 `has_run` tells whether it ever served, `ended` is set once it has ended for good.
 """
@@ -28,20 +28,20 @@ from typing import Any, Final
 import msgpack
 import zmq
 
-from umbra.runtime.actor import ActorSpec
+from umbra.runtime.actor.actor_spec import ActorSpec
+from umbra.runtime.actor.job_stop import JobStop
+from umbra.runtime.actor.restart_policy import GiveUp, RestartTracker
+from umbra.runtime.actor.watchdog import Watchdog
 from umbra.runtime.cluster.environment import ACTOR_VARIABLE, without_rank
 from umbra.runtime.cluster.gpu_shortage import GpuShortages, read_gpu_memory
 from umbra.runtime.errors import ActorDied, DeadlineExceeded, UmbraError
 from umbra.runtime.first_of import first_of
-from umbra.runtime.job_stop import JobStop
 from umbra.runtime.process.child_process import ChildProcess
 from umbra.runtime.process.descendants import is_dying, process_stat
 from umbra.runtime.process.exit_status import ExitStatus
 from umbra.runtime.process.gpu_release import gpu_memory_released
 from umbra.runtime.process.orphans import end_orphans
-from umbra.runtime.restart import GiveUp, RestartTracker
 from umbra.runtime.rpc.actor_ref import ActorRef
-from umbra.runtime.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -256,7 +256,7 @@ class SupervisedActor:
         self._got_signal.clear()
         label = f"{self.spec.name}#{self.incarnation}"
         log_path = self._node.log_dir / f"{self.spec.name}.log"
-        host = [sys.executable, "-m", "umbra.runtime.actor_host"]
+        host = [sys.executable, "-m", "umbra.runtime.actor.actor_host"]
         read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
         try:
             child = ChildProcess.spawn(

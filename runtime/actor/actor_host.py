@@ -1,4 +1,4 @@
-"""The main program of an actor's process: `python -m umbra.runtime.actor_host READY_FD`.
+"""The main program of an actor's process: `python -m umbra.runtime.actor.actor_host READY_FD`.
 
 Further arguments, its name and its log, are for people who look at processes. Standard input
 carries one msgpack map (the spec, the endpoints to bind, the job's keys); the outcome of the start
@@ -22,9 +22,10 @@ import msgpack
 import uvloop
 import zmq
 
-from umbra.runtime.actor import ActorContext, ActorSpec, set_actor_context
+from umbra.runtime.actor.actor_spec import ActorContext, ActorSpec, set_actor_context
+from umbra.runtime.actor.actor_target import make_target
+from umbra.runtime.actor.heartbeat import HeartbeatResponder, LoopTicker
 from umbra.runtime.errors import ActorError, UmbraError
-from umbra.runtime.heartbeat import HeartbeatResponder, LoopTicker
 from umbra.runtime.process.child_process import PARENT_PID_VARIABLE
 from umbra.runtime.process.exit_status import STOP_SIGNALS
 from umbra.runtime.process.prctl import become_subreaper, die_with_parent
@@ -32,7 +33,6 @@ from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.curve_keys import CurveKeys
 from umbra.runtime.rpc.rpc_client import Client, Handle
 from umbra.runtime.rpc.rpc_server import ActorServer
-from umbra.runtime.target import make_target
 
 logger = logging.getLogger(__name__)
 

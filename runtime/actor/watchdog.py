@@ -8,8 +8,8 @@ from typing import Final
 
 import zmq
 
-from umbra.runtime.actor import ActorSpec
-from umbra.runtime.heartbeat import Beat
+from umbra.runtime.actor.actor_spec import ActorSpec
+from umbra.runtime.actor.heartbeat import Beat
 from umbra.runtime.process.process_tree import ProcessTree
 from umbra.runtime.rpc.loop_socket import LoopSocket
 from umbra.runtime.rpc.wire import Frame
