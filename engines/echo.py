@@ -26,7 +26,7 @@ from umbra.runtime.engine_api.engine_protocol import EngineStats, PauseMode
 from umbra.runtime.engine_api.generation_request import GenerationRequest, parse_request
 from umbra.runtime.engine_api.lifecycle import SleepLevel, Tag
 from umbra.runtime.errors import ConfigError, WeightSyncError
-from umbra.runtime.weights.memfd import BucketMappings
+from umbra.runtime.weights.transports.shared_memory.memfd import BucketMappings
 
 _MAX_BURST: Final = 1024
 # Tokens of one request made at once where no speed is set, so that a long request still comes in

@@ -7,10 +7,10 @@ from typing import Any
 
 import xxhash
 
-from umbra.runtime.weights.image import BucketGrid, Extent
 from umbra.runtime.weights.manifest import Manifest
-from umbra.runtime.weights.memfd import BucketMappings
-from umbra.runtime.weights.progress import EngineEnd
+from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketGrid, Extent
+from umbra.runtime.weights.transports.shared_memory.memfd import BucketMappings
+from umbra.runtime.weights.transports.shared_memory.sync_progress import EngineEnd
 
 _OPEN_TIMEOUT_S = 10.0
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.weights.manifest import Manifest
-from umbra.runtime.weights.memfd import create_buckets
-from umbra.runtime.weights.receive import WeightReceiver
+from umbra.runtime.weights.transports.shared_memory.memfd import create_buckets
+from umbra.runtime.weights.weight_receiver import WeightReceiver
 
 _MIN_NBYTES: Final = mmap.PAGESIZE  # of a mapping, also where a model has no bytes
 

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from umbra.engines.weight_image import image_tensors
 from umbra.runtime.weights.checksum import checksum_of
-from umbra.runtime.weights.cuda_ipc import CudaOpener
-from umbra.runtime.weights.imports import ExportedImage, MakeOpener
 from umbra.runtime.weights.manifest import Manifest
-from umbra.runtime.weights.progress import EngineEnd
-from umbra.runtime.weights.views import flatten
+from umbra.runtime.weights.transports.byte_views import flatten
+from umbra.runtime.weights.transports.cuda_ipc.exported_image import ExportedImage, MakeOpener
+from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import CudaOpener
+from umbra.runtime.weights.transports.shared_memory.sync_progress import EngineEnd
 
 _OPEN_TIMEOUT_S: Final = 10.0
 

@@ -22,7 +22,7 @@ _LEDGER_TIMEOUT_S: Final = 90.0
 
 
 class SessionSync:
-    """`umbra.runtime.weights.publish.SyncSupervisor` over a session."""
+    """`umbra.runtime.weights.weight_publisher.SyncSupervisor` over a session."""
 
     def __init__(self, session: Session) -> None:
         self._session = session

@@ -10,7 +10,7 @@ from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.turns import TurnRules
-from umbra.runtime.weights.transport import TRANSPORT_SETTINGS, TransportSetting
+from umbra.runtime.weights.transports.transport_choice import TRANSPORT_SETTINGS, TransportSetting
 
 _KNOWN_MODES: Final = ("hybrid", "standalone", "colocated")
 _KNOWN_ON_UPDATE: Final = ("abort", "keep", "drain")
@@ -52,7 +52,7 @@ class PoolSpec:
         load_weights: engines read their weights themselves and serve from the start, as version 0;
             the pool takes part in no sync. Engines are told by an argument of the same name.
         bucket_nbytes: size of each of the four buffers that weights travel in, see SyncSettings.
-        transport: how weights travel: auto, memfd or cuda_ipc; `umbra.runtime.weights.transport`.
+        transport: how weights travel: auto, memfd or cuda_ipc; `umbra.runtime.weights.transports.transport_choice`.
     """
 
     name: str

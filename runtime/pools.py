@@ -22,8 +22,8 @@ from umbra.runtime.first_of import first_of
 from umbra.runtime.pool_engine import PoolEngine
 from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.rpc.rpc_client import Client
-from umbra.runtime.weights.coordinator import SyncCoordinator, SyncSettings
-from umbra.runtime.weights.memfd import FdServer
+from umbra.runtime.weights.sync_coordinator import SyncCoordinator, SyncSettings
+from umbra.runtime.weights.transports.shared_memory.memfd import FdServer
 
 logger = logging.getLogger(__name__)
 

@@ -34,8 +34,8 @@ from umbra.runtime.process.pid_watch import PidWatch
 from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.rpc.rpc_server import idempotent
-from umbra.runtime.weights.coordinator import SyncCoordinator
-from umbra.runtime.weights.memfd import FdServer, serve_fds
+from umbra.runtime.weights.sync_coordinator import SyncCoordinator
+from umbra.runtime.weights.transports.shared_memory.memfd import FdServer, serve_fds
 
 logger = logging.getLogger(__name__)
 
@@ -395,7 +395,7 @@ class Supervisor:
     async def pool_wake(self, name: str, tags: list[Tag], timeout_s: float) -> None:
         await self._pools.wake(name, tags, timeout_s)
 
-    # -- weight syncs: see `umbra.runtime.weights.coordinator` --------------------------------
+    # -- weight syncs: see `umbra.runtime.weights.sync_coordinator` --------------------------------
 
     async def sync_begin(
         self,

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from umbra.runtime.collective import Rollouts
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.rpc.sync_handle import Pool
-from umbra.runtime.weights.publish import SyncReport, WeightPublisher
+from umbra.runtime.weights.weight_publisher import SyncReport, WeightPublisher
 from umbra.trainer.batch import RankBatch
 from umbra.trainer.checkpoint import CheckpointStore, TrainerState
 from umbra.trainer.config import TrainerConfig

@@ -14,7 +14,7 @@ from umbra.runtime.cluster.environment import TorchrunEnvironment
 from umbra.runtime.collective import Rollouts, SessionSync
 from umbra.runtime.errors import ActorError, JobFailed, TransportError, UmbraError
 from umbra.runtime.session import Session
-from umbra.runtime.weights.publish import WeightPublisher
+from umbra.runtime.weights.weight_publisher import WeightPublisher
 from umbra.trainer.batch import MicroBatchBuilder
 from umbra.trainer.checkpoint import CheckpointStore, TrainerState
 from umbra.trainer.config import TrainerConfig

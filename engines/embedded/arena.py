@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from umbra.runtime.errors import ConfigError
-from umbra.runtime.weights.pages import populate_range, trim_heap
+from umbra.runtime.weights.transports.shared_memory.pages import populate_range, trim_heap
 
 
 class Arena:

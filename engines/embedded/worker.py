@@ -29,9 +29,9 @@ from umbra.runtime.engine_api.engine_protocol import EngineStats, PauseMode
 from umbra.runtime.engine_api.generation_request import parse_request
 from umbra.runtime.engine_api.lifecycle import SleepLevel, Tag
 from umbra.runtime.errors import ConfigError
-from umbra.runtime.weights.cuda_ipc import probe_import
-from umbra.runtime.weights.pages import trim_heap
-from umbra.runtime.weights.receive import WeightReceiver
+from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import probe_import
+from umbra.runtime.weights.transports.shared_memory.pages import trim_heap
+from umbra.runtime.weights.weight_receiver import WeightReceiver
 
 
 class EngineWorker:

@@ -14,7 +14,7 @@ from umbra.engines.sglang import processes
 from umbra.engines.sglang.orders import unpack_order, write_report
 from umbra.engines.weight_coverage import WeightCoverage
 from umbra.engines.weight_source import open_weights
-from umbra.runtime.weights.cuda_ipc import probe_import
+from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import probe_import
 
 _saved: dict[int, Tensor] = {}  # in host memory, by address, while the weights sleep
 

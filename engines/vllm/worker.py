@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from umbra.engines.vllm.settings import TRANSFER_BACKEND
 from umbra.engines.weight_source import Regions, open_weights
 from umbra.runtime.errors import WeightSyncError
-from umbra.runtime.weights.cuda_ipc import probe_import
+from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import probe_import
 
 _base: Any = importlib.import_module("vllm.distributed.weight_transfer.base").WeightTransferEngine
 _factory: Any = importlib.import_module(

@@ -16,7 +16,7 @@ from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.collective import SessionSync
 from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.session import Session, SessionConfig
-from umbra.runtime.weights.publish import WeightPublisher
+from umbra.runtime.weights.weight_publisher import WeightPublisher
 
 _NUM_ENGINES: Final = 2
 _NUM_TRAJECTORIES: Final = 32

@@ -27,10 +27,10 @@ from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.loop_thread import LoopThread
 from umbra.runtime.rpc.rpc_client import Client, Handle
 from umbra.runtime.rpc.rpc_server import ActorServer
-from umbra.runtime.weights.cuda_ipc import probe_import
-from umbra.runtime.weights.destination import populate
-from umbra.runtime.weights.publish import WeightPublisher
-from umbra.runtime.weights.receive import WeightReceiver
+from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import probe_import
+from umbra.runtime.weights.transports.shared_memory.destinations import populate
+from umbra.runtime.weights.weight_publisher import WeightPublisher
+from umbra.runtime.weights.weight_receiver import WeightReceiver
 
 _TIMEOUT_S: Final = 60.0
 _SYNCS_A_ROUND: Final = 4

@@ -69,7 +69,7 @@ class Engine(Protocol):
         ...
 
     async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
-        """Why the ranks' memory (`umbra.runtime.weights.exports`) cannot be read here, or "".
+        """Why the ranks' memory (`umbra.runtime.weights.transports.cuda_ipc.rank_exports`) cannot be read here, or "".
 
         In any state. Where it can be, an update may bring "exports" in place of buckets.
         """

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from umbra.runtime.weights.image import Extent
 from umbra.runtime.weights.manifest import ITEMSIZES, Manifest, TensorEntry
-from umbra.runtime.weights.views import dtype_name
+from umbra.runtime.weights.transports.byte_views import dtype_name
+from umbra.runtime.weights.transports.shared_memory.bucket_grid import Extent
 
 
 def find_aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:

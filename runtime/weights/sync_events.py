@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from umbra.runtime.weights.exports import Offer
 from umbra.runtime.weights.manifest import Manifest
+from umbra.runtime.weights.transports.cuda_ipc.rank_exports import Offer
 
 # -- events ------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """Drives one sync: carries out what `SyncTransaction` decides.
 
-Ranks wait on futures, every engine has a task (`umbra.runtime.weights.sync_worker`). All on the
+Ranks wait on futures, every engine has a task (`umbra.runtime.weights.engine_sync`). All on the
 supervisor's loop. The transfer itself goes through shared memory, and is ended there when the
-transaction gives up (`umbra.runtime.weights.progress`).
+transaction gives up (`umbra.runtime.weights.transports.shared_memory.sync_progress`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, assert_never
 
 from umbra.runtime.errors import ProtocolError, UmbraError, WeightSyncError
-from umbra.runtime.weights.exports import Offer
+from umbra.runtime.weights.engine_sync import EngineWorker, Lease, OpenedImage
 from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.sync_events import (
     Aborted,
@@ -40,9 +40,9 @@ from umbra.runtime.weights.sync_events import (
     Resume,
     Revert,
 )
-from umbra.runtime.weights.sync_worker import EngineWorker, Lease, OpenedImage
-from umbra.runtime.weights.transaction import Phase, SyncTransaction
-from umbra.runtime.weights.transport import Transport
+from umbra.runtime.weights.sync_transaction import Phase, SyncTransaction
+from umbra.runtime.weights.transports.cuda_ipc.rank_exports import Offer
+from umbra.runtime.weights.transports.transport_choice import Transport
 
 logger = logging.getLogger(__name__)
 

@@ -42,7 +42,7 @@ from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.process.descendants import wait_for_exits
 from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session import Session, SessionConfig
-from umbra.runtime.weights.publish import WeightPublisher
+from umbra.runtime.weights.weight_publisher import WeightPublisher
 
 DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 NUM_TRAJECTORIES = 32

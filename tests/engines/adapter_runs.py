@@ -14,7 +14,7 @@ from umbra.engines.adapter.actor import AdapterEngine
 from umbra.engines.adapter.core import Core
 from umbra.engines.weight_image import image_tensors
 from umbra.runtime.weights.manifest import Manifest
-from umbra.runtime.weights.memfd import close_fds, create_buckets
+from umbra.runtime.weights.transports.shared_memory.memfd import close_fds, create_buckets
 
 
 class SharedCore(Core, Protocol):

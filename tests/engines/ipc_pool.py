@@ -30,11 +30,11 @@ from umbra.runtime.engine_api.lifecycle import (
     Tag,
 )
 from umbra.runtime.errors import UmbraError, WeightSyncError
-from umbra.runtime.weights.coordinator import SyncCoordinator, SyncSettings
-from umbra.runtime.weights.cuda_ipc import CudaOpener, probe_import
-from umbra.runtime.weights.imports import MakeOpener
-from umbra.runtime.weights.memfd import serve_fds
-from umbra.runtime.weights.receive import WeightReceiver
+from umbra.runtime.weights.sync_coordinator import SyncCoordinator, SyncSettings
+from umbra.runtime.weights.transports.cuda_ipc.exported_image import MakeOpener
+from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import CudaOpener, probe_import
+from umbra.runtime.weights.transports.shared_memory.memfd import serve_fds
+from umbra.runtime.weights.weight_receiver import WeightReceiver
 
 _LIMIT_S = 100.0
 

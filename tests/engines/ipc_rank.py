@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from umbra.runtime.errors import WeightSyncError
-from umbra.runtime.weights.publish import WeightPublisher
+from umbra.runtime.weights.weight_publisher import WeightPublisher
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

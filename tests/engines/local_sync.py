@@ -12,11 +12,15 @@ from typing import Any
 from engine_runs import Engine
 from torch import Tensor
 
-from umbra.runtime.weights.image import BucketGrid
 from umbra.runtime.weights.manifest import Manifest
-from umbra.runtime.weights.memfd import close_fds, create_buckets, serve_fds
-from umbra.runtime.weights.progress import SyncProgress
-from umbra.runtime.weights.publish import WeightPublisher
+from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketGrid
+from umbra.runtime.weights.transports.shared_memory.memfd import (
+    close_fds,
+    create_buckets,
+    serve_fds,
+)
+from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncProgress
+from umbra.runtime.weights.weight_publisher import WeightPublisher
 
 DEADLINE_S = 20.0
 _serials = itertools.count()  # the name of a bucket is for ever

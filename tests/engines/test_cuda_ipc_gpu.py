@@ -27,10 +27,14 @@ from torch import Tensor
 
 from umbra.engines.embedded.actor import EmbeddedEngine
 from umbra.runtime.engine_api.lifecycle import EngineState
-from umbra.runtime.weights.coordinator import SyncCoordinator
-from umbra.runtime.weights.cuda_driver import cuda_driver
-from umbra.runtime.weights.cuda_ipc import CudaOpener, export_tensors, probe_import
-from umbra.runtime.weights.exports import Allocation, RankExports
+from umbra.runtime.weights.sync_coordinator import SyncCoordinator
+from umbra.runtime.weights.transports.cuda_ipc.cuda_driver import cuda_driver
+from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import (
+    CudaOpener,
+    export_tensors,
+    probe_import,
+)
+from umbra.runtime.weights.transports.cuda_ipc.rank_exports import Allocation, RankExports
 
 pytestmark = [
     pytest.mark.gpu,

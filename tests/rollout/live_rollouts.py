@@ -28,7 +28,7 @@ from umbra.runtime.rollout.ledger.state import LedgerState
 from umbra.runtime.rollout.prompts import write_prompts
 from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session import Session
-from umbra.runtime.weights.publish import WeightPublisher
+from umbra.runtime.weights.weight_publisher import WeightPublisher
 
 VOCAB_SIZE = 64
 USER_CODE = Path(__file__).parent

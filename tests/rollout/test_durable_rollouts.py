@@ -18,7 +18,7 @@ from umbra.runtime.collective import SessionSync
 from umbra.runtime.errors import DeadlineExceeded, LedgerError
 from umbra.runtime.rollout.ledger.accounts import SampleState
 from umbra.runtime.session import Session
-from umbra.runtime.weights.publish import WeightPublisher
+from umbra.runtime.weights.weight_publisher import WeightPublisher
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
 

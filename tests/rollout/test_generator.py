@@ -21,7 +21,7 @@ from umbra.runtime.errors import RemoteError, RequestRefused, RolloutError, Weig
 from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session import Session
-from umbra.runtime.weights.publish import WeightPublisher
+from umbra.runtime.weights.weight_publisher import WeightPublisher
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 

@@ -20,7 +20,7 @@ from umbra.runtime.errors import DeadlineExceeded, RewardError
 from umbra.runtime.rollout.order import PromptOrder, trajectory_seed
 from umbra.runtime.session import Session
 from umbra.runtime.testing.sessions import SessionFactory
-from umbra.runtime.weights.publish import WeightPublisher
+from umbra.runtime.weights.weight_publisher import WeightPublisher
 
 pytestmark = [pytest.mark.process, pytest.mark.patient]
 

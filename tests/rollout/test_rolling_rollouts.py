@@ -17,7 +17,7 @@ from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.collective import SessionSync
 from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.session import Session
-from umbra.runtime.weights.publish import WeightPublisher
+from umbra.runtime.weights.weight_publisher import WeightPublisher
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 

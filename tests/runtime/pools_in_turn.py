@@ -15,7 +15,7 @@ from umbra.runtime.collective import SessionSync
 from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.testing.pool_log import assert_never_both_awake
 from umbra.runtime.testing.sessions import SessionFactory
-from umbra.runtime.weights.publish import WeightPublisher
+from umbra.runtime.weights.weight_publisher import WeightPublisher
 
 RESTART = RestartPolicy(
     mode="on_failure", max_restarts=5, backoff_initial_s=0.05, backoff_max_s=0.2

@@ -28,7 +28,7 @@ from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.process.nvml import GpuUse
 from umbra.runtime.session import Session
 from umbra.runtime.testing.sessions import SessionFactory
-from umbra.runtime.weights.publish import WeightPublisher
+from umbra.runtime.weights.weight_publisher import WeightPublisher
 
 GIB = 1 << 30
 

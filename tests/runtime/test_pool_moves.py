@@ -12,7 +12,7 @@ from umbra.runtime.pool_engine import PoolEngine
 from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.pools import EnginePool
 from umbra.runtime.rpc.rpc_client import Client
-from umbra.runtime.weights.memfd import FdServer
+from umbra.runtime.weights.transports.shared_memory.memfd import FdServer
 
 
 class LongDrain(PoolEngine):

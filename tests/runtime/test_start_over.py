@@ -25,7 +25,7 @@ from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.session import Session
 from umbra.runtime.supervisor_host import supervisor_ref
 from umbra.runtime.testing.sessions import SessionFactory
-from umbra.runtime.weights.publish import WeightPublisher
+from umbra.runtime.weights.weight_publisher import WeightPublisher
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 

@@ -16,7 +16,7 @@ from umbra.runtime.pool_spec import PoolSpec
 from umbra.runtime.pools import EnginePool
 from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.rpc_client import Client
-from umbra.runtime.weights.memfd import serve_fds
+from umbra.runtime.weights.transports.shared_memory.memfd import serve_fds
 
 
 def actor_that_never_ends(folder: Path, context: zmq.Context[zmq.Socket[bytes]]) -> SupervisedActor:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from umbra.runtime.errors import WeightSyncError
-from umbra.runtime.weights.exports import (
+from umbra.runtime.weights.transports.byte_views import dtype_name
+from umbra.runtime.weights.transports.cuda_ipc.rank_exports import (
     HANDLE_NBYTES,
     UUID_NBYTES,
     Allocation,
@@ -17,7 +18,6 @@ from umbra.runtime.weights.exports import (
     Part,
     RankExports,
 )
-from umbra.runtime.weights.views import dtype_name
 
 
 class FakeIpc:

@@ -34,11 +34,11 @@ from umbra.runtime.engine_api.lifecycle import (
 )
 from umbra.runtime.errors import EngineUnhealthy, UmbraError
 from umbra.runtime.rpc.loop_thread import LoopThread
-from umbra.runtime.weights.coordinator import SyncCoordinator, SyncSettings
-from umbra.runtime.weights.cuda_ipc import CudaOpener, Opener
-from umbra.runtime.weights.memfd import serve_fds
-from umbra.runtime.weights.receive import WeightReceiver
-from umbra.runtime.weights.views import flatten
+from umbra.runtime.weights.sync_coordinator import SyncCoordinator, SyncSettings
+from umbra.runtime.weights.transports.byte_views import flatten
+from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import CudaOpener, Opener
+from umbra.runtime.weights.transports.shared_memory.memfd import serve_fds
+from umbra.runtime.weights.weight_receiver import WeightReceiver
 
 
 class ThreadEngine:

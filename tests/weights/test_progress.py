@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from umbra.runtime.errors import DeadlineExceeded, JobFailed, WeightSyncError
-from umbra.runtime.weights.memfd import serve_fds
-from umbra.runtime.weights.progress import EngineEnd, SyncProgress
+from umbra.runtime.weights.transports.shared_memory.memfd import serve_fds
+from umbra.runtime.weights.transports.shared_memory.sync_progress import EngineEnd, SyncProgress
 
 NUM_RANKS, NUM_ENGINES = 2, 2
 FAR_S = 20.0
@@ -25,7 +25,7 @@ FAR_S = 20.0
 # Fills as rank 0 whatever the engines have room for, two buckets ahead of them, 200 in all.
 FILLING_RANK = """
 import sys, time
-from umbra.runtime.weights.progress import SyncProgress
+from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncProgress
 progress = SyncProgress(int(sys.argv[1]), 1, 1)
 for idx in range(200):
     assert progress.wait_loaded(idx - 1, time.monotonic() + 20.0)

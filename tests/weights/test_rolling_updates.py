@@ -17,9 +17,9 @@ from torch import Tensor
 from umbra.runtime.engine_api.lifecycle import EngineLifecycle, EngineState, Started
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.pool_spec import PoolSpec
-from umbra.runtime.weights.coordinator import SyncSettings
-from umbra.runtime.weights.publish import SyncReport, WeightPublisher
-from umbra.runtime.weights.waves import able_engines, choose_wave, remaining
+from umbra.runtime.weights.sync_coordinator import SyncSettings
+from umbra.runtime.weights.update_waves import able_engines, choose_wave, remaining
+from umbra.runtime.weights.weight_publisher import SyncReport, WeightPublisher
 
 SOURCES = {"a": torch.randn(1000), "b": torch.randn(7, 5)}
 TWO_WAVES = SyncSettings(

@@ -21,12 +21,20 @@ from torch import Tensor
 from umbra.engines.weight_import import WeightImport
 from umbra.engines.weight_source import open_weights
 from umbra.runtime.errors import ProtocolError, WeightSyncError
-from umbra.runtime.weights.exports import RankExports, offer_from_wire, offer_to_wire
-from umbra.runtime.weights.imports import ExportedImage
 from umbra.runtime.weights.manifest import Manifest
-from umbra.runtime.weights.memfd import close_fds, create_buckets, serve_fds
-from umbra.runtime.weights.progress import SyncProgress
-from umbra.runtime.weights.receive import WeightReceiver
+from umbra.runtime.weights.transports.cuda_ipc.exported_image import ExportedImage
+from umbra.runtime.weights.transports.cuda_ipc.rank_exports import (
+    RankExports,
+    offer_from_wire,
+    offer_to_wire,
+)
+from umbra.runtime.weights.transports.shared_memory.memfd import (
+    close_fds,
+    create_buckets,
+    serve_fds,
+)
+from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncProgress
+from umbra.runtime.weights.weight_receiver import WeightReceiver
 
 
 def export_rows(ipc: FakeIpc, tensors: dict[str, Tensor], num_ranks: int) -> list[RankExports]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from umbra.runtime.rollout.text import TextCodec
-from umbra.runtime.weights.pages import trim_heap
+from umbra.runtime.weights.transports.shared_memory.pages import trim_heap
 from umbra.trainer.tokenizer import PromptTokenizer, stop_token_ids
 
 _LONG_TEXT_LEN: Final = 1 << 16

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from umbra.runtime.weights.memfd import MappedBucket
+from umbra.runtime.weights.transports.shared_memory.memfd import MappedBucket
 
 
 def dtype_name(dtype: torch.dtype) -> str:

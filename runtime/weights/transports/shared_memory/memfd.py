@@ -24,7 +24,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Final
 
 from umbra.runtime.errors import ConnectionLost, DeadlineExceeded, WeightSyncError
-from umbra.runtime.weights.pages import populate_mapping
+from umbra.runtime.weights.transports.shared_memory.pages import populate_mapping
 
 logger = logging.getLogger(__name__)
 

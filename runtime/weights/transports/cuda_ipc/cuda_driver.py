@@ -2,7 +2,7 @@
 
 torch's own way (`UntypedStorage._share_cuda_`) wraps the storage anew at every call and counts its
 readers in files of /dev/shm; here the sync says when everybody has read. Calls work on the context
-that is current in the thread: see `umbra.runtime.weights.cuda_ipc`.
+that is current in the thread: see `umbra.runtime.weights.transports.cuda_ipc.ipc_memory`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import cache
 from typing import Final
 
 from umbra.runtime.errors import WeightSyncError
-from umbra.runtime.weights.exports import HANDLE_NBYTES, UUID_NBYTES
+from umbra.runtime.weights.transports.cuda_ipc.rank_exports import HANDLE_NBYTES, UUID_NBYTES
 
 _LAZY_ENABLE_PEER_ACCESS: Final = 1
 # Memory of a GPU that another one of this process reaches directly is mapped for it, too.

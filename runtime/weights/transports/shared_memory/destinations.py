@@ -13,10 +13,10 @@ from torch import Tensor
 
 from umbra.runtime.errors import ProtocolError, WeightSyncError
 from umbra.runtime.weights.checksum import checksum_of
-from umbra.runtime.weights.image import BucketGrid, Extent, Piece
 from umbra.runtime.weights.manifest import ITEMSIZES, Manifest, TensorEntry
-from umbra.runtime.weights.pages import populate_range
-from umbra.runtime.weights.views import dtype_name, flatten
+from umbra.runtime.weights.transports.byte_views import dtype_name, flatten
+from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketGrid, Extent, Piece
+from umbra.runtime.weights.transports.shared_memory.pages import populate_range
 
 MAX_MISMATCHES: Final = 32
 # Reported by name; a wrong layout would otherwise list every tensor of the model.

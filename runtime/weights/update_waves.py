@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final, TypeVar
 
 from umbra.runtime.engine_api.lifecycle import EngineState
-from umbra.runtime.weights.sync_worker import SyncEngine
+from umbra.runtime.weights.engine_sync import SyncEngine
 
 _ABLE_STATES: Final = frozenset(
     {EngineState.SERVING, EngineState.PAUSED, EngineState.PENDING_WEIGHTS, EngineState.ASLEEP}

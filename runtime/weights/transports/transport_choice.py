@@ -13,8 +13,13 @@ from enum import StrEnum
 from typing import Final, Literal
 
 from umbra.runtime.errors import UmbraError, WeightSyncError
-from umbra.runtime.weights.exports import Allocation, Offer, RankExports, probe_allocations
-from umbra.runtime.weights.sync_worker import SyncEngine
+from umbra.runtime.weights.engine_sync import SyncEngine
+from umbra.runtime.weights.transports.cuda_ipc.rank_exports import (
+    Allocation,
+    Offer,
+    RankExports,
+    probe_allocations,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,6 @@ from typing import Any, Final, Protocol, cast
 
 from umbra.runtime.engine_api.lifecycle import EngineLifecycle, EngineState, Tag
 from umbra.runtime.errors import ProtocolError, UmbraError, WeightSyncError
-from umbra.runtime.weights.progress import SyncProgress
 from umbra.runtime.weights.sync_events import (
     Action,
     Attest,
@@ -35,7 +34,8 @@ from umbra.runtime.weights.sync_events import (
     Resume,
     Revert,
 )
-from umbra.runtime.weights.transaction import Phase, SyncTransaction
+from umbra.runtime.weights.sync_transaction import Phase, SyncTransaction
+from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncProgress
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class SyncEngine(Protocol):
     about to be those of no version (lifecycle BeginUpdate). `load` returns when every bucket is
     loaded, and fails soon after the sync's control block says that the sync is given up.
     `abort_update` ends the update; the lifecycle loses the version only if it was touched.
-    `probe_import` says why allocations (`umbra.runtime.weights.exports`) cannot be opened, or "".
+    `probe_import` says why allocations (`umbra.runtime.weights.transports.cuda_ipc.rank_exports`) cannot be opened, or "".
     """
 
     @property

@@ -19,17 +19,25 @@ from dataclasses import dataclass
 from typing import Any, Final, cast
 
 from umbra.runtime.errors import ProtocolError, WeightSyncError
-from umbra.runtime.weights.exports import Offer, RankExports, offer_from_wire
-from umbra.runtime.weights.image import BucketGrid
+from umbra.runtime.weights.engine_sync import OpenedImage, SyncEngine
 from umbra.runtime.weights.manifest import ALIGNMENT, Manifest, align
-from umbra.runtime.weights.memfd import FdServer
 from umbra.runtime.weights.sync_events import Aborted, RankFilled, RankJoined
-from umbra.runtime.weights.sync_memory import SyncMemory
 from umbra.runtime.weights.sync_run import SyncRun
-from umbra.runtime.weights.sync_worker import OpenedImage, SyncEngine
-from umbra.runtime.weights.transaction import Phase
-from umbra.runtime.weights.transport import Transport, TransportChooser, TransportSetting
-from umbra.runtime.weights.waves import able_engines, choose_wave, remaining
+from umbra.runtime.weights.sync_transaction import Phase
+from umbra.runtime.weights.transports.cuda_ipc.rank_exports import (
+    Offer,
+    RankExports,
+    offer_from_wire,
+)
+from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketGrid
+from umbra.runtime.weights.transports.shared_memory.memfd import FdServer
+from umbra.runtime.weights.transports.shared_memory.sync_memory import SyncMemory
+from umbra.runtime.weights.transports.transport_choice import (
+    Transport,
+    TransportChooser,
+    TransportSetting,
+)
+from umbra.runtime.weights.update_waves import able_engines, choose_wave, remaining
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +63,8 @@ class SyncSettings:
         require_engine: a sync that reaches no engine fails. If False it commits the version, with
             a warning, for engines to catch up with.
         update_waves: a new version reaches the pool in so many syncs, one after the other, each
-            with a part of the engines; see `umbra.runtime.weights.waves`.
-        transport: see `umbra.runtime.weights.transport`.
+            with a part of the engines; see `umbra.runtime.weights.update_waves`.
+        transport: see `umbra.runtime.weights.transports.transport_choice`.
     """
 
     bucket_nbytes: int = 2 << 20
@@ -158,7 +166,7 @@ class SyncCoordinator:
         """Returns once all ranks have called it; engines get ready while the ranks fill.
 
         Collective: all ranks, with the same version. `manifest` comes from rank 0, else None;
-        `offer` is what the rank exports (`umbra.runtime.weights.exports`).
+        `offer` is what the rank exports (`umbra.runtime.weights.transports.cuda_ipc.rank_exports`).
 
         Raises:
             WeightSyncError: a rank is missing or disagrees, or no engine can take part.
@@ -277,7 +285,7 @@ class SyncCoordinator:
             self._on_commit(version)
 
     def remaining(self, version: int) -> list[str]:
-        """See `umbra.runtime.weights.waves.remaining`."""
+        """See `umbra.runtime.weights.update_waves.remaining`."""
         return remaining(self._able_engines(), version)
 
     def on_discarded(self, engine: str, incarnation: int) -> None:

@@ -8,10 +8,10 @@ import secrets
 from contextlib import suppress
 
 from umbra.runtime.errors import WeightSyncError
-from umbra.runtime.weights.image import NUM_BUFFERS
 from umbra.runtime.weights.manifest import align
-from umbra.runtime.weights.memfd import FdServer, close_fds, create_buckets
-from umbra.runtime.weights.progress import SyncProgress
+from umbra.runtime.weights.transports.shared_memory.bucket_grid import NUM_BUFFERS
+from umbra.runtime.weights.transports.shared_memory.memfd import FdServer, close_fds, create_buckets
+from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncProgress
 
 
 class SyncMemory:

@@ -4,7 +4,7 @@ rank 0  fill 0 | fill 1 | wait | fill 2 ...      each rank fills its own bytes o
 rank 1  fill 0 | fill 1 | wait | fill 2 ...      no rank sees another's
 engine         | load 0        | load 1 ...      with two buffers; bucket i + 2 has that of i
 
-Who is how far is in shared memory (`umbra.runtime.weights.progress`); the supervisor is told once,
+Who is how far is in shared memory (`umbra.runtime.weights.transports.shared_memory.sync_progress`); the supervisor is told once,
 when this rank has filled everything. Where all can, engines read the ranks' GPUs instead: then a
 rank exports its shards, and there is nothing to fill.
 """
@@ -22,13 +22,13 @@ from torch import Tensor
 
 from umbra.runtime.errors import DeadlineExceeded, ProtocolError, UmbraError, WeightSyncError
 from umbra.runtime.weights.checksum import checksum_of, copy_with_checksum
-from umbra.runtime.weights.cuda_ipc import export_tensors
-from umbra.runtime.weights.exports import Offer, offer_to_wire
-from umbra.runtime.weights.image import BucketGrid, Extent, Piece
-from umbra.runtime.weights.memfd import BucketMappings, MappedBucket
-from umbra.runtime.weights.progress import SyncProgress
 from umbra.runtime.weights.shards import find_aliases, held_extent, local_part, wire_manifest
-from umbra.runtime.weights.views import bucket_bytes, flatten
+from umbra.runtime.weights.transports.byte_views import bucket_bytes, flatten
+from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import export_tensors
+from umbra.runtime.weights.transports.cuda_ipc.rank_exports import Offer, offer_to_wire
+from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketGrid, Extent, Piece
+from umbra.runtime.weights.transports.shared_memory.memfd import BucketMappings, MappedBucket
+from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncProgress
 
 _ABORT_TIMEOUT_S: Final = 5.0
 # How long a failing rank tries to tell the supervisor; after that the lease ends the sync anyway.

@@ -14,9 +14,14 @@ import torch
 from torch import Tensor
 
 from umbra.runtime.errors import ProtocolError, WeightSyncError
-from umbra.runtime.weights.cuda_driver import cuda_driver
-from umbra.runtime.weights.exports import Allocation, Offer, Part, RankExports
-from umbra.runtime.weights.views import dtype_name
+from umbra.runtime.weights.transports.byte_views import dtype_name
+from umbra.runtime.weights.transports.cuda_ipc.cuda_driver import cuda_driver
+from umbra.runtime.weights.transports.cuda_ipc.rank_exports import (
+    Allocation,
+    Offer,
+    Part,
+    RankExports,
+)
 
 
 class Opener(Protocol):

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from umbra.runtime.errors import ProtocolError, WeightSyncError
-from umbra.runtime.weights.cuda_ipc import CudaOpener, Opener
-from umbra.runtime.weights.exports import Allocation, Part, RankExports
 from umbra.runtime.weights.manifest import ITEMSIZES, Manifest
-from umbra.runtime.weights.views import flatten
+from umbra.runtime.weights.transports.byte_views import flatten
+from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import CudaOpener, Opener
+from umbra.runtime.weights.transports.cuda_ipc.rank_exports import Allocation, Part, RankExports
 
 MakeOpener = Callable[[], Opener]
 

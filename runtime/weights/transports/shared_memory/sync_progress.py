@@ -23,8 +23,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, Self
 
 from umbra.runtime.errors import DeadlineExceeded, WeightSyncError
-from umbra.runtime.weights import futex
-from umbra.runtime.weights.memfd import MappedBucket, create_buckets, receive_fd
+from umbra.runtime.weights.transports.shared_memory import futex
+from umbra.runtime.weights.transports.shared_memory.memfd import (
+    MappedBucket,
+    create_buckets,
+    receive_fd,
+)
 
 _WORD_NBYTES: Final = 4
 _STRIDE: Final = 16  # words: each one has a cache line of its own

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from umbra.runtime.errors import WeightSyncError
-from umbra.runtime.weights.cuda_ipc import CudaOpener
-from umbra.runtime.weights.destination import Destinations
-from umbra.runtime.weights.imports import ExportedImage, MakeOpener
 from umbra.runtime.weights.manifest import Manifest
-from umbra.runtime.weights.memfd import BucketMappings, MappedBucket
-from umbra.runtime.weights.progress import EngineEnd
-from umbra.runtime.weights.views import bucket_bytes
+from umbra.runtime.weights.transports.byte_views import bucket_bytes
+from umbra.runtime.weights.transports.cuda_ipc.exported_image import ExportedImage, MakeOpener
+from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import CudaOpener
+from umbra.runtime.weights.transports.shared_memory.destinations import Destinations
+from umbra.runtime.weights.transports.shared_memory.memfd import BucketMappings, MappedBucket
+from umbra.runtime.weights.transports.shared_memory.sync_progress import EngineEnd
 
 _OPEN_TIMEOUT_S: Final = 10.0
 
