@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from umbra.runtime.actor.actor_spec import ActorSpec, actor_context, idempotent
     from umbra.runtime.actor.restart_policy import RestartPolicy
-    from umbra.runtime.pool_spec import PoolSpec
+    from umbra.runtime.pools.pool_spec import PoolSpec
     from umbra.runtime.rpc.actor_ref import ActorRef
     from umbra.runtime.rpc.sync_handle import Pool, SyncHandle
     from umbra.runtime.session import Session, SessionConfig
@@ -30,7 +30,7 @@ _HOMES = {
     "ActorRef": "rpc.actor_ref",
     "ActorSpec": "actor.actor_spec",
     "Pool": "rpc.sync_handle",
-    "PoolSpec": "pool_spec",
+    "PoolSpec": "pools.pool_spec",
     "RestartPolicy": "actor.restart_policy",
     "Session": "session",
     "SessionConfig": "session",

@@ -39,7 +39,7 @@ from umbra.runtime.cluster.environment import (
 from umbra.runtime.cluster.guardian_process import GuardianProcess, start_guardian
 from umbra.runtime.cluster.socket_dir import SocketDir, is_in_use, socket_dir_path
 from umbra.runtime.errors import ConfigError, ConnectionLost, JobFailed, UmbraError
-from umbra.runtime.pool_spec import PoolSpec
+from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.curve_keys import CurveKeys
 from umbra.runtime.rpc.loop_thread import LoopThread

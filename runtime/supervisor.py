@@ -1,7 +1,7 @@
 """The supervisor: the one process per node that owns every other process umbra starts there.
 
 It keeps actors running (`umbra.runtime.actor.supervised_actor`), engines in their lifecycle and in sync
-(`umbra.runtime.pools`), tells every attached rank when the job is lost, and leaves nothing
+(`umbra.runtime.pools.engine_pool`), tells every attached rank when the job is lost, and leaves nothing
 behind. It is an actor itself: its public methods are its RPC face.
 """
 
@@ -27,9 +27,9 @@ from umbra.runtime.cluster.gpu_shortage import RankMemory, read_gpu_memory
 from umbra.runtime.cluster.socket_dir import MAX_SOCKET_PATH_NBYTES
 from umbra.runtime.engine_api.lifecycle import SleepLevel, Tag
 from umbra.runtime.errors import ActorNotFound, ConfigError, DeadlineExceeded, MailboxClosed
-from umbra.runtime.node_pools import NodePools
-from umbra.runtime.pool_spec import PoolSpec
-from umbra.runtime.pools import EnginePool
+from umbra.runtime.pools.engine_pool import EnginePool
+from umbra.runtime.pools.node_pools import NodePools
+from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.process.pid_watch import PidWatch
 from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.rpc_client import Client
@@ -379,7 +379,7 @@ class Supervisor:
     def pool_has_work(self, name: str, has_work: bool) -> None:
         """A pool has requests to answer, or none any more; said by who dispatches them.
 
-        Pools that share memory have their turns by it; see `umbra.runtime.turns`.
+        Pools that share memory have their turns by it; see `umbra.runtime.pools.time_slicing`.
         """
         self._pools.report_work(name, has_work)
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from umbra.runtime.pool_spec import update_waves_problem
+from umbra.runtime.pools.pool_spec import update_waves_problem
 from umbra.trainer.config_section import (
     Betas,
     Count,

@@ -15,7 +15,7 @@ from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.engine_api.engine_names import engine_target
 from umbra.runtime.errors import UmbraError
-from umbra.runtime.pool_spec import PoolSpec
+from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rollout.ledger.history import ledger_folder
 from umbra.runtime.session import Session
 from umbra.trainer.config import ServeConfig, TrainerConfig

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.collective import SessionSync
-from umbra.runtime.pool_spec import PoolSpec
+from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.session import Session, SessionConfig
 from umbra.runtime.weights.weight_publisher import WeightPublisher
 

@@ -38,7 +38,7 @@ from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.collective import SessionSync
 from umbra.runtime.engine_api.engine_names import engine_target
-from umbra.runtime.pool_spec import PoolSpec
+from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.process.descendants import wait_for_exits
 from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session import Session, SessionConfig

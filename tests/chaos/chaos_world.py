@@ -34,7 +34,7 @@ from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.collective import SessionSync
 from umbra.runtime.engine_api.engine_names import engine_target
 from umbra.runtime.engine_api.lifecycle import EngineState
-from umbra.runtime.pool_spec import PoolSpec
+from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rollout.ledger.history import ledger_folder, read_history
 from umbra.runtime.rollout.ledger.replay import replay
 from umbra.runtime.rollout.ledger.state import LedgerState

@@ -16,7 +16,7 @@ from chaos_victim import Victim
 
 from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.cluster.environment import ACTOR_VARIABLE
-from umbra.runtime.pool_spec import PoolSpec
+from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.session import Session
 from umbra.runtime.testing.sessions import SessionFactory
 

@@ -13,7 +13,7 @@ from vllm_runs import needs_vllm
 
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.engine_api.engine_names import engine_target
-from umbra.runtime.pool_spec import PoolSpec
+from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session import Session
 

@@ -21,7 +21,7 @@ from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.collective import SessionSync
 from umbra.runtime.errors import RolloutError
-from umbra.runtime.pool_spec import PoolSpec
+from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rollout.ledger.history import read_history
 from umbra.runtime.rollout.ledger.replay import replay
 from umbra.runtime.rollout.ledger.state import LedgerState

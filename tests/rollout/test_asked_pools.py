@@ -16,7 +16,7 @@ from umbra.engines.echo_tokens import EchoTokens
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.errors import ConfigError
-from umbra.runtime.pool_spec import PoolSpec
+from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rollout.patience import Patience
 from umbra.runtime.rollout.reward import RewardFunction
 from umbra.runtime.rollout.task_host import UserThread

@@ -15,7 +15,7 @@ from test_live_rollouts import expected_completions
 
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.collective import SessionSync
-from umbra.runtime.pool_spec import PoolSpec
+from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.session import Session
 from umbra.runtime.weights.weight_publisher import WeightPublisher
 

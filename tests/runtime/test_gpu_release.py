@@ -18,7 +18,7 @@ from actor_specs import actor
 from watching import kill
 
 from umbra.runtime.errors import ActorDied, DeadlineExceeded
-from umbra.runtime.pool_spec import PoolSpec
+from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.process.gpu_release import ReleaseWatch, gpu_memory_released
 from umbra.runtime.process.nvml import LIBRARY, GpuReading, GpuUse, Nvml
 from umbra.runtime.session import Session

@@ -24,7 +24,7 @@ from umbra.runtime.cluster.gpu_shortage import (
 )
 from umbra.runtime.collective import SessionSync
 from umbra.runtime.errors import JobFailed
-from umbra.runtime.pool_spec import PoolSpec
+from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.process.nvml import GpuUse
 from umbra.runtime.session import Session
 from umbra.runtime.testing.sessions import SessionFactory

@@ -6,11 +6,10 @@ import asyncio
 
 import pytest
 
-from umbra.runtime import pools
 from umbra.runtime.engine_api.lifecycle import EngineLifecycle, Started
-from umbra.runtime.pool_engine import PoolEngine
-from umbra.runtime.pool_spec import PoolSpec
-from umbra.runtime.pools import EnginePool
+from umbra.runtime.pools.engine_pool import EnginePool, engine_pool
+from umbra.runtime.pools.pool_engine import PoolEngine
+from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.weights.transports.shared_memory.memfd import FdServer
 
@@ -47,7 +46,7 @@ async def drain(engine: LongDrain, timeout_s: float) -> None:
 def test_an_engine_may_drain_as_long_as_who_asks_for_it_allows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pools, "_SETTLE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(engine_pool, "_SETTLE_TIMEOUT_S", 0.05)
     engine = LongDrain()
 
     asyncio.run(drain(engine, timeout_s=30.0))

@@ -19,7 +19,7 @@ from actor_specs import PROGRAMS, actor
 from watching import all_end, kill, processes, supervisor_of, tree
 
 from umbra.runtime.errors import ActorDied, JobFailed, MailboxClosed, UmbraError
-from umbra.runtime.pool_spec import PoolSpec
+from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.process import descendants
 from umbra.runtime.session import Session
 from umbra.runtime.testing.sessions import SessionFactory

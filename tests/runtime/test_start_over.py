@@ -19,7 +19,7 @@ from actor_specs import actor
 
 from umbra.runtime.collective import SessionSync
 from umbra.runtime.errors import MailboxClosed
-from umbra.runtime.pool_spec import PoolSpec
+from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.session import Session

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 import zmq
 
-from umbra.runtime import pools
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.job_stop import JobStop
 from umbra.runtime.actor.supervised_actor import NodeSettings, SupervisedActor
-from umbra.runtime.pool_spec import PoolSpec
-from umbra.runtime.pools import EnginePool
+from umbra.runtime.pools.engine_pool import EnginePool, engine_pool
+from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.weights.transports.shared_memory.memfd import serve_fds
@@ -41,8 +40,8 @@ def test_a_killed_engine_that_is_not_gone_is_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notes: list[str] = []
-    monkeypatch.setattr(pools, "_END_LIMIT_S", 0.01)
-    monkeypatch.setattr(pools, "_GONE_LIMIT_S", 0.02)
+    monkeypatch.setattr(engine_pool, "_END_LIMIT_S", 0.01)
+    monkeypatch.setattr(engine_pool, "_GONE_LIMIT_S", 0.02)
 
     async def run(context: zmq.Context[zmq.Socket[bytes]]) -> None:
         spec = PoolSpec(name="judge", engine="echo", count=1, mode="standalone", load_weights=True)

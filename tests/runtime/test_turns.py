@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from umbra.runtime.turns import LINGER_S, Decision, TurnRules, TurnTaking
+from umbra.runtime.pools.time_slicing import LINGER_S, Decision, TurnRules, TurnTaking
 
 
 def shared(

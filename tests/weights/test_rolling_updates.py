@@ -16,7 +16,7 @@ from torch import Tensor
 
 from umbra.runtime.engine_api.lifecycle import EngineLifecycle, EngineState, Started
 from umbra.runtime.errors import ConfigError
-from umbra.runtime.pool_spec import PoolSpec
+from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.weights.sync_coordinator import SyncSettings
 from umbra.runtime.weights.update_waves import able_engines, choose_wave, remaining
 from umbra.runtime.weights.weight_publisher import SyncReport, WeightPublisher

@@ -20,7 +20,7 @@ from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.cluster.environment import api_key
 from umbra.runtime.errors import ConfigError
-from umbra.runtime.pool_spec import PoolSpec
+from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rollout.generator import Piece
 from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session import Session

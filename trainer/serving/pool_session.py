@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from umbra.runtime.actor.actor_spec import ActorSpec
-from umbra.runtime.pool_spec import PoolSpec
+from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session import Session, SessionConfig
 from umbra.trainer.notes import NoteBoard

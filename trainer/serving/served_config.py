@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from umbra.runtime.errors import ConfigError, DataError
-from umbra.runtime.pool_spec import PoolSpec
+from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.trainer.config import ServeConfig
 from umbra.trainer.config_file import check_config, read_config
 from umbra.trainer.further_pool import (

@@ -1,4 +1,4 @@
-"""Pools that share memory have it in turn: carries out what `umbra.runtime.turns` decides.
+"""Pools that share memory have it in turn: carries out what `umbra.runtime.pools.time_slicing` decides.
 
     host (policy)   SERVING ─pause, sleep(1)─▶ ASLEEP ..................... ─wake, resume─▶ SERVING
     guest (judge)   ASLEEP .................... ─wake, resume─▶ SERVING ─pause, sleep(1)─▶ ASLEEP
@@ -20,8 +20,8 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 from umbra.runtime.errors import DeadlineExceeded
-from umbra.runtime.pools import EnginePool
-from umbra.runtime.turns import TurnTaking
+from umbra.runtime.pools.engine_pool import EnginePool
+from umbra.runtime.pools.time_slicing import TurnTaking
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.supervised_actor import SupervisedActor
 from umbra.runtime.engine_api.lifecycle import SleepLevel, Tag
 from umbra.runtime.errors import ActorNotFound, ConfigError
-from umbra.runtime.pool_spec import PoolSpec
-from umbra.runtime.pool_turns import PoolTurns
-from umbra.runtime.pools import EnginePool
+from umbra.runtime.pools.engine_pool import EnginePool
+from umbra.runtime.pools.pool_slicing import PoolTurns
+from umbra.runtime.pools.pool_spec import PoolSpec
 
 _INVALIDATE_LIMIT_S: Final = 60.0
 

@@ -19,8 +19,8 @@ from umbra.runtime.actor.supervised_actor import ActorState, SupervisedActor
 from umbra.runtime.engine_api.lifecycle import ALL_TAGS, EngineState, SleepLevel, Tag, catch_up
 from umbra.runtime.errors import DeadlineExceeded, EngineError, WeightSyncError
 from umbra.runtime.first_of import first_of
-from umbra.runtime.pool_engine import PoolEngine
-from umbra.runtime.pool_spec import PoolSpec
+from umbra.runtime.pools.pool_engine import PoolEngine
+from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.weights.sync_coordinator import SyncCoordinator, SyncSettings
 from umbra.runtime.weights.transports.shared_memory.memfd import FdServer
@@ -215,7 +215,7 @@ class EnginePool:
         for engine in self.engines.values():
             engine.invalidate()
 
-    # -- turns with other pools, see `umbra.runtime.pool_turns` ---------------------------
+    # -- turns with other pools, see `umbra.runtime.pools.pool_slicing` ---------------------------
 
     async def rest(self, hurry: asyncio.Event) -> None:
         """Frees all memory, keeps the weights on the host; until `rise`. Idempotent.

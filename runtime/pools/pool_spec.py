@@ -9,7 +9,7 @@ from typing import Any, Final, Self
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.errors import ConfigError
-from umbra.runtime.turns import TurnRules
+from umbra.runtime.pools.time_slicing import TurnRules
 from umbra.runtime.weights.transports.transport_choice import TRANSPORT_SETTINGS, TransportSetting
 
 _KNOWN_MODES: Final = ("hybrid", "standalone", "colocated")
@@ -41,7 +41,7 @@ class PoolSpec:
         engine: `module:Class` of the engine actor.
         count: number of engines on this node.
         mode: hybrid engines take turns with the trainer (sleep and wake); standalone ones do not;
-            colocated ones take turns with the engines of `shares_with`, see `umbra.runtime.turns`.
+            colocated ones take turns with the engines of `shares_with`, see `umbra.runtime.pools.time_slicing`.
         kwargs: for the engine's constructor.
         shares_with: name of the pool on whose GPUs a colocated one is.
         max_wait_s, max_turn_s: of a colocated pool, see `TurnRules`.
