@@ -199,7 +199,7 @@ def generator_spec(name: str, config: TrainerConfig) -> ActorSpec:
     """The actor that user code's requests to a pool go through."""
     return ActorSpec(
         name=_generator_name(name),
-        target="umbra.runtime.rollout.generator_service:GeneratorService",
+        target="umbra.runtime.rollout.dispatch.generator_service:GeneratorService",
         kwargs={"config": further_generator_settings(name, config.pools[name])},
         role="rollout",
     )

@@ -16,7 +16,7 @@ from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.engine_api.engine_names import engine_target
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.pools.pool_spec import PoolSpec
-from umbra.runtime.rollout.ledger.history import ledger_folder
+from umbra.runtime.rollout.ledger.ledger_history import ledger_folder
 from umbra.runtime.session import Session
 from umbra.trainer.config import ServeConfig, TrainerConfig
 from umbra.trainer.config_section import engine_settings, lora_settings
@@ -179,7 +179,7 @@ def worker_specs(config: TrainerConfig) -> list[ActorSpec]:
     return [
         ActorSpec(
             name=name,
-            target="umbra.runtime.rollout.worker:RolloutWorker",
+            target="umbra.runtime.rollout.agents.rollout_worker:RolloutWorker",
             kwargs=kwargs,
             restart=_WORKER_RESTARTS,
             role="rollout",
@@ -204,7 +204,7 @@ def manager_spec(
     world_size: int,
     device_type: str,
 ) -> ActorSpec:
-    """The rollout manager; see `umbra.runtime.rollout.config` for its settings."""
+    """The rollout manager; see `umbra.runtime.rollout.rollout_config` for its settings."""
     rollout, train = config.rollout, config.train
     settings: dict[str, Any] = {
         "prompts_path": str(prompts.train_path.absolute()),
@@ -247,7 +247,7 @@ def manager_spec(
     }
     return ActorSpec(
         name=MANAGER,
-        target="umbra.runtime.rollout.service:RolloutManager",
+        target="umbra.runtime.rollout.manager.rollout_manager:RolloutManager",
         kwargs={"config": settings},
         restart=_MANAGER_RESTARTS,
         role="manager",

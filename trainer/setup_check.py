@@ -13,8 +13,8 @@ from umbra.runtime.cluster.environment import TorchrunEnvironment
 from umbra.runtime.engine_api.decoder_config import parse_model_config
 from umbra.runtime.engine_api.engine_names import ENGINE_TARGETS, engine_target
 from umbra.runtime.errors import ConfigError
-from umbra.runtime.rollout.function_call import AGENT_CALL, REWARD_CALL
-from umbra.runtime.rollout.function_lookup import check_function
+from umbra.runtime.rollout.agents.function_call import AGENT_CALL, REWARD_CALL
+from umbra.runtime.rollout.agents.function_lookup import check_function
 from umbra.trainer.config import PoolSection, ServeConfig, TrainerConfig
 from umbra.trainer.data import check_data
 from umbra.trainer.further_pool import FurtherPoolSection, further_model_config

@@ -27,14 +27,14 @@ from umbra.runtime.bench.delta_engines import TICK_S, Pace, ref
 from umbra.runtime.engine_api.delta_batch import DeltaBatch
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.process.prctl import die_with_parent
-from umbra.runtime.rollout.dispatch import Dispatcher
-from umbra.runtime.rollout.engine_link import EngineLink
-from umbra.runtime.rollout.group import Group
+from umbra.runtime.rollout.dispatch.dispatcher import Dispatcher
+from umbra.runtime.rollout.dispatch.engine_link import EngineLink
+from umbra.runtime.rollout.dispatch.group import Group
+from umbra.runtime.rollout.dispatch.router import EngineId, Router
+from umbra.runtime.rollout.dispatch.trajectory import Trajectory
+from umbra.runtime.rollout.dispatch.turn import Turn
+from umbra.runtime.rollout.ledger.recorder import Recorder
 from umbra.runtime.rollout.prompts import Prompt
-from umbra.runtime.rollout.recorder import Recorder
-from umbra.runtime.rollout.router import EngineId, Router
-from umbra.runtime.rollout.trajectory import Trajectory
-from umbra.runtime.rollout.turn import Turn
 from umbra.runtime.rpc.rpc_client import Client, Handle
 
 GROUP_SIZE: Final = 8

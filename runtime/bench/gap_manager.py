@@ -12,14 +12,14 @@ import numpy as np
 from umbra.runtime.actor.actor_spec import actor_context
 from umbra.runtime.engine_api.delta_batch import DeltaBatch
 from umbra.runtime.errors import UmbraError
-from umbra.runtime.rollout.config import RolloutConfig
-from umbra.runtime.rollout.dispatch import Dispatcher
-from umbra.runtime.rollout.fleet import Fleet, FleetConfig
+from umbra.runtime.rollout.dispatch.dispatcher import Dispatcher
+from umbra.runtime.rollout.dispatch.engine_fleet import Fleet, FleetConfig
+from umbra.runtime.rollout.dispatch.router import EngineId, Router
+from umbra.runtime.rollout.dispatch.trajectory import Trajectory
+from umbra.runtime.rollout.dispatch.turn import Turn
+from umbra.runtime.rollout.ledger.recorder import Recorder
 from umbra.runtime.rollout.prompts import Prompt
-from umbra.runtime.rollout.recorder import Recorder
-from umbra.runtime.rollout.router import EngineId, Router
-from umbra.runtime.rollout.trajectory import Trajectory
-from umbra.runtime.rollout.turn import Turn
+from umbra.runtime.rollout.rollout_config import RolloutConfig
 
 
 class GapManager:

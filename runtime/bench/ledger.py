@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from umbra.runtime.rollout.ledger.events import (
+from umbra.runtime.rollout.ledger.ledger_events import (
     Admitted,
     Event,
     Finished,
@@ -21,10 +21,10 @@ from umbra.runtime.rollout.ledger.events import (
     Tokens,
     Version,
 )
-from umbra.runtime.rollout.ledger.history import read_history
-from umbra.runtime.rollout.ledger.log import LedgerLog
-from umbra.runtime.rollout.ledger.replay import replay
-from umbra.runtime.rollout.ledger.writer import LedgerWriter
+from umbra.runtime.rollout.ledger.ledger_history import read_history
+from umbra.runtime.rollout.ledger.ledger_log import LedgerLog
+from umbra.runtime.rollout.ledger.ledger_replay import replay
+from umbra.runtime.rollout.ledger.ledger_writer import LedgerWriter
 
 _GROUP_SIZE: Final = 8
 _TICK_SAMPLES: Final = 64  # that advance together, as in a batch of deltas

@@ -11,9 +11,9 @@ from typing import Any, Final, cast
 
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.escaping import escape_unprintable
-from umbra.runtime.rollout.ledger.accounts import SampleState
-from umbra.runtime.rollout.ledger.history import managers_of
-from umbra.runtime.rollout.ledger.index import LedgerIndex
+from umbra.runtime.rollout.ledger.ledger_history import managers_of
+from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
+from umbra.runtime.rollout.ledger.sample_accounts import SampleState
 
 # More than a screen holds hides the head of the list; fewer ask for --newest too often.
 _DEFAULT_NEWEST: Final = 20

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from umbra.runtime.engine_api.token_ids import token_ids
 from umbra.runtime.errors import RolloutError
-from umbra.runtime.rollout.agent import AgentContext
-from umbra.runtime.rollout.asked_pool import PoolAnswer
+from umbra.runtime.rollout.agents.agent_loop import AgentContext
+from umbra.runtime.rollout.agents.auxiliary_pool import PoolAnswer
+from umbra.runtime.rollout.agents.text_codec import TextCodec
+from umbra.runtime.rollout.dispatch.trajectory import Trajectory
 from umbra.runtime.rollout.prompts import Prompt
-from umbra.runtime.rollout.text import TextCodec
-from umbra.runtime.rollout.trajectory import Trajectory
 
 _ID: Final = "scripted"
 _MANY: Final = 1 << 20

@@ -11,8 +11,8 @@ import numpy.typing as npt
 from chaos_oracle import Oracle, Sample
 from chaos_plan import ChaosPlan
 
-from umbra.runtime.rollout.ledger.accounts import SampleAccount, SampleState
-from umbra.runtime.rollout.ledger.state import LedgerState
+from umbra.runtime.rollout.ledger.ledger_state import LedgerState
+from umbra.runtime.rollout.ledger.sample_accounts import SampleAccount, SampleState
 
 VIOLATIONS: Final[Sequence[str]] = (
     "lost",

@@ -35,9 +35,9 @@ from umbra.runtime.collective import SessionSync
 from umbra.runtime.engine_api.engine_names import engine_target
 from umbra.runtime.engine_api.lifecycle import EngineState
 from umbra.runtime.pools.pool_spec import PoolSpec
-from umbra.runtime.rollout.ledger.history import ledger_folder, read_history
-from umbra.runtime.rollout.ledger.replay import replay
-from umbra.runtime.rollout.ledger.state import LedgerState
+from umbra.runtime.rollout.ledger.ledger_history import ledger_folder, read_history
+from umbra.runtime.rollout.ledger.ledger_replay import replay
+from umbra.runtime.rollout.ledger.ledger_state import LedgerState
 from umbra.runtime.rollout.prompts import write_prompts
 from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session import Session
@@ -123,7 +123,7 @@ class ChaosWorld:
         write_tokenizer(self._folder / "tokenizer.json")
         return ActorSpec(
             name=name,
-            target="umbra.runtime.rollout.worker:RolloutWorker",
+            target="umbra.runtime.rollout.agents.rollout_worker:RolloutWorker",
             kwargs={
                 "tokenizer_path": str(self._folder),
                 "reward": "chaos_reward:reward",
@@ -160,7 +160,7 @@ class ChaosWorld:
         }
         spec = ActorSpec(
             name=MANAGER,
-            target="umbra.runtime.rollout.service:RolloutManager",
+            target="umbra.runtime.rollout.manager.rollout_manager:RolloutManager",
             kwargs={"config": config},
             restart=_RESTARTS,
             hung_limit_s=HUNG_LIMIT_S,

@@ -15,7 +15,7 @@ from chaos_saboteur import DeathNotes
 
 from umbra.engines.echo_tokens import EchoTokens
 from umbra.runtime.errors import ConfigError
-from umbra.runtime.rollout.ledger.events import (
+from umbra.runtime.rollout.ledger.ledger_events import (
     Admitted,
     Finished,
     Leased,
@@ -25,7 +25,7 @@ from umbra.runtime.rollout.ledger.events import (
     Version,
     uids_of,
 )
-from umbra.runtime.rollout.ledger.state import LedgerState
+from umbra.runtime.rollout.ledger.ledger_state import LedgerState
 
 STEP = 3
 ROLES = ("engine", "manager", "worker")

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from umbra.runtime.rollout.ledger.index import LedgerIndex
+from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^```\w+\n(# (\S+)\n.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from umbra.runtime.rollout.agent import AgentContext
+from umbra.runtime.rollout.agents.agent_loop import AgentContext
 
 HANGS, RAISES, REWARD_RAISES, DIES_ONCE, BLOCKS = "3", "7", "11", "15", "19"  # answers of prompts
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from umbra.runtime.rollout.asked_pool import RewardContext
+from umbra.runtime.rollout.agents.auxiliary_pool import RewardContext
 
 
 def distinct(prompts: list[str], completions: list[str], **columns: list[Any]) -> list[float]:

@@ -12,7 +12,7 @@ import pytest
 from run_assets import NUM_PROMPTS
 from whole_runs import START_LIMIT_S, start_run
 
-from umbra.runtime.rollout.ledger.index import LedgerIndex
+from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
 from umbra.trainer.metrics import read_metrics
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from whole_runs import Ended, start_run, write_config
 
-from umbra.runtime.rollout.ledger.index import LedgerIndex
+from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
 

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from umbra.runtime.rollout.ledger.events import Event, Leased
-from umbra.runtime.rollout.ledger.history import Entry, ledger_folder, read_history
-from umbra.runtime.rollout.ledger.index import LedgerIndex
-from umbra.runtime.rollout.ledger.replay import replay
-from umbra.runtime.rollout.ledger.state import LedgerState
-from umbra.runtime.rollout.order import PromptOrder
+from umbra.runtime.rollout.buffer.prompt_order import PromptOrder
+from umbra.runtime.rollout.ledger.ledger_events import Event, Leased
+from umbra.runtime.rollout.ledger.ledger_history import Entry, ledger_folder, read_history
+from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
+from umbra.runtime.rollout.ledger.ledger_replay import replay
+from umbra.runtime.rollout.ledger.ledger_state import LedgerState
 from umbra.runtime.rollout.prompts import PromptSet
 from umbra.trainer.metrics import read_metrics
 

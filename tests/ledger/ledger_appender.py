@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 
 from umbra.runtime.errors import LedgerError
-from umbra.runtime.rollout.ledger.events import Recorded, Version
-from umbra.runtime.rollout.ledger.log import LedgerLog
-from umbra.runtime.rollout.ledger.writer import LedgerWriter
+from umbra.runtime.rollout.ledger.ledger_events import Recorded, Version
+from umbra.runtime.rollout.ledger.ledger_log import LedgerLog
+from umbra.runtime.rollout.ledger.ledger_writer import LedgerWriter
 
 
 async def append_for_ever(folder: Path) -> None:

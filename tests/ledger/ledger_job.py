@@ -17,8 +17,7 @@ from pathlib import Path
 import numpy as np
 from ledger_samples import admitted, runs_of
 
-from umbra.runtime.rollout.ledger.accounts import GroupAccount, SampleState
-from umbra.runtime.rollout.ledger.events import (
+from umbra.runtime.rollout.ledger.ledger_events import (
     Checkpoint,
     Cut,
     Dropped,
@@ -31,10 +30,11 @@ from umbra.runtime.rollout.ledger.events import (
     Version,
     uids_of,
 )
-from umbra.runtime.rollout.ledger.log import LedgerLog
-from umbra.runtime.rollout.ledger.replay import replay
-from umbra.runtime.rollout.ledger.state import LedgerState
-from umbra.runtime.rollout.ledger.writer import LedgerWriter, Ticket
+from umbra.runtime.rollout.ledger.ledger_log import LedgerLog
+from umbra.runtime.rollout.ledger.ledger_replay import replay
+from umbra.runtime.rollout.ledger.ledger_state import LedgerState
+from umbra.runtime.rollout.ledger.ledger_writer import LedgerWriter, Ticket
+from umbra.runtime.rollout.ledger.sample_accounts import GroupAccount, SampleState
 
 LENGTH = 12
 GROUPS_PER_STEP = 2

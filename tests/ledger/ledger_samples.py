@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from umbra.runtime.rollout.ledger.events import (
+from umbra.runtime.rollout.ledger.ledger_events import (
     Admitted,
     Event,
     Finished,
@@ -21,8 +21,8 @@ from umbra.runtime.rollout.ledger.events import (
     encode_batch,
     uids_of,
 )
-from umbra.runtime.rollout.ledger.history import History, Position, read_history
-from umbra.runtime.rollout.ledger.log import LedgerLog
+from umbra.runtime.rollout.ledger.ledger_history import History, Position, read_history
+from umbra.runtime.rollout.ledger.ledger_log import LedgerLog
 
 
 def admitted(first_uid: int, name: str, num_samples: int = 2, place: int | None = None) -> Admitted:

@@ -13,7 +13,7 @@ import pytest
 from ledger_samples import admitted, life_of_a_group, runs_of
 
 from umbra.runtime.cli.main import main
-from umbra.runtime.rollout.ledger.events import (
+from umbra.runtime.rollout.ledger.ledger_events import (
     Checkpoint,
     Cut,
     Dropped,
@@ -24,9 +24,9 @@ from umbra.runtime.rollout.ledger.events import (
     encode_batch,
     uids_of,
 )
-from umbra.runtime.rollout.ledger.history import ledger_folder
-from umbra.runtime.rollout.ledger.index import LedgerIndex
-from umbra.runtime.rollout.ledger.log import LedgerLog
+from umbra.runtime.rollout.ledger.ledger_history import ledger_folder
+from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
+from umbra.runtime.rollout.ledger.ledger_log import LedgerLog
 
 BEGAN_S = 1_700_000_000.0
 

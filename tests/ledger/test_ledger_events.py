@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ledger_samples import runs_of, wire
 
 from umbra.runtime.errors import LedgerError
-from umbra.runtime.rollout.ledger.events import (
+from umbra.runtime.rollout.ledger.ledger_events import (
     Admitted,
     Checkpoint,
     Cut,
@@ -154,7 +154,7 @@ def test_what_is_no_count_is_refused(number: Any) -> None:
 
 
 def test_too_much_at_once_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("umbra.runtime.rollout.ledger.events.BATCH_MAX_NBYTES", 1000)
+    monkeypatch.setattr("umbra.runtime.rollout.ledger.ledger_events.BATCH_MAX_NBYTES", 1000)
 
     with pytest.raises(LedgerError, match="at most 1000"):
         encode_batch(1.0, [Recorded(0, "page", b"x" * 1000)])

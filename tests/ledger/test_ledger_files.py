@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from ledger_samples import events_in, life_of_a_group, versions_in, wire, write_events
 
 from umbra.runtime.errors import LedgerError
-from umbra.runtime.rollout.ledger.events import Event, Restored, Version, encode_batch
-from umbra.runtime.rollout.ledger.history import (
+from umbra.runtime.rollout.ledger.ledger_events import Event, Restored, Version, encode_batch
+from umbra.runtime.rollout.ledger.ledger_history import (
     Position,
     ledger_folder,
     managers_of,
     read_history,
 )
-from umbra.runtime.rollout.ledger.log import LedgerLog
-from umbra.runtime.rollout.ledger.replay import replay
+from umbra.runtime.rollout.ledger.ledger_log import LedgerLog
+from umbra.runtime.rollout.ledger.ledger_replay import replay
 
 
 def write_life(folder: Path, *versions: int, part_nbytes: int = 10**6) -> None:
@@ -203,7 +203,7 @@ def test_damage_is_refused_with_its_place(
 
 
 def test_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("umbra.runtime.rollout.ledger.history.FORMAT", 2)
+    monkeypatch.setattr("umbra.runtime.rollout.ledger.ledger_history.FORMAT", 2)
     write_life(tmp_path, 0)
     monkeypatch.undo()
 
@@ -220,7 +220,7 @@ def test_a_contradiction_is_named_with_its_position(tmp_path: Path) -> None:
 
 
 def test_replay_foresees_restores_and_the_callers_own(tmp_path: Path) -> None:
-    from umbra.runtime.rollout.ledger.events import Checkpoint
+    from umbra.runtime.rollout.ledger.ledger_events import Checkpoint
 
     history: list[list[Event]] = [
         [Version(0, 0)],

@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from umbra.runtime.errors import LedgerError
-from umbra.runtime.rollout.ledger import frames
+from umbra.runtime.rollout.ledger import ledger_frames
 
 PATH = Path("some.log")
 PAYLOADS = st.lists(st.binary(max_size=60), min_size=1, max_size=6)
 
 
 def frame_of(payload: bytes, offset: int) -> bytes:
-    return frames.head_of([payload], offset) + payload
+    return ledger_frames.head_of([payload], offset) + payload
 
 
 def file_of(payloads: list[bytes]) -> tuple[bytes, list[int]]:
@@ -33,7 +33,7 @@ def file_of(payloads: list[bytes]) -> tuple[bytes, list[int]]:
 def test_whole_frames_come_back_with_their_places(payloads: list[bytes]) -> None:
     data, offsets = file_of(payloads)
 
-    found = frames.scan(data, PATH)
+    found = ledger_frames.scan(data, PATH)
 
     assert [(at, bytes(payload)) for at, payload in found.frames] == list(
         zip(offsets, payloads, strict=False)
@@ -49,7 +49,7 @@ def test_a_truncated_file_loses_only_the_torn_frame(
     whole, offsets = file_of(payloads)
     length = data.draw(st.integers(0, len(whole)))
 
-    found = frames.scan(whole[:length], PATH)
+    found = ledger_frames.scan(whole[:length], PATH)
 
     kept = max(idx for idx, offset in enumerate(offsets) if offset <= length)
     assert [bytes(payload) for _, payload in found.frames] == payloads[:kept]
@@ -69,9 +69,9 @@ def test_a_flipped_byte_is_damage_before_the_last_frame_and_a_torn_end_in_it(
     if at < offsets[-2]:
         hit = max(offset for offset in offsets if offset <= at)
         with pytest.raises(LedgerError, match=f"some.log: the frame at byte {hit} is damaged"):
-            frames.scan(bytes(flipped), PATH)
+            ledger_frames.scan(bytes(flipped), PATH)
     else:
-        found = frames.scan(bytes(flipped), PATH)
+        found = ledger_frames.scan(bytes(flipped), PATH)
         assert [bytes(payload) for _, payload in found.frames] == payloads[:-1]
         assert found.is_torn
 
@@ -80,7 +80,7 @@ def test_a_flipped_byte_is_damage_before_the_last_frame_and_a_torn_end_in_it(
 def test_garbage_at_the_end_is_a_torn_end(garbage: bytes) -> None:
     whole, _ = file_of([b"one", b"two"])
 
-    found = frames.scan(whole + garbage, PATH)
+    found = ledger_frames.scan(whole + garbage, PATH)
 
     assert len(found.frames) == 2
     assert found.is_torn == bool(garbage)
@@ -90,7 +90,7 @@ def test_a_frame_quoted_in_a_torn_payload_is_no_frame_of_the_file() -> None:
     quoted = frame_of(b"I am a whole frame", 0)
     whole, offsets = file_of([b"first", quoted + b"more"])
 
-    found = frames.scan(whole[:-1], PATH)
+    found = ledger_frames.scan(whole[:-1], PATH)
 
     assert found.stop == offsets[1]
 
@@ -100,15 +100,15 @@ def test_a_frame_in_another_place_is_not_accepted() -> None:
     moved = whole[offsets[1] : offsets[2]] + whole[: offsets[1]] + whole[offsets[2] :]
 
     with pytest.raises(LedgerError, match="damaged"):
-        frames.scan(moved, PATH)
+        ledger_frames.scan(moved, PATH)
 
 
 def test_chunks_are_one_payload() -> None:
-    assert frames.head_of([b"ab", b"", b"c"], 7) == frames.head_of([b"abc"], 7)
+    assert ledger_frames.head_of([b"ab", b"", b"c"], 7) == ledger_frames.head_of([b"abc"], 7)
 
 
 def test_a_payload_longer_than_readers_believe_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frames, "PAYLOAD_MAX_NBYTES", 10)
+    monkeypatch.setattr(ledger_frames, "PAYLOAD_MAX_NBYTES", 10)
 
     with pytest.raises(ValueError, match="11 bytes, at most 10"):
-        frames.head_of([b"x" * 11], 0)
+        ledger_frames.head_of([b"x" * 11], 0)

@@ -16,12 +16,12 @@ from ledger_job import LENGTH, token_of
 from ledger_samples import versions_in
 
 from umbra.runtime.errors import LedgerError
-from umbra.runtime.rollout.ledger.accounts import SampleState
-from umbra.runtime.rollout.ledger.events import Recorded, Tokens, Version
-from umbra.runtime.rollout.ledger.history import ledger_folder, read_history
-from umbra.runtime.rollout.ledger.log import LedgerLog
-from umbra.runtime.rollout.ledger.replay import replay
-from umbra.runtime.rollout.ledger.writer import LedgerWriter
+from umbra.runtime.rollout.ledger.ledger_events import Recorded, Tokens, Version
+from umbra.runtime.rollout.ledger.ledger_history import ledger_folder, read_history
+from umbra.runtime.rollout.ledger.ledger_log import LedgerLog
+from umbra.runtime.rollout.ledger.ledger_replay import replay
+from umbra.runtime.rollout.ledger.ledger_writer import LedgerWriter
+from umbra.runtime.rollout.ledger.sample_accounts import SampleState
 
 HERE = Path(__file__).parent
 SEED = 20_260_801

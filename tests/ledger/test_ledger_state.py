@@ -12,8 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from ledger_samples import account_of, admitted, life_of_a_group, runs_of
 
 from umbra.runtime.errors import LedgerError
-from umbra.runtime.rollout.ledger.accounts import GroupAccount, SampleState
-from umbra.runtime.rollout.ledger.events import (
+from umbra.runtime.rollout.ledger.ledger_events import (
     Checkpoint,
     Cut,
     Dropped,
@@ -32,7 +31,8 @@ from umbra.runtime.rollout.ledger.events import (
     encode_batch,
     uids_of,
 )
-from umbra.runtime.rollout.ledger.state import LedgerState
+from umbra.runtime.rollout.ledger.ledger_state import LedgerState
+from umbra.runtime.rollout.ledger.sample_accounts import GroupAccount, SampleState
 
 
 def state_of(*events: Event, **options: Any) -> LedgerState:

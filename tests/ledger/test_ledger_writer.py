@@ -13,11 +13,11 @@ import pytest
 from ledger_samples import life_of_a_group, versions_in
 
 from umbra.runtime.errors import LedgerError
-from umbra.runtime.rollout.ledger.events import Recorded, Version
-from umbra.runtime.rollout.ledger.history import read_history
-from umbra.runtime.rollout.ledger.log import LedgerLog
-from umbra.runtime.rollout.ledger.replay import replay
-from umbra.runtime.rollout.ledger.writer import LedgerWriter, Ticket
+from umbra.runtime.rollout.ledger.ledger_events import Recorded, Version
+from umbra.runtime.rollout.ledger.ledger_history import read_history
+from umbra.runtime.rollout.ledger.ledger_log import LedgerLog
+from umbra.runtime.rollout.ledger.ledger_replay import replay
+from umbra.runtime.rollout.ledger.ledger_writer import LedgerWriter, Ticket
 
 
 @contextmanager

@@ -15,7 +15,7 @@ _CHAOS: Final = (
 CHAOS_MUTANTS: Final[Sequence[Mutant]] = (
     Mutant(
         name="token lost",
-        path="runtime/rollout/trajectory.py",
+        path="runtime/rollout/dispatch/trajectory.py",
         old="return position - self.completion_len",
         new="return min(0, position - self.completion_len)",
         command=_CHAOS,
@@ -23,7 +23,7 @@ CHAOS_MUTANTS: Final[Sequence[Mutant]] = (
     ),
     Mutant(
         name="token repeated",
-        path="runtime/rollout/dispatch.py",
+        path="runtime/rollout/dispatch/dispatcher.py",
         old="                start = min(stop, start - missing)\n",
         new="",
         command=_CHAOS,
@@ -31,7 +31,7 @@ CHAOS_MUTANTS: Final[Sequence[Mutant]] = (
     ),
     Mutant(
         name="wrong version",
-        path="runtime/rollout/trajectory.py",
+        path="runtime/rollout/dispatch/trajectory.py",
         old="if first and then and first[-1].version == then[0].version:",
         new="if first and then:",
         command=_CHAOS,
@@ -39,7 +39,7 @@ CHAOS_MUTANTS: Final[Sequence[Mutant]] = (
     ),
     Mutant(
         name="wrong context on resume",
-        path="runtime/rollout/trajectory.py",
+        path="runtime/rollout/dispatch/trajectory.py",
         old="return np.concatenate([self.prompt_tokens, self.tokens])",
         new="return np.concatenate([self.prompt_tokens, self.tokens[:-1]])",
         command=_CHAOS,
@@ -47,7 +47,7 @@ CHAOS_MUTANTS: Final[Sequence[Mutant]] = (
     ),
     Mutant(
         name="logprob of another token",
-        path="runtime/rollout/trajectory.py",
+        path="runtime/rollout/dispatch/trajectory.py",
         old="self._logprobs = np.concatenate([self._logprobs, logprobs])",
         new="self._logprobs = np.concatenate([self._logprobs, np.roll(logprobs, 1)])",
         command=_CHAOS,
@@ -55,7 +55,7 @@ CHAOS_MUTANTS: Final[Sequence[Mutant]] = (
     ),
     Mutant(
         name="sample trained twice",
-        path="runtime/rollout/recovery.py",
+        path="runtime/rollout/manager/group_recovery.py",
         old="recovered.leases.setdefault(step, []).append(group)",
         new="recovered.ready[account.place] = group",
         command=_CHAOS,

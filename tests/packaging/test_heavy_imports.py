@@ -48,7 +48,7 @@ def test_a_supervisor_loads_neither_torch_nor_pydantic_nor_numpy(module: str) ->
     [
         "umbra",
         "umbra.runtime.session",
-        "umbra.runtime.rollout.service",
+        "umbra.runtime.rollout.manager.rollout_manager",
         "umbra.runtime.cli.main",
         "umbra.engines.echo",
         "umbra.trainer.quickstart.task",
@@ -59,7 +59,7 @@ def test_the_core_works_without_the_training_extra(module: str) -> None:
 
 
 def test_a_rollout_worker_loads_no_torch() -> None:
-    import_without("umbra.runtime.rollout.worker", {"torch", "transformers"})
+    import_without("umbra.runtime.rollout.agents.rollout_worker", {"torch", "transformers"})
 
 
 def test_a_run_is_checked_before_the_training_extra_is_loaded() -> None:

@@ -10,10 +10,10 @@ from rollout_samples import make_trajectory
 
 from umbra.runtime.engine_api.delta_batch import DeltaBatch
 from umbra.runtime.errors import UmbraError
-from umbra.runtime.rollout.dispatch import Dispatcher, Journal
-from umbra.runtime.rollout.recorder import Recorder
-from umbra.runtime.rollout.router import EngineId, Router
-from umbra.runtime.rollout.turn import Turn
+from umbra.runtime.rollout.dispatch.dispatcher import Dispatcher, Journal
+from umbra.runtime.rollout.dispatch.router import EngineId, Router
+from umbra.runtime.rollout.dispatch.turn import Turn
+from umbra.runtime.rollout.ledger.recorder import Recorder
 
 A, B = EngineId("a", 1), EngineId("b", 1)
 STOP = 0

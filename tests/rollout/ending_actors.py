@@ -13,7 +13,7 @@ from typing import Any, Final
 from umbra.engines.echo import EchoEngine
 from umbra.runtime.actor.actor_spec import actor_context
 from umbra.runtime.engine_api.lifecycle import SleepLevel
-from umbra.runtime.rollout.service import RolloutManager
+from umbra.runtime.rollout.manager.rollout_manager import RolloutManager
 
 ENDS: Final = {
     "SIGTERM": "stopped by SIGTERM (exit status 143)",

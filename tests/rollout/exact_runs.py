@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from umbra.engines.embedded.actor import EmbeddedEngine
 from umbra.runtime.errors import UmbraError
-from umbra.runtime.rollout.order import PromptOrder, trajectory_seed
+from umbra.runtime.rollout.buffer.prompt_order import PromptOrder, trajectory_seed
 from umbra.runtime.rollout.prompts import write_prompts
 from umbra.runtime.session import Session
 

@@ -22,9 +22,9 @@ from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.collective import SessionSync
 from umbra.runtime.errors import RolloutError
 from umbra.runtime.pools.pool_spec import PoolSpec
-from umbra.runtime.rollout.ledger.history import read_history
-from umbra.runtime.rollout.ledger.replay import replay
-from umbra.runtime.rollout.ledger.state import LedgerState
+from umbra.runtime.rollout.ledger.ledger_history import read_history
+from umbra.runtime.rollout.ledger.ledger_replay import replay
+from umbra.runtime.rollout.ledger.ledger_state import LedgerState
 from umbra.runtime.rollout.prompts import write_prompts
 from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session import Session
@@ -76,7 +76,7 @@ class LiveRollouts:
         max_restarts: int = 5,
         hung_limit_s: float = 15.0,
         num_prompts: int = 8,
-        manager: str = "umbra.runtime.rollout.service:RolloutManager",
+        manager: str = "umbra.runtime.rollout.manager.rollout_manager:RolloutManager",
     ) -> None:
         self.session = session
         self.world_size = world_size
@@ -134,7 +134,7 @@ class LiveRollouts:
     ) -> ActorSpec:
         return ActorSpec(
             name=name,
-            target="umbra.runtime.rollout.worker:RolloutWorker",
+            target="umbra.runtime.rollout.agents.rollout_worker:RolloutWorker",
             kwargs={
                 "tokenizer_path": str(self._folder),
                 "reward": f"user_rewards:{reward}" if reward else "",

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from recorded_world import GIVEN_FROM, Life, Taken, logprob_at, token_at
 
-from umbra.runtime.rollout.ledger.accounts import SampleAccount, SampleState
-from umbra.runtime.rollout.ledger.state import LedgerState
-from umbra.runtime.rollout.trajectory import Trajectory
+from umbra.runtime.rollout.dispatch.trajectory import Trajectory
+from umbra.runtime.rollout.ledger.ledger_state import LedgerState
+from umbra.runtime.rollout.ledger.sample_accounts import SampleAccount, SampleState
 
 _HAS_REWARD = (SampleState.SCORED, SampleState.LEASED)
 

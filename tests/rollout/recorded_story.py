@@ -13,12 +13,12 @@ from recorded_checks import check_accounts, check_batches
 from recorded_world import STOP, Engine, Life, Loop, Taken
 
 from umbra.runtime.errors import RolloutError
-from umbra.runtime.rollout.config import RolloutConfig
-from umbra.runtime.rollout.group import Group
-from umbra.runtime.rollout.ledger.events import Evaluated, Restored
-from umbra.runtime.rollout.ledger.history import Position, read_history
-from umbra.runtime.rollout.ledger.replay import replay
-from umbra.runtime.rollout.router import EngineId
+from umbra.runtime.rollout.dispatch.group import Group
+from umbra.runtime.rollout.dispatch.router import EngineId
+from umbra.runtime.rollout.ledger.ledger_events import Evaluated, Restored
+from umbra.runtime.rollout.ledger.ledger_history import Position, read_history
+from umbra.runtime.rollout.ledger.ledger_replay import replay
+from umbra.runtime.rollout.rollout_config import RolloutConfig
 
 
 class Kept(NamedTuple):

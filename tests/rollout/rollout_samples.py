@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from umbra.runtime.rollout.dispatch.trajectory import Trajectory
 from umbra.runtime.rollout.prompts import Prompt
-from umbra.runtime.rollout.trajectory import Trajectory
 
 
 def make_trajectory(

@@ -18,11 +18,11 @@ from rollout_samples import make_trajectory
 
 from umbra.runtime.engine_api.delta_batch import DeltaBatch
 from umbra.runtime.errors import UmbraError
-from umbra.runtime.rollout.dispatch import Dispatcher
-from umbra.runtime.rollout.group import Group
-from umbra.runtime.rollout.recorder import Recorder
-from umbra.runtime.rollout.router import EngineId, Router
-from umbra.runtime.rollout.turn import Turn
+from umbra.runtime.rollout.dispatch.dispatcher import Dispatcher
+from umbra.runtime.rollout.dispatch.group import Group
+from umbra.runtime.rollout.dispatch.router import EngineId, Router
+from umbra.runtime.rollout.dispatch.turn import Turn
+from umbra.runtime.rollout.ledger.recorder import Recorder
 
 GROUP_SIZE: Final = 8
 CAP: Final = 2048

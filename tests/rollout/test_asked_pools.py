@@ -17,9 +17,9 @@ from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.pools.pool_spec import PoolSpec
-from umbra.runtime.rollout.patience import Patience
-from umbra.runtime.rollout.reward import RewardFunction
-from umbra.runtime.rollout.task_host import UserThread
+from umbra.runtime.rollout.agents.deadline_extension import Patience
+from umbra.runtime.rollout.agents.reward_function import RewardFunction
+from umbra.runtime.rollout.agents.task_host import UserThread
 from umbra.runtime.session import Session
 
 RESTART = RestartPolicy(mode="on_failure", max_restarts=5, backoff_initial_s=0.05)
@@ -56,7 +56,7 @@ def start(
     session.spawn(
         ActorSpec(
             name="judge-generator",
-            target="umbra.runtime.rollout.generator_service:GeneratorService",
+            target="umbra.runtime.rollout.dispatch.generator_service:GeneratorService",
             kwargs={"config": config},
             restart=RESTART,
         )

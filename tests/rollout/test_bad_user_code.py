@@ -10,7 +10,7 @@ import pytest
 from live_rollouts import VOCAB_SIZE, LiveRollouts, ledger_of, merged
 
 from umbra.runtime.errors import RolloutError
-from umbra.runtime.rollout.ledger.index import LedgerIndex
+from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
 from umbra.runtime.session import Session
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]

@@ -8,12 +8,12 @@ import pytest
 from rollout_samples import arrays, make_trajectory
 
 from umbra.runtime.errors import DataError
-from umbra.runtime.rollout.admission import Admission
-from umbra.runtime.rollout.batch import batch_metrics, rank_columns
-from umbra.runtime.rollout.batching import RankPlan
-from umbra.runtime.rollout.config import RolloutConfig
-from umbra.runtime.rollout.group import Group
+from umbra.runtime.rollout.buffer.admission import Admission
+from umbra.runtime.rollout.buffer.batch_columns import batch_metrics, rank_columns
+from umbra.runtime.rollout.buffer.batch_plan import RankPlan
+from umbra.runtime.rollout.dispatch.group import Group
 from umbra.runtime.rollout.prompts import write_prompts
+from umbra.runtime.rollout.rollout_config import RolloutConfig
 
 
 def two_groups() -> list[Group]:

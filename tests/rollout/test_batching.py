@@ -7,8 +7,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from umbra.runtime.rollout.advantages import REWARD_LIMIT, group_advantages
-from umbra.runtime.rollout.batching import GroupShape, RankPlan, plan_batch
+from umbra.runtime.rollout.buffer.advantages import REWARD_LIMIT, group_advantages
+from umbra.runtime.rollout.buffer.batch_plan import GroupShape, RankPlan, plan_batch
 
 GROUPS = st.lists(
     st.builds(

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from umbra.runtime.errors import ConfigError
-from umbra.runtime.rollout.config import RolloutConfig
+from umbra.runtime.rollout.rollout_config import RolloutConfig
 
 REQUIRED: dict[str, Any] = {
     "prompts_path": "prompts.msgpack",

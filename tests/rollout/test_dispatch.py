@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from umbra.runtime.engine_api.delta_batch import DeltaBatch
 from umbra.runtime.errors import EngineError
-from umbra.runtime.rollout.recorder import Recorder
-from umbra.runtime.rollout.router import EngineId
+from umbra.runtime.rollout.dispatch.router import EngineId
+from umbra.runtime.rollout.ledger.recorder import Recorder
 
 
 def token_at(seed: int, position: int) -> int:

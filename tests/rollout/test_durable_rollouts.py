@@ -16,7 +16,7 @@ from test_live_rollouts import expected_completions, expected_samples, pause_aga
 
 from umbra.runtime.collective import SessionSync
 from umbra.runtime.errors import DeadlineExceeded, LedgerError
-from umbra.runtime.rollout.ledger.accounts import SampleState
+from umbra.runtime.rollout.ledger.sample_accounts import SampleState
 from umbra.runtime.session import Session
 from umbra.runtime.weights.weight_publisher import WeightPublisher
 

@@ -13,12 +13,11 @@ from rollout_samples import make_trajectory
 
 from umbra.runtime.engine_api.delta_buffer import DeltaBatch, empty_batch
 from umbra.runtime.errors import EngineUnhealthy, UmbraError
-from umbra.runtime.rollout import engine_link
-from umbra.runtime.rollout.dispatch import Dispatcher
-from umbra.runtime.rollout.engine_link import EngineLink
-from umbra.runtime.rollout.recorder import Recorder
-from umbra.runtime.rollout.router import EngineId, Router
-from umbra.runtime.rollout.turn import Turn
+from umbra.runtime.rollout.dispatch.dispatcher import Dispatcher, engine_link
+from umbra.runtime.rollout.dispatch.engine_link import EngineLink
+from umbra.runtime.rollout.dispatch.router import EngineId, Router
+from umbra.runtime.rollout.dispatch.turn import Turn
+from umbra.runtime.rollout.ledger.recorder import Recorder
 from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.rpc.rpc_server import ActorServer

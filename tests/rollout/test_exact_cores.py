@@ -22,11 +22,11 @@ from umbra.runtime.engine_api.decoder_config import load_model_config
 from umbra.runtime.engine_api.delta_batch import DeltaBatch
 from umbra.runtime.engine_api.generation_request import parse_request
 from umbra.runtime.errors import UmbraError
-from umbra.runtime.rollout.dispatch import Dispatcher
-from umbra.runtime.rollout.recorder import Recorder
-from umbra.runtime.rollout.router import EngineId, Router
-from umbra.runtime.rollout.trajectory import Trajectory
-from umbra.runtime.rollout.turn import Turn
+from umbra.runtime.rollout.dispatch.dispatcher import Dispatcher
+from umbra.runtime.rollout.dispatch.router import EngineId, Router
+from umbra.runtime.rollout.dispatch.trajectory import Trajectory
+from umbra.runtime.rollout.dispatch.turn import Turn
+from umbra.runtime.rollout.ledger.recorder import Recorder
 
 MAX_CONTEXT_LEN = 64
 LIMITS = Limits(

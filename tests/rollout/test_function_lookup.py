@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from umbra.runtime.errors import ConfigError
-from umbra.runtime.rollout.function_call import AGENT_CALL, REWARD_CALL, Calling
-from umbra.runtime.rollout.function_lookup import check_function
+from umbra.runtime.rollout.agents.function_call import AGENT_CALL, REWARD_CALL, Calling
+from umbra.runtime.rollout.agents.function_lookup import check_function
 
 SOURCE = """
 raise SystemExit("this code is not to be run")

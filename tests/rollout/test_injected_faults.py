@@ -22,7 +22,7 @@ from live_rollouts import LiveRollouts, merged, while_generating
 from safetensors.torch import load_file
 
 from umbra.engines.embedded.actor import EmbeddedEngine
-from umbra.runtime.rollout.order import PromptOrder, trajectory_seed
+from umbra.runtime.rollout.buffer.prompt_order import PromptOrder, trajectory_seed
 from umbra.runtime.session import Session
 from umbra.runtime.testing.sessions import SessionFactory
 

@@ -17,14 +17,14 @@ from recorded_checks import check_accounts
 from recorded_story import Story
 from recorded_world import Engine, Life
 
-from umbra.runtime.rollout import recorder
-from umbra.runtime.rollout.config import RolloutConfig
-from umbra.runtime.rollout.ledger.events import Restored
-from umbra.runtime.rollout.ledger.history import read_history
-from umbra.runtime.rollout.ledger.replay import replay
-from umbra.runtime.rollout.ledger.writer import LedgerWriter
-from umbra.runtime.rollout.recorder import Recorder
-from umbra.runtime.rollout.router import EngineId
+from umbra.runtime.rollout.dispatch.router import EngineId
+from umbra.runtime.rollout.ledger import recorder
+from umbra.runtime.rollout.ledger.ledger_events import Restored
+from umbra.runtime.rollout.ledger.ledger_history import read_history
+from umbra.runtime.rollout.ledger.ledger_replay import replay
+from umbra.runtime.rollout.ledger.ledger_writer import LedgerWriter
+from umbra.runtime.rollout.ledger.recorder import Recorder
+from umbra.runtime.rollout.rollout_config import RolloutConfig
 
 CONFIG = RolloutConfig(
     prompts_path="",

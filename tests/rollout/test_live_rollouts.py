@@ -17,7 +17,7 @@ from live_rollouts import VOCAB_SIZE, LiveRollouts, killing, merged, while_gener
 from umbra.engines.echo_tokens import EchoTokens
 from umbra.runtime.collective import SessionSync
 from umbra.runtime.errors import DeadlineExceeded, RewardError
-from umbra.runtime.rollout.order import PromptOrder, trajectory_seed
+from umbra.runtime.rollout.buffer.prompt_order import PromptOrder, trajectory_seed
 from umbra.runtime.session import Session
 from umbra.runtime.testing.sessions import SessionFactory
 from umbra.runtime.weights.weight_publisher import WeightPublisher

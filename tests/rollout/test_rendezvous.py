@@ -7,9 +7,9 @@ import pytest
 
 from umbra.runtime.errors import RolloutError
 from umbra.runtime.rollout.alarm import Alarm
-from umbra.runtime.rollout.rendezvous import Rendezvous, Round
-from umbra.runtime.rollout.router import EngineId
-from umbra.runtime.rollout.sync_asks import SyncAsks
+from umbra.runtime.rollout.dispatch.router import EngineId
+from umbra.runtime.rollout.manager.catch_up import SyncAsks
+from umbra.runtime.rollout.manager.rank_rendezvous import Rendezvous, Round
 
 STEP_3 = Round("next_batch", 3, 1.0)
 STEP_4 = Round("next_batch", 4, 1.0)

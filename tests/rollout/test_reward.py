@@ -8,8 +8,8 @@ import pytest
 import user_rewards
 
 from umbra.runtime.errors import ConfigError, RewardError
-from umbra.runtime.rollout.reward import RewardFunction
-from umbra.runtime.rollout.task_host import UserThread
+from umbra.runtime.rollout.agents.reward_function import RewardFunction
+from umbra.runtime.rollout.agents.task_host import UserThread
 
 IDS = ["e0/p/0", "e0/p/1"]
 

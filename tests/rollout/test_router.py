@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from umbra.runtime.rollout.router import EngineId, Router
+from umbra.runtime.rollout.dispatch.router import EngineId, Router
 
 A, B, C = EngineId("a", 1), EngineId("b", 1), EngineId("c", 1)
 

@@ -22,7 +22,7 @@ from router_simulation import (
     lower_bound_s,
 )
 
-from umbra.runtime.rollout.router import Router
+from umbra.runtime.rollout.dispatch.router import Router
 
 KINDS: Final = {
     "memory-bound": EngineKind(base_s=0.02, request_s=0.0001),

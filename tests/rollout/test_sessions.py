@@ -12,9 +12,9 @@ from dispatch_bench import A, Bench, delta
 from rollout_samples import make_trajectory
 
 from umbra.runtime.errors import RequestRefused, RolloutError
-from umbra.runtime.rollout.group import Group
-from umbra.runtime.rollout.recorder import Recorder
-from umbra.runtime.rollout.sessions import AgentSessions
+from umbra.runtime.rollout.agents.agent_sessions import AgentSessions
+from umbra.runtime.rollout.dispatch.group import Group
+from umbra.runtime.rollout.ledger.recorder import Recorder
 
 PROMPT = np.asarray([1, 2, 3], np.int32)
 

@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from umbra.runtime.errors import RewardError, RolloutError, UmbraError
-from umbra.runtime.rollout.config import RolloutConfig
-from umbra.runtime.rollout.group import Group
-from umbra.runtime.rollout.group_runner import OnFailed, OnScored
+from umbra.runtime.rollout.buffer.staleness import StalenessBound, VersionSteps
+from umbra.runtime.rollout.dispatch.group import Group
+from umbra.runtime.rollout.dispatch.trajectory import Trajectory
+from umbra.runtime.rollout.ledger.recorder import Recorder
+from umbra.runtime.rollout.manager.group_recovery import Recovered
+from umbra.runtime.rollout.manager.group_runner import OnFailed, OnScored
+from umbra.runtime.rollout.manager.training_flow import TrainingFlow
 from umbra.runtime.rollout.prompts import Prompt
-from umbra.runtime.rollout.recorder import Recorder
-from umbra.runtime.rollout.recovery import Recovered
-from umbra.runtime.rollout.staleness import StalenessBound, VersionSteps
-from umbra.runtime.rollout.training_flow import TrainingFlow
-from umbra.runtime.rollout.trajectory import Trajectory
+from umbra.runtime.rollout.rollout_config import RolloutConfig
 
 CONFIG = RolloutConfig(
     prompts_path="",

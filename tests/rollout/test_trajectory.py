@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from rollout_samples import arrays, make_trajectory
 
 from umbra.runtime.errors import RolloutError
-from umbra.runtime.rollout.trajectory import NOT_GENERATED, Segment
+from umbra.runtime.rollout.dispatch.trajectory import NOT_GENERATED, Segment
 
 
 def test_runs_keep_their_tokens_logprobs_and_versions() -> None:

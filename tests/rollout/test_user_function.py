@@ -12,7 +12,7 @@ import pytest
 
 from umbra.runtime.engine_api.token_ids import token_ids
 from umbra.runtime.errors import ConfigError
-from umbra.runtime.rollout.user_function import describe, load_function
+from umbra.runtime.rollout.agents.user_function import describe, load_function
 
 
 def said_of(function: Callable[[], object]) -> str:

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from umbra.runtime.rollout.agent import AgentContext
+from umbra.runtime.rollout.agents.agent_loop import AgentContext
 
 
 async def two_turns(ctx: AgentContext, sample: dict[str, Any]) -> float | None:

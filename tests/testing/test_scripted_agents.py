@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from umbra.runtime.errors import RequestRefused, RolloutError
-from umbra.runtime.rollout.asked_pool import AskedPool
-from umbra.runtime.rollout.trajectory import NOT_GENERATED
+from umbra.runtime.rollout.agents.auxiliary_pool import AskedPool
+from umbra.runtime.rollout.dispatch.trajectory import NOT_GENERATED
 from umbra.runtime.testing.agents import ScriptedContext, ScriptedPool
 
 SAMPLE = {"prompt": "2+3=", "answer": "5"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from umbra.runtime.rollout.asked_pool import RewardContext
+from umbra.runtime.rollout.agents.auxiliary_pool import RewardContext
 
 
 def low_digits(prompts: list[str], completions: list[str], **columns: list[Any]) -> list[float]:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from training_models import make_model
 
 from umbra.runtime.errors import UmbraError
-from umbra.runtime.rollout.batching import GroupShape, plan_batch
+from umbra.runtime.rollout.buffer.batch_plan import GroupShape, plan_batch
 from umbra.trainer import scoring
 from umbra.trainer.batch import MicroBatchBuilder, RankBatch
 from umbra.trainer.checkpoint import CheckpointStore, TrainerState

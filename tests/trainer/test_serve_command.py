@@ -18,7 +18,7 @@ from http_server import run_umbra, serving
 from training_models import listed, make_model, save_model, save_tokenizer
 
 from umbra.runtime.cli.main import main
-from umbra.runtime.rollout.text import TextCodec
+from umbra.runtime.rollout.agents.text_codec import TextCodec
 from umbra.trainer.tokenizer import PromptTokenizer
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]

@@ -16,7 +16,7 @@ from http_server import Server, run_umbra, serving
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from training_models import CHARS, VOCAB_SIZE, listed, make_model, save_model
 
-from umbra.runtime.rollout.text import TextCodec
+from umbra.runtime.rollout.agents.text_codec import TextCodec
 from umbra.trainer.tokenizer import PromptTokenizer
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]

@@ -18,7 +18,7 @@ from http_server import serving
 from safetensors.torch import save_file
 from training_models import listed, make_model, save_model
 
-from umbra.runtime.rollout.text import TextCodec
+from umbra.runtime.rollout.agents.text_codec import TextCodec
 from umbra.runtime.testing.pool_log import assert_never_both_awake
 from umbra.trainer.tokenizer import PromptTokenizer
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from umbra.runtime.errors import ConfigError
-from umbra.runtime.rollout.config import RolloutConfig
+from umbra.runtime.rollout.rollout_config import RolloutConfig
 from umbra.trainer.config import TrainerConfig
 from umbra.trainer.config_file import load_config, parse_config
 from umbra.trainer.data import PromptFiles

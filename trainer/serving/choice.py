@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from umbra.runtime.rollout.generator import Generator, Piece
+from umbra.runtime.rollout.dispatch.generator import Generator, Piece
 from umbra.trainer.serving.text_stream import StopScanner, TextStream
 
 

@@ -21,7 +21,7 @@ from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.cluster.environment import api_key
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.pools.pool_spec import PoolSpec
-from umbra.runtime.rollout.generator import Piece
+from umbra.runtime.rollout.dispatch.generator import Piece
 from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session import Session
 from umbra.trainer.config import ServeConfig
@@ -103,7 +103,7 @@ def generate(arguments: argparse.Namespace) -> int:
     tokens = _encode(text, arguments, pool)
     spec = ActorSpec(
         name=_GENERATOR,
-        target="umbra.runtime.rollout.generator_service:GeneratorService",
+        target="umbra.runtime.rollout.dispatch.generator_service:GeneratorService",
         kwargs={"config": {**pool.generator, "shares_memory": False}},
     )
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, Self
 
-from umbra.runtime.rollout.text import TextCodec
+from umbra.runtime.rollout.agents.text_codec import TextCodec
 from umbra.runtime.weights.transports.shared_memory.pages import trim_heap
 from umbra.trainer.tokenizer import PromptTokenizer, stop_token_ids
 

@@ -11,7 +11,7 @@ from umbra.runtime.actor.actor_spec import ActorContext
 from umbra.runtime.engine_api.lifecycle import EngineState
 from umbra.runtime.engine_api.token_ids import token_ids
 from umbra.runtime.errors import DataError, RequestRefused
-from umbra.runtime.rollout.generator import Generator, GeneratorConfig
+from umbra.runtime.rollout.dispatch.generator import Generator, GeneratorConfig
 from umbra.trainer.serving.answers import AnswerForm, ChatForm, CompletionForm
 from umbra.trainer.serving.api_error import ApiError
 from umbra.trainer.serving.choice import Sampling, Step, generate_choice

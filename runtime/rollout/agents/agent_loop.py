@@ -1,0 +1,180 @@
+"""Agent loops: user code that drives a trajectory through several generations.
+
+    async def run(ctx: AgentContext, sample: dict) -> float | None:
+        tokens = list(ctx.prompt_tokens)
+        while True:
+            answer = await ctx.generate(tokens)
+            tokens += answer
+            if not wants_tool(ctx.decode(answer)):
+                return None                      # the reward function scores it
+            tokens += ctx.encode(tool_result)    # given, not generated: not trained on
+
+Turns are appended as tokens; the text of a trajectory is never tokenised anew. For users:
+docs/agents.md.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from umbra.runtime.engine_api.token_ids import token_ids
+from umbra.runtime.errors import RolloutError
+from umbra.runtime.rollout.agents.auxiliary_pool import AskedPool
+from umbra.runtime.rollout.agents.deadline_extension import Patience
+from umbra.runtime.rollout.agents.reward_value import reward_value
+from umbra.runtime.rollout.agents.task_host import UserThread
+from umbra.runtime.rollout.agents.text_codec import TextCodec
+from umbra.runtime.rollout.agents.user_function import advice, describe, load_function
+
+_CATCH: Final = "; catch what may fail inside the loop"
+_NO_NUMBER: Final = "return a finite number, or None to have the reward function score it"
+
+# generate(context [T] int32, max_new_tokens, lora) -> {"tokens": [n] int32, "finish_reason": str}
+Generate = Callable[[Any, int | None, str], Awaitable[dict[str, Any]]]
+
+# recall(key) -> [value] or []; keep(key, value) returns once it is durable
+Recall = Callable[[str], Awaitable[list[Any]]]
+Keep = Callable[[str, Any], Awaitable[None]]
+
+
+class AgentContext:
+    """What an agent loop gets. Belongs to one run of the loop.
+
+    Attributes:
+        sample: the data set's row.
+        prompt, prompt_tokens: as the data set has them.
+        finish_reason: of the last generation: "stop", or "length" where a budget ended it.
+        pool: `pool(name)` is a further pool of the config, such as a judge; see `AskedPool`.
+    """
+
+    def __init__(
+        self,
+        sample: dict[str, Any],
+        prompt: str,
+        prompt_tokens: list[int],
+        codec: TextCodec,
+        generate: Generate,
+        recall: Recall,
+        keep: Keep,
+        pool: Callable[[str], AskedPool],
+    ) -> None:
+        self.sample = sample
+        self.prompt = prompt
+        self.prompt_tokens = prompt_tokens
+        self.finish_reason = ""
+        self.encode = codec.encode
+        self.decode = codec.decode
+        self.pool = pool
+        self._generate = generate
+        self._recall = recall
+        self._keep = keep
+        self._num_asides = 0
+
+    async def generate(
+        self, tokens: Sequence[int], max_new_tokens: int | None = None, *, lora: str = ""
+    ) -> list[int]:
+        """Generates on from `tokens` and returns the new ones; `tokens` is left as it is.
+
+        After the first call, `tokens` must begin with all tokens of the trajectory so far: the
+        last context and what was generated from it. What follows them counts as given.
+
+        Args:
+            max_new_tokens: at most so many; None for what the trajectory's budget leaves, or with
+                `lora` the context. When nothing is left the answer is empty and `finish_reason`
+                "length"; tokens beyond the model's context are no part of the trajectory then.
+            lora: name of one of the pool's `lora_adapters`, to generate with over the policy's
+                weights. That is no part of the trajectory: `tokens` may be any, and where the new
+                ones are appended to the trajectory's they count as given.
+
+        Raises:
+            RolloutError: `tokens` leaves the trajectory's path, or generation is impossible:
+                RequestRefused where a token is outside the model's vocabulary, or the pool does not
+                have the adapter.
+        """
+        context = token_ids(tokens)
+        if lora:
+            self._num_asides += 1
+            # A loop that runs again must get the same: else it would leave its path.
+            key = f"lora {self._num_asides} {lora} {xxhash.xxh3_64_hexdigest(context.tobytes())}"
+            new_tokens, self.finish_reason = await self.once(
+                key, lambda: self._generate_aside(context, max_new_tokens, lora)
+            )
+            return list(new_tokens)
+        answer = await self._generate(context, max_new_tokens, "")
+        self.finish_reason = answer["finish_reason"]
+        return list(answer["tokens"].tolist())
+
+    async def _generate_aside(
+        self, context: NDArray[np.int32], max_new_tokens: int | None, lora: str
+    ) -> list[Any]:
+        answer = await self._generate(context, max_new_tokens, lora)
+        return [answer["tokens"].tolist(), answer["finish_reason"]]
+
+    async def once(self, key: str, effect: Callable[[], Any]) -> Any:
+        """What `effect()` returned the first time that this trajectory's loop came here.
+
+        A loop whose process dies runs again: its generations are replayed, everything else is
+        done anew. Wrap in this what must not be: a payment, a ticket, a draw of chance. Only a
+        death between the effect and the record of it repeats it.
+
+        Args:
+            key: unique in the loop's run.
+            effect: plain or async function without arguments. It returns plain data: None, numbers,
+                text, bytes, lists and dictionaries; tuples come back as lists.
+
+        Raises:
+            RolloutError: the value is not plain data, or the key was used twice at a time.
+        """
+        recorded = await self._recall(key)
+        if recorded:
+            return recorded[0]
+        value = effect()
+        if inspect.isawaitable(value):
+            value = await value
+        await self._keep(key, value)
+        return value
+
+
+class AgentLoop:
+    """A user's agent loop, `module:function`."""
+
+    def __init__(self, target: str, thread: UserThread) -> None:
+        self.target = target
+        self._function = load_function(target, "agent loop")
+        self._thread = thread
+
+    async def run(self, context: AgentContext, sample_id: str, patience: Patience) -> float | None:
+        """Runs the loop once; returns the reward it gives, if any.
+
+        Raises:
+            RolloutError: it raised, or took too long.
+            RewardError: it returned something that is neither None nor a finite number.
+        """
+        try:
+            async with patience:
+                result = await self._thread.run_async(lambda: self._call(context), sample_id)
+        except (Exception, SystemExit) as error:  # user code: anything may come
+            if patience.expired:
+                raise RolloutError(
+                    f"agent loop {self.target} took longer than {patience.limit_s:.3g} s for "
+                    f"sample {sample_id}; give its tools deadlines or raise agent_timeout_s"
+                ) from None
+            raise RolloutError(
+                f"agent loop {self.target} raised {describe(error)} for sample {sample_id}"
+                f"{advice(error, _CATCH)}"
+            ) from error
+        if result is None:
+            return None
+        return reward_value(result, f"agent loop {self.target}", sample_id, _NO_NUMBER)
+
+    async def _call(self, context: AgentContext) -> Any:
+        answer = self._function(context, context.sample)
+        if not inspect.isawaitable(answer):
+            raise TypeError("it is no async function; write `async def`")
+        return await answer

@@ -1,0 +1,218 @@
+"""Further pools, such as a judge, for agent loops and reward functions: `ctx.pool(NAME)`.
+
+user code ──ctx.pool("judge").generate()──▶ PoolDesk ──RPC──▶ GeneratorService ──▶ engines
+(its own thread)                            (worker)          (of the pool)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+from umbra.runtime.actor.actor_spec import actor_context
+from umbra.runtime.engine_api.token_ids import token_ids
+from umbra.runtime.errors import RolloutError
+from umbra.runtime.rollout.agents.chat_text import ChatText
+from umbra.runtime.rollout.agents.deadline_extension import Patience
+from umbra.runtime.rollout.agents.task_host import TaskHost
+from umbra.runtime.rollout.agents.text_codec import TextCodec
+from umbra.runtime.rpc.rpc_client import Handle
+
+_RESOLVE_TIMEOUT_S: Final = 60.0
+"""For a pool's generator to be up again after its death."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedPoolConfig:
+    """What a worker knows of a pool that user code may ask.
+
+    Attributes:
+        generator: name of the pool's `GeneratorService`.
+        tokenizer_path: model directory or `tokenizer.json`.
+        stop_token_ids: end an answer where the caller names none.
+        timeout_s: of one call, its waiting for the pool's turn included.
+    """
+
+    generator: str
+    tokenizer_path: str
+    stop_token_ids: Sequence[int]
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolAnswer:
+    """One generation.
+
+    Attributes:
+        text: of `tokens`, without special tokens.
+        logprobs: of the tokens, under the distribution they were sampled from.
+        finish_reason: "stop", or "length" where a budget ended it.
+    """
+
+    text: str
+    tokens: list[int]
+    logprobs: list[float]
+    finish_reason: str
+
+
+class PoolDesk:
+    """Passes the questions of user code on. Owned by a rollout worker, on whose loop it is entered.
+
+    Args:
+        pools: `AskedPoolConfig` as a dict, by the pool's name.
+    """
+
+    def __init__(self, pools: Mapping[str, Mapping[str, Any]]) -> None:
+        self._configs = {name: AskedPoolConfig(**settings) for name, settings in pools.items()}
+        self._handles: dict[str, Handle] = {}
+        self._calls_out: TaskHost
+
+    async def __aenter__(self) -> Self:
+        self._calls_out = await TaskHost().__aenter__()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._calls_out.__aexit__(*exc_info)
+
+    def pool(self, name: str, patience: Patience) -> AskedPool:
+        """A pool to ask, on user code's loop.
+
+        Args:
+            patience: stands still while the pool is waited for.
+
+        Raises:
+            RolloutError: there is no such pool; says which there are.
+        """
+        config = self._configs.get(name)
+        if config is None:
+            known = ", ".join(sorted(self._configs)) or "none"
+            raise RolloutError(
+                f"there is no pool {name!r} to ask; there are: {known} (a section [pools.{name}] "
+                "of the config makes one)"
+            )
+        return AskedPool(name, config, self, patience)
+
+    async def ask(
+        self, config: AskedPoolConfig, arguments: Sequence[object], patience: Patience
+    ) -> dict[str, Any]:
+        """A call of the pool's generator, for user code's loop."""
+
+        async def call() -> dict[str, Any]:
+            with patience.paused():
+                handle = await self._handle(config.generator)
+                answer: dict[str, Any] = await handle.call(
+                    "generate", *arguments, timeout_s=config.timeout_s
+                )
+                return answer
+
+        return await self._calls_out.run(call)
+
+    async def _handle(self, name: str) -> Handle:
+        if name not in self._handles:
+            context = actor_context()
+            self._handles[name] = context.connect(await context.resolve(name, _RESOLVE_TIMEOUT_S))
+        return self._handles[name]
+
+
+class AskedPool:
+    """A further pool, as agent loops and reward functions have it.
+
+    A loop that runs again because its process died asks again: calls are not replayed. Wrap them
+    in `ctx.once(key)` where that must not be.
+    """
+
+    def __init__(
+        self, name: str, config: AskedPoolConfig, desk: PoolDesk, patience: Patience
+    ) -> None:
+        self.name = name
+        self._config = config
+        self._desk = desk
+        self._patience = patience
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of the pool's own tokenizer, none added."""
+        return _codec(self._config.tokenizer_path).encode(text)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return _codec(self._config.tokenizer_path).decode(tokens)
+
+    async def generate(
+        self,
+        tokens: Sequence[int],
+        max_new_tokens: int | None = None,
+        *,
+        temperature: float = 0.0,
+        stop_token_ids: Sequence[int] | None = None,
+        seed: int | None = None,
+        lora: str = "",
+    ) -> PoolAnswer:
+        """Generates on from `tokens`, which are of the pool's own tokenizer.
+
+        Args:
+            max_new_tokens: at most so many; None for what the pool's context leaves.
+            temperature: 0 is greedy.
+            stop_token_ids: the answer ends after any of these; None: the model's own.
+            seed: the same one gives the same answer, as far as the engine's arithmetic does.
+            lora: name of one of the pool's `lora_adapters`; "" for the model as it is.
+
+        Raises:
+            RolloutError, RemoteError: the prompt is too long, an argument out of range, or no
+                engine of the pool serves; RequestRefused where a token is outside the model's
+                vocabulary.
+            DeadlineExceeded: no answer within the pool's `request_timeout_s`.
+        """
+        config = self._config
+        stops = config.stop_token_ids if stop_token_ids is None else stop_token_ids
+        arguments = (
+            token_ids(tokens), max_new_tokens, temperature, list(stops), seed, lora,
+        )  # fmt: skip
+        found = await self._desk.ask(config, arguments, self._patience)
+        answer: list[int] = found["tokens"].tolist()
+        return PoolAnswer(
+            text=self.decode(answer),
+            tokens=answer,
+            logprobs=found["logprobs"].tolist(),
+            finish_reason=found["finish_reason"],
+        )
+
+    async def complete(
+        self, text: str, max_new_tokens: int | None = None, **how: Any
+    ) -> PoolAnswer:
+        """The same from a text, with the special tokens that the tokenizer itself adds."""
+        prompt = _codec(self._config.tokenizer_path).encode_prompt(text)
+        return await self.generate(prompt, max_new_tokens, **how)
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        max_new_tokens: int | None = None,
+        **how: Any,
+    ) -> PoolAnswer:
+        """The same from a conversation of {"role", "content"}, by the model's chat template."""
+        chat = await asyncio.to_thread(_chat_text, self._config.tokenizer_path)
+        return await self.generate(chat.encode(messages), max_new_tokens, **how)
+
+
+class RewardContext:
+    """What a reward function gets that takes an argument `ctx`."""
+
+    def __init__(self, desk: PoolDesk, patience: Patience) -> None:
+        self._desk = desk
+        self._patience = patience
+
+    def pool(self, name: str) -> AskedPool:
+        """A further pool, such as a judge; see `AskedPool`."""
+        return self._desk.pool(name, self._patience)
+
+
+@functools.cache
+def _codec(path: str) -> TextCodec:
+    return TextCodec.open(path)
+
+
+@functools.cache
+def _chat_text(path: str) -> ChatText:
+    return ChatText(path)

@@ -1,0 +1,141 @@
+"""Calls the user's reward function and checks what it returns. G: samples in a call."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from umbra.runtime.errors import ConfigError, RewardError
+from umbra.runtime.rollout.agents.auxiliary_pool import PoolDesk, RewardContext
+from umbra.runtime.rollout.agents.deadline_extension import Patience
+from umbra.runtime.rollout.agents.reward_value import reward_value
+from umbra.runtime.rollout.agents.task_host import UserThread
+from umbra.runtime.rollout.agents.user_function import advice, describe, load_function
+
+_SHOWN_SAMPLES: Final = 4
+_CONTEXT: Final = "ctx"
+_LET_IT_RETURN: Final = "; let it return a number (such as 0.0) for samples it cannot judge"
+_NO_NUMBER: Final = "rewards must be finite numbers: return 0.0 for what cannot be judged"
+
+
+class RewardFunction:
+    """`def reward(prompts, completions, **columns) -> list[float]`, or `async def`.
+
+    It gets G prompts, G completions and, for each column of the data set that it takes, a list
+    of G values; an `async def` that takes an argument `ctx` gets a `RewardContext`, by which it
+    asks other models. It must return G finite numbers.
+
+    Args:
+        target: `module:function`.
+        timeout_s: deadline of one call; what other models take for their answers is not counted.
+        pools: those that it may ask.
+
+    Raises (on a call):
+        RewardError: it raised, took too long, wants a column that is not there, or returned
+            something else than G finite numbers. Names function, samples, cause and remedy.
+    """
+
+    def __init__(
+        self, target: str, thread: UserThread, timeout_s: float, pools: PoolDesk | None = None
+    ) -> None:
+        self.target = target
+        self._function: Callable[..., Any] = load_function(target, "reward function")
+        self._parameters = list(inspect.signature(self._function).parameters.values())
+        self._is_async = inspect.iscoroutinefunction(self._function) or (
+            inspect.iscoroutinefunction(getattr(self._function, "__call__", None))  # noqa: B004
+        )
+        self._takes_context = any(p.name == _CONTEXT for p in self._parameters)
+        if self._takes_context and not self._is_async:
+            raise ConfigError(
+                f"reward function {target} takes {_CONTEXT}, whose answers have to be awaited: "
+                "make it an async def"
+            )
+        self._pools = pools
+        self._thread = thread
+        self._timeout_s = timeout_s
+
+    async def __call__(
+        self,
+        sample_ids: Sequence[str],
+        prompts: list[str],
+        completions: list[str],
+        rows: Sequence[Mapping[str, Any]],
+    ) -> list[float]:
+        """G rewards."""
+        who = _name(sample_ids)
+        columns = self._columns(rows, who)
+        patience = Patience(self._timeout_s)
+        if self._takes_context and self._pools is not None:
+            columns[_CONTEXT] = RewardContext(self._pools, patience)
+        try:
+            async with patience:
+                result = await self._call(prompts, completions, columns, sample_ids[0])
+        except (Exception, SystemExit) as error:  # user code: anything may come
+            if patience.expired:
+                raise RewardError(
+                    f"reward function {self.target} took longer than {self._timeout_s:.3g} s for "
+                    f"{who}; make it faster or raise timeout_s of [reward]"
+                ) from None
+            raise RewardError(
+                f"reward function {self.target} raised {describe(error)} for {who}"
+                f"{advice(error, _LET_IT_RETURN)}"
+            ) from error
+        return self._checked(result, sample_ids)
+
+    async def _call(
+        self,
+        prompts: list[str],
+        completions: list[str],
+        columns: dict[str, Any],
+        label: str,
+    ) -> Any:
+        def call() -> Any:
+            return self._function(prompts=prompts, completions=completions, **columns)
+
+        if self._is_async:
+            return await self._thread.run_async(call, label)
+        return await self._thread.run_sync(call)
+
+    def _columns(self, rows: Sequence[Mapping[str, Any]], who: str) -> dict[str, Any]:
+        """The data set's columns that the function takes, one list each."""
+        given = {"prompts", "completions", *([_CONTEXT] if self._takes_context else [])}
+        present = set[str]().union(*rows) - given
+        kinds = inspect.Parameter
+        named = [
+            p for p in self._parameters if p.kind not in (kinds.VAR_KEYWORD, kinds.VAR_POSITIONAL)
+        ]
+        wanted = {p.name for p in named} - given
+        needed = {p.name for p in named if p.default is kinds.empty} & wanted
+        if needed - present:
+            raise RewardError(
+                f"reward function {self.target} takes {sorted(needed - present)}, which the "
+                f"data set lacks for {who}; its columns are {sorted(present)}"
+            )
+        if all(p.kind is not kinds.VAR_KEYWORD for p in self._parameters):
+            present &= wanted
+        return {name: [row.get(name) for row in rows] for name in sorted(present)}
+
+    def _checked(self, result: Any, sample_ids: Sequence[str]) -> list[float]:
+        try:
+            values = list(result)
+        except TypeError:
+            raise RewardError(
+                f"reward function {self.target} returned {type(result).__name__} for "
+                f"{_name(sample_ids)}; return a list with one number for each completion"
+            ) from None
+        if len(values) != len(sample_ids):
+            raise RewardError(
+                f"reward function {self.target} returned {len(values)} rewards for "
+                f"{len(sample_ids)} completions ({_name(sample_ids)}); return one for each"
+            )
+        return [
+            reward_value(value, f"reward function {self.target}", sample_id, _NO_NUMBER)
+            for value, sample_id in zip(values, sample_ids, strict=True)
+        ]
+
+
+def _name(sample_ids: Sequence[str]) -> str:
+    shown = ", ".join(sample_ids[:_SHOWN_SAMPLES])
+    more = len(sample_ids) - _SHOWN_SAMPLES
+    return f"samples {shown}" + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,41 @@
+"""What a reward may be, whoever gives it."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from typing import Any
+
+from umbra.runtime.errors import RewardError
+from umbra.runtime.rollout.buffer.advantages import REWARD_LIMIT
+
+
+def reward_value(value: Any, giver: str, sample_id: str, remedy: str) -> float:
+    """The number that user code gave as a reward: of Python, or a scalar of numpy or torch.
+
+    Args:
+        giver: what gave it; stands in the error, as do the others.
+
+    Raises:
+        RewardError: it is no finite number, or beyond REWARD_LIMIT. A text is none, even one that
+            `float` can read.
+    """
+    try:
+        number = math.nan if isinstance(value, str | bytes | bytearray) else float(value)
+    except OverflowError:  # of an int: its digits may be too many to show
+        raise _too_large("a number beyond 1.8e308", giver, sample_id) from None
+    except Exception:  # noqa: BLE001 -- `__float__` of anything; torch's raises RuntimeError
+        number = math.nan
+    if not math.isfinite(number):
+        shown = reprlib.repr(value)
+        raise RewardError(f"{giver} returned {shown} for sample {sample_id}; {remedy}")
+    if abs(number) > REWARD_LIMIT:
+        raise _too_large(f"{number:.4g}", giver, sample_id)
+    return number
+
+
+def _too_large(shown: str, giver: str, sample_id: str) -> RewardError:
+    return RewardError(
+        f"{giver} returned {shown} for sample {sample_id}; rewards must lie within "
+        f"{REWARD_LIMIT:.4g} of zero, so that float32 holds their advantages: scale them down"
+    )

@@ -1,0 +1,156 @@
+"""The rollout actor: runs user code (rewards, agent loops) in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Final, Self
+
+from umbra.runtime.actor.actor_spec import actor_context
+from umbra.runtime.errors import ConfigError, RolloutError, UmbraError
+from umbra.runtime.rollout.agents.agent_loop import AgentContext, AgentLoop
+from umbra.runtime.rollout.agents.auxiliary_pool import PoolDesk
+from umbra.runtime.rollout.agents.deadline_extension import Patience
+from umbra.runtime.rollout.agents.reward_function import RewardFunction
+from umbra.runtime.rollout.agents.task_host import TaskHost, UserThread
+from umbra.runtime.rollout.agents.text_codec import TextCodec
+from umbra.runtime.rpc.rpc_client import Handle
+
+_RESOLVE_TIMEOUT_S: Final = 10.0
+_BLAME_TIMEOUT_S: Final = 5.0
+
+
+class RolloutWorker:
+    """Scores completions and runs agent loops. An actor; keeps no state between calls.
+
+    Args:
+        tokenizer_path: model directory or `tokenizer.json`.
+        reward: `module:function`, see `RewardFunction`; may be empty where agent loops give
+            every reward themselves.
+        sys_path: folders of user code, put in front of the import path.
+        agent: `module:function`, see `umbra.runtime.rollout.agents.agent_loop`.
+        reward_timeout_s: deadline of one call of the reward function.
+        block_limit_s: how long asynchronous user code may keep the others of this process from
+            going on. Then the process ends, and the manager is told which one it was.
+        pools: `AskedPoolConfig` as a dict, by name: further models that user code may ask.
+    """
+
+    def __init__(
+        self,
+        tokenizer_path: str,
+        reward: str,
+        sys_path: Sequence[str] = (),
+        agent: str | None = None,
+        reward_timeout_s: float = 120.0,
+        block_limit_s: float = 30.0,
+        pools: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        sys.path[:0] = [folder for folder in sys_path if folder not in sys.path]
+        self._codec = TextCodec.open(tokenizer_path)
+        self._stack = contextlib.AsyncExitStack()
+        self._thread = UserThread("user-code")
+        self._pools = PoolDesk(pools or {})
+        self._reward = (
+            RewardFunction(reward, self._thread, reward_timeout_s, self._pools) if reward else None
+        )
+        self._agent = AgentLoop(agent, self._thread) if agent else None
+        if self._reward is None and self._agent is None:
+            raise ConfigError("a rollout worker needs a reward function or an agent loop")
+        self._block_limit_s = block_limit_s
+        self._managers: dict[str, Handle] = {}
+
+    async def __aenter__(self) -> Self:
+        await self._stack.enter_async_context(self._thread)
+        self._calls_out = await self._stack.enter_async_context(TaskHost())
+        await self._stack.enter_async_context(self._pools)
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._stack.aclose()
+
+    async def run(self) -> None:
+        """Ends the process where user code blocks the thread that all of it shares.
+
+        Raises:
+            RolloutError: always, where it returns at all.
+        """
+        blocked = await self._thread.blocked(self._block_limit_s)
+        reason = (
+            f"user code for sample {blocked.label or 'unknown'} did not yield for "
+            f"{self._block_limit_s:.3g} s, at {blocked.place}; all of a process share one "
+            "thread: await what is asynchronous, put what blocks into asyncio.to_thread, or raise "
+            "rollout.block_limit_s"
+        )
+        context = actor_context()
+        for manager in list(self._managers.values()):
+            with contextlib.suppress(UmbraError):  # then it is found out by trial
+                arguments = (context.name, context.incarnation, blocked.label or "", reason)
+                await manager.call("blame", *arguments, timeout_s=_BLAME_TIMEOUT_S)
+        raise RolloutError(reason)
+
+    async def score(self, items: list[dict[str, Any]]) -> list[float]:
+        """Rewards of finished trajectories, in one call of the reward function.
+
+        Args:
+            items: maps {"sample_id", "prompt": str, "tokens": int32 completion, "row", "manager":
+                name of who asks}.
+
+        Raises:
+            RewardError: see `RewardFunction`.
+            ConfigError: no reward function is configured.
+        """
+        if self._reward is None:
+            raise ConfigError(
+                "an agent loop returned None, and no reward function is configured to score it"
+            )
+        await self._manager(items[0]["manager"])  # it is told which call blocks
+        completions = [self._codec.decode(item["tokens"].tolist()) for item in items]
+        return await self._reward(
+            [item["sample_id"] for item in items],
+            [item["prompt"] for item in items],
+            completions,
+            [item["row"] for item in items],
+        )
+
+    async def run_agent(self, item: dict[str, Any], timeout_s: float) -> float | None:
+        """Runs the agent loop for one trajectory; returns the reward it gives, if any.
+
+        Args:
+            item: map {"sample_id", "prompt", "tokens": int32 prompt, "row", "session": id under
+                which the manager knows the run, "manager": its name}.
+
+        Raises:
+            RolloutError, RewardError: see `AgentLoop`.
+        """
+        if self._agent is None:
+            raise ConfigError("rollouts are configured as agent loops, but no agent loop is given")
+        manager = await self._manager(item["manager"])
+
+        def asking(method: str) -> Callable[..., Awaitable[Any]]:
+            async def ask(*arguments: object) -> Any:
+                # the loop runs on the user thread; calls belong to the actor's loop
+                return await self._calls_out.run(
+                    lambda: manager.call(method, item["session"], *arguments, timeout_s=timeout_s)
+                )
+
+            return ask
+
+        patience = Patience(timeout_s)
+        context = AgentContext(
+            item["row"],
+            item["prompt"],
+            item["tokens"].tolist(),
+            self._codec,
+            generate=asking("generate"),
+            recall=asking("recall"),
+            keep=asking("keep"),
+            pool=lambda name: self._pools.pool(name, patience),
+        )
+        return await self._agent.run(context, item["sample_id"], patience)
+
+    async def _manager(self, name: str) -> Handle:
+        if name not in self._managers:
+            ref = await actor_context().resolve(name, _RESOLVE_TIMEOUT_S)
+            self._managers[name] = actor_context().connect(ref)
+        return self._managers[name]

@@ -1,0 +1,90 @@
+"""Prompts as groups of fresh trajectories."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from umbra.runtime.errors import DataError
+from umbra.runtime.rollout.buffer.prompt_order import PromptOrder, trajectory_seed
+from umbra.runtime.rollout.dispatch.group import Group
+from umbra.runtime.rollout.dispatch.trajectory import Trajectory
+from umbra.runtime.rollout.prompts import Prompt, PromptSet
+from umbra.runtime.rollout.rollout_config import RolloutConfig
+
+# Evaluation prompts that share one call of the reward function: fewer calls, coarser overlap.
+_EVAL_GROUP_SIZE: Final = 32
+
+
+class Admission:
+    """Makes groups. Which prompt has which place in the order depends on the seed alone.
+
+    Raises (on use):
+        DataError: a prompt that leaves no room for a completion.
+    """
+
+    def __init__(self, config: RolloutConfig) -> None:
+        self._config = config
+        self._train = PromptSet.open(config.prompts_path)
+        self._eval = PromptSet.open(config.eval_path) if config.eval_path else None
+        self._order = PromptOrder(len(self._train), config.seed, shuffle=config.shuffle)
+
+    def close(self) -> None:
+        self._train.close()
+        if self._eval is not None:
+            self._eval.close()
+
+    @property
+    def num_prompts(self) -> int:
+        """Of the training set."""
+        return len(self._train)
+
+    def training_group(self, place: int) -> Group:
+        """The group of a place in the endless order, epoch after epoch."""
+        epoch, idx = self._order.at(place)
+        prompt = self._train[idx]
+        group_id = f"e{epoch}/{prompt.prompt_id}"
+        seeds = [
+            trajectory_seed(self._config.seed, epoch, idx, k)
+            for k in range(self._config.group_size)
+        ]
+        return Group(
+            group_id,
+            [self._trajectory(f"{group_id}/{k}", prompt, seed) for k, seed in enumerate(seeds)],
+        )
+
+    def epoch_of(self, place: int) -> int:
+        return place // len(self._train)
+
+    def evaluation_groups(self) -> list[Group]:
+        """Every held-out prompt once.
+
+        Raises:
+            DataError: no held-out set was configured.
+        """
+        if self._eval is None:
+            raise DataError("evaluation needs held-out prompts: rollout.eval_path is not set")
+        prompts = [self._eval[idx] for idx in range(len(self._eval))]
+        samples = [
+            self._trajectory(f"eval/{p.prompt_id}", p, trajectory_seed(self._config.seed, -1, i, 0))
+            for i, p in enumerate(prompts)
+        ]
+        return [
+            Group(f"eval/{start}", samples[start : start + _EVAL_GROUP_SIZE])
+            for start in range(0, len(samples), _EVAL_GROUP_SIZE)
+        ]
+
+    def _trajectory(self, sample_id: str, prompt: Prompt, seed: int) -> Trajectory:
+        config = self._config
+        if len(prompt.tokens) >= config.max_context_len:
+            raise DataError(
+                f"prompt {prompt.prompt_id!r} has {len(prompt.tokens)} tokens, which leaves no "
+                f"room for a completion in a context of {config.max_context_len}: drop or shorten "
+                "it, or raise max_context_len"
+            )
+        return Trajectory(
+            sample_id,
+            prompt,
+            seed,
+            budget=config.max_new_tokens,
+            max_context_len=config.max_context_len,
+        )

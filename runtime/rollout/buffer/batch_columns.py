@@ -1,0 +1,85 @@
+"""The columns of a training batch, as a rank receives them. T: tokens of one sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from umbra.runtime.rollout.buffer.batch_plan import RankPlan
+from umbra.runtime.rollout.dispatch.group import Group
+from umbra.runtime.rollout.dispatch.trajectory import NOT_GENERATED, Trajectory
+
+
+def rank_columns(
+    groups: Sequence[Group], advantages: NDArray[np.float32], plan: RankPlan
+) -> dict[str, Any]:
+    """One rank's columns of the global batch `groups`.
+
+    Args:
+        advantages: [N_global], in the order of the groups' trajectories.
+    """
+    flat = [(group.group_id, sample) for group in groups for sample in group.trajectories]
+    mine = [flat[idx] for idx in plan.samples]
+    samples = [sample for _, sample in mine]
+    offsets = np.zeros(len(samples) + 1, np.int32)
+    np.cumsum([len(sample) for sample in samples], out=offsets[1:])
+    tokens = np.empty(offsets[-1], np.int32)
+    logprobs = np.zeros(offsets[-1], np.float32)
+    versions = np.full(offsets[-1], NOT_GENERATED, np.int64)
+    for start, sample in zip(offsets.tolist(), samples, strict=False):
+        middle = start + len(sample.prompt_tokens)
+        stop = start + len(sample)
+        tokens[start:middle] = sample.prompt_tokens
+        tokens[middle:stop] = sample.tokens
+        logprobs[middle:stop] = sample.logprobs
+        versions[middle:stop] = sample.versions
+    return {
+        "tokens": tokens,
+        "offsets": offsets,
+        "prompt_lens": np.asarray([len(s.prompt_tokens) for s in samples], np.int32),
+        "mask": (versions != NOT_GENERATED).astype(np.uint8),
+        "logprobs": logprobs,
+        "versions": versions,
+        "rewards": np.asarray([_reward(s) for s in samples], np.float32),
+        "advantages": advantages[plan.samples],
+        "group_ids": [group_id for group_id, _ in mine],
+        "sample_ids": [sample.sample_id for sample in samples],
+        "finish_reasons": [sample.finish_reason for sample in samples],
+        "micro_batches": plan.micro_batches,
+    }
+
+
+def _reward(sample: Trajectory) -> float:
+    assert sample.reward is not None, f"{sample.sample_id} has no reward"
+    return sample.reward
+
+
+def batch_metrics(groups: Sequence[Group], gen_s: float) -> dict[str, float]:
+    """Numbers of the global batch, the same on every rank."""
+    samples = [sample for group in groups for sample in group.trajectories]
+    rewards = np.asarray([_reward(sample) for sample in samples], np.float64)
+    lengths = np.asarray([sample.num_generated for sample in samples], np.float64)
+    spans = [sample.segments() for sample in samples]
+    generated = [sum(s.version != NOT_GENERATED for s in segments) for segments in spans]
+    versions = [s.version for segments in spans for s in segments if s.version != NOT_GENERATED]
+    return {
+        "reward_mean": float(rewards.mean()),
+        "reward_std": float(rewards.std()),
+        "reward_max": float(rewards.max()),
+        "reward_min": float(rewards.min()),
+        "zero_variance_groups": float(sum(group.is_uniform for group in groups)),
+        "tokens": float(lengths.sum()),
+        "gen_s": gen_s,
+        "tokens_per_s": float(lengths.sum()) / gen_s if gen_s > 0 else 0.0,
+        "completion_len_mean": float(lengths.mean()),
+        "completion_len_max": float(lengths.max()),
+        "truncated_share": float(np.mean([s.finish_reason == "length" for s in samples])),
+        "segments_per_trajectory": float(np.mean(generated)),
+        "interruptions": float(sum(sample.num_interruptions for sample in samples)),
+        "refilled_tokens": float(sum(sample.num_refilled_tokens for sample in samples)),
+        "version_min": float(min(versions, default=NOT_GENERATED)),
+        "version_max": float(max(versions, default=NOT_GENERATED)),
+    }

@@ -1,0 +1,414 @@
+"""Which turn is where, and what a delta, a finish or an engine's death does to it.
+
+    submit -> waiting -> in flight on one engine -> on_end("stop" | "length")
+                 ^              |
+                 +--------------+  abort, error, lost tokens, death of the engine: the turn goes
+                                   on from prompt + tokens so far, on any serving engine
+
+Runs on one loop and never waits: links and fleet feed it events. A batch's runs are applied all at
+once, in columns (`TokenStore.apply`); only finishes, and runs that do not simply go on, are looked
+at one by one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, Final, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from umbra.runtime.engine_api.delta_batch import DeltaBatch
+from umbra.runtime.errors import EngineError, UmbraError
+from umbra.runtime.rollout.dispatch.engine_idleness import EngineIdleness
+from umbra.runtime.rollout.dispatch.router import EngineId, Router
+from umbra.runtime.rollout.dispatch.token_store import Runs, TokenStore
+from umbra.runtime.rollout.dispatch.trajectory import Trajectory, TrajectoryState
+from umbra.runtime.rollout.dispatch.turn import Turn
+
+logger = logging.getLogger(__name__)
+
+# A turn that engines fail this often without a token in between is taken for the cause. Engines
+# that die do not count.
+_MAX_TURN_ERRORS: Final = 3
+_COUNTERS: Final = (
+    "gaps", "repeats", "retries", "aborts", "engines_lost", "late_runs", "lost_tokens", "moved",
+)  # fmt: skip
+# Those that are metrics of each batch.
+_TOLD: Final = ("engines_lost", "lost_tokens")
+
+
+class RequestCarrier(Protocol):
+    """What an engine link offers; both return at once."""
+
+    def send(self, request: dict[str, Any]) -> None: ...
+
+    def withdraw(self, request_ids: list[int]) -> None: ...
+
+
+class Journal(Protocol):
+    """Is told what happens to trajectories: `Recorder`."""
+
+    def started(self, sample: Trajectory) -> None: ...
+
+    def cut(self, sample: Trajectory) -> None: ...
+
+    def on_tokens(
+        self,
+        uids: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        offsets: NDArray[np.int64],
+        versions: NDArray[np.int64],
+        tokens: NDArray[np.int32],
+        logprobs: NDArray[np.float32],
+    ) -> None: ...
+
+
+class Moved(NamedTuple):
+    """What an engine held when it was lost."""
+
+    num_trajectories: int
+    num_tokens: int
+
+
+class Dispatcher:
+    """Gives turns to engines and applies what comes back.
+
+    Args:
+        router: chooses engines.
+        on_failure: told of an error that no other engine would heal, of a turn without `on_error`.
+        journal: told of what was appended to recorded trajectories (`uid` not -1).
+        on_work: told, whenever it may have changed, whether there is anything left to generate.
+        clock: seconds, by which the speed and the idle time of engines are measured.
+
+    Attributes:
+        idleness: is told here which engines hold requests, and by the fleet of their states.
+        counters: of what went wrong. "lost_tokens" are those that engines made and no sample has:
+            late ones, those missing and those behind a gap, and what agent loops gave up. What a
+            killed engine had not sent is unknown, a tick's worth at most.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        on_failure: Callable[[UmbraError], None],
+        journal: Journal,
+        clock: Callable[[], float] = time.monotonic,
+        on_work: Callable[[bool], None] = lambda has_work: None,
+    ) -> None:
+        self._on_work = on_work
+        self._router = router
+        self._journal = journal
+        self._on_failure = on_failure
+        self._store = TokenStore()
+        self._clock = clock
+        self.idleness = EngineIdleness(clock)
+        self._waiting: deque[Turn] = deque()  # bounded by what the manager admits
+        self._carriers: dict[EngineId, RequestCarrier] = {}
+        self._inflight: dict[EngineId, dict[int, Turn]] = {}
+        self._numbers: dict[EngineId, int] = {}  # engines as the store knows them
+        self._engine_numbers = itertools.count()
+        self._request_ids = itertools.count(1)
+        self.counters = dict.fromkeys(_COUNTERS, 0)
+        self._told: dict[str, int] = dict.fromkeys(_TOLD, 0)  # in the last `take_metrics`
+
+    def take_metrics(self) -> dict[str, float]:
+        """The engines' idle shares and losses since this was called last."""
+        now = {name: self.counters[name] for name in _TOLD}
+        before, self._told = self._told, now
+        losses = {name: float(count - before[name]) for name, count in now.items()}
+        return {**self.idleness.take_shares(), **losses}
+
+    def submit(self, turn: Turn) -> None:
+        """Takes a turn; ends it at once where there is no room for a token."""
+        outcome = turn.outcome()
+        if outcome:
+            turn.on_end(turn, outcome)
+            return
+        self._waiting.append(turn)
+        self.pump()
+
+    def cancel(self, turns: Iterable[Turn]) -> None:
+        """Forgets turns wherever they are; engines stop working on them."""
+        dropped = set(turns)
+        by_engine: dict[EngineId, list[int]] = {}
+        for turn in dropped:
+            if turn.engine is not None:
+                by_engine.setdefault(turn.engine, []).append(turn.request_id)
+                self._take_back(turn.engine, turn)
+        if any(turn in dropped for turn in self._waiting):
+            self._waiting = deque(turn for turn in self._waiting if turn not in dropped)
+        for engine, request_ids in by_engine.items():
+            self._carriers[engine].withdraw(sorted(request_ids))
+        self.pump()
+
+    def attach(self, engine: EngineId, carrier: RequestCarrier) -> None:
+        """An engine can be reached; it takes turns once `set_serving` says so."""
+        self._carriers[engine] = carrier
+        self._inflight[engine] = {}
+        self._numbers[engine] = next(self._engine_numbers)
+        self._router.set_serving(engine, False)
+
+    def set_serving(self, engine: EngineId, serving: bool) -> None:
+        if engine in self._carriers:
+            self._router.set_serving(engine, serving)
+            self.pump()
+            if serving:
+                self._take_over(engine)
+
+    def detach(self, engine: EngineId) -> Moved:
+        """The engine is lost: what it held goes on elsewhere, oldest first."""
+        turns = list(self._inflight[engine].values())
+        for turn in turns:
+            self._take_back(engine, turn)
+        del self._inflight[engine], self._carriers[engine], self._numbers[engine]
+        self._router.remove(engine)
+        for turn in reversed(turns):
+            self._requeue(turn)
+        self.pump()
+        self.counters["engines_lost"] += 1
+        return Moved(len(turns), sum(turn.trajectory.num_generated for turn in turns))
+
+    def hand_back(self, engine: EngineId, request_ids: Iterable[int]) -> None:
+        """The engine would not take these requests; it gets no others until its state changes."""
+        self._router.set_serving(engine, False)
+        inflight = self._inflight.get(engine, {})
+        for turn in [inflight[rid] for rid in request_ids if rid in inflight]:
+            self._take_back(engine, turn)
+            self._requeue(turn)
+        self.pump()
+
+    def refuse(self, engine: EngineId, request_id: int, error: UmbraError) -> None:
+        """The engine says that it could never serve this request, and no other could."""
+        turn = self._inflight.get(engine, {}).get(request_id)
+        if turn is not None:
+            self._take_back(engine, turn)
+            self._fail(turn, error)
+            self.pump()
+
+    def num_inflight(self, engine: EngineId) -> int:
+        return len(self._inflight.get(engine, ()))
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting) or any(self._inflight.values())
+
+    def pump(self) -> None:
+        """Gives waiting turns to engines while there is room."""
+        self._give_waiting()
+        self._on_work(self.has_work)
+
+    def _give_waiting(self) -> None:
+        while self._waiting:
+            turn = self._waiting[0]
+            kin = turn.group.home if turn.group else None
+            engine = self._router.choose(turn.cost(), (turn.trajectory.home, kin))
+            if engine is None:
+                return
+            self._waiting.popleft()
+            self._give(engine, turn)
+
+    def _give(self, engine: EngineId, turn: Turn) -> None:
+        trajectory = turn.trajectory
+        turn.request_id = next(self._request_ids)
+        turn.engine = engine
+        turn.charged = turn.cost()
+        self._router.charge(engine, turn.charged)
+        held = self._inflight[engine]
+        held[turn.request_id] = turn
+        if len(held) == 1:
+            self.idleness.hold(engine, True)
+        turn.row = self._store.open(
+            turn.request_id,
+            self._numbers[engine],
+            trajectory.uid,
+            length=trajectory.completion_len,
+            room=turn.room(),
+        )
+        trajectory.begin_attempt(self._store, turn.row)
+        trajectory.home = engine
+        trajectory.state = TrajectoryState.RUNNING
+        self._journal.started(trajectory)
+        if turn.group:
+            turn.group.home = engine
+        self._carriers[engine].send(turn.request())
+
+    def _take_over(self, engine: EngineId) -> None:
+        """An engine that comes late gets its share of what others have not begun, newest first."""
+        serving = self._router.serving
+        loads = {other: self._router.outstanding_tokens(other) for other in serving}
+        total = sum(loads.values())
+        room, moved = self._router.room(engine), list[Turn]()
+        for other in serving:
+            excess = loads[other] - total * self._router.fair_share(other)
+            turns = [
+                turn for turn in reversed(self._inflight[other].values()) if not turn.has_begun
+            ]
+            withdrawn: list[int] = []
+            for turn in turns:
+                excess -= turn.unspent
+                if other == engine or excess < 0 or len(moved) == room:
+                    break
+                withdrawn.append(turn.request_id)
+                self._take_back(other, turn)
+                moved.append(turn)
+            if withdrawn:
+                self._carriers[other].withdraw(withdrawn)
+        for turn in reversed(moved):
+            self._give(engine, turn)
+        self.counters["moved"] += len(moved)
+
+    def on_batch(self, engine: EngineId, batch: DeltaBatch) -> None:
+        """Applies what an engine streamed."""
+        inflight = self._inflight.get(engine)
+        if inflight is None:
+            return
+        self._router.measure(engine, len(batch.tokens), self._clock())
+        applied = self._store.apply(self._numbers[engine], batch)
+        self.counters["late_runs"] += applied.num_late
+        self.counters["lost_tokens"] += applied.num_late_tokens
+        if applied.runs is not None:
+            self._on_appended(engine, applied.runs)
+        lost = self._apply_one_by_one(engine, batch, applied.rest) if applied.rest else {}
+        for request_id, missing in lost.items():
+            turn = inflight.get(request_id)
+            if turn is not None:
+                self.counters["gaps"] += 1
+                self._carriers[engine].withdraw([request_id])
+                self._retry(engine, turn, f"{missing} tokens were lost on the way")
+        for request_id, reason in batch.finishes:
+            turn = inflight.get(request_id)
+            if turn is not None:
+                self._on_finish(engine, turn, reason)
+        self.pump()
+
+    def _on_appended(self, engine: EngineId, runs: Runs) -> None:
+        self._router.progress(engine, len(runs.tokens))
+        recorded = runs.recorded()
+        if len(recorded.uids):
+            self._journal.on_tokens(*recorded)
+
+    def _apply_one_by_one(
+        self, engine: EngineId, batch: DeltaBatch, runs: list[int]
+    ) -> dict[int, int]:
+        """Appends what is new in these runs; returns how many tokens lost requests lack."""
+        lost: dict[int, int] = {}
+        for run in runs:
+            request_id = int(batch.ids[run])
+            start, stop = int(batch.bounds[run]), int(batch.bounds[run + 1])
+            turn = self._inflight[engine].get(request_id)  # a journal that fails cancels all
+            if turn is None or request_id in lost:
+                self.counters["late_runs"] += 1
+                self.counters["lost_tokens"] += stop - start
+                continue
+            missing = turn.trajectory.missing_before(int(batch.positions[run]))
+            if missing > 0:
+                lost[request_id] = missing
+                self.counters["lost_tokens"] += missing + stop - start
+                continue
+            if missing < 0:
+                self.counters["repeats"] += 1
+                start = min(stop, start - missing)
+            new = slice(start, min(stop, start + turn.room()))
+            self._append(engine, turn, batch.tokens[new], batch.logprobs[new], batch.versions[run])
+        return lost
+
+    def _append(
+        self,
+        engine: EngineId,
+        turn: Turn,
+        tokens: NDArray[np.int32],
+        logprobs: NDArray[np.float32],
+        version: np.int64,
+    ) -> None:
+        if not len(tokens):
+            return
+        trajectory = turn.trajectory
+        runs = Runs(
+            np.asarray([trajectory.uid], np.int64),
+            np.asarray([trajectory.completion_len], np.int64),
+            np.asarray([0, len(tokens)], np.int64),
+            np.asarray([version], np.int64),
+            tokens,
+            logprobs,
+        )
+        trajectory.append_generated(tokens, logprobs, int(version))
+        self._on_appended(engine, runs)
+
+    def _on_finish(self, engine: EngineId, turn: Turn, reason: str) -> None:
+        outcome = turn.outcome()
+        if outcome:
+            self._take_back(engine, turn)
+            turn.on_end(turn, outcome)
+        elif reason == "abort":
+            self.counters["aborts"] += 1
+            self._take_back(engine, turn)
+            self._requeue(turn)
+        else:
+            self._retry(engine, turn, reason)
+
+    def _retry(self, engine: EngineId, turn: Turn, reason: str) -> None:
+        """Resumes a turn that an engine got wrong, a limited number of times."""
+        self._take_back(engine, turn)
+        turn.num_errors += 1
+        self.counters["retries"] += 1
+        logger.warning(
+            "%s failed %s after %d tokens: %r; it goes on from there",
+            engine, turn.trajectory.sample_id, turn.trajectory.completion_len, reason,
+        )  # fmt: skip
+        if turn.num_errors < _MAX_TURN_ERRORS:
+            self._requeue(turn)
+            return
+        self._fail(
+            turn,
+            EngineError(
+                f"{engine} failed {turn.trajectory.sample_id} after "
+                f"{turn.trajectory.completion_len} tokens, attempt {turn.num_errors} of "
+                f"{_MAX_TURN_ERRORS}: {reason!r} with {turn.room()} tokens left and no stop token "
+                "last; see the engine's log"
+            ),
+        )
+
+    def _fail(self, turn: Turn, error: UmbraError) -> None:
+        (turn.on_error or self._on_failure)(error)
+
+    def _take_back(self, engine: EngineId, turn: Turn) -> None:
+        """The attempt is over; the trajectory keeps what it brought."""
+        held = self._inflight[engine]
+        del held[turn.request_id]
+        if not held:
+            self.idleness.hold(engine, False)
+        num_tokens = turn.trajectory.settle()
+        self._store.close(turn.request_id, turn.row)
+        self._router.release(engine, turn.charged - num_tokens)
+        turn.engine = None
+        if num_tokens:
+            turn.num_errors = 0  # it is getting on
+
+    def _requeue(self, turn: Turn) -> None:
+        outcome = turn.outcome()
+        if outcome:
+            turn.on_end(turn, outcome)
+            return
+        turn.trajectory.cut()
+        self._journal.cut(turn.trajectory)
+        self._waiting.appendleft(turn)
+
+    def check_integrity(self) -> None:
+        """Asserts that every turn is in one place and that all who count agree."""
+        self._router.check_integrity()
+        self._store.check_integrity()
+        turns = [*self._waiting, *(t for held in self._inflight.values() for t in held.values())]
+        assert len(turns) == len({id(turn) for turn in turns})
+        self.idleness.check_integrity({e for e, held in self._inflight.items() if held})
+        for engine, held in self._inflight.items():
+            unspent = sum(turn.unspent for turn in held.values())
+            assert self._router.outstanding_tokens(engine) == unspent, (engine, unspent)

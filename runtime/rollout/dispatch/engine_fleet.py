@@ -1,0 +1,186 @@
+"""The engines of a pool as the supervisor reports them, and a link to each that serves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from umbra.runtime.actor.actor_spec import ActorContext
+from umbra.runtime.engine_api.lifecycle import EngineState
+from umbra.runtime.errors import ConnectionLost, UmbraError
+from umbra.runtime.rollout.dispatch.dispatcher import Dispatcher, Moved
+from umbra.runtime.rollout.dispatch.engine_link import EngineLink
+from umbra.runtime.rollout.dispatch.router import EngineId
+from umbra.runtime.rpc.actor_ref import ActorRef
+
+logger = logging.getLogger(__name__)
+
+# A link that ended while the supervisor still counts its engine as serving is tried again
+# after this: sooner only repeats what failed, later leaves the engine idle.
+_RELINK_DELAY_S: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetConfig:
+    """Settings of a fleet.
+
+    Attributes:
+        pool: name of the engine pool.
+        delta_timeout_s: how long a serving engine that has work may stay silent.
+        submit_timeout_s: deadline for an engine to accept requests.
+    """
+
+    pool: str
+    delta_timeout_s: float
+    submit_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """An engine's last reported state."""
+
+    engine: EngineId
+    state: EngineState
+    version: int | None
+    ref: ActorRef | None
+
+
+class Fleet:
+    """Follows the pool; owns the links.
+
+    Args:
+        on_change: called after each report.
+        note: takes one line for the person who runs the job.
+    """
+
+    def __init__(
+        self,
+        config: FleetConfig,
+        context: ActorContext,
+        dispatcher: Dispatcher,
+        on_change: Callable[[], None],
+        note: Callable[[str], None],
+    ) -> None:
+        self._config = config
+        self._context = context
+        self._dispatcher = dispatcher
+        self._on_change = on_change
+        self._note = note
+        self._views: dict[str, EngineView] = {}
+        self._links: dict[EngineId, EngineLink] = {}
+        self._keepers: dict[EngineId, asyncio.Task[None]] = {}
+        self._version: int | None = None
+
+    @property
+    def current_version(self) -> int | None:
+        """The pool's version: the newest that any of its engines has held."""
+        return self._version
+
+    @property
+    def pending(self) -> list[EngineId]:
+        """Engines that wait for weights."""
+        return [v.engine for v in self._views.values() if v.state == EngineState.PENDING_WEIGHTS]
+
+    @property
+    def is_serving(self) -> bool:
+        return any(v.state == EngineState.SERVING for v in self._views.values())
+
+    @property
+    def views(self) -> list[EngineView]:
+        """Of all engines, by name."""
+        return sorted(self._views.values(), key=lambda view: view.engine)
+
+    def describe(self) -> str:
+        """`engine0#1 SERVING, engine1#2 STARTING`."""
+        return ", ".join(f"{view.engine} {view.state}" for view in self.views) or "no engines"
+
+    async def run(self) -> None:
+        """Follows the pool until cancelled.
+
+        Raises:
+            UmbraError: the supervisor was lost or knows no such pool.
+        """
+        pool = self._config.pool
+        async with asyncio.TaskGroup() as tasks:
+            # no deadline per item: a pool that does not change says nothing
+            stream = self._context.supervisor.stream("watch_pool", pool, timeout_s=None)
+            async with stream as reports:
+                async for report in reports:
+                    self._observe(report, tasks)
+                    self._on_change()
+            raise ConnectionLost(f"the supervisor ended its reports on pool {pool!r}")
+
+    def _observe(self, report: Mapping[str, Any], tasks: asyncio.TaskGroup) -> None:
+        engine = EngineId(report["engine"], report["incarnation"])
+        view = EngineView(engine, EngineState(report["state"]), report["version"], report["ref"])
+        before = self._views.get(engine.name)
+        self._views[engine.name] = view
+        self._dispatcher.idleness.report(engine, view.state)
+        logger.info("%s is %s (version %s)", engine, view.state, view.version)
+        if view.version is not None:
+            self._version = max(view.version, self._version or 0)
+        if before is not None and before.engine != engine:
+            self._end(before.engine)
+        if view.state == EngineState.DEAD:
+            self._end(engine)
+            return
+        serving = view.state == EngineState.SERVING
+        if serving and engine not in self._keepers and view.ref is not None:
+            keeper = tasks.create_task(self._keep(engine, view.ref), name=f"link:{engine}")
+            self._keepers[engine] = keeper
+        elif engine in self._links:
+            self._links[engine].set_serving(serving)
+
+    def _end(self, engine: EngineId) -> None:
+        keeper = self._keepers.pop(engine, None)
+        if keeper is not None:
+            keeper.cancel()
+
+    async def _keep(self, engine: EngineId, ref: ActorRef) -> None:
+        """Links to one life of an engine for as long as the supervisor says it lives."""
+        handle = self._context.client.handle(ref)  # pinned: must not follow to the next life
+        must_greet = False
+        while True:
+            link = EngineLink(
+                engine,
+                handle,
+                self._dispatcher,
+                delta_timeout_s=self._config.delta_timeout_s,
+                submit_timeout_s=self._config.submit_timeout_s,
+                must_greet=must_greet,
+            )
+            reason = ""
+            self._links[engine] = link
+            self._dispatcher.attach(engine, link)
+            try:
+                link.set_serving(self._views[engine.name].state == EngineState.SERVING)
+                await link.run()
+            except UmbraError as error:
+                reason = str(error)
+            finally:
+                if not reason:  # cancelled, by `_end` or because this manager stops
+                    reason = (
+                        "this manager stops" if engine in self._keepers else "its process ended"
+                    )
+                del self._links[engine]
+                self._report_loss(engine, self._dispatcher.detach(engine), reason)
+            must_greet = True
+            await asyncio.sleep(_RELINK_DELAY_S)  # ended early by `_end` when the engine is dead
+
+    def _report_loss(self, engine: EngineId, moved: Moved, reason: str) -> None:
+        if moved.num_trajectories == 0:
+            logger.info("%s is no longer linked: %s", engine, reason)
+            return
+        others = [
+            str(view.engine)
+            for view in self._views.values()
+            if view.state == EngineState.SERVING and view.engine != engine
+        ]
+        where = f"on {', '.join(others)}" if others else "as soon as an engine serves"
+        self._note(
+            f"{engine} was lost ({reason}): {moved.num_trajectories} trajectories keep their "
+            f"{moved.num_tokens} tokens and resume {where}"
+        )

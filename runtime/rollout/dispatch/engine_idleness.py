@@ -1,0 +1,103 @@
+"""How much of their time the engines of a pool generate nothing, and why."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Set
+from enum import Enum, auto
+
+from umbra.runtime.engine_api.lifecycle import EngineState
+from umbra.runtime.rollout.dispatch.router import EngineId
+
+
+class _Use(Enum):
+    BUSY = auto()
+    NO_WORK = auto()
+    UNAVAILABLE = auto()
+
+
+class EngineIdleness:
+    """Adds up engine-seconds by what each engine of the pool is doing. At any time it is
+
+        busy         holding a request while it serves, or while it is paused: a drain finishes it
+        no work      serving, and holding no request
+        unavailable  whatever else: asleep, waking, paused, updating, waiting for weights, starting
+                     or dead, whether or not it holds frozen requests
+
+    With B, N and U the seconds of each, summed over all engines since the last batch, or since an
+    engine was first heard of:
+
+        engine_idle_share    = (N + U) / (B + N + U)
+        engine_no_work_share =  N      / (B + N + U)
+
+    That is as the rollout manager sees it: a request is held from its sending until its end has
+    arrived, at most a tick after the engine made it. How full a busy engine is does not matter.
+
+    Costs the same for any number of engines, once for each report and whenever an engine gets its
+    first request or loses its last one; nothing for a token.
+
+    Args:
+        clock: seconds, never going back.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._now = clock()
+        self._lives: dict[str, tuple[EngineId, EngineState]] = {}  # by name, as last reported
+        self._holding: set[EngineId] = set()
+        self._uses: dict[str, _Use] = {}
+        self._counts = dict.fromkeys(_Use, 0)  # engines now
+        self._engine_s = dict.fromkeys(_Use, 0.0)
+
+    def report(self, engine: EngineId, state: EngineState) -> None:
+        """The supervisor said so."""
+        self._lives[engine.name] = (engine, state)
+        self._look_at(engine.name)
+
+    def hold(self, engine: EngineId, holds: bool) -> None:
+        """The engine was given its first request, or has none any more."""
+        if holds:
+            self._holding.add(engine)
+        else:
+            self._holding.discard(engine)
+        if engine.name in self._lives:
+            self._look_at(engine.name)
+
+    def take_shares(self) -> dict[str, float]:
+        """The shares since they were last taken; none where there was no engine meanwhile."""
+        self._advance()
+        engine_s, self._engine_s = self._engine_s, dict.fromkeys(_Use, 0.0)
+        total_s = sum(engine_s.values())
+        if total_s <= 0:
+            return {}
+        no_work_s = engine_s[_Use.NO_WORK]
+        return {
+            "engine_idle_share": (no_work_s + engine_s[_Use.UNAVAILABLE]) / total_s,
+            "engine_no_work_share": no_work_s / total_s,
+        }
+
+    def check_integrity(self, holding: Set[EngineId]) -> None:
+        """Asserts that these are the engines which hold requests, and that the counts agree."""
+        assert self._holding == holding, (self._holding, holding)
+        for name, (engine, state) in self._lives.items():
+            assert self._uses[name] == _use(state, engine in holding), name
+        assert self._counts == {use: list(self._uses.values()).count(use) for use in _Use}
+
+    def _look_at(self, name: str) -> None:
+        self._advance()
+        if name in self._uses:
+            self._counts[self._uses[name]] -= 1
+        engine, state = self._lives[name]
+        self._uses[name] = _use(state, engine in self._holding)
+        self._counts[self._uses[name]] += 1
+
+    def _advance(self) -> None:
+        before, self._now = self._now, self._clock()
+        for use, count in self._counts.items():
+            self._engine_s[use] += count * (self._now - before)
+
+
+def _use(state: EngineState, holds: bool) -> _Use:
+    if holds and state in (EngineState.SERVING, EngineState.PAUSED):
+        return _Use.BUSY
+    return _Use.NO_WORK if state == EngineState.SERVING else _Use.UNAVAILABLE

@@ -1,0 +1,204 @@
+"""The wire to one life of an engine: requests out in batches, token deltas in.
+
+    Dispatcher --send--> outgoing --submit()--> engine
+        ^------------------ deltas() -------------|
+
+Pure transport: what is in flight, and what becomes of it, is the dispatcher's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Coroutine
+from typing import Any, Final
+
+from umbra.runtime.engine_api.delta_batch import DeltaBatch
+from umbra.runtime.errors import (
+    ConnectionLost,
+    DeadlineExceeded,
+    EngineError,
+    RemoteError,
+    RequestRefused,
+    UmbraError,
+)
+from umbra.runtime.rollout.dispatch.dispatcher import Dispatcher
+from umbra.runtime.rollout.dispatch.router import EngineId
+from umbra.runtime.rollout.error_groups import first_leaf
+from umbra.runtime.rpc.rpc_client import Handle
+
+logger = logging.getLogger(__name__)
+
+# Requests in one submit call: larger delays the first of them, and the connection keeps a buffer of
+# that size; smaller costs a round trip each.
+_MAX_SUBMIT: Final = 64
+# Batches an engine may send ahead. At one a tick this is most of a second of a busy manager.
+_DELTA_CREDITS: Final = 16
+# Longest wait for news of an engine that refused requests although it was reported as serving: the
+# report of its pause is on its way. Shorter repeats the refusal; longer leaves it idle where none
+# comes.
+_REFUSAL_PAUSE_S: Final = 0.2
+
+
+class EngineLink:
+    """Carries turns of the dispatcher to one engine. Implements `RequestCarrier`.
+
+    Owns the engine's `deltas` stream: while `run()` lives, this is its one consumer.
+
+    Args:
+        delta_timeout_s: silence of a serving engine that has work, after which it is given up.
+        submit_timeout_s: deadline of `submit` and `abort`.
+        must_greet: give it no work before it has sent something, because it was lost before.
+    """
+
+    def __init__(
+        self,
+        engine: EngineId,
+        handle: Handle,
+        dispatcher: Dispatcher,
+        *,
+        delta_timeout_s: float,
+        submit_timeout_s: float,
+        must_greet: bool = False,
+    ) -> None:
+        self.engine = engine
+        self._handle = handle
+        self._dispatcher = dispatcher
+        self._delta_timeout_s = delta_timeout_s
+        self._submit_timeout_s = submit_timeout_s
+        self._outgoing: deque[dict[str, Any]] = deque()  # bounded by the router's max_inflight
+        self._withdrawn: list[int] = []
+        self._pending = asyncio.Event()
+        self._attached = asyncio.Event()  # the stream: it has begun to send
+        self._reported = asyncio.Event()  # since the last submit began
+        self._patience: asyncio.Timeout | None = None
+        self._serving = False
+        self._is_trusted = not must_greet
+
+    def send(self, request: dict[str, Any]) -> None:
+        was_idle = self._dispatcher.num_inflight(self.engine) <= 1
+        self._outgoing.append(request)
+        self._pending.set()
+        if was_idle:
+            self._reset_patience()
+
+    def withdraw(self, request_ids: list[int]) -> None:
+        gone = set(request_ids)
+        unsent = {request["id"] for request in self._outgoing} & gone
+        self._outgoing = deque(r for r in self._outgoing if r["id"] not in unsent)
+        self._withdrawn += sorted(gone - unsent)
+        self._pending.set()
+
+    def set_serving(self, serving: bool) -> None:
+        """The engine's reported state: one that does not serve may be silent for ever."""
+        self._serving = serving
+        self._reported.set()
+        self._dispatcher.set_serving(self.engine, serving and self._is_trusted)
+        self._reset_patience()
+
+    async def run(self) -> None:
+        """Lives as long as the engine can be reached.
+
+        Raises:
+            UmbraError: why the link ended: lost, silent for too long, or not to be understood.
+        """
+        # Neither part raises: before Python 3.13 a TaskGroup whose child fails while it is being
+        # cancelled forgets the cancellation, and one whose child fails leaves one pending.
+        async with asyncio.TaskGroup() as tasks:
+            parts = [
+                tasks.create_task(_error_of(self._receive())),
+                tasks.create_task(_error_of(self._submit())),
+            ]
+            done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+            for part in parts:
+                part.cancel()
+        raise done.pop().result()
+
+    async def _receive(self) -> None:
+        try:
+            async with asyncio.timeout(None) as self._patience:
+                await self._receive_deltas()
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"{self.engine} holds {self._dispatcher.num_inflight(self.engine)} requests and "
+                f"has sent nothing for {self._delta_timeout_s:.3g} s"
+            ) from None
+        finally:
+            self._patience = None
+
+    async def _receive_deltas(self) -> None:
+        self._reset_patience()
+        # No deadline per item: an idle engine is silent. `_patience` watches the busy one.
+        stream = self._handle.stream("deltas", timeout_s=None, credits=_DELTA_CREDITS)
+        async with stream as batches:
+            async for item in batches:
+                self._attached.set()
+                self._dispatcher.on_batch(self.engine, DeltaBatch.from_wire(item))
+                self._reset_patience()
+                if not self._is_trusted:
+                    self._is_trusted = True
+                    self.set_serving(self._serving)
+        raise ConnectionLost(f"{self.engine} ended its stream of deltas")
+
+    def _reset_patience(self) -> None:
+        if self._patience is None or self._patience.expired():
+            return
+        busy = self._serving and self._dispatcher.num_inflight(self.engine) > 0
+        now = asyncio.get_running_loop().time()
+        self._patience.reschedule(now + self._delta_timeout_s if busy else None)
+
+    async def _submit(self) -> None:
+        # Not before the engine's first batch, which says that the stream is this link's: with the
+        # stream of a manager that died, of which the engine may not know yet, go its requests.
+        await self._attached.wait()
+        while True:
+            await self._pending.wait()
+            self._pending.clear()
+            while self._withdrawn or self._outgoing:
+                withdrawn, self._withdrawn = self._withdrawn, []
+                if withdrawn:
+                    await self._call("abort", withdrawn)
+                size = min(len(self._outgoing), _MAX_SUBMIT)
+                requests = [self._outgoing.popleft() for _ in range(size)]
+                if requests:
+                    await self._submit_batch(requests)
+
+    async def _submit_batch(self, requests: list[dict[str, Any]]) -> None:
+        self._reported.clear()
+        try:
+            await self._call("submit", requests)
+        except RemoteError as error:
+            if len(requests) > 1:  # none was taken because of one: which is found out by trial
+                for request in requests:
+                    await self._submit_batch([request])
+                return
+            is_ours = error.remote_type == "builtins.ValueError"
+            what = error.remote_message if is_ours else str(error)
+            refusal = RequestRefused(f"{self.engine} refused a request: {what}")
+            self._dispatcher.refuse(self.engine, requests[0]["id"], refusal)
+        except EngineError as error:
+            logger.warning("%s takes no requests now: %s", self.engine, error)
+            self._dispatcher.hand_back(self.engine, [request["id"] for request in requests])
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_REFUSAL_PAUSE_S):
+                    await self._reported.wait()
+            self.set_serving(self._serving)
+
+    async def _call(self, method: str, argument: object) -> None:
+        await self._handle.call(method, argument, timeout_s=self._submit_timeout_s)
+
+
+async def _error_of(work: Coroutine[Any, Any, None]) -> UmbraError:
+    """Runs what ends only by an error, and returns that."""
+    try:
+        await work
+    except UmbraError as error:
+        return error
+    except BaseExceptionGroup as group:
+        cause = first_leaf(group)
+        if isinstance(cause, UmbraError):
+            return cause
+        raise
+    return ConnectionLost("the link ended")

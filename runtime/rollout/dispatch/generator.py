@@ -1,0 +1,389 @@
+"""Generation for whoever asks: the engines of one pool, without batches, groups or a ledger.
+
+    caller ──stream()──▶ Generator ──▶ Dispatcher ──▶ engines
+           ◀── pieces ──     ▲            │
+                             └─ tokens ───┘
+
+What the manager's trajectories survive, a generation survives: an engine that dies, a pause and a
+weight update cost it time, and it goes on from prompt + tokens so far.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import secrets
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from umbra.runtime.actor.actor_spec import ActorContext
+from umbra.runtime.engine_api.lifecycle import EngineState
+from umbra.runtime.engine_api.token_ids import token_ids
+from umbra.runtime.errors import RolloutError, UmbraError
+from umbra.runtime.rollout.alarm import Alarm
+from umbra.runtime.rollout.dispatch.dispatcher import Dispatcher
+from umbra.runtime.rollout.dispatch.engine_fleet import Fleet, FleetConfig
+from umbra.runtime.rollout.dispatch.pool_load import Demand
+from umbra.runtime.rollout.dispatch.router import Router
+from umbra.runtime.rollout.dispatch.trajectory import Trajectory
+from umbra.runtime.rollout.dispatch.turn import Turn
+from umbra.runtime.rollout.error_groups import first_leaf
+from umbra.runtime.rollout.prompts import Prompt
+
+_SEED_BITS: Final = 63
+_NO_TOKENS: Final = np.empty(0, np.int32)
+_NO_LOGPROBS: Final = np.empty(0, np.float32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratorConfig:
+    """Settings of a generator.
+
+    Attributes:
+        pool: name of the engine pool. No rollout manager and no other generator uses it: an
+            engine's tokens have one reader.
+        max_context_len: longest prompt + completion in tokens, as the engines have it.
+        vocab_size: of the model: prompts with other tokens are refused; 0 leaves that to engines.
+        max_inflight_per_engine: requests given to an engine at a time; its `max_num_seqs`.
+        engine_timeout_s: how long a generation may wait while no engine of the pool serves.
+        delta_timeout_s: how long a serving engine that has work may stay silent.
+        submit_timeout_s: deadline for an engine to accept requests.
+        shares_memory: the pool has it in turn with others, so the supervisor is told of work.
+    """
+
+    pool: str
+    max_context_len: int
+    vocab_size: int = 0
+    max_inflight_per_engine: int = 256
+    engine_timeout_s: float = 600.0
+    delta_timeout_s: float = 120.0
+    submit_timeout_s: float = 30.0
+    shares_memory: bool = False
+
+
+class Piece(NamedTuple):
+    """What has come of a generation since the piece before it.
+
+    Attributes:
+        tokens, logprobs: [n] int32, [n] float32 of the distribution sampled from.
+        finish_reason: "stop" or "length" in the last piece, else "".
+    """
+
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    finish_reason: str
+
+
+class Generator:
+    """Owns the requests under way at a pool. One loop's; `run()` has to live beside the callers.
+
+    Args:
+        context: of the actor that this runs in.
+        note: takes one line for the person who runs the job.
+    """
+
+    def __init__(
+        self, config: GeneratorConfig, context: ActorContext, note: Callable[[str], None]
+    ) -> None:
+        self._config = config
+        self._open: dict[int, _Generation] = {}
+        self._uids = itertools.count()
+        self._failure: UmbraError | None = None
+        self._dispatcher = Dispatcher(
+            Router(config.max_inflight_per_engine), self._fail, _Deliveries(self._open)
+        )
+        fleet = FleetConfig(
+            pool=config.pool,
+            delta_timeout_s=config.delta_timeout_s,
+            submit_timeout_s=config.submit_timeout_s,
+        )
+        self._fleet = Fleet(fleet, context, self._dispatcher, self._watch, note)
+        self._demand = Demand(context.supervisor, config.pool)
+        self._starving = Alarm(config.engine_timeout_s, self._on_starved)
+
+    async def run(self) -> None:
+        """Follows the pool until cancelled.
+
+        Raises:
+            RolloutError: the supervisor was lost or knows no such pool; so do all generations.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                if self._config.shares_memory:
+                    tasks.create_task(self._demand.run())
+                await self._fleet.run()
+        except* UmbraError as group:
+            self._fail(RolloutError(f"lost sight of the engines: {first_leaf(group)}"))
+        finally:
+            self._starving.watch(False)
+        if self._failure is not None:
+            raise self._failure
+
+    @property
+    def num_open(self) -> int:
+        """Generations under way."""
+        return len(self._open)
+
+    @property
+    def is_serving(self) -> bool:
+        """An engine serves at this moment."""
+        return self._fleet.is_serving
+
+    @property
+    def states(self) -> set[EngineState]:
+        """Of all engines."""
+        return {view.state for view in self._fleet.views}
+
+    @property
+    def max_context_len(self) -> int:
+        return self._config.max_context_len
+
+    @property
+    def vocab_size(self) -> int:
+        return self._config.vocab_size
+
+    def engines(self) -> dict[str, dict[str, Any]]:
+        """By name and life, such as `judge-0#1`: "state", and "requests" that it holds."""
+        return {
+            str(view.engine): {
+                "state": str(view.state),
+                "requests": self._dispatcher.num_inflight(view.engine),
+            }
+            for view in self._fleet.views
+        }
+
+    async def generate(
+        self,
+        tokens: Sequence[int] | NDArray[np.int32],
+        max_new_tokens: int | None = None,
+        *,
+        temperature: float = 1.0,
+        stop_token_ids: Sequence[int] = (),
+        seed: int | None = None,
+        lora: str = "",
+    ) -> Piece:
+        """All of a generation in one piece; see `stream`."""
+        pieces = list[Piece]()
+        whole = self.stream(
+            tokens,
+            max_new_tokens,
+            temperature=temperature,
+            stop_token_ids=stop_token_ids,
+            seed=seed,
+            lora=lora,
+        )
+        async with aclosing(whole):
+            async for piece in whole:
+                pieces.append(piece)
+        return _joined(pieces)
+
+    async def stream(
+        self,
+        tokens: Sequence[int] | NDArray[np.int32],
+        max_new_tokens: int | None = None,
+        *,
+        temperature: float = 1.0,
+        stop_token_ids: Sequence[int] = (),
+        seed: int | None = None,
+        lora: str = "",
+    ) -> AsyncGenerator[Piece, None]:
+        """Generates on from `tokens`; pieces come as engines report them.
+
+        A caller that closes the stream or is cancelled withdraws its request.
+
+        Args:
+            tokens: [T] the prompt.
+            max_new_tokens: at most so many; None for what the context leaves.
+            temperature: 0 is greedy.
+            stop_token_ids: it ends after any of these, which is its last token then.
+            seed: the same one gives the same tokens, as far as the engine's arithmetic does; None
+                draws one.
+            lora: name of the pool's adapter to generate with; "" for the model as it is.
+
+        Raises:
+            ValueError: an argument out of range, or a prompt that leaves no room in the context.
+            RequestRefused: no engine could ever serve this: a token is outside the model's
+                vocabulary, or the pool does not have the adapter.
+            RolloutError, EngineError: no engine served for too long, or all that tried failed.
+        """
+        generation = self._begin(tokens, max_new_tokens, temperature, stop_token_ids, seed, lora)
+        uid = generation.turn.trajectory.uid
+        self._open[uid] = generation
+        try:
+            self._dispatcher.submit(generation.turn)
+            self._watch()
+            while True:
+                piece = await generation.take()
+                yield piece
+                if piece.finish_reason:
+                    return
+        finally:
+            del self._open[uid]
+            if not generation.is_complete:
+                self._dispatcher.cancel([generation.turn])
+            self._watch()
+
+    def _begin(
+        self,
+        tokens: Sequence[int] | NDArray[np.int32],
+        max_new_tokens: int | None,
+        temperature: float,
+        stop_token_ids: Sequence[int],
+        seed: int | None,
+        lora: str,
+    ) -> _Generation:
+        if self._failure is not None:
+            raise self._failure
+        prompt = _checked_prompt(tokens, self._config)
+        if max_new_tokens is not None and max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be 1 or more, got {max_new_tokens}")
+        if not 0 <= temperature < math.inf:
+            raise ValueError(f"temperature must be 0 or more and finite, got {temperature}")
+        if seed is not None and not 0 <= seed < 1 << _SEED_BITS:
+            raise ValueError(f"seed must lie in [0, 2**{_SEED_BITS}), got {seed}")
+        uid = next(self._uids)
+        room = self._config.max_context_len - len(prompt)
+        budget = room if max_new_tokens is None else min(room, max_new_tokens)
+        name = f"generation {uid}"
+        trajectory = Trajectory(
+            name,
+            Prompt(name, "", prompt, {}),
+            secrets.randbits(_SEED_BITS) if seed is None else seed,
+            budget=budget,
+            max_context_len=self._config.max_context_len,
+        )
+        trajectory.uid = uid  # by which its tokens are delivered
+        return _Generation(trajectory, budget, temperature, stop_token_ids, lora)
+
+    # -- what happens meanwhile ----------------------------------------------------------
+
+    def _watch(self) -> None:
+        self._demand.observe(bool(self._open))
+        self._starving.watch(bool(self._open) and not self._fleet.is_serving)
+
+    def _on_starved(self) -> None:
+        config = self._config
+        error = RolloutError(
+            f"no engine of pool {config.pool!r} has served for {config.engine_timeout_s:.3g} s "
+            f"({self._fleet.describe()}): see the engines' logs"
+        )
+        for generation in self._open.values():
+            generation.fail(error)
+
+    def _fail(self, error: UmbraError) -> None:
+        """Nothing can be generated any more."""
+        self._failure = self._failure or error
+        for generation in self._open.values():
+            generation.fail(error)
+
+
+class _Generation:
+    """One generation: its turn, and what its caller has not taken yet."""
+
+    def __init__(
+        self,
+        trajectory: Trajectory,
+        limit: int,
+        temperature: float,
+        stop_token_ids: Sequence[int],
+        lora: str,
+    ) -> None:
+        self.turn = Turn(
+            trajectory=trajectory,
+            group=None,
+            start=0,
+            limit=limit,
+            temperature=temperature,
+            stop_token_ids=[int(token) for token in stop_token_ids],
+            on_end=lambda _turn, reason: self._end(reason),
+            on_error=self.fail,
+            lora=lora,
+        )
+        self._pieces: list[Piece] = []  # bounded by the budget: a slow caller gets longer ones
+        self._changed = asyncio.Event()
+        self._reason = ""
+        self._error: UmbraError | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """The dispatcher has nothing of it any more."""
+        return bool(self._reason)
+
+    def put(self, tokens: NDArray[np.int32], logprobs: NDArray[np.float32]) -> None:
+        # copies: the arrays are parts of a whole batch's
+        self._pieces.append(Piece(tokens.copy(), logprobs.copy(), ""))
+        self._changed.set()
+
+    def _end(self, reason: str) -> None:
+        self._reason = reason
+        self._changed.set()
+
+    def fail(self, error: UmbraError) -> None:
+        self._error = self._error or error
+        self._changed.set()
+
+    async def take(self) -> Piece:
+        """What is new, once there is something."""
+        await self._changed.wait()
+        self._changed.clear()
+        pieces, self._pieces = self._pieces, []
+        if self._error is not None and not self._reason:
+            raise self._error
+        return _joined([*pieces, Piece(_NO_TOKENS, _NO_LOGPROBS, self._reason)])
+
+
+class _Deliveries:
+    """The dispatcher's `Journal`: gives tokens to those that wait for them."""
+
+    def __init__(self, generations: dict[int, _Generation]) -> None:
+        self._generations = generations
+
+    def started(self, sample: Trajectory) -> None:
+        pass
+
+    def cut(self, sample: Trajectory) -> None:
+        pass
+
+    def on_tokens(
+        self,
+        uids: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        offsets: NDArray[np.int64],
+        versions: NDArray[np.int64],
+        tokens: NDArray[np.int32],
+        logprobs: NDArray[np.float32],
+    ) -> None:
+        bounds: list[int] = offsets.tolist()
+        for uid, (start, stop) in zip(uids.tolist(), itertools.pairwise(bounds), strict=True):
+            self._generations[uid].put(tokens[start:stop], logprobs[start:stop])
+
+
+def _joined(pieces: Sequence[Piece]) -> Piece:
+    """As one; the finish reason is that of the last."""
+    if len(pieces) == 1:
+        return pieces[0]
+    return Piece(
+        np.concatenate([piece.tokens for piece in pieces]),
+        np.concatenate([piece.logprobs for piece in pieces]),
+        pieces[-1].finish_reason,
+    )
+
+
+def _checked_prompt(
+    tokens: Sequence[int] | NDArray[np.int32], config: GeneratorConfig
+) -> NDArray[np.int32]:
+    prompt = token_ids(tokens, config.vocab_size, "prompt")
+    if prompt.size == 0:
+        raise ValueError("a prompt is a list of token ids that is not empty")
+    if len(prompt) >= config.max_context_len:
+        raise ValueError(
+            f"a prompt of {len(prompt)} tokens leaves no room in the context of "
+            f"{config.max_context_len}"
+        )
+    return prompt

@@ -1,0 +1,90 @@
+"""Generation with a pool's engines, for other actors: they call it by name."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from umbra.runtime.actor.actor_spec import actor_context, idempotent
+from umbra.runtime.errors import ConfigError
+from umbra.runtime.rollout.dispatch.generator import Generator, GeneratorConfig
+from umbra.runtime.rollout.operator_messages import Notes
+
+
+class GeneratorService:
+    """A `Generator` as an actor. Keeps nothing: after its death callers ask again.
+
+    Args:
+        config: `GeneratorConfig` as a dict.
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        try:
+            settings = GeneratorConfig(**config)
+        except TypeError as error:
+            raise ConfigError(f"settings of a generator: {error}") from error
+        context = actor_context()
+        self._notes = Notes(context.supervisor)
+        self._generator = Generator(settings, context, self._notes.put)
+
+    async def run(self) -> None:
+        """Lives until the actor is stopped or the pool is lost from sight."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._notes.run())
+            tasks.create_task(self._generator.run())
+
+    @idempotent
+    async def generate(
+        self,
+        tokens: NDArray[np.int32],
+        max_new_tokens: int | None = None,
+        temperature: float = 1.0,
+        stop_token_ids: Sequence[int] = (),
+        seed: int | None = None,
+        lora: str = "",
+    ) -> dict[str, Any]:
+        """One generation: {"tokens": int32 [n], "logprobs": float32 [n], "finish_reason"}.
+
+        See `Generator.stream` for arguments and errors. A caller that goes away withdraws it.
+        """
+        piece = await self._generator.generate(
+            tokens,
+            max_new_tokens,
+            temperature=temperature,
+            stop_token_ids=stop_token_ids,
+            seed=seed,
+            lora=lora,
+        )
+        return piece._asdict()
+
+    async def stream(
+        self,
+        tokens: NDArray[np.int32],
+        max_new_tokens: int | None = None,
+        temperature: float = 1.0,
+        stop_token_ids: Sequence[int] = (),
+        seed: int | None = None,
+        lora: str = "",
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """The same in pieces as they come; "finish_reason" is "" in all but the last."""
+        pieces = self._generator.stream(
+            tokens,
+            max_new_tokens,
+            temperature=temperature,
+            stop_token_ids=stop_token_ids,
+            seed=seed,
+            lora=lora,
+        )
+        async with aclosing(pieces):
+            async for piece in pieces:
+                yield piece._asdict()
+
+    @idempotent
+    def stats(self) -> dict[str, Any]:
+        """What is in progress."""
+        return {"open": self._generator.num_open, "engines": self._generator.engines()}

@@ -1,0 +1,57 @@
+"""Trajectories that are scored together and delivered whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from umbra.runtime.rollout.buffer.batch_plan import GroupShape
+from umbra.runtime.rollout.dispatch.router import EngineId
+from umbra.runtime.rollout.dispatch.trajectory import Trajectory
+
+
+class Group:
+    """The trajectories of one prompt (in evaluation: of several prompts, one each).
+
+    Attributes:
+        group_id: unique in the job, such as `e0/prompt7`.
+        num_open: trajectories that are still being generated.
+        home: the engine that took one of them last, where the prompt may be cached.
+    """
+
+    __slots__ = ("group_id", "home", "num_open", "trajectories")
+
+    def __init__(self, group_id: str, trajectories: Sequence[Trajectory]) -> None:
+        self.group_id = group_id
+        self.trajectories = list(trajectories)
+        self.num_open = len(self.trajectories)
+        self.home: EngineId | None = None
+
+    @property
+    def unscored(self) -> list[Trajectory]:
+        """Those without a reward yet; an agent loop may have given its own."""
+        return [sample for sample in self.trajectories if sample.reward is None]
+
+    @property
+    def has_tokens(self) -> bool:
+        """Something of it was generated."""
+        return any(sample.num_generated for sample in self.trajectories)
+
+    @property
+    def rewards(self) -> NDArray[np.float32]:
+        """[G]; every trajectory must have been scored."""
+        return np.asarray([sample.reward for sample in self.trajectories], np.float32)
+
+    def shape(self) -> GroupShape:
+        """What training on it costs; agent loops may have given samples prompts of their own."""
+        prompt = self.trajectories[0].prompt_tokens
+        if all(np.array_equal(sample.prompt_tokens, prompt) for sample in self.trajectories):
+            return GroupShape(len(prompt), [sample.completion_len for sample in self.trajectories])
+        return GroupShape(0, [len(sample) for sample in self.trajectories])
+
+    @property
+    def is_uniform(self) -> bool:
+        """All rewards are equal: there is nothing to learn from the group."""
+        return len({sample.reward for sample in self.trajectories}) == 1

@@ -1,0 +1,168 @@
+"""Which engine takes a request. Pure: no clock, socket or task inside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final, NamedTuple
+
+from umbra.runtime.rollout.dispatch.engine_speed import EngineSpeed
+
+# An engine that holds the request's prefix is taken while it is at most this many requests of
+# the same cost busier than the idlest one: about one group. Higher piles long groups onto one
+# engine, lower scatters them and prefills the prompt once per engine.
+_AFFINITY_REQUESTS: Final = 16
+# No engine counts as more than this many times slower than the fastest: it is given something
+# now and then, so that it can be measured again. Higher strands an engine that once stalled.
+_MAX_SPEED_RATIO: Final = 8.0
+# Speeds are compared anew after this. Longer follows changes late; shorter works them out for
+# every batch of every engine, where averages of ten seconds have not moved.
+_COMPARED_FOR_S: Final = 0.5
+
+
+class EngineId(NamedTuple):
+    """One life of an engine."""
+
+    name: str
+    incarnation: int
+
+    def __str__(self) -> str:
+        return f"{self.name}#{self.incarnation}"
+
+
+class Router:
+    """Least outstanding work among serving engines, with affinity to where the prefix is.
+
+    Outstanding tokens are what an engine may still have to process: prompt plus budget of the
+    requests given to it, less what it has produced. Divided by its speed they are its
+    outstanding work, in seconds but for a factor that all engines share. An engine that has not
+    been measured counts as the mean of those that have.
+
+    Args:
+        max_inflight: requests an engine may hold at a time.
+    """
+
+    def __init__(self, max_inflight: int) -> None:
+        self._max_inflight = max_inflight
+        self._load: dict[EngineId, int] = {}
+        self._inflight: dict[EngineId, int] = {}
+        self._serving: set[EngineId] = set()
+        # By name: the next life runs on the same hardware. One entry for each name of the pool.
+        self._measured: dict[str, EngineSpeed] = {}
+        self._speeds: dict[EngineId, float] = {}  # of serving engines; empty: to be worked out
+        self._compare_at_s = 0.0
+
+    def set_serving(self, engine: EngineId, serving: bool) -> None:
+        """An engine may take requests, or may not for now; what it holds stays counted."""
+        self._load.setdefault(engine, 0)
+        self._inflight.setdefault(engine, 0)
+        self._speeds = {}
+        if serving:
+            self._serving.add(engine)
+        else:
+            self._serving.discard(engine)
+            self._pause(engine)
+
+    def remove(self, engine: EngineId) -> None:
+        """The engine is gone with all it held."""
+        self._serving.discard(engine)
+        self._speeds = {}
+        self._load.pop(engine, None)
+        self._inflight.pop(engine, None)
+        self._pause(engine)
+
+    @property
+    def serving(self) -> list[EngineId]:
+        return sorted(self._serving)
+
+    def outstanding_tokens(self, engine: EngineId) -> int:
+        return self._load.get(engine, 0)
+
+    def room(self, engine: EngineId) -> int:
+        """Requests that the engine may still be given."""
+        return self._max_inflight - self._inflight.get(engine, self._max_inflight)
+
+    def choose(self, cost: int, prefer: Iterable[EngineId | None] = ()) -> EngineId | None:
+        """The engine for a request of `cost` tokens, or None while none has room.
+
+        Args:
+            prefer: engines that may have the prefix cached, best first.
+        """
+        free = [e for e in self._serving if self._inflight[e] < self._max_inflight]
+        if not free:
+            return None
+        speeds = self._relative_speeds()
+        idlest = min(free, key=lambda e: ((self._load[e] + cost) / speeds[e], e))
+        limit = (self._load[idlest] + _AFFINITY_REQUESTS * cost) / speeds[idlest]
+        for engine in prefer:
+            if engine is None or engine not in free:
+                continue
+            if self._load[engine] / speeds[engine] <= limit:
+                return engine
+        return idlest
+
+    def fair_share(self, engine: EngineId) -> float:
+        """The part of all outstanding tokens that a serving engine has when all are even."""
+        speeds = self._relative_speeds()
+        return speeds[engine] / sum(speeds.values())
+
+    def charge(self, engine: EngineId, cost: int) -> None:
+        """A request was given to the engine."""
+        self._load[engine] += cost
+        self._inflight[engine] += 1
+
+    def progress(self, engine: EngineId, num_tokens: int) -> None:
+        """The engine produced tokens."""
+        if engine in self._load:
+            self._load[engine] -= num_tokens
+
+    def release(self, engine: EngineId, rest: int) -> None:
+        """A request ended with `rest` of its cost not used."""
+        if engine in self._load:
+            self._load[engine] -= rest
+            self._inflight[engine] -= 1
+            if self._inflight[engine] == 0:
+                self._pause(engine)
+
+    def measure(self, engine: EngineId, num_tokens: int, now: float) -> None:
+        """A batch of so many tokens came, made by the requests that the engine holds.
+
+        Called before what the batch says of them is counted.
+
+        Args:
+            now: of a clock that never goes back.
+        """
+        if engine in self._serving:
+            speed = self._measured.setdefault(engine.name, EngineSpeed())
+            speed.observe(num_tokens, self._inflight[engine], now)
+            if now >= self._compare_at_s:
+                self._speeds = {}
+                self._compare_at_s = now + _COMPARED_FOR_S
+
+    def _pause(self, engine: EngineId) -> None:
+        if engine.name in self._measured:
+            self._measured[engine.name].pause()
+
+    def _relative_speeds(self) -> dict[EngineId, float]:
+        if not self._speeds:
+            serving = self.serving  # sorted, so that sums are always alike
+            known = {e: v for e in serving if (v := self._measured_speed(e)) > 0}
+            mean = sum(known.values()) / len(known) if known else 1.0
+            least = max(known.values(), default=1.0) / _MAX_SPEED_RATIO
+            self._speeds = {e: max(known.get(e, mean), least) for e in serving}
+        return self._speeds
+
+    def _measured_speed(self, engine: EngineId) -> float:
+        """0 where there is nothing to go by."""
+        speed = self._measured.get(engine.name)
+        return 0.0 if speed is None else speed.value
+
+    def check_integrity(self) -> None:
+        """Asserts that nothing is counted twice or lost."""
+        assert self._load.keys() == self._inflight.keys()
+        assert self._serving <= self._load.keys()
+        assert not self._speeds or self._speeds.keys() == self._serving
+        assert all(speed > 0 for speed in self._speeds.values()), self._speeds
+        for engine, count in self._inflight.items():
+            assert count >= 0, (engine, count)
+            assert self._load[engine] >= 0, (engine, self._load[engine])
+            assert count or self._load[engine] == 0, (engine, self._load[engine])

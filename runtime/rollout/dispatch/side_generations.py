@@ -1,0 +1,98 @@
+"""Generations beside a trajectory, with an adapter: not the policy's, so nothing is trained on.
+
+What an agent loop appends of one to its tokens counts as given, as what a tool says does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from umbra.runtime.errors import RolloutError, UmbraError
+from umbra.runtime.rollout.dispatch.dispatcher import Dispatcher
+from umbra.runtime.rollout.dispatch.trajectory import Trajectory
+from umbra.runtime.rollout.dispatch.turn import Turn
+from umbra.runtime.rollout.prompts import Prompt
+
+_SEED_BITS: Final = 63
+
+
+class Asides:
+    """Those of one run of an agent loop; `close` ends what is under way."""
+
+    def __init__(
+        self, dispatcher: Dispatcher, trajectory: Trajectory, stop_token_ids: Sequence[int]
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._beside = trajectory
+        self._stop_token_ids = stop_token_ids
+        self._open: dict[Turn, asyncio.Future[dict[str, Any]]] = {}
+
+    async def generate(
+        self, context: NDArray[np.int32], max_new_tokens: int | None, temperature: float, lora: str
+    ) -> dict[str, Any]:
+        """{"tokens": int32 [n], "finish_reason": "stop" | "length"}.
+
+        Raises:
+            RolloutError: the run ends meanwhile, or no engine can do it.
+        """
+        answer = asyncio.get_running_loop().create_future()
+        turn = self._turn(context, max_new_tokens, temperature, lora, answer)
+        self._open[turn] = answer
+        try:
+            self._dispatcher.submit(turn)
+            outcome: dict[str, Any] = await answer
+            return outcome
+        finally:
+            del self._open[turn]
+            self._dispatcher.cancel([turn])
+
+    def close(self) -> None:
+        for answer in self._open.values():
+            if not answer.done():
+                answer.set_exception(RolloutError("this run of the agent loop has ended"))
+        self._dispatcher.cancel(self._open)
+
+    def _turn(
+        self,
+        context: NDArray[np.int32],
+        max_new_tokens: int | None,
+        temperature: float,
+        lora: str,
+        answer: asyncio.Future[dict[str, Any]],
+    ) -> Turn:
+        beside = self._beside
+        name = f"{beside.sample_id} with {lora}"
+        room = max(0, beside.max_context_len - len(context))
+        trajectory = Trajectory(
+            name,
+            Prompt(name, "", context, {}),
+            secrets.randbits(_SEED_BITS),
+            budget=room,
+            max_context_len=beside.max_context_len,
+        )
+
+        def on_end(_turn: Turn, reason: str) -> None:
+            if not answer.done():
+                answer.set_result({"tokens": trajectory.tokens.copy(), "finish_reason": reason})
+
+        def on_error(error: UmbraError) -> None:
+            if not answer.done():
+                answer.set_exception(RolloutError(str(error)))
+
+        return Turn(
+            trajectory=trajectory,
+            group=None,
+            start=0,
+            limit=room if max_new_tokens is None else max_new_tokens,
+            temperature=temperature,
+            stop_token_ids=self._stop_token_ids,
+            on_end=on_end,
+            on_error=on_error,
+            lora=lora,
+        )

@@ -1,0 +1,238 @@
+"""Tokens of all attempts in flight, in columns: all runs of a batch of deltas are applied at once.
+
+An attempt is a request that an engine works on. It has a row from the moment it is given to the
+engine until it is taken back; the trajectory keeps what is here then (`Trajectory.settle`).
+
+S: runs of a batch, N: tokens in them, K: runs that were appended.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from umbra.runtime.engine_api.delta_batch import DeltaBatch
+from umbra.runtime.rollout.dispatch.request_rows import RequestRows
+from umbra.runtime.rollout.dispatch.token_pages import EMPTY, TokenPages
+from umbra.runtime.rollout.dispatch.trajectory import Segment
+
+_FIRST_ROWS: Final = 256
+_NO_VERSION: Final = -1
+_NOBODY: Final = -1
+
+
+class Runs(NamedTuple):
+    """Runs that were appended to trajectories, in columns.
+
+    Attributes:
+        uids: [K] of the trajectories.
+        starts: [K] completion offset of each run's first token.
+        offsets: [K+1] into tokens and logprobs.
+        versions: [K] int64.
+        tokens, logprobs: [N] int32, [N] float32.
+    """
+
+    uids: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+    versions: NDArray[np.int64]
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+
+    def recorded(self) -> Runs:
+        """Those of trajectories that have a uid."""
+        wanted = self.uids >= 0
+        if wanted.all():
+            return self
+        counts = np.diff(self.offsets)
+        offsets = np.zeros(int(np.count_nonzero(wanted)) + 1, np.int64)
+        np.cumsum(counts[wanted], out=offsets[1:])
+        tokens = np.repeat(wanted, counts)
+        return Runs(
+            self.uids[wanted],
+            self.starts[wanted],
+            offsets,
+            self.versions[wanted],
+            self.tokens[tokens],
+            self.logprobs[tokens],
+        )
+
+
+class Applied(NamedTuple):
+    """What became of a batch.
+
+    Attributes:
+        runs: what was appended; None where nothing was.
+        rest: indices of the runs that do not simply go on: for the caller, one by one, in order.
+        num_late: runs of requests that this engine does not have.
+        num_late_tokens: in these runs.
+    """
+
+    runs: Runs | None
+    rest: list[int]
+    num_late: int
+    num_late_tokens: int
+
+
+class TokenStore:
+    """Rows of attempts. Row 0 stays empty: it is what unknown requests are looked up as.
+
+    Columns: `_owners` the engine's number; `_lengths` and `_limits` of the completion, now and at
+    most; `_starts` where the tokens of the last version, in `_versions`, begin; `_cursors` into the
+    pages. Attempts with tokens of several versions have the earlier segments in `_earlier`.
+    """
+
+    def __init__(self) -> None:
+        self._pages = TokenPages()
+        self._requests = RequestRows()
+        self._owners = np.full(_FIRST_ROWS, _NOBODY, np.int64)
+        self._uids = np.zeros(_FIRST_ROWS, np.int64)
+        self._lengths = np.zeros(_FIRST_ROWS, np.int64)
+        self._limits = np.zeros(_FIRST_ROWS, np.int64)
+        self._starts = np.zeros(_FIRST_ROWS, np.int64)
+        self._versions = np.zeros(_FIRST_ROWS, np.int64)
+        self._cursors = np.zeros(_FIRST_ROWS, np.int64)
+        self._marks = np.zeros(_FIRST_ROWS, np.int64)  # scratch of `_goes_on`
+        self._free = list(range(_FIRST_ROWS - 1, 0, -1))
+        self._earlier: dict[int, list[Segment]] = {}
+
+    def open(self, request_id: int, owner: int, uid: int, *, length: int, room: int) -> int:
+        """A row for an attempt whose trajectory has `length` tokens and room for `room` more.
+
+        Args:
+            request_id: above all before it.
+            owner: number of the engine, at least 0: runs of others are not its.
+        """
+        if not self._free:
+            self._grow()
+        row = self._free.pop()
+        self._owners[row] = owner
+        self._uids[row] = uid
+        self._lengths[row] = length
+        self._limits[row] = length + room
+        self._starts[row] = length
+        self._versions[row] = _NO_VERSION
+        self._cursors[row] = EMPTY
+        self._requests.put(request_id, row)
+        return row
+
+    def close(self, request_id: int, row: int) -> None:
+        """Forgets an attempt."""
+        self._requests.drop(request_id)
+        self._pages.release(self._cursors.item(row))
+        self._earlier.pop(row, None)
+        self._owners[row] = _NOBODY
+        self._free.append(row)
+
+    def length(self, row: int) -> int:
+        """Tokens of the completion, those from before the attempt included."""
+        return self._lengths.item(row)
+
+    def last_token(self, row: int) -> int:
+        """Of an attempt that has got one."""
+        return self._pages.last_token(self._cursors.item(row))
+
+    def read(self, row: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """Copies of the tokens and logprobs that the attempt has got."""
+        return self._pages.read(self._cursors.item(row))
+
+    def segments(self, row: int) -> list[Segment]:
+        """The versions of what the attempt has got."""
+        earlier = self._earlier.get(row, [])
+        start, stop = self._starts.item(row), self._lengths.item(row)
+        if start == stop:
+            return earlier
+        return [*earlier, Segment(start, stop, self._versions.item(row))]
+
+    def append(
+        self, row: int, tokens: NDArray[np.int32], logprobs: NDArray[np.float32], version: int
+    ) -> None:
+        """Appends one run; the caller has seen to it that there is room."""
+        if len(tokens) == 0:
+            return
+        known = self._versions.item(row)
+        if known != version:
+            if known != _NO_VERSION:
+                self._earlier[row] = self.segments(row)
+            self._starts[row] = self._lengths[row]
+            self._versions[row] = version
+        offsets = np.asarray([0, len(tokens)], np.int64)
+        self._write(np.asarray([row], np.int64), offsets, tokens, logprobs)
+
+    def apply(self, owner: int, batch: DeltaBatch) -> Applied:
+        """Appends those runs of a batch that simply go on where their trajectories end."""
+        rows = self._requests.find(batch.ids)
+        mine = self._owners[rows] == owner
+        goes_on = mine & self._goes_on(rows, batch)
+        num_late = len(rows) - int(np.count_nonzero(mine))
+        late = (num_late, int(np.diff(batch.bounds)[~mine].sum()) if num_late else 0)
+        if goes_on.all():
+            rest, chosen = list[int](), batch
+        else:
+            rest = np.flatnonzero(mine & ~goes_on).tolist()
+            chosen = batch.select(goes_on)
+            rows = rows[goes_on]
+        if not len(rows):
+            return Applied(None, rest, *late)
+        self._versions[rows] = chosen.versions
+        self._write(rows, chosen.bounds, chosen.tokens, chosen.logprobs)
+        runs = Runs(
+            self._uids[rows],
+            chosen.positions,
+            chosen.bounds,
+            chosen.versions,
+            chosen.tokens,
+            chosen.logprobs,
+        )
+        return Applied(runs, rest, *late)
+
+    def _goes_on(self, rows: NDArray[np.int64], batch: DeltaBatch) -> NDArray[np.bool_]:
+        """[S] whether a run has tokens, begins where its row ends, fits, and is of its version."""
+        lengths, versions = self._lengths[rows], self._versions[rows]
+        counts = np.diff(batch.bounds)
+        goes_on: NDArray[np.bool_] = (counts > 0) & (batch.positions == lengths)
+        goes_on &= lengths + counts <= self._limits[rows]
+        goes_on &= (versions == batch.versions) | (versions == _NO_VERSION)
+        # A request with several runs has them appended in order, one by one.
+        numbers = np.arange(len(rows))
+        self._marks[rows] = numbers
+        is_hidden = self._marks[rows] != numbers
+        if is_hidden.any():
+            goes_on &= ~np.isin(rows, rows[is_hidden])
+        return goes_on
+
+    def _write(
+        self,
+        rows: NDArray[np.int64],
+        offsets: NDArray[np.int64],
+        tokens: NDArray[np.int32],
+        logprobs: NDArray[np.float32],
+    ) -> None:
+        counts = np.diff(offsets)
+        cursors = self._cursors[rows]
+        self._cursors[rows] = self._pages.append(cursors, offsets[:-1], counts, tokens, logprobs)
+        self._lengths[rows] += counts
+
+    def _grow(self) -> None:
+        old = len(self._owners)
+        more = np.zeros(old, np.int64)
+        self._owners = np.concatenate([self._owners, more + _NOBODY])
+        self._uids = np.concatenate([self._uids, more])
+        self._lengths = np.concatenate([self._lengths, more])
+        self._limits = np.concatenate([self._limits, more])
+        self._starts = np.concatenate([self._starts, more])
+        self._versions = np.concatenate([self._versions, more])
+        self._cursors = np.concatenate([self._cursors, more])
+        self._marks = np.concatenate([self._marks, more])
+        self._free += range(2 * old - 1, old - 1, -1)
+
+    def check_integrity(self) -> None:
+        """Asserts that rows and pages are free or in use, and each in one place."""
+        used: list[int] = np.flatnonzero(self._owners != _NOBODY).tolist()
+        rows = np.sort(np.asarray(used + self._free))
+        assert np.array_equal(rows, np.arange(1, len(self._owners)))
+        assert self._earlier.keys() <= set(used)
+        assert (self._lengths[used] <= self._limits[used]).all()
+        self._pages.check_integrity([self._cursors.item(row) for row in used])

@@ -1,0 +1,269 @@
+"""One sample: prompt, completion so far, and which version of the weights made each token.
+
+Letters: P prompt tokens, C completion tokens (generated, and in agent loops also given ones).
+
+    PENDING -> RUNNING -> FINISHED
+                 |  ^
+                 v  |      cut by a sync, a sleep or the death of its engine; resumed from
+               PARTIAL     prompt + completion so far
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from umbra.runtime.errors import RolloutError
+from umbra.runtime.rollout.dispatch.router import EngineId
+from umbra.runtime.rollout.prompts import Prompt
+
+if TYPE_CHECKING:
+    from umbra.runtime.rollout.dispatch.token_store import TokenStore
+
+NOT_GENERATED: Final = -1  # stands for a version where a token was given, not sampled
+_NO_TOKENS: Final = np.empty(0, np.int32)
+_NO_LOGPROBS: Final = np.empty(0, np.float32)
+
+
+class TrajectoryState(StrEnum):
+    PENDING = "pending"
+    RUNNING = "running"
+    PARTIAL = "partial"
+    FINISHED = "finished"
+
+
+class Segment(NamedTuple):
+    """A run of completion tokens made under one version (NOT_GENERATED: given tokens)."""
+
+    start: int
+    stop: int
+    version: int
+
+
+class Trajectory:
+    """One sample of a group. Owned by the manager; grows by whole runs of tokens.
+
+    While an engine works on it, what is new is in a row of the dispatcher's `TokenStore`, with the
+    new tokens of all others (`begin_attempt`); afterwards it is here (`settle`).
+
+    Attributes:
+        uid: its number in the ledger; -1 where it is not recorded.
+
+    Args:
+        sample_id: unique in the job, such as `e0/prompt7/3`.
+        seed: its sampling seed. Token i of the completion is drawn with (seed, i), whichever
+            engine draws it, so that resuming does not change the stream.
+        budget: most tokens that may be generated, over all turns and resumptions.
+        max_context_len: most tokens of prompt and completion together.
+    """
+
+    __slots__ = (
+        "_logprobs",
+        "_num_settled",
+        "_row",
+        "_segments",
+        "_store",
+        "_tokens",
+        "budget",
+        "finish_reason",
+        "home",
+        "is_recorded_running",
+        "max_context_len",
+        "num_interruptions",
+        "num_refilled_tokens",
+        "prompt",
+        "prompt_tokens",
+        "reward",
+        "sample_id",
+        "seed",
+        "state",
+        "uid",
+    )
+
+    def __init__(
+        self, sample_id: str, prompt: Prompt, seed: int, *, budget: int, max_context_len: int
+    ) -> None:
+        self.sample_id = sample_id
+        self.prompt = prompt
+        self.seed = seed
+        self.budget = budget
+        self.max_context_len = max_context_len
+        self.uid = -1  # in the ledger; -1: it is not recorded
+        self.is_recorded_running = False  # what the ledger was told last
+        self.reward: float | None = None
+        self.home: EngineId | None = None  # the engine that generated last
+        self.num_interruptions = 0
+        self.num_refilled_tokens = 0  # prefilled again because of interruptions
+        self._store: TokenStore | None = None
+        self._row = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Back to the bare prompt; an agent loop whose process died starts over."""
+        assert self._store is None, f"{self.sample_id} is with an engine"
+        self.state = TrajectoryState.PENDING
+        self.finish_reason = ""
+        self.prompt_tokens: NDArray[np.int32] = self.prompt.tokens  # [P]
+        self._tokens: NDArray[np.int32] = _NO_TOKENS
+        self._logprobs: NDArray[np.float32] = _NO_LOGPROBS
+        self._segments: tuple[Segment, ...] = ()
+        self._num_settled = 0  # generated tokens in these
+
+    @property
+    def is_finished(self) -> bool:
+        return self.state == TrajectoryState.FINISHED
+
+    def __len__(self) -> int:
+        """Tokens of prompt and completion."""
+        return len(self.prompt_tokens) + self.completion_len
+
+    @property
+    def completion_len(self) -> int:
+        return len(self._tokens) if self._store is None else self._store.length(self._row)
+
+    @property
+    def num_unsettled(self) -> int:
+        """Tokens that the attempt in progress has brought."""
+        return 0 if self._store is None else self._store.length(self._row) - len(self._tokens)
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens of the completion that were sampled, not given."""
+        return self._num_settled + self.num_unsettled
+
+    @property
+    def tokens(self) -> NDArray[np.int32]:
+        """[C] the completion; not to be written to."""
+        if self._store is None:
+            return self._tokens
+        return np.concatenate([self._tokens, self._store.read(self._row)[0]])
+
+    @property
+    def logprobs(self) -> NDArray[np.float32]:
+        """[C] of the sampling distribution; 0 where not generated. Not to be written to."""
+        if self._store is None:
+            return self._logprobs
+        return np.concatenate([self._logprobs, self._store.read(self._row)[1]])
+
+    @property
+    def versions(self) -> NDArray[np.int64]:
+        """[C] of the weights; NOT_GENERATED where not generated."""
+        segments = self.segments()
+        lengths = np.asarray([s.stop - s.start for s in segments], np.int64)
+        return np.repeat(np.asarray([s.version for s in segments], np.int64), lengths)
+
+    def last_token(self) -> int:
+        """Of a completion that is not empty."""
+        if self.num_unsettled and self._store is not None:
+            return self._store.last_token(self._row)
+        return int(self._tokens[-1])
+
+    def context(self) -> NDArray[np.int32]:
+        """[P + C] all tokens, to go on from; not to be written to."""
+        if self.completion_len == 0:
+            return self.prompt_tokens
+        return np.concatenate([self.prompt_tokens, self.tokens])
+
+    def room(self) -> int:
+        """Tokens that may still be generated, by budget and by context."""
+        return max(0, min(self.budget - self.num_generated, self.max_context_len - len(self)))
+
+    def missing_before(self, position: int) -> int:
+        """Tokens lost before a run at `position`: positive is a gap, negative a repeat."""
+        return position - self.completion_len
+
+    def append_generated(
+        self, tokens: NDArray[np.int32], logprobs: NDArray[np.float32], version: int
+    ) -> None:
+        """Appends a run of sampled tokens, made under one version.
+
+        Raises:
+            RolloutError: more than `room()`: the budget is never exceeded.
+        """
+        if len(tokens) > self.room():
+            raise RolloutError(f"{self.sample_id}: {len(tokens)} tokens, room for {self.room()}")
+        if self._store is not None:
+            self._store.append(self._row, tokens, logprobs, version)
+            return
+        segment = Segment(len(self._tokens), len(self._tokens) + len(tokens), version)
+        self._add(tokens, logprobs, [segment])
+        self._num_settled += len(tokens)
+
+    def begin_attempt(self, store: TokenStore, row: int) -> None:
+        """An engine takes it: its new tokens are in `store` until `settle`."""
+        assert self._store is None, f"{self.sample_id} is with an engine already"
+        self._store, self._row = store, row
+
+    def settle(self) -> int:
+        """The attempt is over, and its row about to go: keeps what it brought, and counts it."""
+        store, num_tokens = self._store, self.num_unsettled
+        self._store = None
+        if store is not None and num_tokens:
+            self._add(*store.read(self._row), store.segments(self._row))
+            self._num_settled += num_tokens
+        return num_tokens
+
+    def extend_context(self, context: NDArray[np.int32]) -> None:
+        """An agent loop's next context: what is there so far, plus tokens that it appends.
+
+        Before the first generation the context replaces the prompt.
+
+        Raises:
+            RolloutError: `context` does not start with the tokens so far.
+        """
+        assert self._store is None, f"{self.sample_id} is with an engine"
+        if len(self._tokens) == 0:
+            self.prompt_tokens = context.copy()
+            return
+        known = self.context()
+        shared = min(len(known), len(context))
+        differs = np.flatnonzero(known[:shared] != context[:shared])
+        if len(differs) or len(context) < len(known):
+            at = int(differs[0]) if len(differs) else len(context)
+            raise RolloutError(
+                f"{self.sample_id}: the tokens given to generate() leave the trajectory at "
+                f"position {at} of {len(known)}: append each turn's tokens to those before and "
+                "never tokenise the text anew"
+            )
+        given = context[len(known) :]
+        segment = Segment(len(self._tokens), len(self._tokens) + len(given), NOT_GENERATED)
+        self._add(given, np.zeros(len(given), np.float32), [segment])
+
+    def finish(self, reason: str) -> None:
+        self.state = TrajectoryState.FINISHED
+        self.finish_reason = reason
+
+    def cut(self) -> None:
+        """Its generation was interrupted; all that is here stays."""
+        self.num_interruptions += 1
+        self.num_refilled_tokens += len(self)
+        self.state = TrajectoryState.PARTIAL
+
+    def segments(self) -> list[Segment]:
+        """The completion as runs of equal version, in order."""
+        if self._store is None:
+            return list(self._segments)
+        return _joined(self._segments, self._store.segments(self._row))
+
+    def _add(
+        self,
+        tokens: NDArray[np.int32],
+        logprobs: NDArray[np.float32],
+        segments: Sequence[Segment],
+    ) -> None:
+        if len(tokens):
+            self._tokens = np.concatenate([self._tokens, tokens])
+            self._logprobs = np.concatenate([self._logprobs, logprobs])
+            self._segments = tuple(_joined(self._segments, segments))
+
+
+def _joined(first: Sequence[Segment], then: Sequence[Segment]) -> list[Segment]:
+    """All of them; the two in the middle as one where they are of one version."""
+    if first and then and first[-1].version == then[0].version:
+        middle = Segment(first[-1].start, then[0].stop, then[0].version)
+        return [*first[:-1], middle, *then[1:]]
+    return [*first, *then]

@@ -1,0 +1,257 @@
+"""The files of one manager's ledger, and which of their bytes are its history.
+
+    RUN_DIR/ledger/MANAGER/000001-0000.log     life 1, part 0
+                           000001-0001.log
+                           000002-0000.log     life 2: a later incarnation of the manager
+
+The first frame of a file is a header. That of a life's part 0 lists every earlier file with the
+length that counted when the life began: what an older life wrote later, a process that was stopped
+and woke, is not part of the history. The newest life that has a header decides.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgpack
+
+from umbra.runtime.errors import LedgerError
+from umbra.runtime.rollout.ledger import ledger_frames
+from umbra.runtime.rollout.ledger.ledger_events import Batch, decode_batches
+
+FORMAT: Final = 1
+_NAME: Final = re.compile(r"(\d{6,})-(\d{4,})\.log")
+_POSITION: Final = re.compile(r"(\d+)-(\d+)-(\d+)")
+
+
+class Position(NamedTuple):
+    """A place in a ledger; later ones are greater."""
+
+    life: int
+    part: int
+    offset: int
+
+    def __str__(self) -> str:
+        return f"{self.life}-{self.part}-{self.offset}"
+
+    @classmethod
+    def parse(cls, text: str) -> Position:
+        """The position that `str()` made this text of.
+
+        Raises:
+            LedgerError: it is none.
+        """
+        match = _POSITION.fullmatch(text)
+        if match is None:
+            raise LedgerError(f"{text!r} is no position in a ledger (LIFE-PART-OFFSET)")
+        return cls(*map(int, match.groups()))
+
+
+class Part(NamedTuple):
+    """One file; its first `stop` bytes count."""
+
+    path: Path
+    life: int
+    part: int
+    stop: int
+
+
+class Entry(NamedTuple):
+    """One batch and the frame that holds it."""
+
+    position: Position
+    batch: Batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """The first frame of a file.
+
+    Attributes:
+        earlier: (life, part, stop) of all files of earlier lives; empty but in part 0.
+    """
+
+    job_id: str
+    life: int
+    part: int
+    time_s: float
+    earlier: tuple[tuple[int, int, int], ...] = ()
+
+    def to_wire(self) -> bytes:
+        content = [FORMAT, self.job_id, self.life, self.part, self.time_s, self.earlier]
+        data: bytes = msgpack.packb(content)
+        return data
+
+    @classmethod
+    def from_wire(cls, payload: bytes | memoryview, path: Path) -> Header:
+        """Checks the header of the file `path`.
+
+        Raises:
+            LedgerError: it is another file's, or of another format.
+        """
+        try:
+            found, *content = msgpack.unpackb(payload)
+            if found != FORMAT:
+                raise LedgerError(
+                    f"{path} has format {found}, and this umbra reads format {FORMAT}: use the "
+                    "version of umbra that wrote it"
+                )
+            job_id, life, part, time_s, earlier = content
+            header = cls(
+                job_id=str(job_id),
+                life=int(life),
+                part=int(part),
+                time_s=float(time_s),
+                earlier=tuple((int(a), int(b), int(c)) for a, b, c in earlier),
+            )
+        except (TypeError, ValueError, msgpack.UnpackException) as error:
+            raise LedgerError(f"{path} does not begin like a ledger's file: {error}") from error
+        if path.name != part_name(header.life, header.part):
+            raise LedgerError(
+                f"{path} was written as {part_name(header.life, header.part)}: give the files of "
+                "this folder their names back"
+            )
+        return header
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What counts of a ledger as it was found; later writing does not change it.
+
+    Attributes:
+        parts: in order; the last life's are at the end.
+    """
+
+    folder: Path
+    parts: tuple[Part, ...]
+
+    @property
+    def end(self) -> Position:
+        """Behind the last good frame."""
+        if not self.parts:
+            return Position(0, 0, 0)
+        return Position(*self.parts[-1][1:])
+
+    def covers(self, position: Position) -> bool:
+        """Whether everything written before this position, as then returned, counts."""
+        return any(
+            (part.life, part.part) == position[:2] and position.offset <= part.stop
+            for part in self.parts
+        )
+
+    def headers(self) -> Iterator[Header]:
+        """The header of each file that counts."""
+        for part in self.parts:
+            if part.stop:
+                (_, payload), *_ = _scan(part).frames
+                yield Header.from_wire(payload, part.path)
+
+    def entries(self) -> Iterator[Entry]:
+        """Every batch, in order.
+
+        Raises:
+            LedgerError: a file is damaged, shorter than it was, or gone.
+        """
+        for part in self.parts:
+            for idx, (offset, payload) in enumerate(_scan(part).frames):
+                if idx == 0:
+                    Header.from_wire(payload, part.path)
+                    continue
+                position = Position(part.life, part.part, offset)
+                try:
+                    for batch in decode_batches(payload):
+                        yield Entry(position, batch)
+                except LedgerError as error:
+                    raise LedgerError(f"{part.path}, frame at byte {offset}: {error}") from error
+
+
+def ledger_folder(run_dir: Path, manager: str) -> Path:
+    """Where the ledger of a manager is."""
+    return run_dir / "ledger" / manager
+
+
+def managers_of(run_dir: Path) -> list[str]:
+    """Managers with a ledger in this run directory, sorted."""
+    try:
+        found = sorted(entry.name for entry in (run_dir / "ledger").iterdir() if entry.is_dir())
+    except OSError:
+        return []
+    return [name for name in found if files_of(ledger_folder(run_dir, name))]
+
+
+def part_name(life: int, part: int) -> str:
+    return f"{life:06}-{part:04}.log"
+
+
+def files_of(folder: Path) -> dict[int, dict[int, Path]]:
+    """The files of a folder by life and part."""
+    found: dict[int, dict[int, Path]] = {}
+    for path in folder.iterdir():
+        if match := _NAME.fullmatch(path.name):
+            found.setdefault(int(match[1]), {})[int(match[2])] = path
+    return found
+
+
+def read_history(folder: Path, *, before_life: int | None = None) -> History:
+    """Finds what counts, also while a writer is alive. `before_life` leaves out later lives.
+
+    Raises:
+        LedgerError: files are damaged, missing, or of another format.
+    """
+    try:
+        files = files_of(folder)
+    except OSError as error:
+        raise LedgerError(f"cannot list {folder}: {error.strerror}") from error
+    for life in sorted(files, reverse=True):
+        if before_life is not None and life >= before_life:
+            continue
+        own = _parts_of(life, files[life], folder)
+        if own:
+            header = Header.from_wire(_scan(own[0]).frames[0][1], own[0].path)
+            earlier = [
+                Part(folder / part_name(of_life, part), of_life, part, stop)
+                for of_life, part, stop in header.earlier
+            ]
+            return History(folder, (*earlier, *own))
+    return History(folder, ())
+
+
+def _parts_of(life: int, files: dict[int, Path], folder: Path) -> list[Part]:
+    """The files of the newest life; none where not even its first header was written."""
+    parts: list[Part] = []
+    for part in range(max(files) + 1):
+        if part not in files:
+            raise LedgerError(
+                f"{folder / part_name(life, part)} is missing, and a later part of life {life} is "
+                "here: restore it from a backup"
+            )
+        found = ledger_frames.scan(_read(files[part]), files[part])
+        if part < max(files) and (found.is_torn or not found.stop):
+            raise LedgerError(
+                f"{files[part]} is damaged at byte {found.stop}: it was whole when its next part "
+                "was begun; restore it from a backup"
+            )
+        parts.append(Part(files[part], life, part, found.stop))
+    return parts if parts[0].stop else []
+
+
+def _scan(part: Part) -> ledger_frames.Scan:
+    """The frames of a part; all its bytes that count must be good."""
+    found = ledger_frames.scan(memoryview(_read(part.path))[: part.stop], part.path)
+    if found.stop != part.stop:
+        raise LedgerError(
+            f"{part.path} is damaged: {part.stop} bytes of it were good, now only {found.stop} "
+            "are; restore it from a backup"
+        )
+    return found
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise LedgerError(f"cannot read {path}: {error.strerror}") from error

@@ -1,0 +1,431 @@
+"""The state of all samples, from events alone: no clock, no files.
+
+What can no longer change is folded into counts, group by group: a group whose samples are all
+dropped, or trained in steps that the newest checkpoint covers. Everything else is held, tokens
+included.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final, assert_never
+
+import numpy as np
+
+from umbra.runtime.errors import LedgerError
+from umbra.runtime.rollout.ledger.ledger_events import (
+    GIVEN,
+    Admitted,
+    Checkpoint,
+    Cut,
+    Dropped,
+    Evaluated,
+    Event,
+    Finished,
+    Leased,
+    Prompt,
+    Recorded,
+    Reset,
+    Restored,
+    Scored,
+    Started,
+    Tokens,
+    Uids,
+    Version,
+)
+from umbra.runtime.rollout.ledger.sample_accounts import (
+    GroupAccount,
+    SampleAccount,
+    SampleState,
+    Totals,
+)
+
+_PENDING: Final = frozenset({SampleState.PENDING})
+_RUNNING: Final = frozenset({SampleState.RUNNING})
+_WAITING: Final = frozenset({SampleState.PENDING, SampleState.PARTIAL})
+_OPEN: Final = _WAITING | _RUNNING
+_FINISHED: Final = frozenset({SampleState.FINISHED})
+_SCORED: Final = frozenset({SampleState.SCORED})
+_UNLEASED: Final = _OPEN | _FINISHED | _SCORED
+_HANDED_OUT: Final = frozenset({SampleState.LEASED, SampleState.TRAINED})
+
+
+class LedgerState:
+    """Accounts of samples. A refused event changes nothing.
+
+    Args:
+        restores: the steps of all `Restored` events to come, in order. Tokens that one of them
+            will bring back are held, whatever checkpoint covers them; without it, going back
+            behind the newest checkpoint is refused.
+        on_settled: called with each group that is folded, while it still has its accounts.
+
+    Attributes:
+        versions: the optimizer step of each version.
+        steps_done: optimizer steps in the surviving history, as far as versions and checkpoints
+            tell.
+        covered_step: steps that the newest checkpoint covers.
+        evaluation: the last, unless the job has gone back to a checkpoint since.
+        next_uid: of the first sample of the next group.
+    """
+
+    def __init__(
+        self,
+        restores: Iterable[int] = (),
+        *,
+        on_settled: Callable[[GroupAccount], None] | None = None,
+    ) -> None:
+        self.versions: dict[int, int] = {}
+        self.steps_done = 0
+        self.covered_step = 0
+        self.evaluation: Evaluated | None = None
+        self.next_uid = 0
+        self.totals = Totals()
+        self.counts: Counter[SampleState] = Counter()
+        self.drop_reasons: Counter[str] = Counter()
+        self._restores = deque(restores)
+        self._on_settled = on_settled
+        self._released_step = 0  # of samples trained before it, tokens are gone
+        self._last_place = -1
+        self._samples: dict[int, SampleAccount] = {}
+        self._groups: dict[str, GroupAccount] = {}
+        self._group_ids: set[str] = set()
+        self._leased: dict[int, list[SampleAccount]] = {}  # by step, until released
+
+    def apply(self, event: Event) -> None:
+        """Takes one event in.
+
+        Raises:
+            LedgerError: it cannot have happened after what happened before.
+        """
+        match event:
+            case Version():
+                self._announce(event.version, event.step)
+            case Admitted():
+                self._admit(event)
+            case Started():
+                self._move_all(self._find(event, event.uids, _WAITING), SampleState.RUNNING)
+            case Cut():
+                self._cut(self._find(event, event.uids, _RUNNING))
+            case Tokens():
+                self._append(event)
+            case Prompt():
+                self._replace_prompt(event)
+            case Reset():
+                self._reset(self._find_one(event, event.uid, _OPEN))
+            case Recorded():
+                self._record(event)
+            case Finished():
+                self._finish(event)
+            case Scored():
+                self._score(event)
+            case Leased():
+                self._lease(event)
+            case Dropped():
+                self._drop(self._find(event, event.uids, _UNLEASED), event.reason)
+            case Checkpoint():
+                self._cover(event)
+            case Restored():
+                self._restore(event)
+            case Evaluated():
+                self.evaluation = event
+            case _:
+                assert_never(event)
+
+    def sample(self, uid: int) -> SampleAccount:
+        """The account of a sample that is still held; KeyError otherwise."""
+        return self._samples[uid]
+
+    def group(self, group_id: str) -> GroupAccount:
+        """The account of a group that is still held; KeyError otherwise."""
+        return self._groups[group_id]
+
+    def groups(self) -> Iterator[GroupAccount]:
+        """Those that are still held, in order of admission."""
+        return iter(self._groups.values())
+
+    @property
+    def num_groups(self) -> int:
+        """All that were ever admitted."""
+        return len(self._group_ids)
+
+    @property
+    def group_ids(self) -> frozenset[str]:
+        """Of all groups that were ever admitted."""
+        return frozenset(self._group_ids)
+
+    def scored(self) -> Uids:
+        """Samples that have a reward and were not leased."""
+        found = [uid for uid, held in self._samples.items() if held.state is SampleState.SCORED]
+        return np.asarray(found, np.int64)
+
+    @property
+    def next_place(self) -> int:
+        """The first place of the data order behind all that was admitted."""
+        return self._last_place + 1
+
+    def running(self) -> Uids:
+        """Samples that engines had when the history ended: a new life cuts them first."""
+        found = [uid for uid, held in self._samples.items() if held.state is SampleState.RUNNING]
+        return np.asarray(found, np.int64)
+
+    def check_integrity(self) -> None:
+        """Asserts that counts and accounts agree."""
+        held = Counter(sample.state for sample in self._samples.values())
+        assert sum(self.counts.values()) == self.next_uid
+        assert sum(self.drop_reasons.values()) == self.counts[SampleState.DROPPED]
+        for state in SampleState:
+            settled = self.counts[state] - held[state]
+            assert settled >= 0, state
+            assert settled == 0 or state in (SampleState.TRAINED, SampleState.DROPPED), state
+        for step, samples in self._leased.items():
+            for sample in samples:
+                assert sample.step == step, sample.sample_id
+                is_done = step < self.steps_done
+                assert (sample.state is SampleState.TRAINED) == is_done, sample.sample_id
+
+    def _announce(self, version: int, step: int) -> None:
+        if self.versions and version <= max(self.versions):
+            raise LedgerError(
+                f"version {version} after version {max(self.versions)}: numbers are never reused"
+            )
+        self.versions[version] = step
+        self._advance(step)
+
+    def _admit(self, event: Admitted) -> None:
+        if event.first_uid != self.next_uid:
+            raise LedgerError(
+                f"{event.group_id}: admitted as uid {event.first_uid}, expected {self.next_uid}"
+            )
+        if event.group_id in self._group_ids:
+            raise LedgerError(f"{event.group_id} is admitted twice")
+        if event.place <= self._last_place:
+            raise LedgerError(
+                f"{event.group_id}: admitted for place {event.place} of the data after place "
+                f"{self._last_place}"
+            )
+        group = GroupAccount(
+            first_uid=event.first_uid,
+            group_id=event.group_id,
+            prompt_id=event.prompt_id,
+            epoch=event.epoch,
+            place=event.place,
+            seeds=event.seeds,
+        )
+        self._groups[event.group_id] = group
+        self._group_ids.add(event.group_id)
+        self._last_place = event.place
+        for sample in group.samples:
+            self._samples[sample.uid] = sample
+        self.next_uid += len(group.samples)
+        self.counts[SampleState.PENDING] += len(group.samples)
+
+    def _cut(self, samples: Sequence[SampleAccount]) -> None:
+        self._move_all(samples, SampleState.PARTIAL)
+        self.totals.interruptions += len(samples)
+        for sample in samples:
+            sample.num_interruptions += 1
+
+    def _append(self, event: Tokens) -> None:
+        uids, starts = event.uids.tolist(), event.starts.tolist()
+        bounds, versions = event.offsets.tolist(), event.versions.tolist()
+        lengths: dict[int, int] = {}
+        for uid, start, begin, end, version in zip(
+            uids, starts, bounds, bounds[1:], versions, strict=False
+        ):
+            sample = self._find_one(event, uid, _OPEN if version == GIVEN else _RUNNING)
+            length = lengths.get(uid, sample.num_tokens)
+            if start != length:
+                problem = "are missing before it" if start > length else "are there already"
+                raise LedgerError(
+                    f"{sample.sample_id}: a run of tokens at position {start} of a completion of "
+                    f"{length}: {abs(start - length)} tokens {problem}"
+                )
+            if version != GIVEN and version not in self.versions:
+                raise LedgerError(f"{sample.sample_id}: tokens of the unknown version {version}")
+            lengths[uid] = length + end - begin
+        num_generated = 0
+        for uid, begin, end, version in zip(uids, bounds, bounds[1:], versions, strict=False):
+            run = slice(begin, end)
+            self._samples[uid].append(event.tokens[run], event.logprobs[run], version)
+            if version != GIVEN:
+                num_generated += end - begin
+        self.totals.generated_tokens += num_generated
+        self.totals.given_tokens += len(event.tokens) - num_generated
+
+    def _replace_prompt(self, event: Prompt) -> None:
+        sample = self._find_one(event, event.uid, _OPEN)
+        if sample.num_tokens:
+            raise LedgerError(
+                f"{sample.sample_id}: another prompt after {sample.num_tokens} tokens"
+            )
+        sample.prompt = event.tokens
+
+    def _reset(self, sample: SampleAccount) -> None:
+        self.totals.resets += 1
+        self.totals.reset_tokens += sample.num_tokens
+        sample.num_resets += 1
+        sample.num_reset_tokens += sample.num_tokens
+        sample.truncate(0)
+        sample.prompt = None
+        self._move(sample, SampleState.PENDING)
+
+    def _record(self, event: Recorded) -> None:
+        sample = self._find_one(event, event.uid, _OPEN)
+        if event.key in sample.recorded:
+            raise LedgerError(f"{sample.sample_id}: {event.key!r} is recorded twice")
+        sample.recorded[event.key] = event.value
+
+    def _finish(self, event: Finished) -> None:
+        samples = self._find(event, event.uids, _OPEN)
+        self._move_all(samples, SampleState.FINISHED)
+        for sample, reason in zip(samples, event.reasons, strict=True):
+            sample.finish_reason = reason
+
+    def _score(self, event: Scored) -> None:
+        samples = self._find(event, event.uids, _FINISHED)
+        self._move_all(samples, SampleState.SCORED)
+        for sample, reward in zip(samples, event.rewards.tolist(), strict=True):
+            sample.reward = reward
+
+    def _lease(self, event: Leased) -> None:
+        samples = self._find(event, event.uids, _SCORED)
+        if event.step < self.steps_done:
+            raise LedgerError(
+                f"samples are leased for step {event.step + 1}, and {self.steps_done} steps are "
+                "done"
+            )
+        whole = sum(
+            sample.state is not SampleState.DROPPED
+            for group in {sample.group for sample in samples}
+            for sample in group.samples
+        )
+        if whole != len(samples):
+            raise LedgerError(
+                f"step {event.step + 1}: {len(samples)} samples are leased of groups that have "
+                f"{whole}: groups are delivered whole"
+            )
+        self._move_all(samples, SampleState.LEASED)
+        for sample in samples:
+            sample.step = event.step
+        self._leased.setdefault(event.step, []).extend(samples)
+
+    def _drop(self, samples: Sequence[SampleAccount], reason: str) -> None:
+        self._move_all(samples, SampleState.DROPPED)
+        self.drop_reasons[reason] += len(samples)
+        for sample in samples:
+            sample.drop_reason = reason
+            sample.release()
+        self._fold({sample.group for sample in samples})
+
+    def _cover(self, event: Checkpoint) -> None:
+        self._check_version(event.step, event.version)
+        if event.step < self.covered_step:
+            raise LedgerError(
+                f"a checkpoint after {event.step} steps follows one after {self.covered_step}"
+            )
+        self._advance(event.step)
+        self._settle(event.step)
+
+    def _restore(self, event: Restored) -> None:
+        self._check_version(event.step, event.version)
+        if event.step < self._released_step:
+            raise LedgerError(
+                f"back to the checkpoint after {event.step} steps, and what was trained up to step "
+                f"{self._released_step} is no longer held: replay the ledger with "
+                f"restoring_step={event.step}"
+            )
+        if self._restores and self._restores.popleft() != event.step:
+            raise LedgerError(f"going back to step {event.step} was not foreseen")
+        if not self.versions or event.version > max(self.versions):
+            self.versions[event.version] = event.step  # its announcement was lost in a crash
+        self.totals.restores += 1
+        self.evaluation = None
+        for step in [step for step in self._leased if step >= event.step]:
+            samples = self._leased.pop(step)
+            self._move_all(samples, SampleState.SCORED)
+            for sample in samples:
+                sample.step = None
+        self.steps_done = self.covered_step = min(self.steps_done, event.step)
+        self._advance(event.step)
+        if not event.keep_newer:
+            newer = {version for version, step in self.versions.items() if step > event.step}
+            for sample in self._samples.values():
+                if sample.state in _UNLEASED:
+                    self._roll_back(sample, sample.first_of(newer))
+        self._settle(event.step)
+
+    def _roll_back(self, sample: SampleAccount, num_tokens: int) -> None:
+        if num_tokens == sample.num_tokens:
+            return
+        num_lost = sample.num_tokens - num_tokens
+        self.totals.rolled_back_tokens += num_lost
+        sample.num_rolled_back += num_lost
+        sample.truncate(num_tokens)
+        sample.reward = None
+        sample.finish_reason = ""
+        self._move(sample, SampleState.PARTIAL if num_tokens else SampleState.PENDING)
+
+    def _check_version(self, step: int, version: int) -> None:
+        known = self.versions.get(version, step)
+        if known > step:
+            raise LedgerError(
+                f"a checkpoint after {step} steps knows of version {version}, which was announced "
+                f"after {known}"
+            )
+
+    def _advance(self, steps_done: int) -> None:
+        for step, samples in self._leased.items():
+            if self.steps_done <= step < steps_done:
+                self._move_all(samples, SampleState.TRAINED)
+        self.steps_done = max(self.steps_done, steps_done)
+
+    def _settle(self, covered_step: int) -> None:
+        """Lets go of what was trained before `covered_step` and will not be brought back."""
+        self.covered_step = covered_step
+        limit = min([covered_step, *self._restores])
+        self._released_step = max(self._released_step, limit)
+        touched: set[GroupAccount] = set()
+        for step in [step for step in self._leased if step < limit]:
+            for sample in self._leased.pop(step):
+                sample.release()
+                touched.add(sample.group)
+        self._fold(touched)
+
+    def _fold(self, groups: Iterable[GroupAccount]) -> None:
+        for group in sorted(groups, key=lambda group: group.first_uid):
+            if group.is_settled:
+                if self._on_settled is not None:
+                    self._on_settled(group)
+                del self._groups[group.group_id]
+                for sample in group.samples:
+                    del self._samples[sample.uid]
+
+    def _find(
+        self, event: Event, uids: Uids, allowed: frozenset[SampleState]
+    ) -> list[SampleAccount]:
+        found = [self._find_one(event, uid, allowed) for uid in uids.tolist()]
+        if len(set(found)) != len(found):
+            raise LedgerError(f"{type(event).__name__}: a sample stands there twice")
+        return found
+
+    def _find_one(self, event: Event, uid: int, allowed: frozenset[SampleState]) -> SampleAccount:
+        sample = self._samples.get(uid)
+        if sample is None:
+            fate = "was settled before" if 0 <= uid < self.next_uid else "was never admitted"
+            raise LedgerError(f"{type(event).__name__}: uid {uid} {fate}")
+        if sample.state not in allowed:
+            raise LedgerError(
+                f"{type(event).__name__}: {sample.sample_id} is {sample.state}, not "
+                f"{' or '.join(sorted(allowed))}"
+            )
+        return sample
+
+    def _move_all(self, samples: Iterable[SampleAccount], state: SampleState) -> None:
+        for sample in samples:
+            self._move(sample, state)
+
+    def _move(self, sample: SampleAccount, state: SampleState) -> None:
+        self.counts[sample.state] -= 1
+        self.counts[state] += 1
+        sample.state = state

@@ -1,0 +1,376 @@
+"""The manager's pen: what happens to training samples, written to the ledger.
+
+Everything that happens in one turn of the event loop becomes one batch of the ledger, in order,
+with what is alike and adjacent in one column. Samples that are not trained on (uid -1) leave no
+trace.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, Final, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from umbra.runtime.errors import LedgerError, RolloutError, UmbraError
+from umbra.runtime.rollout.dispatch.group import Group
+from umbra.runtime.rollout.dispatch.trajectory import NOT_GENERATED, Trajectory
+from umbra.runtime.rollout.ledger.ledger_events import (
+    Admitted,
+    Checkpoint,
+    Cut,
+    Dropped,
+    Evaluated,
+    Event,
+    Finished,
+    Leased,
+    Prompt,
+    Recorded,
+    Reset,
+    Restored,
+    Scored,
+    Started,
+    Tokens,
+    Version,
+    encode_batch,
+    uids_of,
+)
+from umbra.runtime.rollout.ledger.ledger_history import History, Position, read_history
+from umbra.runtime.rollout.ledger.ledger_log import LedgerLog
+from umbra.runtime.rollout.ledger.ledger_replay import replay
+from umbra.runtime.rollout.ledger.ledger_state import LedgerState
+from umbra.runtime.rollout.ledger.ledger_writer import LedgerWriter, Ticket
+
+NOT_RECORDED: Final = -1
+_DURABLE_TIMEOUT_S: Final = 60.0
+_MAX_CAUSE_LEN: Final = 1000
+"""An exception's text may be a whole page of HTML."""
+
+
+class Recorder:
+    """Writes one life of a manager's ledger. An async context manager; owns log and writer.
+
+    Args:
+        folder: of this manager's ledger; None keeps nothing.
+        on_failure: told once when the ledger can no longer be written.
+    """
+
+    def __init__(self, folder: Path | None, on_failure: Callable[[UmbraError], None]) -> None:
+        self._folder = folder
+        self._on_failure = on_failure
+        self._stack = contextlib.AsyncExitStack()
+        self._writer: LedgerWriter | None = None
+        self._ticket: Ticket | None = None
+        self._next_uid = 0
+        self._versions: set[int] = set()
+        self._group_ids: set[str] = set()
+        self._scored: set[int] = set()  # uids of those that are not leased
+        self._has_failed = False
+        self._step = 0
+        self._pending: list[tuple[str, Any]] = []  # (kind, part of an event), see `_EVENTS`
+        self._on_room: Callable[[], None] | None = None
+
+    async def __aenter__(self) -> Self:
+        if self._folder is not None:
+            log = await asyncio.to_thread(LedgerLog.open, self._folder, "umbra")
+            self._writer = await self._stack.enter_async_context(
+                LedgerWriter(log, on_progress=self._on_progress)
+            )
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self._on_room = None
+        self._flush()
+        await self._stack.aclose()
+
+    async def recover(self, restored: Restored | None, needs: str = "") -> LedgerState | None:
+        """The state at the end of the history; None where nothing is kept.
+
+        Args:
+            restored: the checkpoint that the job goes on from; None where it never stopped.
+            needs: the position which that checkpoint has kept, "" where it knows none.
+
+        Raises:
+            LedgerError: the history is damaged, ends before what the checkpoint needs, or has
+                since gone back behind that checkpoint.
+        """
+        if self._writer is None or self._folder is None:
+            return None
+        await self.durable()
+        folder, step = self._folder, None if restored is None else restored.step
+        state = await asyncio.to_thread(_read_state, folder, needs, step)
+        first: list[Event] = []
+        if len(running := state.running()):
+            first.append(Cut(running, "the rollout manager started anew"))
+        if restored is not None and (state.num_groups or state.versions or state.evaluation):
+            first.append(restored)
+        for event in first:
+            state.apply(event)
+        if first:
+            self._ticket = self._writer.append(*first)
+        self._next_uid = state.next_uid
+        self._versions = set(state.versions)
+        self._step = state.steps_done
+        self._group_ids = set(state.group_ids)
+        self._scored = set(state.scored().tolist())
+        return state
+
+    async def durable(self) -> None:
+        """Returns when everything that has happened so far is on disk.
+
+        Raises:
+            LedgerError: it cannot be written, or nothing is for a minute.
+        """
+        self._flush()
+        if self._writer is not None and self._ticket is not None:
+            await self._writer.durable(self._ticket, _DURABLE_TIMEOUT_S)
+
+    @property
+    def position(self) -> str:
+        """Behind what is durable, for a checkpoint to keep; "" where nothing is kept."""
+        return "" if self._writer is None else str(self._writer.position)
+
+    @property
+    def has_room(self) -> bool:
+        """False while the disk is too far behind for more to be begun."""
+        return self._writer is None or self._writer.has_room
+
+    def when_room(self, resume: Callable[[], None]) -> None:
+        """Calls back once, when there is room; who asked last is called."""
+        self._on_room = resume
+
+    @property
+    def queued_nbytes(self) -> int:
+        """Not on disk yet."""
+        return 0 if self._writer is None else self._writer.queued_nbytes
+
+    # -- groups --------------------------------------------------------------------------
+
+    def admitted(self, group: Group, epoch: int, place: int) -> None:
+        """Gives the group's samples their uids.
+
+        Raises:
+            LedgerError: it was admitted before: the data set or its order was changed.
+        """
+        if self._writer is None:
+            return
+        if group.group_id in self._group_ids:
+            raise LedgerError(
+                f"{group.group_id} comes a second time, at place {place} of the data, and the "
+                f"ledger in {self._folder} has it already: the data set, train.seed or "
+                "data.shuffle was changed; change it back, or begin a new run in another run.dir"
+            )
+        self._group_ids.add(group.group_id)
+        first_uid = self._next_uid
+        for sample in group.trajectories:
+            sample.uid = self._next_uid
+            self._next_uid += 1
+        seeds = np.asarray([sample.seed for sample in group.trajectories], np.int64)
+        prompt_id = group.trajectories[0].prompt.prompt_id
+        self._write(Admitted(first_uid, group.group_id, prompt_id, epoch, place, seeds))
+
+    def scored(self, samples: Iterable[Trajectory]) -> None:
+        """They have their rewards; what was said of one before is not said again."""
+        for sample in samples:
+            if sample.uid not in self._scored:
+                self._scored.add(sample.uid)
+                self._add("scored", sample, sample.reward)
+
+    def leased(self, step: int, groups: Sequence[Group]) -> None:
+        uids = _uids(groups)
+        self._scored.difference_update(uids.tolist())
+        self._write(Leased(step, uids))
+
+    def dropped(self, group: Group, reason: str, cause: str = "") -> None:
+        """`reason` is one of a few, which are counted; `cause` says more, and is cut if long."""
+        uids = _uids([group])
+        self._scored.difference_update(uids.tolist())
+        self._write(Dropped(uids, reason, cause[:_MAX_CAUSE_LEN]))
+
+    # -- samples -------------------------------------------------------------------------
+
+    def started(self, sample: Trajectory) -> None:
+        """Engines have it. Between the turns of an agent loop it counts as running."""
+        if not sample.is_recorded_running:
+            sample.is_recorded_running = True
+            self._add("started", sample, None)
+
+    def cut(self, sample: Trajectory) -> None:
+        if sample.is_recorded_running:
+            sample.is_recorded_running = False
+            self._add("cut", sample, None)
+
+    def finished(self, sample: Trajectory) -> None:
+        sample.is_recorded_running = False
+        self._add("finished", sample, sample.finish_reason)
+
+    def prompt(self, sample: Trajectory) -> None:
+        """An agent loop replaced the prompt."""
+        if sample.uid != NOT_RECORDED:
+            self._write(Prompt(sample.uid, sample.prompt_tokens))
+
+    def given(self, sample: Trajectory, start: int) -> None:
+        """An agent loop appended the completion's tokens from `start` on."""
+        self._append_run(sample, start, NOT_GENERATED)
+
+    def again(self, sample: Trajectory, start: int) -> None:
+        """A run of one version, from `start` on, that was there before a reset."""
+        self.started(sample)
+        self._append_run(sample, start, int(sample.versions[start]))
+
+    def reset(self, sample: Trajectory, reason: str) -> None:
+        """All its tokens are gone."""
+        sample.is_recorded_running = False
+        if sample.uid != NOT_RECORDED:
+            self._write(Reset(sample.uid, reason))
+
+    def kept(self, sample: Trajectory, key: str, value: object) -> None:
+        """A value that outlives the process which made it.
+
+        Raises:
+            LedgerError: it is not plain data, or too large.
+        """
+        event = Recorded(max(0, sample.uid), key, value)
+        encode_batch(0.0, [event])  # it is the caller's fault, and no other event's
+        if sample.uid != NOT_RECORDED:
+            self._write(event)
+
+    def on_tokens(
+        self,
+        uids: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        offsets: NDArray[np.int64],
+        versions: NDArray[np.int64],
+        tokens: NDArray[np.int32],
+        logprobs: NDArray[np.float32],
+    ) -> None:
+        """Runs of tokens that were appended, in columns as `events.Tokens` has them."""
+        for version in {*versions.tolist()} - self._versions - {NOT_GENERATED}:
+            self.version(version, self._step)  # published by ranks that announced nothing
+        self._write(Tokens(uids, starts, offsets, versions, tokens, logprobs))
+
+    # -- the trainer ---------------------------------------------------------------------
+
+    def version(self, version: int, step: int) -> None:
+        """The weights after `step` steps are `version`; what was said of it first counts."""
+        self._step = max(step, self._step)
+        if version in self._versions:
+            return
+        if version < max(self._versions, default=-1):
+            self._fail(
+                RolloutError(
+                    f"version {version} comes after version {max(self._versions)}: an engine has "
+                    "weights that no rank has announced, or a version was used again"
+                )
+            )
+            return
+        self._versions.add(version)
+        self._write(Version(version, step))
+
+    def evaluated(self, step: int, temperature: float, outcome: Mapping[str, Any]) -> None:
+        self._write(Evaluated(step, float(temperature), outcome))
+
+    def checkpoint(self, step: int, version: int) -> None:
+        self._write(Checkpoint(step, version))
+
+    # -- private -------------------------------------------------------------------------
+
+    def _append_run(self, sample: Trajectory, start: int, version: int) -> None:
+        tokens, logprobs = sample.tokens[start:].copy(), sample.logprobs[start:].copy()
+        if sample.uid == NOT_RECORDED or not len(tokens):
+            return
+        starts, offsets = np.asarray([start]), np.asarray([0, len(tokens)])
+        versions = np.asarray([version])
+        self.on_tokens(uids_of(sample.uid), starts, offsets, versions, tokens, logprobs)
+
+    def _write(self, event: Event) -> None:
+        self._queue("event", event)
+
+    def _add(self, kind: str, sample: Trajectory, value: object) -> None:
+        if sample.uid != NOT_RECORDED:
+            self._queue(kind, (sample.uid, value))
+
+    def _queue(self, kind: str, part: object) -> None:
+        if self._writer is None or self._has_failed:
+            return
+        if not self._pending:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._pending.append((kind, part))
+
+    def _flush(self) -> None:
+        pending, self._pending = self._pending, []
+        if not pending or self._writer is None:
+            return
+        events: list[Event] = []
+        for kind, group in groupby(pending, key=itemgetter(0)):
+            events += _EVENTS[kind]([part for _, part in group])
+        try:
+            self._ticket = self._writer.append(*events)
+        except LedgerError as error:
+            self._fail(error)
+
+    def _on_progress(self) -> None:
+        if self._writer is not None and self._writer.failure is not None:
+            self._fail(self._writer.failure)
+        elif self.has_room and self._on_room is not None:
+            resume, self._on_room = self._on_room, None
+            resume()
+
+    def _fail(self, error: UmbraError) -> None:
+        """Nothing is written any more: what follows may rest on what is missing."""
+        if not self._has_failed:
+            self._has_failed = True
+            self._on_failure(error)
+
+
+def _read_state(folder: Path, needs: str, restoring_step: int | None) -> LedgerState:
+    history = read_history(folder)
+    if needs and restoring_step is not None:
+        _check_fit(history, Position.parse(needs), restoring_step)
+    return replay(history.entries, restoring_step=restoring_step)
+
+
+def _check_fit(history: History, needs: Position, step: int) -> None:
+    """Raises LedgerError where a checkpoint after `step` steps, made at `needs`, is no part of it.
+
+    Where the job went back behind a checkpoint, what that was trained on has been generated or
+    handed out anew since.
+    """
+    if not history.covers(needs):
+        raise LedgerError(
+            f"the ledger in {history.folder} ends at {history.end} and the checkpoint was made at "
+            f"{needs}: put the ledger's files back, or go on from an older checkpoint"
+        )
+    for entry in history.entries():
+        for event in entry.batch.events:
+            if isinstance(event, Restored) and event.step < step and entry.position >= needs:
+                raise LedgerError(
+                    f"the checkpoint after {step} steps was made at {needs} of the ledger in "
+                    f"{history.folder}, and the job went back to step {event.step} after that, at "
+                    f"{entry.position}: remove the checkpoint, or go on from it in another run.dir"
+                )
+
+
+def _uids(groups: Sequence[Group]) -> NDArray[np.int64]:
+    return uids_of(*(sample.uid for group in groups for sample in group.trajectories))
+
+
+def _column(parts: Sequence[tuple[int, Any]]) -> NDArray[np.int64]:
+    return uids_of(*(uid for uid, _ in parts))
+
+
+_EVENTS: Final[dict[str, Callable[[list[Any]], list[Event]]]] = {
+    "event": lambda parts: parts,
+    "started": lambda parts: [Started(_column(parts))],
+    "cut": lambda parts: [Cut(_column(parts), "interrupted")],
+    "finished": lambda parts: [Finished(_column(parts), [reason for _, reason in parts])],
+    "scored": lambda parts: [
+        Scored(_column(parts), np.asarray([reward for _, reward in parts], np.float64))
+    ],
+}

@@ -1,0 +1,223 @@
+"""What the ledger knows of one sample and of one group.
+
+PENDING -> RUNNING -> FINISHED -> SCORED -> LEASED -> TRAINED
+   ^         |  ^                   |         |
+   |         v  |                   +---------+---- a restored checkpoint does not have it
+(reset)    PARTIAL
+any but the last two -> DROPPED
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import pairwise
+from typing import Any, Final, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from umbra.runtime.rollout.dispatch.trajectory import Segment
+from umbra.runtime.rollout.ledger.ledger_events import GIVEN
+
+T = TypeVar("T", bound=np.generic)
+
+_INITIAL_CAPACITY: Final = 32
+_NO_TOKENS: Final = np.empty(0, np.int32)
+_NO_LOGPROBS: Final = np.empty(0, np.float32)
+
+
+class SampleState(StrEnum):
+    PENDING = "pending"
+    RUNNING = "running"
+    PARTIAL = "partial"
+    FINISHED = "finished"
+    SCORED = "scored"
+    LEASED = "leased"
+    TRAINED = "trained"
+    DROPPED = "dropped"
+
+
+class SampleAccount:
+    """One sample. Written by `LedgerState` alone.
+
+    Attributes:
+        step: the optimizer step (from 0) that it was leased for or trained in.
+        prompt: an agent loop's, in place of the data set's.
+        recorded: what `ctx.once` keeps; it survives resets.
+        is_released: tokens are no longer held: it is dropped, or trained for good.
+        num_rolled_back: tokens cut off by restored checkpoints.
+        num_reset_tokens: tokens given up by agent loops that started over.
+    """
+
+    __slots__ = (
+        "_logprobs",
+        "_run_starts",
+        "_run_versions",
+        "_tokens",
+        "drop_reason",
+        "finish_reason",
+        "group",
+        "is_released",
+        "num_interruptions",
+        "num_reset_tokens",
+        "num_resets",
+        "num_rolled_back",
+        "num_tokens",
+        "prompt",
+        "recorded",
+        "reward",
+        "state",
+        "step",
+        "uid",
+    )
+
+    def __init__(self, uid: int, group: GroupAccount) -> None:
+        self.uid = uid
+        self.group = group
+        self.state = SampleState.PENDING
+        self.finish_reason = ""
+        self.drop_reason = ""
+        self.reward: float | None = None
+        self.step: int | None = None
+        self.prompt: NDArray[np.int32] | None = None
+        self.recorded: dict[str, Any] = {}
+        self.num_interruptions = 0
+        self.num_resets = 0
+        self.num_reset_tokens = 0
+        self.num_rolled_back = 0
+        self.num_tokens = 0
+        self.is_released = False
+        self._tokens = _NO_TOKENS
+        self._logprobs = _NO_LOGPROBS
+        self._run_starts: list[int] = []
+        self._run_versions: list[int] = []
+
+    @property
+    def sample_idx(self) -> int:
+        return self.uid - self.group.first_uid
+
+    @property
+    def sample_id(self) -> str:
+        return f"{self.group.group_id}/{self.sample_idx}"
+
+    @property
+    def seed(self) -> int:
+        return int(self.group.seeds[self.sample_idx])
+
+    @property
+    def tokens(self) -> NDArray[np.int32]:
+        """[num_tokens] the completion; empty once released."""
+        return self._tokens[: self.num_tokens]
+
+    @property
+    def logprobs(self) -> NDArray[np.float32]:
+        """[num_tokens], as the engines gave them; empty once released."""
+        return self._logprobs[: self.num_tokens]
+
+    @property
+    def versions(self) -> NDArray[np.int64]:
+        """[num_tokens] the version of each token, GIVEN where not generated."""
+        bounds = [*self._run_starts, self.num_tokens]
+        return np.repeat(np.asarray(self._run_versions, np.int64), np.diff(bounds))
+
+    @property
+    def num_generated(self) -> int:
+        return sum(run.stop - run.start for run in self.segments() if run.version != GIVEN)
+
+    def segments(self) -> list[Segment]:
+        """The completion as runs of equal version, in order; kept when tokens are released."""
+        bounds = pairwise([*self._run_starts, self.num_tokens])
+        return [
+            Segment(start, stop, version)
+            for (start, stop), version in zip(bounds, self._run_versions, strict=True)
+        ]
+
+    def append(
+        self, tokens: NDArray[np.int32], logprobs: NDArray[np.float32], version: int
+    ) -> None:
+        """Adds a run of tokens, copied."""
+        start, stop = self.num_tokens, self.num_tokens + len(tokens)
+        if stop > len(self._tokens):
+            capacity = max(stop, 2 * len(self._tokens), _INITIAL_CAPACITY)
+            self._tokens = _resized(self._tokens, start, capacity)
+            self._logprobs = _resized(self._logprobs, start, capacity)
+        self._tokens[start:stop] = tokens
+        self._logprobs[start:stop] = logprobs
+        if not self._run_versions or self._run_versions[-1] != version:
+            self._run_starts.append(start)
+            self._run_versions.append(version)
+        self.num_tokens = stop
+
+    def truncate(self, num_tokens: int) -> None:
+        """Keeps the first `num_tokens`."""
+        while self._run_starts and self._run_starts[-1] >= num_tokens:
+            self._run_starts.pop()
+            self._run_versions.pop()
+        self.num_tokens = num_tokens
+
+    def first_of(self, versions: set[int]) -> int:
+        """Where the first token of one of these versions is; `num_tokens` if there is none."""
+        for start, version in zip(self._run_starts, self._run_versions, strict=True):
+            if version in versions:
+                return start
+        return self.num_tokens
+
+    def release(self) -> None:
+        """Forgets tokens and what goes with them; segments and counts stay."""
+        self.is_released = True
+        self._tokens = _NO_TOKENS
+        self._logprobs = _NO_LOGPROBS
+        self.prompt = None
+        self.recorded = {}
+
+
+class GroupAccount:
+    """The samples of one prompt."""
+
+    __slots__ = ("epoch", "first_uid", "group_id", "place", "prompt_id", "samples", "seeds")
+
+    def __init__(
+        self,
+        *,
+        first_uid: int,
+        group_id: str,
+        prompt_id: str,
+        epoch: int,
+        place: int,
+        seeds: NDArray[np.int64],
+    ) -> None:
+        self.first_uid = first_uid
+        self.group_id = group_id
+        self.prompt_id = prompt_id
+        self.epoch = epoch
+        self.place = place
+        self.seeds = seeds  # [G]
+        self.samples: Sequence[SampleAccount] = tuple(
+            SampleAccount(first_uid + k, self) for k in range(len(seeds))
+        )
+
+    @property
+    def is_settled(self) -> bool:
+        """Nothing can happen to it any more."""
+        return all(sample.is_released for sample in self.samples)
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counted over the whole history, abandoned work included."""
+
+    generated_tokens: int = 0
+    given_tokens: int = 0
+    rolled_back_tokens: int = 0
+    reset_tokens: int = 0
+    interruptions: int = 0
+    resets: int = 0
+    restores: int = 0
+
+
+def _resized(array: NDArray[T], length: int, capacity: int) -> NDArray[T]:
+    larger = np.empty(capacity, array.dtype)
+    larger[:length] = array[:length]
+    return larger

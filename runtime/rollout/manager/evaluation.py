@@ -1,0 +1,71 @@
+"""A fixed set of groups, from fresh to scored: one evaluation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from umbra.runtime.errors import UmbraError
+from umbra.runtime.rollout.dispatch.group import Group
+from umbra.runtime.rollout.manager.group_runner import GroupRunner
+
+
+class Harvest:
+    """Groups on their way. Everything happens in callbacks on one loop.
+
+    Args:
+        on_done: called once, when every group is scored.
+        on_failure: told of the first error; the harvest is abandoned then.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        runner: GroupRunner,
+        temperature: float,
+        *,
+        on_done: Callable[[], None],
+        on_failure: Callable[[UmbraError], None],
+    ) -> None:
+        self.groups = list(groups)
+        self.gen_s = 0.0
+        self._runner = runner
+        self._temperature = temperature
+        self._on_done = on_done
+        self._on_failure = on_failure
+        self._num_unscored = len(self.groups)
+        self._began = time.monotonic()
+
+    @property
+    def is_done(self) -> bool:
+        return self._num_unscored == 0
+
+    def progress(self) -> dict[str, int]:
+        """Counts for `stats()`."""
+        samples = [sample for group in self.groups for sample in group.trajectories]
+        return {
+            "groups": len(self.groups),
+            "groups_scored": len(self.groups) - self._num_unscored,
+            "trajectories_open": sum(group.num_open for group in self.groups),
+            "tokens": sum(sample.num_generated for sample in samples),
+        }
+
+    def begin(self) -> None:
+        """Gives everything to engines or agent loops; they take it as they have room."""
+        for group in self.groups:
+            self._runner.start(group, self._temperature, self._on_scored, self._on_failed)
+
+    def abandon(self) -> None:
+        """Nobody wants the outcome any more."""
+        for group in self.groups:
+            self._runner.abandon(group)
+
+    def _on_scored(self, _group: Group) -> None:
+        self._num_unscored -= 1
+        if self.is_done:
+            self.gen_s = time.monotonic() - self._began
+            self._on_done()
+
+    def _on_failed(self, _group: Group, error: UmbraError) -> None:
+        self.abandon()
+        self._on_failure(error)

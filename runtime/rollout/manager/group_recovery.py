@@ -1,0 +1,118 @@
+"""From the ledger's accounts back to groups that go on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from umbra.runtime.errors import LedgerError
+from umbra.runtime.rollout.dispatch.group import Group
+from umbra.runtime.rollout.dispatch.trajectory import NOT_GENERATED, Trajectory, TrajectoryState
+from umbra.runtime.rollout.ledger.ledger_state import LedgerState
+from umbra.runtime.rollout.ledger.sample_accounts import GroupAccount, SampleAccount, SampleState
+
+
+@dataclass(slots=True)
+class Recovered:
+    """What a manager goes on with; groups by place in the data order, in that order.
+
+    Attributes:
+        open: not scored yet; ready: scored and not leased; leases: by optimizer step.
+        next_place: None where nothing was ever admitted.
+        num_admitted, num_trained, dropped: groups, over the whole history.
+    """
+
+    open: dict[int, Group] = field(default_factory=dict[int, Group])
+    ready: dict[int, Group] = field(default_factory=dict[int, Group])
+    leases: dict[int, list[Group]] = field(default_factory=dict[int, list[Group]])
+    next_place: int | None = None
+    num_admitted: int = 0
+    num_trained: int = 0
+    dropped: Counter[str] = field(default_factory=Counter[str])
+
+    @property
+    def num_tokens(self) -> int:
+        """Generated tokens of what is not trained on yet."""
+        held = [*self.open.values(), *self.ready.values()]
+        return sum(sample.num_generated for group in held for sample in group.trajectories)
+
+
+def recover_groups(
+    state: LedgerState,
+    make_group: Callable[[int], Group],
+    remember: Callable[[Trajectory, SampleAccount], None],
+) -> Recovered:
+    """Groups as they were at the end of the history.
+
+    Args:
+        make_group: a fresh group of a place in the data order.
+        remember: told of each sample that is generated on.
+
+    Raises:
+        LedgerError: the data set or the settings that decide its order are not those of then.
+    """
+    group_size = max(1, state.next_uid // max(1, state.num_groups))
+    recovered = Recovered(
+        next_place=state.next_place if state.num_groups else None,
+        num_admitted=state.num_groups,
+        num_trained=state.counts[SampleState.TRAINED] // group_size,
+        dropped=Counter(
+            {reason: count // group_size for reason, count in state.drop_reasons.items()}
+        ),
+    )
+    for account in state.groups():
+        states = {sample.state for sample in account.samples}
+        if states <= {SampleState.TRAINED, SampleState.DROPPED}:
+            continue
+        group = _restored(account, make_group(account.place), remember)
+        if SampleState.LEASED in states:
+            step = account.samples[0].step
+            assert step is not None
+            recovered.leases.setdefault(step, []).append(group)
+        elif states == {SampleState.SCORED}:
+            recovered.ready[account.place] = group
+        else:
+            recovered.open[account.place] = group
+    return recovered
+
+
+def _restored(
+    account: GroupAccount, group: Group, remember: Callable[[Trajectory, SampleAccount], None]
+) -> Group:
+    seeds = [sample.seed for sample in group.trajectories]
+    if group.group_id != account.group_id or seeds != account.seeds.tolist():
+        raise LedgerError(
+            f"place {account.place} of the data is {group.group_id} with {len(seeds)} samples, and "
+            f"the ledger has {account.group_id} with {len(account.seeds)} there: the data set, "
+            "train.seed, data.shuffle or rollout.group_size was changed; change it back, or begin "
+            "a new run in another run.dir"
+        )
+    for sample, held in zip(group.trajectories, account.samples, strict=True):
+        _fill(sample, held)
+        if not sample.is_finished:
+            remember(sample, held)
+    return group
+
+
+def _fill(sample: Trajectory, held: SampleAccount) -> None:
+    sample.uid = held.uid
+    sample.num_interruptions = held.num_interruptions
+    if held.prompt is not None:
+        sample.extend_context(held.prompt)
+    # A smaller budget than then may have been set: what is there stays, and ends there.
+    sample.budget = max(sample.budget, held.num_generated)
+    sample.max_context_len = max(sample.max_context_len, len(sample) + held.num_tokens)
+    for start, stop, version in held.segments():
+        tokens, logprobs = held.tokens[start:stop], held.logprobs[start:stop]
+        if version == NOT_GENERATED:
+            sample.extend_context(np.concatenate([sample.context(), tokens]))
+        else:
+            sample.append_generated(tokens, logprobs, version)
+    if held.state in (SampleState.FINISHED, SampleState.SCORED, SampleState.LEASED):
+        sample.finish(held.finish_reason)
+        sample.reward = held.reward
+    elif sample.completion_len:
+        sample.state = TrajectoryState.PARTIAL

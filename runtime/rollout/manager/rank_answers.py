@@ -1,0 +1,59 @@
+"""What the ranks get: one answer each for a batch or an evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from umbra.runtime.rollout.buffer.advantages import group_advantages
+from umbra.runtime.rollout.buffer.batch_columns import batch_metrics, rank_columns
+from umbra.runtime.rollout.buffer.batch_plan import plan_batch
+from umbra.runtime.rollout.dispatch.group import Group
+from umbra.runtime.rollout.manager.evaluation import Harvest
+from umbra.runtime.rollout.rollout_config import RolloutConfig
+
+
+def batch_answers(
+    groups: Sequence[Group], config: RolloutConfig, gen_s: float, metrics: Mapping[str, float]
+) -> list[dict[str, Any]]:
+    """Each rank's part of a batch: equal numbers of micro-batches, balanced by tokens.
+
+    Args:
+        gen_s: that generating it took; for tokens/s.
+        metrics: further numbers of the batch.
+    """
+    samples = [sample for group in groups for sample in group.trajectories]
+    advantages = np.concatenate(
+        [group_advantages(group.rewards, config.advantage) for group in groups]
+    )
+    plans = plan_batch(
+        [group.shape() for group in groups],
+        config.world_size,
+        num_micro_batches=config.num_micro_batches,
+        max_tokens_per_micro_batch=config.max_tokens_per_micro_batch,
+    )
+    shared = {
+        "kind": "batch",
+        "metrics": {**batch_metrics(groups, gen_s), **metrics},
+        "loss_tokens_global": sum(sample.num_generated for sample in samples),
+        "num_samples_global": len(samples),
+    }
+    return [{**shared, **rank_columns(groups, advantages, plan)} for plan in plans]
+
+
+def evaluation_outcome(harvest: Harvest, config: RolloutConfig) -> dict[str, Any]:
+    """What every rank gets of an evaluation."""
+    metrics = batch_metrics(harvest.groups, harvest.gen_s)
+    rewards = np.concatenate([group.rewards for group in harvest.groups])
+    return {
+        "kind": "eval",
+        "mean_reward": metrics["reward_mean"],
+        "accuracy": float(np.mean(rewards >= config.accuracy_threshold)),
+        "num_prompts": len(rewards),
+        "tokens": metrics["tokens"],
+        "gen_s": metrics["gen_s"],
+        "completion_len_mean": metrics["completion_len_mean"],
+        "truncated_share": metrics["truncated_share"],
+    }

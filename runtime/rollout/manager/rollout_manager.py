@@ -1,0 +1,355 @@
+"""The rollout manager: an actor that turns prompts into scored, balanced batches.
+
+    ranks --next_batch--> Rounds     Admission -> TrainingFlow -> GroupRunner -> Dispatcher
+                            ^                          |               |           -> engines
+                            +-- batch | sync_wanted <--+               +-> WorkerPool
+                                                                        -> rewards, agents
+
+One loop, no locks: the parts call each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any, Final, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from umbra.runtime.actor.actor_spec import actor_context, idempotent
+from umbra.runtime.errors import RolloutError, UmbraError
+from umbra.runtime.rollout.agents.agent_sessions import AgentSessions
+from umbra.runtime.rollout.agents.worker_pool import WorkerPool
+from umbra.runtime.rollout.buffer.admission import Admission
+from umbra.runtime.rollout.buffer.staleness import VersionSteps
+from umbra.runtime.rollout.dispatch.dispatcher import Dispatcher
+from umbra.runtime.rollout.dispatch.engine_fleet import Fleet, FleetConfig
+from umbra.runtime.rollout.dispatch.pool_load import Demand
+from umbra.runtime.rollout.dispatch.router import Router
+from umbra.runtime.rollout.error_groups import first_leaf
+from umbra.runtime.rollout.ledger.ledger_events import Restored
+from umbra.runtime.rollout.ledger.recorder import Recorder
+from umbra.runtime.rollout.manager.batch_rendezvous import Rounds
+from umbra.runtime.rollout.manager.group_recovery import Recovered, recover_groups
+from umbra.runtime.rollout.manager.group_runner import GroupRunner
+from umbra.runtime.rollout.manager.rank_rendezvous import Round
+from umbra.runtime.rollout.manager.training_flow import TrainingFlow
+from umbra.runtime.rollout.operator_messages import Notes
+from umbra.runtime.rollout.rollout_config import RolloutConfig
+
+logger = logging.getLogger(__name__)
+
+_POOL_S: Final = 10.0
+"""For the supervisor to say whether there is a pool; it answers from memory."""
+
+
+class RolloutManager:
+    """Owns all groups of its node, from prompt to delivered batch. An actor.
+
+    An error that makes a batch impossible is final: every rank gets it, now and in later calls.
+
+    Args:
+        config: `RolloutConfig` as a dict.
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._config = RolloutConfig.from_wire(config)
+        self._admission = Admission(self._config)
+        context = actor_context()
+        self._context = context
+        self._notes = Notes(context.supervisor)
+        router = Router(self._config.max_inflight_per_engine)
+        folder = Path(self._config.ledger_path) if self._config.ledger_path else None
+        self._recorder = Recorder(folder, self._fail)
+        self._demand = Demand(context.supervisor, self._config.pool)
+        self._dispatcher = Dispatcher(router, self._fail, self._recorder, on_work=self._on_work)
+        self._sessions = AgentSessions(
+            self._dispatcher,
+            self._recorder,
+            self._config.stop_token_ids,
+            self._config.vocab_size,
+        )
+        self._workers = WorkerPool(
+            self._config.rollout_actors,
+            context,
+            concurrency={
+                "score": self._config.score_concurrency,
+                **({"run_agent": self._config.agent_concurrency} if self._config.agent else {}),
+            },
+            max_deaths=self._config.max_worker_deaths,
+            on_failure=self._fail,
+        )
+        self._fleet = Fleet(
+            FleetConfig(
+                pool=self._config.pool,
+                delta_timeout_s=self._config.delta_timeout_s,
+                submit_timeout_s=self._config.submit_timeout_s,
+            ),
+            context,
+            self._dispatcher,
+            lambda: self._rounds.on_pool_change(),
+            self._notes.put,
+        )
+        self._runner = GroupRunner(
+            context.name,
+            self._config,
+            self._dispatcher,
+            self._sessions,
+            self._workers,
+            self._recorder,
+        )
+        self._versions = VersionSteps()
+        self._flow = TrainingFlow(
+            self._config,
+            self._admission,
+            self._runner,
+            self._versions,
+            self._recorder,
+            self._dispatcher.take_metrics,
+            on_change=lambda: self._rounds.answer(),
+            on_failure=self._fail,
+            note=self._notes.put,
+        )
+        self._rounds = Rounds(
+            context.name,
+            self._config,
+            context.supervisor,
+            admission=self._admission,
+            runner=self._runner,
+            flow=self._flow,
+            fleet=self._fleet,
+            recorder=self._recorder,
+            learn=self._learn,
+            on_failure=self._fail,
+        )
+        self._wanted = asyncio.Event()
+        self._recovering = asyncio.Lock()
+        self._is_recovered = False
+
+    async def __aenter__(self) -> Self:
+        await self._recorder.__aenter__()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self._rounds.close()
+        await self._recorder.__aexit__(*exc_info)
+        self._admission.close()
+
+    async def run(self) -> None:
+        """Owns every task of the manager; lives until the actor is stopped."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._notes.run())
+            if self._context.num_restarts:
+                tasks.create_task(self._take_up())
+            await self._wanted.wait()  # the pool and the workers may be made after the manager
+            tasks.create_task(self._workers.run())
+            tasks.create_task(self._follow_pool())
+            tasks.create_task(self._rounds.run())
+            if self._config.shares_memory:
+                tasks.create_task(self._demand.run())
+
+    # -- calls of the ranks --------------------------------------------------------------
+
+    @idempotent
+    async def begin(self, step: int, version: int, position: str = "") -> dict[str, int]:
+        """The trainer begins, from the checkpoint after `step` steps. One rank, before all else.
+
+        What was leased or generated after that checkpoint is taken back. Without this call a
+        manager that was killed goes on where it was.
+
+        Args:
+            version: the newest when the checkpoint was made.
+            position: of the ledger, which the checkpoint has kept; "" where it knows none.
+
+        Returns {"groups", "tokens", "version"}: what is there already and need not be generated
+        again, and the newest version that was ever announced.
+
+        Raises:
+            LedgerError: the ledger ends before what the checkpoint needs, or is damaged, or is of
+                another data set.
+        """
+        async with self._recovering:
+            kept = await self._recover(Restored(step, version, keep_newer=False), position)
+            await self._recorder.durable()  # a manager that dies now must not forget it
+            return kept
+
+    @idempotent
+    async def announce(self, version: int, step: int) -> None:
+        """The weights after `step` steps will be `version`. One rank, before it publishes them."""
+        await self._ensure_recovered()
+        self._learn(version, step)
+        await self._recorder.durable()
+
+    @idempotent
+    async def checkpointed(self, step: int, version: int) -> None:
+        """A complete checkpoint after `step` steps exists. One rank."""
+        await self._ensure_recovered()
+        self._recorder.checkpoint(step, version)
+        await self._recorder.durable()
+
+    @idempotent
+    async def position(self) -> str:
+        """Of the ledger, for a checkpoint to keep: everything so far is durable. One rank."""
+        await self._ensure_recovered()
+        await self._recorder.durable()
+        return self._recorder.position
+
+    @idempotent
+    async def next_batch(self, rank: int, step: int, version: int) -> dict[str, Any]:
+        """The batch of `step`; collective: every rank calls it with the same arguments.
+
+        Says that the batches of earlier steps have been trained on.
+
+        Args:
+            step: optimizer steps done so far.
+            version: of the weights after these, which were published before.
+
+        Returns, the same kind on every rank:
+            {"kind": "batch", ...}: this rank's columns, see `batch.rank_columns`, with "metrics",
+                "loss_tokens_global" and "num_samples_global" of the whole batch.
+            {"kind": "sync_wanted", "version": v}: an engine came up without weights. Publish the
+                current version v to the pool again (only engines that lack it take part) and
+                call again with the same step; generation goes on meanwhile.
+
+        Raises:
+            RewardError: see `RewardFunction`; it failed for too many groups.
+            DataError: a prompt too long for the context.
+            RolloutError: a rank is missing, ranks disagree, no engine serves for too long, an
+                engine refused a request, agent loops failed for too many groups.
+        """
+        return await self._join(rank, Round("next_batch", step, self._config.temperature, version))
+
+    @idempotent
+    async def evaluate(self, rank: int, step: int, temperature: float = 0.0) -> dict[str, Any]:
+        """Generates and scores every held-out prompt once; collective like `next_batch`.
+
+        Returns:
+            {"kind": "eval", "mean_reward", "accuracy", "num_prompts", "tokens", "gen_s",
+            "completion_len_mean", "truncated_share"} or {"kind": "sync_wanted", ...}. Accuracy
+            is the share of rewards of at least `accuracy_threshold`.
+        """
+        return await self._join(rank, Round("evaluate", step, temperature))
+
+    async def _join(self, rank: int, wanted: Round) -> dict[str, Any]:
+        await self._ensure_recovered()
+        self._wanted.set()
+        return await self._rounds.join(rank, wanted)
+
+    def _learn(self, version: int, step: int) -> None:
+        self._recorder.version(version, step)
+        self._versions.learn(version, step)
+
+    async def _take_up(self) -> None:
+        """Goes on where the life before this one was killed: the ranks may not ask for minutes.
+
+        Where that fails, the ranks hear why when they ask.
+        """
+        pool = self._config.pool
+        try:
+            async with self._recovering:
+                if not self._is_recovered:
+                    await self._context.supervisor.call("pool_states", pool, timeout_s=_POOL_S)
+                    await self._recover(None, "")
+                    self._flow.go_on()
+        except UmbraError as error:
+            logger.warning("waits for the ranks to ask: %s", error)
+        else:
+            self._wanted.set()
+
+    async def _ensure_recovered(self) -> None:
+        async with self._recovering:
+            if not self._is_recovered:
+                await self._recover(None, "")
+
+    async def _recover(self, restored: Restored | None, needs: str) -> dict[str, int]:
+        """Takes up what the ledger has, in place of what is under way."""
+        self._rounds.restore(None)
+        self._flow.abandon()
+        recovered = Recovered()
+        state = await self._recorder.recover(restored, needs)
+        if state is not None:
+            for version, step in state.versions.items():
+                self._versions.learn(version, step)
+            recovered = recover_groups(
+                state,
+                self._admission.training_group,
+                lambda sample, held: self._sessions.remember(sample, held.recorded),
+            )
+            self._rounds.restore(state.evaluation)
+        self._flow.restore(recovered)
+        self._is_recovered = True
+        groups = len(recovered.open) + len(recovered.ready)
+        if groups:
+            self._notes.put(
+                f"the rollout manager goes on with {groups} groups, {len(recovered.ready)} of them "
+                f"scored, and {recovered.num_tokens} tokens"
+            )
+        newest = 0 if state is None else max(state.versions, default=0)
+        return {"groups": groups, "tokens": recovered.num_tokens, "version": newest}
+
+    # -- calls of agent loops, and of anyone ---------------------------------------------
+
+    async def generate(
+        self,
+        session: int,
+        tokens: NDArray[np.int32],
+        max_new_tokens: int | None = None,
+        lora: str = "",
+    ) -> dict[str, Any]:
+        """One generation of an agent loop; see `AgentSessions.generate`."""
+        if self._rounds.failure is not None:
+            raise self._rounds.failure
+        return await self._sessions.generate(session, tokens, max_new_tokens, lora)
+
+    def recall(self, session: int, key: str) -> list[Any]:
+        """See `AgentSessions.recall`."""
+        return self._sessions.recall(session, key)
+
+    async def keep(self, session: int, key: str, value: Any) -> None:
+        """See `AgentSessions.keep`."""
+        await self._sessions.keep(session, key, value)
+
+    def blame(self, worker: str, incarnation: int, sample_id: str, reason: str) -> None:
+        """A rollout actor is about to end because of what it does for this sample ("": unknown)."""
+        self._notes.put(f"{worker}#{incarnation} ends: {reason}")
+        if sample_id:
+            self._workers.blame(worker, incarnation, sample_id, RolloutError(reason))
+
+    @idempotent
+    def stats(self) -> dict[str, Any]:
+        """What is in progress, for progress lines."""
+        return {
+            **self._rounds.progress(),
+            "training": self._flow.progress(),
+            "waiting_turns": self._dispatcher.num_waiting,
+            "engines": self._fleet.describe(),
+            "version": self._fleet.current_version,
+            "counters": dict(self._dispatcher.counters),
+            "agents": {
+                "replayed_turns": self._sessions.num_replayed_turns,
+                "diverged": self._sessions.num_diverged,
+            },
+        }
+
+    # -- what happens meanwhile ----------------------------------------------------------
+
+    def _on_work(self, has_work: bool) -> None:
+        self._demand.observe(has_work)
+        self._rounds.on_work(has_work)
+
+    async def _follow_pool(self) -> None:
+        try:
+            await self._fleet.run()
+        except* UmbraError as group:
+            self._fail(RolloutError(f"lost sight of the engines: {first_leaf(group)}"))
+
+    def _fail(self, error: UmbraError) -> None:
+        """Ends the job's rollouts: the first error counts, and every rank gets it."""
+        if self._rounds.failure is not None:
+            return
+        logger.error("rollouts failed: %s", error)
+        self._rounds.fail(error)
+        self._flow.abandon()
+        self._runner.abandon_all()
