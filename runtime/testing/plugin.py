@@ -28,9 +28,9 @@ import pytest
 
 if TYPE_CHECKING:
     from umbra.runtime.session import Session
-    from umbra.runtime.testing.engines import EngineFactory
-    from umbra.runtime.testing.sessions import SessionFactory
-    from umbra.runtime.testing.world import DistributedWorld
+    from umbra.runtime.testing.distributed_world import DistributedWorld
+    from umbra.runtime.testing.engine_factory import EngineFactory
+    from umbra.runtime.testing.session_factory import SessionFactory
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -55,21 +55,21 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getini("umbra_check_leaks"):
         if sys.platform != "linux":
             raise pytest.UsageError("umbra_check_leaks reads /proc, so it needs Linux")
-        from umbra.runtime.testing import leaks
+        from umbra.runtime.testing import leak_check
 
-        leaks.prepare()
+        leak_check.prepare()
 
 
 @pytest.fixture(autouse=True)
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fails a test that leaves something behind; see `umbra.runtime.testing.leaks`."""
+    """Fails a test that leaves something behind; see `umbra.runtime.testing.leak_check`."""
     marker = request.node.get_closest_marker("allow_leaks")
     if marker is not None and not (marker.args or marker.kwargs.get("reason")):
         raise pytest.UsageError('allow_leaks needs a reason: @pytest.mark.allow_leaks("why")')
     if marker is not None or not request.config.getini("umbra_check_leaks"):
         yield
         return
-    from umbra.runtime.testing.leaks import LeakCheck
+    from umbra.runtime.testing.leak_check import LeakCheck
 
     check = LeakCheck()
     yield
@@ -88,7 +88,7 @@ def umbra_session_factory(
     They are closed in reverse order after the test, which then fails if a supervisor is still
     there or a socket directory was left.
     """
-    from umbra.runtime.testing.sessions import SessionFactory
+    from umbra.runtime.testing.session_factory import SessionFactory
 
     with SessionFactory(tmp_path, monkeypatch) as factory:
         yield factory
@@ -108,7 +108,7 @@ def tiny_model_dir(
 
     Kept in pytest's cache, so that later runs need not import transformers.
     """
-    from umbra.runtime.testing.models import make_tiny_model
+    from umbra.runtime.testing.tiny_model import make_tiny_model
 
     cache: pytest.Cache | None = getattr(request.config, "cache", None)
     parent = tmp_path_factory.mktemp("umbra") if cache is None else cache.mkdir("umbra-models")
@@ -118,7 +118,7 @@ def tiny_model_dir(
 @pytest.fixture
 def embedded_engine(umbra_session: Session, tiny_model_dir: Path) -> EngineFactory:
     """Starts embedded engines: `engine = embedded_engine()`, then `engine.call("submit", ...)`."""
-    from umbra.runtime.testing.engines import EngineFactory
+    from umbra.runtime.testing.engine_factory import EngineFactory
 
     return EngineFactory(umbra_session, tiny_model_dir)
 
@@ -127,6 +127,6 @@ def embedded_engine(umbra_session: Session, tiny_model_dir: Path) -> EngineFacto
 def distributed_world(tmp_path: Path) -> DistributedWorld:
     """Runs a function in n processes: `distributed_world(train_step, num_ranks=2)`."""
     pytest.importorskip("torch")
-    from umbra.runtime.testing.world import DistributedWorld
+    from umbra.runtime.testing.distributed_world import DistributedWorld
 
     return DistributedWorld(tmp_path)

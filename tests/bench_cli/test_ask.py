@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from umbra.runtime.cli.main import main
+from umbra.runtime.cli.umbra_command import main
 
 
 @contextmanager

@@ -15,14 +15,14 @@ import torch
 from umbra.runtime.bench.program import linked_package
 from umbra.runtime.bench.rounds import median_of
 from umbra.runtime.bench.timing import gathers, measure_throughput, summarise, workers
-from umbra.runtime.cli.main import main
+from umbra.runtime.cli.umbra_command import main
 
 TIMEOUT_S = 100.0
 
 
 def run_bench(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "umbra.runtime.cli.main", "bench", *argv],
+        [sys.executable, "-m", "umbra.runtime.cli.umbra_command", "bench", *argv],
         cwd=folder,
         capture_output=True,
         text=True,

@@ -18,7 +18,15 @@ def test_rollout_measures_deltas_ledger_and_updates(tmp_path: Path) -> None:
     options = ["--rounds", "1", "--trajectories", "500", "--seconds", "1"]
 
     ended = subprocess.run(
-        [sys.executable, "-m", "umbra.runtime.cli.main", "bench", "rollout", "--json", *options],
+        [
+            sys.executable,
+            "-m",
+            "umbra.runtime.cli.umbra_command",
+            "bench",
+            "rollout",
+            "--json",
+            *options,
+        ],
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from umbra.runtime.cli.closed_output import run_until_unread
-from umbra.runtime.cli.main import main
+from umbra.runtime.cli.umbra_command import main
 
 
 def run_main(*argv: str) -> int:
@@ -97,7 +97,7 @@ def test_no_output_at_all_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.process
 def test_the_command_loads_no_heavy_module_before_it_is_needed() -> None:
     code = (
-        "import sys, umbra.runtime.cli.main as m\n"
+        "import sys, umbra.runtime.cli.umbra_command as m\n"
         "try: m.main(['--version'])\n"
         "except SystemExit: pass\n"
         "print(sorted({'torch', 'numpy', 'rich', 'pydantic'} & sys.modules.keys()))"

@@ -18,7 +18,7 @@ from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.cluster.environment import ACTOR_VARIABLE
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.session import Session
-from umbra.runtime.testing.sessions import SessionFactory
+from umbra.runtime.testing.session_factory import SessionFactory
 
 pytestmark = pytest.mark.process
 

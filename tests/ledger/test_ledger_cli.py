@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from ledger_samples import admitted, life_of_a_group, runs_of
 
-from umbra.runtime.cli.main import main
+from umbra.runtime.cli.umbra_command import main
 from umbra.runtime.rollout.ledger.ledger_events import (
     Checkpoint,
     Cut,

@@ -49,7 +49,7 @@ def test_a_supervisor_loads_neither_torch_nor_pydantic_nor_numpy(module: str) ->
         "umbra",
         "umbra.runtime.session",
         "umbra.runtime.rollout.manager.rollout_manager",
-        "umbra.runtime.cli.main",
+        "umbra.runtime.cli.umbra_command",
         "umbra.engines.echo",
         "umbra.trainer.quickstart.task",
     ],

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from umbra.engines.embedded.actor import EmbeddedEngine
 from umbra.runtime.rollout.buffer.prompt_order import PromptOrder, trajectory_seed
 from umbra.runtime.session import Session
-from umbra.runtime.testing.sessions import SessionFactory
+from umbra.runtime.testing.session_factory import SessionFactory
 
 pytestmark = [pytest.mark.process, pytest.mark.patient]
 

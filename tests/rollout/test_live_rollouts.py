@@ -19,7 +19,7 @@ from umbra.runtime.collective import SessionSync
 from umbra.runtime.errors import DeadlineExceeded, RewardError
 from umbra.runtime.rollout.buffer.prompt_order import PromptOrder, trajectory_seed
 from umbra.runtime.session import Session
-from umbra.runtime.testing.sessions import SessionFactory
+from umbra.runtime.testing.session_factory import SessionFactory
 from umbra.runtime.weights.weight_publisher import WeightPublisher
 
 pytestmark = [pytest.mark.process, pytest.mark.patient]

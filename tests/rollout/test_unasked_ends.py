@@ -11,7 +11,7 @@ from ending_actors import ENDS, IN_HERE
 from live_rollouts import LiveRollouts, merged, while_generating
 
 from umbra.runtime.errors import ConnectionLost
-from umbra.runtime.testing.sessions import SessionFactory
+from umbra.runtime.testing.session_factory import SessionFactory
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
 

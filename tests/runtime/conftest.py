@@ -13,7 +13,7 @@ from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.errors import ActorNotFound
 from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session import Session
-from umbra.runtime.testing.sessions import SessionFactory
+from umbra.runtime.testing.session_factory import SessionFactory
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from watching import all_end, kill
 
 from umbra.runtime.errors import ActorDied, ConnectionLost
 from umbra.runtime.session import Session
-from umbra.runtime.testing.sessions import SessionFactory
+from umbra.runtime.testing.session_factory import SessionFactory
 
 pytestmark = pytest.mark.process
 

@@ -17,7 +17,7 @@ from watching import all_end, kill
 from umbra.runtime.errors import ActorDied, ActorNotFound, ConnectionLost, JobFailed
 from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session import Session
-from umbra.runtime.testing.sessions import SessionFactory
+from umbra.runtime.testing.session_factory import SessionFactory
 
 pytestmark = pytest.mark.process
 

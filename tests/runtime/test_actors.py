@@ -19,7 +19,7 @@ from umbra.runtime.errors import (
 )
 from umbra.runtime.process.descendants import process_stat
 from umbra.runtime.session import Session
-from umbra.runtime.testing.sessions import SessionFactory
+from umbra.runtime.testing.session_factory import SessionFactory
 
 pytestmark = pytest.mark.process
 

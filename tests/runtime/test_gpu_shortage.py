@@ -27,7 +27,7 @@ from umbra.runtime.errors import JobFailed
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.process.nvml import GpuUse
 from umbra.runtime.session import Session
-from umbra.runtime.testing.sessions import SessionFactory
+from umbra.runtime.testing.session_factory import SessionFactory
 from umbra.runtime.weights.weight_publisher import WeightPublisher
 
 GIB = 1 << 30

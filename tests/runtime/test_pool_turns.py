@@ -17,7 +17,7 @@ from umbra.runtime.errors import ConfigError, DeadlineExceeded, EngineError, Rem
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.session import Session
 from umbra.runtime.testing.pool_log import assert_never_both_awake
-from umbra.runtime.testing.sessions import SessionFactory
+from umbra.runtime.testing.session_factory import SessionFactory
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 

@@ -24,7 +24,7 @@ from umbra.runtime.rpc.envelopes import HELLO
 from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.rpc.wire import Encoder
 from umbra.runtime.session import Session
-from umbra.runtime.testing.sessions import SessionFactory
+from umbra.runtime.testing.session_factory import SessionFactory
 
 pytestmark = pytest.mark.process
 

@@ -22,7 +22,7 @@ from umbra.runtime.errors import ActorDied, JobFailed, MailboxClosed, UmbraError
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.process import descendants
 from umbra.runtime.session import Session
-from umbra.runtime.testing.sessions import SessionFactory
+from umbra.runtime.testing.session_factory import SessionFactory
 
 pytestmark = pytest.mark.process
 

@@ -9,7 +9,7 @@ from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.errors import ConnectionLost
 from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session import Session
-from umbra.runtime.testing.sessions import SessionFactory
+from umbra.runtime.testing.session_factory import SessionFactory
 
 Spawn = Callable[[ActorSpec], SyncHandle]
 

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from umbra.runtime.testing.world import DistributedWorld, RankFailed
+from umbra.runtime.testing.distributed_world import DistributedWorld, RankFailed
 
 pytest.importorskip("torch")
 import world_functions

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torch")
-from umbra.runtime.testing.engines import EngineFactory
+from umbra.runtime.testing.engine_factory import EngineFactory
 
 pytestmark = pytest.mark.process
 

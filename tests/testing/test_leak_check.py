@@ -137,7 +137,7 @@ def test_a_clean_check_takes_milliseconds() -> None:
     """In a process of its own: how much this one has mapped depends on the tests before."""
     script = """
 import time, torch
-from umbra.runtime.testing.leaks import LeakCheck
+from umbra.runtime.testing.leak_check import LeakCheck
 
 took_s = []
 for _ in range(20):

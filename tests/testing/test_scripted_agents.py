@@ -10,7 +10,7 @@ import pytest
 from umbra.runtime.errors import RequestRefused, RolloutError
 from umbra.runtime.rollout.agents.auxiliary_pool import AskedPool
 from umbra.runtime.rollout.dispatch.trajectory import NOT_GENERATED
-from umbra.runtime.testing.agents import ScriptedContext, ScriptedPool
+from umbra.runtime.testing.scripted_agents import ScriptedContext, ScriptedPool
 
 SAMPLE = {"prompt": "2+3=", "answer": "5"}
 

@@ -191,7 +191,7 @@ def serving(folder: Path, model: Path, arguments: Sequence[object] = ()) -> Gene
 
 
 def _command(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "umbra.runtime.cli.main", *map(str, arguments)]
+    return [sys.executable, "-m", "umbra.runtime.cli.umbra_command", *map(str, arguments)]
 
 
 def _environment(folder: Path) -> dict[str, str]:

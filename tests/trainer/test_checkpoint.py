@@ -17,7 +17,7 @@ from training_models import make_model, save_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from umbra.runtime.errors import ConfigError
-from umbra.runtime.testing.world import DistributedWorld
+from umbra.runtime.testing.distributed_world import DistributedWorld
 from umbra.trainer.checkpoint import read_trainer_state
 from umbra.trainer.run_dir import complete_checkpoints
 

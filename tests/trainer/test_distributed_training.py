@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rank_programs import Arrays, run_all
 
-from umbra.runtime.testing.world import DistributedWorld
+from umbra.runtime.testing.distributed_world import DistributedWorld
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
 

@@ -16,7 +16,7 @@ from training_models import save_model
 from umbra.runtime.disk import format_nbytes
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.rollout.prompts import write_prompts
-from umbra.runtime.testing.world import DistributedWorld
+from umbra.runtime.testing.distributed_world import DistributedWorld
 from umbra.trainer import plot
 from umbra.trainer.config_file import parse_config
 from umbra.trainer.files import RunDirectoryError, check_writable, write_text, writing

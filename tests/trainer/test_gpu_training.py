@@ -9,7 +9,7 @@ import pytest
 import torch
 from rank_programs import run_all
 
-from umbra.runtime.testing.world import DistributedWorld
+from umbra.runtime.testing.distributed_world import DistributedWorld
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,7 +10,7 @@ from off_policy_programs import run_all
 from rank_programs import Arrays
 from training_models import save_model
 
-from umbra.runtime.testing.world import DistributedWorld
+from umbra.runtime.testing.distributed_world import DistributedWorld
 
 pytestmark = [pytest.mark.process, pytest.mark.patient]
 

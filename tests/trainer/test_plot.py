@@ -10,7 +10,7 @@ import pytest
 from test_training_runs import run, write_config
 from training_models import save_model
 
-from umbra.runtime.cli.main import main
+from umbra.runtime.cli.umbra_command import main
 from umbra.trainer.metrics import read_metrics
 from umbra.trainer.plot import draw, panels
 

@@ -17,7 +17,7 @@ import torch
 from http_server import run_umbra, serving
 from training_models import listed, make_model, save_model, save_tokenizer
 
-from umbra.runtime.cli.main import main
+from umbra.runtime.cli.umbra_command import main
 from umbra.runtime.rollout.agents.text_codec import TextCodec
 from umbra.trainer.tokenizer import PromptTokenizer
 

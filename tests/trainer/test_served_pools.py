@@ -17,7 +17,7 @@ import torch
 from http_server import Server, run_umbra, serving
 from training_models import listed, make_model, save_model
 
-from umbra.runtime.cli.main import main
+from umbra.runtime.cli.umbra_command import main
 from umbra.runtime.rollout.agents.text_codec import TextCodec
 from umbra.runtime.testing.pool_log import assert_never_both_awake
 from umbra.trainer.tokenizer import PromptTokenizer

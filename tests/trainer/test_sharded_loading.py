@@ -15,7 +15,7 @@ from loading_programs import compare_loading
 from training_models import make_model, save_model, save_tokenizer
 
 from umbra.runtime.errors import DataError
-from umbra.runtime.testing.world import DistributedWorld
+from umbra.runtime.testing.distributed_world import DistributedWorld
 from umbra.trainer.config import ModelSection
 from umbra.trainer.model import prepare_causal_lm
 from umbra.trainer.stored_weights import StoredWeights

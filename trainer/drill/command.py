@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from umbra.runtime.cli.ledger import account
+from umbra.runtime.cli.ledger_command import account
 from umbra.runtime.errors import UmbraError
 from umbra.trainer.drill.drilled_run import DrilledRun, run_drilled
 

@@ -69,18 +69,18 @@ def _run(arguments: argparse.Namespace) -> int:
 
             return bench.run(arguments)
         case "ledger":
-            from umbra.runtime.cli import ledger
+            from umbra.runtime.cli import ledger_command
 
-            return ledger.run(arguments)
+            return ledger_command.run(arguments)
         case "plot":
             return int(import_module("umbra.trainer.plot").run(arguments))
         case "serve":
             # By name: nothing here imports the trainer, whose config it reads.
             return int(import_module("umbra.trainer.serving.command").serve(arguments))
         case "generate" if arguments.url:
-            from umbra.runtime.cli import ask
+            from umbra.runtime.cli import generate_command
 
-            return ask.run(arguments)
+            return generate_command.run(arguments)
         case "generate":
             return int(import_module("umbra.trainer.serving.command").generate(arguments))
         case _:
