@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
-from umbra.engines.embedded.worker import EngineWorker
+from umbra.engines.embedded.embedded_worker import EngineWorker
 from umbra.runtime.engine_api.delta_buffer import END_TICK_S, DeltaBatch
 from umbra.runtime.errors import EngineError
 

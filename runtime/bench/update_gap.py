@@ -73,7 +73,7 @@ def _updates(
     session.create_pool(
         PoolSpec(
             name="policy",
-            engine="umbra.engines.embedded.actor:EmbeddedEngine",
+            engine="umbra.engines.embedded.embedded_engine:EmbeddedEngine",
             count=_NUM_ENGINES,
             mode="standalone",
             on_update=on_update,

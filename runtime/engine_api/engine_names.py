@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Final
 
 ENGINE_TARGETS: Final[Mapping[str, str]] = {
-    "embedded": "umbra.engines.embedded.actor:EmbeddedEngine",
-    "vllm": "umbra.engines.vllm.actor:VllmEngine",
-    "sglang": "umbra.engines.sglang.actor:SglangEngine",
-    "echo": "umbra.engines.echo:EchoEngine",
-    "faulty": "umbra.engines.faulty.actor:FaultyEngine",
+    "embedded": "umbra.engines.embedded.embedded_engine:EmbeddedEngine",
+    "vllm": "umbra.engines.vllm.vllm_engine:VllmEngine",
+    "sglang": "umbra.engines.sglang.sglang_engine:SglangEngine",
+    "echo": "umbra.engines.echo.echo_engine:EchoEngine",
+    "faulty": "umbra.engines.faulty.faulty_engine:FaultyEngine",
 }
 
 

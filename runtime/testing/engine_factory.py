@@ -37,7 +37,7 @@ class EngineFactory:
         }
         spec = ActorSpec(
             name=name or f"engine-{next(self._numbers)}",
-            target="umbra.engines.embedded.actor:EmbeddedEngine",
+            target="umbra.engines.embedded.embedded_engine:EmbeddedEngine",
             kwargs=settings,
             role="engine",
         )

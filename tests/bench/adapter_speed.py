@@ -32,13 +32,13 @@ import torch
 from qwen3_shapes import QWEN3_0_6B
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from umbra.engines.adapter.actor import AdapterEngine
-from umbra.engines.sglang.actor import SglangEngine
-from umbra.engines.sglang.core import SglangCore
-from umbra.engines.sglang.requests import generate_fields
-from umbra.engines.vllm.actor import VllmEngine
-from umbra.engines.vllm.core import VllmCore
-from umbra.engines.vllm.requests import sampling_params
+from umbra.engines.sglang.sglang_core import SglangCore
+from umbra.engines.sglang.sglang_engine import SglangEngine
+from umbra.engines.sglang.sglang_requests import generate_fields
+from umbra.engines.shell.engine_shell import AdapterEngine
+from umbra.engines.vllm.vllm_core import VllmCore
+from umbra.engines.vllm.vllm_engine import VllmEngine
+from umbra.engines.vllm.vllm_requests import sampling_params
 from umbra.runtime.engine_api.generation_request import GenerationRequest, parse_request
 
 NUM_REQUESTS = {"cpu": 64, "cuda": 256}

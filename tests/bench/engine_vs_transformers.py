@@ -32,7 +32,7 @@ import torch
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from umbra.engines.embedded.actor import EmbeddedEngine
+from umbra.engines.embedded.embedded_engine import EmbeddedEngine
 
 VOCAB_SIZE = 256
 MAX_CONTEXT_LEN = 320

@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from umbra.engines.adapter.actor import AdapterEngine
-from umbra.engines.sglang.actor import SglangEngine
-from umbra.engines.vllm.actor import VllmEngine
+from umbra.engines.sglang.sglang_engine import SglangEngine
+from umbra.engines.shell.engine_shell import AdapterEngine
+from umbra.engines.vllm.vllm_engine import VllmEngine
 
 NUM_REQUESTS = 64
 MAX_CONTEXT_LEN = 4096

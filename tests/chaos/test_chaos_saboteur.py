@@ -74,7 +74,7 @@ def start_engine(session: Session) -> None:
     session.create_pool(
         PoolSpec(
             name=POOL,
-            engine="umbra.engines.echo:EchoEngine",
+            engine="umbra.engines.echo.echo_engine:EchoEngine",
             count=1,
             restart=restart,
             hung_limit_s=2.0,

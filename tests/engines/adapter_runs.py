@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from umbra.engines.adapter.actor import AdapterEngine
-from umbra.engines.adapter.core import Core
-from umbra.engines.weight_image import image_tensors
+from umbra.engines.shell.engine_core import Core
+from umbra.engines.shell.engine_shell import AdapterEngine
+from umbra.engines.shell.weight_image import image_tensors
 from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.transports.shared_memory.memfd import close_fds, create_buckets
 

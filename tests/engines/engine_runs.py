@@ -14,15 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from umbra.engines.adapter.actor import AdapterEngine
-from umbra.engines.echo import EchoEngine
-from umbra.engines.embedded.actor import EmbeddedEngine
-from umbra.engines.embedded.core import EngineCore
+from umbra.engines.echo.echo_engine import EchoEngine
+from umbra.engines.embedded.checkpoint_loading import load_checkpoint, parse_dtype
+from umbra.engines.embedded.decoder_model import DecoderModel
+from umbra.engines.embedded.embedded_core import EngineCore
+from umbra.engines.embedded.embedded_engine import EmbeddedEngine
 from umbra.engines.embedded.kv_cache import KvCache
-from umbra.engines.embedded.loading import load_checkpoint, parse_dtype
-from umbra.engines.embedded.model import DecoderModel
 from umbra.engines.embedded.scheduler import Limits
-from umbra.engines.faulty.actor import FaultyEngine
+from umbra.engines.faulty.faulty_engine import FaultyEngine
+from umbra.engines.shell.engine_shell import AdapterEngine
 from umbra.runtime.engine_api.decoder_config import load_model_config
 from umbra.runtime.engine_api.delta_buffer import DeltaBatch
 from umbra.runtime.engine_api.generation_request import GenerationRequest

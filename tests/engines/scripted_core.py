@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from umbra.engines.adapter.core import Core, NewOutput, Output
-from umbra.engines.weight_import import WorkerRegions
+from umbra.engines.shell.engine_core import Core, NewOutput, Output
+from umbra.engines.shell.weight_import import WorkerRegions
 from umbra.runtime.engine_api.generation_request import GenerationRequest
 
 VOCAB_SIZE = 97

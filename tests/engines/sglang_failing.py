@@ -9,7 +9,7 @@ from typing import Any
 from model_factory import make_model
 from sglang_stand_in import make_modules
 
-from umbra.engines.sglang.actor import SglangEngine
+from umbra.engines.sglang.sglang_engine import SglangEngine
 
 # Logs as SGLang 0.5.17 does: configure_logger, run_scheduler_process.
 _SCHEDULER = """

@@ -14,8 +14,8 @@ from adapter_fixtures import MAX_CONTEXT_LEN
 from adapter_runs import SharedEngine
 from engine_runs import Collector, collect, running, shared_loop, wire_request
 
-from umbra.engines.sglang.core import SglangCore
-from umbra.engines.sglang.settings import SglangSettings
+from umbra.engines.sglang.sglang_core import SglangCore
+from umbra.engines.sglang.sglang_settings import SglangSettings
 
 needs_sglang = pytest.mark.skipif(
     importlib.util.find_spec("sglang") is None,

@@ -27,9 +27,9 @@ import numpy as np
 from engine_runs import shared_loop
 from torch import Tensor, nn
 
-from umbra.engines.sglang.core import SglangCore
-from umbra.engines.sglang.settings import SglangSettings
-from umbra.engines.uniforms import uniforms
+from umbra.engines.embedded.uniforms import uniforms
+from umbra.engines.sglang.sglang_core import SglangCore
+from umbra.engines.sglang.sglang_settings import SglangSettings
 
 VERSION = "0.5.17"
 STEP_S = 0.0005

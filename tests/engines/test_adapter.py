@@ -11,9 +11,9 @@ import pytest
 from engine_runs import Collector, collect, run_async, running, wire_request
 from scripted_core import ScriptedCore
 
-from umbra.engines.adapter.actor import AdapterEngine
-from umbra.engines.adapter.changes import Changes
-from umbra.engines.adapter.warm_up import warm_up
+from umbra.engines.shell.engine_changes import Changes
+from umbra.engines.shell.engine_shell import AdapterEngine
+from umbra.engines.shell.warm_up import warm_up
 from umbra.runtime.actor.actor_target import make_target
 from umbra.runtime.engine_api.engine_names import ENGINE_TARGETS
 from umbra.runtime.errors import ConfigError, EngineError

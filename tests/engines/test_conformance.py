@@ -11,9 +11,9 @@ from conformance_runs import VOCAB_SIZE, MakeEngine
 from conformance_suite import *  # noqa: F403 - the tests
 from engine_runs import Engine
 
-from umbra.engines.echo import EchoEngine
-from umbra.engines.embedded.actor import EmbeddedEngine
-from umbra.engines.faulty.actor import FaultyEngine
+from umbra.engines.echo.echo_engine import EchoEngine
+from umbra.engines.embedded.embedded_engine import EmbeddedEngine
+from umbra.engines.faulty.faulty_engine import FaultyEngine
 
 
 @pytest.fixture(params=["echo", "embedded", "faulty"])

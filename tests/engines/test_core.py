@@ -15,8 +15,8 @@ from engine_runs import Collector, load_model, make_core, make_request, run_to_e
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from umbra.engines.embedded.core import NOT_FINITE, EngineCore
-from umbra.engines.embedded.model import DecoderModel
+from umbra.engines.embedded.decoder_model import DecoderModel
+from umbra.engines.embedded.embedded_core import NOT_FINITE, EngineCore
 from umbra.runtime.engine_api.generation_request import GenerationRequest
 
 VOCAB_SIZE = 97

@@ -25,7 +25,7 @@ from ipc_pool import (
 from ipc_rank import DEVICE, mixed_tensors
 from torch import Tensor
 
-from umbra.engines.embedded.actor import EmbeddedEngine
+from umbra.engines.embedded.embedded_engine import EmbeddedEngine
 from umbra.runtime.engine_api.lifecycle import EngineState
 from umbra.runtime.weights.sync_coordinator import SyncCoordinator
 from umbra.runtime.weights.transports.cuda_ipc.cuda_driver import cuda_driver

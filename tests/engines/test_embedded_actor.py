@@ -19,8 +19,8 @@ import torch
 from engine_runs import Collector, collect, make_request, run_async, running, wire_request
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from umbra.engines.embedded.actor import EmbeddedEngine
-from umbra.engines.embedded.core import EngineCore
+from umbra.engines.embedded.embedded_core import EngineCore
+from umbra.engines.embedded.embedded_engine import EmbeddedEngine
 from umbra.runtime.errors import ConfigError, DataError, EngineError
 
 PROGRAMS = Path(__file__).parent
@@ -210,7 +210,7 @@ def test_requests_of_one_call_share_their_prompt_s_prefill(
 ) -> None:
     from engine_runs import load_model, make_core, run_to_end
 
-    from umbra.engines.embedded.model import DecoderModel
+    from umbra.engines.embedded.decoder_model import DecoderModel
 
     shapes: list[tuple[int, ...]] = []
     prefill = DecoderModel.prefill
@@ -236,20 +236,20 @@ print(json.dumps([name for name in ("torch", "transformers") if name in sys.modu
 
 @pytest.mark.process
 def test_the_echo_engine_needs_no_torch() -> None:
-    assert run_program(IMPORTS.format(module="umbra.engines.echo")) == []
+    assert run_program(IMPORTS.format(module="umbra.engines.echo.echo_engine")) == []
 
 
 @pytest.mark.slow
 @pytest.mark.process
 def test_the_embedded_engine_needs_no_transformers() -> None:
-    loaded = run_program(IMPORTS.format(module="umbra.engines.embedded.actor"))
+    loaded = run_program(IMPORTS.format(module="umbra.engines.embedded.embedded_engine"))
     assert loaded == ["torch"]
 
 
 MEMORY = """
 import asyncio, json, sys
 sys.path.insert(0, sys.argv[2])
-from umbra.engines.embedded.actor import EmbeddedEngine
+from umbra.engines.embedded.embedded_engine import EmbeddedEngine
 from engine_runs import Collector, collect, running, wire_request
 
 LEVEL = int(sys.argv[3])

@@ -35,7 +35,7 @@ def spawn_engine(session: Session, name: str, folder: Path, **settings: Any) -> 
     }
     spec = ActorSpec(
         name=name,
-        target="umbra.engines.embedded.actor:EmbeddedEngine",
+        target="umbra.engines.embedded.embedded_engine:EmbeddedEngine",
         kwargs=kwargs | settings,
         essential=False,
         restart=RestartPolicy(mode="never"),

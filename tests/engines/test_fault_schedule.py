@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from umbra.engines.faulty.fault import CALLS, Fault, parse_faults
-from umbra.engines.faulty.schedule import DueFault, FaultSchedule, fault_points
+from umbra.engines.faulty.fault_schedule import DueFault, FaultSchedule, fault_points
 from umbra.runtime.errors import ConfigError
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from engine_runs import Collector, run_async, running, wire_request
 
-from umbra.engines.echo import EchoEngine
-from umbra.engines.echo_tokens import EchoTokens
-from umbra.engines.faulty.actor import FaultyEngine
+from umbra.engines.echo.echo_engine import EchoEngine
+from umbra.engines.echo.echo_tokens import EchoTokens
 from umbra.engines.faulty.fault import CALLS
+from umbra.engines.faulty.faulty_engine import FaultyEngine
 from umbra.runtime.engine_api.delta_buffer import DeltaBatch
 from umbra.runtime.errors import ConfigError, EngineError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from umbra.engines.gate import EngineGate
+from umbra.engines.shell.engine_gate import EngineGate
 from umbra.runtime.errors import IllegalTransition
 
 

@@ -27,7 +27,7 @@ from engine_runs import (
 from local_sync import publish
 from model_factory import KINDS, make_model
 
-from umbra.engines.embedded.actor import EmbeddedEngine
+from umbra.engines.embedded.embedded_engine import EmbeddedEngine
 
 pytestmark = [
     pytest.mark.gpu,

@@ -26,8 +26,8 @@ from sglang_runs import needs_sglang
 from transformers import PreTrainedModel
 from vllm_runs import needs_vllm
 
-from umbra.engines.sglang.core import SglangCore
-from umbra.engines.vllm.core import VllmCore
+from umbra.engines.sglang.sglang_core import SglangCore
+from umbra.engines.vllm.vllm_core import VllmCore
 
 __all__ = [
     "cuda_context",

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from umbra.engines.embedded.rows import RowTable
+from umbra.engines.embedded.row_table import RowTable
 from umbra.runtime.engine_api.delta_buffer import DeltaBuffer
 
 MAX_ROWS = 5

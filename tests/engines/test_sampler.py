@@ -11,7 +11,7 @@ from torch import Tensor
 
 from umbra.engines.embedded import sampler
 from umbra.engines.embedded.sampler import sample
-from umbra.engines.uniforms import uniforms
+from umbra.engines.embedded.uniforms import uniforms
 
 
 def draws(num_seqs: int, seed: int = 0) -> Tensor:

@@ -23,10 +23,10 @@ from model_factory import make_model
 from sglang_stand_in import Frontend, stand_in_core, stand_in_modules
 from torch import Tensor
 
-from umbra.engines.sglang import worker
-from umbra.engines.sglang.actor import SglangEngine
-from umbra.engines.sglang.core import SglangCore
-from umbra.engines.sglang.requests import stream_interval
+from umbra.engines.sglang import sglang_worker
+from umbra.engines.sglang.sglang_core import SglangCore
+from umbra.engines.sglang.sglang_engine import SglangEngine
+from umbra.engines.sglang.sglang_requests import stream_interval
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.errors import ActorDied, EngineError
@@ -245,7 +245,7 @@ def test_an_engine_that_cannot_be_asked_goes_on(
             await engine.submit(requests(1, max_new_tokens=200))
             while not collector[0].tokens:
                 collector.apply(await anext(batches))
-            monkeypatch.delitem(worker._ACTIONS, "settle")  # pyright: ignore
+            monkeypatch.delitem(sglang_worker._ACTIONS, "settle")  # pyright: ignore
             with pytest.raises(EngineError, match="settle"):
                 await engine.probe_import([])
             assert not frontend_of(core).is_pause

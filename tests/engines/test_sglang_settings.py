@@ -12,12 +12,12 @@ import pytest
 import torch
 from engine_runs import make_request
 
-from umbra.engines.sglang.library import SglangLibrary
-from umbra.engines.sglang.orders import Reports, pack_order, unpack_order, write_report
-from umbra.engines.sglang.output import SglangOutput
-from umbra.engines.sglang.requests import check_request, generate_fields
-from umbra.engines.sglang.settings import WEIGHT_LOADER, SglangSettings
-from umbra.engines.sglang.worker import obey
+from umbra.engines.sglang.sglang_library import SglangLibrary
+from umbra.engines.sglang.sglang_orders import Reports, pack_order, unpack_order, write_report
+from umbra.engines.sglang.sglang_output import SglangOutput
+from umbra.engines.sglang.sglang_requests import check_request, generate_fields
+from umbra.engines.sglang.sglang_settings import WEIGHT_LOADER, SglangSettings
+from umbra.engines.sglang.sglang_worker import obey
 from umbra.runtime.errors import ConfigError, DataError
 
 KNOWN = ["model_path", "tp_size", "mem_fraction_static", "attention_backend", "dtype", "dp_size"]

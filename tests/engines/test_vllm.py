@@ -24,8 +24,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from vllm_runs import MAX_NUM_SEQS, needs_vllm, running_core
 
-from umbra.engines.vllm.actor import VllmEngine
-from umbra.engines.vllm.core import VllmCore
+from umbra.engines.vllm.vllm_core import VllmCore
+from umbra.engines.vllm.vllm_engine import VllmEngine
 from umbra.runtime.errors import EngineError
 
 pytestmark = [

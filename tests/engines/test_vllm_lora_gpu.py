@@ -15,8 +15,8 @@ from lora_runs import check_each
 from model_factory import make_model
 from vllm_runs import needs_vllm
 
-from umbra.engines.vllm.actor import VllmEngine
-from umbra.engines.vllm.library import VllmLibrary
+from umbra.engines.vllm.vllm_engine import VllmEngine
+from umbra.engines.vllm.vllm_library import VllmLibrary
 from umbra.runtime.errors import ConfigError
 
 pytestmark = [

@@ -46,7 +46,7 @@ def vllm_spec(folder: Path, restart: RestartPolicy, **settings: Any) -> ActorSpe
     }
     return ActorSpec(
         name="vllm",
-        target="umbra.engines.vllm.actor:VllmEngine",
+        target="umbra.engines.vllm.vllm_engine:VllmEngine",
         kwargs=kwargs | settings,
         essential=False,
         restart=restart,

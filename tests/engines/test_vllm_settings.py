@@ -11,9 +11,9 @@ import pytest
 from adapter_factory import save_adapter
 from engine_runs import make_request
 
-from umbra.engines.vllm.library import VllmLibrary
-from umbra.engines.vllm.requests import check_request, draw_seed
-from umbra.engines.vllm.settings import VllmSettings, kv_token_nbytes
+from umbra.engines.vllm.vllm_library import VllmLibrary
+from umbra.engines.vllm.vllm_requests import check_request, draw_seed
+from umbra.engines.vllm.vllm_settings import VllmSettings, kv_token_nbytes
 from umbra.runtime.errors import ConfigError, DataError
 
 KNOWN = ["model", "tensor_parallel_size", "gpu_memory_utilization", "dtype", "max_num_seqs"]

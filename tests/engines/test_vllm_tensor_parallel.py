@@ -21,7 +21,7 @@ from process_runs import actor_of, assert_ended, greedy, tree_of
 from test_vllm_process import NEVER, START_TIMEOUT_S, core_of, hang, vllm_spec
 from vllm_runs import needs_vllm, running_core
 
-from umbra.engines.vllm.core import VllmCore
+from umbra.engines.vllm.vllm_core import VllmCore
 from umbra.runtime.process import descendants
 from umbra.runtime.session import Session
 

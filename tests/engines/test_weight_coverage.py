@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from umbra.engines.weight_coverage import WeightCoverage
+from umbra.engines.shell.weight_coverage import WeightCoverage
 from umbra.runtime.errors import WeightSyncError
 
 

@@ -12,8 +12,8 @@ import pytest
 from adapter_fixtures import MAX_CONTEXT_LEN
 from engine_runs import shared_loop
 
-from umbra.engines.vllm.core import VllmCore
-from umbra.engines.vllm.settings import VllmSettings
+from umbra.engines.vllm.vllm_core import VllmCore
+from umbra.engines.vllm.vllm_settings import VllmSettings
 
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None,

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from umbra.engines.echo import EchoEngine
+from umbra.engines.echo.echo_engine import EchoEngine
 from umbra.runtime.actor.actor_spec import actor_context
 
 

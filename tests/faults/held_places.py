@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from umbra.engines.echo import EchoEngine
+from umbra.engines.echo.echo_engine import EchoEngine
 
 _LOOK_AGAIN_S = 0.02
 

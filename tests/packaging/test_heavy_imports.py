@@ -50,7 +50,7 @@ def test_a_supervisor_loads_neither_torch_nor_pydantic_nor_numpy(module: str) ->
         "umbra.runtime.session",
         "umbra.runtime.rollout.manager.rollout_manager",
         "umbra.runtime.cli.umbra_command",
-        "umbra.engines.echo",
+        "umbra.engines.echo.echo_engine",
         "umbra.trainer.quickstart.task",
     ],
 )

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from umbra.engines.echo import EchoEngine
+from umbra.engines.echo.echo_engine import EchoEngine
 
 CRITIC_SEED = 77
 _FOLDERS = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])

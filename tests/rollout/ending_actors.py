@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from umbra.engines.echo import EchoEngine
+from umbra.engines.echo.echo_engine import EchoEngine
 from umbra.runtime.actor.actor_spec import actor_context
 from umbra.runtime.engine_api.lifecycle import SleepLevel
 from umbra.runtime.rollout.manager.rollout_manager import RolloutManager

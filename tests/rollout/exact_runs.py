@@ -18,7 +18,7 @@ from live_rollouts import LiveRollouts, merged
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
-from umbra.engines.embedded.actor import EmbeddedEngine
+from umbra.engines.embedded.embedded_engine import EmbeddedEngine
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.rollout.buffer.prompt_order import PromptOrder, trajectory_seed
 from umbra.runtime.rollout.prompts import write_prompts
@@ -187,7 +187,7 @@ def _start(session: Session, folder: Path, model_dir: Path, work: Work) -> LiveR
         folder,
         num_engines=len(ENGINES),
         pool={
-            "engine": "umbra.engines.faulty.actor:FaultyEngine",
+            "engine": "umbra.engines.faulty.faulty_engine:FaultyEngine",
             "kwargs": {"inner": "embedded", "seed": work.seed, "faults": faults, **settings},
         },
         weights={

@@ -90,7 +90,7 @@ class LiveRollouts:
             mode="on_failure", max_restarts=max_restarts, backoff_initial_s=0.05, backoff_max_s=0.2
         )
         spec: dict[str, Any] = {
-            "engine": "umbra.engines.echo:EchoEngine",
+            "engine": "umbra.engines.echo.echo_engine:EchoEngine",
             "kwargs": {"vocab_size": VOCAB_SIZE, "tick_ms": 10.0, **(engine or {})},
             **(pool or {}),
         }

@@ -8,7 +8,7 @@ import pytest
 from adapted_echo import ADAPTED, CRITIC_SEED
 from live_rollouts import VOCAB_SIZE, LiveRollouts, merged
 
-from umbra.engines.echo_tokens import EchoTokens
+from umbra.engines.echo.echo_tokens import EchoTokens
 from umbra.runtime.session import Session
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]

@@ -12,7 +12,7 @@ import pytest
 from adapted_echo import ADAPTED, CRITIC_SEED
 from live_rollouts import VOCAB_SIZE, LiveRollouts, merged, while_generating, write_tokenizer
 
-from umbra.engines.echo_tokens import EchoTokens
+from umbra.engines.echo.echo_tokens import EchoTokens
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.errors import ConfigError
@@ -40,7 +40,10 @@ def start(
     """
     turns: dict[str, Any] = {"mode": "colocated", "shares_with": "policy", "max_wait_s": 0.2}
     alone: dict[str, Any] = {"mode": "standalone"}
-    engine: dict[str, Any] = {"engine": "umbra.engines.echo:EchoEngine", **(judge or {})}
+    engine: dict[str, Any] = {
+        "engine": "umbra.engines.echo.echo_engine:EchoEngine",
+        **(judge or {}),
+    }
     session.create_pool(
         PoolSpec(
             name="judge",

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from umbra.engines.echo_tokens import EchoTokens
+from umbra.engines.echo.echo_tokens import EchoTokens
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.collective import SessionSync
@@ -42,7 +42,7 @@ def start(
     session.create_pool(
         PoolSpec(
             name="judge",
-            engine="umbra.engines.echo:EchoEngine",
+            engine="umbra.engines.echo.echo_engine:EchoEngine",
             count=num_engines,
             mode=mode,
             kwargs={

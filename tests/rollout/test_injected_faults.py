@@ -21,7 +21,7 @@ import pytest
 from live_rollouts import LiveRollouts, merged, while_generating
 from safetensors.torch import load_file
 
-from umbra.engines.embedded.actor import EmbeddedEngine
+from umbra.engines.embedded.embedded_engine import EmbeddedEngine
 from umbra.runtime.rollout.buffer.prompt_order import PromptOrder, trajectory_seed
 from umbra.runtime.session import Session
 from umbra.runtime.testing.session_factory import SessionFactory
@@ -106,7 +106,7 @@ def start_live(
         folder,
         pool_mode=pool_mode,
         pool={
-            "engine": "umbra.engines.faulty.actor:FaultyEngine",
+            "engine": "umbra.engines.faulty.faulty_engine:FaultyEngine",
             "kwargs": {"inner": "embedded", "seed": seed, "faults": list(faults), **kwargs},
             **pool,
         },

@@ -14,7 +14,7 @@ import pytest
 import torch
 from live_rollouts import VOCAB_SIZE, LiveRollouts, killing, merged, while_generating
 
-from umbra.engines.echo_tokens import EchoTokens
+from umbra.engines.echo.echo_tokens import EchoTokens
 from umbra.runtime.collective import SessionSync
 from umbra.runtime.errors import DeadlineExceeded, RewardError
 from umbra.runtime.rollout.buffer.prompt_order import PromptOrder, trajectory_seed

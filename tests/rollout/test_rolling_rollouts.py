@@ -54,7 +54,7 @@ def silences(session: Session, update_waves: int) -> list[tuple[float, float]]:
     session.create_pool(
         PoolSpec(
             name=name,
-            engine="umbra.engines.echo:EchoEngine",
+            engine="umbra.engines.echo.echo_engine:EchoEngine",
             count=2,
             mode="standalone",
             update_waves=update_waves,

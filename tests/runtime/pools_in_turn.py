@@ -24,7 +24,7 @@ RESTART = RestartPolicy(
 
 def spec(name: str, **settings: Any) -> PoolSpec:
     base: dict[str, Any] = {
-        "engine": "umbra.engines.echo:EchoEngine",
+        "engine": "umbra.engines.echo.echo_engine:EchoEngine",
         "count": 1,
         "mode": "standalone",
         "load_weights": True,

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from umbra.engines.echo import EchoEngine
+from umbra.engines.echo.echo_engine import EchoEngine
 from umbra.runtime.actor.actor_spec import actor_context
 from umbra.runtime.engine_api.lifecycle import Tag
 from umbra.runtime.errors import EngineError

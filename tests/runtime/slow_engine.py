@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from umbra.engines.echo import EchoEngine
+from umbra.engines.echo.echo_engine import EchoEngine
 from umbra.runtime.actor.actor_spec import actor_context
 from umbra.runtime.engine_api.lifecycle import Tag
 from umbra.runtime.errors import ConfigError

@@ -36,7 +36,7 @@ class LongDrain(PoolEngine):
 
 
 async def drain(engine: LongDrain, timeout_s: float) -> None:
-    spec = PoolSpec(name="policy", engine="umbra.engines.echo:EchoEngine", count=1)
+    spec = PoolSpec(name="policy", engine="umbra.engines.echo.echo_engine:EchoEngine", count=1)
     async with Client("node") as client, asyncio.TaskGroup() as tasks:
         pool = EnginePool(spec, client, print, tasks, FdServer(), "")
         pool.engines["policy-0"] = engine

@@ -165,7 +165,7 @@ def test_a_supervisor_that_was_stopped_does_not_blame_its_actors(
 
 
 def test_a_pool_whose_engines_cannot_start_says_why_and_leaves_nothing(session: Session) -> None:
-    pool = PoolSpec(name="pool", engine="umbra.engines.echo:NoSuchEngine", count=2)
+    pool = PoolSpec(name="pool", engine="umbra.engines.echo.echo_engine:NoSuchEngine", count=2)
 
     with pytest.raises(ActorDied, match="has no class 'NoSuchEngine'"):
         session.create_pool(pool)

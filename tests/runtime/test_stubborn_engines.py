@@ -30,7 +30,9 @@ def actor_that_never_ends(folder: Path, context: zmq.Context[zmq.Socket[bytes]])
         keys=(),
         log_level=20,
     )
-    spec = ActorSpec(name="judge-0", target="umbra.engines.echo:EchoEngine", role="engine")
+    spec = ActorSpec(
+        name="judge-0", target="umbra.engines.echo.echo_engine:EchoEngine", role="engine"
+    )
     actor = SupervisedActor(spec, node, context, lambda _: None, lambda _: None, JobStop())
     actor.incarnation, actor.pid, actor.has_process = 3, 4711, True
     return actor

@@ -22,9 +22,9 @@ from rank_programs import (
     whole,
 )
 
-from umbra.engines.embedded.core import EngineCore
-from umbra.engines.embedded.loading import load_checkpoint
-from umbra.engines.embedded.model import DecoderModel
+from umbra.engines.embedded.checkpoint_loading import load_checkpoint
+from umbra.engines.embedded.decoder_model import DecoderModel
+from umbra.engines.embedded.embedded_core import EngineCore
 from umbra.engines.embedded.scheduler import Limits
 from umbra.runtime.engine_api.decoder_config import load_model_config
 from umbra.runtime.engine_api.generation_request import GenerationRequest

@@ -18,8 +18,8 @@ from fake_ipc import FakeIpc, FakeOpener
 from local_world import empty_like
 from torch import Tensor
 
-from umbra.engines.weight_import import WeightImport
-from umbra.engines.weight_source import open_weights
+from umbra.engines.shell.weight_import import WeightImport
+from umbra.engines.shell.weight_source import open_weights
 from umbra.runtime.errors import ProtocolError, WeightSyncError
 from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.transports.cuda_ipc.exported_image import ExportedImage

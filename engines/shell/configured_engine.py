@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 from typing import Any, ClassVar, Protocol
 
-from umbra.engines.adapter.actor import AdapterEngine
-from umbra.engines.adapter.core import Core
-from umbra.engines.adapter.settings import AdapterSettings
+from umbra.engines.shell.adapter_settings import AdapterSettings
+from umbra.engines.shell.engine_core import Core
+from umbra.engines.shell.engine_shell import AdapterEngine
 
 
 class MakeCore(Protocol):

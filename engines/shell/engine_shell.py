@@ -15,15 +15,15 @@ from contextlib import AsyncExitStack, aclosing
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
-from umbra.engines.adapter.changes import Changes
-from umbra.engines.adapter.core import Core
-from umbra.engines.adapter.running import RunningRequest, RunningRequests
-from umbra.engines.adapter.warm_up import warm_up
-from umbra.engines.delta_stream import DeltaStream
-from umbra.engines.gate import EngineGate
-from umbra.engines.memory import tree_resident_nbytes
-from umbra.engines.weight_image import WeightImage
-from umbra.engines.weight_import import WeightImport
+from umbra.engines.shell.delta_stream import DeltaStream
+from umbra.engines.shell.engine_changes import Changes
+from umbra.engines.shell.engine_core import Core
+from umbra.engines.shell.engine_gate import EngineGate
+from umbra.engines.shell.resident_memory import tree_resident_nbytes
+from umbra.engines.shell.running_requests import RunningRequest, RunningRequests
+from umbra.engines.shell.warm_up import warm_up
+from umbra.engines.shell.weight_image import WeightImage
+from umbra.engines.shell.weight_import import WeightImport
 from umbra.runtime.engine_api.delta_buffer import END_TICK_S, DeltaBatch, DeltaBuffer
 from umbra.runtime.engine_api.engine_protocol import EngineStats, PauseMode
 from umbra.runtime.engine_api.generation_request import GenerationRequest, parse_request

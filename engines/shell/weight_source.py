@@ -3,8 +3,8 @@
 A description is a plain map, made by the engine's process and handed on by whatever the engine
 uses between its processes:
 
-    image     path, nbytes, manifest                        umbra.engines.weight_image
-    exports   exports, manifest, fd_socket, progress, attest     umbra.engines.weight_import
+    image     path, nbytes, manifest                        umbra.engines.shell.weight_image
+    exports   exports, manifest, fd_socket, progress, attest     umbra.engines.shell.weight_import
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
-from umbra.engines.weight_image import image_tensors
+from umbra.engines.shell.weight_image import image_tensors
 from umbra.runtime.weights.checksum import checksum_of
 from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.transports.byte_views import flatten

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from umbra.engines.adapter.core import NewOutput
+from umbra.engines.shell.engine_core import NewOutput
 
 
 class VllmOutput:

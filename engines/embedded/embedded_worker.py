@@ -11,18 +11,18 @@ from typing import Any
 
 import torch
 
-from umbra.engines.embedded.core import EngineCore
-from umbra.engines.embedded.loading import load_checkpoint, parse_dtype
-from umbra.engines.embedded.model import DecoderModel
-from umbra.engines.embedded.settings import (
+from umbra.engines.embedded.checkpoint_loading import load_checkpoint, parse_dtype
+from umbra.engines.embedded.decoder_model import DecoderModel
+from umbra.engines.embedded.embedded_core import EngineCore
+from umbra.engines.embedded.embedded_settings import (
     EmbeddedConfig,
     check_context_len,
     make_limits,
     naming_lack_of_memory,
     parse_device,
 )
-from umbra.engines.gate import EngineGate
-from umbra.engines.memory import resident_nbytes
+from umbra.engines.shell.engine_gate import EngineGate
+from umbra.engines.shell.resident_memory import resident_nbytes
 from umbra.runtime.engine_api.decoder_config import load_model_config
 from umbra.runtime.engine_api.delta_buffer import DeltaBatch
 from umbra.runtime.engine_api.engine_protocol import EngineStats, PauseMode

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from umbra.engines.weight_import import WorkerRegions
+from umbra.engines.shell.weight_import import WorkerRegions
 from umbra.runtime.engine_api.generation_request import GenerationRequest
 
 
@@ -128,7 +128,7 @@ class Core(Protocol):
         """Gives the model the weights described, in every worker of the engine.
 
         Args:
-            description: of a `WeightImage` or a `WeightImport`, for `umbra.engines.weight_source`
+            description: of a `WeightImage` or a `WeightImport`, for `umbra.engines.shell.weight_source`
                 in the workers.
 
         Returns:

@@ -1,6 +1,6 @@
 """An engine without a model: the whole protocol, made-up tokens, no torch.
 
-Target `umbra.engines.echo:EchoEngine`. Each token of a trajectory follows from its seed, its
+Target `umbra.engines.echo.echo_engine:EchoEngine`. Each token of a trajectory follows from its seed, its
 position and all tokens before it, prompt included (`EchoTokens`). So a trajectory that was cut
 resumes exactly, on any engine, and differs if it is resumed from another context. For tests,
 benchmarks and trying out a cluster.
@@ -16,11 +16,11 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from umbra.engines.delta_stream import DeltaStream
-from umbra.engines.echo_tokens import Drawn, EchoTokens, echo_logprobs
-from umbra.engines.echo_weights import EchoReceiver, EchoWeights
-from umbra.engines.gate import EngineGate
-from umbra.engines.memory import resident_nbytes
+from umbra.engines.echo.echo_tokens import Drawn, EchoTokens, echo_logprobs
+from umbra.engines.echo.echo_weights import EchoReceiver, EchoWeights
+from umbra.engines.shell.delta_stream import DeltaStream
+from umbra.engines.shell.engine_gate import EngineGate
+from umbra.engines.shell.resident_memory import resident_nbytes
 from umbra.runtime.engine_api.delta_buffer import DeltaBatch, DeltaBuffer
 from umbra.runtime.engine_api.engine_protocol import EngineStats, PauseMode
 from umbra.runtime.engine_api.generation_request import GenerationRequest, parse_request

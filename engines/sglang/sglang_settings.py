@@ -7,11 +7,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Final
 
-from umbra.engines.adapter.settings import AdapterSettings, EngineOptions, read_config
-from umbra.engines.sglang.processes import ignore_sigquit
+from umbra.engines.sglang.sglang_processes import ignore_sigquit
+from umbra.engines.shell.adapter_settings import AdapterSettings, EngineOptions, read_config
 from umbra.runtime.errors import ConfigError
 
-WEIGHT_LOADER: Final = "umbra.engines.sglang.worker.obey"
+WEIGHT_LOADER: Final = "umbra.engines.sglang.sglang_worker.obey"
 
 _TOKENS: Final = "engines take and give tokens"
 _WEIGHTS: Final = "umbra carries the weights"

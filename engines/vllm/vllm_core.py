@@ -16,13 +16,13 @@ from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Final, TypeVar
 
-from umbra.engines.adapter.core import Core, Output
-from umbra.engines.vllm.leftovers import file_variables, unlink_shared_memory
-from umbra.engines.vllm.library import VllmLibrary
-from umbra.engines.vllm.output import VllmOutput
-from umbra.engines.vllm.requests import check_request, sampling_params
-from umbra.engines.vllm.settings import VllmSettings
-from umbra.engines.weight_import import WorkerRegions
+from umbra.engines.shell.engine_core import Core, Output
+from umbra.engines.shell.weight_import import WorkerRegions
+from umbra.engines.vllm.vllm_leftovers import file_variables, unlink_shared_memory
+from umbra.engines.vllm.vllm_library import VllmLibrary
+from umbra.engines.vllm.vllm_output import VllmOutput
+from umbra.engines.vllm.vllm_requests import check_request, sampling_params
+from umbra.engines.vllm.vllm_settings import VllmSettings
 from umbra.runtime.engine_api.generation_request import GenerationRequest
 from umbra.runtime.errors import ConfigError, EngineError, UmbraError
 from umbra.runtime.process import descendants

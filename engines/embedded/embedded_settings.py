@@ -10,7 +10,7 @@ from typing import Final
 import torch
 
 from umbra.engines.embedded.scheduler import Limits
-from umbra.engines.memory import physical_nbytes
+from umbra.engines.shell.resident_memory import physical_nbytes
 from umbra.runtime.engine_api.decoder_config import ModelConfig
 from umbra.runtime.errors import ConfigError
 

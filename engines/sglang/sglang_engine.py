@@ -1,14 +1,14 @@
 """SGLang as an engine actor: umbra's protocol over its Engine.
 
-Target `umbra.engines.sglang.actor:SglangEngine`. Draws follow the requests' seeds only with the
+Target `umbra.engines.sglang.sglang_engine:SglangEngine`. Draws follow the requests' seeds only with the
 option `enable_deterministic_inference`.
 """
 
 from __future__ import annotations
 
-from umbra.engines.adapter.configured import ConfiguredEngine
-from umbra.engines.sglang.core import SglangCore
-from umbra.engines.sglang.settings import SglangSettings
+from umbra.engines.sglang.sglang_core import SglangCore
+from umbra.engines.sglang.sglang_settings import SglangSettings
+from umbra.engines.shell.configured_engine import ConfiguredEngine
 
 
 class SglangEngine(ConfiguredEngine):

@@ -22,15 +22,15 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from umbra.engines.adapter.core import Core, Output
-from umbra.engines.sglang import processes
-from umbra.engines.sglang.library import SglangLibrary
-from umbra.engines.sglang.orders import Reports, pack_order
-from umbra.engines.sglang.output import SglangOutput
-from umbra.engines.sglang.requests import check_request, generate_fields, stream_interval
-from umbra.engines.sglang.settings import WEIGHT_LOADER, SglangSettings
-from umbra.engines.sglang.waits import until_died, within
-from umbra.engines.weight_import import WorkerRegions
+from umbra.engines.sglang import sglang_processes
+from umbra.engines.sglang.sglang_library import SglangLibrary
+from umbra.engines.sglang.sglang_orders import Reports, pack_order
+from umbra.engines.sglang.sglang_output import SglangOutput
+from umbra.engines.sglang.sglang_requests import check_request, generate_fields, stream_interval
+from umbra.engines.sglang.sglang_settings import WEIGHT_LOADER, SglangSettings
+from umbra.engines.sglang.sglang_waits import until_died, within
+from umbra.engines.shell.engine_core import Core, Output
+from umbra.engines.shell.weight_import import WorkerRegions
 from umbra.runtime.actor.actor_spec import actor_context
 from umbra.runtime.engine_api.generation_request import GenerationRequest
 from umbra.runtime.errors import EngineError, UmbraError
@@ -108,7 +108,10 @@ class SglangCore(Core):
         # In two steps: one that fails half way has its `shutdown` called at the exit, too.
         engine = library.Engine.__new__(library.Engine)
         try:
-            with processes.keeping_logging(), processes.temporary_files_in(_job_folder()):
+            with (
+                sglang_processes.keeping_logging(),
+                sglang_processes.temporary_files_in(_job_folder()),
+            ):
                 engine.__init__(**options)
         except Exception as error:
             raise EngineError(f"SGLang {library.version} did not start: {error}") from error
@@ -120,7 +123,7 @@ class SglangCore(Core):
     def _take_over_frontend(self) -> None:
         """What SGLang would do at the first request: it would also take SIGTERM and SIGQUIT."""
         self._frontend = self._engine.tokenizer_manager
-        processes.remove_load_snapshot(self._frontend)
+        sglang_processes.remove_load_snapshot(self._frontend)
         watchdog = getattr(self._frontend, "_subprocess_watchdog", None)
         if watchdog is not None:
             watchdog.stop()
@@ -152,7 +155,7 @@ class SglangCore(Core):
     async def stop(self) -> None:
         self._watches.close()
         if self._children:
-            processes.end_children(self._children)
+            sglang_processes.end_children(self._children)
             self._children = []
         try:
             await self._end_tasks()
@@ -162,11 +165,11 @@ class SglangCore(Core):
                 self._engine = None
             if self._sigquit is not _NOT_TAKEN:
                 asyncio.get_running_loop().remove_signal_handler(signal.SIGQUIT)
-                processes.restore_sigquit(self._sigquit)
+                sglang_processes.restore_sigquit(self._sigquit)
                 self._sigquit = _NOT_TAKEN
 
     def show_stacks(self) -> None:
-        processes.show_stacks(self._schedulers)
+        sglang_processes.show_stacks(self._schedulers)
 
     async def _end_tasks(self) -> None:
         """While there are sockets: a request that is cancelled tells its scheduler."""
@@ -188,7 +191,7 @@ class SglangCore(Core):
         for socket in owned:
             if socket is not None:
                 socket.context.destroy(linger=0)  # one that SGLang made for these sockets
-        for path in processes.socket_files(self._engine.port_args):
+        for path in sglang_processes.socket_files(self._engine.port_args):
             path.unlink(missing_ok=True)
 
     async def call(self, awaitable: Awaitable[_T]) -> _T:

@@ -1,6 +1,6 @@
 """An engine that fails on purpose, at points known from a seed: it wraps any other engine.
 
-Target `umbra.engines.faulty.actor:FaultyEngine`. For chaos tests, and for trying out agent loops
+Target `umbra.engines.faulty.faulty_engine:FaultyEngine`. For chaos tests, and for trying out agent loops
 and settings: with the same seed, a life of an engine goes wrong at the same tokens again.
 
     manager ◀── deltas, falsified or late ── FaultyEngine ◀── deltas ── inner engine
@@ -20,7 +20,7 @@ from typing import Any, Self, assert_never
 
 from umbra.engines.faulty.false_deltas import first_halves, without_run
 from umbra.engines.faulty.fault import parse_faults
-from umbra.engines.faulty.schedule import DueFault, FaultSchedule
+from umbra.engines.faulty.fault_schedule import DueFault, FaultSchedule
 from umbra.runtime.actor.actor_spec import actor_context
 from umbra.runtime.actor.actor_target import make_target
 from umbra.runtime.engine_api.delta_buffer import DeltaBatch

@@ -18,12 +18,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from umbra.engines.embedded.decoder_model import DecoderModel
 from umbra.engines.embedded.kv_cache import KvCache
-from umbra.engines.embedded.model import DecoderModel
-from umbra.engines.embedded.rows import RowTable
+from umbra.engines.embedded.row_table import RowTable
 from umbra.engines.embedded.sampler import sample
 from umbra.engines.embedded.scheduler import Limits, plan_admission, plan_growth
-from umbra.engines.uniforms import uniforms
+from umbra.engines.embedded.uniforms import uniforms
 from umbra.runtime.engine_api.delta_buffer import DeltaBatch, DeltaBuffer
 from umbra.runtime.engine_api.generation_request import GenerationRequest
 

@@ -1,14 +1,14 @@
 """vLLM as an engine actor: umbra's protocol over AsyncLLM.
 
-Target `umbra.engines.vllm.actor:VllmEngine`. Draws depend on where a trajectory was cut, so only
+Target `umbra.engines.vllm.vllm_engine:VllmEngine`. Draws depend on where a trajectory was cut, so only
 greedy ones go on token for token.
 """
 
 from __future__ import annotations
 
-from umbra.engines.adapter.configured import ConfiguredEngine
-from umbra.engines.vllm.core import VllmCore
-from umbra.engines.vllm.settings import VllmSettings
+from umbra.engines.shell.configured_engine import ConfiguredEngine
+from umbra.engines.vllm.vllm_core import VllmCore
+from umbra.engines.vllm.vllm_settings import VllmSettings
 
 
 class VllmEngine(ConfiguredEngine):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from umbra.engines.adapter.core import NewOutput, Output
+from umbra.engines.shell.engine_core import NewOutput, Output
 from umbra.runtime.engine_api.delta_buffer import DeltaBuffer
 from umbra.runtime.engine_api.generation_request import GenerationRequest
 

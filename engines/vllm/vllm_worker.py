@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from umbra.engines.vllm.settings import TRANSFER_BACKEND
-from umbra.engines.weight_source import Regions, open_weights
+from umbra.engines.shell.weight_source import Regions, open_weights
+from umbra.engines.vllm.vllm_settings import TRANSFER_BACKEND
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import probe_import
 
@@ -40,7 +40,7 @@ class InitInfo:
 
 @dataclass(frozen=True, slots=True)
 class UpdateInfo:
-    """See `umbra.engines.weight_source`."""
+    """See `umbra.engines.shell.weight_source`."""
 
     description: dict[str, Any]
 

@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from umbra.engines.adapter.core import Core
+from umbra.engines.shell.engine_core import Core
 from umbra.runtime.engine_api.generation_request import GenerationRequest
 from umbra.runtime.errors import EngineError
 from umbra.runtime.first_of import first_of

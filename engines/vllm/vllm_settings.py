@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from umbra.engines.adapter.settings import AdapterSettings, EngineOptions, read_config
-from umbra.engines.memory import physical_nbytes
+from umbra.engines.shell.adapter_settings import AdapterSettings, EngineOptions, read_config
+from umbra.engines.shell.resident_memory import physical_nbytes
 from umbra.runtime.engine_api.lora_adapter import LoraAdapter
 from umbra.runtime.errors import ConfigError
 
-WORKER_EXTENSION: Final = "umbra.engines.vllm.worker.UmbraWorkerExtension"
+WORKER_EXTENSION: Final = "umbra.engines.vllm.vllm_worker.UmbraWorkerExtension"
 TRANSFER_BACKEND: Final = "umbra"
 
 _OTHER_STORE: Final = "keys and values kept elsewhere may be those of another engine's weights"

@@ -10,10 +10,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from umbra.engines.sglang import processes
-from umbra.engines.sglang.orders import unpack_order, write_report
-from umbra.engines.weight_coverage import WeightCoverage
-from umbra.engines.weight_source import open_weights
+from umbra.engines.sglang import sglang_processes
+from umbra.engines.sglang.sglang_orders import unpack_order, write_report
+from umbra.engines.shell.weight_coverage import WeightCoverage
+from umbra.engines.shell.weight_source import open_weights
 from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import probe_import
 
 _saved: dict[int, Tensor] = {}  # in host memory, by address, while the weights sleep
@@ -39,7 +39,7 @@ def _settle(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _measure(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
-    processes.let_stacks_be_shown()
+    sglang_processes.let_stacks_be_shown()
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
     return {"weights_nbytes": nbytes, "pid": os.getpid()}
 

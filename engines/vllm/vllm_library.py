@@ -9,7 +9,7 @@ import importlib
 from dataclasses import dataclass, fields
 from typing import Any, Final, Self
 
-from umbra.engines.adapter.library import load_library
+from umbra.engines.shell.library_import import load_library
 
 TESTED_VERSIONS: Final = ("0.32.0", "0.26.0")
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import xxhash
 
-from umbra.engines.vllm.library import VllmLibrary
+from umbra.engines.vllm.vllm_library import VllmLibrary
 from umbra.runtime.engine_api.generation_request import GenerationRequest
 
 _MIN_TEMPERATURE: Final = 0.01

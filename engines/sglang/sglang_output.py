@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from umbra.engines.adapter.core import NewOutput
+from umbra.engines.shell.engine_core import NewOutput
 
 
 class SglangOutput:

@@ -1,6 +1,6 @@
 """The embedded engine as an actor: umbra's own engine, in plain torch, for CPU and CUDA.
 
-Target `umbra.engines.embedded.actor:EmbeddedEngine`. Methods are those of
+Target `umbra.engines.embedded.embedded_engine:EmbeddedEngine`. Methods are those of
 `umbra.runtime.engine_api.engine_protocol.Engine`; all torch work happens in one compute thread, so the event
 loop answers at once, whatever the model does.
 """
@@ -13,10 +13,10 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Self
 
-from umbra.engines.delta_stream import DeltaStream
 from umbra.engines.embedded.compute_thread import ComputeThread
-from umbra.engines.embedded.settings import EmbeddedConfig
-from umbra.engines.embedded.worker import EngineWorker
+from umbra.engines.embedded.embedded_settings import EmbeddedConfig
+from umbra.engines.embedded.embedded_worker import EngineWorker
+from umbra.engines.shell.delta_stream import DeltaStream
 from umbra.runtime.engine_api.delta_buffer import DeltaBatch
 from umbra.runtime.engine_api.engine_protocol import EngineStats, PauseMode
 from umbra.runtime.engine_api.lifecycle import SleepLevel, Tag
