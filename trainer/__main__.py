@@ -4,6 +4,6 @@ from umbra.runtime.cluster.environment import bind_to_agent
 
 if __name__ == "__main__":
     bind_to_agent()  # Before the rest is imported, which takes half a second.
-    from umbra.trainer.cli import run_program
+    from umbra.trainer.command_line import run_program
 
     run_program()

@@ -21,18 +21,18 @@ from umbra.runtime.collective import Rollouts
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.rpc.sync_handle import Pool
 from umbra.runtime.weights.weight_publisher import SyncReport, WeightPublisher
-from umbra.trainer.batch import RankBatch
-from umbra.trainer.checkpoint import CheckpointStore, TrainerState
-from umbra.trainer.config import TrainerConfig
-from umbra.trainer.journal import Journal
-from umbra.trainer.memory_account import MemoryAccount
-from umbra.trainer.offload import HostOffload
-from umbra.trainer.optimizer import PolicyOptimizer
-from umbra.trainer.policy import Policy
-from umbra.trainer.run_dir import VersionCounter
+from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore, TrainerState
+from umbra.trainer.checkpoint.run_dir import VersionCounter
+from umbra.trainer.config.trainer_config import TrainerConfig
+from umbra.trainer.model.host_offload import HostOffload
+from umbra.trainer.model.micro_batches import RankBatch
+from umbra.trainer.model.optimizer import PolicyOptimizer
+from umbra.trainer.model.policy import Policy
+from umbra.trainer.reporting.memory_account import MemoryAccount
+from umbra.trainer.reporting.run_reporter import Journal
 from umbra.trainer.services import POOL
 from umbra.trainer.signals import StopRequested, StopSignals
-from umbra.trainer.train_step import TrainStep
+from umbra.trainer.step import TrainStep
 from umbra.trainer.world import World, any_rank
 
 T = TypeVar("T")

@@ -18,11 +18,15 @@ from umbra.runtime.errors import UmbraError
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rollout.ledger.ledger_history import ledger_folder
 from umbra.runtime.session import Session
-from umbra.trainer.config import ServeConfig, TrainerConfig
-from umbra.trainer.config_section import engine_settings, lora_settings
-from umbra.trainer.data import PromptBudget, PromptFiles
-from umbra.trainer.further_pool import asked_pools, further_pool_specs, generator_spec
-from umbra.trainer.tokenizer import default_context_len, vocab_size
+from umbra.trainer.config.auxiliary_pool_config import (
+    asked_pools,
+    further_pool_specs,
+    generator_spec,
+)
+from umbra.trainer.config.config_section import engine_settings, lora_settings
+from umbra.trainer.config.trainer_config import ServeConfig, TrainerConfig
+from umbra.trainer.data.prompt_preparation import PromptBudget, PromptFiles
+from umbra.trainer.data.prompt_tokenizer import default_context_len, vocab_size
 
 POOL: Final = "policy"
 MANAGER: Final = "rollouts"

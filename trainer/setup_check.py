@@ -15,12 +15,12 @@ from umbra.runtime.engine_api.engine_names import ENGINE_TARGETS, engine_target
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.rollout.agents.function_call import AGENT_CALL, REWARD_CALL
 from umbra.runtime.rollout.agents.function_lookup import check_function
-from umbra.trainer.config import PoolSection, ServeConfig, TrainerConfig
-from umbra.trainer.data import check_data
-from umbra.trainer.further_pool import FurtherPoolSection, further_model_config
-from umbra.trainer.run_dir import check_run_dir
+from umbra.trainer.checkpoint.run_dir import check_run_dir
+from umbra.trainer.config.auxiliary_pool_config import FurtherPoolSection, further_model_config
+from umbra.trainer.config.trainer_config import PoolSection, ServeConfig, TrainerConfig
+from umbra.trainer.data.prompt_preparation import check_data
+from umbra.trainer.data.prompt_tokenizer import read_model_config, vocab_size
 from umbra.trainer.services import prompt_budget, user_folders
-from umbra.trainer.tokenizer import read_model_config, vocab_size
 
 
 def check_setup(config: TrainerConfig, environment: TorchrunEnvironment) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from umbra.trainer.config import TrainerConfig
+from umbra.trainer.config.trainer_config import TrainerConfig
 
 _LEAST_S: Final = 1800.0
 """Ranks that fail end the others through the session long before: this is for a network that

@@ -73,16 +73,16 @@ def _run(arguments: argparse.Namespace) -> int:
 
             return ledger_command.run(arguments)
         case "plot":
-            return int(import_module("umbra.trainer.plot").run(arguments))
+            return int(import_module("umbra.trainer.reporting.metrics_plot").run(arguments))
         case "serve":
             # By name: nothing here imports the trainer, whose config it reads.
-            return int(import_module("umbra.trainer.serving.command").serve(arguments))
+            return int(import_module("umbra.trainer.serving.serve_command").serve(arguments))
         case "generate" if arguments.url:
             from umbra.runtime.cli import generate_command
 
             return generate_command.run(arguments)
         case "generate":
-            return int(import_module("umbra.trainer.serving.command").generate(arguments))
+            return int(import_module("umbra.trainer.serving.serve_command").generate(arguments))
         case _:
             raise AssertionError(arguments.command)
 

@@ -41,11 +41,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from umbra.runtime.actor.actor_target import load_target
 from umbra.runtime.engine_api.engine_names import engine_target
-from umbra.trainer.batch import MicroBatchBuilder, RankBatch
-from umbra.trainer.config import ModelSection
-from umbra.trainer.losses import kl_terms
-from umbra.trainer.model import load_causal_lm, prepare_causal_lm
-from umbra.trainer.policy import Policy
+from umbra.trainer.algorithms.policy_losses import kl_terms
+from umbra.trainer.config.trainer_config import ModelSection
+from umbra.trainer.model.micro_batches import MicroBatchBuilder, RankBatch
+from umbra.trainer.model.model_loading import load_causal_lm, prepare_causal_lm
+from umbra.trainer.model.policy import Policy
 
 PROMPT_LEN = 32
 GROUP_SIZE = 8

@@ -27,12 +27,12 @@ from qwen3_shapes import QWEN3_0_6B, QWEN3_8B
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from umbra.trainer.batch import MicroBatchBuilder, RankBatch
-from umbra.trainer.config import TrainSection
-from umbra.trainer.optimizer import PolicyOptimizer
-from umbra.trainer.packed_attention import PACKED_ATTENTION, register_packed_attention
-from umbra.trainer.policy import Policy
-from umbra.trainer.train_step import TrainStep
+from umbra.trainer.config.trainer_config import TrainSection
+from umbra.trainer.model.micro_batches import MicroBatchBuilder, RankBatch
+from umbra.trainer.model.optimizer import PolicyOptimizer
+from umbra.trainer.model.packed_attention import PACKED_ATTENTION, register_packed_attention
+from umbra.trainer.model.policy import Policy
+from umbra.trainer.step import TrainStep
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {

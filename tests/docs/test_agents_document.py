@@ -73,13 +73,13 @@ def test_the_example_trains(folder: Path) -> None:
 
 def write_assets(folder: Path) -> None:
     """The quickstart's, smaller, and its model hardly warmed up."""
-    from umbra.trainer.quickstart import model, task
+    from umbra.trainer.quickstart import quickstart_model, quickstart_task
 
     (folder / "model").mkdir(parents=True)
-    tasks = task.draw_tasks(random.Random(0), 80)
+    tasks = quickstart_task.draw_tasks(random.Random(0), 80)
     for name, rows in (("train", tasks[:64]), ("eval", tasks[64:])):
         text = "".join(json.dumps(row.row()) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(text)
-    model.write_tokenizer(folder / "model")
-    warm_up = model.WarmUp(careful_steps=5, shy_steps=0)
-    model.write_starting_model(folder / "model", tasks, 0, warm_up)
+    quickstart_model.write_tokenizer(folder / "model")
+    warm_up = quickstart_model.WarmUp(careful_steps=5, shy_steps=0)
+    quickstart_model.write_starting_model(folder / "model", tasks, 0, warm_up)

@@ -1,4 +1,4 @@
-"""docs/configuration.md says of every setting what trainer/config.py says."""
+"""docs/configuration.md says of every setting what trainer/config/trainer_config.py says."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic_core import PydanticUndefined
 
-from umbra.trainer.config import TrainerConfig
+from umbra.trainer.config.trainer_config import TrainerConfig
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 

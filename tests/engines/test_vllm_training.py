@@ -14,7 +14,7 @@ from engine_runs import Collector, collect, run_async, running, wire_request
 from vllm_runs import needs_vllm
 
 from umbra.engines.embedded.embedded_engine import EmbeddedEngine
-from umbra.trainer.tokenizer import PromptTokenizer, stop_token_ids
+from umbra.trainer.data.prompt_tokenizer import PromptTokenizer, stop_token_ids
 
 pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.process]
 

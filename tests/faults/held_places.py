@@ -73,7 +73,7 @@ class HeldEngine(EchoEngine):
 
 def _hold_ranks() -> None:
     """In their step, at its beginning."""
-    from umbra.trainer.train_step import TrainStep
+    from umbra.trainer.step import TrainStep
 
     run = TrainStep.run
 
@@ -87,7 +87,7 @@ def _hold_ranks() -> None:
 
 
 if __name__ == "__main__":
-    from umbra.trainer.cli import run_program
+    from umbra.trainer.command_line import run_program
 
     _hold_ranks()
     run_program()

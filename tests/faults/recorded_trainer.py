@@ -19,7 +19,7 @@ from typing import Any
 
 from umbra.runtime import collective
 from umbra.runtime.session import Session
-from umbra.trainer.cli import run_program
+from umbra.trainer.command_line import run_program
 
 
 class RecordedRollouts(collective.Rollouts):

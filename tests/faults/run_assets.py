@@ -11,7 +11,7 @@ NUM_PROMPTS = 32
 
 def write_assets(folder: Path) -> None:
     """`folder`/model and `folder`/train.jsonl with NUM_PROMPTS rows (prompt, answer)."""
-    from umbra.trainer.quickstart.model import TOKEN_IDS, VOCABULARY, write_tokenizer
+    from umbra.trainer.quickstart.quickstart_model import TOKEN_IDS, VOCABULARY, write_tokenizer
 
     model_dir = folder / "model"
     model_dir.mkdir(parents=True)

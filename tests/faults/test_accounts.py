@@ -13,7 +13,7 @@ from run_assets import NUM_PROMPTS
 from whole_runs import START_LIMIT_S, start_run
 
 from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
-from umbra.trainer.metrics import read_metrics
+from umbra.trainer.reporting.metrics_log import read_metrics
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
 

@@ -13,7 +13,7 @@ import pytest
 from run_assets import NUM_PROMPTS, write_rows
 from whole_runs import BAD_INPUT_LIMIT_S, start_run
 
-from umbra.trainer.run_lock import RunLock
+from umbra.trainer.checkpoint.run_lock import RunLock
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
 

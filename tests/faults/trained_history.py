@@ -22,7 +22,7 @@ from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
 from umbra.runtime.rollout.ledger.ledger_replay import replay
 from umbra.runtime.rollout.ledger.ledger_state import LedgerState
 from umbra.runtime.rollout.prompts import PromptSet
-from umbra.trainer.metrics import read_metrics
+from umbra.trainer.reporting.metrics_log import read_metrics
 
 LOGPROB_TOLERANCE = 1e-6
 """Of float32 logprobs that were computed in float64, in batches of other shapes."""

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from umbra.trainer.drill.traces import RunTraces, command_of, environment_of
-from umbra.trainer.metrics import read_metrics
+from umbra.trainer.reporting.metrics_log import read_metrics
 
 T = TypeVar("T")
 

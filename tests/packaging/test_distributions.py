@@ -76,7 +76,7 @@ def test_an_installed_wheel_works_outside_the_repository(
     target = tmp_path / "site"
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
     subprocess.run([*install, "--target", target, wheel], check=True, timeout=120)
-    code = "import umbra.trainer.quickstart.task as task; print(task.__file__)"
+    code = "import umbra.trainer.quickstart.quickstart_task as task; print(task.__file__)"
 
     done = subprocess.run(
         [sys.executable, "-P", "-c", f"import sys; sys.path.insert(0, {str(target)!r}); {code}"],

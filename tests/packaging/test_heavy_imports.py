@@ -51,7 +51,7 @@ def test_a_supervisor_loads_neither_torch_nor_pydantic_nor_numpy(module: str) ->
         "umbra.runtime.rollout.manager.rollout_manager",
         "umbra.runtime.cli.umbra_command",
         "umbra.engines.echo.echo_engine",
-        "umbra.trainer.quickstart.task",
+        "umbra.trainer.quickstart.quickstart_task",
     ],
 )
 def test_the_core_works_without_the_training_extra(module: str) -> None:
@@ -63,4 +63,4 @@ def test_a_rollout_worker_loads_no_torch() -> None:
 
 
 def test_a_run_is_checked_before_the_training_extra_is_loaded() -> None:
-    import_without("umbra.trainer.cli", _TRAINING_ONLY)
+    import_without("umbra.trainer.command_line", _TRAINING_ONLY)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from umbra.trainer.config_file import load_config
+from umbra.trainer.config.config_file import load_config
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPTS = [*REPOSITORY.glob("launch/*.sh"), *REPOSITORY.glob("launch/*.sbatch")]

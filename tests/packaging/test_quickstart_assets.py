@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from umbra.trainer.quickstart.assets import MARKER, NUM_EVAL, NUM_TRAIN, ensure_assets
-from umbra.trainer.quickstart.task import MAX_ANSWER_TOKENS, draw_tasks, reward, solve
+from umbra.trainer.quickstart.quickstart_assets import MARKER, NUM_EVAL, NUM_TRAIN, ensure_assets
+from umbra.trainer.quickstart.quickstart_task import MAX_ANSWER_TOKENS, draw_tasks, reward, solve
 
 
 @pytest.fixture(scope="module")

@@ -56,7 +56,7 @@ def check(folder: Path, target: str, calling: Calling = REWARD_CALL) -> None:
         "found_package:score",
         "found_package.inner:score",
         "found_folder.inner:score",
-        "umbra.trainer.quickstart.task:reward",
+        "umbra.trainer.quickstart.quickstart_task:reward",
         "json:dumps",
         "os.path:join",
         "time:sleep",

@@ -10,10 +10,10 @@ from rank_programs import MAX_NEW_TOKENS, make_world, rank_batch
 from torch.distributed.tensor import DTensor
 
 from umbra.runtime.weights.shards import find_aliases
-from umbra.trainer.batch import MicroBatchBuilder
-from umbra.trainer.config import ModelSection
-from umbra.trainer.model import load_causal_lm, prepare_causal_lm
-from umbra.trainer.policy import Policy
+from umbra.trainer.config.trainer_config import ModelSection
+from umbra.trainer.model.micro_batches import MicroBatchBuilder
+from umbra.trainer.model.model_loading import load_causal_lm, prepare_causal_lm
+from umbra.trainer.model.policy import Policy
 from umbra.trainer.world import World
 
 

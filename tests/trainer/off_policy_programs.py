@@ -28,13 +28,13 @@ from umbra.engines.embedded.embedded_core import EngineCore
 from umbra.engines.embedded.scheduler import Limits
 from umbra.runtime.engine_api.decoder_config import load_model_config
 from umbra.runtime.engine_api.generation_request import GenerationRequest
-from umbra.trainer.batch import MicroBatchBuilder, RankBatch
-from umbra.trainer.checkpoint import CheckpointStore, TrainerState
-from umbra.trainer.config import ModelSection, TrainSection
-from umbra.trainer.losses import ImportanceLimits, decoupled_loss
-from umbra.trainer.model import load_causal_lm
-from umbra.trainer.optimizer import PolicyOptimizer
-from umbra.trainer.policy import Policy
+from umbra.trainer.algorithms.policy_losses import ImportanceLimits, decoupled_loss
+from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore, TrainerState
+from umbra.trainer.config.trainer_config import ModelSection, TrainSection
+from umbra.trainer.model.micro_batches import MicroBatchBuilder, RankBatch
+from umbra.trainer.model.model_loading import load_causal_lm
+from umbra.trainer.model.optimizer import PolicyOptimizer
+from umbra.trainer.model.policy import Policy
 from umbra.trainer.world import World
 
 PROMPTS = [[5, 9, 33], [7], [12, 60, 3, 3, 41, 8, 20], [30, 31]]

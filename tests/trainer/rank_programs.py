@@ -25,17 +25,16 @@ from training_models import make_model
 
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.rollout.buffer.batch_plan import GroupShape, plan_batch
-from umbra.trainer import scoring
-from umbra.trainer.batch import MicroBatchBuilder, RankBatch
-from umbra.trainer.checkpoint import CheckpointStore, TrainerState
-from umbra.trainer.config import ModelSection, TrainSection
-from umbra.trainer.export import export_policy
-from umbra.trainer.model import load_causal_lm
-from umbra.trainer.offload import HostOffload, Offload
-from umbra.trainer.optimizer import PolicyOptimizer
-from umbra.trainer.packed_attention import PACKED_ATTENTION, register_packed_attention
-from umbra.trainer.policy import Policy, Wrap
-from umbra.trainer.train_step import TrainStep
+from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore, TrainerState
+from umbra.trainer.checkpoint.policy_export import export_policy
+from umbra.trainer.config.trainer_config import ModelSection, TrainSection
+from umbra.trainer.model.host_offload import HostOffload, Offload
+from umbra.trainer.model.micro_batches import MicroBatchBuilder, RankBatch
+from umbra.trainer.model.model_loading import load_causal_lm, token_scoring
+from umbra.trainer.model.optimizer import PolicyOptimizer
+from umbra.trainer.model.packed_attention import PACKED_ATTENTION, register_packed_attention
+from umbra.trainer.model.policy import Policy, Wrap
+from umbra.trainer.step import TrainStep
 from umbra.trainer.world import World, agree_on_signal, barrier, from_lead, limit_threads
 
 GROUPS, GROUP_SIZE, MAX_NEW_TOKENS = 6, 4, 12
@@ -217,8 +216,8 @@ def num_bytes(tensor: Any) -> int:
 def scored_in_chunks() -> Generator[None]:
     """Of 10 tokens."""
     with (
-        patch.object(scoring, "_MAX_KEPT_LOGITS", 0),
-        patch.object(scoring, "_MAX_CHUNK_LOGITS", 10 * 64),
+        patch.object(token_scoring, "_MAX_KEPT_LOGITS", 0),
+        patch.object(token_scoring, "_MAX_CHUNK_LOGITS", 10 * 64),
     ):
         yield
 

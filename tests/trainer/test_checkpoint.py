@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.testing.distributed_world import DistributedWorld
-from umbra.trainer.checkpoint import read_trainer_state
-from umbra.trainer.run_dir import complete_checkpoints
+from umbra.trainer.checkpoint.checkpoint_store import read_trainer_state
+from umbra.trainer.checkpoint.run_dir import complete_checkpoints
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.process
 PREAMBLE = """
 import logging, os, subprocess, sys, traceback
 from pathlib import Path
-from umbra.trainer.console import Console
+from umbra.trainer.reporting.console import Console
 console = Console.install()
 log = Path(sys.argv[1])
 def say_much():

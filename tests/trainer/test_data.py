@@ -14,9 +14,14 @@ from training_models import CHARS, save_model, save_tokenizer
 
 from umbra.runtime.errors import ConfigError, DataError
 from umbra.runtime.rollout.prompts import PromptSet
-from umbra.trainer.config import DataSection
-from umbra.trainer.data import PromptBudget, PromptFiles, check_data, prepare_prompts
-from umbra.trainer.tokenizer import PromptTokenizer, read_model_config, stop_token_ids
+from umbra.trainer.config.trainer_config import DataSection
+from umbra.trainer.data.prompt_preparation import (
+    PromptBudget,
+    PromptFiles,
+    check_data,
+    prepare_prompts,
+)
+from umbra.trainer.data.prompt_tokenizer import PromptTokenizer, read_model_config, stop_token_ids
 
 Rows = Sequence[Mapping[str, Any]]
 BUDGET = PromptBudget(max_context_len=32, max_new_tokens=8)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from training_models import listed
 
-from umbra.trainer.losses import (
+from umbra.trainer.algorithms.policy_losses import (
     ImportanceLimits,
     PolicyLoss,
     decoupled_loss,

@@ -17,12 +17,17 @@ from umbra.runtime.disk import format_nbytes
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.rollout.prompts import write_prompts
 from umbra.runtime.testing.distributed_world import DistributedWorld
-from umbra.trainer import plot
-from umbra.trainer.config_file import parse_config
-from umbra.trainer.files import RunDirectoryError, check_writable, write_text, writing
-from umbra.trainer.journal import Journal, finish
-from umbra.trainer.metrics import MetricsLog, read_metrics
-from umbra.trainer.run_dir import VersionCounter
+from umbra.trainer.checkpoint.run_dir import VersionCounter
+from umbra.trainer.checkpoint.run_files import (
+    RunDirectoryError,
+    check_writable,
+    write_text,
+    writing,
+)
+from umbra.trainer.config.config_file import parse_config
+from umbra.trainer.reporting import metrics_plot
+from umbra.trainer.reporting.metrics_log import MetricsLog, read_metrics
+from umbra.trainer.reporting.run_reporter import Journal, finish
 
 event_file_loader: Any = importlib.import_module(
     "tensorboard.backend.event_processing.event_file_loader"
@@ -162,7 +167,7 @@ def test_whatever_else_is_written_names_its_file(mount_disk: MountDisk, tmp_path
         check_writable(disk)
     arguments = argparse.Namespace(run_dir=str(disk), output=str(disk / "drawn.svg"))
     with pytest.raises(ConfigError, match=rf"drawn.svg: {is_full(disk)}, or choose another file"):
-        plot.run(arguments)
+        metrics_plot.run(arguments)
     assert (disk / "kept.txt").read_text() == "old"
     assert not [path for path in disk.iterdir() if path.name.startswith(".")]
 

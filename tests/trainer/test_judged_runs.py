@@ -17,7 +17,7 @@ from test_training_runs import read_summary, run, start, write_config
 from training_models import save_model
 
 from umbra.runtime.testing.pool_log import assert_never_both_awake
-from umbra.trainer.metrics import read_metrics
+from umbra.trainer.reporting.metrics_log import read_metrics
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
 

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 from training_models import listed
 
-from umbra.trainer.losses import Aggregation, KlEstimator, kl_terms, policy_loss, token_weights
+from umbra.trainer.algorithms.policy_losses import (
+    Aggregation,
+    KlEstimator,
+    kl_terms,
+    policy_loss,
+    token_weights,
+)
 
 LENS = [3, 1, 5, 0, 2]
 MAX_NEW_TOKENS = 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from umbra.trainer.memory_account import MemoryAccount
+from umbra.trainer.reporting.memory_account import MemoryAccount
 
 MIB_256 = 1 << 28
 

@@ -13,8 +13,8 @@ from training_models import make_model, save_model
 from transformers import AutoModelForCausalLM, Lfm2Config, MambaConfig
 
 from umbra.runtime.errors import ConfigError, DataError
-from umbra.trainer.config import ModelSection
-from umbra.trainer.model import (
+from umbra.trainer.config.trainer_config import ModelSection
+from umbra.trainer.model.model_loading import (
     _packing_obstacle,  # pyright: ignore[reportPrivateUsage]
     load_causal_lm,
 )

@@ -17,9 +17,9 @@ from training_models import save_model
 
 from umbra.runtime.errors import DataError
 from umbra.runtime.rollout.prompts import PromptSet
-from umbra.trainer.config import DataSection
-from umbra.trainer.data import PromptBudget, check_data, prepare_prompts
-from umbra.trainer.tokenizer import PromptTokenizer
+from umbra.trainer.config.trainer_config import DataSection
+from umbra.trainer.data.prompt_preparation import PromptBudget, check_data, prepare_prompts
+from umbra.trainer.data.prompt_tokenizer import PromptTokenizer
 
 BUDGET = PromptBudget(max_context_len=1000, max_new_tokens=8)
 GOOD: Final = b'{"prompt": "1", "messages": [{"role": "user", "content": "1"}], "id": 1}\n'

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from umbra.trainer.offload import HostOffload
+from umbra.trainer.model.host_offload import HostOffload
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from umbra.trainer.optimizer import Schedule, learning_rate_factor
+from umbra.trainer.model.optimizer import Schedule, learning_rate_factor
 
 
 def factors(

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from umbra.runtime.errors import ConfigError
-from umbra.trainer.packed_attention import packed_attention
-from umbra.trainer.packing import PackedInputs, Sample, pack, packing_order
+from umbra.trainer.model.packed_attention import packed_attention
+from umbra.trainer.model.packing import PackedInputs, Sample, pack, packing_order
 
 pytestmark = [
     pytest.mark.gpu,

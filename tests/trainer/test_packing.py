@@ -13,14 +13,14 @@ from torch import Tensor
 from training_models import listed, make_model
 
 from umbra.runtime.errors import ConfigError
-from umbra.trainer.batch import MicroBatchBuilder, RankBatch
-from umbra.trainer.packed_attention import (
+from umbra.trainer.model.micro_batches import MicroBatchBuilder, RankBatch
+from umbra.trainer.model.packed_attention import (
     PACKED_ATTENTION,
     packed_attention,
     register_packed_attention,
 )
-from umbra.trainer.packing import PackedInputs, Sample, pack, packing_order
-from umbra.trainer.policy import _Scorer  # pyright: ignore[reportPrivateUsage]
+from umbra.trainer.model.packing import PackedInputs, Sample, pack, packing_order
+from umbra.trainer.model.policy import _Scorer  # pyright: ignore[reportPrivateUsage]
 
 CPU = torch.device("cpu")
 

@@ -11,8 +11,8 @@ from test_training_runs import run, write_config
 from training_models import save_model
 
 from umbra.runtime.cli.umbra_command import main
-from umbra.trainer.metrics import read_metrics
-from umbra.trainer.plot import draw, panels
+from umbra.trainer.reporting.metrics_log import read_metrics
+from umbra.trainer.reporting.metrics_plot import draw, panels
 
 
 @pytest.mark.process

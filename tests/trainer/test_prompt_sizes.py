@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from umbra.trainer.tokenizer import PromptTokenizer
+from umbra.trainer.data.prompt_tokenizer import PromptTokenizer
 
 CORPUS = [
     "the thing that there is",

@@ -11,17 +11,8 @@ from typing import Any
 import pytest
 
 from umbra.runtime.errors import ConfigError, DataError
-from umbra.trainer.checkpoint import TrainerState
-from umbra.trainer.config import RunSection, TrainerConfig
-from umbra.trainer.config_file import parse_config
-from umbra.trainer.files import RunDirectoryError, check_writable, write_text, writing
-from umbra.trainer.journal import Journal, closing_lines, finish
-from umbra.trainer.last_words import LastWords
-from umbra.trainer.metrics import MetricsLog, read_metrics
-from umbra.trainer.notes import NoteBoard
-from umbra.trainer.progress import Progress, format_duration, format_step
-from umbra.trainer.report import reward_ends
-from umbra.trainer.run_dir import (
+from umbra.trainer.checkpoint.checkpoint_store import TrainerState
+from umbra.trainer.checkpoint.run_dir import (
     RunDir,
     VersionCounter,
     begin_run,
@@ -30,7 +21,21 @@ from umbra.trainer.run_dir import (
     newest_version,
     process_age_s,
 )
-from umbra.trainer.tokenizer import read_model_config
+from umbra.trainer.checkpoint.run_files import (
+    RunDirectoryError,
+    check_writable,
+    write_text,
+    writing,
+)
+from umbra.trainer.config.config_file import parse_config
+from umbra.trainer.config.trainer_config import RunSection, TrainerConfig
+from umbra.trainer.data.prompt_tokenizer import read_model_config
+from umbra.trainer.reporting.fatal_error_report import LastWords
+from umbra.trainer.reporting.metrics_log import MetricsLog, read_metrics
+from umbra.trainer.reporting.note_board import NoteBoard
+from umbra.trainer.reporting.progress_display import Progress, format_duration, format_step
+from umbra.trainer.reporting.run_report import reward_ends
+from umbra.trainer.reporting.run_reporter import Journal, closing_lines, finish
 
 ROW = {
     "rollout/reward_mean": 0.4312,

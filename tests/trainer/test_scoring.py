@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training_models import make_model
 from transformers import AutoModelForCausalLM, GraniteConfig
 
-from umbra.trainer.packed_attention import PACKED_ATTENTION, register_packed_attention
-from umbra.trainer.policy import _Scorer  # pyright: ignore[reportPrivateUsage]
-from umbra.trainer.scoring import head_obstacle, score_hidden
+from umbra.trainer.model.packed_attention import PACKED_ATTENTION, register_packed_attention
+from umbra.trainer.model.policy import _Scorer  # pyright: ignore[reportPrivateUsage]
+from umbra.trainer.model.token_scoring import head_obstacle, score_hidden
 
 NUM_TOKENS, HIDDEN, VOCAB = 53, 16, 300
 CHUNK = 7  # tokens; does not divide 53
@@ -37,8 +37,10 @@ class LargestTensor(TorchDispatchMode):
 
 
 def chunk_scores(monkeypatch: pytest.MonkeyPatch, num_tokens: int, vocab: int = VOCAB) -> None:
-    monkeypatch.setattr("umbra.trainer.scoring._MAX_KEPT_LOGITS", 0)
-    monkeypatch.setattr("umbra.trainer.scoring._MAX_CHUNK_LOGITS", num_tokens * vocab + vocab - 1)
+    monkeypatch.setattr("umbra.trainer.model.token_scoring._MAX_KEPT_LOGITS", 0)
+    monkeypatch.setattr(
+        "umbra.trainer.model.token_scoring._MAX_CHUNK_LOGITS", num_tokens * vocab + vocab - 1
+    )
 
 
 def make_head(dtype: torch.dtype, bias: bool = False) -> tuple[nn.Linear, Tensor, Tensor]:

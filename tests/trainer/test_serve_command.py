@@ -19,7 +19,7 @@ from training_models import listed, make_model, save_model, save_tokenizer
 
 from umbra.runtime.cli.umbra_command import main
 from umbra.runtime.rollout.agents.text_codec import TextCodec
-from umbra.trainer.tokenizer import PromptTokenizer
+from umbra.trainer.data.prompt_tokenizer import PromptTokenizer
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
 

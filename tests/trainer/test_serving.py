@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from training_models import CHARS, VOCAB_SIZE, listed, make_model, save_model
 
 from umbra.runtime.rollout.agents.text_codec import TextCodec
-from umbra.trainer.tokenizer import PromptTokenizer
+from umbra.trainer.data.prompt_tokenizer import PromptTokenizer
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 

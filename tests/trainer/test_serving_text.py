@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from umbra.trainer.serving.api_error import ApiError
-from umbra.trainer.serving.requests import ChatRequest, CompletionRequest, parse_body
+from umbra.trainer.serving.openai_requests import ChatRequest, CompletionRequest, parse_body
 from umbra.trainer.serving.text_stream import StopScanner, TextStream
 
 

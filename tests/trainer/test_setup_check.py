@@ -10,8 +10,8 @@ import pytest
 
 from umbra.runtime.cluster.environment import TorchrunEnvironment
 from umbra.runtime.errors import ConfigError, UmbraError
-from umbra.trainer.config import TrainerConfig
-from umbra.trainer.config_file import parse_config
+from umbra.trainer.config.config_file import parse_config
+from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.setup_check import check_models, check_setup
 
 MODEL = {

@@ -16,9 +16,9 @@ from training_models import make_model, save_model, save_tokenizer
 
 from umbra.runtime.errors import DataError
 from umbra.runtime.testing.distributed_world import DistributedWorld
-from umbra.trainer.config import ModelSection
-from umbra.trainer.model import prepare_causal_lm
-from umbra.trainer.stored_weights import StoredWeights
+from umbra.trainer.config.trainer_config import ModelSection
+from umbra.trainer.model.model_loading import prepare_causal_lm
+from umbra.trainer.model.stored_weights import StoredWeights
 
 
 def save_in_shards(folder: Path, kind: str, **changes: Any) -> Path:

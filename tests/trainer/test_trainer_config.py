@@ -15,9 +15,9 @@ import pytest
 
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.rollout.rollout_config import RolloutConfig
-from umbra.trainer.config import TrainerConfig
-from umbra.trainer.config_file import load_config, parse_config
-from umbra.trainer.data import PromptFiles
+from umbra.trainer.config.config_file import load_config, parse_config
+from umbra.trainer.config.trainer_config import TrainerConfig
+from umbra.trainer.data.prompt_preparation import PromptFiles
 from umbra.trainer.services import manager_spec
 
 MINIMAL: dict[str, Any] = {
@@ -451,7 +451,7 @@ def test_every_setting_is_documented() -> None:
 @pytest.mark.parametrize(
     ("module", "heavy"),
     [
-        ("umbra.trainer.config_file", {"torch", "transformers", "numpy"}),
+        ("umbra.trainer.config.config_file", {"torch", "transformers", "numpy"}),
         ("umbra.trainer.setup_check", {"torch", "transformers"}),
     ],
 )

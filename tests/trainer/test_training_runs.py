@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from training_models import save_model
 
-from umbra.trainer.metrics import read_metrics
+from umbra.trainer.reporting.metrics_log import read_metrics
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from umbra.trainer.config import TrainerConfig
+from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.waits import collective_timeout_s
 
 LEAST_S = 1800.0

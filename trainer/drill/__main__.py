@@ -2,8 +2,8 @@
 
 import sys
 
-from umbra.trainer.console import Console
 from umbra.trainer.drill.command import main
+from umbra.trainer.reporting.console import Console
 
 if __name__ == "__main__":
     Console.install()  # `make drill | head` still trains

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from umbra.trainer.config_file import load_config
+from umbra.trainer.config.config_file import load_config
 from umbra.trainer.drill.traces import RunTraces
 from umbra.trainer.drill.victim import Kill, kill_an_engine, lines_about, supervisor_log
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from umbra.runtime.actor.supervised_actor import ActorState
 from umbra.trainer.drill.watching import DrillError, wait_for
-from umbra.trainer.metrics import read_metrics
+from umbra.trainer.reporting.metrics_log import read_metrics
 
 _BUSY_SHARE: Final = 0.3
 """Of one core: an engine that uses more of it is generating or loading weights; one that sleeps

@@ -7,10 +7,10 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, Final
 
-from umbra.trainer.serving.answers import usage_of
 from umbra.trainer.serving.api_error import ApiError
 from umbra.trainer.serving.choice import Step, collect
-from umbra.trainer.serving.requests import (
+from umbra.trainer.serving.openai_answers import usage_of
+from umbra.trainer.serving.openai_requests import (
     ChatRequest,
     CompletionRequest,
     SamplingRequest,

@@ -10,7 +10,7 @@ from typing import Any, Final, Self
 
 from umbra.runtime.rollout.agents.text_codec import TextCodec
 from umbra.runtime.weights.transports.shared_memory.pages import trim_heap
-from umbra.trainer.tokenizer import PromptTokenizer, stop_token_ids
+from umbra.trainer.data.prompt_tokenizer import PromptTokenizer, stop_token_ids
 
 _LONG_TEXT_LEN: Final = 1 << 16
 """Characters. A thread tokenises fewer in some 50 ms, which is how long a short prompt may wait for

@@ -11,7 +11,7 @@ from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session import Session, SessionConfig
-from umbra.trainer.notes import NoteBoard
+from umbra.trainer.reporting.note_board import NoteBoard
 from umbra.trainer.signals import StopRequested, StopSignals
 
 _SHUTDOWN_GRACE_S: Final = 5.0

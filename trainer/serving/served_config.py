@@ -9,16 +9,16 @@ from typing import Any
 
 from umbra.runtime.errors import ConfigError, DataError
 from umbra.runtime.pools.pool_spec import PoolSpec
-from umbra.trainer.config import ServeConfig
-from umbra.trainer.config_file import check_config, read_config
-from umbra.trainer.further_pool import (
+from umbra.trainer.config.auxiliary_pool_config import (
     further_generator_settings,
     further_pool_specs,
     path_setting,
 )
+from umbra.trainer.config.config_file import check_config, read_config
+from umbra.trainer.config.trainer_config import ServeConfig
+from umbra.trainer.data.prompt_tokenizer import read_model_config, vocab_size
 from umbra.trainer.services import POOL, engine_pool_spec, max_context_len
 from umbra.trainer.serving.served_pool import ServedPoolConfig
-from umbra.trainer.tokenizer import read_model_config, vocab_size
 
 
 def read_serve_config(place: str, overrides: Sequence[str]) -> ServeConfig:

@@ -12,11 +12,11 @@ from umbra.runtime.engine_api.lifecycle import EngineState
 from umbra.runtime.engine_api.token_ids import token_ids
 from umbra.runtime.errors import DataError, RequestRefused
 from umbra.runtime.rollout.dispatch.generator import Generator, GeneratorConfig
-from umbra.trainer.serving.answers import AnswerForm, ChatForm, CompletionForm
 from umbra.trainer.serving.api_error import ApiError
 from umbra.trainer.serving.choice import Sampling, Step, generate_choice
 from umbra.trainer.serving.model_text import ModelText
-from umbra.trainer.serving.requests import ChatRequest, CompletionRequest, SamplingRequest
+from umbra.trainer.serving.openai_answers import AnswerForm, ChatForm, CompletionForm
+from umbra.trainer.serving.openai_requests import ChatRequest, CompletionRequest, SamplingRequest
 
 _MAX_OPEN: Final = 4096
 """Choices under way at a time. More are refused: what waits behind so many waits for minutes, and

@@ -1,0 +1,322 @@
+"""Checkpoints: sharded by torch.distributed.checkpoint, complete or not there.
+
+    run.dir/checkpoints/step-000040/    __R_0.distcp of each rank R, .metadata, trainer.json,
+                                        and COMPLETE, written last
+
+Each rank writes its own shards. Any number of ranks can read them back. A directory without
+COMPLETE is the rest of an interrupted save; it is never read, and removed by the next save. A save
+that fails removes its own.
+Checkpoints are trusted input: their metadata is a pickle.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections import defaultdict
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final, cast
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from umbra.runtime.disk import check_room, sync
+from umbra.runtime.errors import ConfigError, UmbraError
+from umbra.trainer.checkpoint.run_dir import COMPLETE, complete_checkpoints, is_complete
+from umbra.trainer.checkpoint.run_files import (
+    RunDirectoryError,
+    describe_os_error,
+    write_json,
+    writing,
+)
+from umbra.trainer.world import World, barrier, from_lead
+
+_STATE_FILE: Final = "trainer.json"
+_METADATA_FILE: Final = ".metadata"
+_MODEL: Final = "model."
+_OPTIMIZER: Final = "optimizer."
+_WRITE: Final = "write the checkpoint"
+_dcp: Final[Any] = dcp
+_IF_DAMAGED: Final = (
+    "; if the checkpoint is damaged, remove it: run.resume = 'auto' then goes on from the one "
+    "before it"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerState:
+    """What a run needs besides tensors.
+
+    Attributes:
+        step: optimizer steps done.
+        version: version of the weights in the checkpoint.
+        world_size: ranks that wrote it; for information.
+        seed: `train.seed` of the run, which decides the order of prompts.
+        ledger: position in the rollouts' ledger, which has all that was trained on up to there.
+    """
+
+    step: int
+    version: int
+    world_size: int
+    seed: int
+    ledger: str = ""
+
+
+class CheckpointStore:
+    """The checkpoints of a run directory. Every rank has one; saving and loading are collective."""
+
+    def __init__(self, folder: Path, world: World, keep: int) -> None:
+        self.folder = folder
+        self._world = world
+        self._keep = keep
+
+    def save(
+        self,
+        state: TrainerState,
+        parameters: Mapping[str, nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+    ) -> Path:
+        """Writes a checkpoint and removes the oldest beyond `keep`; returns its directory.
+
+        Raises:
+            RunDirectoryError: disk full, read-only or the like, on every rank; earlier
+                checkpoints stay as they are.
+        """
+        target = self.folder / f"step-{state.step:06d}"
+        _start_moments(optimizer)  # of parameters that have had no gradient: `load` asks for all
+        tensors = _tensors(parameters, optimizer)
+        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        from_lead(self._world, lambda: self._make_room(target, nbytes))
+        try:
+            with _disk_trouble(_WRITE, target, needed_nbytes=nbytes):
+                _dcp.save(
+                    tensors | _random_state(self._world.rank),
+                    storage_writer=_Writer(target, nbytes),
+                )
+            from_lead(self._world, lambda: self._complete(target, state))
+        except RunDirectoryError:  # every rank's, and none of them writes any more
+            if self._world.is_lead and not is_complete(target):
+                shutil.rmtree(target, ignore_errors=True)
+            raise
+        return target
+
+    def load(
+        self, path: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
+    ) -> TrainerState:
+        """Puts a checkpoint into parameters and optimizer, in place.
+
+        Raises:
+            ConfigError: `path` is no complete checkpoint, or one of another model.
+            RunDirectoryError: a file of it cannot be read.
+        """
+        state = read_trainer_state(path)
+        _start_moments(optimizer)
+        tensors = _tensors(parameters, optimizer)
+        random_state = _random_state(self._world.rank)
+        with _disk_trouble("read the checkpoint", path, _IF_DAMAGED):
+            reader = _Reader(path)
+            saved = reader.read_metadata().state_dict_metadata
+            _check_fit(path, tensors, saved)
+            if random_state.keys() <= saved.keys():
+                tensors |= random_state
+            _dcp.load(tensors, storage_reader=reader)
+        for value in random_state.values():
+            torch.set_rng_state(value)
+        barrier()
+        return state
+
+    def _make_room(self, target: Path, nbytes: int) -> None:
+        """Removes rests of interrupted saves, `target` itself included.
+
+        What cannot fit is not begun: a save that fills the disk would take the ledger and the logs
+        down with it, and need minutes for that.
+        """
+        with writing("prepare the checkpoint", target):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for path in self.folder.glob("step-*"):
+                if path == target or not is_complete(path):
+                    _remove(path)
+        with writing(_WRITE, target, nbytes):
+            check_room(self.folder, nbytes)
+            target.mkdir()
+
+    def _complete(self, target: Path, state: TrainerState) -> None:
+        write_json(target / _STATE_FILE, asdict(state))
+        with writing("complete the checkpoint", target):
+            sync(target)
+            (target / COMPLETE).touch()
+            sync(target)
+            sync(self.folder)
+            # Later ones are of a history that was given up: they do not count, and stay.
+            found = [path for path in complete_checkpoints(self.folder) if path <= target]
+            for path in found[: -self._keep]:
+                _remove(path)
+
+
+def _remove(path: Path) -> None:
+    (path / COMPLETE).unlink(missing_ok=True)  # first, lest half a checkpoint looks whole
+    shutil.rmtree(path)
+
+
+def read_trainer_state(path: Path) -> TrainerState:
+    """The non-tensor part of a checkpoint.
+
+    Raises:
+        ConfigError: `path` is no complete checkpoint.
+        RunDirectoryError: the file cannot be read, or is damaged.
+    """
+    if not is_complete(path):
+        what = "is incomplete: its save was interrupted" if path.is_dir() else "does not exist"
+        raise ConfigError(f"checkpoint {path} {what}; choose another or set run.resume = 'auto'")
+    with _reading(path, _STATE_FILE):
+        return TrainerState(**json.loads((path / _STATE_FILE).read_text()))
+
+
+class _Writer(FileSystemWriter):
+    """Names what keeps this rank from writing: torch's own errors do not, and reach the others
+    without the error that they come from.
+
+    Args:
+        nbytes: size of the whole checkpoint.
+    """
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        super().__init__(path)  # pyright: ignore[reportUnknownMemberType]
+        self._checkpoint = path
+        self._nbytes = nbytes
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        with writing(_WRITE, self._checkpoint, self._nbytes):
+            return super().write_data(plan, planner)
+
+
+class _Reader(FileSystemReader):
+    """Names the file that cannot be read: torch's own errors do not."""
+
+    @property
+    def _checkpoint(self) -> Path:
+        return Path(cast("Any", self).path)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with _reading(self._checkpoint, _METADATA_FILE):
+            return super().read_metadata(*args, **kwargs)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        items: defaultdict[str, list[ReadItem]] = defaultdict(list)
+        for item in plan.items:
+            items[self.storage_data[item.storage_index].relative_path].append(item)
+        for name, of_file in items.items():
+            with _reading(self._checkpoint, name):
+                super().read_data(replace(plan, items=of_file), planner).wait()
+        return super().read_data(replace(plan, items=[]), planner)  # as it says that it is done
+
+
+@contextmanager
+def _reading(checkpoint: Path, name: str) -> Generator[None]:
+    """Turns any error in reading a file of a checkpoint into one that names it, with the remedy.
+
+    Damaged bytes lead to errors of nearly every kind in the libraries that parse them.
+    """
+    try:
+        yield
+    except OSError as error:
+        what = f"read {name} of the checkpoint"
+        raise describe_os_error(what, checkpoint, error, _IF_DAMAGED) from error
+    except Exception as error:
+        raise RunDirectoryError(
+            f"cannot read {name} of the checkpoint {checkpoint}: {_cause(error)}{_IF_DAMAGED}"
+        ) from error
+
+
+def _cause(error: BaseException) -> str:
+    """Its type and the first line of its text, which some errors lack."""
+    lines = str(error).strip().splitlines()
+    return ": ".join([type(error).__name__, *lines[:1]])
+
+
+def _tensors(
+    parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
+) -> dict[str, Tensor]:
+    """Flat names to the live tensors (DTensors: each rank holds its part)."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    tensors: dict[str, Tensor] = {
+        f"{_MODEL}{name}": parameter.data for name, parameter in parameters.items()
+    }
+    for parameter, moments in cast(
+        "dict[nn.Parameter, dict[str, Tensor]]", optimizer.state
+    ).items():
+        for kind, value in moments.items():
+            tensors[f"{_OPTIMIZER}{names[id(parameter)]}.{kind}"] = value
+    return tensors
+
+
+def _start_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Gives AdamW the state it makes at its first step, to load into."""
+    for group in optimizer.param_groups:
+        for parameter in cast("list[nn.Parameter]", group["params"]):
+            state = cast("dict[str, Tensor]", optimizer.state[parameter])
+            if not state:
+                data = parameter.data
+                state["step"] = torch.zeros((), dtype=torch.float32, device=data.device)
+                state["exp_avg"] = torch.zeros_like(data)
+                state["exp_avg_sq"] = torch.zeros_like(data)
+
+
+def _random_state(rank: int) -> dict[str, Tensor]:
+    return {f"random.rank{rank}": torch.get_rng_state()}
+
+
+def _check_fit(path: Path, tensors: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
+    """Compares names and shapes before anything is overwritten."""
+    for name, tensor in tensors.items():
+        if name not in saved:
+            raise ConfigError(f"checkpoint {path} is of another model: it has no tensor {name}")
+        if (size := getattr(saved[name], "size", None)) is not None and size != tensor.shape:
+            raise ConfigError(
+                f"checkpoint {path} is of another model: {name} is {list(size)} there and "
+                f"{list(tensor.shape)} here"
+            )
+
+
+@contextmanager
+def _disk_trouble(
+    what: str, path: Path, advice: str = "", *, needed_nbytes: int = 0
+) -> Generator[None]:
+    """Words what torch.distributed.checkpoint collects from the ranks.
+
+    Args:
+        advice: where it is not the disk.
+        needed_nbytes: size of the checkpoint, where it is written.
+    """
+    try:
+        with warnings.catch_warnings():
+            # With one rank torch says that it saves without a process group; that is meant.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield
+    except CheckpointException as error:
+        causes = [failure[0] for failure in error.failures.values()]
+        for cause in causes:
+            if isinstance(cause, OSError):
+                raise describe_os_error(what, path, cause, needed_nbytes=needed_nbytes) from error
+            if isinstance(cause, UmbraError):
+                raise cause from error
+        raise RunDirectoryError(f"cannot {what} {path}: {_cause(causes[0])}{advice}") from error
+    except OSError as error:
+        raise describe_os_error(what, path, error, needed_nbytes=needed_nbytes) from error

@@ -1,0 +1,51 @@
+"""One run at a time in a run directory."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from umbra.runtime.errors import ConfigError
+from umbra.trainer.checkpoint.run_files import writing
+
+
+class RunLock:
+    """Held by rank 0 for as long as its process works in the directory; the kernel frees it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / ".lock"
+        self._fd = -1
+
+    def __enter__(self) -> Self:
+        """Raises ConfigError where another process has it, RunDirectoryError without a file."""
+        with writing("write", self._path):
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(self._fd, 200).decode(errors="replace").strip()
+            self.__exit__(None, None, None)
+            raise ConfigError(
+                f"run.dir: {self._path.parent} is in use by {holder or 'another run'}: wait for "
+                "its end, or choose another directory"
+            ) from None
+        try:
+            with writing("write", self._path):
+                os.truncate(self._fd, 0)
+                os.write(self._fd, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        os.close(self._fd)

@@ -1,0 +1,131 @@
+"""`torchrun --nproc-per-node N -m umbra.trainer CONFIG.toml [section.key=value ...]`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import Final, NoReturn
+
+from umbra.runtime.cluster.environment import TorchrunEnvironment, log_level
+from umbra.runtime.errors import UmbraError
+from umbra.runtime.session import Session, SessionConfig
+from umbra.trainer.checkpoint.run_dir import process_age_s
+from umbra.trainer.checkpoint.run_lock import RunLock
+from umbra.trainer.config.config_file import load_config
+from umbra.trainer.config.trainer_config import TrainerConfig
+from umbra.trainer.reporting.console import Console
+from umbra.trainer.reporting.fatal_error_report import LastWords
+from umbra.trainer.reporting.note_board import NoteBoard
+from umbra.trainer.setup_check import check_setup
+from umbra.trainer.signals import StopSignals
+
+_MAX_WAIT_FOR_OTHERS_S: Final = 5.0
+_LIBRARIES: Final = ("torch", "transformers", "matplotlib", "tensorboard")
+
+
+def main(console: Console) -> None:
+    """Runs one rank; exits with 0, with 1 after an error, or with 128 + signal."""
+    arguments = _parse(sys.argv[1:])
+    words = LastWords(-1, 0.0)
+    try:
+        environment = TorchrunEnvironment.read()
+        words = LastWords(environment.rank, 0.0)
+        _configure_logging(environment.rank)
+        config = _read_settings(arguments, environment, words)
+        words = LastWords(environment.rank, config.train.shutdown_grace_s)
+        code = _run(config, environment, words, console)
+    except UmbraError as error:
+        words.tell(error)
+        code = 1
+    sys.exit(code)
+
+
+def _read_settings(
+    arguments: argparse.Namespace, environment: TorchrunEnvironment, words: LastWords
+) -> TrainerConfig:
+    try:
+        config = load_config(arguments.config, arguments.overrides)
+        check_setup(config, environment)
+    except UmbraError as error:
+        words.tell(error)
+        if environment.world_size > 1:
+            # The others are about to find the same, unless torchrun ends them because this rank
+            # left. They started together: they need about as long, however busy the machine.
+            time.sleep(min(process_age_s(), _MAX_WAIT_FOR_OTHERS_S))
+        raise
+    return config
+
+
+def run_program() -> NoReturn:
+    """`main()` for a process of its own, which ends at once when all is done.
+
+    With torch loaded the interpreter takes a second of processor time to take itself down, which
+    is much of what a signal leaves.
+    """
+    code = 0
+    try:
+        main(Console.install())
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _run(
+    config: TrainerConfig, environment: TorchrunEnvironment, words: LastWords, console: Console
+) -> int:
+    notes = NoteBoard(is_shown=environment.rank == 0)
+    grace_s = config.train.shutdown_grace_s
+    settings = SessionConfig(run_dir=config.run.dir, shutdown_grace_s=grace_s)
+    with (
+        words,
+        RunLock(config.run.dir) if environment.rank == 0 else contextlib.nullcontext(),
+        StopSignals(grace_s) as stop,
+        Session.from_torchrun(
+            settings, on_note=notes.put, on_failed=words.job_failed, on_signal=stop.pass_in
+        ) as session,
+    ):
+        console.log_losses(
+            config.run.dir / "logs" / "supervisor.log", who=f"rank {environment.rank}"
+        )
+        # Loads torch, while the supervisor has long been starting.
+        from umbra.trainer.train import Trainer
+
+        try:
+            Trainer(config, session, environment, stop, notes, words).run()
+        except UmbraError as error:
+            words.tell(error)
+            raise
+        return 128 + int(stop.received) if stop.received is not None else 0
+
+
+def _configure_logging(rank: int) -> None:
+    logging.basicConfig(
+        level=log_level(), format=f"%(asctime)s rank {rank} %(name)s %(levelname)s: %(message)s"
+    )
+    # Libraries say at INFO what only their authors want to know.
+    for name in _LIBRARIES:
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m umbra.trainer",
+        description="Train a model by RL as a TOML config says; start it with torchrun.",
+        epilog="Sections: " + ", ".join(f"[{name}]" for name in TrainerConfig.model_fields),
+    )
+    parser.add_argument("config", help="the TOML file")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="section.key=value",
+        help="settings to change; an empty value unsets one",
+    )
+    return parser.parse_args(argv)

@@ -1,0 +1,146 @@
+"""Reads a TOML config with command-line overrides, and words what is wrong with it."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from pydantic import ValidationError
+
+from umbra.runtime.errors import ConfigError
+from umbra.trainer.config.config_overrides import Override, inner_annotation, overrides_behind
+from umbra.trainer.config.trainer_config import ServeConfig, TrainerConfig
+
+_WORDS: Final = {
+    "model_type": "should be a section",
+    "dict_type": "should be a table",
+    "path_type": "should be a path, as text",
+    "tuple_type": "should be a list",
+}
+"""For errors that pydantic words for who wrote the Python types."""
+_SURE_RATIO: Final = 0.8
+"""How alike a key must be to one of another section; lower, and any key looks like some other."""
+_Config = TypeVar("_Config", TrainerConfig, ServeConfig)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainerConfig:
+    """The config of a training run; see `read_config`."""
+    return read_config(TrainerConfig, path, overrides)
+
+
+def read_config(kind: type[_Config], path: str | Path, overrides: Sequence[str] = ()) -> _Config:
+    """Reads `path` and puts `overrides` ("section.key=value", values as in TOML) over it.
+
+    Raises:
+        ConfigError: no such file, not TOML, a malformed override, or settings that are wrong:
+            one line for each, with its key, what is allowed, and a close match.
+    """
+    place = Path(path)
+    try:
+        values = tomllib.loads(place.read_text(encoding="utf-8"))
+    except OSError as error:
+        hint = "; the config file comes before settings" if "=" in place.name else ""
+        raise ConfigError(
+            f"config file {place.absolute()} cannot be read: {error.strerror}{hint}"
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {place} is not valid TOML: {error}") from error
+    return check_config(kind, values, str(place), overrides)
+
+
+def parse_config(values: Mapping[str, Any], source: str = "config") -> TrainerConfig:
+    """Checks settings that are already a map of sections; raises ConfigError as `load_config`."""
+    return check_config(TrainerConfig, values, source)
+
+
+def check_config(
+    kind: type[_Config], values: Mapping[str, Any], source: str, overrides: Sequence[str] = ()
+) -> _Config:
+    """The same for either kind of config, with `overrides` over it."""
+    parsed = [Override.parse(given) for given in overrides]
+    changed = copy.deepcopy(dict(values))
+    for override in parsed:
+        override.put_over(changed)
+    try:
+        return kind.model_validate(changed)
+    except ValidationError as error:
+        problems = [
+            _told(problem, source, overrides_behind(problem, parsed, values))
+            for problem in error.errors(include_url=False)
+        ]
+        raise ConfigError("; ".join(problems)) from None
+
+
+def _told(problem: Any, source: str, behind: Sequence[Override]) -> str:
+    """One pydantic error, and where it comes from: the file, or settings on the command line."""
+    text = _describe(problem)
+    if not behind:
+        return f"{source}: {text}"
+    given = " ".join(override.given for override in behind)
+    return f"{given} (command line): {text.removeprefix(f'{behind[0].key}: ')}"
+
+
+def _describe(problem: Any) -> str:
+    """One pydantic error as `key: what is wrong, what is allowed`."""
+    location: tuple[int | str, ...] = problem["loc"]
+    key = ".".join(str(part) for part in location)
+    match problem["type"]:
+        case "extra_forbidden":
+            return f"{key} is unknown{_close_match(location)}"
+        case "missing":
+            return f"{key if len(location) > 1 else f'section [{key}]'} is missing"
+        case "literal_error":
+            return f"{key}: {_lower_first(problem['msg'])}{_close_literal(problem)}"
+        case "value_error":
+            return f"{key}: {problem['ctx']['error']}" if key else str(problem["ctx"]["error"])
+        case _:
+            words = _WORDS.get(problem["type"], _lower_first(problem["msg"]))
+            return f"{key}: {words}{_shown(problem['input'])}"
+
+
+def _shown(given: object) -> str:
+    if isinstance(given, str | int | float | bool):
+        return f", got {given!r}"
+    if isinstance(given, dict):
+        return ", got a table"
+    return ", got a list" if isinstance(given, list) else ""
+
+
+def _close_match(location: tuple[int | str, ...]) -> str:
+    model: Any = TrainerConfig
+    for part in location[:-1]:
+        model = inner_annotation(model, part)
+    key, known = str(location[-1]), list(model.model_fields)
+    # A further pool has settings of its own, whatever other sections call theirs.
+    elsewhere = _settings() if len(location) <= 2 else {}
+    found = elsewhere.get(key, [])
+    if len(found) != 1:
+        close = difflib.get_close_matches(key, known, n=1)
+        similar = difflib.get_close_matches(key, list(elsewhere), n=1, cutoff=_SURE_RATIO)
+        found = close or found or [name for near in similar for name in elsewhere[near]]
+    hint = f"; did you mean {' or '.join(map(repr, found))}?" if found else ""
+    return f"{hint} (allowed: {', '.join(sorted(known))})"
+
+
+def _settings() -> dict[str, list[str]]:
+    """The names in full of all sections' settings, by that within the section."""
+    found: dict[str, list[str]] = {}
+    for name, section in TrainerConfig.model_fields.items():
+        for key in getattr(section.annotation, "model_fields", {}):
+            found.setdefault(key, []).append(f"{name}.{key}")
+    return found
+
+
+def _close_literal(problem: Any) -> str:
+    given, expected = str(problem["input"]), str(problem["ctx"]["expected"])
+    allowed = [word.strip("'") for word in expected.replace(" or ", ", ").split(", ")]
+    close = difflib.get_close_matches(given, allowed, n=1)
+    return f", got {given!r}" + (f"; did you mean {close[0]!r}?" if close else "")
+
+
+def _lower_first(text: str) -> str:
+    return text[:1].lower() + text[1:]

@@ -1,0 +1,171 @@
+"""Settings given on the command line: put over those of a config file, and found again where one
+of them is what is wrong."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final, Self, cast
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from umbra.runtime.errors import ConfigError
+from umbra.trainer.config.trainer_config import TrainerConfig
+
+_EMPTY: Final[tuple[Any, ...]] = (None, "", {}, [])
+"""Defaults of settings that need not be there: an empty value takes one out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Override:
+    """`section.key=value`, as it was given."""
+
+    given: str
+    keys: tuple[str, ...]
+    text: str
+
+    @classmethod
+    def parse(cls, given: str) -> Self:
+        """Raises ConfigError where it is none."""
+        dotted, equals, text = given.partition("=")
+        keys = tuple(dotted.strip().split("."))
+        if not equals or len(keys) < 2 or not all(keys):
+            raise ConfigError(f"override {given!r}: write it as section.key=value")
+        try:
+            given.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(
+                f"override {given!r}: not UTF-8; write it in UTF-8, and rename a file that is not"
+            ) from None
+        return cls(given.strip(), keys, text.strip())
+
+    @property
+    def key(self) -> str:
+        return ".".join(self.keys)
+
+    def put_over(self, values: dict[str, Any]) -> None:
+        """Sets it in `values`, or takes it out where it is empty and need not be there.
+
+        Raises:
+            ConfigError: it is no setting of a section, or is empty and has to be there.
+        """
+        takes_out = not self.text and _may_be_left_out(self.keys)
+        table = values
+        for key in self.keys[:-1]:
+            inner: Any = table.get(key, {}) if takes_out else table.setdefault(key, {})
+            if not isinstance(inner, dict):
+                raise ConfigError(f"override {self.given!r}: {key} is a value, not a section")
+            table = cast("dict[str, Any]", inner)
+        if takes_out:
+            table.pop(self.keys[-1], None)
+        else:
+            table[self.keys[-1]] = self._value()
+
+    def _value(self) -> Any:
+        """A TOML value, or the bare text where it is none or text is what the key takes."""
+        if not self.text and _field(self.keys):
+            raise ConfigError(
+                f"{self.given} (command line): {self.key} cannot be unset; give it a value"
+            )
+        is_quoted = self.text[:1] in {'"', "'"}
+        if not is_quoted and _takes_text(_annotation(self.keys)):
+            return self.text
+        try:
+            return tomllib.loads(f"value = {self.text}")["value"]
+        except tomllib.TOMLDecodeError:
+            return self.text
+
+
+def overrides_behind(
+    problem: Any, overrides: Sequence[Override], file_values: Mapping[str, Any]
+) -> list[Override]:
+    """Those that brought what one pydantic error is about; none where it is the file alone.
+
+    Args:
+        file_values: settings as they were without the overrides.
+    """
+    location = tuple(str(part) for part in problem["loc"])
+    if problem["type"] == "missing":
+        location = location[:-1]
+    if problem["type"] == "value_error" and (below := _below(location, overrides)):
+        text = str(problem["ctx"]["error"])
+        return [one for one in below if _is_named(one, text, file_values)]
+    giving = [one for one in overrides if location[: len(one.keys)] == one.keys]
+    if giving or _has(file_values, location):
+        return giving[-1:]  # a later one replaces what came before
+    return _below(location, overrides)
+
+
+def _below(location: tuple[str, ...], overrides: Sequence[Override]) -> list[Override]:
+    last = {one.keys: one for one in overrides}
+    return [
+        one
+        for one in last.values()
+        if one.text and len(one.keys) > len(location) and one.keys[: len(location)] == location
+    ]
+
+
+def _is_named(override: Override, text: str, file_values: Mapping[str, Any]) -> bool:
+    """Whether an error about several settings tells of this one, or of the table it made."""
+    is_new_table = not _has(file_values, override.keys[:-1])
+    names = override.keys[-2:] if is_new_table else override.keys[-1:]
+    return any(re.search(rf"\b{re.escape(name)}\b", text) for name in names)
+
+
+def _has(values: Mapping[str, Any], location: Sequence[str]) -> bool:
+    table: Any = values
+    for part in location:
+        if not isinstance(table, dict) or part not in table:
+            return False
+        table = cast("dict[str, Any]", table)[part]
+    return True
+
+
+def inner_annotation(annotation: Any, key: int | str) -> Any:
+    """What a section has under `key`, or a table of sections; None where nothing is known."""
+    if annotation is Any:
+        return Any
+    if typing.get_origin(annotation) is dict:
+        return typing.get_args(annotation)[1]
+    if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+        return None
+    field = annotation.model_fields.get(str(key))
+    return field.annotation if field else None
+
+
+def _annotation(keys: Sequence[str]) -> Any:
+    model: Any = TrainerConfig
+    for key in keys:
+        model = inner_annotation(model, key)
+    return model
+
+
+def _field(keys: Sequence[str]) -> FieldInfo | None:
+    section = _annotation(keys[:-1])
+    if isinstance(section, type) and issubclass(section, BaseModel):
+        return section.model_fields.get(keys[-1])
+    return None
+
+
+def _may_be_left_out(keys: Sequence[str]) -> bool:
+    """Whether it is an optional setting, or an entry of a table for which no text is no value."""
+    table = _annotation(keys[:-1])
+    if typing.get_origin(table) is dict:
+        return inner_annotation(table, keys[-1]) is not str
+    field = _field(keys)
+    return table is Any or (field is not None and field.get_default() in _EMPTY)
+
+
+def _takes_text(annotation: Any) -> bool:
+    origin, options = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        return _takes_text(options[0])
+    if origin in (typing.Union, types.UnionType):
+        return any(_takes_text(option) for option in options)
+    return annotation is str or annotation is Path

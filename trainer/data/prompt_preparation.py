@@ -1,0 +1,240 @@
+"""Prompts: from the user's data set to the tokenised files a rollout manager reads."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from umbra.runtime.errors import ConfigError, DataError
+from umbra.runtime.rollout.prompts import write_prompts
+from umbra.trainer.checkpoint.run_files import writing
+from umbra.trainer.config.trainer_config import DataSection
+from umbra.trainer.data.data_rows import check_data_file, read_rows
+from umbra.trainer.data.prompt_tokenizer import PromptTokenizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptBudget:
+    """How long a prompt may be, in tokens, and which settings say so."""
+
+    max_context_len: int
+    max_new_tokens: int
+
+    @property
+    def max_prompt_len(self) -> int:
+        return self.max_context_len - self.max_new_tokens
+
+    def check(self) -> None:
+        """Raises ConfigError where no prompt has room."""
+        if self.max_prompt_len < 1:
+            raise ConfigError(
+                f"rollout.max_new_tokens = {self.max_new_tokens} leaves no room for a prompt in a "
+                f"context of {self.max_context_len} tokens (pool.max_context_len, else the model's "
+                "max_position_embeddings, at most 4096): lower rollout.max_new_tokens, or raise "
+                "pool.max_context_len"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptFiles:
+    """What `prepare_prompts` wrote. `eval_path` is None where nothing is evaluated."""
+
+    train_path: Path
+    num_train: int
+    eval_path: Path | None
+    num_eval: int
+
+
+def check_data(data: DataSection) -> None:
+    """Cheap checks that every rank makes before anything is started: the files, their first rows.
+
+    Raises:
+        DataError: names the setting, or file, line, cause and remedy.
+    """
+    for path, key in ((data.train, "data.train"), (data.eval, "data.eval")):
+        if path is None:
+            continue
+        check_data_file(path, key)
+        first = next(read_rows(path), None)
+        if first is None:
+            raise _empty(path, "it has no rows")
+        _content(data, *first)
+        _prompt_id(data, *first, idx=0)
+
+
+def prepare_prompts(
+    data: DataSection,
+    tokenizer: PromptTokenizer,
+    budget: PromptBudget,
+    *,
+    folder: Path,
+    min_prompts: int,
+    groups_per_step: int,
+) -> PromptFiles:
+    """Tokenises the data sets into `folder`. One rank calls it.
+
+    Args:
+        min_prompts: fewest training prompts that make sense: one per rank.
+        groups_per_step: with fewer training prompts there is a warning.
+
+    Raises:
+        DataError: names file, line, cause and remedy.
+        RunDirectoryError: `folder` is full or the like.
+    """
+    train_path = folder / "prompts.msgpack"
+    num_train = _write(train_path, _read_prompts(data, data.train, tokenizer, budget))
+    if num_train < min_prompts:
+        raise DataError(
+            f"data.train: {data.train} has {num_train} prompts for {min_prompts} ranks; every rank "
+            f"needs one: use {num_train} ranks or fewer, or more prompts"
+        )
+    if num_train < groups_per_step:
+        logger.warning(
+            "data.train: %s has %d prompts, fewer than rollout.groups_per_step = %d: a step has "
+            "some of them more than once; lower rollout.groups_per_step, or give more prompts",
+            data.train,
+            num_train,
+            groups_per_step,
+        )
+    eval_path, num_eval = None, 0
+    if data.eval is not None:
+        prompts = _read_prompts(data, data.eval, tokenizer, budget)
+        eval_path = folder / "eval_prompts.msgpack"
+        num_eval = _write(eval_path, _take(prompts, data.eval_limit))
+    return PromptFiles(
+        train_path=train_path, num_train=num_train, eval_path=eval_path, num_eval=num_eval
+    )
+
+
+def _write(path: Path, prompts: Iterator[dict[str, Any]]) -> int:
+    with writing("write", path):
+        return write_prompts(path, prompts)
+
+
+def _take(prompts: Iterator[dict[str, Any]], limit: int) -> Iterator[dict[str, Any]]:
+    for idx, prompt in enumerate(prompts):
+        if limit and idx >= limit:
+            return
+        yield prompt
+
+
+def _read_prompts(
+    data: DataSection, path: Path, tokenizer: PromptTokenizer, budget: PromptBudget
+) -> Iterator[dict[str, Any]]:
+    num_rows = num_dropped = 0
+    names: set[str] = set()
+    for num_rows, (where, row) in enumerate(read_rows(path), 1):
+        text, tokens = _tokenise(data, tokenizer, where, row)
+        if len(tokens) > budget.max_prompt_len:
+            if data.overlong == "error":
+                raise DataError(_overlong_message(where, len(tokens), budget))
+            num_dropped += 1
+            continue
+        name = _prompt_id(data, where, row, num_rows - 1)
+        if name in names:
+            raise DataError(f"{where}: prompt id {name!r} occurs twice; ids are unique")
+        if data.id_column is not None:
+            names.add(name)
+        packed = np.asarray(tokens, "<i4").tobytes()
+        yield {"id": name, "prompt": text, "tokens": packed, "row": row}
+    if num_dropped:
+        logger.warning("%s: dropped %d of %d prompts: too long", path, num_dropped, num_rows)
+    if num_rows == num_dropped:
+        cause = "all of its prompts are too long" if num_rows else "it has no rows"
+        raise _empty(path, cause)
+
+
+def _empty(path: Path, cause: str) -> DataError:
+    return DataError(f"data set {path} is empty: {cause}")
+
+
+def _tokenise(
+    data: DataSection, tokenizer: PromptTokenizer, where: str, row: Mapping[str, Any]
+) -> tuple[str, list[int]]:
+    """The prompt's text and tokens."""
+    content = _content(data, where, row)
+    if isinstance(content, str):
+        text, tokens = content, tokenizer.encode(content)
+    else:
+        try:
+            text = tokenizer.render_chat(content, data.chat_template_kwargs)
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from error
+        tokens = tokenizer.encode_rendered(text)
+    if not tokens:
+        raise DataError(f"{where}: the prompt is empty: {text!r}")
+    return text, tokens
+
+
+def _content(data: DataSection, where: str, row: Mapping[str, Any]) -> str | list[dict[str, Any]]:
+    """A row's prompt: text, or the messages of a chat."""
+    if _is_chat(data, where, row):
+        messages = row[data.messages_column]
+        if not _are_messages(messages):
+            raise DataError(
+                f"{where}: {data.messages_column!r} must be a list of objects with 'role' and "
+                f"'content', got {messages!r:.80}"
+            )
+        return cast("list[dict[str, Any]]", messages)
+    text = row[data.prompt_column]
+    if not isinstance(text, str):
+        raise DataError(
+            f"{where}: column {data.prompt_column!r} holds a {type(text).__name__}, not text"
+        )
+    return text
+
+
+def _is_chat(data: DataSection, where: str, row: Mapping[str, Any]) -> bool:
+    is_chat = data.format == "chat" or (data.format == "auto" and data.messages_column in row)
+    column = data.messages_column if is_chat else data.prompt_column
+    if column not in row:
+        key = "data.messages_column" if is_chat else "data.prompt_column"
+        also = f" nor {data.messages_column!r}" if data.format == "auto" else ""
+        raise _no_column(column, where, row, key, also)
+    return is_chat
+
+
+def _no_column(
+    column: str, where: str, row: Mapping[str, Any], key: str, also: str = ""
+) -> DataError:
+    return DataError(
+        f"{where}: no column {column!r}{also}; its columns are {', '.join(map(repr, row))}: "
+        f"set {key}"
+    )
+
+
+def _are_messages(value: Any) -> bool:
+    items = cast("Sequence[Any]", value) if isinstance(value, list) else ()
+    return bool(items) and all(
+        isinstance(item, dict) and {"role", "content"} <= item.keys() for item in items
+    )
+
+
+def _prompt_id(data: DataSection, where: str, row: Mapping[str, Any], idx: int) -> str:
+    if data.id_column is None:
+        return str(idx)
+    if data.id_column not in row:
+        raise _no_column(data.id_column, where, row, "data.id_column")
+    value = row[data.id_column]
+    if not isinstance(value, str | int | float):
+        raise DataError(
+            f"{where}: the id in column {data.id_column!r} is a {type(value).__name__}; give text "
+            "or a number"
+        )
+    return str(value)
+
+
+def _overlong_message(where: str, num_tokens: int, budget: PromptBudget) -> str:
+    return (
+        f"{where}: the prompt has {num_tokens} tokens; with rollout.max_new_tokens = "
+        f"{budget.max_new_tokens} only {budget.max_prompt_len} fit a context of "
+        f"{budget.max_context_len}: raise pool.max_context_len, lower rollout.max_new_tokens, or "
+        "set data.overlong = 'drop'"
+    )

@@ -1,0 +1,170 @@
+"""What the trainer holds on its device, moved to host memory while engines generate.
+
+    release_cache -> wake(weights) -> ranks fill their buckets -> send_away -> wake(kv_cache)
+    -> generate -> sleep -> bring_back -> train
+
+Memory is taken from under the tensors: storages shrink to nothing and grow again, so that
+parameters, FSDP's views of them and the optimizer's state stay the objects they are.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, cast
+
+import torch
+from torch import Tensor
+
+from umbra.runtime.weights.shards import local_part
+from umbra.trainer.model.pinned_memory import pinned_bytes
+
+Offload = Literal["none", "optimizer", "all"]
+
+
+def _ignore(_allocated_nbytes: int, _reserved_nbytes: int) -> None:
+    pass
+
+
+class HostOffload:
+    """Owns the host copies, which are kept for the next time (pinned where the device is CUDA).
+
+    Every rank has one, for its own shards; nothing here is collective. While tensors are away,
+    nobody but `locate` may read them.
+
+    Args:
+        mode: "none" moves nothing, "optimizer" the optimizer's state, "all" parameters too.
+        parameters: of the policy, and of the reference model where there is one.
+        optimizer: its state may come into being, and be loaded, later.
+        on_release: told, on CUDA, what torch still has allocated and reserved when memory was
+            handed back, in bytes.
+
+    Attributes:
+        is_away: between `send_away` and `bring_back`.
+    """
+
+    def __init__(
+        self,
+        mode: Offload,
+        parameters: Sequence[Tensor],
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        on_release: Callable[[int, int], None] = _ignore,
+    ) -> None:
+        self.is_away = False
+        self._mode = mode
+        self._parameters = parameters
+        self._optimizer = optimizer
+        self._device = device
+        self._on_release = on_release
+        self._copies: dict[int, _HostCopy] = {}
+        self._seconds = 0.0
+
+    def release_cache(self) -> None:
+        """Hands back the device memory that torch's allocator keeps without using it.
+
+        After a training step that is what gradients and activations took. An engine that wakes
+        cannot use it: to every other process it is as taken as the parameters are.
+        """
+        if self._device.type != "cuda":
+            return
+        started = time.perf_counter()
+        torch.cuda.empty_cache()
+        self._seconds += time.perf_counter() - started
+        self._on_release(
+            torch.cuda.memory_allocated(self._device), torch.cuda.memory_reserved(self._device)
+        )
+
+    @torch.no_grad()
+    def send_away(self) -> None:
+        """Frees what `mode` names, and the allocator's cache in any case. Idempotent."""
+        if self.is_away:
+            return
+        if self._mode != "none":
+            self._move_away()
+        self.release_cache()
+
+    def _move_away(self) -> None:
+        started = time.perf_counter()
+        for tensor in self._tensors():
+            key = _storage_key(tensor)
+            if key not in self._copies:
+                self._copies[key] = _HostCopy(tensor.untyped_storage())
+            self._copies[key].send_away()
+        self.is_away = True
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # host copies are read by other means
+        self._seconds += time.perf_counter() - started
+
+    @torch.no_grad()
+    def bring_back(self) -> None:
+        """Once engines gave their memory back. Idempotent."""
+        if not self.is_away:
+            return
+        started = time.perf_counter()
+        for copy in self._copies.values():
+            copy.bring_back()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self.is_away = False
+        self._seconds += time.perf_counter() - started
+
+    def locate(self, tensor: Tensor) -> Tensor:
+        """This rank's part of `tensor`, wherever it is now; for reading."""
+        local = local_part(tensor)
+        copy = self._copies.get(_storage_key(local))
+        return local if copy is None or not copy.is_away else copy.view_as(local)
+
+    def take_seconds(self) -> float:
+        """Spent on moving and on handing back since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def _tensors(self) -> Iterator[Tensor]:
+        """One local tensor for each storage that is to go."""
+        candidates = list(self._parameters) if self._mode == "all" else []
+        for state in cast("dict[Tensor, dict[str, Tensor]]", self._optimizer.state).values():
+            candidates += [value for value in state.values() if value.ndim > 0]
+        seen: set[int] = set()
+        for tensor in map(local_part, candidates):
+            key = _storage_key(tensor)
+            storage = tensor.untyped_storage()
+            # On the CPU, where nothing is gained, what numpy has seen cannot be resized.
+            if key not in seen and storage.nbytes() and storage.resizable():
+                seen.add(key)
+                yield tensor
+
+
+class _HostCopy:
+    """One storage's bytes, on the host while it is empty. Keeps the storage alive."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._storage = storage
+        nbytes = storage.nbytes()
+        is_pinned = storage.device.type == "cuda"
+        self._bytes = pinned_bytes(nbytes) if is_pinned else torch.empty(nbytes, dtype=torch.uint8)
+        self.is_away = False
+
+    def send_away(self) -> None:
+        self._bytes.copy_(self._device_bytes(), non_blocking=True)
+        self._storage.resize_(0)  # on CUDA the memory is used again after the copy, in order
+        self.is_away = True
+
+    def bring_back(self) -> None:
+        if self.is_away:
+            self._storage.resize_(len(self._bytes))
+            self._device_bytes().copy_(self._bytes, non_blocking=True)
+            self.is_away = False
+
+    def view_as(self, local: Tensor) -> Tensor:
+        whole = self._bytes.view(local.dtype)
+        return whole.as_strided(local.shape, local.stride(), local.storage_offset())
+
+    def _device_bytes(self) -> Tensor:
+        empty = torch.empty(0, dtype=torch.uint8, device=self._storage.device)
+        put: Callable[[torch.UntypedStorage], Tensor] = empty.set_
+        return put(self._storage)
+
+
+def _storage_key(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)  # pyright: ignore[reportPrivateUsage]

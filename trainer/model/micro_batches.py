@@ -1,0 +1,178 @@
+"""From a rank's columns, as the rollout manager delivers them, to tensors for the model.
+
+N: samples of a micro-batch; M: their generated tokens; T: longest sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from umbra.runtime.errors import ProtocolError
+from umbra.trainer.algorithms.policy_losses import Aggregation, token_weights
+from umbra.trainer.model.packing import PackedInputs, Sample, pack, packing_order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaddedInputs:
+    """Samples padded on the right, which causal attention needs no mask for.
+
+    Attributes:
+        token_ids: [N, T] int64.
+        predicting: [M] int64 positions in the flattened [N * T] that predict the M tokens.
+    """
+
+    token_ids: Tensor
+    predicting: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """One forward and backward pass. All vectors are [M] and in the same order.
+
+    Attributes:
+        targets: int64, the generated tokens.
+        old_logprobs: float32, under the policy that sampled them.
+        advantages: float32.
+        weights: float32, share of each token in the global loss; 0 in padding.
+    """
+
+    inputs: PackedInputs | PaddedInputs
+    targets: Tensor
+    old_logprobs: Tensor
+    advantages: Tensor
+    weights: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankBatch:
+    """This rank's samples of one step, and the numbers of the whole batch.
+
+    Attributes:
+        tokens, logprobs, mask: [sum T], samples one after the other; `mask` is 1 where generated.
+        offsets: [num_samples + 1].
+        micro_batches: positions of samples; as many lists on every rank, empty ones are padding.
+    """
+
+    tokens: NDArray[np.int32]
+    offsets: NDArray[np.int32]
+    prompt_lens: NDArray[np.int32]
+    mask: NDArray[np.uint8]
+    logprobs: NDArray[np.float32]
+    rewards: NDArray[np.float32]
+    advantages: NDArray[np.float32]
+    micro_batches: Sequence[Sequence[int]]
+    num_tokens_global: int
+    num_samples_global: int
+    metrics: Mapping[str, float]
+
+    @classmethod
+    def from_columns(cls, columns: Mapping[str, Any]) -> RankBatch:
+        """Raises ProtocolError where a column is missing."""
+        try:
+            return cls(
+                num_tokens_global=columns["loss_tokens_global"],
+                **{name: columns[name] for name in cls.__slots__ if name != "num_tokens_global"},
+            )
+        except KeyError as error:
+            raise ProtocolError(f"the rollout manager's batch lacks {error}") from None
+
+    def sample(self, idx: int) -> Sample:
+        start, stop = int(self.offsets[idx]), int(self.offsets[idx + 1])
+        return Sample(
+            tokens=self.tokens[start:stop],
+            prompt_len=int(self.prompt_lens[idx]),
+            generated=np.flatnonzero(self.mask[start:stop]),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatchBuilder:
+    """Makes micro-batches; see `losses.token_weights` for aggregation and max_new_tokens.
+
+    Attributes:
+        packed: for packed attention, else padded.
+        dtype: of attention masks: the dtype the model computes in.
+        skips_neutral: leave out samples of advantage zero. Without a KL term they add nothing
+            to the gradient, exactly, and once most prompts are learned they are most samples.
+    """
+
+    packed: bool
+    dtype: torch.dtype
+    device: torch.device
+    aggregation: Aggregation
+    max_new_tokens: int
+    skips_neutral: bool = False
+
+    def build(self, batch: RankBatch) -> list[MicroBatch]:
+        """One per entry of `batch.micro_batches`, in its order."""
+        return [self._build_one(batch, members) for members in batch.micro_batches]
+
+    def _build_one(self, batch: RankBatch, members: Sequence[int]) -> MicroBatch:
+        if self.skips_neutral:
+            members = [idx for idx in members if batch.advantages[idx] != 0.0]
+        samples = [batch.sample(idx) for idx in members]
+        order = packing_order(samples)
+        samples = [samples[place] for place in order]
+        members = [members[place] for place in order]
+        if not any(len(sample.generated) for sample in samples):
+            return self._padding()
+        lens = torch.tensor([len(sample.generated) for sample in samples])
+        flat = np.concatenate(
+            [batch.offsets[idx] + s.generated for idx, s in zip(members, samples, strict=True)]
+        )
+        advantages = np.repeat(batch.advantages[members], lens.numpy())
+        weights = token_weights(
+            lens,
+            self.aggregation,
+            num_tokens_global=batch.num_tokens_global,
+            num_samples_global=batch.num_samples_global,
+            max_new_tokens=self.max_new_tokens,
+        )
+        return MicroBatch(
+            inputs=self._inputs(samples),
+            targets=self._to_device(batch.tokens[flat].astype(np.int64)),
+            old_logprobs=self._to_device(batch.logprobs[flat]),
+            advantages=self._to_device(advantages),
+            weights=weights.to(self.device),
+        )
+
+    def _padding(self) -> MicroBatch:
+        """Two tokens of weight zero: makes this rank take part in the others' collectives."""
+        nothing = Sample(tokens=np.zeros(2, np.int32), prompt_len=1, generated=np.ones(1, np.int64))
+        zero = torch.zeros(1, device=self.device)
+        return MicroBatch(
+            inputs=self._inputs([nothing]),
+            targets=torch.zeros(1, dtype=torch.int64, device=self.device),
+            old_logprobs=zero,
+            advantages=zero,
+            weights=zero,
+        )
+
+    def _inputs(self, samples: Sequence[Sample]) -> PackedInputs | PaddedInputs:
+        if self.packed:
+            return pack(samples, self.dtype, self.device)
+        return _pad(samples, self.device)
+
+    def _to_device(self, values: NDArray[Any]) -> Tensor:
+        return torch.as_tensor(values, device=self.device)
+
+
+def _pad(samples: Sequence[Sample], device: torch.device) -> PaddedInputs:
+    longest = max(len(sample.tokens) for sample in samples) - 1  # the last predicts nothing
+    token_ids = np.zeros((len(samples), longest), np.int64)
+    predicting: list[NDArray[np.int64]] = []
+    for idx, sample in enumerate(samples):
+        inputs = sample.tokens[:-1]
+        token_ids[idx, : len(inputs)] = inputs
+        predicting.append(idx * longest + sample.generated - 1)
+    return PaddedInputs(
+        token_ids=torch.as_tensor(token_ids, device=device),
+        predicting=torch.as_tensor(np.concatenate(predicting), device=device),
+    )

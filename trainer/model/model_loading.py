@@ -1,0 +1,200 @@
+"""Loads the model that is trained. transformers is imported here, and only when called."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from umbra.runtime.errors import ConfigError, DataError
+from umbra.trainer.config.trainer_config import ModelSection
+from umbra.trainer.data.prompt_tokenizer import read_model_config
+from umbra.trainer.model.packed_attention import PACKED_ATTENTION, register_packed_attention
+from umbra.trainer.model.stored_weights import StoredWeights
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedModel:
+    """A model whose parameters are yet to be read.
+
+    Attributes:
+        is_packed: it uses packed attention.
+        weights: to be read from, into parameters that are on the meta device; None where the
+            parameters are there.
+    """
+
+    model: nn.Module
+    is_packed: bool
+    weights: StoredWeights | None
+
+
+def prepare_causal_lm(section: ModelSection, dtype: torch.dtype) -> PreparedModel:
+    """As `load_causal_lm`, with parameters that take no memory, where weights allow it.
+
+    They do where they are safetensors under the model's own names. What needs conversion, and
+    what is not whole, is left to transformers, which loads all of it or says what is missing.
+    """
+    model = _without_memory(section, dtype)
+    is_packed = _choose_attention(section, model)
+    try:
+        weights = StoredWeights(section.path)
+        obstacle = _conversion(model, dtype) or weights.obstacle(model)
+    except DataError as error:
+        weights, obstacle = None, str(error)
+    if not obstacle:
+        return PreparedModel(model, is_packed, weights)
+    logger.warning("every rank loads all weights of %s: %s", section.path, obstacle)
+    model = _from_pretrained(section, dtype)
+    if is_packed:
+        _pack(model)
+    return PreparedModel(model, is_packed, None)
+
+
+def load_causal_lm(section: ModelSection, dtype: torch.dtype) -> tuple[nn.Module, bool]:
+    """The causal language model in `section.path` with parameters in `dtype`, on the CPU.
+
+    Returns:
+        The model, and whether it uses packed attention.
+
+    Raises:
+        DataError: no such directory, unreadable or incomplete weights.
+        ConfigError: packed attention is asked for, and is not possible for this model.
+    """
+    model = _from_pretrained(section, dtype)
+    return model, _choose_attention(section, model)
+
+
+def _without_memory(section: ModelSection, dtype: torch.dtype) -> nn.Module:
+    """The model with its buffers, such as rotary frequencies, and parameters on the meta device."""
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    auto: Any = AutoModelForCausalLM
+    config: Any = AutoConfig
+    generation: Any = GenerationConfig
+    trusts = {"trust_remote_code": section.trust_remote_code}
+    read_model_config(section.path)  # says better what is wrong
+    try:
+        with _parameters_on_meta():
+            model = auto.from_config(
+                config.from_pretrained(str(section.path), local_files_only=True, **trusts),
+                dtype=dtype,
+                **trusts,
+            )
+        if (section.path / "generation_config.json").exists():
+            model.generation_config = generation.from_pretrained(str(section.path))
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise DataError(f"model.path: {section.path} cannot be loaded: {error}") from error
+    model.config.use_cache = False
+    assert isinstance(model, nn.Module)
+    return model.eval()
+
+
+@contextmanager
+def _parameters_on_meta() -> Generator[None]:
+    """What is registered as a parameter is replaced before anything is written to it."""
+
+    def replace(_: nn.Module, __: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta:
+            return parameter
+        return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+
+    register: Any = register_module_parameter_registration_hook  # its types forget the result
+    hook = register(replace)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _conversion(model: nn.Module, dtype: torch.dtype) -> str:
+    """What transformers would do with the stored weights beyond copying them."""
+    any_model: Any = model
+    if getattr(any_model.config, "quantization_config", None) is not None:
+        return "they are quantised"
+    if dtype == torch.bfloat16 and any_model._keep_in_fp32_modules_strict:
+        return "some parameters stay in float32"
+    return ""
+
+
+def _choose_attention(section: ModelSection, model: nn.Module) -> bool:
+    """Whether it is packed, for which the model is set up then."""
+    if section.attention == "padded":
+        return False
+    obstacle = _packing_obstacle(model)
+    if obstacle and section.attention == "packed":
+        raise ConfigError(
+            f"model.attention = 'packed' is not possible for {section.path}: {obstacle}; use 'auto'"
+        )
+    if obstacle:
+        logger.warning("attention is padded: %s", obstacle)
+        return False
+    _pack(model)
+    return True
+
+
+def _pack(model: Any) -> None:
+    register_packed_attention()
+    model.set_attn_implementation(PACKED_ATTENTION)
+
+
+def _packing_obstacle(model: Any) -> str:
+    """Why samples in one row would see each other, or not what the model has them see; "" if not.
+
+    The model is asked, and not its config.json: what that leaves out its architecture adds.
+    """
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        return f"it has layers of type {', '.join(sorted(kinds - {'full_attention'}))}"
+    window = getattr(config, "sliding_window", None)
+    if window is not None and getattr(config, "use_sliding_window", True):
+        return "it uses sliding-window attention"
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        return "it caps attention scores"
+    if any(isinstance(module, nn.Conv1d) for module in model.modules()):
+        return "it has layers that carry a state from token to token"
+    if not model._supports_attention_backend:
+        return "its attention cannot be exchanged"
+    return ""
+
+
+def _from_pretrained(section: ModelSection, dtype: torch.dtype) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    quiet: Any = transformers_logging
+    quiet.disable_progress_bar()  # one bar a rank would draw over the training's own
+    auto: Any = AutoModelForCausalLM
+    read_model_config(section.path)  # says better what is wrong
+    try:
+        model, report = auto.from_pretrained(
+            str(section.path),
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=section.trust_remote_code,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise DataError(f"model.path: {section.path} cannot be loaded: {error}") from error
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise DataError(
+            f"model.path: the weights in {section.path} lack {len(missing)} tensors, such as "
+            f"{missing[0]}; the download or export is incomplete"
+        )
+    model.config.use_cache = False
+    assert isinstance(model, nn.Module)
+    return model.eval()
+
+
+def parameter_count(model: nn.Module) -> int:
+    """Numbers in all distinct parameters."""
+    return sum(parameter.numel() for parameter in model.parameters())

@@ -1,0 +1,106 @@
+"""AdamW over sharded parameters, gradient clipping and the learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, assert_never
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+
+from umbra.trainer.config.trainer_config import TrainSection
+from umbra.trainer.world import sum_over_ranks
+
+Schedule = Literal["constant", "linear", "cosine"]
+
+
+def learning_rate_factor(
+    step: int, *, schedule: Schedule, warmup_steps: int, total_steps: int, min_ratio: float
+) -> float:
+    """Share of the learning rate that optimizer step `step` (from 0) uses.
+
+    Rises linearly over the first `warmup_steps` steps, the last of which has the full rate; then
+    "constant" stays, "linear" and "cosine" fall, to reach `min_ratio` at the last step.
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    last = max(total_steps - 1, 1)
+    falling = max(last - warmup_steps, 1)
+    progress = min(max(step - warmup_steps, 0) / falling, 1.0)
+    match schedule:
+        case "constant":
+            return 1.0
+        case "linear":
+            return 1.0 - (1.0 - min_ratio) * progress
+        case "cosine":
+            return min_ratio + (1.0 - min_ratio) * 0.5 * (1.0 + math.cos(math.pi * progress))
+        case _:
+            assert_never(schedule)
+
+
+def make_adamw(parameters: Mapping[str, nn.Parameter], train: TrainSection) -> torch.optim.AdamW:
+    """AdamW; Loshchilov and Hutter 2017, arXiv:1711.05101. Vectors (norms, biases) do not decay."""
+    trainable = [p for p in parameters.values() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": train.weight_decay},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=train.learning_rate,
+        betas=train.betas,
+        eps=train.eps,
+        fused=True,
+    )
+
+
+class PolicyOptimizer:
+    """Clips, sets the learning rate and steps. Every rank has one and steps with the others."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], train: TrainSection) -> None:
+        self.adamw = make_adamw(parameters, train)
+        self._parameters = list(parameters.values())
+        self._train = train
+
+    def step(self, step: int) -> dict[str, float]:
+        """Applies the gradients of optimizer step `step` (from 0) and clears them. Collective.
+
+        Returns:
+            `grad_norm` before clipping and `learning_rate`. A norm that is not finite leaves the
+            parameters as they are, and is for the caller to act on.
+        """
+        gradients = [_local(p.grad) for p in self._parameters if p.grad is not None]
+        norm = global_norm(gradients)
+        rate = self._train.learning_rate * learning_rate_factor(
+            step,
+            schedule=self._train.schedule,
+            warmup_steps=self._train.warmup_steps,
+            total_steps=self._train.steps,
+            min_ratio=self._train.min_lr_ratio,
+        )
+        if math.isfinite(norm):
+            limit = self._train.max_grad_norm
+            if limit and norm > limit:
+                for gradient in gradients:
+                    gradient.mul_(limit / norm)
+            for group in self.adamw.param_groups:
+                group["lr"] = rate
+            adamw: Any = self.adamw
+            adamw.step()
+        self.adamw.zero_grad()
+        return {"grad_norm": norm, "learning_rate": rate}
+
+
+def global_norm(local_gradients: list[Tensor]) -> float:
+    """L2 norm over all parameters and ranks, from each rank's shards."""
+    total = get_total_norm(local_gradients, foreach=True).double().square()
+    return math.sqrt(float(sum_over_ranks(total)))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor

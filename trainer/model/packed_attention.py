@@ -1,0 +1,181 @@
+"""Attention over packed rows, as an attention function of `transformers`.
+
+transformers hands every layer's queries, keys and values, and passes `packed` through from the
+model's call, so it works for any model that uses its attention interface with plain causal
+attention. L: packed rows; H, H_kv: heads; D, D_v: their size; B, C, K as in `packing`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from umbra.runtime.errors import ConfigError
+from umbra.trainer.model.packing import AttentionBlock, PackedInputs, VarlenLayout
+
+PACKED_ATTENTION: Final = "umbra_packed"
+_MAX_HEAD_SIZE: Final = 256  # of the flash kernel
+_CHANGES_SCORES: Final = ("s_aux", "softcap", "sliding_window")  # where it is not None
+
+
+def register_packed_attention() -> None:
+    """Makes `attn_implementation=PACKED_ATTENTION` known to transformers."""
+    from transformers import AttentionInterface
+
+    interface: Any = AttentionInterface
+    interface.register(PACKED_ATTENTION, packed_attention)
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packed: PackedInputs,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """[1, H, L, D] queries and keys and [1, H_kv, L, D_v] values to [1, L, H, D_v].
+
+    Raises:
+        ConfigError: the model's attention is not the plain one.
+    """
+    assert attention_mask is None, "packed rows carry their own masks"
+    for name in _CHANGES_SCORES:
+        if options.get(name) is not None:
+            raise ConfigError(
+                f"{type(module).__name__} gives its attention {name}, which packed attention does "
+                "not know; set model.attention = 'padded'"
+            )
+    queries = _rows(query)  # [L, H * D]
+    keys, values = _rows(key), _rows(value)  # [L, H_kv * D]
+    heads = (query.shape[1], key.shape[1])
+    if packed.varlen is not None:
+        output = _attend_varlen(packed.varlen, queries, keys, values, heads, scaling)
+    else:
+        output = _blocks_uncompiled(packed, queries, keys, values, heads, scaling)
+    return output.view(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+
+def _rows(heads_first: Tensor) -> Tensor:
+    """[1, H, L, D] to [L, H * D]; a view, as models transpose what was [1, L, H, D] in memory."""
+    return heads_first[0].transpose(0, 1).flatten(1)
+
+
+def _attend_blocks(
+    packed: PackedInputs,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    heads: tuple[int, int],
+    scaling: float | None,
+) -> Tensor:
+    outputs = [_attend(block, queries, keys, values, heads, scaling) for block in packed.blocks]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+_compiler: Any = torch.compiler
+_blocks_uncompiled: Callable[..., Tensor] = _compiler.disable(_attend_blocks)
+# Compiled, code for each number and shape of blocks would be made for ever. It takes `packed` as a
+# whole: compiled code that looks at the blocks is made anew for each number of them.
+
+
+def _attend(
+    block: AttentionBlock,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    heads: tuple[int, int],
+    scaling: float | None,
+) -> Tensor:
+    """Output of a block's rows, [rows, H * D_v]."""
+    num_sequences, num_queries, num_keys = block.shape
+    num_heads, num_kv_heads = heads
+    if block.query_rows is None:
+        picked = queries[block.rows[0] : block.rows[1]]
+    else:
+        picked = queries.index_select(0, block.query_rows)
+    q = picked.view(num_sequences, num_queries, num_heads, -1).transpose(1, 2)
+    kv_shape = (num_sequences, num_keys, num_kv_heads, -1)
+    k = keys.index_select(0, block.key_rows).view(kv_shape).transpose(1, 2)
+    v = values.index_select(0, block.key_rows).view(kv_shape).transpose(1, 2)
+    out = F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=block.mask,
+        is_causal=block.mask is None,
+        scale=scaling,
+        enable_gqa=num_heads != num_kv_heads,
+    )  # [B, H, C, D]
+    flat = out.transpose(1, 2).reshape(num_sequences * num_queries, -1)
+    return flat if block.output_rows is None else flat.index_select(0, block.output_rows)
+
+
+def _attend_varlen(
+    layout: VarlenLayout,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    heads: tuple[int, int],
+    scaling: float | None,
+) -> Tensor:
+    """Output of all rows, [L, H * D_v], by the flash kernel for sequences of any length.
+
+    It aligns the causal triangle at the end of queries and keys, so that a completion, whose
+    keys begin with its prompt, sees all of that and itself up to each query.
+    """
+    from torch.nn.attention.varlen import varlen_attn  # the kernel is there on CUDA only
+
+    kernel: Any = varlen_attn
+    num_heads, num_kv_heads = heads
+    q = queries.view(len(queries), num_heads, -1)
+    kv_shape = (len(layout.keys.rows), num_kv_heads, -1)
+    k = layout.keys.gather(keys).view(kv_shape)
+    v = layout.keys.gather(values).view(kv_shape)
+    head_size, value_size = q.shape[-1], v.shape[-1]
+    q, k, v = _equally_wide(q, k, v)
+    options: dict[str, Any] = {}
+    if num_heads != num_kv_heads:
+        if "enable_gqa" in inspect.signature(kernel).parameters:
+            options["enable_gqa"] = True
+        else:  # torch before 2.12
+            k, v = (x.repeat_interleave(num_heads // num_kv_heads, dim=1) for x in (k, v))
+    output: Tensor = kernel(
+        q,
+        k,
+        v,
+        layout.query_starts,
+        layout.key_starts,
+        layout.max_queries,
+        layout.max_keys,
+        scale=head_size**-0.5 if scaling is None else scaling,
+        window_size=(-1, 0),
+        **options,
+    )
+    return output[..., :value_size].flatten(1)
+
+
+def _equally_wide(*tensors: Tensor) -> list[Tensor]:
+    """Zeros after each head [.., D] to the width of the widest: they change no score.
+
+    The kernel asks for one width, a multiple of 8.
+
+    Raises:
+        ConfigError: the heads are wider than the kernel takes.
+    """
+    width = max(x.shape[-1] for x in tensors)
+    if width > _MAX_HEAD_SIZE:
+        raise ConfigError(
+            f"packed attention takes heads of at most {_MAX_HEAD_SIZE} elements on GPUs, the "
+            f"model's have {width}; set model.attention = 'padded'"
+        )
+    width += -width % 8
+    return [F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in tensors]

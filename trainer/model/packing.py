@@ -1,0 +1,280 @@
+"""Packs samples into one row of tokens without padding, each distinct prompt once.
+
+    prompts          completions, longest first (without their last token, which predicts nothing)
+    | p0 | p1 | ... | c0 ........ | c1 ..... | c2 .... |
+
+The samples of a group share their prompt, so its share of the work is paid once and not
+`group_size` times. What a completion attends to is its prompt's rows followed by its own.
+Attention alone needs rectangles: it runs in blocks of sequences of similar length.
+
+L: packed rows; N: samples; M: generated tokens; B, C, K: sequences, queries and keys of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from umbra.trainer.model.key_rows import KeyRows
+
+# A block takes sequences down to this share of its longest. Lower means fewer, larger blocks
+# with more padding; higher means more kernel launches.
+_BLOCK_LENGTH_RATIO: Final = 0.75
+# Largest attention mask, in elements: bounds memory where many long samples meet.
+_MAX_MASK_ELEMENTS: Final = 1 << 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One sample to pack.
+
+    Attributes:
+        tokens: [T] int32, prompt and completion.
+        prompt_len: tokens of the prompt; at least 1.
+        generated: [G] positions in `tokens` of generated tokens, ascending, all behind the prompt.
+    """
+
+    tokens: NDArray[np.int32]
+    prompt_len: int
+    generated: NDArray[np.int64]
+
+    @property
+    def num_inputs(self) -> int:
+        """Completion tokens that are fed to the model: all but the last."""
+        return max(0, len(self.tokens) - self.prompt_len - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionBlock:
+    """Sequences that attend in one call, padded to C queries and K keys.
+
+    Attributes:
+        rows: the packed rows [first, last) that hold the queries.
+        shape: (B, C, K).
+        query_rows: [B*C] packed row of each query; None where all B have C queries exactly.
+        output_rows: [last - first] where each packed row's output stands among the B*C.
+        key_rows: [B*K] packed row of each key.
+        mask: [1 or B, 1, C, K] float, 0 or -inf; None means causal (prompts, C = K).
+    """
+
+    rows: tuple[int, int]
+    shape: tuple[int, int, int]
+    query_rows: Tensor | None
+    output_rows: Tensor | None
+    key_rows: Tensor
+    mask: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VarlenLayout:
+    """The same for a kernel that takes sequences of any length. S: sequences.
+
+    Attributes:
+        query_starts, key_starts: [S + 1] int32; the queries are the packed rows in order.
+        keys: which packed rows the keys are.
+        max_queries, max_keys: of one sequence.
+    """
+
+    query_starts: Tensor
+    key_starts: Tensor
+    keys: KeyRows
+    max_queries: int
+    max_keys: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedInputs:
+    """Inputs of one packed forward pass.
+
+    Attributes:
+        token_ids, position_ids: [1, L] int64.
+        predicting: [M] int64 rows whose hidden state predicts the M generated tokens.
+        varlen: how attention runs where the device has a kernel for rows of any length and the
+            dtype, else None.
+        blocks: else, they cover the L rows in order.
+    """
+
+    token_ids: Tensor
+    position_ids: Tensor
+    predicting: Tensor
+    varlen: VarlenLayout | None
+    blocks: tuple[AttentionBlock, ...]
+
+
+def packing_order(samples: Sequence[Sample]) -> list[int]:
+    """Indices of the samples, longest completion first: the order in which they are packed."""
+    return sorted(range(len(samples)), key=lambda idx: -samples[idx].num_inputs)
+
+
+def pack(samples: Sequence[Sample], dtype: torch.dtype, device: torch.device) -> PackedInputs:
+    """Packs samples that stand in `packing_order`; `dtype` is that of attention masks."""
+    prompts: dict[bytes, int] = {}
+    prompt_of = [
+        prompts.setdefault(sample.tokens[: sample.prompt_len].tobytes(), len(prompts))
+        for sample in samples
+    ]
+    prompt_tokens = [np.frombuffer(prompt, np.int32) for prompt in prompts]
+    prompt_starts = _starts([len(tokens) for tokens in prompt_tokens])
+    first = int(prompt_starts[-1])
+    starts = first + _starts([sample.num_inputs for sample in samples])
+    own_prompt = prompt_starts[prompt_of]  # [N] first row of each sample's prompt
+    inputs = [sample.tokens[sample.prompt_len : -1][: sample.num_inputs] for sample in samples]
+    spans = [
+        _Span(int(starts[idx]), sample.num_inputs, int(own_prompt[idx]), sample.prompt_len)
+        for idx, sample in enumerate(samples)
+    ]
+    prompt_spans = [
+        _Span(int(prompt_starts[idx]), len(tokens), 0, 0)
+        for idx, tokens in enumerate(prompt_tokens)
+    ]
+    positions = [np.arange(len(tokens)) for tokens in prompt_tokens]
+    positions += [np.arange(span.num_rows) + span.prompt_len for span in spans]
+    has_kernel = device.type == "cuda" and dtype.itemsize == 2
+    return PackedInputs(
+        token_ids=_to_row(prompt_tokens + inputs, device),
+        position_ids=_to_row(positions, device),
+        predicting=_to_row(
+            [_predicting(sample, span) for sample, span in zip(samples, spans, strict=True)], device
+        )[0],
+        varlen=_varlen(prompt_spans, spans, device) if has_kernel else None,
+        blocks=() if has_kernel else _blocks(prompt_spans, spans, dtype, device),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Rows of one sequence, and of the prompt it goes on from (none for a prompt itself)."""
+
+    first_row: int
+    num_rows: int
+    prompt_row: int
+    prompt_len: int
+
+    def key_rows(self) -> NDArray[np.int64]:
+        own = np.arange(self.first_row, self.first_row + self.num_rows)
+        return np.concatenate([np.arange(self.prompt_row, self.prompt_row + self.prompt_len), own])
+
+
+def _predicting(sample: Sample, span: _Span) -> NDArray[np.int64]:
+    """[G] rows; the first completion token is predicted by the prompt's last row."""
+    before = sample.generated - 1
+    in_prompt = before < sample.prompt_len
+    return np.where(
+        in_prompt, span.prompt_row + before, span.first_row + before - sample.prompt_len
+    )
+
+
+def _varlen(prompts: list[_Span], completions: list[_Span], device: torch.device) -> VarlenLayout:
+    return _make_varlen(prompts, [span for span in completions if span.num_rows], device)
+
+
+def _blocks(
+    prompts: list[_Span], completions: list[_Span], dtype: torch.dtype, device: torch.device
+) -> tuple[AttentionBlock, ...]:
+    chunks = _chunks(prompts) + _chunks(completions)
+    return tuple(_make_block(chunk, dtype, device) for chunk in chunks)
+
+
+def _make_varlen(
+    prompts: Sequence[_Span], completions: Sequence[_Span], device: torch.device
+) -> VarlenLayout:
+    spans = [*prompts, *completions]
+    num_queries = [span.num_rows for span in spans]
+    num_keys = [span.prompt_len + span.num_rows for span in spans]
+    key_rows = np.concatenate([span.key_rows() for span in spans])
+    num_prompt_rows = sum(span.num_rows for span in prompts)
+    return VarlenLayout(
+        query_starts=torch.as_tensor(_starts(num_queries).astype(np.int32), device=device),
+        key_starts=torch.as_tensor(_starts(num_keys).astype(np.int32), device=device),
+        keys=KeyRows.invert(key_rows, num_prompt_rows, sum(num_queries), device),
+        max_queries=max(num_queries),
+        max_keys=max(num_keys),
+    )
+
+
+def _chunks(spans: Sequence[_Span]) -> list[list[_Span]]:
+    """Cuts neighbours of similar length, and of bounded mask size, into blocks."""
+    chunks: list[list[_Span]] = []
+    for span in spans:
+        if span.num_rows == 0:
+            continue
+        if chunks and _fits(chunks[-1], span):
+            chunks[-1].append(span)
+        else:
+            chunks.append([span])
+    return chunks
+
+
+def _fits(chunk: list[_Span], span: _Span) -> bool:
+    longest = max(chunk[0].num_rows, span.num_rows)
+    shortest = min(chunk[0].num_rows, span.num_rows)
+    keys = longest + max(chunk[0].prompt_len, span.prompt_len)
+    return (
+        shortest >= _BLOCK_LENGTH_RATIO * longest
+        and (len(chunk) + 1) * longest * keys <= _MAX_MASK_ELEMENTS
+    )
+
+
+def _make_block(spans: list[_Span], dtype: torch.dtype, device: torch.device) -> AttentionBlock:
+    lens = np.asarray([span.num_rows for span in spans])
+    prompt_lens = np.asarray([span.prompt_len for span in spans])
+    num_queries, num_keys = int(lens.max()), int((lens + prompt_lens).max())
+    first, last = spans[0].first_row, spans[-1].first_row + spans[-1].num_rows
+    is_dense = bool((lens == num_queries).all())
+    query_rows = output_rows = None
+    if not is_dense:
+        within = np.arange(num_queries) < lens[:, None]  # [B, C]
+        padded = np.full(within.shape, first)
+        padded[within] = np.arange(first, last)
+        query_rows = torch.as_tensor(padded.reshape(-1), device=device)
+        output_rows = torch.as_tensor(np.flatnonzero(within), device=device)
+    key_rows = np.full((len(spans), num_keys), first)
+    for row, span in zip(key_rows, spans, strict=True):
+        row[: span.prompt_len + span.num_rows] = span.key_rows()
+    return AttentionBlock(
+        rows=(first, last),
+        shape=(len(spans), num_queries, num_keys),
+        query_rows=query_rows,
+        output_rows=output_rows,
+        key_rows=torch.as_tensor(key_rows.reshape(-1), device=device),
+        mask=_mask(prompt_lens, num_queries, num_keys, dtype, device),
+    )
+
+
+def _mask(
+    prompt_lens: NDArray[np.int64],
+    num_queries: int,
+    num_keys: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor | None:
+    """Query c of a completion sees its prompt and the completion up to itself.
+
+    Padding stands behind, so that being causal already hides it from every real query.
+    """
+    if not prompt_lens.any():
+        return None
+    lens = torch.as_tensor(np.unique(prompt_lens), device=device)
+    if len(lens) > 1:
+        lens = torch.as_tensor(prompt_lens, device=device)
+    last_seen = lens[:, None] + torch.arange(num_queries, device=device)  # [1 or B, C]
+    hidden = torch.arange(num_keys, device=device) > last_seen[..., None]
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=device)
+    return mask.masked_fill_(hidden, float("-inf")).unsqueeze(1)
+
+
+def _starts(lens: Sequence[int]) -> NDArray[np.int64]:
+    """[n + 1] exclusive prefix sums."""
+    return np.concatenate([[0], np.cumsum(lens, dtype=np.int64)])
+
+
+def _to_row(parts: Sequence[NDArray[np.int64] | NDArray[np.int32]], device: torch.device) -> Tensor:
+    """[1, n] int64."""
+    flat = np.concatenate(parts).astype(np.int64)
+    return torch.as_tensor(flat, device=device).unsqueeze(0)

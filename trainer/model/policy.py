@@ -1,0 +1,223 @@
+"""The model as training sees it: sharded over the ranks, giving log-probabilities of tokens.
+
+M: tokens to score; E: hidden size; V: vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any, Final, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from umbra.trainer.model.compiling import compile_blocks
+from umbra.trainer.model.micro_batches import MicroBatch, PaddedInputs
+from umbra.trainer.model.packing import PackedInputs
+from umbra.trainer.model.recomputing import decoder_blocks, recompute_blocks
+from umbra.trainer.model.stored_weights import StoredWeights
+from umbra.trainer.model.token_scoring import head_obstacle, score_hidden, score_logits
+
+# Below this, gathering the whole model at once is cheaper than a collective for each layer.
+_ROOT_WRAP_MAX_PARAMETERS: Final = 64_000_000
+
+logger = logging.getLogger(__name__)
+
+Wrap = Literal["auto", "layer", "root"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """Of each target under the policy. `logprobs`: [M], with gradient; `entropy`: [M] or None."""
+
+    logprobs: Tensor
+    entropy: Tensor | None
+
+
+class Policy:
+    """A causal language model, sharded by FSDP2 (`fully_shard`). Every rank has one.
+
+    Gradients are summed over ranks: each rank's loss is its share of the global loss.
+
+    Args:
+        model: parameters in their master dtype, the same on every rank: on the CPU, or on the
+            meta device with `weights` to fill them from.
+        is_packed: the model uses packed attention.
+        compute_dtype: of the forward and backward pass; parameters are cast as they are gathered.
+        wrap: see `ModelSection.fsdp_wrap`.
+        temperature: log-probabilities are those of softmax(logits / temperature).
+        recomputes: see `TrainSection.activation_checkpointing`.
+        compiles: see `TrainSection.compile`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        *,
+        is_packed: bool,
+        compute_dtype: torch.dtype,
+        wrap: Wrap = "auto",
+        temperature: float = 1.0,
+        recomputes: bool = False,
+        compiles: bool = False,
+        weights: StoredWeights | None = None,
+    ) -> None:
+        if compiles:
+            compile_blocks(model)
+        if recomputes:
+            recompute_blocks(model)
+        self.is_packed = is_packed
+        self.compute_dtype = compute_dtype
+        self._temperature = temperature
+        self._scorer = _Scorer(model, compiles=compiles)
+        num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        if wrap == "auto":
+            wrap = "root" if num_parameters <= _ROOT_WRAP_MAX_PARAMETERS else "layer"
+        self._wraps_layers = wrap == "layer"
+        dtype = next(model.parameters()).dtype
+        _shard(
+            self._scorer,
+            mesh,
+            self._wraps_layers,
+            None if dtype == compute_dtype else compute_dtype,
+        )
+        if weights is not None:
+            _allocate(self._scorer, mesh)
+        # FSDP swaps in gathered parameters during a pass; these objects are the lasting ones.
+        self._parameters = dict(model.named_parameters(remove_duplicate=False))
+        persistent = model.state_dict().keys() - self._parameters.keys()
+        self._buffers = {name: b for name, b in model.named_buffers() if name in persistent}
+        if weights is not None:
+            weights.fill(self.tensors)
+        self.num_parameters = num_parameters
+
+    @property
+    def model(self) -> nn.Module:
+        """The Hugging Face model, with sharded parameters."""
+        return self._scorer.model
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Name -> sharded parameter (DTensor); tied ones once, under their first name."""
+        seen: dict[int, str] = {}
+        for name, parameter in self._parameters.items():
+            seen.setdefault(id(parameter), name)
+        return {name: self._parameters[name] for name in seen.values()}
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """What engines load, by its Hugging Face name; tied names stand for one tensor."""
+        return {**self._parameters, **self._buffers}
+
+    def freeze(self) -> Policy:
+        """Takes gradients away, as a reference model wants."""
+        for parameter in self._parameters.values():
+            parameter.requires_grad_(False)
+        return self
+
+    def scores(self, micro_batch: MicroBatch, *, with_entropy: bool = False) -> TokenScores:
+        """Log-probabilities of the micro-batch's targets. Collective."""
+        logprobs, entropy = self._scorer(
+            micro_batch.inputs, micro_batch.targets, self._temperature, with_entropy
+        )
+        return TokenScores(logprobs, entropy if with_entropy else None)
+
+    @torch.no_grad()
+    def reference_logprobs(self, micro_batch: MicroBatch) -> Tensor:
+        """[M], without gradient. Collective; leaves nothing gathered."""
+        logprobs = self.scores(micro_batch).logprobs
+        cast("FSDPModule", self._scorer).reshard()
+        return logprobs
+
+    def expect_backward(self, *, is_last: bool) -> None:
+        """Called before each micro-batch: gradients meet at the last one of a step.
+
+        With layers wrapped they are reduced each time: whole gradients would not fit.
+        """
+        if self._wraps_layers:
+            return
+        root = cast("FSDPModule", self._scorer)
+        root.set_is_last_backward(is_last)
+        root.set_requires_gradient_sync(is_last)
+        root.set_reshard_after_backward(is_last)
+
+
+class _Scorer(nn.Module):
+    """Decoder, head and log-probabilities as one module, so that FSDP gathers once for all."""
+
+    def __init__(self, model: nn.Module, *, compiles: bool = False) -> None:
+        super().__init__()
+        self.model = model
+        self._compiles = compiles
+        obstacle = head_obstacle(model)
+        self._uses_own_logits = bool(obstacle)
+        if obstacle:
+            logger.warning(
+                "all logits of a micro-batch are computed at once, which takes memory: %s", obstacle
+            )
+
+    def forward(
+        self,
+        inputs: PackedInputs | PaddedInputs,
+        targets: Tensor,
+        temperature: float,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """[M] log-probabilities and [M] entropies (or nothing, [0])."""
+        if self._uses_own_logits:
+            return score_logits(self._own_logits(inputs), targets, temperature, with_entropy)
+        model: Any = self.model
+        hidden = self._hidden(inputs).index_select(0, inputs.predicting)  # [M, E]
+        head: nn.Linear = model.get_output_embeddings()
+        return score_hidden(
+            head, hidden, targets, temperature, with_entropy, compiles=self._compiles
+        )
+
+    def _hidden(self, inputs: PackedInputs | PaddedInputs) -> Tensor:
+        """[rows, E] final hidden states."""
+        model: Any = self.model
+        output = model.get_decoder()(use_cache=False, **_arguments(inputs))
+        return cast("Tensor", output.last_hidden_state).flatten(0, 1)
+
+    def _own_logits(self, inputs: PackedInputs | PaddedInputs) -> Tensor:
+        """[M, V], as the model makes them."""
+        model: Any = self.model
+        output = model(use_cache=False, **_arguments(inputs))
+        return cast("Tensor", output.logits).flatten(0, 1).index_select(0, inputs.predicting)
+
+
+def _arguments(inputs: PackedInputs | PaddedInputs) -> dict[str, Any]:
+    if isinstance(inputs, PaddedInputs):
+        return {"input_ids": inputs.token_ids}
+    return {"input_ids": inputs.token_ids, "position_ids": inputs.position_ids, "packed": inputs}
+
+
+def _shard(
+    scorer: _Scorer, mesh: DeviceMesh, wraps_layers: bool, compute_dtype: torch.dtype | None
+) -> None:
+    precision = MixedPrecisionPolicy(
+        param_dtype=compute_dtype, reduce_dtype=None if compute_dtype is None else torch.float32
+    )
+    if wraps_layers:
+        for layer in decoder_blocks(scorer.model):
+            fully_shard(layer, mesh=mesh, mp_policy=precision)
+    fully_shard(scorer, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+    for module in scorer.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def _allocate(scorer: _Scorer, mesh: DeviceMesh) -> None:
+    """Gives the shards of parameters on the meta device memory; buffers keep their values."""
+    buffers = {name: buffer.clone() for name, buffer in scorer.named_buffers()}
+    device = torch.device("cpu")
+    if mesh.device_type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    scorer.to_empty(device=device)
+    for name, buffer in scorer.named_buffers():
+        buffer.copy_(buffers[name])

@@ -1,0 +1,186 @@
+"""Log-probabilities of tokens from hidden states, without the logits of all tokens at once.
+
+M: tokens to score; C: tokens of a chunk; E: hidden size; V: vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Final, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from umbra.trainer.model.compiling import compile_function
+
+# Up to so many logits (256 MiB in float32) are kept for the backward pass, along with a few
+# tensors of their size. Lower means computing more of them twice; higher takes memory.
+_MAX_KEPT_LOGITS: Final = 1 << 26
+# Beyond that, so many logits exist at a time, and the backward pass computes them again. Lower
+# means adding up the head's gradient from more parts, which is bound by memory bandwidth.
+_MAX_CHUNK_LOGITS: Final = 1 << 28
+# Settings by which models change logits behind their head.
+_LOGIT_OPTIONS: Final = (
+    "final_logit_softcapping",
+    "lm_head_multiplier",
+    "logit_scale",
+    "logits_scaling",
+    "logits_soft_cap",
+    "output_logit_soft_cap",
+    "unpadded_vocab_size",
+)
+
+
+def head_obstacle(model: nn.Module) -> str:
+    """Why logits are not just a linear layer over the hidden states; "" if they are."""
+    any_model: Any = model
+    config = any_model.config.get_text_config()
+    for option in _LOGIT_OPTIONS:
+        if getattr(config, option, None) not in (None, 1, 1.0):
+            return f"the model sets {option}"
+    head = any_model.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        return f"its head is a {type(head).__name__}"
+    return ""
+
+
+def score_hidden(
+    head: nn.Linear,
+    hidden: Tensor,
+    targets: Tensor,
+    temperature: float,
+    with_entropy: bool,
+    *,
+    compiles: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """[M] log-probabilities of `targets`, and [M] entropies without gradient, or [0].
+
+    Args:
+        hidden: [M, E] final hidden states.
+        compiles: through torch.compile, with fewer passes over the logits.
+    """
+    num_logits = len(targets) * head.weight.shape[0]
+    if num_logits <= _MAX_KEPT_LOGITS:
+        score = _compiled(score_logits) if compiles else score_logits
+        return score(head(hidden), targets, temperature, with_entropy)
+    chunk_len = max(1, _MAX_CHUNK_LOGITS // head.weight.shape[0])
+    untyped: Any = _ChunkedScores
+    bias = cast("Tensor | None", head.bias)
+    scores: Any = untyped.apply(
+        hidden, head.weight, bias, targets, temperature, with_entropy, chunk_len, compiles
+    )
+    return cast("tuple[Tensor, Tensor]", scores)
+
+
+def score_logits(
+    logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool
+) -> tuple[Tensor, Tensor]:
+    """The same, from [M, V] logits."""
+    every = _log_softmax(logits, temperature)
+    logprobs = -F.nll_loss(every, targets, reduction="none")
+    with torch.no_grad():
+        entropy = _entropy(every) if with_entropy else every.new_empty(0)
+    return logprobs, entropy
+
+
+def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
+    """[C, V] in float32 at least."""
+    if logits.dtype.itemsize < torch.float32.itemsize:
+        logits = logits.float()
+    if temperature != 1.0:
+        logits = logits / temperature
+    return logits.log_softmax(-1)
+
+
+def _entropy(every: Tensor) -> Tensor:
+    return every.exp().mul_(every).sum(-1).neg_()
+
+
+class _ChunkedScores(torch.autograd.Function):
+    """`score_logits(F.linear(hidden, weight, bias), ...)`, of C tokens at a time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        with_entropy: bool,
+        chunk_len: int,
+        compiles: bool,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(hidden, weight, bias, targets)
+        ctx.temperature, ctx.chunk_len, ctx.compiles = temperature, chunk_len, compiles
+        score = _compiled(score_logits) if compiles else score_logits
+        scores = [
+            score(F.linear(part, weight, bias), wanted, temperature, with_entropy)
+            for part, wanted in zip(
+                torch.split(hidden, chunk_len), torch.split(targets, chunk_len), strict=True
+            )
+        ]
+        entropy = torch.cat([score[1] for score in scores])
+        ctx.mark_non_differentiable(entropy)
+        return torch.cat([score[0] for score in scores]), entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets = ctx.saved_tensors
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        # A sum of parts that are rounded to half precision one by one would lose digits.
+        total = torch.float32 if weight.dtype.itemsize < 4 else weight.dtype
+        of_hidden = torch.empty_like(hidden) if wants_hidden else None
+        of_weight = torch.zeros_like(weight, dtype=total) if wants_weight else None
+        of_bias = torch.zeros_like(bias, dtype=total) if wants_bias else None
+        derive = _compiled(_logit_gradient) if ctx.compiles else _logit_gradient
+        for start in range(0, len(targets), ctx.chunk_len):
+            chunk = slice(start, start + ctx.chunk_len)
+            part = hidden[chunk]
+            logits = F.linear(part, weight, bias)
+            of_logits = derive(logits, targets[chunk], gradients[0][chunk], ctx.temperature)
+            del logits
+            if of_hidden is not None:
+                torch.mm(of_logits, weight, out=of_hidden[chunk])
+            if of_weight is not None:
+                _add_product(of_weight, of_logits.t(), part)
+            if of_bias is not None:
+                of_bias += of_logits.sum(0)
+        return (
+            of_hidden,
+            None if of_weight is None else of_weight.to(weight.dtype),
+            None if of_bias is None else of_bias.to(weight.dtype),
+            None, None, None, None, None,
+        )  # fmt: skip
+
+
+def _logit_gradient(
+    logits: Tensor, targets: Tensor, gradient: Tensor, temperature: float
+) -> Tensor:
+    """[C, V], in the dtype of `logits`: (one-hot - softmax) * gradient / temperature."""
+    every = _log_softmax(logits, temperature)
+    places, scale = targets.unsqueeze(1), (gradient / temperature).unsqueeze(1)
+    of_targets = every.gather(1, places).expm1() * -scale  # 1 - p, without rounding p first
+    of_logits = every.exp_().mul_(-scale).to(logits.dtype)
+    return of_logits.scatter_(1, places, of_targets.to(logits.dtype))
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """`total` += `left` @ `right`, also where they are of half its precision."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif total.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return compile_function(function)

@@ -1,0 +1,77 @@
+"""Makes the quickstart's files once: model, tokenizer, and prompts to train and evaluate on.
+
+```
+OUT_DIR/model/        config.json, model.safetensors, tokenizer.json, ...
+OUT_DIR/train.jsonl   {"prompt": ..., "answer": ...}
+OUT_DIR/eval.jsonl    held out: none of its prompts is in train.jsonl or seen by the warm-up
+OUT_DIR/fingerprint   of what made them; written last
+```
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from umbra.trainer.quickstart.quickstart_task import Task, draw_tasks
+
+NUM_TRAIN: Final = 8192
+NUM_EVAL: Final = 256
+MARKER: Final = "fingerprint"
+
+
+def ensure_assets(out_dir: Path, seed: int) -> bool:
+    """Makes the files unless those of this seed and this program are there; True if it made any.
+
+    They are made in a new folder beside `out_dir` that then takes its name, so an interrupted
+    call leaves either the old files or none. Of two calls at once, the later one's files stay.
+    """
+    fingerprint = _fingerprint(seed)
+    if _read_marker(out_dir) == fingerprint:
+        return False
+    out_dir.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out_dir.name}-", dir=out_dir.parent) as work:
+        made = Path(work) / "made"
+        _make(made, seed)
+        (made / MARKER).write_text(fingerprint)
+        if out_dir.exists():
+            out_dir.rename(Path(work) / "old")
+        made.rename(out_dir)
+    return True
+
+
+def _make(folder: Path, seed: int) -> None:
+    from umbra.trainer.quickstart.quickstart_model import write_starting_model, write_tokenizer
+
+    tasks = draw_tasks(random.Random(seed), NUM_TRAIN + NUM_EVAL)
+    held_out, training = tasks[:NUM_EVAL], tasks[NUM_EVAL:]
+    model_dir = folder / "model"
+    model_dir.mkdir(parents=True)
+    _write_jsonl(folder / "train.jsonl", training)
+    _write_jsonl(folder / "eval.jsonl", held_out)
+    write_tokenizer(model_dir)
+    write_starting_model(model_dir, training, seed)
+
+
+def _write_jsonl(path: Path, tasks: Sequence[Task]) -> None:
+    path.write_text("".join(json.dumps(task.row()) + "\n" for task in tasks))
+
+
+def _fingerprint(seed: int) -> str:
+    """Of the seed and of this package's source, which holds every other setting."""
+    digest = hashlib.sha256(str(seed).encode())
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()
+
+
+def _read_marker(out_dir: Path) -> str | None:
+    try:
+        return (out_dir / MARKER).read_text()
+    except (OSError, ValueError):
+        return None

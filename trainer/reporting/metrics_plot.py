@@ -1,0 +1,171 @@
+"""A run's metrics as one picture: when it ends, and by `umbra plot` whenever one wants to see.
+
+panels(rows)   what is drawn: reward, KL, the steps' time and memory, as far as it was measured
+draw(...)      how; matplotlib is imported here
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from umbra.runtime.disk import explain
+from umbra.runtime.errors import ConfigError, DataError
+from umbra.trainer.checkpoint.run_dir import RunDir
+from umbra.trainer.reporting.metrics_log import read_metrics
+
+Rows = Sequence[Mapping[str, float]]
+_PANELS: Final[Mapping[str, Mapping[str, str]]] = {
+    "reward": {"rollout/reward_mean": "training reward", "eval/accuracy": "held-out accuracy"},
+    "KL": {
+        "train/behaviour_kl": "from what sampled the tokens",
+        "train/reference_kl": "from the starting model",
+    },
+    "seconds a step": {
+        "time/rollout_s": "rollout",
+        "time/sync_s": "sync",
+        "time/sleep_s": "sleep",
+        "time/train_s": "train",
+    },
+    "GiB of the rank with most": {
+        f"memory/{phase}_{what}_gib": f"{phase}, {what}"
+        for phase in ("sync", "generation", "train")
+        for what in ("peak", "allocated")
+    },
+}
+_TIME: Final = "seconds a step"
+_OTHER: Final = "other"
+_FORMATS: Final = (".svg", ".png", ".pdf")
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One number over the steps in which it was measured."""
+
+    label: str
+    steps: Sequence[float]
+    values: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """Series with one axis; stacked ones add up, and have the same steps."""
+
+    title: str
+    series: Sequence[Series]
+    is_stacked: bool = False
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Draws what has been measured so far; the run may be under way.
+
+    Raises:
+        ConfigError: matplotlib is missing, or the picture's file cannot be written.
+        DataError: there are no metrics.
+    """
+    place = RunDir(Path(arguments.run_dir))
+    path = Path(arguments.output or place.plot)
+    if path.suffix not in _FORMATS:
+        raise ConfigError(f"-o {path}: end the name with {', '.join(_FORMATS)}")
+    rows = _read(place)
+    try:
+        save_plot(rows, path, place.path.absolute().name)
+    except OSError as error:
+        or_else = "choose another file with -o"
+        reason = explain(error, path, or_else=f", or {or_else}", otherwise=f": {or_else}")
+        raise ConfigError(f"cannot write {path}: {reason}") from error
+    print(path)
+    return 0
+
+
+def save_plot(rows: Rows, path: Path, title: str) -> None:
+    """Draws into a file, whose name says of what kind it is.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+        OSError: it cannot be written.
+    """
+    draw(panels(rows), title).savefig(path, dpi=120)
+
+
+def panels(rows: Rows) -> list[Panel]:
+    """What was measured, in the order of the page."""
+    found: list[Panel] = []
+    for title, names in _PANELS.items():
+        if title == _TIME:
+            series = _times(rows, names)
+        else:
+            series = [_series(rows, name, label) for name, label in names.items()]
+        series = [one for one in series if one.steps]
+        if series:
+            found.append(Panel(title, series, is_stacked=title == _TIME))
+    return found
+
+
+def draw(panels: Sequence[Panel], title: str) -> Any:
+    """A matplotlib figure, one panel below the other; only its title where there is none.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        module: Any = importlib.import_module("matplotlib.figure")
+    except ImportError as error:
+        raise ConfigError("drawing a run needs matplotlib: pip install 'umbra-rl[plot]'") from error
+    figure = module.Figure(figsize=(9, 2.6 * max(1, len(panels))), layout="constrained")
+    figure.suptitle(title)
+    if not panels:
+        return figure
+    grid = figure.subplots(len(panels), sharex=True, squeeze=False)
+    for (axes,), panel in zip(grid, panels, strict=True):
+        _draw_stack(axes, panel.series) if panel.is_stacked else _draw_lines(axes, panel.series)
+        axes.set_ylabel(panel.title)
+        axes.grid(visible=True, alpha=0.3)
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="small")
+    grid[-1][0].set_xlabel("step")
+    return figure
+
+
+def _read(place: RunDir) -> Rows:
+    wanted = "give the one that a training run's config calls run.dir"
+    if not place.path.is_dir():
+        raise DataError(f"there is no folder {place.path}: {wanted}")
+    if not place.metrics.exists():
+        raise DataError(f"{place.path} has no metrics.jsonl, it is no run's folder: {wanted}")
+    try:
+        rows = read_metrics(place.metrics)
+    except OSError as error:
+        raise DataError(f"{place.metrics} cannot be read: {error.strerror}") from error
+    if not panels(rows):
+        raise DataError(f"{place.metrics} has no metrics yet: the run's first step is not done")
+    return rows
+
+
+def _draw_stack(axes: Any, series: Sequence[Series]) -> None:
+    bottom = [0.0] * len(series[0].steps)
+    for one in series:
+        axes.bar(one.steps, one.values, bottom=bottom, width=1.0, label=one.label)
+        bottom = [low + value for low, value in zip(bottom, one.values, strict=True)]
+
+
+def _draw_lines(axes: Any, series: Sequence[Series]) -> None:
+    for one in series:
+        axes.plot(one.steps, one.values, ".-", linewidth=1.2, markersize=3, label=one.label)
+
+
+def _series(rows: Rows, name: str, label: str) -> Series:
+    points = [(row["step"], row[name]) for row in rows if name in row]
+    return Series(label, [step for step, _ in points], [value for _, value in points])
+
+
+def _times(rows: Rows, names: Mapping[str, str]) -> list[Series]:
+    """The parts of whole steps, and what is left, such as evaluations."""
+    whole = [row for row in rows if "time/step_s" in row and all(name in row for name in names)]
+    steps = [row["step"] for row in whole]
+    parts = [Series(label, steps, [row[name] for row in whole]) for name, label in names.items()]
+    rest = [max(0.0, row["time/step_s"] - sum(row[name] for name in names)) for row in whole]
+    return [*parts, Series(_OTHER, steps, rest)]

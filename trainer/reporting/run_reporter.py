@@ -1,0 +1,145 @@
+"""Everything rank 0 tells of a run: metrics, progress, and at the end summary and report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from umbra.trainer.checkpoint.run_dir import RunDir, process_age_s
+from umbra.trainer.checkpoint.run_files import writing
+from umbra.trainer.config.trainer_config import TrainerConfig
+from umbra.trainer.reporting.metrics_log import MetricsLog, read_metrics
+from umbra.trainer.reporting.metrics_plot import save_plot
+from umbra.trainer.reporting.progress_display import Progress
+from umbra.trainer.reporting.run_report import Summary, reward_ends, write_report, write_summary
+
+
+class Journal:
+    """Gathers what happens. On ranks other than 0, `log` and `progress` are None: it is silent.
+
+    Attributes:
+        steps_before: done when this start of the run began.
+        accuracy_before, accuracy_after: of the first and the last evaluation.
+    """
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        log: MetricsLog | None,
+        progress: Progress | None,
+        steps_before: int = 0,
+    ) -> None:
+        self.steps_before = steps_before
+        self._config = config
+        self._log = log
+        self._progress = progress
+        self._has_warned = False
+        self.accuracy_before: float | None = None
+        self.accuracy_after: float | None = None
+
+    def step_done(self, step: int, row: Mapping[str, float]) -> None:
+        """Logs and shows step `step` (from 1)."""
+        if self._log is not None:
+            self._log.write(step, row)
+            RunDir(self._config.run.dir).remove_replaced()
+        if self._progress is not None:
+            self._progress.step_done(step, row)
+        if row["rollout/tokens"] == 0 and not self._has_warned:
+            self._has_warned = True
+            self.note(f"step {step} trained on nothing: {_why_no_tokens(self._config)}")
+
+    def evaluated(self, step: int, result: Mapping[str, Any], *, is_last: bool) -> None:
+        """An evaluation after `step` steps."""
+        accuracy = float(result["accuracy"])
+        if self.accuracy_before is None:
+            self.accuracy_before = self._earlier_accuracy(accuracy)
+        row = {
+            "eval/accuracy": accuracy,
+            "eval/reward_mean": float(result["mean_reward"]),
+            "eval/completion_len_mean": float(result["completion_len_mean"]),
+        }
+        if is_last:
+            self.accuracy_after = accuracy
+        if self._log is not None:
+            self._log.write(step, row)
+        if self._progress is not None:
+            self._progress.note(
+                f"after step {step}: accuracy {accuracy:.3f} on "
+                f"{result['num_prompts']} held-out prompts"
+            )
+
+    def note(self, text: str) -> None:
+        """What an operator should see, such as an engine that was restarted. Thread-safe."""
+        if self._progress is not None:
+            self._progress.note(text)
+
+    def _earlier_accuracy(self, accuracy: float) -> float:
+        """Of the starting model: where the run was resumed, what its first part measured."""
+        if self._log is not None:
+            for row in read_metrics(self._log.path):
+                if "eval/accuracy" in row:
+                    return row["eval/accuracy"]
+        return accuracy
+
+
+def _why_no_tokens(config: TrainerConfig) -> str:
+    found = f"the policy generated no token in any of its {config.samples_per_step} completions"
+    if config.rollout.agent is None:
+        return f"{found}; see the engines' logs in {config.run.dir / 'logs'}"
+    return (
+        f"{found}; see that rollout.agent {config.rollout.agent} awaits ctx.generate (a question "
+        "to ctx.pool or with lora= does not count) before its tokens fill pool.max_context_len"
+    )
+
+
+def finish(
+    config: TrainerConfig, journal: Journal, *, steps: int, engine_restarts: int, stopped_by: str
+) -> Summary:
+    """Writes summary.json, and the plot and report of a run that was not stopped. Rank 0."""
+    place = RunDir(config.run.dir)
+    rows = read_metrics(place.metrics)
+    first, last = reward_ends(rows)
+    files = {"metrics": str(place.metrics)}
+    if not stopped_by:  # drawing takes longer than someone who stops a run wants to wait
+        files |= {"report": str(place.report), "plot": str(place.plot)}
+        if config.train.export:
+            files["model"] = str(place.export)
+        with writing("write", place.plot):
+            save_plot(rows, place.plot, config.run_name)
+    summary = Summary(
+        accuracy_before=journal.accuracy_before,
+        accuracy_after=journal.accuracy_after,
+        wall_s=round(process_age_s(), 2),
+        steps=steps,
+        steps_before=journal.steps_before,
+        engine_restarts=engine_restarts,
+        stopped_by=stopped_by,
+        reward_first=first,
+        reward_last=last,
+        files=files,
+    )
+    if not stopped_by:
+        settings = config.model_dump(mode="json")
+        write_report(
+            place.report, config.run_name, summary, rows=rows, settings=settings, plot=place.plot
+        )
+    write_summary(place.path, summary)
+    return summary
+
+
+def closing_lines(summary: Summary) -> list[str]:
+    """What is printed last."""
+    how = f"stopped by {summary.stopped_by} after" if summary.stopped_by else "done:"
+    before = f" ({summary.steps_before} of them before this start)" * bool(summary.steps_before)
+    lines = [f"{how} {summary.steps} steps in {summary.wall_s:.1f} s{before}"]
+    if summary.stopped_by and summary.steps:
+        lines.append("go on with run.resume=auto")
+    if summary.accuracy_before is not None and summary.accuracy_after is not None:
+        lines.append(
+            f"held-out accuracy {summary.accuracy_before:.3f} before, "
+            f"{summary.accuracy_after:.3f} after"
+        )
+    if summary.engine_restarts:
+        lines.append(f"engines restarted: {summary.engine_restarts}")
+    lines += [f"{name}: {path}" for name, path in summary.files.items()]
+    return lines

@@ -1,0 +1,187 @@
+"""`umbra serve` and `umbra generate`: engines without a trainer, for clients or for one prompt."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import socket
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from umbra.runtime.actor.actor_spec import ActorSpec
+from umbra.runtime.actor.restart_policy import RestartPolicy
+from umbra.runtime.cluster.environment import api_key
+from umbra.runtime.errors import ConfigError
+from umbra.runtime.pools.pool_spec import PoolSpec
+from umbra.runtime.rollout.dispatch.generator import Piece
+from umbra.runtime.rpc.sync_handle import SyncHandle
+from umbra.runtime.session import Session
+from umbra.trainer.checkpoint.run_files import check_writable
+from umbra.trainer.checkpoint.run_lock import RunLock
+from umbra.trainer.config.trainer_config import ServeConfig
+from umbra.trainer.serving.choice import StepWriter
+from umbra.trainer.serving.model_text import ModelText
+from umbra.trainer.serving.pool_session import with_pools
+from umbra.trainer.serving.served_config import (
+    alone,
+    pool_specs,
+    read_one_engine_config,
+    read_serve_config,
+    served_pools,
+)
+from umbra.trainer.serving.served_pool import ServedPoolConfig
+from umbra.trainer.setup_check import check_models
+
+_FRONT: Final = "front"
+_GENERATOR: Final = "generator"
+# Clients connect again; the engines stay as they are meanwhile.
+_FRONT_RESTARTS: Final = RestartPolicy(mode="on_failure", max_restarts=5, window_s=600.0)
+_LOOK_S: Final = 3600.0
+"""Of one wait for the end; a new one follows."""
+
+
+def serve(arguments: argparse.Namespace) -> int:
+    """Serves until SIGINT or SIGTERM, which is how a server ends: 0 then.
+
+    Raises:
+        ConfigError, DataError: a setting, a model directory or the address is wrong.
+        UmbraError: engines cannot be started or kept up.
+    """
+    if importlib.util.find_spec("aiohttp") is None:
+        raise ConfigError("umbra serve needs aiohttp: pip install 'umbra-rl[serve]'")
+    config = read_serve_config(arguments.config, arguments.overrides)
+    check_models(config)
+    pools = served_pools(config)
+    host = arguments.host
+    port = _free_port(host, arguments.port)
+    key = api_key(arguments.api_key)
+    run_dir = config.run.dir / "serve"
+    check_writable(run_dir)
+
+    def work(session: Session, front: SyncHandle) -> None:
+        at_host, at_port = front.call("address")
+        shown = f"[{at_host}]" if ":" in at_host else at_host
+        names = " and ".join(
+            ", ".join(model for pool in pools for model in pool.models).rsplit(", ", 1)
+        )
+        print(
+            f"{names} {'are' if ' and ' in names else 'is'} served at http://{shown}:{at_port}/v1"
+        )
+        print(f"engines: {_describe_engines(config)}; logs: {run_dir / 'logs'}")
+        if not key and not _is_loopback(at_host):
+            print("anybody who reaches this address can use it: set --api-key")
+        print("Ctrl-C ends it", flush=True)
+        while True:
+            session.raise_if_lost(_LOOK_S)  # raises as soon as it is
+
+    with RunLock(run_dir):
+        front = _front_spec(pools, host, port, key)
+        with_pools(partial(pool_specs, config), run_dir, front, work)
+    return 0
+
+
+def generate(arguments: argparse.Namespace) -> int:
+    """Prints one completion; the exit status is 128 + signal where one ended it.
+
+    Raises: as `serve`.
+    """
+    if not arguments.config:
+        raise ConfigError("give a config file or a model directory, or --url of a running server")
+    config, pool = read_one_engine_config(
+        arguments.config, arguments.overrides, arguments.pool, arguments.engine
+    )
+    check_models(config, only=pool.section)
+    text = pool.open_text()
+    tokens = _encode(text, arguments, pool)
+    spec = ActorSpec(
+        name=_GENERATOR,
+        target="umbra.runtime.rollout.dispatch.generator_service:GeneratorService",
+        kwargs={"config": {**pool.generator, "shares_memory": False}},
+    )
+
+    def work(_: Session, generator: SyncHandle) -> None:
+        writer = StepWriter(text.decode, ())
+        asked = (tokens, arguments.max_tokens, arguments.temperature, text.stop_token_ids)
+        for piece in generator.stream("stream", *asked, arguments.seed, timeout_s=None):
+            print(writer.write(Piece(**piece)).text, end="", flush=True)
+        print()
+
+    def engine_pools() -> list[PoolSpec]:
+        return [alone(config, pool.generator["pool"])]
+
+    with tempfile.TemporaryDirectory(prefix="umbra-generate-") as folder:
+        return with_pools(engine_pools, Path(folder), spec, work)
+
+
+def _front_spec(pools: Sequence[ServedPoolConfig], host: str, port: int, key: str) -> ActorSpec:
+    """The HTTP server."""
+    return ActorSpec(
+        name=_FRONT,
+        target="umbra.trainer.serving.http_front:HttpFront",
+        kwargs={
+            "pools": [asdict(pool) for pool in pools],
+            "host": host,
+            "port": port,
+            "api_key": key,
+        },
+        restart=_FRONT_RESTARTS,
+    )
+
+
+def _encode(
+    text: ModelText, arguments: argparse.Namespace, pool: ServedPoolConfig
+) -> NDArray[np.int32]:
+    """The prompt's tokens. Raises ConfigError or DataError where it cannot be used."""
+    if arguments.chat:
+        messages = [{"role": "user", "content": arguments.prompt}]
+        tokens = text.encode_chat_now(messages, pool.template_variables)
+    else:
+        tokens = text.encode_now(arguments.prompt)
+    limit = pool.generator["max_context_len"]
+    if not 0 < len(tokens) < limit:
+        raise ConfigError(
+            f"--prompt has {len(tokens)} tokens; the context holds {limit} "
+            f"({pool.section}.max_context_len), of which one has to be left"
+        )
+    return np.asarray(tokens, np.int32)
+
+
+def _describe_engines(config: ServeConfig) -> str:
+    """`2 vllm; judge: 1 embedded, in turn`."""
+    parts = [f"{config.pool.count} {config.pool.engine}"]
+    for name, pool in config.pools.items():
+        how = ", in turn" if pool.mode == "colocated" else ""
+        parts.append(f"{name}: {pool.count} {pool.engine}{how}")
+    return "; ".join(parts)
+
+
+def _free_port(host: str, port: int) -> int:
+    """`port`, or a free one for 0: a front that is started again is to be found where it was.
+
+    Raises:
+        ConfigError: it cannot be listened on, said before minutes are spent on starting engines.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        with socket.socket(family, kind, protocol) as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            trial.bind(address)
+            return int(trial.getsockname()[1])
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host} port {port} ({error.strerror}): choose others with --host "
+            "and --port"
+        ) from error
+
+
+def _is_loopback(host: str) -> bool:
+    return ip_address(host).is_loopback

@@ -1,0 +1,285 @@
+"""Puts a training run together: processes, data, model, loop, and what is left at the end."""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+import torch
+
+from umbra.runtime.cluster.environment import TorchrunEnvironment
+from umbra.runtime.collective import Rollouts, SessionSync
+from umbra.runtime.errors import ActorError, JobFailed, TransportError, UmbraError
+from umbra.runtime.session import Session
+from umbra.runtime.weights.weight_publisher import WeightPublisher
+from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore, TrainerState
+from umbra.trainer.checkpoint.policy_export import export_policy
+from umbra.trainer.checkpoint.run_dir import RunDir, VersionCounter, begin_run, newest_version
+from umbra.trainer.config.trainer_config import TrainerConfig
+from umbra.trainer.data.prompt_preparation import prepare_prompts
+from umbra.trainer.data.prompt_tokenizer import PromptTokenizer, stop_token_ids
+from umbra.trainer.loop import TrainingLoop
+from umbra.trainer.model.host_offload import HostOffload
+from umbra.trainer.model.micro_batches import MicroBatchBuilder
+from umbra.trainer.model.model_loading import prepare_causal_lm
+from umbra.trainer.model.optimizer import PolicyOptimizer
+from umbra.trainer.model.policy import Policy
+from umbra.trainer.reporting.fatal_error_report import LastWords
+from umbra.trainer.reporting.metrics_log import MetricsLog
+from umbra.trainer.reporting.note_board import NoteBoard
+from umbra.trainer.reporting.progress_display import Progress
+from umbra.trainer.reporting.run_reporter import Journal, closing_lines, finish
+from umbra.trainer.services import MANAGER, POOL, ServiceStarter, prompt_budget
+from umbra.trainer.signals import StopSignals
+from umbra.trainer.step import TrainStep
+from umbra.trainer.waits import collective_timeout_s
+from umbra.trainer.world import World, agree_on_signal, from_lead, pick_device
+
+# How long a rank that lost another one waits to be told which rank or process failed first. The
+# supervisor knows in milliseconds; a rank's own errors are announced so much later.
+_BLAME_TIMEOUT_S: Final = 1.0
+
+
+class Trainer:
+    """One rank's run. `run()` is collective and returns when training has ended."""
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        session: Session,
+        environment: TorchrunEnvironment,
+        stop: StopSignals,
+        notes: NoteBoard,
+        words: LastWords,
+    ) -> None:
+        self._config = config
+        self._session = session
+        self._environment = environment
+        self._stop = stop
+        self._notes = notes
+        self._words = words
+        self._place = RunDir(config.run.dir)
+        self._dtype: torch.dtype = getattr(torch, config.model.dtype)
+
+    def run(self) -> None:
+        """Trains as configured. Raises UmbraError on every rank where it cannot."""
+        config = self._config
+        with contextlib.ExitStack() as stack:
+            starter = self._begin_starting(stack)
+            limit_s = collective_timeout_s(config)
+            world = stack.enter_context(World.join(self._environment, config.train.device, limit_s))
+            stack.push(self._announce_failure)
+            resumed_from = from_lead(
+                world, lambda: begin_run(config.run, self._environment.incarnation)
+            )
+            from_lead(world, lambda: self._start_rollouts(starter, world))
+            policy, reference = self._load_policies(world)
+            optimizer = PolicyOptimizer(policy.parameters, config.train)
+            checkpoints = CheckpointStore(
+                self._place.checkpoints, world, config.train.keep_checkpoints
+            )
+            state = TrainerState(step=0, version=0, world_size=world.world_size, seed=0)
+            if resumed_from is not None:
+                state = checkpoints.load(resumed_from, policy.parameters, optimizer.adamw)
+            step = state.step
+            offload = self._offload(world, policy, reference, optimizer)
+            offload.release_cache()  # loading has left some, and the engines are being started
+            from_lead(world, lambda: starter.wait() if starter else None)
+            rollouts = Rollouts(self._session, MANAGER)
+            newest = from_lead(world, lambda: self._begin_rollouts(rollouts, state, resumed_from))
+            versions = VersionCounter(self._place.versions, newest, writes=world.is_lead)
+            journal = self._open_journal(stack, world, step)
+            loop = TrainingLoop(
+                config,
+                world,
+                policy=policy,
+                optimizer=optimizer,
+                train_step=TrainStep(
+                    policy, optimizer, self._builder(policy, world), config.train, reference
+                ),
+                rollouts=rollouts,
+                pool=self._session.pool(POOL),
+                publisher=WeightPublisher(
+                    SessionSync(self._session),
+                    world.rank,
+                    world.world_size,
+                    policy.tensors,
+                    self._dtype,
+                    locate=offload.locate,
+                    on_read=partial(self._send_away, offload)
+                    if config.pool.mode == "hybrid"
+                    else None,
+                ),
+                offload=offload,
+                checkpoints=checkpoints,
+                versions=versions,
+                journal=journal,
+                stop=self._stop,
+                step=step,
+            )
+            self._stop.defer(self._session.pass_on_signal)
+            loop.run()
+            self._stop.disarm()
+            self._leave_results(world, policy, journal, loop.step)
+
+    def _send_away(self, offload: HostOffload) -> None:
+        with self._stop.uninterruptible():  # else a checkpoint would lack what is on its way
+            offload.send_away()
+
+    def _announce_failure(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Tells the other ranks why, before they notice that their collectives break.
+
+        What breaks because another rank or process went away is that one's failure; then raises
+        JobFailed, which names it.
+        """
+        if isinstance(error, RuntimeError | ActorError | TransportError):
+            try:
+                self._session.raise_if_lost(_BLAME_TIMEOUT_S)
+            except JobFailed as failure:
+                raise failure from error
+        if isinstance(error, UmbraError):
+            self._words.tell(error)
+        if isinstance(error, Exception) and not isinstance(error, JobFailed):
+            with contextlib.suppress(UmbraError):
+                self._session.supervisor_call(
+                    "fail_job",
+                    f"rank {self._session.rank}",
+                    f"{type(error).__name__}: {error}",
+                    timeout_s=2.0,
+                )
+
+    def _begin_starting(self, stack: contextlib.ExitStack) -> ServiceStarter | None:
+        """Engines and workers take longest, so they start first. Rank 0 only."""
+        if self._session.rank != 0:
+            return None
+        device = pick_device(self._config.train.device, self._session.local_rank)
+        starter = stack.enter_context(ServiceStarter.open(self._session, self._config, device.type))
+        starter.start_engines()
+        starter.start_workers()
+        return starter
+
+    def _start_rollouts(self, starter: ServiceStarter | None, world: World) -> None:
+        """Tokenises the data and starts the manager. Rank 0."""
+        assert starter is not None
+        config = self._config
+        tokenizer = PromptTokenizer(
+            config.model.path, trust_remote_code=config.model.trust_remote_code
+        )
+        prompts = prepare_prompts(
+            config.data,
+            tokenizer,
+            prompt_budget(config),
+            folder=config.run.dir,
+            min_prompts=world.world_size,
+            groups_per_step=config.rollout.groups_per_step,
+        )
+        stops = stop_token_ids(config.model.path, tokenizer, config.rollout.stop_token_ids)
+        starter.start_manager(prompts, stops, world.world_size)
+
+    def _begin_rollouts(
+        self, rollouts: Rollouts, state: TrainerState, resumed_from: Path | None
+    ) -> int:
+        """Takes the ledger back to the checkpoint, which may be another run's. Rank 0.
+
+        Returns the newest version that was ever given: a number is not used again.
+        """
+        is_own = resumed_from is not None and self._place.holds(resumed_from)
+        position = state.ledger if is_own else ""
+        timeout_s = self._config.pool.sync_timeout_s
+        kept = rollouts.begin(state.step, state.version, position, timeout_s)
+        return max(kept["version"], state.version, newest_version(self._place.versions))
+
+    def _load_policies(self, world: World) -> tuple[Policy, Policy | None]:
+        """The policy, and the frozen model it started from where a KL term needs it."""
+        policy = self._load_policy(world)
+        if self._config.train.kl_coef == 0.0:
+            return policy, None
+        return policy, self._load_policy(world).freeze()
+
+    def _load_policy(self, world: World) -> Policy:
+        config = self._config
+        prepared = prepare_causal_lm(config.model, getattr(torch, config.master_dtype))
+        return Policy(
+            prepared.model,
+            world.mesh,
+            is_packed=prepared.is_packed,
+            compute_dtype=self._dtype,
+            wrap=config.model.fsdp_wrap,
+            temperature=config.rollout.temperature,
+            recomputes=config.train.activation_checkpointing == "full",
+            compiles=config.train.compile,
+            weights=prepared.weights,
+        )
+
+    def _offload(
+        self, world: World, policy: Policy, reference: Policy | None, optimizer: PolicyOptimizer
+    ) -> HostOffload:
+        tensors = list(policy.parameters.values())
+        if reference is not None:
+            tensors += reference.parameters.values()
+        return HostOffload(
+            self._config.train.offload,
+            tensors,
+            optimizer.adamw,
+            world.device,
+            on_release=self._session.report_gpu_memory,
+        )
+
+    def _builder(self, policy: Policy, world: World) -> MicroBatchBuilder:
+        return MicroBatchBuilder(
+            packed=policy.is_packed,
+            dtype=self._dtype,
+            device=world.device,
+            aggregation=self._config.train.loss_aggregation,
+            max_new_tokens=self._config.rollout.max_new_tokens,
+            skips_neutral=self._config.train.kl_coef == 0.0,
+        )
+
+    def _open_journal(self, stack: contextlib.ExitStack, world: World, step: int) -> Journal:
+        config = self._config
+        if not world.is_lead:
+            return Journal(config, None, None, step)
+        log = stack.enter_context(MetricsLog(config.run.dir, first_step=step + 1))
+        progress = stack.enter_context(Progress(config.run_name, config.train.steps, step))
+        journal = Journal(config, log, progress, step)
+        stack.enter_context(self._notes.shown_by(journal.note))
+        if self._place.replaced.exists():
+            journal.note(f"the earlier run is kept in {self._place.replaced} until a step is done")
+        if step:
+            journal.note(f"goes on after step {step}")
+            if step >= config.train.steps:
+                journal.note(f"train.steps is {config.train.steps}: no step is left to do")
+        elif config.run.resume == "auto":
+            journal.note(f"no complete checkpoint in {self._place.checkpoints}: starts anew")
+        return journal
+
+    def _leave_results(self, world: World, policy: Policy, journal: Journal, steps: int) -> None:
+        """Export, summary, plot and report."""
+        config = self._config
+        stopped_by = agree_on_signal(self._stop.received)
+        if config.train.export and not stopped_by:
+            export_policy(
+                policy, self._place.export, world, source=config.model.path, dtype=self._dtype
+            )
+        from_lead(world, lambda: self._report(journal, steps, stopped_by))
+
+    def _report(self, journal: Journal, steps: int, stopped_by: str) -> None:
+        pools = [self._session.pool(name) for name in (POOL, *self._config.pools)]
+        states = [state for pool in pools for state in pool.states()]
+        summary = finish(
+            self._config,
+            journal,
+            steps=steps,
+            engine_restarts=sum(int(state["num_restarts"]) for state in states),
+            stopped_by=stopped_by,
+        )
+        for line in closing_lines(summary):
+            journal.note(line)
