@@ -1,7 +1,7 @@
 """The supervisor: the one process per node that owns every other process umbra starts there.
 
-It keeps actors running (`umbra.runtime.actor.supervised_actor`), engines in their lifecycle and in sync
-(`umbra.runtime.pools.engine_pool`), tells every attached rank when the job is lost, and leaves nothing
+It keeps actors running (`supervised_actor`), engines in their lifecycle and in sync
+(`engine_pool`), tells every attached rank when the job is lost, and leaves nothing
 behind. It is an actor itself: its public methods are its RPC face.
 """
 

@@ -1,9 +1,10 @@
 """An engine without a model: the whole protocol, made-up tokens, no torch.
 
-Target `umbra.engines.echo.echo_engine:EchoEngine`. Each token of a trajectory follows from its seed, its
-position and all tokens before it, prompt included (`EchoTokens`). So a trajectory that was cut
-resumes exactly, on any engine, and differs if it is resumed from another context. For tests,
-benchmarks and trying out a cluster.
+Target: `umbra.engines.echo.echo_engine:EchoEngine`.
+
+Each token of a trajectory follows from its seed, its position and all tokens before it, prompt
+included (`EchoTokens`). So a trajectory that was cut resumes exactly, on any engine, and differs if
+it is resumed from another context. For tests, benchmarks and trying out a cluster.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The embedded engine as an actor: umbra's own engine, in plain torch, for CPU and CUDA.
 
 Target `umbra.engines.embedded.embedded_engine:EmbeddedEngine`. Methods are those of
-`umbra.runtime.engine_api.engine_protocol.Engine`; all torch work happens in one compute thread, so the event
+`engine_protocol.Engine`; all torch work happens in one compute thread, so the event
 loop answers at once, whatever the model does.
 """
 

@@ -1,7 +1,9 @@
 """An engine that fails on purpose, at points known from a seed: it wraps any other engine.
 
-Target `umbra.engines.faulty.faulty_engine:FaultyEngine`. For chaos tests, and for trying out agent loops
-and settings: with the same seed, a life of an engine goes wrong at the same tokens again.
+Target: `umbra.engines.faulty.faulty_engine:FaultyEngine`.
+
+For chaos tests, and for trying out agent loops and settings: with the same seed, a life of an
+engine goes wrong at the same tokens again.
 
     manager ◀── deltas, falsified or late ── FaultyEngine ◀── deltas ── inner engine
             ─── calls, some refused ───────▶              ─── calls ──▶

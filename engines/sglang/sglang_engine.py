@@ -1,7 +1,8 @@
 """SGLang as an engine actor: umbra's protocol over its Engine.
 
-Target `umbra.engines.sglang.sglang_engine:SglangEngine`. Draws follow the requests' seeds only with the
-option `enable_deterministic_inference`.
+Target: `umbra.engines.sglang.sglang_engine:SglangEngine`.
+
+Draws follow the requests' seeds only with the option `enable_deterministic_inference`.
 """
 
 from __future__ import annotations

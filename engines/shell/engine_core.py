@@ -128,7 +128,7 @@ class Core(Protocol):
         """Gives the model the weights described, in every worker of the engine.
 
         Args:
-            description: of a `WeightImage` or a `WeightImport`, for `umbra.engines.shell.weight_source`
+            description: of a `WeightImage` or a `WeightImport`, for `weight_source`
                 in the workers.
 
         Returns:

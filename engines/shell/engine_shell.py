@@ -1,6 +1,6 @@
 """A foreign inference engine as an engine actor: umbra's protocol over a `Core`.
 
-Methods are those of `umbra.runtime.engine_api.engine_protocol.Engine`. What differs from the embedded engine: frozen
+Methods are those of `engine_protocol.Engine`. What differs from the embedded engine: frozen
 requests do not outlive a sleep, which ends them.
 """
 

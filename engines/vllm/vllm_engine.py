@@ -1,7 +1,8 @@
 """vLLM as an engine actor: umbra's protocol over AsyncLLM.
 
-Target `umbra.engines.vllm.vllm_engine:VllmEngine`. Draws depend on where a trajectory was cut, so only
-greedy ones go on token for token.
+Target: `umbra.engines.vllm.vllm_engine:VllmEngine`.
+
+Draws depend on where a trajectory was cut, so only greedy ones go on token for token.
 """
 
 from __future__ import annotations

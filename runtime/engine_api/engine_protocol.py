@@ -1,7 +1,7 @@
 """What every engine actor offers; see the methods' promises. Torch-free.
 
 Life: PENDING_WEIGHTS until a first update is committed (or weights were loaded from disk), then
-as `umbra.runtime.engine_api.lifecycle` says. Requests are taken while SERVING only: otherwise `submit`
+as `lifecycle` says. Requests are taken while SERVING only: otherwise `submit`
 raises EngineError, and ValueError for a request that could never be served.
 
 Beside the calls below an engine may have `run()`, see `umbra.runtime.actor.actor_spec`, and
@@ -40,7 +40,7 @@ class Engine(Protocol):
     """The engine protocol. Every call is made by the supervisor or the rollout manager."""
 
     async def submit(self, requests: Sequence[Mapping[str, Any]]) -> None:
-        """Takes all requests (see `umbra.runtime.engine_api.generation_request`) or, with an error, none."""
+        """Takes all requests (see `generation_request`) or, with an error, none."""
         ...
 
     def deltas(self) -> AsyncGenerator[DeltaBatch, None]:
@@ -69,7 +69,7 @@ class Engine(Protocol):
         ...
 
     async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
-        """Why the ranks' memory (`umbra.runtime.weights.transports.cuda_ipc.rank_exports`) cannot be read here, or "".
+        """Why the ranks' memory (`rank_exports`) cannot be read here, or "".
 
         In any state. Where it can be, an update may bring "exports" in place of buckets.
         """

@@ -132,7 +132,7 @@ class EnginePool:
             self._watchers.discard(changes)
 
     def catch_up(self) -> dict[str, Any]:
-        """See `umbra.runtime.engine_api.lifecycle.catch_up`; no engine while a sync is under way."""
+        """See `catch_up`; no engine while a sync is under way."""
         lifecycles = {name: engine.lifecycle for name, engine in self.engines.items()}
         waiting = catch_up(lifecycles, self.sync.version, not self.sync.is_syncing)
         return {

@@ -1,4 +1,4 @@
-"""Pools that share memory have it in turn: carries out what `umbra.runtime.pools.time_slicing` decides.
+"""Pools that share memory have it in turn: carries out what `time_slicing` decides.
 
     host (policy)   SERVING ─pause, sleep(1)─▶ ASLEEP ..................... ─wake, resume─▶ SERVING
     guest (judge)   ASLEEP .................... ─wake, resume─▶ SERVING ─pause, sleep(1)─▶ ASLEEP

@@ -41,7 +41,7 @@ class PoolSpec:
         engine: `module:Class` of the engine actor.
         count: number of engines on this node.
         mode: hybrid engines take turns with the trainer (sleep and wake); standalone ones do not;
-            colocated ones take turns with the engines of `shares_with`, see `umbra.runtime.pools.time_slicing`.
+            colocated ones take turns with the engines of `shares_with`, see `time_slicing`.
         kwargs: for the engine's constructor.
         shares_with: name of the pool on whose GPUs a colocated one is.
         max_wait_s, max_turn_s: of a colocated pool, see `TurnRules`.
@@ -52,7 +52,7 @@ class PoolSpec:
         load_weights: engines read their weights themselves and serve from the start, as version 0;
             the pool takes part in no sync. Engines are told by an argument of the same name.
         bucket_nbytes: size of each of the four buffers that weights travel in, see SyncSettings.
-        transport: how weights travel: auto, memfd or cuda_ipc; `umbra.runtime.weights.transports.transport_choice`.
+        transport: how weights travel: auto, memfd or cuda_ipc; `transport_choice`.
     """
 
     name: str

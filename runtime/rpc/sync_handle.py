@@ -13,7 +13,7 @@ from umbra.runtime.rpc.rpc_client import Handle
 
 
 class SyncHandle:
-    """Calls one actor from plain code; see `umbra.runtime.rpc.rpc_client.Handle` for the outcomes."""
+    """Calls one actor from plain code; see `rpc_client.Handle` for the outcomes."""
 
     def __init__(self, loop: LoopThread, handle: Handle) -> None:
         self._loop = loop

@@ -54,7 +54,7 @@ class SyncEngine(Protocol):
     about to be those of no version (lifecycle BeginUpdate). `load` returns when every bucket is
     loaded, and fails soon after the sync's control block says that the sync is given up.
     `abort_update` ends the update; the lifecycle loses the version only if it was touched.
-    `probe_import` says why allocations (`umbra.runtime.weights.transports.cuda_ipc.rank_exports`) cannot be opened, or "".
+    `probe_import` says why allocations (`rank_exports`) cannot be opened, or "".
     """
 
     @property

@@ -12,7 +12,7 @@ Where engines read the ranks' own memory, COMMITTING waits for all ranks, too, w
 something to do as soon as their memory was read: an engine that commits takes more for itself.
 An engine that fails is discarded and the rest go on. In TRANSFERRING an engine is told to load as
 soon as it is prepared. Which bucket may be filled or loaded next, ranks and engines tell each other
-(`umbra.runtime.weights.transports.shared_memory.sync_progress`); here arrives that one of them is done with all.
+(`sync_progress`); here arrives that one of them is done with all.
 """
 
 from __future__ import annotations

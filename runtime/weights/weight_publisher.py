@@ -4,7 +4,7 @@ rank 0  fill 0 | fill 1 | wait | fill 2 ...      each rank fills its own bytes o
 rank 1  fill 0 | fill 1 | wait | fill 2 ...      no rank sees another's
 engine         | load 0        | load 1 ...      with two buffers; bucket i + 2 has that of i
 
-Who is how far is in shared memory (`umbra.runtime.weights.transports.shared_memory.sync_progress`); the supervisor is told once,
+Who is how far is in shared memory (`sync_progress`); the supervisor is told once,
 when this rank has filled everything. Where all can, engines read the ranks' GPUs instead: then a
 rank exports its shards, and there is nothing to fill.
 """

@@ -13,7 +13,8 @@ from rollout_samples import make_trajectory
 
 from umbra.runtime.engine_api.delta_buffer import DeltaBatch, empty_batch
 from umbra.runtime.errors import EngineUnhealthy, UmbraError
-from umbra.runtime.rollout.dispatch.dispatcher import Dispatcher, engine_link
+from umbra.runtime.rollout.dispatch import engine_link
+from umbra.runtime.rollout.dispatch.dispatcher import Dispatcher
 from umbra.runtime.rollout.dispatch.engine_link import EngineLink
 from umbra.runtime.rollout.dispatch.router import EngineId, Router
 from umbra.runtime.rollout.dispatch.turn import Turn

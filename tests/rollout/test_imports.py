@@ -6,7 +6,8 @@ import sys
 
 def test_managers_and_workers_need_no_torch() -> None:
     code = (
-        "import sys, umbra.runtime.rollout.manager.rollout_manager, umbra.runtime.rollout.agents.rollout_worker; "
+        "import sys, umbra.runtime.rollout.manager.rollout_manager; "
+        "import umbra.runtime.rollout.agents.rollout_worker; "
         "print(*({'torch', 'pydantic', 'transformers'} & sys.modules.keys()))"
     )
 

@@ -7,7 +7,8 @@ import asyncio
 import pytest
 
 from umbra.runtime.engine_api.lifecycle import EngineLifecycle, Started
-from umbra.runtime.pools.engine_pool import EnginePool, engine_pool
+from umbra.runtime.pools import engine_pool
+from umbra.runtime.pools.engine_pool import EnginePool
 from umbra.runtime.pools.pool_engine import PoolEngine
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rpc.rpc_client import Client

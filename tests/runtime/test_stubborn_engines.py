@@ -11,7 +11,8 @@ import zmq
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.job_stop import JobStop
 from umbra.runtime.actor.supervised_actor import NodeSettings, SupervisedActor
-from umbra.runtime.pools.engine_pool import EnginePool, engine_pool
+from umbra.runtime.pools import engine_pool
+from umbra.runtime.pools.engine_pool import EnginePool
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.rpc_client import Client

@@ -28,9 +28,10 @@ from umbra.runtime.rollout.buffer.batch_plan import GroupShape, plan_batch
 from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore, TrainerState
 from umbra.trainer.checkpoint.policy_export import export_policy
 from umbra.trainer.config.trainer_config import ModelSection, TrainSection
+from umbra.trainer.model import token_scoring
 from umbra.trainer.model.host_offload import HostOffload, Offload
 from umbra.trainer.model.micro_batches import MicroBatchBuilder, RankBatch
-from umbra.trainer.model.model_loading import load_causal_lm, token_scoring
+from umbra.trainer.model.model_loading import load_causal_lm
 from umbra.trainer.model.optimizer import PolicyOptimizer
 from umbra.trainer.model.packed_attention import PACKED_ATTENTION, register_packed_attention
 from umbra.trainer.model.policy import Policy, Wrap
