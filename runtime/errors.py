@@ -27,7 +27,7 @@ UmbraError
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, cast
 
 
 class UmbraError(Exception):
@@ -134,3 +134,11 @@ class LedgerError(UmbraError):
 
 class JobFailed(UmbraError):
     """Another rank, or a process the job cannot do without, failed; the message names it."""
+
+
+def first_leaf(error: BaseException) -> BaseException:
+    """The first plain exception in a tree of groups; `error` itself where it is one."""
+    if isinstance(error, BaseExceptionGroup):
+        group = cast("BaseExceptionGroup[BaseException]", error)
+        return first_leaf(group.exceptions[0])
+    return error

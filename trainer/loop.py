@@ -21,8 +21,9 @@ from umbra.runtime.collective import Rollouts
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.rpc.sync_handle import Pool
 from umbra.runtime.weights.weight_publisher import SyncReport, WeightPublisher
-from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore, TrainerState
+from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore
 from umbra.trainer.checkpoint.run_dir import VersionCounter
+from umbra.trainer.checkpoint.trainer_state import TrainerState
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.model.host_offload import HostOffload
 from umbra.trainer.model.micro_batches import RankBatch

@@ -18,7 +18,7 @@ from umbra.runtime.errors import UmbraError
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rollout.ledger.ledger_history import ledger_folder
 from umbra.runtime.session import Session
-from umbra.trainer.config.auxiliary_pool_config import (
+from umbra.trainer.auxiliary_pools import (
     asked_pools,
     further_pool_specs,
     generator_spec,

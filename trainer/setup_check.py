@@ -15,8 +15,9 @@ from umbra.runtime.engine_api.engine_names import ENGINE_TARGETS, engine_target
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.rollout.agents.function_call import AGENT_CALL, REWARD_CALL
 from umbra.runtime.rollout.agents.function_lookup import check_function
+from umbra.trainer.auxiliary_pools import further_model_config
 from umbra.trainer.checkpoint.run_dir import check_run_dir
-from umbra.trainer.config.auxiliary_pool_config import FurtherPoolSection, further_model_config
+from umbra.trainer.config.auxiliary_pool_config import FurtherPoolSection
 from umbra.trainer.config.trainer_config import PoolSection, ServeConfig, TrainerConfig
 from umbra.trainer.data.prompt_preparation import check_data
 from umbra.trainer.data.prompt_tokenizer import read_model_config, vocab_size

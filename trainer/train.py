@@ -15,9 +15,10 @@ from umbra.runtime.collective import Rollouts, SessionSync
 from umbra.runtime.errors import ActorError, JobFailed, TransportError, UmbraError
 from umbra.runtime.session import Session
 from umbra.runtime.weights.weight_publisher import WeightPublisher
-from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore, TrainerState
+from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore
 from umbra.trainer.checkpoint.policy_export import export_policy
 from umbra.trainer.checkpoint.run_dir import RunDir, VersionCounter, begin_run, newest_version
+from umbra.trainer.checkpoint.trainer_state import TrainerState
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.data.prompt_preparation import prepare_prompts
 from umbra.trainer.data.prompt_tokenizer import PromptTokenizer, stop_token_ids

@@ -44,8 +44,8 @@ from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.rpc_client import Client, Handle
 from umbra.runtime.rpc.rpc_server import ActorServer
 from umbra.runtime.weights.sync_coordinator import SyncCoordinator, SyncSettings
+from umbra.runtime.weights.transport_choice import TRANSPORT_SETTINGS
 from umbra.runtime.weights.transports.shared_memory.memfd import serve_fds
-from umbra.runtime.weights.transports.transport_choice import TRANSPORT_SETTINGS
 
 _ROUND_TIMEOUT_S: Final = 120.0
 _ROLES: Final = "umbra.runtime.bench.weights_roles"

@@ -10,7 +10,7 @@ from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.pools.time_slicing import TurnRules
-from umbra.runtime.weights.transports.transport_choice import TRANSPORT_SETTINGS, TransportSetting
+from umbra.runtime.weights.transport_choice import TRANSPORT_SETTINGS, TransportSetting
 
 _KNOWN_MODES: Final = ("hybrid", "standalone", "colocated")
 _KNOWN_ON_UPDATE: Final = ("abort", "keep", "drain")

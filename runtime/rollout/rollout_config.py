@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 from umbra.runtime.errors import ConfigError
-from umbra.runtime.rollout.buffer.advantages import ADVANTAGE_KINDS
 
+ADVANTAGE_KINDS: Final = ("grpo", "dr_grpo")
 HAND_OUT_ORDERS: Final = ("in_order", "first_done")
 
 

@@ -24,6 +24,11 @@ from umbra.runtime.weights.manifest import ALIGNMENT, Manifest, align
 from umbra.runtime.weights.sync_events import Aborted, RankFilled, RankJoined
 from umbra.runtime.weights.sync_run import SyncRun
 from umbra.runtime.weights.sync_transaction import Phase
+from umbra.runtime.weights.transport_choice import (
+    Transport,
+    TransportChooser,
+    TransportSetting,
+)
 from umbra.runtime.weights.transports.cuda_ipc.rank_exports import (
     Offer,
     RankExports,
@@ -32,11 +37,6 @@ from umbra.runtime.weights.transports.cuda_ipc.rank_exports import (
 from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketGrid
 from umbra.runtime.weights.transports.shared_memory.memfd import FdServer
 from umbra.runtime.weights.transports.shared_memory.sync_memory import SyncMemory
-from umbra.runtime.weights.transports.transport_choice import (
-    Transport,
-    TransportChooser,
-    TransportSetting,
-)
 from umbra.runtime.weights.update_waves import able_engines, choose_wave, remaining
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class SyncSettings:
             a warning, for engines to catch up with.
         update_waves: a new version reaches the pool in so many syncs, one after the other, each
             with a part of the engines; see `umbra.runtime.weights.update_waves`.
-        transport: see `umbra.runtime.weights.transports.transport_choice`.
+        transport: see `umbra.runtime.weights.transport_choice`.
     """
 
     bucket_nbytes: int = 2 << 20

@@ -41,8 +41,8 @@ from umbra.runtime.weights.sync_events import (
     Revert,
 )
 from umbra.runtime.weights.sync_transaction import Phase, SyncTransaction
+from umbra.runtime.weights.transport_choice import Transport
 from umbra.runtime.weights.transports.cuda_ipc.rank_exports import Offer
-from umbra.runtime.weights.transports.transport_choice import Transport
 
 logger = logging.getLogger(__name__)
 

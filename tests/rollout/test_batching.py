@@ -8,7 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from umbra.runtime.rollout.buffer.advantages import REWARD_LIMIT, group_advantages
-from umbra.runtime.rollout.buffer.batch_plan import GroupShape, RankPlan, plan_batch
+from umbra.runtime.rollout.buffer.batch_plan import RankPlan, plan_batch
+from umbra.runtime.rollout.dispatch.group import GroupShape
 
 GROUPS = st.lists(
     st.builds(

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from umbra.runtime.engine_api.delta_batch import DeltaBatch
 from umbra.runtime.rollout.dispatch.request_rows import NO_ROW, RequestRows
 from umbra.runtime.rollout.dispatch.token_pages import EMPTY, PAGE_LEN, TokenPages
-from umbra.runtime.rollout.dispatch.token_store import TokenStore
-from umbra.runtime.rollout.dispatch.trajectory import Segment
+from umbra.runtime.rollout.dispatch.token_store import Segment, TokenStore
 
 Run = tuple[int, int, Sequence[int], int]  # request, position, tokens, version
 

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from rollout_samples import arrays, make_trajectory
 
 from umbra.runtime.errors import RolloutError
-from umbra.runtime.rollout.dispatch.trajectory import NOT_GENERATED, Segment
+from umbra.runtime.rollout.dispatch.token_store import Segment
+from umbra.runtime.rollout.dispatch.trajectory import NOT_GENERATED
 
 
 def test_runs_keep_their_tokens_logprobs_and_versions() -> None:

@@ -29,7 +29,8 @@ from umbra.engines.embedded.scheduler import Limits
 from umbra.runtime.engine_api.decoder_config import load_model_config
 from umbra.runtime.engine_api.generation_request import GenerationRequest
 from umbra.trainer.algorithms.policy_losses import ImportanceLimits, decoupled_loss
-from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore, TrainerState
+from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore
+from umbra.trainer.checkpoint.trainer_state import TrainerState
 from umbra.trainer.config.trainer_config import ModelSection, TrainSection
 from umbra.trainer.model.micro_batches import MicroBatchBuilder, RankBatch
 from umbra.trainer.model.model_loading import load_causal_lm

@@ -24,9 +24,11 @@ from torch.distributed.tensor import DTensor
 from training_models import make_model
 
 from umbra.runtime.errors import UmbraError
-from umbra.runtime.rollout.buffer.batch_plan import GroupShape, plan_batch
-from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore, TrainerState
+from umbra.runtime.rollout.buffer.batch_plan import plan_batch
+from umbra.runtime.rollout.dispatch.group import GroupShape
+from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore
 from umbra.trainer.checkpoint.policy_export import export_policy
+from umbra.trainer.checkpoint.trainer_state import TrainerState
 from umbra.trainer.config.trainer_config import ModelSection, TrainSection
 from umbra.trainer.model import token_scoring
 from umbra.trainer.model.host_offload import HostOffload, Offload

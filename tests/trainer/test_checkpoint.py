@@ -18,8 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.testing.distributed_world import DistributedWorld
-from umbra.trainer.checkpoint.checkpoint_store import read_trainer_state
-from umbra.trainer.checkpoint.run_dir import complete_checkpoints
+from umbra.trainer.checkpoint.trainer_state import complete_checkpoints, read_trainer_state
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
 

@@ -18,16 +18,16 @@ from umbra.runtime.errors import ConfigError
 from umbra.runtime.rollout.prompts import write_prompts
 from umbra.runtime.testing.distributed_world import DistributedWorld
 from umbra.trainer.checkpoint.run_dir import VersionCounter
-from umbra.trainer.checkpoint.run_files import (
+from umbra.trainer.config.config_file import parse_config
+from umbra.trainer.reporting import metrics_plot
+from umbra.trainer.reporting.metrics_log import MetricsLog, read_metrics
+from umbra.trainer.reporting.run_reporter import Journal, finish
+from umbra.trainer.run_files import (
     RunDirectoryError,
     check_writable,
     write_text,
     writing,
 )
-from umbra.trainer.config.config_file import parse_config
-from umbra.trainer.reporting import metrics_plot
-from umbra.trainer.reporting.metrics_log import MetricsLog, read_metrics
-from umbra.trainer.reporting.run_reporter import Journal, finish
 
 event_file_loader: Any = importlib.import_module(
     "tensorboard.backend.event_processing.event_file_loader"

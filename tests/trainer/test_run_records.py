@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from umbra.runtime.errors import ConfigError, DataError
-from umbra.trainer.checkpoint.checkpoint_store import TrainerState
 from umbra.trainer.checkpoint.run_dir import (
     RunDir,
     VersionCounter,
@@ -21,12 +20,7 @@ from umbra.trainer.checkpoint.run_dir import (
     newest_version,
     process_age_s,
 )
-from umbra.trainer.checkpoint.run_files import (
-    RunDirectoryError,
-    check_writable,
-    write_text,
-    writing,
-)
+from umbra.trainer.checkpoint.trainer_state import TrainerState
 from umbra.trainer.config.config_file import parse_config
 from umbra.trainer.config.trainer_config import RunSection, TrainerConfig
 from umbra.trainer.data.prompt_tokenizer import read_model_config
@@ -36,6 +30,12 @@ from umbra.trainer.reporting.note_board import NoteBoard
 from umbra.trainer.reporting.progress_display import Progress, format_duration, format_step
 from umbra.trainer.reporting.run_report import reward_ends
 from umbra.trainer.reporting.run_reporter import Journal, closing_lines, finish
+from umbra.trainer.run_files import (
+    RunDirectoryError,
+    check_writable,
+    write_text,
+    writing,
+)
 
 ROW = {
     "rollout/reward_mean": 0.4312,

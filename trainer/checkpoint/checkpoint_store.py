@@ -11,13 +11,12 @@ Checkpoints are trusted input: their metadata is a pickle.
 
 from __future__ import annotations
 
-import json
 import shutil
 import warnings
 from collections import defaultdict
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -39,8 +38,18 @@ from torch.futures import Future
 
 from umbra.runtime.disk import check_room, sync
 from umbra.runtime.errors import ConfigError, UmbraError
-from umbra.trainer.checkpoint.run_dir import COMPLETE, complete_checkpoints, is_complete
-from umbra.trainer.checkpoint.run_files import (
+from umbra.trainer.checkpoint.trainer_state import (
+    COMPLETE,
+    IF_DAMAGED,
+    STATE_FILE,
+    TrainerState,
+    complete_checkpoints,
+    describe_cause,
+    is_complete,
+    read_trainer_state,
+    reading_checkpoint,
+)
+from umbra.trainer.run_files import (
     RunDirectoryError,
     describe_os_error,
     write_json,
@@ -48,35 +57,11 @@ from umbra.trainer.checkpoint.run_files import (
 )
 from umbra.trainer.world import World, barrier, from_lead
 
-_STATE_FILE: Final = "trainer.json"
 _METADATA_FILE: Final = ".metadata"
 _MODEL: Final = "model."
 _OPTIMIZER: Final = "optimizer."
 _WRITE: Final = "write the checkpoint"
 _dcp: Final[Any] = dcp
-_IF_DAMAGED: Final = (
-    "; if the checkpoint is damaged, remove it: run.resume = 'auto' then goes on from the one "
-    "before it"
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerState:
-    """What a run needs besides tensors.
-
-    Attributes:
-        step: optimizer steps done.
-        version: version of the weights in the checkpoint.
-        world_size: ranks that wrote it; for information.
-        seed: `train.seed` of the run, which decides the order of prompts.
-        ledger: position in the rollouts' ledger, which has all that was trained on up to there.
-    """
-
-    step: int
-    version: int
-    world_size: int
-    seed: int
-    ledger: str = ""
 
 
 class CheckpointStore:
@@ -130,7 +115,7 @@ class CheckpointStore:
         _start_moments(optimizer)
         tensors = _tensors(parameters, optimizer)
         random_state = _random_state(self._world.rank)
-        with _disk_trouble("read the checkpoint", path, _IF_DAMAGED):
+        with _disk_trouble("read the checkpoint", path, IF_DAMAGED):
             reader = _Reader(path)
             saved = reader.read_metadata().state_dict_metadata
             _check_fit(path, tensors, saved)
@@ -158,7 +143,7 @@ class CheckpointStore:
             target.mkdir()
 
     def _complete(self, target: Path, state: TrainerState) -> None:
-        write_json(target / _STATE_FILE, asdict(state))
+        write_json(target / STATE_FILE, asdict(state))
         with writing("complete the checkpoint", target):
             sync(target)
             (target / COMPLETE).touch()
@@ -173,20 +158,6 @@ class CheckpointStore:
 def _remove(path: Path) -> None:
     (path / COMPLETE).unlink(missing_ok=True)  # first, lest half a checkpoint looks whole
     shutil.rmtree(path)
-
-
-def read_trainer_state(path: Path) -> TrainerState:
-    """The non-tensor part of a checkpoint.
-
-    Raises:
-        ConfigError: `path` is no complete checkpoint.
-        RunDirectoryError: the file cannot be read, or is damaged.
-    """
-    if not is_complete(path):
-        what = "is incomplete: its save was interrupted" if path.is_dir() else "does not exist"
-        raise ConfigError(f"checkpoint {path} {what}; choose another or set run.resume = 'auto'")
-    with _reading(path, _STATE_FILE):
-        return TrainerState(**json.loads((path / _STATE_FILE).read_text()))
 
 
 class _Writer(FileSystemWriter):
@@ -215,7 +186,7 @@ class _Reader(FileSystemReader):
         return Path(cast("Any", self).path)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with _reading(self._checkpoint, _METADATA_FILE):
+        with reading_checkpoint(self._checkpoint, _METADATA_FILE):
             return super().read_metadata(*args, **kwargs)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -223,32 +194,9 @@ class _Reader(FileSystemReader):
         for item in plan.items:
             items[self.storage_data[item.storage_index].relative_path].append(item)
         for name, of_file in items.items():
-            with _reading(self._checkpoint, name):
+            with reading_checkpoint(self._checkpoint, name):
                 super().read_data(replace(plan, items=of_file), planner).wait()
         return super().read_data(replace(plan, items=[]), planner)  # as it says that it is done
-
-
-@contextmanager
-def _reading(checkpoint: Path, name: str) -> Generator[None]:
-    """Turns any error in reading a file of a checkpoint into one that names it, with the remedy.
-
-    Damaged bytes lead to errors of nearly every kind in the libraries that parse them.
-    """
-    try:
-        yield
-    except OSError as error:
-        what = f"read {name} of the checkpoint"
-        raise describe_os_error(what, checkpoint, error, _IF_DAMAGED) from error
-    except Exception as error:
-        raise RunDirectoryError(
-            f"cannot read {name} of the checkpoint {checkpoint}: {_cause(error)}{_IF_DAMAGED}"
-        ) from error
-
-
-def _cause(error: BaseException) -> str:
-    """Its type and the first line of its text, which some errors lack."""
-    lines = str(error).strip().splitlines()
-    return ": ".join([type(error).__name__, *lines[:1]])
 
 
 def _tensors(
@@ -317,6 +265,8 @@ def _disk_trouble(
                 raise describe_os_error(what, path, cause, needed_nbytes=needed_nbytes) from error
             if isinstance(cause, UmbraError):
                 raise cause from error
-        raise RunDirectoryError(f"cannot {what} {path}: {_cause(causes[0])}{advice}") from error
+        raise RunDirectoryError(
+            f"cannot {what} {path}: {describe_cause(causes[0])}{advice}"
+        ) from error
     except OSError as error:
         raise describe_os_error(what, path, error, needed_nbytes=needed_nbytes) from error

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from umbra.runtime.disk import check_room
-from umbra.trainer.checkpoint.run_files import replacing_folder, writing
 from umbra.trainer.model.policy import Policy
+from umbra.trainer.run_files import replacing_folder, writing
 from umbra.trainer.world import World, barrier, from_lead
 
 # Copied as they are from the directory the model came from; the weights are what changed.

@@ -22,14 +22,15 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from umbra.runtime.errors import ConfigError
-from umbra.trainer.checkpoint.run_files import (
+from umbra.trainer.checkpoint.trainer_state import complete_checkpoints, read_trainer_state
+from umbra.trainer.config.trainer_config import RunSection
+from umbra.trainer.run_files import (
     check_writable,
     remove,
     restore_folder,
     write_json,
     writing,
 )
-from umbra.trainer.config.trainer_config import RunSection
 
 _EARLIER: Final = (
     "metrics.jsonl",
@@ -43,8 +44,6 @@ _EARLIER: Final = (
     "report.html",
     "metrics.png",
 )
-COMPLETE: Final = "COMPLETE"
-"""The file that is written last into a checkpoint."""
 _REPLACED: Final = "replaced"
 # A run that is gone on with from its very beginning: what was generated need not be done again.
 _KEPT_WITHOUT_CHECKPOINT: Final = ("ledger", "versions.jsonl")
@@ -134,15 +133,6 @@ def _what_to_do(run_dir: Path) -> str:
     )
 
 
-def is_complete(checkpoint: Path) -> bool:
-    return (checkpoint / COMPLETE).exists()
-
-
-def complete_checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints, oldest step first."""
-    return sorted(path for path in folder.glob("step-*") if is_complete(path))
-
-
 def begin_run(run: RunSection, incarnation: int) -> Path | None:
     """The checkpoint to go on from, if any; for a fresh start the directory is cleared. Rank 0.
 
@@ -187,9 +177,6 @@ def _named_or_newer(run: RunSection, incarnation: int) -> Path:
     Versions are not given twice, so those of checkpoints tell which are older: of this directory's
     earlier runs, or of a history that was given up by naming this one.
     """
-    # Here, so that checking a config does not load torch.
-    from umbra.trainer.checkpoint.checkpoint_store import read_trainer_state
-
     place, named = RunDir(run.dir), Path(run.resume)
     if incarnation > 1 and place.resumed.exists():
         newest_then = int(json.loads(place.resumed.read_text(encoding="utf-8"))["version"])

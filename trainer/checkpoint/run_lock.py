@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Self
 
 from umbra.runtime.errors import ConfigError
-from umbra.trainer.checkpoint.run_files import writing
+from umbra.trainer.run_files import writing
 
 
 class RunLock:

@@ -12,10 +12,10 @@ import numpy as np
 
 from umbra.runtime.errors import ConfigError, DataError
 from umbra.runtime.rollout.prompts import write_prompts
-from umbra.trainer.checkpoint.run_files import writing
 from umbra.trainer.config.trainer_config import DataSection
 from umbra.trainer.data.data_rows import check_data_file, read_rows
 from umbra.trainer.data.prompt_tokenizer import PromptTokenizer
+from umbra.trainer.run_files import writing
 
 logger = logging.getLogger(__name__)
 

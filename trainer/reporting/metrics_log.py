@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO, cast
 
-from umbra.trainer.checkpoint.run_files import write_text, writing
+from umbra.trainer.run_files import write_text, writing
 
 MetricsRow = Mapping[str, float]
 

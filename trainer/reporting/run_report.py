@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from umbra.trainer.checkpoint.run_files import write_json, write_text
+from umbra.trainer.run_files import write_json, write_text
 
 Rows = Sequence[Mapping[str, float]]
 _REWARD: Final = "rollout/reward_mean"

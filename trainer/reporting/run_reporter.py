@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from umbra.trainer.checkpoint.run_dir import RunDir, process_age_s
-from umbra.trainer.checkpoint.run_files import writing
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.reporting.metrics_log import MetricsLog, read_metrics
 from umbra.trainer.reporting.metrics_plot import save_plot
 from umbra.trainer.reporting.progress_display import Progress
 from umbra.trainer.reporting.run_report import Summary, reward_ends, write_report, write_summary
+from umbra.trainer.run_files import writing
 
 
 class Journal:

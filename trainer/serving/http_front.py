@@ -22,8 +22,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from pydantic_core import from_json
 
 from umbra.runtime.actor.actor_spec import actor_context, idempotent
-from umbra.runtime.errors import ConfigError
-from umbra.runtime.rollout.error_groups import first_leaf
+from umbra.runtime.errors import ConfigError, first_leaf
 from umbra.runtime.rollout.operator_messages import Notes
 from umbra.trainer.serving.api_error import ApiError, as_api_error
 from umbra.trainer.serving.endpoints import Endpoints

@@ -24,9 +24,9 @@ from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rollout.dispatch.generator import Piece
 from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session import Session
-from umbra.trainer.checkpoint.run_files import check_writable
 from umbra.trainer.checkpoint.run_lock import RunLock
 from umbra.trainer.config.trainer_config import ServeConfig
+from umbra.trainer.run_files import check_writable
 from umbra.trainer.serving.choice import StepWriter
 from umbra.trainer.serving.model_text import ModelText
 from umbra.trainer.serving.pool_session import with_pools

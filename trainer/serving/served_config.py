@@ -9,7 +9,7 @@ from typing import Any
 
 from umbra.runtime.errors import ConfigError, DataError
 from umbra.runtime.pools.pool_spec import PoolSpec
-from umbra.trainer.config.auxiliary_pool_config import (
+from umbra.trainer.auxiliary_pools import (
     further_generator_settings,
     further_pool_specs,
     path_setting,

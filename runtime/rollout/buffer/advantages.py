@@ -7,7 +7,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-ADVANTAGE_KINDS: Final = ("grpo", "dr_grpo")
+from umbra.runtime.rollout.rollout_config import ADVANTAGE_KINDS
+
 # Keeps the quotient finite. Larger shrinks the advantages of groups that hardly differ; smaller
 # than float32 rounding of the rewards would blow rounding noise up to full size.
 _STD_FLOOR: Final = 1e-4

@@ -14,22 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from umbra.runtime.rollout.dispatch.group import GroupShape
+
 # A group costing this many times a micro-batch's fair share is split. Lower balances better and
 # computes its prompt more often; higher leaves ranks waiting for the one that got it.
 _SPLIT_RATIO: Final = 1.25
-
-
-@dataclass(frozen=True, slots=True)
-class GroupShape:
-    """What a group costs.
-
-    Attributes:
-        prompt_len: of the prompt that all its samples share; 0 where they do not.
-        lengths: tokens of each sample beyond that prompt.
-    """
-
-    prompt_len: int
-    lengths: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,10 +23,10 @@ from umbra.runtime.errors import (
     RemoteError,
     RequestRefused,
     UmbraError,
+    first_leaf,
 )
 from umbra.runtime.rollout.dispatch.dispatcher import Dispatcher
 from umbra.runtime.rollout.dispatch.router import EngineId
-from umbra.runtime.rollout.error_groups import first_leaf
 from umbra.runtime.rpc.rpc_client import Handle
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from umbra.runtime.actor.actor_spec import ActorContext
 from umbra.runtime.engine_api.lifecycle import EngineState
 from umbra.runtime.engine_api.token_ids import token_ids
-from umbra.runtime.errors import RolloutError, UmbraError
+from umbra.runtime.errors import RolloutError, UmbraError, first_leaf
 from umbra.runtime.rollout.alarm import Alarm
 from umbra.runtime.rollout.dispatch.dispatcher import Dispatcher
 from umbra.runtime.rollout.dispatch.engine_fleet import Fleet, FleetConfig
@@ -33,7 +33,6 @@ from umbra.runtime.rollout.dispatch.pool_load import Demand
 from umbra.runtime.rollout.dispatch.router import Router
 from umbra.runtime.rollout.dispatch.trajectory import Trajectory
 from umbra.runtime.rollout.dispatch.turn import Turn
-from umbra.runtime.rollout.error_groups import first_leaf
 from umbra.runtime.rollout.prompts import Prompt
 
 _SEED_BITS: Final = 63

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from umbra.runtime.rollout.buffer.batch_plan import GroupShape
 from umbra.runtime.rollout.dispatch.router import EngineId
 from umbra.runtime.rollout.dispatch.trajectory import Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class GroupShape:
+    """What a group costs.
+
+    Attributes:
+        prompt_len: of the prompt that all its samples share; 0 where they do not.
+        lengths: tokens of each sample beyond that prompt.
+    """
+
+    prompt_len: int
+    lengths: Sequence[int]
 
 
 class Group:

@@ -16,11 +16,18 @@ from numpy.typing import NDArray
 from umbra.runtime.engine_api.delta_batch import DeltaBatch
 from umbra.runtime.rollout.dispatch.request_rows import RequestRows
 from umbra.runtime.rollout.dispatch.token_pages import EMPTY, TokenPages
-from umbra.runtime.rollout.dispatch.trajectory import Segment
 
 _FIRST_ROWS: Final = 256
 _NO_VERSION: Final = -1
 _NOBODY: Final = -1
+
+
+class Segment(NamedTuple):
+    """A run of completion tokens made under one version (NOT_GENERATED: given tokens)."""
+
+    start: int
+    stop: int
+    version: int
 
 
 class Runs(NamedTuple):

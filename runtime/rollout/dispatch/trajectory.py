@@ -12,17 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from umbra.runtime.errors import RolloutError
 from umbra.runtime.rollout.dispatch.router import EngineId
+from umbra.runtime.rollout.dispatch.token_store import Segment, TokenStore
 from umbra.runtime.rollout.prompts import Prompt
-
-if TYPE_CHECKING:
-    from umbra.runtime.rollout.dispatch.token_store import TokenStore
 
 NOT_GENERATED: Final = -1  # stands for a version where a token was given, not sampled
 _NO_TOKENS: Final = np.empty(0, np.int32)
@@ -34,14 +32,6 @@ class TrajectoryState(StrEnum):
     RUNNING = "running"
     PARTIAL = "partial"
     FINISHED = "finished"
-
-
-class Segment(NamedTuple):
-    """A run of completion tokens made under one version (NOT_GENERATED: given tokens)."""
-
-    start: int
-    stop: int
-    version: int
 
 
 class Trajectory:

@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from umbra.runtime.rollout.dispatch.trajectory import Segment
+from umbra.runtime.rollout.dispatch.token_store import Segment
 from umbra.runtime.rollout.ledger.ledger_events import GIVEN
 
 T = TypeVar("T", bound=np.generic)

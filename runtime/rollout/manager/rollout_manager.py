@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from umbra.runtime.actor.actor_spec import actor_context, idempotent
-from umbra.runtime.errors import RolloutError, UmbraError
+from umbra.runtime.errors import RolloutError, UmbraError, first_leaf
 from umbra.runtime.rollout.agents.agent_sessions import AgentSessions
 from umbra.runtime.rollout.agents.worker_pool import WorkerPool
 from umbra.runtime.rollout.buffer.admission import Admission
@@ -28,7 +28,6 @@ from umbra.runtime.rollout.dispatch.dispatcher import Dispatcher
 from umbra.runtime.rollout.dispatch.engine_fleet import Fleet, FleetConfig
 from umbra.runtime.rollout.dispatch.pool_load import Demand
 from umbra.runtime.rollout.dispatch.router import Router
-from umbra.runtime.rollout.error_groups import first_leaf
 from umbra.runtime.rollout.ledger.ledger_events import Restored
 from umbra.runtime.rollout.ledger.recorder import Recorder
 from umbra.runtime.rollout.manager.batch_rendezvous import Rounds

@@ -1,0 +1,87 @@
+"""What a checkpoint says of itself besides its tensors. Torch-free."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from umbra.runtime.errors import ConfigError
+from umbra.trainer.run_files import RunDirectoryError, describe_os_error
+
+STATE_FILE: Final = "trainer.json"
+COMPLETE: Final = "COMPLETE"
+"""The file that is written last into a checkpoint."""
+IF_DAMAGED: Final = (
+    "; if the checkpoint is damaged, remove it: run.resume = 'auto' then goes on from the one "
+    "before it"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerState:
+    """What a run needs besides tensors.
+
+    Attributes:
+        step: optimizer steps done.
+        version: version of the weights in the checkpoint.
+        world_size: ranks that wrote it; for information.
+        seed: `train.seed` of the run, which decides the order of prompts.
+        ledger: position in the rollouts' ledger, which has all that was trained on up to there.
+    """
+
+    step: int
+    version: int
+    world_size: int
+    seed: int
+    ledger: str = ""
+
+
+def is_complete(checkpoint: Path) -> bool:
+    return (checkpoint / COMPLETE).exists()
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints, oldest step first."""
+    return sorted(path for path in folder.glob("step-*") if is_complete(path))
+
+
+def read_trainer_state(path: Path) -> TrainerState:
+    """The non-tensor part of a checkpoint.
+
+    Raises:
+        ConfigError: `path` is no complete checkpoint.
+        RunDirectoryError: the file cannot be read, or is damaged.
+    """
+    if not is_complete(path):
+        what = "is incomplete: its save was interrupted" if path.is_dir() else "does not exist"
+        raise ConfigError(f"checkpoint {path} {what}; choose another or set run.resume = 'auto'")
+    with reading_checkpoint(path, STATE_FILE):
+        return TrainerState(**json.loads((path / STATE_FILE).read_text()))
+
+
+@contextmanager
+def reading_checkpoint(checkpoint: Path, name: str) -> Generator[None]:
+    """Turns any error in reading a file of a checkpoint into one that names it, with the remedy.
+
+    Damaged bytes lead to errors of nearly every kind in the libraries that parse them.
+    """
+    try:
+        yield
+    except OSError as error:
+        what = f"read {name} of the checkpoint"
+        raise describe_os_error(what, checkpoint, error, IF_DAMAGED) from error
+    except Exception as error:
+        cause = describe_cause(error)
+        raise RunDirectoryError(
+            f"cannot read {name} of the checkpoint {checkpoint}: {cause}{IF_DAMAGED}"
+        ) from error
+
+
+def describe_cause(error: BaseException) -> str:
+    """Its type and the first line of its text, which some errors lack."""
+    lines = str(error).strip().splitlines()
+    return ": ".join([type(error).__name__, *lines[:1]])
