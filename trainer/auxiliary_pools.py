@@ -12,7 +12,7 @@ from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.engine_api.engine_names import engine_target
 from umbra.runtime.errors import DataError
 from umbra.runtime.pools.pool_spec import PoolSpec
-from umbra.trainer.config.auxiliary_pool_config import FurtherPoolSection
+from umbra.trainer.config.auxiliary_pool_config import AuxiliaryPoolSection
 from umbra.trainer.config.config_section import engine_settings, lora_settings
 from umbra.trainer.config.trainer_config import ServeConfig, TrainerConfig
 from umbra.trainer.data.prompt_tokenizer import (
@@ -93,7 +93,7 @@ def generator_spec(name: str, config: TrainerConfig) -> ActorSpec:
     )
 
 
-def further_generator_settings(name: str, pool: FurtherPoolSection) -> dict[str, Any]:
+def further_generator_settings(name: str, pool: AuxiliaryPoolSection) -> dict[str, Any]:
     """`GeneratorConfig` as a dict."""
     return {
         "pool": name,
@@ -123,17 +123,17 @@ def _generator_name(pool: str) -> str:
     return f"{pool}-generator"
 
 
-def further_context_len(name: str, pool: FurtherPoolSection) -> int:
+def further_context_len(name: str, pool: AuxiliaryPoolSection) -> int:
     """Longest prompt + answer."""
     return pool.max_context_len or _read(default_context_len, name, pool)
 
 
-def further_model_config(name: str, pool: FurtherPoolSection) -> dict[str, Any]:
+def further_model_config(name: str, pool: AuxiliaryPoolSection) -> dict[str, Any]:
     """config.json of its model. Raises DataError where there is none."""
     return _read(read_model_config, name, pool)
 
 
-def _read(read: Callable[[Path], T], name: str, pool: FurtherPoolSection) -> T:
+def _read(read: Callable[[Path], T], name: str, pool: AuxiliaryPoolSection) -> T:
     """What the model directory says; errors name the setting that it comes from."""
     try:
         return read(pool.model_path)

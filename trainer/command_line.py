@@ -19,7 +19,7 @@ from umbra.trainer.checkpoint.run_lock import RunLock
 from umbra.trainer.config.config_file import load_config
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.reporting.console import Console
-from umbra.trainer.reporting.fatal_error_report import LastWords
+from umbra.trainer.reporting.fatal_error_report import FatalErrorReporter
 from umbra.trainer.reporting.note_board import NoteBoard
 from umbra.trainer.setup_check import check_setup
 from umbra.trainer.signals import StopSignals
@@ -31,13 +31,13 @@ _LIBRARIES: Final = ("torch", "transformers", "matplotlib", "tensorboard")
 def main(console: Console) -> None:
     """Runs one rank; exits with 0, with 1 after an error, or with 128 + signal."""
     arguments = _parse(sys.argv[1:])
-    words = LastWords(-1, 0.0)
+    words = FatalErrorReporter(-1, 0.0)
     try:
         environment = TorchrunEnvironment.read()
-        words = LastWords(environment.rank, 0.0)
+        words = FatalErrorReporter(environment.rank, 0.0)
         _configure_logging(environment.rank)
         config = _read_settings(arguments, environment, words)
-        words = LastWords(environment.rank, config.train.shutdown_grace_s)
+        words = FatalErrorReporter(environment.rank, config.train.shutdown_grace_s)
         code = _run(config, environment, words, console)
     except UmbraError as error:
         words.tell(error)
@@ -46,7 +46,7 @@ def main(console: Console) -> None:
 
 
 def _read_settings(
-    arguments: argparse.Namespace, environment: TorchrunEnvironment, words: LastWords
+    arguments: argparse.Namespace, environment: TorchrunEnvironment, words: FatalErrorReporter
 ) -> TrainerConfig:
     try:
         config = load_config(arguments.config, arguments.overrides)
@@ -79,7 +79,10 @@ def run_program() -> NoReturn:
 
 
 def _run(
-    config: TrainerConfig, environment: TorchrunEnvironment, words: LastWords, console: Console
+    config: TrainerConfig,
+    environment: TorchrunEnvironment,
+    words: FatalErrorReporter,
+    console: Console,
 ) -> int:
     notes = NoteBoard(is_shown=environment.rank == 0)
     grace_s = config.train.shutdown_grace_s

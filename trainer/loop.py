@@ -30,7 +30,7 @@ from umbra.trainer.model.micro_batches import RankBatch
 from umbra.trainer.model.optimizer import PolicyOptimizer
 from umbra.trainer.model.policy import Policy
 from umbra.trainer.reporting.memory_account import MemoryAccount
-from umbra.trainer.reporting.run_reporter import Journal
+from umbra.trainer.reporting.run_reporter import RunReporter
 from umbra.trainer.services import POOL
 from umbra.trainer.signals import StopRequested, StopSignals
 from umbra.trainer.step import TrainStep
@@ -60,7 +60,7 @@ class TrainingLoop:
         offload: HostOffload,
         checkpoints: CheckpointStore,
         versions: VersionCounter,
-        journal: Journal,
+        journal: RunReporter,
         stop: StopSignals,
         step: int,
     ) -> None:

@@ -17,7 +17,7 @@ from umbra.runtime.rollout.agents.function_call import AGENT_CALL, REWARD_CALL
 from umbra.runtime.rollout.agents.function_lookup import check_function
 from umbra.trainer.auxiliary_pools import further_model_config
 from umbra.trainer.checkpoint.run_dir import check_run_dir
-from umbra.trainer.config.auxiliary_pool_config import FurtherPoolSection
+from umbra.trainer.config.auxiliary_pool_config import AuxiliaryPoolSection
 from umbra.trainer.config.trainer_config import PoolSection, ServeConfig, TrainerConfig
 from umbra.trainer.data.prompt_preparation import check_data
 from umbra.trainer.data.prompt_tokenizer import read_model_config, vocab_size
@@ -49,7 +49,7 @@ def check_models(config: TrainerConfig | ServeConfig, only: str = "") -> None:
     Args:
         only: the section of one pool, such as "pools.judge"; "": all.
     """
-    pools: dict[str, tuple[PoolSection | FurtherPoolSection, Mapping[str, Any]]] = {}
+    pools: dict[str, tuple[PoolSection | AuxiliaryPoolSection, Mapping[str, Any]]] = {}
     if only in ("", "pool"):
         pools["pool"] = config.pool, read_model_config(config.model.path)
     for name, pool in config.pools.items():
@@ -60,7 +60,7 @@ def check_models(config: TrainerConfig | ServeConfig, only: str = "") -> None:
             _check_embedded(section, served, model)
 
 
-def _is_embedded(pool: PoolSection | FurtherPoolSection) -> bool:
+def _is_embedded(pool: PoolSection | AuxiliaryPoolSection) -> bool:
     engine = pool.engine
     if engine == "faulty":
         engine = str(pool.engine_args.get("inner", "embedded"))
@@ -68,7 +68,7 @@ def _is_embedded(pool: PoolSection | FurtherPoolSection) -> bool:
 
 
 def _check_embedded(
-    section: str, pool: PoolSection | FurtherPoolSection, model: Mapping[str, Any]
+    section: str, pool: PoolSection | AuxiliaryPoolSection, model: Mapping[str, Any]
 ) -> None:
     try:
         limit = parse_model_config(model).max_position_embeddings

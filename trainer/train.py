@@ -28,11 +28,11 @@ from umbra.trainer.model.micro_batches import MicroBatchBuilder
 from umbra.trainer.model.model_loading import prepare_causal_lm
 from umbra.trainer.model.optimizer import PolicyOptimizer
 from umbra.trainer.model.policy import Policy
-from umbra.trainer.reporting.fatal_error_report import LastWords
+from umbra.trainer.reporting.fatal_error_report import FatalErrorReporter
 from umbra.trainer.reporting.metrics_log import MetricsLog
 from umbra.trainer.reporting.note_board import NoteBoard
 from umbra.trainer.reporting.progress_display import Progress
-from umbra.trainer.reporting.run_reporter import Journal, closing_lines, finish
+from umbra.trainer.reporting.run_reporter import RunReporter, closing_lines, finish
 from umbra.trainer.services import MANAGER, POOL, ServiceStarter, prompt_budget
 from umbra.trainer.signals import StopSignals
 from umbra.trainer.step import TrainStep
@@ -54,7 +54,7 @@ class Trainer:
         environment: TorchrunEnvironment,
         stop: StopSignals,
         notes: NoteBoard,
-        words: LastWords,
+        words: FatalErrorReporter,
     ) -> None:
         self._config = config
         self._session = session
@@ -244,13 +244,13 @@ class Trainer:
             skips_neutral=self._config.train.kl_coef == 0.0,
         )
 
-    def _open_journal(self, stack: contextlib.ExitStack, world: World, step: int) -> Journal:
+    def _open_journal(self, stack: contextlib.ExitStack, world: World, step: int) -> RunReporter:
         config = self._config
         if not world.is_lead:
-            return Journal(config, None, None, step)
+            return RunReporter(config, None, None, step)
         log = stack.enter_context(MetricsLog(config.run.dir, first_step=step + 1))
         progress = stack.enter_context(Progress(config.run_name, config.train.steps, step))
-        journal = Journal(config, log, progress, step)
+        journal = RunReporter(config, log, progress, step)
         stack.enter_context(self._notes.shown_by(journal.note))
         if self._place.replaced.exists():
             journal.note(f"the earlier run is kept in {self._place.replaced} until a step is done")
@@ -262,7 +262,9 @@ class Trainer:
             journal.note(f"no complete checkpoint in {self._place.checkpoints}: starts anew")
         return journal
 
-    def _leave_results(self, world: World, policy: Policy, journal: Journal, steps: int) -> None:
+    def _leave_results(
+        self, world: World, policy: Policy, journal: RunReporter, steps: int
+    ) -> None:
         """Export, summary, plot and report."""
         config = self._config
         stopped_by = agree_on_signal(self._stop.received)
@@ -272,7 +274,7 @@ class Trainer:
             )
         from_lead(world, lambda: self._report(journal, steps, stopped_by))
 
-    def _report(self, journal: Journal, steps: int, stopped_by: str) -> None:
+    def _report(self, journal: RunReporter, steps: int, stopped_by: str) -> None:
         pools = [self._session.pool(name) for name in (POOL, *self._config.pools)]
         states = [state for pool in pools for state in pool.states()]
         summary = finish(

@@ -22,7 +22,7 @@ from umbra.engines.echo.echo_weights import EchoReceiver, EchoWeights
 from umbra.engines.shell.delta_stream import DeltaStream
 from umbra.engines.shell.engine_gate import EngineGate
 from umbra.engines.shell.resident_memory import resident_nbytes
-from umbra.runtime.engine_api.delta_buffer import DeltaBatch, DeltaBuffer
+from umbra.runtime.engine_api.delta_buffer import DeltaBuffer, DeltaColumns
 from umbra.runtime.engine_api.engine_protocol import EngineStats, PauseMode
 from umbra.runtime.engine_api.generation_request import GenerationRequest, parse_request
 from umbra.runtime.engine_api.lifecycle import SleepLevel, Tag
@@ -199,7 +199,7 @@ class EchoEngine:
             self._requests[request.id] = _Generation(request, self._vocab_size)
         self._settle()
 
-    async def deltas(self) -> AsyncGenerator[DeltaBatch, None]:
+    async def deltas(self) -> AsyncGenerator[DeltaColumns, None]:
         async with aclosing(self._stream.read()) as batches:
             async for batch in batches:
                 yield batch

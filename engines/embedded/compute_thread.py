@@ -18,14 +18,14 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
-from umbra.engines.embedded.embedded_worker import EngineWorker
-from umbra.runtime.engine_api.delta_buffer import END_TICK_S, DeltaBatch
+from umbra.engines.embedded.embedded_worker import EmbeddedWorker
+from umbra.runtime.engine_api.delta_buffer import END_TICK_S, DeltaColumns
 from umbra.runtime.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Job = Callable[[EngineWorker], Any]
+Job = Callable[[EmbeddedWorker], Any]
 
 _STOP_TIMEOUT_S: Final = 10.0
 # A step in progress is waited for; longer than any sane step, shorter than a supervisor's patience.
@@ -48,10 +48,10 @@ class ComputeThread:
 
     def __init__(
         self,
-        build: Callable[[], EngineWorker],
+        build: Callable[[], EmbeddedWorker],
         *,
         tick_s: float,
-        on_batch: Callable[[DeltaBatch, int], None],
+        on_batch: Callable[[DeltaColumns, int], None],
         on_failure: Callable[[Exception], None],
     ) -> None:
         self._build = build
@@ -61,7 +61,7 @@ class ComputeThread:
         self._jobs: queue.SimpleQueue[tuple[Job, asyncio.Future[Any]] | None] = queue.SimpleQueue()
         self._pending: set[asyncio.Future[Any]] = set()
         self._error: Exception | None = None
-        self._worker: EngineWorker | None = None
+        self._worker: EmbeddedWorker | None = None
         self.num_steps = 0
         self.is_stepping = False
         self._epoch = 0  # of the consumer that batches are made for; set in the thread
@@ -84,7 +84,7 @@ class ComputeThread:
                 await self._ended
             self._thread.join(_STOP_TIMEOUT_S)
 
-    async def run(self, job: Callable[[EngineWorker], T]) -> T:
+    async def run(self, job: Callable[[EmbeddedWorker], T]) -> T:
         """Runs `job` in the thread between two steps. Once queued it runs, cancelled or not.
 
         Raises:
@@ -107,7 +107,7 @@ class ComputeThread:
     def begin_epoch(self, epoch: int) -> None:
         """Drops all requests; later batches carry `epoch`."""
 
-        def forget(worker: EngineWorker) -> None:
+        def forget(worker: EmbeddedWorker) -> None:
             worker.forget_requests()
             self._epoch = epoch
 
@@ -129,7 +129,7 @@ class ComputeThread:
                 self._call_soon(self._fail, error)
         self._call_soon(_set_result, self._ended, None)
 
-    def _serve(self, worker: EngineWorker) -> None:
+    def _serve(self, worker: EmbeddedWorker) -> None:
         last_flush = 0.0
         while True:
             can_step = worker.can_step
@@ -151,12 +151,12 @@ class ComputeThread:
                 self._flush(worker)
                 last_flush = now
 
-    def _flush(self, worker: EngineWorker) -> None:
+    def _flush(self, worker: EmbeddedWorker) -> None:
         batch = worker.take_deltas()
         if batch is not None:
             self._call_soon(self._on_batch, batch, self._epoch)
 
-    def _run_job(self, worker: EngineWorker, job: Job, future: asyncio.Future[Any]) -> None:
+    def _run_job(self, worker: EmbeddedWorker, job: Job, future: asyncio.Future[Any]) -> None:
         try:
             result = job(worker)
         except Exception as error:  # noqa: BLE001 - belongs to the caller

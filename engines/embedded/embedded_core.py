@@ -24,7 +24,7 @@ from umbra.engines.embedded.row_table import RowTable
 from umbra.engines.embedded.sampler import sample
 from umbra.engines.embedded.scheduler import Limits, plan_admission, plan_growth
 from umbra.engines.embedded.uniforms import uniforms
-from umbra.runtime.engine_api.delta_buffer import DeltaBatch, DeltaBuffer
+from umbra.runtime.engine_api.delta_buffer import DeltaBuffer, DeltaColumns
 from umbra.runtime.engine_api.generation_request import GenerationRequest
 
 Int64Array = npt.NDArray[np.int64]
@@ -119,7 +119,7 @@ class EngineCore:
         self._cut_runs()
         self.version = version
 
-    def take_deltas(self) -> DeltaBatch | None:
+    def take_deltas(self) -> DeltaColumns | None:
         """All tokens and finishes since the last take."""
         self._cut_runs()
         return self._deltas.take()

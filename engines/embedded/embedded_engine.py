@@ -15,9 +15,9 @@ from typing import Any, Self
 
 from umbra.engines.embedded.compute_thread import ComputeThread
 from umbra.engines.embedded.embedded_settings import EmbeddedConfig
-from umbra.engines.embedded.embedded_worker import EngineWorker
+from umbra.engines.embedded.embedded_worker import EmbeddedWorker
 from umbra.engines.shell.delta_stream import DeltaStream
-from umbra.runtime.engine_api.delta_buffer import DeltaBatch
+from umbra.runtime.engine_api.delta_buffer import DeltaColumns
 from umbra.runtime.engine_api.engine_protocol import EngineStats, PauseMode
 from umbra.runtime.engine_api.lifecycle import SleepLevel, Tag
 
@@ -54,7 +54,7 @@ class EmbeddedEngine:
             load_weights=load_weights,
         )
         self._thread = ComputeThread(
-            lambda: EngineWorker(config),
+            lambda: EmbeddedWorker(config),
             tick_s=tick_ms / 1000,
             on_batch=self._on_batch,
             on_failure=self._on_failure,
@@ -81,7 +81,7 @@ class EmbeddedEngine:
         assert self._failure is not None
         raise self._failure
 
-    def _on_batch(self, batch: DeltaBatch, epoch: int) -> None:
+    def _on_batch(self, batch: DeltaColumns, epoch: int) -> None:
         self._stream.put(batch, epoch)
 
     def _on_failure(self, error: Exception) -> None:
@@ -94,7 +94,7 @@ class EmbeddedEngine:
     async def submit(self, requests: Sequence[Mapping[str, Any]]) -> None:
         await self._thread.run(lambda worker: worker.submit(requests))
 
-    async def deltas(self) -> AsyncGenerator[DeltaBatch, None]:
+    async def deltas(self) -> AsyncGenerator[DeltaColumns, None]:
         async with aclosing(self._stream.read()) as batches:
             async for batch in batches:
                 yield batch

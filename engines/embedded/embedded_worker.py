@@ -24,7 +24,7 @@ from umbra.engines.embedded.embedded_settings import (
 from umbra.engines.shell.engine_gate import EngineGate
 from umbra.engines.shell.resident_memory import resident_nbytes
 from umbra.runtime.engine_api.decoder_config import load_model_config
-from umbra.runtime.engine_api.delta_buffer import DeltaBatch
+from umbra.runtime.engine_api.delta_buffer import DeltaColumns
 from umbra.runtime.engine_api.engine_protocol import EngineStats, PauseMode
 from umbra.runtime.engine_api.generation_request import parse_request
 from umbra.runtime.engine_api.lifecycle import SleepLevel, Tag
@@ -34,7 +34,7 @@ from umbra.runtime.weights.transports.shared_memory.pages import trim_heap
 from umbra.runtime.weights.weight_receiver import WeightReceiver
 
 
-class EngineWorker:
+class EmbeddedWorker:
     """Owns model and core. Not thread-safe: one thread builds and uses it.
 
     Raises (the constructor):
@@ -78,7 +78,7 @@ class EngineWorker:
         """Requests have ended whose end has not been taken."""
         return self._core.has_finishes
 
-    def take_deltas(self) -> DeltaBatch | None:
+    def take_deltas(self) -> DeltaColumns | None:
         return self._core.take_deltas()
 
     def forget_requests(self) -> None:

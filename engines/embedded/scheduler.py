@@ -58,7 +58,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Admission:
+class AdmissionPlan:
     """The first `count` waiting requests start, on rows of `capacity` tokens."""
 
     count: int
@@ -72,7 +72,7 @@ def plan_admission(
     num_running: int,
     longest_running: int,
     capacity: int,
-) -> Admission:
+) -> AdmissionPlan:
     """How many of the queue's head start now.
 
     Args:
@@ -92,11 +92,11 @@ def plan_admission(
             break
         count, longest = count + 1, candidate
     if count == 0:
-        return Admission(count=0, capacity=capacity)
+        return AdmissionPlan(count=0, capacity=capacity)
     needed = limits.capacity_for(longest)
     # Rows shrink only when that lets somebody in, because it moves the whole cache.
     fits = needed <= capacity and num_running + count <= limits.num_rows(capacity)
-    return Admission(count=count, capacity=capacity if fits else needed)
+    return AdmissionPlan(count=count, capacity=capacity if fits else needed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

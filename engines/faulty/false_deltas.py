@@ -8,17 +8,17 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from umbra.runtime.engine_api.delta_buffer import DeltaBatch, Int32Array
+from umbra.runtime.engine_api.delta_buffer import DeltaColumns, Int32Array
 
 
-def without_run(batch: DeltaBatch, run: int) -> DeltaBatch:
+def without_run(batch: DeltaColumns, run: int) -> DeltaColumns:
     """The batch without one of its runs; all finishes stay, that of its request too."""
     counts = np.diff(batch["offsets"])  # [S]
     counts[run] = 0
     return _shortened(batch, counts, np.arange(len(counts)) != run)
 
 
-def first_halves(batch: DeltaBatch) -> DeltaBatch:
+def first_halves(batch: DeltaColumns) -> DeltaColumns:
     """The first half of every run, no finish: the whole batch then begins at earlier offsets."""
     counts = (np.diff(batch["offsets"]) + 1) // 2  # [S]
     halves = _shortened(batch, counts, np.ones(len(counts), np.bool_))
@@ -27,14 +27,16 @@ def first_halves(batch: DeltaBatch) -> DeltaBatch:
     return halves
 
 
-def _shortened(batch: DeltaBatch, counts: Int32Array, keeps: npt.NDArray[np.bool_]) -> DeltaBatch:
+def _shortened(
+    batch: DeltaColumns, counts: Int32Array, keeps: npt.NDArray[np.bool_]
+) -> DeltaColumns:
     """The first `counts` [S] tokens of the runs in `keeps` [S]; the others' counts are 0."""
     lengths = np.diff(batch["offsets"])
     within_run = np.arange(len(batch["tokens"])) - np.repeat(batch["offsets"][:-1], lengths)  # [N]
     has_token = within_run < np.repeat(counts, lengths)  # [N]
     offsets = np.zeros(int(keeps.sum()) + 1, np.int32)
     np.cumsum(counts[keeps], out=offsets[1:])
-    return DeltaBatch(
+    return DeltaColumns(
         ids=batch["ids"][keeps],
         positions=batch["positions"][keeps],
         offsets=offsets,

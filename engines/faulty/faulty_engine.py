@@ -25,7 +25,7 @@ from umbra.engines.faulty.fault import parse_faults
 from umbra.engines.faulty.fault_schedule import DueFault, FaultSchedule
 from umbra.runtime.actor.actor_spec import actor_context
 from umbra.runtime.actor.actor_target import make_target
-from umbra.runtime.engine_api.delta_buffer import DeltaBatch
+from umbra.runtime.engine_api.delta_buffer import DeltaColumns
 from umbra.runtime.engine_api.engine_names import engine_target
 from umbra.runtime.engine_api.engine_protocol import Engine, EngineStats, PauseMode
 from umbra.runtime.engine_api.lifecycle import SleepLevel, Tag
@@ -80,14 +80,14 @@ class FaultyEngine:
 
     # -- deltas --------------------------------------------------------------------------
 
-    async def deltas(self) -> AsyncGenerator[DeltaBatch, None]:
+    async def deltas(self) -> AsyncGenerator[DeltaColumns, None]:
         async with aclosing(self._inner.deltas()) as batches:
             async for batch in batches:
                 for passed in self._falsify(batch):
                     await self._hold()
                     yield passed
 
-    def _falsify(self, batch: DeltaBatch) -> list[DeltaBatch]:
+    def _falsify(self, batch: DeltaColumns) -> list[DeltaColumns]:
         """What is sent instead of the batch. One without tokens is left alone."""
         passed = [batch]
         if len(batch["tokens"]):
@@ -95,7 +95,7 @@ class FaultyEngine:
                 passed = self._inject(due, passed)
         return passed
 
-    def _inject(self, due: DueFault, batches: list[DeltaBatch]) -> list[DeltaBatch]:
+    def _inject(self, due: DueFault, batches: list[DeltaColumns]) -> list[DeltaColumns]:
         self._log(due)
         fault = due.fault
         match fault.kind:
@@ -208,7 +208,7 @@ def _own_life() -> tuple[str, int]:
     return context.name, context.incarnation
 
 
-def _lose_run(batch: DeltaBatch, draw: float) -> DeltaBatch:
+def _lose_run(batch: DeltaColumns, draw: float) -> DeltaColumns:
     num_runs = len(batch["ids"])
     return without_run(batch, int(draw * num_runs)) if num_runs else batch
 

@@ -13,7 +13,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 
-from umbra.runtime.engine_api.delta_buffer import DeltaBatch, empty_batch
+from umbra.runtime.engine_api.delta_buffer import DeltaColumns, empty_batch
 
 
 class DeltaStream:
@@ -29,13 +29,13 @@ class DeltaStream:
     def __init__(self, on_consumer_gone: Callable[[int], None]) -> None:
         self.epoch = 0
         self._on_consumer_gone = on_consumer_gone
-        self._batches: deque[DeltaBatch] = deque()
+        self._batches: deque[DeltaColumns] = deque()
         self._changed = asyncio.Event()
         self._error: Exception | None = None
         self._num_consumers = 0
         self._has_consumer = False
 
-    def put(self, batch: DeltaBatch, epoch: int) -> None:
+    def put(self, batch: DeltaColumns, epoch: int) -> None:
         """Queues a batch; drops it where its consumer has gone."""
         if epoch == self.epoch:
             self._batches.append(batch)
@@ -46,7 +46,7 @@ class DeltaStream:
         self._error = error
         self._changed.set()
 
-    async def read(self) -> AsyncGenerator[DeltaBatch, None]:
+    async def read(self) -> AsyncGenerator[DeltaColumns, None]:
         """Yields an empty batch at once, to say that it is attached, then what comes.
 
         Requests that came before the first consumer are its own. A second consumer ends the

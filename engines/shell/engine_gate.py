@@ -14,13 +14,13 @@ from umbra.runtime.engine_api.lifecycle import (
     BeginUpdate,
     CommitUpdate,
     EngineLifecycle,
+    EngineStarted,
     EngineState,
     Event,
     Pause,
     Resume,
     Sleep,
     SleepLevel,
-    Started,
     Tag,
     Wake,
     Woken,
@@ -32,7 +32,7 @@ class EngineGate:
     """Starts in PENDING_WEIGHTS. Every method raises IllegalTransition where it is not allowed."""
 
     def __init__(self) -> None:
-        self._lifecycle = EngineLifecycle().apply(Started())
+        self._lifecycle = EngineLifecycle().apply(EngineStarted())
         self._is_draining = False
         self._before_update: EngineLifecycle | None = None  # while its weights are untouched
 

@@ -24,7 +24,7 @@ from umbra.engines.shell.running_requests import RunningRequest, RunningRequests
 from umbra.engines.shell.warm_up import warm_up
 from umbra.engines.shell.weight_image import WeightImage
 from umbra.engines.shell.weight_import import WeightImport
-from umbra.runtime.engine_api.delta_buffer import END_TICK_S, DeltaBatch, DeltaBuffer
+from umbra.runtime.engine_api.delta_buffer import END_TICK_S, DeltaBuffer, DeltaColumns
 from umbra.runtime.engine_api.engine_protocol import EngineStats, PauseMode
 from umbra.runtime.engine_api.generation_request import GenerationRequest, parse_request
 from umbra.runtime.engine_api.lifecycle import ALL_TAGS, SleepLevel, Tag
@@ -240,7 +240,7 @@ class AdapterEngine:
         """A cached prefix of older weights is of no use to newer ones."""
         return f"weights-{self._num_updates}"
 
-    async def deltas(self) -> AsyncGenerator[DeltaBatch, None]:
+    async def deltas(self) -> AsyncGenerator[DeltaColumns, None]:
         async with aclosing(self._stream.read()) as batches:
             async for batch in batches:
                 yield batch

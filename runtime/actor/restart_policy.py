@@ -47,7 +47,7 @@ class RestartPolicy:
 
 
 @dataclass(frozen=True, slots=True)
-class Restart:
+class ScheduleRestart:
     """Start it again after `delay_s` seconds."""
 
     delay_s: float
@@ -69,7 +69,7 @@ class RestartTracker:
         """Over the whole life, for statistics."""
         self._restarts_at: deque[float] = deque()  # Ascending, within the window.
 
-    def observe(self, status: ExitStatus, now: float) -> Restart | GiveUp:
+    def observe(self, status: ExitStatus, now: float) -> ScheduleRestart | GiveUp:
         """Decide after an end at time `now` (seconds of a monotonic clock, never going back).
 
         Not for ends that umbra asked for: those are final.
@@ -88,6 +88,6 @@ class RestartTracker:
         self._restarts_at.append(now)
         self.num_restarts += 1
         # Exponents are bounded: 2.0**1024 overflows, and any backoff is at its maximum long before.
-        return Restart(
+        return ScheduleRestart(
             min(policy.backoff_initial_s * 2.0 ** min(num_recent, 60), policy.backoff_max_s)
         )

@@ -34,10 +34,10 @@ from umbra.runtime.engine_api.lifecycle import (
     BeginUpdate,
     CommitUpdate,
     EngineLifecycle,
+    EngineStarted,
     EngineState,
     Pause,
     Resume,
-    Started,
     Tag,
 )
 from umbra.runtime.rpc.actor_ref import ActorRef
@@ -202,7 +202,7 @@ class _Engine:
 
     def __init__(self, handle: Handle) -> None:
         self._handle = handle
-        self.lifecycle = EngineLifecycle().apply(Started())
+        self.lifecycle = EngineLifecycle().apply(EngineStarted())
 
     async def probe_import(self, allocations: list[list[Any]], timeout_s: float) -> str:
         return str(await self._handle.call("probe_import", allocations, timeout_s=timeout_s))

@@ -20,7 +20,7 @@ END_TICK_S: Final = 0.005
 """Requests that end within it come in one batch: many with the same budget do."""
 
 
-class DeltaBatch(TypedDict):
+class DeltaColumns(TypedDict):
     """One wire batch. A finish comes with, or after, the request's last run, never before."""
 
     ids: Int64Array  # [S]
@@ -89,7 +89,7 @@ class DeltaBuffer:
             column.clear()
         self._finish_reasons = []  # the old list went out with a batch
 
-    def take(self) -> DeltaBatch | None:
+    def take(self) -> DeltaColumns | None:
         """All that has come since the last take, or None when nothing has."""
         if self.is_empty:
             return None
@@ -110,9 +110,9 @@ class DeltaBuffer:
         return batch
 
 
-def empty_batch() -> DeltaBatch:
+def empty_batch() -> DeltaColumns:
     """A batch without runs and finishes."""
-    return DeltaBatch(
+    return DeltaColumns(
         ids=np.zeros(0, np.int64),
         positions=np.zeros(0, np.int32),
         offsets=np.zeros(1, np.int32),

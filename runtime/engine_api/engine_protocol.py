@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypedDict
 
-from umbra.runtime.engine_api.delta_buffer import DeltaBatch
+from umbra.runtime.engine_api.delta_buffer import DeltaColumns
 from umbra.runtime.engine_api.lifecycle import SleepLevel, Tag
 
 PauseMode = Literal["abort", "keep", "drain"]
@@ -43,7 +43,7 @@ class Engine(Protocol):
         """Takes all requests (see `generation_request`) or, with an error, none."""
         ...
 
-    def deltas(self) -> AsyncGenerator[DeltaBatch, None]:
+    def deltas(self) -> AsyncGenerator[DeltaColumns, None]:
         """Batches of tokens and finishes, at most one a tick; one consumer at a time."""
         ...
 

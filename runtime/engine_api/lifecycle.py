@@ -6,7 +6,7 @@ refused before an engine sees it.
     DEAD <──Died── any                      the supervisor learns that the process has ended
      │
      └──Restart──> STARTING
-                      │ Started (Started(v): with weights of its own, straight to SERVING(v))
+                      │ EngineStarted; with weights of its own, EngineStarted(v) leads to SERVING(v)
                       v
         ┌────> PENDING_WEIGHTS ───────Sleep───────────> ASLEEP(level)
         │        │          ^                             ^    │
@@ -62,7 +62,7 @@ class EngineState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class EngineStarted:
     """The engine answers; its parameters are allocated."""
 
     version: int | None = None
@@ -133,7 +133,7 @@ class Restart:
 
 
 Event = (
-    Started
+    EngineStarted
     | BeginUpdate
     | CommitUpdate
     | AbortUpdate
@@ -173,7 +173,7 @@ class EngineLifecycle:
             case Restart():
                 self._require(event, EngineState.DEAD)
                 return EngineLifecycle()
-            case Started(version=version):
+            case EngineStarted(version=version):
                 self._require(event, EngineState.STARTING)
                 if version is not None:
                     return replace(self, state=EngineState.SERVING, version=version)

@@ -14,7 +14,7 @@ from umbra.runtime.actor.supervised_actor import SupervisedActor
 from umbra.runtime.engine_api.lifecycle import SleepLevel, Tag
 from umbra.runtime.errors import ActorNotFound, ConfigError
 from umbra.runtime.pools.engine_pool import EnginePool
-from umbra.runtime.pools.pool_slicing import PoolTurns
+from umbra.runtime.pools.pool_slicing import PoolSlicing
 from umbra.runtime.pools.pool_spec import PoolSpec
 
 _INVALIDATE_LIMIT_S: Final = 60.0
@@ -41,7 +41,7 @@ class NodePools:
         self._start = start
         self._run = run
         self._pools: dict[str, EnginePool] = {}
-        self._turns: dict[str, PoolTurns] = {}  # by the host's name
+        self._turns: dict[str, PoolSlicing] = {}  # by the host's name
         self._hosts: dict[str, str] = {}  # by the guest's name
         self._lives: list[asyncio.Task[None]] = []
         self._creations: dict[str, asyncio.Lock] = {}  # by the pool's name
@@ -110,7 +110,7 @@ class NodePools:
         if pool.spec.shares_with:
             self._hosts[pool.spec.name] = host
             if host not in self._turns:
-                turns = self._turns[host] = PoolTurns(host)
+                turns = self._turns[host] = PoolSlicing(host)
                 self._live(turns.run())
                 if host in self._pools and self._pools[host].engines:
                     turns.take_host(self._pools[host])

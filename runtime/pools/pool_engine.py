@@ -18,6 +18,7 @@ from umbra.runtime.engine_api.lifecycle import (
     CommitUpdate,
     Died,
     EngineLifecycle,
+    EngineStarted,
     EngineState,
     Event,
     Invalidate,
@@ -26,7 +27,6 @@ from umbra.runtime.engine_api.lifecycle import (
     Resume,
     Sleep,
     SleepLevel,
-    Started,
     Tag,
     Wake,
     Woken,
@@ -109,7 +109,7 @@ class PoolEngine:
             self._handle = self._client.handle(self.actor.ref)
             if self.state == EngineState.DEAD:
                 self.apply(Restart())
-            self.apply(Started(_OWN_VERSION if self._loads_weights else None))
+            self.apply(EngineStarted(_OWN_VERSION if self._loads_weights else None))
         elif self.state != EngineState.DEAD:
             if self._handle is not None:
                 self._client.drop(self._handle.ref, "its process ended")

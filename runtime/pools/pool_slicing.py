@@ -21,7 +21,7 @@ from typing import Final
 
 from umbra.runtime.errors import DeadlineExceeded
 from umbra.runtime.pools.engine_pool import EnginePool
-from umbra.runtime.pools.time_slicing import TurnTaking
+from umbra.runtime.pools.time_slicing import TimeSlicing
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ _START_LIMIT_S: Final = 3600.0
 """For a pool whose turn another one's start holds up; engines' own limits end that sooner."""
 
 
-class PoolTurns:
+class PoolSlicing:
     """The pools that share the memory of one of them, `host`. Owned by the supervisor.
 
     Everything that moves one of these pools happens under one lock. `run()` lives until cancelled.
@@ -38,7 +38,7 @@ class PoolTurns:
     def __init__(self, host: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._host = host
         self._clock = clock
-        self._turns = TurnTaking(host)
+        self._turns = TimeSlicing(host)
         self._pools: dict[str, EnginePool] = {}
         self._lock = asyncio.Lock()
         self._hurry = asyncio.Event()

@@ -9,7 +9,7 @@ from typing import Any, Final, Self
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.errors import ConfigError
-from umbra.runtime.pools.time_slicing import TurnRules
+from umbra.runtime.pools.time_slicing import SlicingRules
 from umbra.runtime.weights.transport_choice import TRANSPORT_SETTINGS, TransportSetting
 
 _KNOWN_MODES: Final = ("hybrid", "standalone", "colocated")
@@ -44,7 +44,7 @@ class PoolSpec:
             colocated ones take turns with the engines of `shares_with`, see `time_slicing`.
         kwargs: for the engine's constructor.
         shares_with: name of the pool on whose GPUs a colocated one is.
-        max_wait_s, max_turn_s: of a colocated pool, see `TurnRules`.
+        max_wait_s, max_turn_s: of a colocated pool, see `SlicingRules`.
         on_update: what a sync does to running generation: abort (resumed under the new weights),
             keep (frozen, goes on) or drain (finished first).
         update_waves: 1 updates all engines at once; more updates one part of them after the other,
@@ -109,8 +109,8 @@ class PoolSpec:
         return cls(**fields)
 
     @property
-    def turn_rules(self) -> TurnRules:
-        return TurnRules(max_wait_s=self.max_wait_s, max_turn_s=self.max_turn_s)
+    def turn_rules(self) -> SlicingRules:
+        return SlicingRules(max_wait_s=self.max_wait_s, max_turn_s=self.max_turn_s)
 
     def engine_specs(self) -> list[ActorSpec]:
         """One actor per engine, named POOL-0, POOL-1, ..."""

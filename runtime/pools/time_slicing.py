@@ -23,7 +23,7 @@ each turn; shorter hands the memory over between an answer and the request that 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TurnRules:
+class SlicingRules:
     """When a guest has its turn.
 
     Attributes:
@@ -51,7 +51,7 @@ class _Pool:
     since: float
 
 
-class TurnTaking:
+class TimeSlicing:
     """Decides; who carries it out tells of it by `begin`.
 
     The host counts as having work until something else is reported: not everybody reports.
@@ -62,10 +62,10 @@ class TurnTaking:
         self.holder = host
         self.is_reserved = False
         self._began_at = 0.0
-        self._rules: dict[str, TurnRules] = {}
+        self._rules: dict[str, SlicingRules] = {}
         self._pools = {host: _Pool(has_work=True, since=0.0)}
 
-    def add(self, guest: str, rules: TurnRules) -> None:
+    def add(self, guest: str, rules: SlicingRules) -> None:
         self._rules[guest] = rules
         self._pools.setdefault(guest, _Pool(has_work=False, since=0.0))
 

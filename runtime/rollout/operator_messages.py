@@ -11,7 +11,7 @@ from umbra.runtime.rpc.rpc_client import Handle
 logger = logging.getLogger(__name__)
 
 
-class Notes:
+class OperatorMessages:
     """Takes lines at any time; `run()` hands them on."""
 
     def __init__(self, supervisor: Handle) -> None:

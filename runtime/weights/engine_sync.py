@@ -31,7 +31,7 @@ from umbra.runtime.weights.sync_events import (
     Event,
     Load,
     Prepare,
-    Resume,
+    ResumeEngine,
     Revert,
 )
 from umbra.runtime.weights.sync_transaction import Phase, SyncTransaction
@@ -120,7 +120,7 @@ class Lease:
             self.changed.set()
 
 
-class EngineWorker:
+class EngineSync:
     """Feeds what comes of every request to the transaction, by `feed`.
 
     Args:
@@ -208,7 +208,7 @@ class EngineWorker:
             case Commit():
                 await engine.commit_update(self._transaction.version, timeout_s)
                 return EngineCommitted(engine.name)
-            case Resume():
+            case ResumeEngine():
                 await self._resume(timeout_s)
                 return EngineResumed(engine.name)
             case Revert():

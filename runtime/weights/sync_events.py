@@ -176,7 +176,7 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True)
-class Resume:
+class ResumeEngine:
     engine: str
 
 
@@ -225,7 +225,7 @@ Action = (
     | Attest
     | CommitVersion
     | Commit
-    | Resume
+    | ResumeEngine
     | Revert
     | Discard
     | FailRanks

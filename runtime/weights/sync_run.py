@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, assert_never
 
 from umbra.runtime.errors import ProtocolError, UmbraError, WeightSyncError
-from umbra.runtime.weights.engine_sync import EngineWorker, Lease, OpenedImage
+from umbra.runtime.weights.engine_sync import EngineSync, Lease, OpenedImage
 from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.sync_events import (
     Aborted,
@@ -37,7 +37,7 @@ from umbra.runtime.weights.sync_events import (
     RankJoined,
     RankReleased,
     Report,
-    Resume,
+    ResumeEngine,
     Revert,
 )
 from umbra.runtime.weights.sync_transaction import Phase, SyncTransaction
@@ -73,7 +73,7 @@ class SyncRun:
         self.started = asyncio.Event()
         self.over = asyncio.Event()
         self._host = host
-        self._workers: dict[str, EngineWorker] = {}
+        self._workers: dict[str, EngineSync] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._opening: asyncio.Task[None] | None = None
         self._waiting: dict[tuple[str, int], asyncio.Future[None]] = {}
@@ -175,7 +175,7 @@ class SyncRun:
                 self._opening = self._tasks.create_task(
                     self._open(action), name=f"open:{self.sync_id}"
                 )
-            case Prepare() | Load() | Attest() | Commit() | Resume() | Revert():
+            case Prepare() | Load() | Attest() | Commit() | ResumeEngine() | Revert():
                 self._workers[action.engine].request(action)
             case GrantBegin():
                 self._grant("begin")
@@ -211,7 +211,7 @@ class SyncRun:
             self.feed(Aborted(str(error)))
             return
         for number, engine in enumerate(self.opened.engines):
-            worker = self._workers[engine.name] = EngineWorker(
+            worker = self._workers[engine.name] = EngineSync(
                 engine,
                 number,
                 image=self.opened,

@@ -51,7 +51,7 @@ from umbra.runtime.weights.sync_events import (
     RankJoined,
     RankReleased,
     Report,
-    Resume,
+    ResumeEngine,
     Revert,
 )
 from umbra.runtime.weights.transports.cuda_ipc.rank_exports import Offer
@@ -218,7 +218,7 @@ class SyncTransaction:
                     return [Load(event.engine)]
             case EngineCommitted():
                 engine.stage = Stage.COMMITTED
-                return [Resume(event.engine)]
+                return [ResumeEngine(event.engine)]
             case EngineResumed() | EngineReverted():
                 engine.stage = Stage.DONE
             case _:

@@ -26,7 +26,11 @@ from umbra.runtime.weights.shards import find_aliases, held_extent, local_part, 
 from umbra.runtime.weights.transports.byte_views import bucket_bytes, flatten
 from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import export_tensors
 from umbra.runtime.weights.transports.cuda_ipc.rank_exports import Offer, offer_to_wire
-from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketGrid, Extent, Piece
+from umbra.runtime.weights.transports.shared_memory.bucket_grid import (
+    BucketGrid,
+    BucketPiece,
+    Extent,
+)
 from umbra.runtime.weights.transports.shared_memory.memfd import BucketMappings, MappedBucket
 from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncProgress
 
@@ -168,7 +172,7 @@ class WeightPublisher:
         self._export = export
         self._mappings = BucketMappings()
         self._wire = self.manifest.to_wire()
-        self._plan: tuple[int, list[list[Piece]]] | None = None  # for buckets of this size
+        self._plan: tuple[int, list[list[BucketPiece]]] | None = None  # for buckets of this size
 
     def publish(self, pool: str, version: int, timeout_s: float) -> SyncReport:
         """Carries the tensors to the engines of `pool`; returns when they serve `version`.
@@ -267,7 +271,7 @@ class WeightPublisher:
         finally:
             progress.close()
 
-    def _plan_for(self, bucket_nbytes: int) -> list[list[Piece]]:
+    def _plan_for(self, bucket_nbytes: int) -> list[list[BucketPiece]]:
         if self._plan is None or self._plan[0] != bucket_nbytes:
             grid = BucketGrid(self.manifest.nbytes, bucket_nbytes)
             self._plan = bucket_nbytes, grid.cut(self._extents)
@@ -276,7 +280,7 @@ class WeightPublisher:
     @torch.no_grad()
     def _fill_buckets(
         self,
-        plan: list[list[Piece]],
+        plan: list[list[BucketPiece]],
         buckets: list[MappedBucket],
         progress: SyncProgress,
         attest: bool,
@@ -308,7 +312,7 @@ class _ShardReader:
         self._key = -1
         self._flat = torch.empty(0)
 
-    def read_into(self, piece: Piece, target: Tensor, attest: bool) -> int | None:
+    def read_into(self, piece: BucketPiece, target: Tensor, attest: bool) -> int | None:
         """Writes the piece to `target`: uint8 [piece.nbytes].
 
         Returns the checksum of the bytes as they are in the source, never of `target`: whatever

@@ -24,7 +24,7 @@ from umbra.engines.embedded.scheduler import Limits
 from umbra.engines.faulty.faulty_engine import FaultyEngine
 from umbra.engines.shell.engine_shell import AdapterEngine
 from umbra.runtime.engine_api.decoder_config import load_model_config
-from umbra.runtime.engine_api.delta_buffer import DeltaBatch
+from umbra.runtime.engine_api.delta_buffer import DeltaColumns
 from umbra.runtime.engine_api.generation_request import GenerationRequest
 
 DEADLINE_S = 60.0
@@ -51,7 +51,7 @@ class Collector:
     def __getitem__(self, request_id: int) -> Completion:
         return self.completions.setdefault(request_id, Completion())
 
-    def apply(self, batch: DeltaBatch) -> None:
+    def apply(self, batch: DeltaColumns) -> None:
         self.num_batches += 1
         bounds = batch["offsets"].tolist()
         for run, request_id in enumerate(batch["ids"].tolist()):

@@ -23,10 +23,10 @@ from umbra.runtime.engine_api.lifecycle import (
     CommitUpdate,
     Died,
     EngineLifecycle,
+    EngineStarted,
     EngineState,
     Pause,
     Resume,
-    Started,
     Tag,
 )
 from umbra.runtime.errors import UmbraError, WeightSyncError
@@ -97,7 +97,7 @@ class EngineInPool:
     incarnation = 1
 
     def __init__(self, engine: UpdatedEngine) -> None:
-        self.lifecycle = EngineLifecycle().apply(Started())
+        self.lifecycle = EngineLifecycle().apply(EngineStarted())
         self.killed: str | None = None
         self._engine = engine
 

@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from umbra.engines.faulty.false_deltas import first_halves, without_run
-from umbra.runtime.engine_api.delta_batch import DeltaBatch as CheckedBatch
-from umbra.runtime.engine_api.delta_buffer import DeltaBatch, DeltaBuffer
+from umbra.runtime.engine_api.delta_batch import DeltaColumns as CheckedBatch
+from umbra.runtime.engine_api.delta_buffer import DeltaBuffer, DeltaColumns
 
 Run = tuple[int, int, list[int]]  # id, position, tokens
 
 
-def make_batch(lengths: list[int]) -> DeltaBatch:
+def make_batch(lengths: list[int]) -> DeltaColumns:
     """Run r is of request 10 + r, starts at r, and ends it; token and logprob say which it is."""
     buffer = DeltaBuffer()
     for run, length in enumerate(lengths):
@@ -32,7 +32,7 @@ def make_batch(lengths: list[int]) -> DeltaBatch:
     return batch
 
 
-def runs_of(batch: DeltaBatch) -> list[Run]:
+def runs_of(batch: DeltaColumns) -> list[Run]:
     """Its runs, checked as the manager checks them."""
     checked = CheckedBatch.from_wire(batch)
     assert checked.logprobs.tolist() == (-checked.tokens).tolist()

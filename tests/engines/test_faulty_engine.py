@@ -16,7 +16,7 @@ from umbra.engines.echo.echo_engine import EchoEngine
 from umbra.engines.echo.echo_tokens import EchoTokens
 from umbra.engines.faulty.fault import CALLS
 from umbra.engines.faulty.faulty_engine import FaultyEngine
-from umbra.runtime.engine_api.delta_buffer import DeltaBatch
+from umbra.runtime.engine_api.delta_buffer import DeltaColumns
 from umbra.runtime.errors import ConfigError, EngineError
 
 VOCAB_SIZE = 97
@@ -40,9 +40,9 @@ def whole(request_id: int) -> list[int]:
     return whole.draw(LENGTH).tokens.tolist()
 
 
-async def read_all(engine: FaultyEngine, count: int) -> list[DeltaBatch]:
+async def read_all(engine: FaultyEngine, count: int) -> list[DeltaColumns]:
     """Every batch up to the last finish."""
-    batches: list[DeltaBatch] = []
+    batches: list[DeltaColumns] = []
     await engine.submit(requests(count))
     num_finished = 0
     async with aclosing(engine.deltas()) as stream:
@@ -52,8 +52,8 @@ async def read_all(engine: FaultyEngine, count: int) -> list[DeltaBatch]:
     return batches
 
 
-def read_with(*faults: dict[str, Any], count: int = 3) -> list[DeltaBatch]:
-    batches: list[DeltaBatch] = []
+def read_with(*faults: dict[str, Any], count: int = 3) -> list[DeltaColumns]:
+    batches: list[DeltaColumns] = []
 
     async def body() -> None:
         engine = make_faulty(*faults)
@@ -64,11 +64,11 @@ def read_with(*faults: dict[str, Any], count: int = 3) -> list[DeltaBatch]:
     return batches
 
 
-def num_tokens(batches: list[DeltaBatch]) -> int:
+def num_tokens(batches: list[DeltaColumns]) -> int:
     return sum(len(batch["tokens"]) for batch in batches)
 
 
-def starts(batches: list[DeltaBatch], request_id: int) -> list[int]:
+def starts(batches: list[DeltaColumns], request_id: int) -> list[int]:
     """Where the runs of a request begin, in the order of arrival."""
     return [
         int(position)

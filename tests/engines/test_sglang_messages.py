@@ -17,7 +17,7 @@ from sglang_stand_in import Frontend, stand_in_core, stand_in_modules
 from umbra.engines.sglang.sglang_core import SglangCore
 from umbra.engines.sglang.sglang_output import SglangOutput
 from umbra.engines.sglang.sglang_requests import stream_interval
-from umbra.runtime.engine_api.delta_buffer import DeltaBatch
+from umbra.runtime.engine_api.delta_buffer import DeltaColumns
 
 COUNT = 128  # requests, of which each sends its tokens 25 at a time
 NUM_NEW_TOKENS = 100
@@ -41,7 +41,7 @@ async def begin(
     engine: Engine,
     core: SglangCore,
     collector: Collector,
-    batches: AsyncGenerator[DeltaBatch, None],
+    batches: AsyncGenerator[DeltaColumns, None],
 ) -> list[int]:
     """The tokens made of each request after two of its messages, when some have not been sent."""
     await engine.submit(requests(COUNT, max_new_tokens=NUM_FOR_LONG))

@@ -20,7 +20,7 @@ from umbra.runtime.rollout.ledger.ledger_events import (
     Event,
     Finished,
     Leased,
-    Prompt,
+    PromptGiven,
     Recorded,
     Reset,
     Restored,
@@ -165,7 +165,7 @@ def test_the_last_evaluation_is_known_until_the_job_goes_back() -> None:
 def test_what_ctx_once_recorded_survives_a_reset() -> None:
     state = state_of(
         *BEGUN,
-        Prompt(0, np.asarray([8, 9], np.int32)),
+        PromptGiven(0, np.asarray([8, 9], np.int32)),
         Recorded(0, "tool", [1]),
         runs_of((0, 0, 0, [1, 2])),
         Reset(0, "its process died"),
@@ -210,7 +210,11 @@ SCORED = life_of_a_group(0, "a", 0, 0)[:-1]
         ([*BEGUN[1:], runs_of((0, 0, 0, [1]))], runs_of((0, 0, 0, [1])), "are there already"),
         (BEGUN[1:], runs_of((0, 0, 0, [1]), (0, 2, 0, [1])), "completion of 1: 1 tokens"),
         (BEGUN[1:], runs_of((0, 0, 4, [1])), "unknown version 4"),
-        ([*BEGUN[1:], runs_of((0, 0, 0, [1]))], Prompt(0, np.zeros(1, np.int32)), "another prompt"),
+        (
+            [*BEGUN[1:], runs_of((0, 0, 0, [1]))],
+            PromptGiven(0, np.zeros(1, np.int32)),
+            "another prompt",
+        ),
         ([*BEGUN[1:], Recorded(0, "k", 1)], Recorded(0, "k", 1), "'k' is recorded twice"),
         (BEGUN[1:], Scored(uids_of(0), np.zeros(1)), "is running, not finished"),
         (SCORED, Finished(uids_of(0), ["x"]), "is scored, not"),

@@ -10,7 +10,7 @@ from rollout_samples import make_trajectory
 
 from umbra.runtime.engine_api.delta_batch import DeltaBatch
 from umbra.runtime.errors import UmbraError
-from umbra.runtime.rollout.dispatch.dispatcher import Dispatcher, Journal
+from umbra.runtime.rollout.dispatch.dispatcher import Dispatcher, TokenRecorder
 from umbra.runtime.rollout.dispatch.router import EngineId, Router
 from umbra.runtime.rollout.dispatch.turn import Turn
 from umbra.runtime.rollout.ledger.recorder import Recorder
@@ -56,7 +56,7 @@ class Inbox:
 class Bench:
     """A dispatcher, its ends and its failures."""
 
-    def __init__(self, max_inflight: int = 100, journal: Journal | None = None) -> None:
+    def __init__(self, max_inflight: int = 100, journal: TokenRecorder | None = None) -> None:
         self.failures: list[UmbraError] = []
         self.ended: dict[str, str] = {}
         self.now = 0.0

@@ -18,7 +18,7 @@ from dispatch_bench import delta
 from umbra.runtime.engine_api.delta_batch import DeltaBatch
 from umbra.runtime.errors import LedgerError, RewardError, RolloutError, UmbraError
 from umbra.runtime.rollout.agents.agent_sessions import AgentSessions
-from umbra.runtime.rollout.agents.worker_pool import Job
+from umbra.runtime.rollout.agents.worker_pool import WorkerJob
 from umbra.runtime.rollout.buffer.staleness import VersionSteps
 from umbra.runtime.rollout.dispatch.dispatcher import Dispatcher
 from umbra.runtime.rollout.dispatch.group import Group
@@ -111,13 +111,13 @@ class Workers:
     """Stands where the worker pool would; its outcomes are the test's."""
 
     def __init__(self) -> None:
-        self.queue: list[Job] = []
-        self.scoring: list[tuple[Job, int]] = []
+        self.queue: list[WorkerJob] = []
+        self.scoring: list[tuple[WorkerJob, int]] = []
 
-    def put(self, job: Job) -> None:
+    def put(self, job: WorkerJob) -> None:
         self.queue.append(job)
 
-    def fail(self, job: Job) -> None:
+    def fail(self, job: WorkerJob) -> None:
         """As WorkerPool does."""
         if not job.is_wanted():
             return
@@ -133,7 +133,7 @@ class Workers:
 class Loop:
     """One run of an agent loop."""
 
-    def __init__(self, job: Job, item: dict[str, Any], path: int) -> None:
+    def __init__(self, job: WorkerJob, item: dict[str, Any], path: int) -> None:
         self.job = job
         self.sample_id: str = item["sample_id"]
         self.session: int = item["session"]

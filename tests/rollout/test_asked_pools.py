@@ -17,7 +17,7 @@ from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.pools.pool_spec import PoolSpec
-from umbra.runtime.rollout.agents.deadline_extension import Patience
+from umbra.runtime.rollout.agents.deadline_extension import ExtendableDeadline
 from umbra.runtime.rollout.agents.reward_function import RewardFunction
 from umbra.runtime.rollout.agents.task_host import UserThread
 from umbra.runtime.session import Session
@@ -183,14 +183,14 @@ def test_a_plain_function_cannot_take_the_context() -> None:
 
 def test_a_pause_does_not_count_for_patience() -> None:
     async def wait() -> None:
-        async with Patience(0.05) as patience:
+        async with ExtendableDeadline(0.05) as patience:
             with patience.paused():
                 with patience.paused():
                     await asyncio.sleep(0.06)
                 await asyncio.sleep(0.06)
         assert not patience.expired
 
-        async with Patience(0.02) as patience:
+        async with ExtendableDeadline(0.02) as patience:
             with patience.paused():
                 await asyncio.sleep(0.01)
             await asyncio.sleep(5.0)

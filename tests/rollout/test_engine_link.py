@@ -11,7 +11,7 @@ import pytest
 import zmq
 from rollout_samples import make_trajectory
 
-from umbra.runtime.engine_api.delta_buffer import DeltaBatch, empty_batch
+from umbra.runtime.engine_api.delta_buffer import DeltaColumns, empty_batch
 from umbra.runtime.errors import EngineUnhealthy, UmbraError
 from umbra.runtime.rollout.dispatch import engine_link
 from umbra.runtime.rollout.dispatch.dispatcher import Dispatcher
@@ -43,7 +43,7 @@ class PausingEngine:
             raise EngineUnhealthy("paused")
         self.took.set()
 
-    async def deltas(self) -> AsyncGenerator[DeltaBatch, None]:
+    async def deltas(self) -> AsyncGenerator[DeltaColumns, None]:
         for _ in range(20):
             await asyncio.sleep(0)
         self.has_greeted = True

@@ -9,18 +9,18 @@ from umbra.runtime.errors import RolloutError
 from umbra.runtime.rollout.alarm import Alarm
 from umbra.runtime.rollout.dispatch.router import EngineId
 from umbra.runtime.rollout.manager.catch_up import SyncAsks
-from umbra.runtime.rollout.manager.rank_rendezvous import Rendezvous, Round
+from umbra.runtime.rollout.manager.rank_rendezvous import CollectiveCall, RankRendezvous
 
-STEP_3 = Round("next_batch", 3, 1.0)
-STEP_4 = Round("next_batch", 4, 1.0)
+STEP_3 = CollectiveCall("next_batch", 3, 1.0)
+STEP_4 = CollectiveCall("next_batch", 4, 1.0)
 
 
-async def call(ranks: Rendezvous, rank: int, wanted: Round) -> dict[str, Any]:
+async def call(ranks: RankRendezvous, rank: int, wanted: CollectiveCall) -> dict[str, Any]:
     slot = ranks.arrive(rank, wanted)
     return await ranks.wait(rank, slot)
 
 
-async def failure_of(ranks: Rendezvous, rank: int, wanted: Round) -> str:
+async def failure_of(ranks: RankRendezvous, rank: int, wanted: CollectiveCall) -> str:
     with pytest.raises(RolloutError) as caught:
         await call(ranks, rank, wanted)
     return str(caught.value)
@@ -28,7 +28,7 @@ async def failure_of(ranks: Rendezvous, rank: int, wanted: Round) -> str:
 
 def test_each_rank_gets_its_own_answer_once_all_are_here() -> None:
     async def main() -> None:
-        ranks = Rendezvous(2, timeout_s=5)
+        ranks = RankRendezvous(2, timeout_s=5)
         async with asyncio.TaskGroup() as tasks:
             first = tasks.create_task(call(ranks, 1, STEP_3))
             await asyncio.sleep(0)
@@ -45,7 +45,7 @@ def test_each_rank_gets_its_own_answer_once_all_are_here() -> None:
 
 def test_missing_ranks_are_named() -> None:
     async def main() -> None:
-        ranks = Rendezvous(4, timeout_s=0.02)
+        ranks = RankRendezvous(4, timeout_s=0.02)
         async with asyncio.TaskGroup() as tasks:
             failures = [tasks.create_task(failure_of(ranks, rank, STEP_3)) for rank in (0, 2)]
         for failure in failures:
@@ -56,7 +56,7 @@ def test_missing_ranks_are_named() -> None:
 
 def test_ranks_that_disagree_fail_together() -> None:
     async def main() -> None:
-        ranks = Rendezvous(2, timeout_s=5)
+        ranks = RankRendezvous(2, timeout_s=5)
         async with asyncio.TaskGroup() as tasks:
             early = tasks.create_task(failure_of(ranks, 0, STEP_3))
             await asyncio.sleep(0)
@@ -70,7 +70,7 @@ def test_ranks_that_disagree_fail_together() -> None:
 
 def test_a_rank_that_goes_away_leaves_the_round() -> None:
     async def main() -> None:
-        ranks = Rendezvous(2, timeout_s=5)
+        ranks = RankRendezvous(2, timeout_s=5)
         async with asyncio.TaskGroup() as tasks:
             waiting = tasks.create_task(call(ranks, 0, STEP_3))
             await asyncio.sleep(0)
@@ -87,7 +87,7 @@ def test_a_rank_that_goes_away_leaves_the_round() -> None:
 
 def test_a_rank_that_calls_anew_takes_its_place_again() -> None:
     async def main() -> None:
-        ranks = Rendezvous(1, timeout_s=5)
+        ranks = RankRendezvous(1, timeout_s=5)
         async with asyncio.TaskGroup() as tasks:
             stale = tasks.create_task(failure_of(ranks, 0, STEP_3))
             await asyncio.sleep(0)
@@ -103,7 +103,7 @@ def test_a_rank_that_calls_anew_takes_its_place_again() -> None:
 def test_an_unknown_rank_is_refused() -> None:
     async def main() -> None:
         with pytest.raises(ValueError, match="rank 2 of 2"):
-            Rendezvous(2, timeout_s=5).arrive(2, STEP_3)
+            RankRendezvous(2, timeout_s=5).arrive(2, STEP_3)
 
     asyncio.run(main())
 

@@ -18,6 +18,7 @@ from umbra.runtime.engine_api.lifecycle import (
     CommitUpdate,
     Died,
     EngineLifecycle,
+    EngineStarted,
     EngineState,
     Event,
     Invalidate,
@@ -25,7 +26,6 @@ from umbra.runtime.engine_api.lifecycle import (
     Restart,
     Resume,
     Sleep,
-    Started,
     Tag,
     Wake,
     Woken,
@@ -37,7 +37,7 @@ WEIGHTS: frozenset[Tag] = frozenset({"weights"})
 CACHE: frozenset[Tag] = frozenset({"kv_cache"})
 BOTH: frozenset[Tag] = WEIGHTS | CACHE
 
-TO_PENDING: list[Event] = [Started()]
+TO_PENDING: list[Event] = [EngineStarted()]
 TO_UPDATING: list[Event] = [*TO_PENDING, BeginUpdate(7)]
 TO_PAUSED: list[Event] = [*TO_UPDATING, CommitUpdate(7)]
 TO_ASLEEP_1: list[Event] = [*TO_PAUSED, Sleep(1)]
@@ -62,8 +62,8 @@ PATHS: dict[str, list[Event]] = {
 """How to get into each state. The version is 7 where there is one."""
 
 EVENTS: dict[str, Event] = {
-    "started": Started(),
-    "started 7": Started(7),
+    "started": EngineStarted(),
+    "started 7": EngineStarted(7),
     "begin 8": BeginUpdate(8),
     "commit 7": CommitUpdate(7),
     "commit 8": CommitUpdate(8),
@@ -222,11 +222,11 @@ def test_a_hybrid_step_sleeps_syncs_and_serves_the_new_version() -> None:
 def test_an_engine_with_weights_of_its_own_serves_them_in_every_life() -> None:
     sleeps_and_wakes = [Pause(), Sleep(1), Wake(BOTH), Woken(), Resume()]
 
-    first = after([Started(0), *sleeps_and_wakes])
-    second = after([Started(0), Died(), Restart(), Started(0), *sleeps_and_wakes])
+    first = after([EngineStarted(0), *sleeps_and_wakes])
+    second = after([EngineStarted(0), Died(), Restart(), EngineStarted(0), *sleeps_and_wakes])
 
     assert str(first) == str(second) == "SERVING(0)"
-    assert catch_up({"judge": after([Started(0)])}, 7, ranks_waiting=True) == []
+    assert catch_up({"judge": after([EngineStarted(0)])}, 7, ranks_waiting=True) == []
 
 
 def test_light_sleep_keeps_the_version_over_two_wakes() -> None:
@@ -237,9 +237,9 @@ def test_light_sleep_keeps_the_version_over_two_wakes() -> None:
 
 def test_an_engine_that_slept_before_its_first_weights_wakes_without_a_version() -> None:
     for sleep in (Sleep(1), Sleep(2)):
-        lifecycle = after([Started(), sleep, Wake(BOTH), Woken()])
+        lifecycle = after([EngineStarted(), sleep, Wake(BOTH), Woken()])
 
-        assert lifecycle == after([Started()])
+        assert lifecycle == after([EngineStarted()])
 
 
 def test_weights_disowned_during_a_wake_are_not_served() -> None:
@@ -304,11 +304,11 @@ class LifecycleMachine(RuleBasedStateMachine):
 
     @rule()
     def start(self) -> None:
-        self.attempt(Started())
+        self.attempt(EngineStarted())
 
     @rule()
     def start_with_weights(self) -> None:
-        if self.attempt(Started(0)):
+        if self.attempt(EngineStarted(0)):
             assert self.lifecycle.state == EngineState.SERVING
             self.engine.content = 0
 

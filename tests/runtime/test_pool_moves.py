@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from umbra.runtime.engine_api.lifecycle import EngineLifecycle, Started
+from umbra.runtime.engine_api.lifecycle import EngineLifecycle, EngineStarted
 from umbra.runtime.pools import engine_pool
 from umbra.runtime.pools.engine_pool import EnginePool
 from umbra.runtime.pools.pool_engine import PoolEngine
@@ -21,7 +21,7 @@ class LongDrain(PoolEngine):
     drain_s = 0.2
 
     def __init__(self) -> None:
-        self.lifecycle = EngineLifecycle().apply(Started(0))
+        self.lifecycle = EngineLifecycle().apply(EngineStarted(0))
         self.reasons: list[str] = []
 
     @property

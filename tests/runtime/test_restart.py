@@ -10,7 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from umbra.runtime.actor.restart_policy import GiveUp, Restart, RestartPolicy, RestartTracker
+from umbra.runtime.actor.restart_policy import (
+    GiveUp,
+    RestartPolicy,
+    RestartTracker,
+    ScheduleRestart,
+)
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.process.exit_status import ExitStatus
 
@@ -30,7 +35,7 @@ def test_never_gives_up_at_the_first_end() -> None:
 def test_every_end_is_a_failure_whatever_its_status(code: int | None) -> None:
     tracker = RestartTracker(POLICY)
 
-    assert tracker.observe(ExitStatus(code), 0.0) == Restart(1.0)
+    assert tracker.observe(ExitStatus(code), 0.0) == ScheduleRestart(1.0)
 
 
 def test_backoff_doubles_up_to_its_maximum_then_the_tracker_gives_up() -> None:
@@ -38,7 +43,7 @@ def test_backoff_doubles_up_to_its_maximum_then_the_tracker_gives_up() -> None:
 
     decisions = [tracker.observe(CRASH, float(now)) for now in range(4)]
 
-    assert decisions[:3] == [Restart(1.0), Restart(2.0), Restart(3.0)]
+    assert decisions[:3] == [ScheduleRestart(1.0), ScheduleRestart(2.0), ScheduleRestart(3.0)]
     assert decisions[3] == GiveUp(
         "killed by SIGKILL (9), after 3 restarts within 100 s (allowed: 3)"
     )
@@ -51,8 +56,8 @@ def test_old_restarts_leave_the_window_and_backoff_starts_again() -> None:
         tracker.observe(CRASH, now)
 
     assert isinstance(tracker.observe(CRASH, 99.9), GiveUp)
-    assert tracker.observe(CRASH, 100.0) == Restart(3.0)
-    assert tracker.observe(CRASH, 1000.0) == Restart(1.0)
+    assert tracker.observe(CRASH, 100.0) == ScheduleRestart(3.0)
+    assert tracker.observe(CRASH, 1000.0) == ScheduleRestart(1.0)
     assert tracker.num_restarts == 5
 
 
@@ -67,7 +72,7 @@ def test_a_long_crash_loop_does_not_overflow() -> None:
 
     delays = {tracker.observe(CRASH, 0.0) for _ in range(5000)}
 
-    assert delays == {Restart(1.0), Restart(2.0), Restart(3.0)}
+    assert delays == {ScheduleRestart(1.0), ScheduleRestart(2.0), ScheduleRestart(3.0)}
 
 
 @pytest.mark.parametrize(
@@ -101,7 +106,7 @@ def test_no_window_ever_holds_more_restarts_than_allowed(
         recent = [at for at in granted if now - at < window_s]
         decision = tracker.observe(CRASH, now)
         if len(recent) < max_restarts:
-            assert decision == Restart(min(1.0 * 2 ** len(recent), 3.0))
+            assert decision == ScheduleRestart(min(1.0 * 2 ** len(recent), 3.0))
             granted.append(now)
         else:
             assert isinstance(decision, GiveUp)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from umbra.runtime.pools.time_slicing import LINGER_S, Decision, TurnRules, TurnTaking
+from umbra.runtime.pools.time_slicing import LINGER_S, Decision, SlicingRules, TimeSlicing
 
 
 def shared(
     max_wait_s: float | None = 5.0, max_turn_s: float = 20.0, guests: tuple[str, ...] = ("judge",)
-) -> TurnTaking:
-    turns = TurnTaking("policy")
+) -> TimeSlicing:
+    turns = TimeSlicing("policy")
     for guest in guests:
-        turns.add(guest, TurnRules(max_wait_s=max_wait_s, max_turn_s=max_turn_s))
+        turns.add(guest, SlicingRules(max_wait_s=max_wait_s, max_turn_s=max_turn_s))
     return turns
 
 
@@ -139,7 +139,7 @@ def test_a_busy_policy_has_its_time_between_the_turns_of_two_busy_judges() -> No
 
 def test_a_patient_judge_comes_first_where_it_waited_longer_than_an_impatient_one() -> None:
     turns = shared(max_wait_s=10.0, max_turn_s=20.0)
-    turns.add("hasty", TurnRules(max_wait_s=1.0, max_turn_s=20.0))
+    turns.add("hasty", SlicingRules(max_wait_s=1.0, max_turn_s=20.0))
     turns.report("judge", True, 0.0)
     turns.report("hasty", True, 0.0)
     assert turns.decide(1.0) == Decision("hasty")

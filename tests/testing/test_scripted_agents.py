@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from umbra.runtime.errors import RequestRefused, RolloutError
-from umbra.runtime.rollout.agents.auxiliary_pool import AskedPool
+from umbra.runtime.rollout.agents.auxiliary_pool import AuxiliaryPool
 from umbra.runtime.rollout.dispatch.trajectory import NOT_GENERATED
 from umbra.runtime.testing.scripted_agents import ScriptedContext, ScriptedPool
 
@@ -102,4 +102,4 @@ def test_a_scripted_pool_has_all_that_a_pool_has() -> None:
     def public(kind: type) -> set[str]:
         return {name for name in vars(kind) if not name.startswith("_")}
 
-    assert public(AskedPool) - {"encode", "decode"} == public(ScriptedPool)
+    assert public(AuxiliaryPool) - {"encode", "decode"} == public(ScriptedPool)

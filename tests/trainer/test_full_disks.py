@@ -21,7 +21,7 @@ from umbra.trainer.checkpoint.run_dir import VersionCounter
 from umbra.trainer.config.config_file import parse_config
 from umbra.trainer.reporting import metrics_plot
 from umbra.trainer.reporting.metrics_log import MetricsLog, read_metrics
-from umbra.trainer.reporting.run_reporter import Journal, finish
+from umbra.trainer.reporting.run_reporter import RunReporter, finish
 from umbra.trainer.run_files import (
     RunDirectoryError,
     check_writable,
@@ -142,7 +142,7 @@ def test_whatever_else_is_written_names_its_file(mount_disk: MountDisk, tmp_path
             "train": {"steps": 4},
         }
     )
-    journal = Journal(config, None, None)
+    journal = RunReporter(config, None, None)
     record = {"id": "a", "prompt": "a", "tokens": b"1234", "row": {"long": "x" * 10_000}}
     writers: dict[str, Callable[[], object]] = {
         "versions.jsonl": lambda: VersionCounter(disk / "versions.jsonl", 0, writes=True).next(1),

@@ -24,12 +24,12 @@ from umbra.trainer.checkpoint.trainer_state import TrainerState
 from umbra.trainer.config.config_file import parse_config
 from umbra.trainer.config.trainer_config import RunSection, TrainerConfig
 from umbra.trainer.data.prompt_tokenizer import read_model_config
-from umbra.trainer.reporting.fatal_error_report import LastWords
+from umbra.trainer.reporting.fatal_error_report import FatalErrorReporter
 from umbra.trainer.reporting.metrics_log import MetricsLog, read_metrics
 from umbra.trainer.reporting.note_board import NoteBoard
 from umbra.trainer.reporting.progress_display import Progress, format_duration, format_step
 from umbra.trainer.reporting.run_report import reward_ends
-from umbra.trainer.reporting.run_reporter import Journal, closing_lines, finish
+from umbra.trainer.reporting.run_reporter import RunReporter, closing_lines, finish
 from umbra.trainer.run_files import (
     RunDirectoryError,
     check_writable,
@@ -160,7 +160,7 @@ def test_neither_notes_nor_errors_control_the_terminal(
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(for_torchrun))
 
     NoteBoard(is_shown=True).put("sample e0/\x1b[2J/0 of é")
-    LastWords(0, 0.0).tell(DataError("row 7\n\tid \x9b1m\r"))
+    FatalErrorReporter(0, 0.0).tell(DataError("row 7\n\tid \x9b1m\r"))
 
     assert capsys.readouterr().err.splitlines() == [
         r"sample e0/\x1b[2J/0 of é",
@@ -175,7 +175,7 @@ def test_a_step_without_tokens_is_told_once(tmp_path: Path) -> None:
     config, stream = make_config(tmp_path), io.StringIO()
 
     with Progress("run", 4, 0, stream) as progress:
-        journal = Journal(config, None, progress)
+        journal = RunReporter(config, None, progress)
         for step, num_tokens in enumerate([96, 0, 96, 0], 1):
             journal.step_done(step, ROW | {"rollout/tokens": num_tokens})
 
@@ -192,7 +192,7 @@ def test_a_step_without_tokens_is_told_once(tmp_path: Path) -> None:
 def test_the_end_leaves_summary_plot_and_report(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     with MetricsLog(tmp_path, first_step=1) as log:
-        journal = Journal(config, log, None)
+        journal = RunReporter(config, log, None)
         journal.evaluated(0, evaluation(0.25), is_last=False)
         for step in range(1, 5):
             journal.step_done(step, ROW | {"rollout/reward_mean": step / 4})
@@ -217,7 +217,7 @@ def test_a_stopped_run_leaves_a_summary_only(tmp_path: Path) -> None:
     config = make_config(tmp_path)
 
     summary = finish(
-        config, Journal(config, None, None), steps=2, engine_restarts=0, stopped_by="SIGTERM"
+        config, RunReporter(config, None, None), steps=2, engine_restarts=0, stopped_by="SIGTERM"
     )
 
     assert summary.accuracy_after is None
@@ -227,7 +227,7 @@ def test_a_stopped_run_leaves_a_summary_only(tmp_path: Path) -> None:
 
 
 def test_steps_of_an_earlier_start_are_told_apart_from_the_time_of_this_one(tmp_path: Path) -> None:
-    journal = Journal(make_config(tmp_path), None, None, steps_before=40)
+    journal = RunReporter(make_config(tmp_path), None, None, steps_before=40)
 
     summary = finish(
         make_config(tmp_path), journal, steps=44, engine_restarts=0, stopped_by="SIGTERM"
@@ -248,10 +248,10 @@ def test_a_run_directory_given_for_a_model_is_told_where_the_model_is(tmp_path: 
 def test_a_resumed_run_remembers_the_accuracy_before(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     with MetricsLog(tmp_path, first_step=1) as log:
-        Journal(config, log, None).evaluated(0, evaluation(0.25), is_last=False)
+        RunReporter(config, log, None).evaluated(0, evaluation(0.25), is_last=False)
 
     with MetricsLog(tmp_path, first_step=3) as log:
-        journal = Journal(config, log, None)
+        journal = RunReporter(config, log, None)
         journal.evaluated(2, evaluation(0.5), is_last=False)
 
     assert journal.accuracy_before == 0.25

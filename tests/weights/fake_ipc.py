@@ -15,8 +15,8 @@ from umbra.runtime.weights.transports.cuda_ipc.rank_exports import (
     UUID_NBYTES,
     Allocation,
     Offer,
-    Part,
     RankExports,
+    TensorPart,
 )
 
 
@@ -38,7 +38,7 @@ class FakeIpc:
 
     def export(self, tensors: Sequence[tuple[int, Tensor]]) -> Offer:
         allocations: dict[int, Allocation] = {}
-        parts: list[Part] = []
+        parts: list[TensorPart] = []
         for offset, tensor in tensors:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in allocations:
@@ -47,7 +47,7 @@ class FakeIpc:
                 device = bytes(UUID_NBYTES)
                 allocations[storage.data_ptr()] = Allocation(device, handle, storage.nbytes())
             parts.append(
-                Part(
+                TensorPart(
                     offset,
                     list(allocations).index(storage.data_ptr()),
                     tensor.data_ptr() - storage.data_ptr(),

@@ -21,13 +21,13 @@ from umbra.runtime.engine_api.lifecycle import (
     CommitUpdate,
     Died,
     EngineLifecycle,
+    EngineStarted,
     EngineState,
     Event,
     Pause,
     Resume,
     Sleep,
     SleepLevel,
-    Started,
     Tag,
     Wake,
     Woken,
@@ -57,7 +57,7 @@ class ThreadEngine:
         self.name = name
         self._make_opener = make_opener
         self.incarnation = 1
-        self.lifecycle = EngineLifecycle().apply(Started())
+        self.lifecycle = EngineLifecycle().apply(EngineStarted())
         self._receiver = WeightReceiver({})
         self.destinations = tensors
         self.log: list[str] = []

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from local_world import LocalSupervisor, ThreadEngine, empty_like, in_threads, local_pool, raw_bytes
 from torch import Tensor
 
-from umbra.runtime.engine_api.lifecycle import EngineLifecycle, EngineState, Started
+from umbra.runtime.engine_api.lifecycle import EngineLifecycle, EngineStarted, EngineState
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.weights.sync_coordinator import SyncSettings
@@ -47,7 +47,7 @@ class Seeing(ThreadEngine):
 
     def restart(self) -> None:
         self.incarnation += 1
-        self.lifecycle = EngineLifecycle().apply(Started())
+        self.lifecycle = EngineLifecycle().apply(EngineStarted())
 
 
 class Interrupted(Exception):

@@ -21,7 +21,7 @@ from local_world import (
 )
 from torch import Tensor
 
-from umbra.runtime.engine_api.lifecycle import EngineLifecycle, EngineState, Started
+from umbra.runtime.engine_api.lifecycle import EngineLifecycle, EngineStarted, EngineState
 from umbra.runtime.errors import DeadlineExceeded, JobFailed, WeightSyncError
 from umbra.runtime.weights.sync_coordinator import SyncSettings
 from umbra.runtime.weights.weight_publisher import SyncReport, WeightPublisher
@@ -142,11 +142,11 @@ def test_an_engine_that_fails_in_one_life_after_the_other_leaves_one_note(
     engine = ThreadEngine("broken", empty_like(sources))
     with local_pool([engine], SMALL) as supervisor:
         for life in range(1, 4):
-            engine.incarnation, engine.lifecycle = life, EngineLifecycle().apply(Started())
+            engine.incarnation, engine.lifecycle = life, EngineLifecycle().apply(EngineStarted())
             engine.fail_at = "load"
             with pytest.raises(WeightSyncError):
                 publish(supervisor, sources)
-        engine.incarnation, engine.lifecycle = 4, EngineLifecycle().apply(Started())
+        engine.incarnation, engine.lifecycle = 4, EngineLifecycle().apply(EngineStarted())
         engine.fail_at = None
         report = publish(supervisor, sources)
 

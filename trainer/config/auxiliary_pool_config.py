@@ -28,7 +28,7 @@ _TAKEN: Final = ("policy", "worker", "rollouts", "supervisor")
 """Names of other processes."""
 
 
-class FurtherPoolSection(Section):
+class AuxiliaryPoolSection(Section):
     """`[pools.NAME]`: further models beside the policy, such as a judge. Agent loops and reward
     functions ask them by `ctx.pool("NAME")`; the name has letters, digits and `_`.
 
@@ -104,7 +104,7 @@ class FurtherPoolSection(Section):
         return self
 
 
-def further_pools_problem(pools: Mapping[str, FurtherPoolSection]) -> str:
+def further_pools_problem(pools: Mapping[str, AuxiliaryPoolSection]) -> str:
     """What is wrong with the names, and what to change; "" where nothing is."""
     for name in pools:
         if not _NAME.fullmatch(name):

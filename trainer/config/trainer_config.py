@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from umbra.runtime.pools.pool_spec import update_waves_problem
-from umbra.trainer.config.auxiliary_pool_config import FurtherPoolSection, further_pools_problem
+from umbra.trainer.config.auxiliary_pool_config import AuxiliaryPoolSection, further_pools_problem
 from umbra.trainer.config.config_section import (
     Betas,
     Count,
@@ -347,7 +347,7 @@ class TrainerConfig(Section):
     reward: RewardSection
     rollout: RolloutSection = RolloutSection()
     pool: PoolSection = PoolSection()
-    pools: dict[str, FurtherPoolSection] = {}
+    pools: dict[str, AuxiliaryPoolSection] = {}
     train: TrainSection
 
     @model_validator(mode="after")
@@ -403,7 +403,7 @@ class ServeConfig(Section):
     reward: RewardSection | None = None
     rollout: RolloutSection = RolloutSection()
     pool: PoolSection = PoolSection()
-    pools: dict[str, FurtherPoolSection] = {}
+    pools: dict[str, AuxiliaryPoolSection] = {}
     train: TrainSection | None = None
 
     @model_validator(mode="after")

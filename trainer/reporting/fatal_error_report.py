@@ -27,7 +27,7 @@ from umbra.runtime.errors import JobFailed, RemoteError, UmbraError
 from umbra.runtime.escaping import escape_unprintable
 
 
-class LastWords:
+class FatalErrorReporter:
     """Prints the error that ends this rank. Entered by the main thread; any thread may tell.
 
     Args:

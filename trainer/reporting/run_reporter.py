@@ -14,7 +14,7 @@ from umbra.trainer.reporting.run_report import Summary, reward_ends, write_repor
 from umbra.trainer.run_files import writing
 
 
-class Journal:
+class RunReporter:
     """Gathers what happens. On ranks other than 0, `log` and `progress` are None: it is silent.
 
     Attributes:
@@ -93,7 +93,12 @@ def _why_no_tokens(config: TrainerConfig) -> str:
 
 
 def finish(
-    config: TrainerConfig, journal: Journal, *, steps: int, engine_restarts: int, stopped_by: str
+    config: TrainerConfig,
+    journal: RunReporter,
+    *,
+    steps: int,
+    engine_restarts: int,
+    stopped_by: str,
 ) -> Summary:
     """Writes summary.json, and the plot and report of a run that was not stopped. Rank 0."""
     place = RunDir(config.run.dir)

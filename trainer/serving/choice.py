@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from umbra.runtime.rollout.dispatch.generator import Generator, Piece
+from umbra.runtime.rollout.dispatch.generator import GeneratedPiece, Generator
 from umbra.trainer.serving.text_stream import StopScanner, TextStream
 
 
@@ -100,7 +100,7 @@ class StepWriter:
         self._scanner = StopScanner(stops)
         self._is_token_by_token = bool(stops)  # which of them completes a stop matters then
 
-    def write(self, piece: Piece) -> Step:
+    def write(self, piece: GeneratedPiece) -> Step:
         tokens: list[int] = piece.tokens.tolist()
         logprobs: list[float] = piece.logprobs.tolist()
         reason = piece.finish_reason

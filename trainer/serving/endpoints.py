@@ -16,7 +16,7 @@ from umbra.trainer.serving.openai_requests import (
     SamplingRequest,
     parse_body,
 )
-from umbra.trainer.serving.served_pool import Job, ServedPool
+from umbra.trainer.serving.served_pool import GenerationJob, ServedPool
 
 _STREAM_AHEAD: Final = 16
 """Steps of an answer's choices that a slow client may leave unread; then they wait, and become
@@ -34,24 +34,26 @@ class Endpoints:
         self._pools = pools
         self._by_name = {name: pool for pool in pools for name in pool.names}
 
-    async def completion(self, body: object) -> Job:
+    async def completion(self, body: object) -> GenerationJob:
         """A checked /v1/completions. Raises ApiError."""
         request = parse_body(body, CompletionRequest)
         return await self._asked(request).completion(request)
 
-    async def chat(self, body: object) -> Job:
+    async def chat(self, body: object) -> GenerationJob:
         """A checked /v1/chat/completions. Raises ApiError."""
         request = parse_body(body, ChatRequest)
         return await self._asked(request).chat(request)
 
-    async def whole(self, job: Job) -> dict[str, Any]:
+    async def whole(self, job: GenerationJob) -> dict[str, Any]:
         """The answer in one; raises what `Generator.stream` does, in a group."""
         async with asyncio.TaskGroup() as tasks:
             choices = [tasks.create_task(collect(steps)) for steps in job.pool.choices(job)]
         steps = [choice.result() for choice in choices]
         return job.form.whole(steps, _usage(job, sum(len(step.tokens) for step in steps)))
 
-    async def stream(self, job: Job, write: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
+    async def stream(
+        self, job: GenerationJob, write: Callable[[dict[str, Any]], Awaitable[None]]
+    ) -> None:
         """Writes the answer as it comes, chunk by chunk; raises as `whole`."""
         steps: asyncio.Queue[tuple[int, Step]] = asyncio.Queue(_STREAM_AHEAD)
         unopened = set(range(job.num_choices))
@@ -126,5 +128,5 @@ async def _feed(
             await steps.put((index, step))
 
 
-def _usage(job: Job, num_tokens: int) -> dict[str, int]:
+def _usage(job: GenerationJob, num_tokens: int) -> dict[str, int]:
     return usage_of(sum(map(len, job.prompts)), num_tokens)

@@ -23,10 +23,10 @@ from pydantic_core import from_json
 
 from umbra.runtime.actor.actor_spec import actor_context, idempotent
 from umbra.runtime.errors import ConfigError, first_leaf
-from umbra.runtime.rollout.operator_messages import Notes
+from umbra.runtime.rollout.operator_messages import OperatorMessages
 from umbra.trainer.serving.api_error import ApiError, as_api_error
 from umbra.trainer.serving.endpoints import Endpoints
-from umbra.trainer.serving.served_pool import Job, ServedPool, ServedPoolConfig
+from umbra.trainer.serving.served_pool import GenerationJob, ServedPool, ServedPoolConfig
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class HttpFront:
         self, *, pools: list[dict[str, Any]], host: str, port: int, api_key: str = ""
     ) -> None:
         context = actor_context()
-        self._notes = Notes(context.supervisor)
+        self._notes = OperatorMessages(context.supervisor)
         self._pools = [
             ServedPool(ServedPoolConfig(**pool), context, self._notes.put) for pool in pools
         ]
@@ -158,7 +158,7 @@ class HttpFront:
         return await self._respond(request, self._endpoints.chat)
 
     async def _respond(
-        self, request: web.Request, check: Callable[[object], Awaitable[Job]]
+        self, request: web.Request, check: Callable[[object], Awaitable[GenerationJob]]
     ) -> web.StreamResponse:
         with self._holding(await _body(request)) as body:
             async with self._until_the_end():
@@ -180,7 +180,7 @@ class HttpFront:
         finally:
             self._held_nbytes -= len(body)
 
-    async def _answer(self, request: web.Request, job: Job) -> web.StreamResponse:
+    async def _answer(self, request: web.Request, job: GenerationJob) -> web.StreamResponse:
         if not job.is_stream:
             async with self._until_the_end():
                 answer = await self._endpoints.whole(job)

@@ -21,7 +21,7 @@ from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.cluster.environment import api_key
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.pools.pool_spec import PoolSpec
-from umbra.runtime.rollout.dispatch.generator import Piece
+from umbra.runtime.rollout.dispatch.generator import GeneratedPiece
 from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session import Session
 from umbra.trainer.checkpoint.run_lock import RunLock
@@ -111,7 +111,7 @@ def generate(arguments: argparse.Namespace) -> int:
         writer = StepWriter(text.decode, ())
         asked = (tokens, arguments.max_tokens, arguments.temperature, text.stop_token_ids)
         for piece in generator.stream("stream", *asked, arguments.seed, timeout_s=None):
-            print(writer.write(Piece(**piece)).text, end="", flush=True)
+            print(writer.write(GeneratedPiece(**piece)).text, end="", flush=True)
         print()
 
     def engine_pools() -> list[PoolSpec]:

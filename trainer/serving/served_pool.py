@@ -76,7 +76,7 @@ class ServedPoolConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class GenerationJob:
     """A checked request: what is to be generated, and the form that it is told in."""
 
     pool: ServedPool
@@ -113,7 +113,7 @@ class ServedPool:
         self.text = config.open_text()
         self._template_variables = config.template_variables
 
-    async def completion(self, request: CompletionRequest) -> Job:
+    async def completion(self, request: CompletionRequest) -> GenerationJob:
         """Raises ApiError."""
         for prompt in request.prompts:
             self._check_size(prompt, "prompt")
@@ -127,7 +127,7 @@ class ServedPool:
         form = CompletionForm(self._model(request.model), self.text.decode, request.wants_logprobs)
         return self._job(request, prompts, request.max_tokens, form, "prompt")
 
-    async def chat(self, request: ChatRequest) -> Job:
+    async def chat(self, request: ChatRequest) -> GenerationJob:
         """Raises ApiError."""
         if "chat_template" in request.chat_template_kwargs:  # a program, which may never end
             raise ApiError(
@@ -146,7 +146,7 @@ class ServedPool:
         form = ChatForm(self._model(request.model), self.text.decode, request.logprobs)
         return self._job(request, [prompt], request.budget, form, "messages")
 
-    def choices(self, job: Job) -> list[AsyncGenerator[Step, None]]:
+    def choices(self, job: GenerationJob) -> list[AsyncGenerator[Step, None]]:
         """The steps of each choice; raise what `Generator.stream` does."""
         prompts = [prompt for prompt in job.prompts for _ in range(job.num_each)]
         return [
@@ -196,7 +196,7 @@ class ServedPool:
         budget: int | None,
         form: AnswerForm,
         param: str,
-    ) -> Job:
+    ) -> GenerationJob:
         for prompt in prompts:
             self._check_length(prompt, budget, param)
         stop_token_ids = _checked(request.stop_token_ids, "stop_token_ids")
@@ -210,7 +210,7 @@ class ServedPool:
             lora=model if model in self._adapters else "",
         )
         tells_usage = request.stream_options.include_usage
-        job = Job(self, prompts, request.n, sampling, form, request.stream, tells_usage)
+        job = GenerationJob(self, prompts, request.n, sampling, form, request.stream, tells_usage)
         num_open = self.generator.num_open
         if num_open + job.num_choices > _MAX_OPEN:
             raise ApiError(

@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 
 from umbra.runtime.engine_api.token_ids import token_ids
 from umbra.runtime.errors import RolloutError
-from umbra.runtime.rollout.agents.auxiliary_pool import AskedPool
-from umbra.runtime.rollout.agents.deadline_extension import Patience
+from umbra.runtime.rollout.agents.auxiliary_pool import AuxiliaryPool
+from umbra.runtime.rollout.agents.deadline_extension import ExtendableDeadline
 from umbra.runtime.rollout.agents.reward_value import reward_value
 from umbra.runtime.rollout.agents.task_host import UserThread
 from umbra.runtime.rollout.agents.text_codec import TextCodec
@@ -50,7 +50,7 @@ class AgentContext:
         sample: the data set's row.
         prompt, prompt_tokens: as the data set has them.
         finish_reason: of the last generation: "stop", or "length" where a budget ended it.
-        pool: `pool(name)` is a further pool of the config, such as a judge; see `AskedPool`.
+        pool: `pool(name)` is a further pool of the config, such as a judge; see `AuxiliaryPool`.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class AgentContext:
         generate: Generate,
         recall: Recall,
         keep: Keep,
-        pool: Callable[[str], AskedPool],
+        pool: Callable[[str], AuxiliaryPool],
     ) -> None:
         self.sample = sample
         self.prompt = prompt
@@ -149,7 +149,9 @@ class AgentLoop:
         self._function = load_function(target, "agent loop")
         self._thread = thread
 
-    async def run(self, context: AgentContext, sample_id: str, patience: Patience) -> float | None:
+    async def run(
+        self, context: AgentContext, sample_id: str, patience: ExtendableDeadline
+    ) -> float | None:
         """Runs the loop once; returns the reward it gives, if any.
 
         Raises:

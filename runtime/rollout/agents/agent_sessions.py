@@ -20,7 +20,7 @@ from umbra.runtime.engine_api.token_ids import token_ids
 from umbra.runtime.errors import RolloutError
 from umbra.runtime.rollout.dispatch.dispatcher import Dispatcher
 from umbra.runtime.rollout.dispatch.group import Group
-from umbra.runtime.rollout.dispatch.side_generations import Asides
+from umbra.runtime.rollout.dispatch.side_generations import SideGenerations
 from umbra.runtime.rollout.dispatch.trajectory import NOT_GENERATED, Trajectory
 from umbra.runtime.rollout.dispatch.turn import Turn
 from umbra.runtime.rollout.ledger.recorder import Recorder
@@ -59,7 +59,7 @@ class _Session:
         group: Group,
         temperature: float,
         memory: _Memory,
-        asides: Asides,
+        asides: SideGenerations,
     ) -> None:
         self.trajectory = trajectory
         self.asides = asides
@@ -119,7 +119,7 @@ class AgentSessions:
         self._recorder.cut(trajectory)
         memory = self._memories.setdefault(trajectory, _Memory())
         session_id = next(self._ids)
-        asides = Asides(self._dispatcher, trajectory, self._stop_token_ids)
+        asides = SideGenerations(self._dispatcher, trajectory, self._stop_token_ids)
         self._sessions[session_id] = _Session(trajectory, group, temperature, memory, asides)
         self._by_trajectory[trajectory] = session_id
         return session_id

@@ -16,7 +16,7 @@ from umbra.runtime.actor.actor_spec import actor_context
 from umbra.runtime.engine_api.token_ids import token_ids
 from umbra.runtime.errors import RolloutError
 from umbra.runtime.rollout.agents.chat_text import ChatText
-from umbra.runtime.rollout.agents.deadline_extension import Patience
+from umbra.runtime.rollout.agents.deadline_extension import ExtendableDeadline
 from umbra.runtime.rollout.agents.task_host import TaskHost
 from umbra.runtime.rollout.agents.text_codec import TextCodec
 from umbra.runtime.rpc.rpc_client import Handle
@@ -26,7 +26,7 @@ _RESOLVE_TIMEOUT_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AskedPoolConfig:
+class AuxiliaryPoolConfig:
     """What a worker knows of a pool that user code may ask.
 
     Attributes:
@@ -62,11 +62,11 @@ class PoolDesk:
     """Passes the questions of user code on. Owned by a rollout worker, on whose loop it is entered.
 
     Args:
-        pools: `AskedPoolConfig` as a dict, by the pool's name.
+        pools: `AuxiliaryPoolConfig` as a dict, by the pool's name.
     """
 
     def __init__(self, pools: Mapping[str, Mapping[str, Any]]) -> None:
-        self._configs = {name: AskedPoolConfig(**settings) for name, settings in pools.items()}
+        self._configs = {name: AuxiliaryPoolConfig(**settings) for name, settings in pools.items()}
         self._handles: dict[str, Handle] = {}
         self._calls_out: TaskHost
 
@@ -77,7 +77,7 @@ class PoolDesk:
     async def __aexit__(self, *exc_info: object) -> None:
         await self._calls_out.__aexit__(*exc_info)
 
-    def pool(self, name: str, patience: Patience) -> AskedPool:
+    def pool(self, name: str, patience: ExtendableDeadline) -> AuxiliaryPool:
         """A pool to ask, on user code's loop.
 
         Args:
@@ -93,10 +93,10 @@ class PoolDesk:
                 f"there is no pool {name!r} to ask; there are: {known} (a section [pools.{name}] "
                 "of the config makes one)"
             )
-        return AskedPool(name, config, self, patience)
+        return AuxiliaryPool(name, config, self, patience)
 
     async def ask(
-        self, config: AskedPoolConfig, arguments: Sequence[object], patience: Patience
+        self, config: AuxiliaryPoolConfig, arguments: Sequence[object], patience: ExtendableDeadline
     ) -> dict[str, Any]:
         """A call of the pool's generator, for user code's loop."""
 
@@ -117,7 +117,7 @@ class PoolDesk:
         return self._handles[name]
 
 
-class AskedPool:
+class AuxiliaryPool:
     """A further pool, as agent loops and reward functions have it.
 
     A loop that runs again because its process died asks again: calls are not replayed. Wrap them
@@ -125,7 +125,7 @@ class AskedPool:
     """
 
     def __init__(
-        self, name: str, config: AskedPoolConfig, desk: PoolDesk, patience: Patience
+        self, name: str, config: AuxiliaryPoolConfig, desk: PoolDesk, patience: ExtendableDeadline
     ) -> None:
         self.name = name
         self._config = config
@@ -199,12 +199,12 @@ class AskedPool:
 class RewardContext:
     """What a reward function gets that takes an argument `ctx`."""
 
-    def __init__(self, desk: PoolDesk, patience: Patience) -> None:
+    def __init__(self, desk: PoolDesk, patience: ExtendableDeadline) -> None:
         self._desk = desk
         self._patience = patience
 
-    def pool(self, name: str) -> AskedPool:
-        """A further pool, such as a judge; see `AskedPool`."""
+    def pool(self, name: str) -> AuxiliaryPool:
+        """A further pool, such as a judge; see `AuxiliaryPool`."""
         return self._desk.pool(name, self._patience)
 
 

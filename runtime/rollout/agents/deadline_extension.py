@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Self
 
 
-class Patience:
+class ExtendableDeadline:
     """`asyncio.timeout(limit_s)` with pauses. Belongs to one loop; entered once."""
 
     def __init__(self, limit_s: float) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from umbra.runtime.errors import ConfigError, RewardError
 from umbra.runtime.rollout.agents.auxiliary_pool import PoolDesk, RewardContext
-from umbra.runtime.rollout.agents.deadline_extension import Patience
+from umbra.runtime.rollout.agents.deadline_extension import ExtendableDeadline
 from umbra.runtime.rollout.agents.reward_value import reward_value
 from umbra.runtime.rollout.agents.task_host import UserThread
 from umbra.runtime.rollout.agents.user_function import advice, describe, load_function
@@ -65,7 +65,7 @@ class RewardFunction:
         """G rewards."""
         who = _name(sample_ids)
         columns = self._columns(rows, who)
-        patience = Patience(self._timeout_s)
+        patience = ExtendableDeadline(self._timeout_s)
         if self._takes_context and self._pools is not None:
             columns[_CONTEXT] = RewardContext(self._pools, patience)
         try:

@@ -11,7 +11,7 @@ from umbra.runtime.actor.actor_spec import actor_context
 from umbra.runtime.errors import ConfigError, RolloutError, UmbraError
 from umbra.runtime.rollout.agents.agent_loop import AgentContext, AgentLoop
 from umbra.runtime.rollout.agents.auxiliary_pool import PoolDesk
-from umbra.runtime.rollout.agents.deadline_extension import Patience
+from umbra.runtime.rollout.agents.deadline_extension import ExtendableDeadline
 from umbra.runtime.rollout.agents.reward_function import RewardFunction
 from umbra.runtime.rollout.agents.task_host import TaskHost, UserThread
 from umbra.runtime.rollout.agents.text_codec import TextCodec
@@ -136,7 +136,7 @@ class RolloutWorker:
 
             return ask
 
-        patience = Patience(timeout_s)
+        patience = ExtendableDeadline(timeout_s)
         context = AgentContext(
             item["row"],
             item["prompt"],

@@ -60,7 +60,7 @@ class GroupRetries:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Job:
+class WorkerJob:
     """A call for any rollout actor to answer. It may run more than once.
 
     Attributes:
@@ -117,7 +117,7 @@ class WorkerPool:
         self._max_deaths = max_deaths
         self._on_failure = on_failure
         # unbounded, yet no longer than what the manager admits: a job per group or trajectory
-        self._queues: dict[str, asyncio.Queue[Job]] = {
+        self._queues: dict[str, asyncio.Queue[WorkerJob]] = {
             method: asyncio.Queue() for method in concurrency
         }
         self._suspects = _Suspects()
@@ -125,7 +125,7 @@ class WorkerPool:
         self._suspect_from = max(1, min(_SUSPECT_FROM, max_deaths - 1))
         self._blocked = {method: BlockedInARow() for method in concurrency}
 
-    def put(self, job: Job) -> None:
+    def put(self, job: WorkerJob) -> None:
         queue = self._suspects if job.is_suspect else self._queues[job.method]
         queue.put_nowait(job)
 
@@ -144,7 +144,7 @@ class WorkerPool:
                         tasks.create_task(self._serve(worker, self._queues[method]))
                 tasks.create_task(self._serve(worker, self._suspects))
 
-    async def _serve(self, worker: _Worker, queue: asyncio.Queue[Job] | _Suspects) -> None:
+    async def _serve(self, worker: _Worker, queue: asyncio.Queue[WorkerJob] | _Suspects) -> None:
         while True:
             try:
                 await worker.connect()  # a job is taken only by a worker that is there
@@ -159,7 +159,7 @@ class WorkerPool:
                 self._on_failure(RolloutError(f"rollout actor {worker.name} is gone: {error}"))
                 return
 
-    async def _attempt(self, job: Job, worker: _Worker, handle: Handle) -> None:
+    async def _attempt(self, job: WorkerJob, worker: _Worker, handle: Handle) -> None:
         ref = handle.ref
         if job.is_suspect:
             worker.suspect(ref.incarnation, job.sample_id)
@@ -177,7 +177,7 @@ class WorkerPool:
             if job.is_wanted():
                 job.on_result(result)
 
-    def _on_death(self, job: Job, worker: _Worker, ref: ActorRef, error: UmbraError) -> None:
+    def _on_death(self, job: WorkerJob, worker: _Worker, ref: ActorRef, error: UmbraError) -> None:
         blamed = worker.blamed_for(ref.incarnation)
         if blamed is not None and blamed.error is not None:
             if blamed.sample_id == job.sample_id:
@@ -210,7 +210,7 @@ class WorkerPool:
                 job.num_deaths, job.is_suspect = 0, False
             self.put(job)
 
-    def _on_blocked(self, job: Job, reason: str) -> None:
+    def _on_blocked(self, job: WorkerJob, reason: str) -> None:
         job.is_suspect = True  # its next attempt is the first of all
         job.retries = min(job.retries, job.group_retries.left)
         job.group_retries.left -= 1
@@ -220,7 +220,7 @@ class WorkerPool:
             return
         self._fail(job, _error_of(job, reason))
 
-    def _fail(self, job: Job, error: UmbraError) -> None:
+    def _fail(self, job: WorkerJob, error: UmbraError) -> None:
         if not job.is_wanted():
             return
         if job.retries > 0:
@@ -231,7 +231,7 @@ class WorkerPool:
         job.on_failure(error)
 
 
-def _error_of(job: Job, text: str) -> RolloutError:
+def _error_of(job: WorkerJob, text: str) -> RolloutError:
     return RewardError(text) if job.method == "score" else RolloutError(text)
 
 
@@ -242,16 +242,18 @@ class _Suspects:
     """
 
     def __init__(self) -> None:
-        self._queue: asyncio.PriorityQueue[tuple[int, str, int, Job]] = asyncio.PriorityQueue()
+        self._queue: asyncio.PriorityQueue[tuple[int, str, int, WorkerJob]] = (
+            asyncio.PriorityQueue()
+        )
         self._serials = itertools.count()
 
-    def put_nowait(self, job: Job) -> None:
+    def put_nowait(self, job: WorkerJob) -> None:
         self._queue.put_nowait((-job.num_deaths, job.sample_id, next(self._serials), job))
 
-    async def get(self) -> Job:
+    async def get(self) -> WorkerJob:
         return (await self._queue.get())[-1]
 
-    def take_all(self) -> list[Job]:
+    def take_all(self) -> list[WorkerJob]:
         return [self._queue.get_nowait()[-1] for _ in range(self._queue.qsize())]
 
 

@@ -22,7 +22,7 @@ _NOTED_IN_BATCHES: Final = 4
 more leave a slow run without a word."""
 
 
-class UniformGroups:
+class ZeroVarianceGroups:
     """Counts dropped groups, of which all rewards are equal, for one life of a manager.
 
     Args:

@@ -50,7 +50,7 @@ class RequestCarrier(Protocol):
     def withdraw(self, request_ids: list[int]) -> None: ...
 
 
-class Journal(Protocol):
+class TokenRecorder(Protocol):
     """Is told what happens to trajectories: `Recorder`."""
 
     def started(self, sample: Trajectory) -> None: ...
@@ -96,7 +96,7 @@ class Dispatcher:
         self,
         router: Router,
         on_failure: Callable[[UmbraError], None],
-        journal: Journal,
+        journal: TokenRecorder,
         clock: Callable[[], float] = time.monotonic,
         on_work: Callable[[bool], None] = lambda has_work: None,
     ) -> None:

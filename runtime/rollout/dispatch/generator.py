@@ -29,7 +29,7 @@ from umbra.runtime.errors import RolloutError, UmbraError, first_leaf
 from umbra.runtime.rollout.alarm import Alarm
 from umbra.runtime.rollout.dispatch.dispatcher import Dispatcher
 from umbra.runtime.rollout.dispatch.engine_fleet import Fleet, FleetConfig
-from umbra.runtime.rollout.dispatch.pool_load import Demand
+from umbra.runtime.rollout.dispatch.pool_load import PoolLoad
 from umbra.runtime.rollout.dispatch.router import Router
 from umbra.runtime.rollout.dispatch.trajectory import Trajectory
 from umbra.runtime.rollout.dispatch.turn import Turn
@@ -66,7 +66,7 @@ class GeneratorConfig:
     shares_memory: bool = False
 
 
-class Piece(NamedTuple):
+class GeneratedPiece(NamedTuple):
     """What has come of a generation since the piece before it.
 
     Attributes:
@@ -103,7 +103,7 @@ class Generator:
             submit_timeout_s=config.submit_timeout_s,
         )
         self._fleet = Fleet(fleet, context, self._dispatcher, self._watch, note)
-        self._demand = Demand(context.supervisor, config.pool)
+        self._demand = PoolLoad(context.supervisor, config.pool)
         self._starving = Alarm(config.engine_timeout_s, self._on_starved)
 
     async def run(self) -> None:
@@ -166,9 +166,9 @@ class Generator:
         stop_token_ids: Sequence[int] = (),
         seed: int | None = None,
         lora: str = "",
-    ) -> Piece:
+    ) -> GeneratedPiece:
         """All of a generation in one piece; see `stream`."""
-        pieces = list[Piece]()
+        pieces = list[GeneratedPiece]()
         whole = self.stream(
             tokens,
             max_new_tokens,
@@ -191,7 +191,7 @@ class Generator:
         stop_token_ids: Sequence[int] = (),
         seed: int | None = None,
         lora: str = "",
-    ) -> AsyncGenerator[Piece, None]:
+    ) -> AsyncGenerator[GeneratedPiece, None]:
         """Generates on from `tokens`; pieces come as engines report them.
 
         A caller that closes the stream or is cancelled withdraws its request.
@@ -304,7 +304,9 @@ class _Generation:
             on_error=self.fail,
             lora=lora,
         )
-        self._pieces: list[Piece] = []  # bounded by the budget: a slow caller gets longer ones
+        self._pieces: list[
+            GeneratedPiece
+        ] = []  # bounded by the budget: a slow caller gets longer ones
         self._changed = asyncio.Event()
         self._reason = ""
         self._error: UmbraError | None = None
@@ -316,7 +318,7 @@ class _Generation:
 
     def put(self, tokens: NDArray[np.int32], logprobs: NDArray[np.float32]) -> None:
         # copies: the arrays are parts of a whole batch's
-        self._pieces.append(Piece(tokens.copy(), logprobs.copy(), ""))
+        self._pieces.append(GeneratedPiece(tokens.copy(), logprobs.copy(), ""))
         self._changed.set()
 
     def _end(self, reason: str) -> None:
@@ -327,14 +329,14 @@ class _Generation:
         self._error = self._error or error
         self._changed.set()
 
-    async def take(self) -> Piece:
+    async def take(self) -> GeneratedPiece:
         """What is new, once there is something."""
         await self._changed.wait()
         self._changed.clear()
         pieces, self._pieces = self._pieces, []
         if self._error is not None and not self._reason:
             raise self._error
-        return _joined([*pieces, Piece(_NO_TOKENS, _NO_LOGPROBS, self._reason)])
+        return _joined([*pieces, GeneratedPiece(_NO_TOKENS, _NO_LOGPROBS, self._reason)])
 
 
 class _Deliveries:
@@ -363,11 +365,11 @@ class _Deliveries:
             self._generations[uid].put(tokens[start:stop], logprobs[start:stop])
 
 
-def _joined(pieces: Sequence[Piece]) -> Piece:
+def _joined(pieces: Sequence[GeneratedPiece]) -> GeneratedPiece:
     """As one; the finish reason is that of the last."""
     if len(pieces) == 1:
         return pieces[0]
-    return Piece(
+    return GeneratedPiece(
         np.concatenate([piece.tokens for piece in pieces]),
         np.concatenate([piece.logprobs for piece in pieces]),
         pieces[-1].finish_reason,

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from umbra.runtime.actor.actor_spec import actor_context, idempotent
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.rollout.dispatch.generator import Generator, GeneratorConfig
-from umbra.runtime.rollout.operator_messages import Notes
+from umbra.runtime.rollout.operator_messages import OperatorMessages
 
 
 class GeneratorService:
@@ -29,7 +29,7 @@ class GeneratorService:
         except TypeError as error:
             raise ConfigError(f"settings of a generator: {error}") from error
         context = actor_context()
-        self._notes = Notes(context.supervisor)
+        self._notes = OperatorMessages(context.supervisor)
         self._generator = Generator(settings, context, self._notes.put)
 
     async def run(self) -> None:

@@ -15,7 +15,7 @@ _TELL_TIMEOUT_S: Final = 10.0
 """The supervisor answers from memory."""
 
 
-class Demand:
+class PoolLoad:
     """Takes changes at any time; `run()` tells of them, in order, and of how it is at first."""
 
     def __init__(self, supervisor: Handle, pool: str) -> None:

@@ -22,7 +22,7 @@ from umbra.runtime.rollout.prompts import Prompt
 _SEED_BITS: Final = 63
 
 
-class Asides:
+class SideGenerations:
     """Those of one run of an agent loop; `close` ends what is under way."""
 
     def __init__(

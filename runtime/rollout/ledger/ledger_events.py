@@ -114,7 +114,7 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Prompt:
+class PromptGiven:
     """An agent loop replaced the prompt, before the first token of the completion."""
 
     uid: int
@@ -230,7 +230,7 @@ Event: TypeAlias = (
     | Started
     | Cut
     | Tokens
-    | Prompt
+    | PromptGiven
     | Reset
     | Recorded
     | Finished
@@ -367,7 +367,7 @@ _KINDS: Final[dict[int, tuple[type[Any], tuple[Any, ...]]]] = {
     3: (Started, (_I64,)),
     4: (Cut, (_I64, _STR)),
     5: (Tokens, (_I64, _I64, _I64, _I64, _I32, _F32)),
-    6: (Prompt, (_INT, _I32)),
+    6: (PromptGiven, (_INT, _I32)),
     7: (Reset, (_INT, _STR)),
     8: (Recorded, (_INT, _STR, _Anything())),
     9: (Finished, (_I64, _Texts())),

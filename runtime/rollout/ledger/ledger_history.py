@@ -51,7 +51,7 @@ class Position(NamedTuple):
         return cls(*map(int, match.groups()))
 
 
-class Part(NamedTuple):
+class LogPart(NamedTuple):
     """One file; its first `stop` bytes count."""
 
     path: Path
@@ -127,7 +127,7 @@ class History:
     """
 
     folder: Path
-    parts: tuple[Part, ...]
+    parts: tuple[LogPart, ...]
 
     @property
     def end(self) -> Position:
@@ -213,16 +213,16 @@ def read_history(folder: Path, *, before_life: int | None = None) -> History:
         if own:
             header = Header.from_wire(_scan(own[0]).frames[0][1], own[0].path)
             earlier = [
-                Part(folder / part_name(of_life, part), of_life, part, stop)
+                LogPart(folder / part_name(of_life, part), of_life, part, stop)
                 for of_life, part, stop in header.earlier
             ]
             return History(folder, (*earlier, *own))
     return History(folder, ())
 
 
-def _parts_of(life: int, files: dict[int, Path], folder: Path) -> list[Part]:
+def _parts_of(life: int, files: dict[int, Path], folder: Path) -> list[LogPart]:
     """The files of the newest life; none where not even its first header was written."""
-    parts: list[Part] = []
+    parts: list[LogPart] = []
     for part in range(max(files) + 1):
         if part not in files:
             raise LedgerError(
@@ -235,11 +235,11 @@ def _parts_of(life: int, files: dict[int, Path], folder: Path) -> list[Part]:
                 f"{files[part]} is damaged at byte {found.stop}: it was whole when its next part "
                 "was begun; restore it from a backup"
             )
-        parts.append(Part(files[part], life, part, found.stop))
+        parts.append(LogPart(files[part], life, part, found.stop))
     return parts if parts[0].stop else []
 
 
-def _scan(part: Part) -> ledger_frames.Scan:
+def _scan(part: LogPart) -> ledger_frames.Scan:
     """The frames of a part; all its bytes that count must be good."""
     found = ledger_frames.scan(memoryview(_read(part.path))[: part.stop], part.path)
     if found.stop != part.stop:

@@ -24,7 +24,7 @@ from umbra.runtime.rollout.ledger.ledger_events import (
     Event,
     Finished,
     Leased,
-    Prompt,
+    PromptGiven,
     Recorded,
     Reset,
     Restored,
@@ -267,7 +267,7 @@ class _Filler:
             case Dropped():
                 detail = ": ".join(filter(None, (event.reason, event.cause)))
                 self._note_all(entry, event.uids.tolist(), "dropped", detail)
-            case Prompt():
+            case PromptGiven():
                 self._note(entry, event.uid, "prompt", f"of {len(event.tokens)} tokens")
             case Reset():
                 self._note(entry, event.uid, "reset", event.reason)

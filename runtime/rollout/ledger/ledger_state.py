@@ -24,7 +24,7 @@ from umbra.runtime.rollout.ledger.ledger_events import (
     Event,
     Finished,
     Leased,
-    Prompt,
+    PromptGiven,
     Recorded,
     Reset,
     Restored,
@@ -109,7 +109,7 @@ class LedgerState:
                 self._cut(self._find(event, event.uids, _RUNNING))
             case Tokens():
                 self._append(event)
-            case Prompt():
+            case PromptGiven():
                 self._replace_prompt(event)
             case Reset():
                 self._reset(self._find_one(event, event.uid, _OPEN))
@@ -253,7 +253,7 @@ class LedgerState:
         self.totals.generated_tokens += num_generated
         self.totals.given_tokens += len(event.tokens) - num_generated
 
-    def _replace_prompt(self, event: Prompt) -> None:
+    def _replace_prompt(self, event: PromptGiven) -> None:
         sample = self._find_one(event, event.uid, _OPEN)
         if sample.num_tokens:
             raise LedgerError(

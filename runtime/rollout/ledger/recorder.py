@@ -30,7 +30,7 @@ from umbra.runtime.rollout.ledger.ledger_events import (
     Event,
     Finished,
     Leased,
-    Prompt,
+    PromptGiven,
     Recorded,
     Reset,
     Restored,
@@ -213,7 +213,7 @@ class Recorder:
     def prompt(self, sample: Trajectory) -> None:
         """An agent loop replaced the prompt."""
         if sample.uid != NOT_RECORDED:
-            self._write(Prompt(sample.uid, sample.prompt_tokens))
+            self._write(PromptGiven(sample.uid, sample.prompt_tokens))
 
     def given(self, sample: Trajectory, start: int) -> None:
         """An agent loop appended the completion's tokens from `start` on."""

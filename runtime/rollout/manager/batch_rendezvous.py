@@ -1,6 +1,6 @@
-"""The rounds of the ranks: they ask together, and are answered together.
+"""Batches and evaluations: the ranks ask for them together, and are answered together.
 
-    next_batch / evaluate of each rank --join--> Rendezvous --answer--> disk --deliver--> the ranks
+    each rank: next_batch / evaluate --join--> RankRendezvous --answer--> disk --deliver--> ranks
 
 One round is under way at a time. Whatever may have changed its outcome ends in `answer()`.
 
@@ -29,16 +29,16 @@ from umbra.runtime.rollout.dispatch.engine_fleet import Fleet
 from umbra.runtime.rollout.ledger.ledger_events import Evaluated
 from umbra.runtime.rollout.ledger.recorder import Recorder
 from umbra.runtime.rollout.manager.catch_up import CatchUp, Waiting
-from umbra.runtime.rollout.manager.evaluation import Harvest
+from umbra.runtime.rollout.manager.evaluation import Evaluation
 from umbra.runtime.rollout.manager.group_runner import GroupRunner
 from umbra.runtime.rollout.manager.rank_answers import batch_answers, evaluation_outcome
-from umbra.runtime.rollout.manager.rank_rendezvous import Rendezvous, Round
+from umbra.runtime.rollout.manager.rank_rendezvous import CollectiveCall, RankRendezvous
 from umbra.runtime.rollout.manager.training_flow import TrainingFlow
 from umbra.runtime.rollout.rollout_config import RolloutConfig
 from umbra.runtime.rpc.rpc_client import Handle
 
 
-class Rounds:
+class BatchRendezvous:
     """Owns the round under way, the evaluation it may need, and who waits for it.
 
     Args:
@@ -72,15 +72,17 @@ class Rounds:
         self._learn = learn
         self._on_failure = on_failure
         self._catch_up = CatchUp(supervisor, config.pool, self._who_waits, self._ask_for_sync)
-        self._ranks = Rendezvous(config.world_size, config.rank_timeout_s, self._catch_up.look)
+        self._ranks = RankRendezvous(config.world_size, config.rank_timeout_s, self._catch_up.look)
         self._starving = Alarm(config.engine_timeout_s, self._on_starved)
-        self._round: Round | None = None
-        self._evaluation: Harvest | None = None
+        self._round: CollectiveCall | None = None
+        self._evaluation: Evaluation | None = None
         self._last_evaluation: Evaluated | None = None
         self._has_work = False
         self._num_answers = 0
         self._num_delivered = 0
-        self._to_deliver: asyncio.Queue[tuple[Round, list[dict[str, Any]]]] = asyncio.Queue()
+        self._to_deliver: asyncio.Queue[tuple[CollectiveCall, list[dict[str, Any]]]] = (
+            asyncio.Queue()
+        )
 
     async def run(self) -> None:
         """Lives until cancelled."""
@@ -101,7 +103,7 @@ class Rounds:
 
     # -- what the ranks ask --------------------------------------------------------------
 
-    async def join(self, rank: int, wanted: Round) -> dict[str, Any]:
+    async def join(self, rank: int, wanted: CollectiveCall) -> dict[str, Any]:
         """A rank's answer; see `RolloutManager.next_batch` and `evaluate`."""
         if self.failure is not None:
             raise self.failure
@@ -117,10 +119,10 @@ class Rounds:
         self.answer()
         return await self._ranks.wait(rank, slot)
 
-    async def _lost_answer(self, rank: int, wanted: Round) -> dict[str, Any] | None:
+    async def _lost_answer(self, rank: int, wanted: CollectiveCall) -> dict[str, Any] | None:
         """What was answered before, for a rank that it did not reach: the others have gone on."""
         last = self._last_evaluation
-        if last is not None and wanted == Round("evaluate", last.step, last.temperature):
+        if last is not None and wanted == CollectiveCall("evaluate", last.step, last.temperature):
             return dict(last.outcome)
         if wanted.version is None or self._flow.leased(wanted.step) is None:
             return None
@@ -133,7 +135,7 @@ class Rounds:
         flow = self._flow
         return batch_answers(groups, self._config, flow.gen_s, flow.metrics(groups))[rank]
 
-    def _begin(self, wanted: Round) -> None:
+    def _begin(self, wanted: CollectiveCall) -> None:
         """Starts a round's work. An evaluation that was not waited for to the end is dropped."""
         self._drop_evaluation()
         self._round = wanted
@@ -141,7 +143,7 @@ class Rounds:
             self._learn(wanted.version, wanted.step)
             self._flow.advance(wanted.step)
             return
-        self._evaluation = Harvest(
+        self._evaluation = Evaluation(
             self._admission.evaluation_groups(),
             self._runner,
             wanted.temperature,
@@ -194,7 +196,7 @@ class Rounds:
         elif self._fleet.pending:
             self._catch_up.look()
 
-    def _outcome(self, wanted: Round) -> list[dict[str, Any]] | None:
+    def _outcome(self, wanted: CollectiveCall) -> list[dict[str, Any]] | None:
         """What the ranks get, one each; None while it is not complete."""
         if wanted.version is not None:
             groups = self._flow.take(wanted.step)
@@ -232,7 +234,7 @@ class Rounds:
 
     # -- private -------------------------------------------------------------------------
 
-    def _on_failed_evaluation(self, wanted: Round, error: UmbraError) -> None:
+    def _on_failed_evaluation(self, wanted: CollectiveCall, error: UmbraError) -> None:
         said = (
             f"the evaluation after step {wanted.step} failed, and with it the run "
             f"(rollout.max_failed_share is for prompts that are trained on): {error}; "

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 from umbra.runtime.errors import DeadlineExceeded
 from umbra.runtime.rollout.dispatch.router import EngineId
-from umbra.runtime.rollout.manager.rank_rendezvous import Round
+from umbra.runtime.rollout.manager.rank_rendezvous import CollectiveCall
 from umbra.runtime.rpc.rpc_client import Handle
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Waiting(NamedTuple):
         are_all: no rank is missing.
     """
 
-    wanted: Round
+    wanted: CollectiveCall
     answer: int
     ranks: frozenset[int]
     are_all: bool

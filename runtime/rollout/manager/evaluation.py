@@ -10,7 +10,7 @@ from umbra.runtime.rollout.dispatch.group import Group
 from umbra.runtime.rollout.manager.group_runner import GroupRunner
 
 
-class Harvest:
+class Evaluation:
     """Groups on their way. Everything happens in callbacks on one loop.
 
     Args:

@@ -15,7 +15,7 @@ import numpy as np
 
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.rollout.agents.agent_sessions import AgentSessions
-from umbra.runtime.rollout.agents.worker_pool import GroupRetries, Job, WorkerPool
+from umbra.runtime.rollout.agents.worker_pool import GroupRetries, WorkerJob, WorkerPool
 from umbra.runtime.rollout.dispatch.dispatcher import Dispatcher
 from umbra.runtime.rollout.dispatch.group import Group
 from umbra.runtime.rollout.dispatch.trajectory import Trajectory
@@ -162,7 +162,7 @@ class GroupRunner:
         self.abandon(run.group)
         run.on_failed(run.group, error)
 
-    def _agent_job(self, sample: Trajectory, run: _Run) -> Job:
+    def _agent_job(self, sample: Trajectory, run: _Run) -> WorkerJob:
         def make_arguments() -> tuple[object, ...]:
             session = self._sessions.open(sample, run.group, run.temperature)
             item = self._item(sample, sample.prompt.tokens) | {"session": session}
@@ -174,7 +174,7 @@ class GroupRunner:
             sample.reward = reward
             self._on_finished(sample, run, sample.finish_reason or "stop")
 
-        return Job(
+        return WorkerJob(
             label=f"the agent loop for {sample.sample_id}",
             group_id=run.group.group_id,
             sample_id=sample.sample_id,
@@ -190,7 +190,7 @@ class GroupRunner:
             retries=self._config.agent_retries,
         )
 
-    def _score_job(self, run: _Run) -> Job:
+    def _score_job(self, run: _Run) -> WorkerJob:
         samples = run.group.unscored
         items = [self._item(sample, sample.tokens) for sample in samples]
 
@@ -201,7 +201,7 @@ class GroupRunner:
 
         # a worker runs its score calls one after the other where the reward is synchronous
         calls = self._config.score_concurrency
-        return Job(
+        return WorkerJob(
             label=f"the reward of group {run.group.group_id}",
             group_id=run.group.group_id,
             sample_id=samples[0].sample_id,

@@ -11,7 +11,7 @@ from umbra.runtime.rollout.buffer.advantages import group_advantages
 from umbra.runtime.rollout.buffer.batch_columns import batch_metrics, rank_columns
 from umbra.runtime.rollout.buffer.batch_plan import plan_batch
 from umbra.runtime.rollout.dispatch.group import Group
-from umbra.runtime.rollout.manager.evaluation import Harvest
+from umbra.runtime.rollout.manager.evaluation import Evaluation
 from umbra.runtime.rollout.rollout_config import RolloutConfig
 
 
@@ -43,7 +43,7 @@ def batch_answers(
     return [{**shared, **rank_columns(groups, advantages, plan)} for plan in plans]
 
 
-def evaluation_outcome(harvest: Harvest, config: RolloutConfig) -> dict[str, Any]:
+def evaluation_outcome(harvest: Evaluation, config: RolloutConfig) -> dict[str, Any]:
     """What every rank gets of an evaluation."""
     metrics = batch_metrics(harvest.groups, harvest.gen_s)
     rewards = np.concatenate([group.rewards for group in harvest.groups])

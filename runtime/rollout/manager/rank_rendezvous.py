@@ -13,7 +13,7 @@ _LACKING_S: Final = 1.0
 """Ranks come within milliseconds of each other: sooner asks in vain, later leaves engines idle."""
 
 
-class Round(NamedTuple):
+class CollectiveCall(NamedTuple):
     """What the ranks ask for together; a version belongs to batches, not to evaluations."""
 
     call: str
@@ -27,7 +27,7 @@ class Round(NamedTuple):
         return f"{self.call} after step {self.step}"
 
 
-class Rendezvous:
+class RankRendezvous:
     """Holds the ranks of one round until all are answered alike.
 
     Example of two ranks:
@@ -44,7 +44,7 @@ class Rendezvous:
     ) -> None:
         self._world_size = world_size
         self._timeout_s = timeout_s
-        self._round: Round | None = None
+        self._round: CollectiveCall | None = None
         self._slots: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._incomplete = Alarm(timeout_s, self._on_missing)
         self._lacking = Alarm(_LACKING_S, self._on_lacking)
@@ -60,7 +60,7 @@ class Rendezvous:
         """The ranks that are here."""
         return frozenset(self._slots)
 
-    def arrive(self, rank: int, wanted: Round) -> asyncio.Future[dict[str, Any]]:
+    def arrive(self, rank: int, wanted: CollectiveCall) -> asyncio.Future[dict[str, Any]]:
         """Enters a rank into the round; the future is its answer. Pass it to `wait`.
 
         Raises:
@@ -94,7 +94,7 @@ class Rendezvous:
                 del self._slots[rank]
                 self._close_if_empty()
 
-    def give(self, wanted: Round, answers: Sequence[dict[str, Any]]) -> None:
+    def give(self, wanted: CollectiveCall, answers: Sequence[dict[str, Any]]) -> None:
         """Answers the ranks that still wait for this round; one that left may ask for it alone."""
         if self._round == wanted:
             slots, self._slots = self._slots, {}

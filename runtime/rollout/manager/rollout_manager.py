@@ -1,6 +1,6 @@
 """The rollout manager: an actor that turns prompts into scored, balanced batches.
 
-    ranks --next_batch--> Rounds     Admission -> TrainingFlow -> GroupRunner -> Dispatcher
+    ranks --next_batch--> BatchRendezvous     Admission -> TrainingFlow -> GroupRunner -> Dispatcher
                             ^                          |               |           -> engines
                             +-- batch | sync_wanted <--+               +-> WorkerPool
                                                                         -> rewards, agents
@@ -26,16 +26,16 @@ from umbra.runtime.rollout.buffer.admission import Admission
 from umbra.runtime.rollout.buffer.staleness import VersionSteps
 from umbra.runtime.rollout.dispatch.dispatcher import Dispatcher
 from umbra.runtime.rollout.dispatch.engine_fleet import Fleet, FleetConfig
-from umbra.runtime.rollout.dispatch.pool_load import Demand
+from umbra.runtime.rollout.dispatch.pool_load import PoolLoad
 from umbra.runtime.rollout.dispatch.router import Router
 from umbra.runtime.rollout.ledger.ledger_events import Restored
 from umbra.runtime.rollout.ledger.recorder import Recorder
-from umbra.runtime.rollout.manager.batch_rendezvous import Rounds
+from umbra.runtime.rollout.manager.batch_rendezvous import BatchRendezvous
 from umbra.runtime.rollout.manager.group_recovery import Recovered, recover_groups
 from umbra.runtime.rollout.manager.group_runner import GroupRunner
-from umbra.runtime.rollout.manager.rank_rendezvous import Round
+from umbra.runtime.rollout.manager.rank_rendezvous import CollectiveCall
 from umbra.runtime.rollout.manager.training_flow import TrainingFlow
-from umbra.runtime.rollout.operator_messages import Notes
+from umbra.runtime.rollout.operator_messages import OperatorMessages
 from umbra.runtime.rollout.rollout_config import RolloutConfig
 
 logger = logging.getLogger(__name__)
@@ -58,11 +58,11 @@ class RolloutManager:
         self._admission = Admission(self._config)
         context = actor_context()
         self._context = context
-        self._notes = Notes(context.supervisor)
+        self._notes = OperatorMessages(context.supervisor)
         router = Router(self._config.max_inflight_per_engine)
         folder = Path(self._config.ledger_path) if self._config.ledger_path else None
         self._recorder = Recorder(folder, self._fail)
-        self._demand = Demand(context.supervisor, self._config.pool)
+        self._demand = PoolLoad(context.supervisor, self._config.pool)
         self._dispatcher = Dispatcher(router, self._fail, self._recorder, on_work=self._on_work)
         self._sessions = AgentSessions(
             self._dispatcher,
@@ -111,7 +111,7 @@ class RolloutManager:
             on_failure=self._fail,
             note=self._notes.put,
         )
-        self._rounds = Rounds(
+        self._rounds = BatchRendezvous(
             context.name,
             self._config,
             context.supervisor,
@@ -218,7 +218,9 @@ class RolloutManager:
             RolloutError: a rank is missing, ranks disagree, no engine serves for too long, an
                 engine refused a request, agent loops failed for too many groups.
         """
-        return await self._join(rank, Round("next_batch", step, self._config.temperature, version))
+        return await self._join(
+            rank, CollectiveCall("next_batch", step, self._config.temperature, version)
+        )
 
     @idempotent
     async def evaluate(self, rank: int, step: int, temperature: float = 0.0) -> dict[str, Any]:
@@ -229,9 +231,9 @@ class RolloutManager:
             "completion_len_mean", "truncated_share"} or {"kind": "sync_wanted", ...}. Accuracy
             is the share of rewards of at least `accuracy_threshold`.
         """
-        return await self._join(rank, Round("evaluate", step, temperature))
+        return await self._join(rank, CollectiveCall("evaluate", step, temperature))
 
-    async def _join(self, rank: int, wanted: Round) -> dict[str, Any]:
+    async def _join(self, rank: int, wanted: CollectiveCall) -> dict[str, Any]:
         await self._ensure_recovered()
         self._wanted.set()
         return await self._rounds.join(rank, wanted)

@@ -17,7 +17,7 @@ from typing import Final, Protocol
 
 from umbra.runtime.errors import RewardError, RolloutError, UmbraError
 from umbra.runtime.rollout.buffer.staleness import StalenessBound, VersionSteps
-from umbra.runtime.rollout.buffer.zero_variance_groups import UniformGroups
+from umbra.runtime.rollout.buffer.zero_variance_groups import ZeroVarianceGroups
 from umbra.runtime.rollout.dispatch.group import Group
 from umbra.runtime.rollout.dispatch.trajectory import NOT_GENERATED
 from umbra.runtime.rollout.ledger.recorder import Recorder
@@ -86,7 +86,7 @@ class TrainingFlow:
         self._ready: dict[int, Group] = {}  # those of `_open` that are scored, as they came
         self._leases: dict[int, list[Group]] = {}  # by step
         self._ended: deque[bool] = deque(maxlen=_FAILURE_WINDOW)  # True for groups that failed
-        self._uniform = UniformGroups(source.num_prompts, config.groups_per_step, note)
+        self._uniform = ZeroVarianceGroups(source.num_prompts, config.groups_per_step, note)
         self._began = time.monotonic()
         self._since_last: dict[str, float] = {}  # numbers of the time between the last two batches
         self._dropped_tokens = 0

@@ -17,7 +17,11 @@ from umbra.runtime.errors import ProtocolError, WeightSyncError
 from umbra.runtime.weights.manifest import ITEMSIZES, Manifest
 from umbra.runtime.weights.transports.byte_views import flatten
 from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import CudaOpener, Opener
-from umbra.runtime.weights.transports.cuda_ipc.rank_exports import Allocation, Part, RankExports
+from umbra.runtime.weights.transports.cuda_ipc.rank_exports import (
+    Allocation,
+    RankExports,
+    TensorPart,
+)
 
 MakeOpener = Callable[[], Opener]
 
@@ -87,12 +91,12 @@ class ExportedImage:
 
 def _by_entry(
     manifest: Manifest, exports: Sequence[RankExports]
-) -> list[list[tuple[Part, Allocation]]]:
+) -> list[list[tuple[TensorPart, Allocation]]]:
     """The parts of each entry in their order.
 
     Raises WeightSyncError unless they make up every byte of it, once.
     """
-    found: list[list[tuple[Part, Allocation]]] = [[] for _ in manifest.entries]
+    found: list[list[tuple[TensorPart, Allocation]]] = [[] for _ in manifest.entries]
     payloads = [idx for idx, entry in enumerate(manifest.entries) if entry.nbytes]
     offsets = [manifest.entries[idx].offset for idx in payloads]
     for exported in exports:
@@ -116,7 +120,7 @@ def _by_entry(
     return found
 
 
-def _numel(part: Part) -> int:
+def _numel(part: TensorPart) -> int:
     numel = 1
     for size in part.shape:
         numel *= size

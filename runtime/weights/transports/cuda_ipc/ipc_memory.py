@@ -19,8 +19,8 @@ from umbra.runtime.weights.transports.cuda_ipc.cuda_driver import cuda_driver
 from umbra.runtime.weights.transports.cuda_ipc.rank_exports import (
     Allocation,
     Offer,
-    Part,
     RankExports,
+    TensorPart,
 )
 
 
@@ -64,7 +64,7 @@ class _Exporter:
         self._numbers: dict[int, int] = {}  # by first address
 
     def export(self, tensors: Sequence[tuple[int, Tensor]]) -> RankExports:
-        parts: list[Part] = []
+        parts: list[TensorPart] = []
         if tensors:
             self._uuids = cuda_driver().device_uuids()
         for device in sorted({tensor.device.index for _, tensor in tensors}):
@@ -74,14 +74,14 @@ class _Exporter:
                 parts += [self._part(offset, tensor) for offset, tensor in here]
         return RankExports(tuple(self._allocations), tuple(parts))
 
-    def _part(self, offset: int, tensor: Tensor) -> Part:
+    def _part(self, offset: int, tensor: Tensor) -> TensorPart:
         pointer = tensor.data_ptr()
         base, nbytes = cuda_driver().address_range(pointer)
         if base not in self._numbers:
             self._numbers[base] = len(self._allocations)
             handle = cuda_driver().export(base)
             self._allocations.append(Allocation(self._uuids[tensor.device.index], handle, nbytes))
-        return Part(
+        return TensorPart(
             offset,
             self._numbers[base],
             pointer - base,

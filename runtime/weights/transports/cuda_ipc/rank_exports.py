@@ -49,7 +49,7 @@ class Allocation:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorPart:
     """What a rank holds of one tensor: a strided view of an allocation.
 
     Attributes:
@@ -106,7 +106,7 @@ class RankExports:
     """All that one rank holds of the tensors to be published."""
 
     allocations: tuple[Allocation, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[TensorPart, ...]
 
     def to_wire(self) -> dict[str, Any]:
         return {
@@ -120,7 +120,9 @@ class RankExports:
         match cast("Any", raw):
             case {"allocations": allocations, "parts": parts}:
                 read = tuple(Allocation.from_wire(a) for a in _list(allocations, MAX_TENSORS))
-                return cls(read, tuple(Part.from_wire(p, read) for p in _list(parts, MAX_TENSORS)))
+                return cls(
+                    read, tuple(TensorPart.from_wire(p, read) for p in _list(parts, MAX_TENSORS))
+                )
             case _:
                 raise ProtocolError(f"not the exports of a rank: {str(raw)[:200]}")
 

@@ -33,7 +33,7 @@ class Extent:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class BucketPiece:
     """What an extent puts into one bucket.
 
     Attributes:
@@ -66,9 +66,9 @@ class BucketGrid:
     def num_buckets(self) -> int:
         return max(1, -(-self.image_nbytes // self.bucket_nbytes))
 
-    def cut(self, extents: Sequence[Extent]) -> list[list[Piece]]:
+    def cut(self, extents: Sequence[Extent]) -> list[list[BucketPiece]]:
         """The pieces of every bucket; a list per bucket, in the order of `extents`."""
-        buckets: list[list[Piece]] = [[] for _ in range(self.num_buckets)]
+        buckets: list[list[BucketPiece]] = [[] for _ in range(self.num_buckets)]
         for extent in extents:
             if extent.offset < 0 or extent.offset + extent.nbytes > self.image_nbytes:
                 raise ValueError(f"{extent} leaves the image of {self.image_nbytes} bytes")
@@ -76,6 +76,6 @@ class BucketGrid:
             while start < extent.nbytes:
                 idx, bucket_start = divmod(extent.offset + start, self.bucket_nbytes)
                 nbytes = min(extent.nbytes - start, self.bucket_nbytes - bucket_start)
-                buckets[idx].append(Piece(extent.key, start, bucket_start, nbytes))
+                buckets[idx].append(BucketPiece(extent.key, start, bucket_start, nbytes))
                 start += nbytes
         return buckets

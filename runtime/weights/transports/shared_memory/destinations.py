@@ -15,7 +15,11 @@ from umbra.runtime.errors import ProtocolError, WeightSyncError
 from umbra.runtime.weights.checksum import checksum_of
 from umbra.runtime.weights.manifest import ITEMSIZES, Manifest, TensorEntry
 from umbra.runtime.weights.transports.byte_views import dtype_name, flatten
-from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketGrid, Extent, Piece
+from umbra.runtime.weights.transports.shared_memory.bucket_grid import (
+    BucketGrid,
+    BucketPiece,
+    Extent,
+)
 from umbra.runtime.weights.transports.shared_memory.pages import populate_range
 
 MAX_MISMATCHES: Final = 32
@@ -109,7 +113,7 @@ class _Target:
         self._strided = [tensor for tensor in tensors if not tensor.is_contiguous()]
         self._staging: Tensor | None = None
 
-    def write(self, piece: Piece, memory: Tensor) -> None:
+    def write(self, piece: BucketPiece, memory: Tensor) -> None:
         source = memory[piece.bucket_start : piece.bucket_start + piece.nbytes]
         for data in self._contiguous:
             data[piece.start : piece.start + piece.nbytes].copy_(source)
