@@ -15,9 +15,6 @@ import pytest
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 
-# From the lowest layer to the highest. A module belongs to the longest of these names that its own
-# begins with, and imports from that part and from lower layers only. Parts of one layer do not
-# import each other.
 LAYERS: Final = (
     ("runtime.errors", "runtime.disk", "runtime.escaping", "runtime.first_of", "runtime.version"),
     ("runtime.process", "runtime.rpc"),
@@ -50,8 +47,9 @@ LAYERS: Final = (
     ("trainer",),
     ("trainer.serving", "trainer.quickstart"),
 )
-# These belong to no layer: they are names that the code below them gives to its users.
-PUBLIC_NAMES: Final = ("runtime", "")
+"""From the lowest to the highest. A module belongs to the part with the longest name that its own
+name begins with. It imports from that part and from lower layers, not from the same layer's other
+parts."""
 NOT_IMPORTED_BY: Final = {"engines": ("trainer", "runtime.rollout"), "trainer": ("engines",)}
 COMMON_NAMES: Final = ("__init__", "__main__", "base")
 
