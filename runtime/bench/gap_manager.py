@@ -39,9 +39,7 @@ class GapManager:
             delta_timeout_s=self._config.delta_timeout_s,
             submit_timeout_s=self._config.submit_timeout_s,
         )
-        self._fleet = Fleet(
-            fleet, actor_context(), self._dispatcher, lambda: None, lambda text: None
-        )
+        self._fleet = Fleet(fleet, actor_context(), self._dispatcher, lambda text: None)
         self._wanted = asyncio.Event()
         self._num_begun = 0
 
@@ -53,7 +51,7 @@ class GapManager:
 
     async def run(self) -> None:
         await self._wanted.wait()
-        await self._fleet.run()
+        await self._fleet.run(lambda: None)
 
     def keep_in_flight(self, count: int) -> None:
         """Follows the pool, which must be there, and gives it `count` trajectories for ever."""

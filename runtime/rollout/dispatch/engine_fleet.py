@@ -52,7 +52,6 @@ class Fleet:
     """Follows the pool; owns the links.
 
     Args:
-        on_change: called after each report.
         note: takes one line for the person who runs the job.
     """
 
@@ -61,13 +60,11 @@ class Fleet:
         config: FleetConfig,
         context: ActorContext,
         dispatcher: Dispatcher,
-        on_change: Callable[[], None],
         note: Callable[[str], None],
     ) -> None:
         self._config = config
         self._context = context
         self._dispatcher = dispatcher
-        self._on_change = on_change
         self._note = note
         self._views: dict[str, EngineView] = {}
         self._links: dict[EngineId, EngineLink] = {}
@@ -97,8 +94,11 @@ class Fleet:
         """`engine0#1 SERVING, engine1#2 STARTING`."""
         return ", ".join(f"{view.engine} {view.state}" for view in self.views) or "no engines"
 
-    async def run(self) -> None:
+    async def run(self, on_report: Callable[[], None]) -> None:
         """Follows the pool until cancelled.
+
+        Args:
+            on_report: called after each report.
 
         Raises:
             UmbraError: the supervisor was lost or knows no such pool.
@@ -110,7 +110,7 @@ class Fleet:
             async with stream as reports:
                 async for report in reports:
                     self._observe(report, tasks)
-                    self._on_change()
+                    on_report()
             raise ConnectionLost(f"the supervisor ended its reports on pool {pool!r}")
 
     def _observe(self, report: Mapping[str, Any], tasks: asyncio.TaskGroup) -> None:

@@ -102,7 +102,7 @@ class Generator:
             delta_timeout_s=config.delta_timeout_s,
             submit_timeout_s=config.submit_timeout_s,
         )
-        self._fleet = Fleet(fleet, context, self._dispatcher, self._watch, note)
+        self._fleet = Fleet(fleet, context, self._dispatcher, note)
         self._demand = PoolLoad(context.supervisor, config.pool)
         self._starving = Alarm(config.engine_timeout_s, self._on_starved)
 
@@ -116,7 +116,7 @@ class Generator:
             async with asyncio.TaskGroup() as tasks:
                 if self._config.shares_memory:
                     tasks.create_task(self._demand.run())
-                await self._fleet.run()
+                await self._fleet.run(self._watch)
         except* UmbraError as group:
             self._fail(RolloutError(f"lost sight of the engines: {first_leaf(group)}"))
         finally:

@@ -43,6 +43,7 @@ class BatchRendezvous:
 
     Args:
         name: of the manager, which its log has too.
+        flow_changed: set by `flow` when a batch may have become complete.
         learn: told the version and the step of each batch that is asked for.
         on_failure: told of what makes an answer impossible; to end in `fail`.
     """
@@ -58,6 +59,7 @@ class BatchRendezvous:
         flow: TrainingFlow,
         fleet: Fleet,
         recorder: Recorder,
+        flow_changed: asyncio.Event,
         learn: Callable[[int, int], None],
         on_failure: Callable[[UmbraError], None],
     ) -> None:
@@ -69,6 +71,7 @@ class BatchRendezvous:
         self._flow = flow
         self._fleet = fleet
         self._recorder = recorder
+        self._flow_changed = flow_changed
         self._learn = learn
         self._on_failure = on_failure
         self._catch_up = CatchUp(supervisor, config.pool, self._who_waits, self._ask_for_sync)
@@ -88,7 +91,14 @@ class BatchRendezvous:
         """Lives until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._catch_up.run())
+            tasks.create_task(self._follow_flow())
             tasks.create_task(self._deliver())
+
+    async def _follow_flow(self) -> None:
+        while True:
+            await self._flow_changed.wait()
+            self._flow_changed.clear()
+            self.answer()
 
     def close(self) -> None:
         self._starving.watch(False)

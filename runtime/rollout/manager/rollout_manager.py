@@ -88,7 +88,6 @@ class RolloutManager:
             ),
             context,
             self._dispatcher,
-            lambda: self._rounds.on_pool_change(),
             self._notes.put,
         )
         self._runner = GroupRunner(
@@ -100,6 +99,7 @@ class RolloutManager:
             self._recorder,
         )
         self._versions = VersionSteps()
+        flow_changed = asyncio.Event()
         self._flow = TrainingFlow(
             self._config,
             self._admission,
@@ -107,7 +107,7 @@ class RolloutManager:
             self._versions,
             self._recorder,
             self._dispatcher.take_metrics,
-            on_change=lambda: self._rounds.answer(),
+            on_change=flow_changed.set,
             on_failure=self._fail,
             note=self._notes.put,
         )
@@ -120,6 +120,7 @@ class RolloutManager:
             flow=self._flow,
             fleet=self._fleet,
             recorder=self._recorder,
+            flow_changed=flow_changed,
             learn=self._learn,
             on_failure=self._fail,
         )
@@ -342,7 +343,7 @@ class RolloutManager:
 
     async def _follow_pool(self) -> None:
         try:
-            await self._fleet.run()
+            await self._fleet.run(self._rounds.on_pool_change)
         except* UmbraError as group:
             self._fail(RolloutError(f"lost sight of the engines: {first_leaf(group)}"))
 
