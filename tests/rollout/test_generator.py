@@ -154,7 +154,7 @@ def test_a_pool_that_is_put_to_sleep_goes_on_after_it_wakes(umbra_session: Sessi
 
 
 def test_an_engine_that_restarts_in_a_sleeping_pool_sleeps(umbra_session: Session) -> None:
-    start(umbra_session, mode="hybrid")
+    start(umbra_session)
     pool = umbra_session.pool("judge")
 
     pool.sleep(1)
