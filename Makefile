@@ -87,8 +87,7 @@ static: $(VENV)/.dev
 bench: $(VENV)/.train $(BENCH_VENV)/.made ## Measure umbra beside its peers (installs them in .venv-bench)
 	mkdir -p $(RUNS)/bench
 	for what in rpc startup weights; do \
-	    $(BIN)/umbra bench $$what --peer-python $(BENCH_VENV)/bin/python --json \
-	        | tee $(RUNS)/bench/$$what.json; \
+	    $(BIN)/python tests/bench/$$what.py --json | tee $(RUNS)/bench/$$what.json; \
 	done
 	OMP_NUM_THREADS=1 $(BIN)/python tests/bench/engine_vs_transformers.py \
 	    | tee $(RUNS)/bench/engine.json

@@ -117,7 +117,7 @@ JOBS: Final = {
         f"--engine-args '{GRAPHS}'",
         engine="sglang",
     ),
-    "weights": Job(arguments="-m umbra.runtime.cli.umbra_command bench weights --device cuda"),
+    "weights": Job(arguments="tests/bench/weights.py --device cuda"),
 }
 
 

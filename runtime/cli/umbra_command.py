@@ -8,19 +8,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
 from umbra.runtime.cli.closed_output import run_until_unread
 from umbra.runtime.errors import ConfigError, DataError, UmbraError
 from umbra.runtime.escaping import escape_unprintable
-from umbra.runtime.version import umbra_version
 
-_BENCH: Final = (
-    "Measures umbra beside bare pyzmq, Ray, Monarch and Xoscar, alternating, in one run. "
-    "rpc: calls between two processes. startup: from nothing to the first answered call. "
-    "weights: the shared-memory weight path beside a plain copy. "
-    "rollout: token deltas of 64 engines in one manager, the ledger, and weight updates."
-)
 _LEDGER: Final = (
     "Shows where the samples of a job are (pending, running, partial, finished, scored, leased, "
     "trained, dropped), lists them, or tells one's history, from the ledger in its run directory; "
@@ -50,6 +44,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_until_unread(partial(_run_told, sys.argv[1:] if argv is None else argv))
 
 
+def umbra_version() -> str:
+    """The version that is installed; "(not installed)" where umbra runs from its sources alone."""
+    try:
+        return version("umbra-rl")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
 def _run_told(argv: Sequence[str]) -> int:
     arguments = _parse(argv)
     try:
@@ -64,10 +66,6 @@ def _run_told(argv: Sequence[str]) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     match arguments.command:
-        case "bench":
-            from umbra.runtime.cli import bench
-
-            return bench.run(arguments)
         case "ledger":
             from umbra.runtime.cli import ledger_command
 
@@ -105,9 +103,6 @@ def _parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentP
     )
     parser.add_argument("--version", action="version", version=f"umbra {umbra_version()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    _add_bench_arguments(
-        commands.add_parser("bench", help="measure umbra beside its peers", description=_BENCH)
-    )
     _add_ledger_arguments(
         commands.add_parser("ledger", help="where a job's samples are", description=_LEDGER)
     )
@@ -205,43 +200,6 @@ def _add_ledger_arguments(ledger: argparse.ArgumentParser) -> None:
         "--newest", type=_positive, metavar="N", help="list at most so many (default 20)"
     )
     ledger.add_argument("--json", action="store_true", help="print one JSON object, nothing else")
-
-
-def _add_bench_arguments(bench: argparse.ArgumentParser) -> None:
-    bench.add_argument("what", choices=["rpc", "startup", "weights", "rollout"])
-    bench.add_argument("--json", action="store_true", help="print one JSON object, nothing else")
-    bench.add_argument(
-        "--rounds", type=_positive, default=5, help="medians are over so many rounds (default 5)"
-    )
-    bench.add_argument(
-        "--peer-python",
-        metavar="PATH",
-        help="interpreter that has the peers (default: .venv-bench/bin/python, else this one)",
-    )
-    bench.add_argument(
-        "--megabytes",
-        type=_positive,
-        default=1024,
-        help="of weights carried by `weights` (default 1024)",
-    )
-    bench.add_argument(
-        "--device",
-        choices=["cpu", "cuda"],
-        default="cpu",
-        help="of `weights`: cuda compares the ways from one GPU's trainer to its engine",
-    )
-    bench.add_argument(
-        "--trajectories",
-        type=_positive,
-        default=10_000,
-        help="in flight in `rollout` (default 10000)",
-    )
-    bench.add_argument(
-        "--seconds",
-        type=_positive,
-        default=8,
-        help="of each measurement of deltas in `rollout` (default 8)",
-    )
 
 
 def _text(text: str) -> str:

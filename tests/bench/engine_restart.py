@@ -114,7 +114,8 @@ def start(session: Session, given: argparse.Namespace, folder: Path) -> SyncHand
     return session.spawn(
         ActorSpec(
             name="rollouts",
-            target="umbra.runtime.bench.gap_manager:GapManager",
+            target="gap_manager:GapManager",
+            sys_path=(str(Path(__file__).resolve().parent),),
             kwargs={"config": config, "prompt_len": 32},
         )
     )

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -32,15 +31,10 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ([], "COMMAND"),
         (["frobnicate"], "invalid choice: 'frobnicate'"),
-        (["bench"], "required: what"),
-        (["bench", "gpu"], "invalid choice: 'gpu'"),
-        (["bench", "rpc", "--rounds", "0"], "'0' is not a positive whole number"),
-        (["bench", "rpc", "--rounds", "many"], "'many' is not a positive whole number"),
+        (["ledger", "runs/a", "--newest", "0"], "'0' is not a positive whole number"),
         (["serve"], "required: CONFIG\n"),
         (["serve", "a.toml", "--prot", "8", "pool.count=2"], "unrecognized arguments: --prot"),
         (["generate", "--prompt", "\udcff"], "--prompt: is no text"),
-        (["bench", "rpc", "--fast"], "unrecognized arguments: --fast"),
-        (["bench", "rpc", "--peer-python", "/no/such/python"], "/no/such/python"),
     ],
 )
 def test_wrong_use_exits_with_2_and_names_the_cause(
@@ -51,18 +45,6 @@ def test_wrong_use_exits_with_2_and_names_the_cause(
     output = capsys.readouterr()
     assert message in output.err
     assert output.out == ""
-
-
-def test_an_interpreter_that_fails_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    broken = tmp_path / "python"
-    broken.write_text("#!/bin/sh\nexit 3\n")
-    broken.chmod(0o700)
-
-    assert run_main("bench", "startup", "--peer-python", str(broken)) == 2
-
-    assert str(broken) in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("argv", [["--version"], ["--help"], ["serve", "--help"]])

@@ -21,6 +21,7 @@ from umbra.runtime.weights.weight_publisher import WeightPublisher
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
+BENCH = Path(__file__).parents[1] / "bench"
 ECHO = {"vocab_size": 64, "tick_ms": 10.0, "tokens_per_s": 100.0}
 WEIGHTS = {"w": torch.zeros(192 << 20)}  # long enough on their way
 
@@ -74,7 +75,8 @@ def silences(session: Session, update_waves: int) -> list[tuple[float, float]]:
     manager = session.spawn(
         ActorSpec(
             name=f"manager{update_waves}",
-            target="umbra.runtime.bench.gap_manager:GapManager",
+            target="gap_manager:GapManager",
+            sys_path=(str(BENCH),),
             kwargs={"config": config, "prompt_len": 32},
         )
     )

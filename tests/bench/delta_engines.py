@@ -1,6 +1,6 @@
 """Simulated engines for the benchmark of deltas, many to a process.
 
-`python -m umbra.runtime.bench.delta_engines FOLDER FIRST COUNT PARENT_PID`. Each has a socket
+`python tests/bench/delta_engines.py FOLDER FIRST COUNT PARENT_PID`. Each has a socket
 of its own and speaks the engine protocol as far as a rollout manager uses it. The tokens are made
 in advance; what a tick costs is a few numpy calls, so that many engines can share a process without
 holding up the manager that is measured.

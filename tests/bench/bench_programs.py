@@ -1,7 +1,7 @@
-"""Runs one system's program (`umbra.runtime.bench.systems`) and takes its one line of facts.
+"""Runs one system's program (a script in `systems/`) and takes its one line of facts.
 
-Peers live in an environment of their own. Their interpreter gets a folder that holds the few of
-our files that they use, standard library only, so that none of our imports is charged to them.
+Peers live in an environment of their own. Their interpreter finds the few of our files that their
+programs use, standard library only, so that none of our imports is charged to them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from umbra.runtime.errors import UmbraError
+import umbra.runtime.process
 from umbra.runtime.process.descendants import kill_all_descendants
 
 _PROGRAM_TIMEOUT_S: Final = 120.0
@@ -26,10 +26,10 @@ _PROGRAM_TIMEOUT_S: Final = 120.0
 the benchmark for so long."""
 _KILL_DEADLINE_S: Final = 10.0
 _MAX_ERROR_LINES: Final = 15
-_PEER_FILES: Final = ("bench", "process")
+_HERE: Final = Path(__file__).resolve().parent
 
 
-class BenchError(UmbraError):
+class BenchError(RuntimeError):
     """A system under test did not run; the message has its last output."""
 
 
@@ -39,7 +39,7 @@ class System:
 
     Attributes:
         name: its key in the results.
-        program: module below `umbra.runtime.bench.systems`.
+        program: script in `systems/`, without its suffix.
         requires: module that its interpreter must be able to import.
         is_peer: whether it runs in the peers' interpreter.
     """
@@ -59,15 +59,13 @@ ALL_SYSTEMS: Final = (UMBRA, BARE_ZMQ, RAY, MONARCH, XOSCAR)
 
 
 @contextlib.contextmanager
-def linked_package() -> Generator[Path]:
-    """A folder for PYTHONPATH: an `umbra.runtime` that has links to `_PEER_FILES` and no more."""
-    ours = Path(__file__).absolute().parent.parent
+def peers_path() -> Generator[str]:
+    """The peers' PYTHONPATH: this folder, and one whose `umbra.runtime` has only `process`."""
     with tempfile.TemporaryDirectory(prefix="umbra-bench-path-") as folder:
         runtime = Path(folder) / "umbra" / "runtime"
         runtime.mkdir(parents=True)
-        for name in _PEER_FILES:
-            (runtime / name).symlink_to(ours / name)
-        yield Path(folder)
+        (runtime / "process").symlink_to(umbra.runtime.process.__path__[0])
+        yield os.pathsep.join([str(_HERE), folder])
 
 
 def is_importable(python: str, module: str) -> bool:
@@ -84,9 +82,7 @@ def is_importable(python: str, module: str) -> bool:
     return found.returncode == 0
 
 
-def run_program(
-    program: str, python: str, package_folder: Path, duration_s: float
-) -> dict[str, Any]:
+def run_program(program: str, python: str, peers_path: str, duration_s: float) -> dict[str, Any]:
     """Starts the program, waits for its end and returns its facts; leaves no process behind.
 
     This process must be a subreaper (`umbra.runtime.process.prctl`) with no other children.
@@ -96,10 +92,12 @@ def run_program(
     """
     with tempfile.TemporaryDirectory(prefix="umbra-bench-") as folder:
         # What a system leaves there, such as Ray's session folder, goes with ours.
-        environment = {**os.environ, "TMPDIR": folder}
-        if python != sys.executable:
-            environment["PYTHONPATH"] = str(package_folder)
-        argv = [python, "-m", f"{__package__}.systems.{program}", "--duration-s", f"{duration_s}"]
+        environment = {**os.environ, "TMPDIR": folder, "PYTHONPATH": peers_path}
+        if python == sys.executable:
+            inherited = os.environ.get("PYTHONPATH", "")
+            environment["PYTHONPATH"] = f"{_HERE}{os.pathsep}{inherited}".rstrip(os.pathsep)
+        script = str(_HERE / "systems" / f"{program}.py")
+        argv = [python, script, "--duration-s", f"{duration_s}"]
         process = subprocess.Popen(
             [*argv, "--spawned-at", f"{time.monotonic()}"],
             env=environment,

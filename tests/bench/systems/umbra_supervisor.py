@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from umbra.runtime.bench.systems.report import Task, run_program
+from system_report import Task, run_program
+
 from umbra.runtime.cluster.guardian_process import GuardianProcess, start_guardian
 from umbra.runtime.cluster.socket_dir import SocketDir
 from umbra.runtime.process.child_process import resident_nbytes

@@ -11,8 +11,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from umbra.runtime.bench.systems.report import Task, descendants_resident_mb, run_program
-from umbra.runtime.bench.timing import PAYLOAD, gathers, measure_latency, measure_throughput
+from call_timing import PAYLOAD, gathers, measure_latency, measure_throughput
+from system_report import Task, descendants_resident_mb, run_program
 
 
 async def measure(task: Task) -> dict[str, Any]:

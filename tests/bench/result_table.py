@@ -1,19 +1,32 @@
-"""Benchmark results for people."""
+"""Prints a benchmark's result: a table, or one JSON object."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-_NOT_SYSTEMS = frozenset({"bench", "hardware", "versions", "rounds", "errors"})
+_NOT_SYSTEMS: Final = frozenset({"bench", "hardware", "versions", "rounds", "errors"})
+_PLAIN_WIDTH: Final = 120
+"""Columns of a table that goes to a file or pipe."""
 
 
-def print_result(result: dict[str, Any], console: Console) -> None:
-    """One row a number, one column a system; what failed below."""
+def print_result(result: dict[str, Any], *, as_json: bool) -> int:
+    """The exit status of the script: 1 if umbra itself could not be measured."""
+    if as_json:
+        print(json.dumps(result))
+    else:
+        console = Console()
+        _print_table(result, console if console.is_terminal else Console(width=_PLAIN_WIDTH))
+    return 1 if result["umbra"] is None else 0
+
+
+def _print_table(result: dict[str, Any], console: Console) -> None:
+    """Has one row per number and one column per system; names what failed below."""
     others = {key: value for key, value in result.items() if key not in _NOT_SYSTEMS}
     systems = [key for key, value in others.items() if value is None or isinstance(value, dict)]
     rows: dict[str, list[str]] = {}

@@ -9,8 +9,7 @@ import time
 from importlib.metadata import version
 from typing import Any
 
-from umbra.runtime.bench.systems.report import Task, descendants_resident_mb, run_program
-from umbra.runtime.bench.timing import (
+from call_timing import (
     PAYLOAD,
     Batch,
     gathers,
@@ -18,6 +17,7 @@ from umbra.runtime.bench.timing import (
     measure_throughput,
     workers,
 )
+from system_report import Task, descendants_resident_mb, run_program
 
 
 def _make_echo_class(xoscar: Any) -> type:

@@ -17,14 +17,8 @@ import msgpack
 import uvloop
 import zmq
 import zmq.asyncio
-
-from umbra.runtime.bench.systems.report import Task, run_program
-from umbra.runtime.bench.timing import (
-    PAYLOAD,
-    Batch,
-    measure_latency,
-    measure_throughput,
-)
+from call_timing import PAYLOAD, Batch, measure_latency, measure_throughput
+from system_report import Task, run_program
 
 _FIRST_ANSWER_TIMEOUT_S = 20.0
 
@@ -81,7 +75,7 @@ async def measure(task: Task) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="umbra-bench-") as folder:
         endpoint = f"ipc://{folder}/echo"
         start = time.perf_counter()
-        argv = [sys.executable, "-m", __spec__.name, endpoint]
+        argv = [sys.executable, __file__, endpoint]
         with subprocess.Popen(argv) as server:  # noqa: ASYNC220 -- nothing else is on the loop
             caller = _Caller(endpoint)
             try:

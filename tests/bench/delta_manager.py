@@ -1,7 +1,7 @@
 """One rollout manager's process that takes the deltas of simulated engines, and measures itself.
 
-`python -m umbra.runtime.bench.delta_manager FOLDER NUM_ENGINES NUM_TRAJECTORIES DURATION_S
-PARENT_PID`, beside processes of `delta_engines`.
+`python tests/bench/delta_manager.py FOLDER NUM_ENGINES NUM_TRAJECTORIES DURATION_S PARENT_PID`,
+beside processes of `delta_engines`.
 
 The real links, dispatcher, router and trajectories over real RPC streams; no supervisor, no
 rewards, no ledger. Whatever finishes is replaced by a new trajectory, so as many are always in
@@ -22,8 +22,8 @@ from typing import Any, Final
 
 import numpy as np
 import uvloop
+from delta_engines import TICK_S, Pace, ref
 
-from umbra.runtime.bench.delta_engines import TICK_S, Pace, ref
 from umbra.runtime.engine_api.delta_batch import DeltaBatch
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.process.prctl import die_with_parent

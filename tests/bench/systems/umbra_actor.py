@@ -8,10 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
-
-from umbra.runtime.actor.actor_spec import ActorSpec
-from umbra.runtime.bench.systems.report import Task, descendants_resident_mb, run_program
-from umbra.runtime.bench.timing import (
+from call_timing import (
     PAYLOAD,
     gathers,
     measure_latency,
@@ -19,10 +16,13 @@ from umbra.runtime.bench.timing import (
     summarise,
     workers,
 )
+from system_report import Task, descendants_resident_mb, run_program
+
+from umbra.runtime.actor.actor_spec import ActorSpec
+from umbra.runtime.cli.umbra_command import umbra_version
 from umbra.runtime.rpc.rpc_client import Client, Handle
 from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session import Session, SessionConfig
-from umbra.runtime.version import umbra_version
 
 _CALL_TIMEOUT_S = 20.0
 
@@ -33,7 +33,10 @@ async def measure(task: Task) -> dict[str, Any]:
         start = time.perf_counter()
         with Session.from_torchrun(SessionConfig(run_dir=Path(folder))) as session:
             entered_s = time.perf_counter() - start
-            actor = session.spawn(ActorSpec(name="echo", target=f"{__package__}.echo:Echo"))
+            spec = ActorSpec(
+                name="echo", target="bench_echo:Echo", sys_path=(str(Path(__file__).parent),)
+            )
+            actor = session.spawn(spec)
             actor.call("echo", PAYLOAD, timeout_s=_CALL_TIMEOUT_S)
             facts: dict[str, Any] = {
                 "version": umbra_version(),

@@ -85,7 +85,8 @@ def _updates(
     manager = session.spawn(
         ActorSpec(
             name="rollouts",
-            target=f"{__package__}.gap_manager:GapManager",
+            target="gap_manager:GapManager",
+            sys_path=(str(Path(__file__).parent),),
             kwargs={"config": _manager_config(), "prompt_len": _PROMPT_LEN},
         )
     )

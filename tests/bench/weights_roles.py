@@ -1,4 +1,4 @@
-"""The processes of the weights benchmark: `python -m umbra.runtime.bench.weights_roles ROLE ...`.
+"""The processes of the weights benchmark: `python tests/bench/weights_roles.py ROLE ...`.
 
 `engine` holds parameters and serves the steps of a sync; `rank` publishes and copies. Both talk to
 the supervisor part, which runs in the benchmark's own process, over the real RPC.

@@ -1,6 +1,6 @@
-"""What every program of this folder shares: its arguments, and the one line it answers with.
+"""What the programs of this folder share: their arguments, and the one line they answer with.
 
-    python -m umbra.runtime.bench.systems.NAME --spawned-at T --duration-s S
+    python tests/bench/systems/NAME.py --spawned-at T --duration-s S
 
 T is `time.monotonic()` at the moment the interpreter was started. With a duration the program
 measures calls too, for about so long each; with 0 only its start. Standard library only.

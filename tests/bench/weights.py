@@ -11,6 +11,13 @@ takes when it allocates them (`populate`), as the plain copy's destination has h
 
 Supervisor part (this process), rank and engine are new in every round; in a round, syncs and
 copies alternate. All numbers are medians over the rounds.
+
+With `--device cuda`, the tensors are those of a Qwen3-0.6B on one GPU, cast from float32 to
+bfloat16. Each number is then the seconds of a rank's `publish` through one transport, and
+`..._attested_s` with checksums; in a round, the transports alternate. The plain copy is the same
+cast within the rank.
+
+    python tests/bench/weights.py [--rounds 5] [--megabytes 1024] [--device cpu] [--json]
 """
 
 from __future__ import annotations
@@ -22,13 +29,18 @@ import sys
 import tempfile
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
 import uvloop
 import zmq
+from bench_hardware import describe_hardware
+from bench_options import options_parser, positive
+from bench_programs import BenchError
+from result_table import print_result
 
-from umbra.runtime.bench.program import BenchError
+from umbra.runtime.cli.umbra_command import umbra_version
 from umbra.runtime.engine_api.lifecycle import (
     AbortUpdate,
     BeginUpdate,
@@ -48,11 +60,40 @@ from umbra.runtime.weights.transport_choice import TRANSPORT_SETTINGS
 from umbra.runtime.weights.transports.shared_memory.memfd import serve_fds
 
 _ROUND_TIMEOUT_S: Final = 120.0
-_ROLES: Final = "umbra.runtime.bench.weights_roles"
+_ROLES: Final = Path(__file__).with_name("weights_roles.py")
 
 
-def run(rounds: int, total_nbytes: int) -> dict[str, Any]:
-    """Measures `rounds` rounds with about `total_nbytes` of tensors; keys as the module says."""
+def main() -> int:
+    parser = options_parser(__doc__)
+    parser.add_argument(
+        "--megabytes", type=positive, default=1024, help="of weights on the cpu (default 1024)"
+    )
+    parser.add_argument(
+        "--device",
+        choices=["cpu", "cuda"],
+        default="cpu",
+        help="cuda compares the ways from one GPU's trainer to its engine (default cpu)",
+    )
+    given = parser.parse_args()
+    if given.device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            parser.error("--device cuda: this machine has no usable CUDA device")
+    result: dict[str, Any] = {
+        "bench": "weights",
+        "hardware": describe_hardware(),
+        "versions": {"torch": version("torch"), "umbra": umbra_version()},
+        "rounds": given.rounds,
+    }
+    if given.device == "cuda":
+        result["umbra"] = _run_on_gpu(given.rounds)
+    else:
+        result |= _run(given.rounds, given.megabytes * 10**6)
+    return print_result(result, as_json=given.json)
+
+
+def _run(rounds: int, total_nbytes: int) -> dict[str, Any]:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         rows = [runner.run(_round(total_nbytes)) for _ in range(rounds)]
     median = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
@@ -72,13 +113,7 @@ def run(rounds: int, total_nbytes: int) -> dict[str, Any]:
     }
 
 
-def run_on_gpu(rounds: int) -> dict[str, Any]:
-    """Host memory against CUDA IPC for the tensors of a Qwen3-0.6B, float32 to bfloat16, one GPU.
-
-    Each number is the median over the rounds of a rank's `publish`, in seconds; `..._attested_s`
-    with checksums. In a round, one sync by each transport alternates with the other. The plain copy
-    is the same cast within the rank.
-    """
+def _run_on_gpu(rounds: int) -> dict[str, Any]:
     pools = {
         f"{transport}{suffix}": SyncSettings(transport=transport, attest_every=every)
         for transport in TRANSPORT_SETTINGS
@@ -120,7 +155,7 @@ async def _process(
     role: str, folder: Path, total_nbytes: int
 ) -> AsyncGenerator[asyncio.subprocess.Process]:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", _ROLES, role, str(folder), str(total_nbytes)),
+        *(sys.executable, str(_ROLES), role, str(folder), str(total_nbytes)),
         stdout=asyncio.subprocess.PIPE,
     )
     try:
@@ -249,3 +284,7 @@ class _Engine:
 
     def kill(self, reason: str) -> None:
         raise RuntimeError(f"the engine failed: {reason}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -9,9 +9,10 @@ import sys
 import tempfile
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Final
 
-from umbra.runtime.bench.program import BenchError
+from bench_programs import BenchError
 
 _TIMEOUT_S: Final = 300.0
 _NUM_ENGINES: Final = 64
@@ -59,7 +60,8 @@ def _started(
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for name, *arguments in programs:
-            argv = [sys.executable, "-m", f"{__package__}.{name}", *arguments, str(os.getpid())]
+            program = str(Path(__file__).with_name(f"{name}.py"))
+            argv = [sys.executable, program, *arguments, str(os.getpid())]
             process = subprocess.Popen(argv, stdout=subprocess.PIPE)
             processes.append(process)
             os.sched_setaffinity(process.pid, cores)

@@ -8,15 +8,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from umbra.runtime.bench.systems.echo import Echo
-from umbra.runtime.bench.systems.report import Task, descendants_resident_mb, run_program
-from umbra.runtime.bench.timing import (
+from bench_echo import Echo
+from call_timing import (
     PAYLOAD,
     Batch,
     gathers,
     measure_latency,
     measure_throughput,
 )
+from system_report import Task, descendants_resident_mb, run_program
 
 _TIMEOUT_S = 60.0
 _MAX_CONCURRENCY = 1000

@@ -1,24 +1,20 @@
 """Runs systems in turn, several rounds, and takes the median of each number.
 
-Each round starts every system anew, one at a time, so that no system's idle services disturb
-another's measurement; the order rotates from round to round.
+Each round starts every system from scratch, one at a time, so that no system's idle services
+disturb another's measurement; the order rotates from round to round.
 """
 
 from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from umbra.runtime.bench.hardware import describe_hardware
-from umbra.runtime.bench.program import (
-    BenchError,
-    System,
-    is_importable,
-    linked_package,
-    run_program,
-)
+from bench_hardware import describe_hardware
+from bench_programs import BenchError, System, is_importable, peers_path, run_program
+
+from umbra.runtime.process.prctl import become_subreaper
 
 Facts = dict[str, Any]
 
@@ -31,30 +27,32 @@ def compare(
     peer_python: str,
     duration_s: float,
     extra: Mapping[str, str] | None = None,
-    on_progress: Callable[[str], None] = lambda text: None,
 ) -> Facts:
     """Facts per system, null for one that is not installed or fails.
+
+    This process ends whatever a system leaves behind, so it must have no other children.
 
     Args:
         duration_s: of each measurement of calls; 0 measures starts only.
         extra: further programs of ours to run each round, by the system they belong to.
     """
+    become_subreaper()
     pythons = {s.name: peer_python if s.is_peer else sys.executable for s in systems}
     present = [s for s in systems if is_importable(pythons[s.name], s.requires)]
     collected: dict[str, list[Facts]] = {s.name: [] for s in present}
     errors: dict[str, str] = {}
-    with linked_package() as folder:
+    with peers_path() as path:
         for idx in range(rounds):
             start = idx % len(present)
             for system in present[start:] + present[:start]:
                 if system.name in errors:
                     continue
-                on_progress(f"round {idx + 1} of {rounds}: {system.name}")
+                show_progress(f"round {idx + 1} of {rounds}: {system.name}")
                 try:
-                    facts = run_program(system.program, pythons[system.name], folder, duration_s)
+                    facts = run_program(system.program, pythons[system.name], path, duration_s)
                     if extra is not None and system.name in extra:
                         program = extra[system.name]
-                        facts |= run_program(program, sys.executable, folder, 0.0)
+                        facts |= run_program(program, sys.executable, path, 0.0)
                 except BenchError as error:
                     errors[system.name] = str(error)
                     continue
@@ -87,3 +85,9 @@ def median_of(rows: Sequence[Facts]) -> Facts:
         else:
             medians[key] = statistics.mode(values)
     return medians
+
+
+def show_progress(text: str) -> None:
+    """Replaces the last line of a terminal on standard error."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,78 @@
+"""Deltas of 64 engines in one rollout manager, the ledger, and the gap of a weight update.
+
+Medians over the rounds; `delta_bench.py`, `ledger_bench.py` and `update_gap.py` define the numbers:
+
+- everything that `delta_bench` measures with `--trajectories` in flight; and
+  `cpu_us_per_run_at_...` with a tenth and five times as many, which does not grow where the cost is
+  linear or better
+- `trajectories_per_s` of the ledger, and as `ledger_...` how long the loop was blocked
+- everything that `update_gap` measures with engines that abort and resume,
+  `update_gap_keep_ms` with engines that freeze and continue, and `update_silence_rolling_ms` with
+  one engine after the other
+
+    python tests/bench/rollout.py [--rounds 5] [--trajectories 10000] [--seconds 8] [--json]
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import version
+from typing import Any, Final
+
+import delta_bench
+import ledger_bench
+import update_gap
+from bench_hardware import describe_hardware
+from bench_options import options_parser, positive
+from bench_rounds import median_of, show_progress
+from result_table import print_result
+
+from umbra.runtime.cli.umbra_command import umbra_version
+
+_LEDGER_RATIO: Final = 10
+"""Trajectories through the ledger for one in flight: 100,000 by default, some seconds' worth."""
+_NUM_UPDATES: Final = 8
+
+
+def main() -> int:
+    parser = options_parser(__doc__)
+    parser.add_argument(
+        "--trajectories", type=positive, default=10_000, help="in flight (default 10000)"
+    )
+    parser.add_argument(
+        "--seconds", type=positive, default=8, help="of each measurement of deltas (default 8)"
+    )
+    given = parser.parse_args()
+    result: dict[str, Any] = {
+        "bench": "rollout",
+        "hardware": describe_hardware(),
+        "versions": {name: version(name) for name in ("numpy", "pyzmq", "torch")}
+        | {"umbra": umbra_version()},
+        "rounds": given.rounds,
+    }
+    rows: list[dict[str, Any]] = []
+    for idx in range(given.rounds):
+        show_progress(f"round {idx + 1} of {given.rounds}")
+        rows.append(_round(given.trajectories, given.seconds))
+    return print_result(result | {"umbra": median_of(rows)}, as_json=given.json)
+
+
+def _round(num_trajectories: int, duration_s: float) -> dict[str, Any]:
+    row: dict[str, Any] = dict(delta_bench.run(num_trajectories, duration_s))
+    for size in (num_trajectories // 10, num_trajectories, 5 * num_trajectories):
+        one = row if size == num_trajectories else delta_bench.run(size, duration_s)
+        row[f"cpu_us_per_run_at_{size}"] = one["cpu_us_per_run"]
+    finished = ledger_bench.run(_LEDGER_RATIO * num_trajectories)
+    row["trajectories_per_s"] = finished["trajectories_per_s"]
+    for key in ("blocked_max_ms", "paced_blocked_max_ms", "idle_blocked_max_ms"):
+        row[f"ledger_{key}"] = finished[key]
+    row |= update_gap.run(_NUM_UPDATES, "abort")
+    kept = update_gap.run(_NUM_UPDATES, "keep")
+    row["update_gap_keep_ms"] = kept["update_gap_ms"]
+    rolling = update_gap.run(_NUM_UPDATES, "abort", update_waves=2)
+    row["update_silence_rolling_ms"] = rolling["update_silence_ms"]
+    return row
+
+
+if __name__ == "__main__":
+    sys.exit(main())

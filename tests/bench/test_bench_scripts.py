@@ -1,0 +1,185 @@
+"""The benchmark scripts measure real systems, take medians, and report what is missing as null."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import ledger_bench
+import pytest
+import torch
+from bench_rounds import median_of
+from call_timing import gathers, measure_throughput, summarise, workers
+
+TIMEOUT_S = 200.0
+
+
+def run_script(folder: Path, name: str, *argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(Path(__file__).with_name(name)), *argv],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+
+def peer_python(folder: Path, command: str) -> str:
+    """A script that runs `command` as the peers' interpreter."""
+    script = folder / "python"
+    script.write_text(f"#!/bin/sh\n{command}\n")
+    script.chmod(0o700)
+    return str(script)
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_rpc_measures_umbra_beside_zmq_and_reports_absent_peers_as_null(tmp_path: Path) -> None:
+    peerless = peer_python(tmp_path, f'exec {sys.executable} -I -S "$@"')
+
+    ended = run_script(tmp_path, "rpc.py", "--json", "--rounds", "1", "--peer-python", peerless)
+
+    assert ended.returncode == 0, ended.stderr
+    result = json.loads(ended.stdout)
+    assert result["bench"] == "rpc"
+    assert result["rounds"] == 1
+    assert result["hardware"]["cores"] >= 1
+    assert [result[peer] for peer in ("ray", "monarch", "xoscar")] == [None, None, None]
+    assert "errors" not in result
+    for system in ("umbra", "bare_zmq"):
+        facts = result[system]
+        assert 0 < facts["p50_us"] <= facts["p99_us"]
+        assert facts["calls_per_s"] > 0
+        assert result["versions"][system]
+    assert 0 < result["umbra"]["ready_s"] < result["umbra"]["first_call_s"]
+    assert 10 < result["umbra"]["resident_mb"] < 500
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_startup_prints_a_table_and_what_failed_or_is_absent(tmp_path: Path) -> None:
+    """The peers' programs need nothing of ours installed: Ray's gets as far as its own import."""
+    (tmp_path / "ray.py").write_text("raise RuntimeError('this Ray is broken')")
+    with_ray = f'PYTHONPATH="$PYTHONPATH:{tmp_path}" exec {sys.executable} -S "$@"'
+    peers = peer_python(tmp_path, with_ray)
+
+    ended = run_script(tmp_path, "startup.py", "--rounds", "1", "--peer-python", peers)
+
+    assert ended.returncode == 0, ended.stderr
+    assert "supervisor_resident_mb" in ended.stdout
+    assert "ray failed: ray_actor ended with status 1" in ended.stdout
+    assert "RuntimeError: this Ray is broken" in ended.stdout
+    assert "xoscar is not installed in the peers' environment" in ended.stdout
+
+
+def test_medians_are_taken_of_numbers_and_the_commonest_of_texts() -> None:
+    rows: list[dict[str, Any]] = [
+        {"p50_us": 300.0, "idiom": "gather"},
+        {"p50_us": 1.0, "idiom": "tasks", "late_s": 4.0},
+        {"p50_us": 200.0, "idiom": "gather"},
+    ]
+
+    assert median_of(rows) == {"p50_us": 200.0, "idiom": "gather", "late_s": 4.0}
+
+
+def test_percentiles_are_those_of_the_samples() -> None:
+    samples_s = [idx / 1e6 for idx in range(1000, 0, -1)]
+
+    assert summarise(samples_s) == {"p50_us": 501.0, "p99_us": 991.0}
+
+
+def test_throughput_is_that_of_the_fastest_way_of_calling() -> None:
+    in_flight = 0
+    most_in_flight = 0
+
+    async def call() -> None:
+        nonlocal in_flight, most_in_flight
+        in_flight += 1
+        most_in_flight = max(most_in_flight, in_flight)
+        await asyncio.sleep(0.002)
+        in_flight -= 1
+
+    candidates = gathers(call, 1) | workers(call, 50)
+    facts = asyncio.run(measure_throughput(candidates, 0.1))
+
+    assert facts["idiom"] == "50 tasks"
+    assert most_in_flight == 50
+    rate = facts["calls_per_s"]
+    assert isinstance(rate, int)
+    assert 1000 < rate <= 50 / 0.002
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["rpc.py", "--rounds", "0"], "'0' is not a positive whole number"),
+        (["startup.py", "--peer-python", "/no/such/python"], "/no/such/python is not Python 3.11"),
+        (["startup.py", "--peer-python", "/bin/false"], "/bin/false is not Python 3.11"),
+        pytest.param(
+            ["weights.py", "--device", "cuda"],
+            "no usable CUDA device",
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.skipif(torch.cuda.is_available(), reason="has what is asked for"),
+            ],
+        ),
+    ],
+)
+@pytest.mark.process
+def test_wrong_use_exits_with_2_and_names_the_cause(
+    tmp_path: Path, argv: list[str], message: str
+) -> None:
+    ended = run_script(tmp_path, *argv)
+
+    assert ended.returncode == 2
+    assert message in ended.stderr
+    assert ended.stdout == ""
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_rollout_measures_deltas_ledger_and_updates(tmp_path: Path) -> None:
+    options = ["--rounds", "1", "--trajectories", "500", "--seconds", "1"]
+
+    ended = run_script(tmp_path, "rollout.py", "--json", *options)
+
+    assert ended.returncode == 0, ended.stderr
+    result = json.loads(ended.stdout)
+    assert result["bench"] == "rollout"
+    facts = result["umbra"]
+    assert facts["tokens_per_s"] > 0
+    assert facts["tokens_per_cpu_s"] > 50_000
+    assert 0 < facts["delta_p50_ms"] <= facts["delta_p99_ms"]
+    assert facts["num_finished"] > 0
+    # 500 in flight, 2.5 tokens each a tick of 50 ms; a busy machine may miss ticks
+    assert 5_000 < facts["paced_tokens_per_s"] < 30_000
+    assert facts["bytes_per_trajectory"] > 8 * facts["tokens_per_trajectory"] > 0
+    assert {"cpu_us_per_run_at_50", "cpu_us_per_run_at_2500"} <= facts.keys()
+    assert facts["trajectories_per_s"] > 0
+    assert facts["ledger_blocked_max_ms"] > 0
+    assert 0 < facts["update_gap_first_ms"] <= facts["update_gap_ms"] <= facts["update_gap_max_ms"]
+    assert facts["update_gap_keep_ms"] > 0
+    assert min(facts["update_silence_ms"], facts["update_silence_rolling_ms"]) > 0
+
+
+def test_a_small_ledger_benchmark_gives_every_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger_bench, "_PACED_S", 0.1)
+
+    facts = ledger_bench.run(256, tmp_path)
+
+    assert set(facts) == {
+        "trajectories_per_s", "cpu_us_per_trajectory", "blocked_max_ms", "append_max_ms",
+        "replayed_per_s", "nbytes_per_trajectory", "paced_blocked_max_ms", "idle_blocked_max_ms",
+    }  # fmt: skip
+    blocked = {name for name in facts if "blocked" in name}  # a short run may be over before that
+    assert all(facts[name] >= 0 for name in blocked)
+    assert all(facts[name] > 0 for name in facts.keys() - blocked)
+    assert facts["nbytes_per_trajectory"] > 256 * 8
+    assert not list(tmp_path.iterdir())
