@@ -7,11 +7,15 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import ledger_bench
 import pytest
+import rpc
+import startup
 import torch
+import weights
 from bench_rounds import median_of
 from call_timing import gathers, measure_throughput, summarise, workers
 
@@ -115,30 +119,35 @@ def test_throughput_is_that_of_the_fastest_way_of_calling() -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "message"),
+    ("script", "options", "message"),
     [
-        (["rpc.py", "--rounds", "0"], "'0' is not a positive whole number"),
-        (["startup.py", "--peer-python", "/no/such/python"], "/no/such/python is not Python 3.11"),
-        (["startup.py", "--peer-python", "/bin/false"], "/bin/false is not Python 3.11"),
+        (rpc, ["--rounds", "0"], "'0' is not a positive whole number"),
+        (startup, ["--peer-python", "/no/such/python"], "/no/such/python is not Python 3.11"),
+        (startup, ["--peer-python", "/bin/false"], "/bin/false is not Python 3.11"),
         pytest.param(
-            ["weights.py", "--device", "cuda"],
+            weights,
+            ["--device", "cuda"],
             "no usable CUDA device",
-            marks=[
-                pytest.mark.slow,
-                pytest.mark.skipif(torch.cuda.is_available(), reason="has what is asked for"),
-            ],
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has what is asked for"),
         ),
     ],
 )
-@pytest.mark.process
 def test_wrong_use_exits_with_2_and_names_the_cause(
-    tmp_path: Path, argv: list[str], message: str
+    script: ModuleType,
+    options: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ended = run_script(tmp_path, *argv)
+    monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *options])
 
-    assert ended.returncode == 2
-    assert message in ended.stderr
-    assert ended.stdout == ""
+    with pytest.raises(SystemExit) as exit_:
+        script.main()
+
+    output = capsys.readouterr()
+    assert exit_.value.code == 2
+    assert message in output.err
+    assert output.out == ""
 
 
 @pytest.mark.slow
