@@ -59,7 +59,7 @@ ALL_SYSTEMS: Final = (UMBRA, BARE_ZMQ, RAY, MONARCH, XOSCAR)
 
 
 @contextlib.contextmanager
-def peers_path() -> Generator[str]:
+def peers_pythonpath() -> Generator[str]:
     """The peers' PYTHONPATH: this folder, and one whose `umbra.runtime` has only `process`."""
     with tempfile.TemporaryDirectory(prefix="umbra-bench-path-") as folder:
         runtime = Path(folder) / "umbra" / "runtime"
@@ -82,17 +82,20 @@ def is_importable(python: str, module: str) -> bool:
     return found.returncode == 0
 
 
-def run_program(program: str, python: str, peers_path: str, duration_s: float) -> dict[str, Any]:
+def run_program(program: str, python: str, pythonpath: str, duration_s: float) -> dict[str, Any]:
     """Starts the program, waits for its end and returns its facts; leaves no process behind.
 
     This process must be a subreaper (`umbra.runtime.process.prctl`) with no other children.
+
+    Args:
+        pythonpath: of a peer, from `peers_pythonpath`; this interpreter keeps its own.
 
     Raises:
         BenchError: it failed, or took too long.
     """
     with tempfile.TemporaryDirectory(prefix="umbra-bench-") as folder:
         # What a system leaves there, such as Ray's session folder, goes with ours.
-        environment = {**os.environ, "TMPDIR": folder, "PYTHONPATH": peers_path}
+        environment = {**os.environ, "TMPDIR": folder, "PYTHONPATH": pythonpath}
         if python == sys.executable:
             inherited = os.environ.get("PYTHONPATH", "")
             environment["PYTHONPATH"] = f"{_HERE}{os.pathsep}{inherited}".rstrip(os.pathsep)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench_hardware import describe_hardware
-from bench_programs import BenchError, System, is_importable, peers_path, run_program
+from bench_programs import BenchError, System, is_importable, peers_pythonpath, run_program
 
 from umbra.runtime.process.prctl import become_subreaper
 
@@ -41,7 +41,7 @@ def compare(
     present = [s for s in systems if is_importable(pythons[s.name], s.requires)]
     collected: dict[str, list[Facts]] = {s.name: [] for s in present}
     errors: dict[str, str] = {}
-    with peers_path() as path:
+    with peers_pythonpath() as path:
         for idx in range(rounds):
             start = idx % len(present)
             for system in present[start:] + present[:start]:

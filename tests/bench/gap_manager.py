@@ -96,8 +96,8 @@ class GapManager:
 
 
 class _NotingDispatcher(Dispatcher):
-    def __init__(self, router: Router, on_failure: Any, journal: Recorder) -> None:
-        super().__init__(router, on_failure, journal)
+    def __init__(self, router: Router, on_failure: Any, recorder: Recorder) -> None:
+        super().__init__(router, on_failure, recorder)
         self.came_at: dict[int, dict[EngineId, float]] = {}
         self.applied_at: list[float] = []
         self.changed = asyncio.Event()
