@@ -8,7 +8,8 @@
 
 Entering attaches this rank to its node's supervisor, which local rank 0 starts; leaving
 detaches, and once every local rank has left, the supervisor ends all it owns. A rank that
-leaves by an exception, or dies, makes every blocked call on the others raise `JobFailed`.
+leaves by an exception, or dies, makes every blocked call on the others of its node raise
+`JobFailed`.
 Calls run on a background event-loop thread, so the caller's code stays plain.
 """
 
@@ -116,6 +117,11 @@ class Session:
         """Every rank calls it. Without torchrun the process is rank 0 of 1.
 
         From here on the rank ends with torchrun's agent (at once if the agent has ended already).
+        In a job of several nodes each node has a supervisor of its own, with actors and pools that
+        only its own ranks find by name. Actors of another node are called by reference (`connect`),
+        where `tcp_host` is set and all nodes have the same UMBRA_SECRET_FILE. A rank's failure is
+        not told to other nodes, and a pool's weights can be updated only where all of the job's
+        ranks are.
 
         Args:
             on_note: gets what an operator should see (engine died, restarted, caught up), one

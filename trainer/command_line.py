@@ -21,7 +21,7 @@ from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.reporting.console import Console
 from umbra.trainer.reporting.fatal_error_report import FatalErrorReporter
 from umbra.trainer.reporting.note_board import NoteBoard
-from umbra.trainer.setup_check import check_setup
+from umbra.trainer.setup_check import check_one_node, check_setup
 from umbra.trainer.signals import StopSignals
 
 _MAX_WAIT_FOR_OTHERS_S: Final = 5.0
@@ -49,6 +49,7 @@ def _read_settings(
     arguments: argparse.Namespace, environment: TorchrunEnvironment, words: FatalErrorReporter
 ) -> TrainerConfig:
     try:
+        check_one_node(environment)
         config = load_config(arguments.config, arguments.overrides)
         check_setup(config, environment)
     except UmbraError as error:

@@ -34,10 +34,19 @@ def check_setup(config: TrainerConfig, environment: TorchrunEnvironment) -> None
     check_stop_tokens(config)
     prompt_budget(config).check()
     check_data(config.data)
-    if environment.node_rank == 0:  # they run on this node; other ones need not have them
-        check_user_functions(config)
+    check_user_functions(config)
     check_batch_size(config, environment.world_size)
     check_run_dir(config.run, environment.incarnation)
+
+
+def check_one_node(environment: TorchrunEnvironment) -> None:
+    """Raises ConfigError where some of the job's ranks are on other nodes."""
+    if environment.local_world_size < environment.world_size:
+        raise ConfigError(
+            f"torchrun starts {environment.world_size} ranks, {environment.local_world_size} of "
+            "them on this node, but umbra trains on one node only: start all ranks on one node, "
+            "with --standalone (or --nnodes 1) and --nproc-per-node"
+        )
 
 
 def check_models(config: TrainerConfig | ServeConfig, only: str = "") -> None:

@@ -2,7 +2,7 @@
 
 | variable | set by | meaning |
 |---|---|---|
-| RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK | torchrun | who this process is; without RANK it is rank 0 of 1 |
+| RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE | torchrun | who this process is; without RANK it is rank 0 of 1 |
 | TORCHELASTIC_RUN_ID, TORCHELASTIC_RESTART_COUNT, TORCHELASTIC_MAX_RESTARTS | torchrun | which job, how often its ranks were and may be restarted |
 | TORCHELASTIC_ERROR_FILE | torchrun | with rank and job it names this start of this rank, which tells a wrapper from torchrun's agent |
 | UMBRA_SOCKET_ROOT | user | folder for sockets, default /tmp/umbra-UID; must be node-local and short |
@@ -61,6 +61,7 @@ class TorchrunEnvironment:
     """Who this process is among the trainer's ranks.
 
     Attributes:
+        local_world_size: ranks on this node.
         under_torchrun: whether torchrun started it; otherwise it is rank 0 of 1.
         run_id: torchrun's rendezvous id, "none" by default.
         incarnation: 1 at the first start, one more after each elastic restart.
@@ -71,7 +72,6 @@ class TorchrunEnvironment:
     local_rank: int
     world_size: int
     local_world_size: int
-    node_rank: int
     run_id: str
     incarnation: int
     may_restart: bool
@@ -86,7 +86,6 @@ class TorchrunEnvironment:
                 local_rank=0,
                 world_size=1,
                 local_world_size=1,
-                node_rank=0,
                 run_id="single",
                 incarnation=1,
                 may_restart=False,
@@ -99,7 +98,6 @@ class TorchrunEnvironment:
             local_rank=_read_int(environ, "LOCAL_RANK"),
             world_size=_read_int(environ, "WORLD_SIZE"),
             local_world_size=_read_int(environ, "LOCAL_WORLD_SIZE"),
-            node_rank=_read_int(environ, "GROUP_RANK", default=0),
             run_id=environ.get("TORCHELASTIC_RUN_ID", "none"),
             incarnation=num_restarts + 1,
             may_restart=num_restarts < max_restarts,

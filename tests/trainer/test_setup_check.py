@@ -12,7 +12,7 @@ from umbra.runtime.cluster.environment import TorchrunEnvironment
 from umbra.runtime.errors import ConfigError, UmbraError
 from umbra.trainer.config.config_file import parse_config
 from umbra.trainer.config.trainer_config import TrainerConfig
-from umbra.trainer.setup_check import check_models, check_setup
+from umbra.trainer.setup_check import check_models, check_one_node, check_setup
 
 MODEL = {
     "model_type": "qwen3",
@@ -51,10 +51,11 @@ def config_of(values: dict[str, Any], section: str = "", **settings: object) -> 
     return parse_config(values | ({name: values.get(name, {}) | settings} if section else {}))
 
 
-def environment(node_rank: int = 0) -> TorchrunEnvironment:
-    names = {"RANK": node_rank, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1}
-    shown = {name: str(value) for name, value in names.items()}
-    return TorchrunEnvironment.read(shown | {"GROUP_RANK": str(node_rank)})
+def environment(num_ranks: int = 2, num_local_ranks: int = 2) -> TorchrunEnvironment:
+    """Of the first rank on a node."""
+    names = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": num_ranks}
+    names["LOCAL_WORLD_SIZE"] = num_local_ranks
+    return TorchrunEnvironment.read({name: str(value) for name, value in names.items()})
 
 
 @pytest.mark.parametrize(
@@ -100,12 +101,12 @@ def test_a_setting_that_does_not_fit_is_named(
         check_setup(config, environment())
 
 
-def test_other_nodes_need_not_have_the_users_functions(values: dict[str, Any]) -> None:
-    config = config_of(values, "reward", function="rewards_of_another_node:score")
+def test_ranks_on_several_nodes_are_refused() -> None:
+    check_one_node(TorchrunEnvironment.read({}))  # without torchrun
+    check_one_node(environment())
 
-    with pytest.raises(ConfigError):
-        check_setup(config, environment(node_rank=0))
-    check_setup(config, environment(node_rank=1))
+    with pytest.raises(ConfigError, match=r"4 ranks, 2 of them on this node, .* --standalone"):
+        check_one_node(environment(num_ranks=4))
 
 
 @pytest.mark.parametrize("pool", [{"engine": "vllm"}, {"engine_args": {"max_context_len": 8}}])
