@@ -17,6 +17,9 @@ TRANSFER_BACKEND: Final = "umbra"
 
 _OTHER_STORE: Final = "keys and values kept elsewhere may be those of another engine's weights"
 _ONE_NODE: Final = "an engine is one model on one node, and pool.count gives more engines"
+_SAMPLING: Final = "requests say how to sample, and nothing else may change the distribution"
+_DRAFTS: Final = "a draft model would keep its older weights"
+_ON_THE_HOST: Final = "an update does not reach weights that vLLM keeps in host memory"
 
 OPTIONS: Final = EngineOptions(
     library="vLLM",
@@ -35,17 +38,32 @@ OPTIONS: Final = EngineOptions(
         "logprobs_mode": "logprobs must be those of the distribution that is sampled from",
         "generation_config": "requests say how to sample, not the model directory",
         "override_generation_config": "requests say how to sample",
+        "logits_processors": _SAMPLING,
+        "watermark_config": _SAMPLING,
+        "speculative_config": _DRAFTS,
+        "spec_method": _DRAFTS,
+        "spec_model": _DRAFTS,
+        "spec_tokens": _DRAFTS,
         "load_format": "the weights come from the trainer",
         "weight_transfer_config": "umbra carries the weights",
+        "worker_cls": "umbra carries the weights to vLLM's own worker",
         "worker_extension_cls": "umbra carries the weights",
+        "cpu_offload_gb": _ON_THE_HOST,
+        "offload_backend": _ON_THE_HOST,
+        "offload_group_size": _ON_THE_HOST,
+        "enable_eplb": "an update would write experts to where they were before vLLM moved them",
         "enable_sleep_mode": "engines free their memory when they sleep",
         "stream_interval": "tokens that wait would count as made by the weights that come next",
         "kv_transfer_config": _OTHER_STORE,
         "kv_offloading_backend": _OTHER_STORE,
+        "kv_offloading_size": _OTHER_STORE,
+        "pipeline_parallel_size": "the loading of weights is checked for tensor parallelism "
+        "(tensor_parallel_size) alone",
         "data_parallel_size": _ONE_NODE,
         "nnodes": _ONE_NODE,
         "node_rank": _ONE_NODE,
         "distributed_executor_backend": "umbra minds the processes",
+        "scheduler_cls": "pauses and aborts are checked with vLLM's own scheduler alone",
     },
 )
 
@@ -92,6 +110,11 @@ class VllmSettings(AdapterSettings):
             built_for = "the CPU" if is_cpu else "GPUs"
             raise ConfigError(
                 f"device {self.device!r}: the vLLM installed here is built for {built_for}"
+            )
+        if is_cpu and self.engine_args.get("enable_chunked_prefill"):
+            raise ConfigError(
+                "pool.engine_args.enable_chunked_prefill: on the CPU vLLM's engine dies where it "
+                "takes a prompt in parts; leave it out"
             )
         options: dict[str, Any] = {
             "model": self.model_path,

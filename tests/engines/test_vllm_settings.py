@@ -122,6 +122,17 @@ def test_the_workers_of_a_tensor_parallel_engine_share_the_kv_heads() -> None:
         ("kv_offloading_backend", "is set by umbra: .*another engine's weights"),
         ("data_parallel_size", "is set by umbra: .*pool.count"),
         ("distributed_executor_backend", "is set by umbra: umbra minds the processes"),
+        ("kv_offloading_size", "is set by umbra: .*another engine's weights"),
+        ("speculative_config", "is set by umbra: a draft model would keep its older weights"),
+        ("spec_method", "is set by umbra: a draft model would keep its older weights"),
+        ("logits_processors", "is set by umbra: .* change the distribution"),
+        ("watermark_config", "is set by umbra: .* change the distribution"),
+        ("pipeline_parallel_size", "is set by umbra: .*tensor_parallel_size"),
+        ("worker_cls", "is set by umbra: .*vLLM's own worker"),
+        ("scheduler_cls", "is set by umbra: pauses and aborts"),
+        ("cpu_offload_gb", "is set by umbra: an update does not reach weights"),
+        ("offload_group_size", "is set by umbra: an update does not reach weights"),
+        ("enable_eplb", "is set by umbra: .*before vLLM moved them"),
     ],
 )
 def test_an_option_that_cannot_be_passed_on_is_refused_with_a_hint(
@@ -129,6 +140,17 @@ def test_an_option_that_cannot_be_passed_on_is_refused_with_a_hint(
 ) -> None:
     with pytest.raises(ConfigError, match=text):
         settings(tmp_path, engine_args={option: 1}).options(KNOWN, is_cpu=True)
+
+
+def test_on_the_cpu_prompts_are_not_taken_in_parts(tmp_path: Path) -> None:
+    known = [*KNOWN, "enable_chunked_prefill"]
+    chosen = {"engine_args": {"enable_chunked_prefill": True}}
+
+    on_gpu = settings(tmp_path, device="cuda", **chosen).options(known, is_cpu=False)
+
+    assert on_gpu["enable_chunked_prefill"] is True
+    with pytest.raises(ConfigError, match=r"takes a prompt in parts; leave it out"):
+        settings(tmp_path, **chosen).options(known, is_cpu=True)
 
 
 @pytest.mark.parametrize("number", [0, -1, "two"])
