@@ -142,3 +142,8 @@ def first_leaf(error: BaseException) -> BaseException:
         group = cast("BaseExceptionGroup[BaseException]", error)
         return first_leaf(group.exceptions[0])
     return error
+
+
+def how_to_install(extra: str) -> str:
+    """For an error: what to do where the packages of an extra (see pyproject.toml) are missing."""
+    return f"run pip install -e '.[{extra}]' in your clone of umbra"

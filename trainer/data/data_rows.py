@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, cast
 
-from umbra.runtime.errors import DataError
+from umbra.runtime.errors import DataError, how_to_install
 from umbra.runtime.rollout.prompts import TOO_DEEP, row_problem
 
 _PARQUET_SUFFIXES: Final = (".parquet", ".pq")
@@ -99,7 +99,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         parquet: Any = importlib.import_module("pyarrow.parquet")
     except ImportError:
         raise DataError(
-            f"{path}: reading Parquet needs pyarrow: pip install 'umbra-rl[train]'"
+            f"{path}: reading Parquet needs pyarrow: {how_to_install('train')}"
         ) from None
     number = 0
     try:

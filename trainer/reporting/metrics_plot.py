@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from umbra.runtime.disk import explain
-from umbra.runtime.errors import ConfigError, DataError
+from umbra.runtime.errors import ConfigError, DataError, how_to_install
 from umbra.trainer.checkpoint.run_dir import RunDir
 from umbra.trainer.reporting.metrics_log import read_metrics
 
@@ -115,7 +115,7 @@ def draw(panels: Sequence[Panel], title: str) -> Any:
     try:
         module: Any = importlib.import_module("matplotlib.figure")
     except ImportError as error:
-        raise ConfigError("drawing a run needs matplotlib: pip install 'umbra-rl[plot]'") from error
+        raise ConfigError(f"drawing a run needs matplotlib: {how_to_install('plot')}") from error
     figure = module.Figure(figsize=(9, 2.6 * max(1, len(panels))), layout="constrained")
     figure.suptitle(title)
     if not panels:

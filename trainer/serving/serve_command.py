@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.cluster.environment import api_key
-from umbra.runtime.errors import ConfigError
+from umbra.runtime.errors import ConfigError, how_to_install
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rollout.dispatch.generator import GeneratedPiece
 from umbra.runtime.rpc.sync_handle import SyncHandle
@@ -56,7 +56,7 @@ def serve(arguments: argparse.Namespace) -> int:
         UmbraError: engines cannot be started or kept up.
     """
     if importlib.util.find_spec("aiohttp") is None:
-        raise ConfigError("umbra serve needs aiohttp: pip install 'umbra-rl[serve]'")
+        raise ConfigError(f"umbra serve needs aiohttp: {how_to_install('serve')}")
     config = read_serve_config(arguments.config, arguments.overrides)
     check_models(config)
     pools = served_pools(config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from umbra.runtime.errors import ConfigError, DataError
+from umbra.runtime.errors import ConfigError, DataError, how_to_install
 
 
 class ChatText:
@@ -21,7 +21,7 @@ class ChatText:
             import transformers
         except ImportError as error:
             raise ConfigError(
-                "chat templates need `transformers`: pip install 'umbra-rl[train]'"
+                f"chat templates need `transformers`: {how_to_install('train')}"
             ) from error
         auto: Any = transformers.AutoTokenizer
         try:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from umbra.runtime.errors import ConfigError, DataError
+from umbra.runtime.errors import ConfigError, DataError, how_to_install
 
 
 class TextCodec:
@@ -45,7 +45,7 @@ class TextCodec:
         try:
             from tokenizers import Tokenizer
         except ImportError as error:
-            raise ConfigError("rewards need `tokenizers`: pip install 'umbra-rl[train]'") from error
+            raise ConfigError(f"rewards need `tokenizers`: {how_to_install('train')}") from error
         try:
             tokenizer: Any = Tokenizer.from_file(str(file))
         except Exception as error:  # tokenizers raises bare Exception
@@ -63,7 +63,7 @@ class TextCodec:
         except ImportError as error:
             raise ConfigError(
                 f"{place} has no tokenizer.json, and reading other kinds needs `transformers`: "
-                "pip install 'umbra-rl[train]'"
+                + how_to_install("train")
             ) from error
         auto: Any = transformers.AutoTokenizer
         try:
