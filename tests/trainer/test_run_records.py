@@ -160,15 +160,15 @@ def test_neither_notes_nor_errors_control_the_terminal(
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(for_torchrun))
 
     NoteBoard(is_shown=True).put("sample e0/\x1b[2J/0 of é")
-    FatalErrorReporter(0, 0.0).tell(DataError("row 7\n\tid \x9b1m\r"))
+    FatalErrorReporter(0, 0.0).tell(DataError("row \x9b1m7\n\tid \r"))
 
     assert capsys.readouterr().err.splitlines() == [
         r"sample e0/\x1b[2J/0 of é",
-        "rank 0: DataError: row 7",
-        "\tid \\x9b1m\\r",
+        "rank 0: DataError: row \\x9b1m7",
+        "\tid \\r",
     ]
     shown = json.loads(for_torchrun.read_text())["message"]["message"]
-    assert shown == "rank 0: DataError: row 7\n\tid \\x9b1m\\r"
+    assert shown == "rank 0: DataError: row \\x9b1m7"
 
 
 def test_a_step_without_tokens_is_told_once(tmp_path: Path) -> None:

@@ -74,17 +74,16 @@ def load_causal_lm(section: ModelSection, dtype: torch.dtype) -> tuple[nn.Module
 
 def _without_memory(section: ModelSection, dtype: torch.dtype) -> nn.Module:
     """The model with its buffers, such as rotary frequencies, and parameters on the meta device."""
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
-
-    auto: Any = AutoModelForCausalLM
-    config: Any = AutoConfig
-    generation: Any = GenerationConfig
+    library = _transformers()
+    auto, generation = library.AutoModelForCausalLM, library.GenerationConfig
     trusts = {"trust_remote_code": section.trust_remote_code}
     read_model_config(section.path)  # says better what is wrong
     try:
         with _parameters_on_meta():
             model = auto.from_config(
-                config.from_pretrained(str(section.path), local_files_only=True, **trusts),
+                library.AutoConfig.from_pretrained(
+                    str(section.path), local_files_only=True, **trusts
+                ),
                 dtype=dtype,
                 **trusts,
             )
@@ -167,15 +166,10 @@ def _packing_obstacle(model: Any) -> str:
 
 
 def _from_pretrained(section: ModelSection, dtype: torch.dtype) -> nn.Module:
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging as transformers_logging
-
-    quiet: Any = transformers_logging
-    quiet.disable_progress_bar()  # one bar a rank would draw over the training's own
-    auto: Any = AutoModelForCausalLM
+    library = _transformers()
     read_model_config(section.path)  # says better what is wrong
     try:
-        model, report = auto.from_pretrained(
+        model, report = library.AutoModelForCausalLM.from_pretrained(
             str(section.path),
             dtype=dtype,
             local_files_only=True,
@@ -193,6 +187,16 @@ def _from_pretrained(section: ModelSection, dtype: torch.dtype) -> nn.Module:
     model.config.use_cache = False
     assert isinstance(model, nn.Module)
     return model.eval()
+
+
+def _transformers() -> Any:
+    """The library, without the progress bars of loading and export: each rank would draw its own
+    over the training's progress."""
+    import transformers
+
+    library: Any = transformers
+    library.utils.logging.disable_progress_bar()
+    return library
 
 
 def parameter_count(model: nn.Module) -> int:

@@ -87,16 +87,16 @@ class FatalErrorReporter:
 
 
 def _leave_for_torchrun(said: str) -> None:
-    """torchrun's own report of the failure, which comes last, quotes it as the cause.
+    """torchrun's own report of the failure, which comes last, quotes the first line as the cause.
 
     The file's form is that of torch.distributed.elastic's ErrorHandler, without importing torch.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
-    told = {"py_callstack": said, "timestamp": str(int(time.time()))}
+    cause = {"message": said.splitlines()[0], "extraInfo": {"timestamp": str(int(time.time()))}}
     with contextlib.suppress(OSError):  # it has been told
-        Path(path).write_text(json.dumps({"message": {"message": said, "extraInfo": told}}))
+        Path(path).write_text(json.dumps({"message": cause}))
 
 
 def _describe(error: UmbraError) -> str:
