@@ -19,7 +19,8 @@ _HEAD = """# Configuration
 
 `torchrun --nproc-per-node N -m umbra.trainer CONFIG.toml [section.key=value ...]`: a TOML file, and
 changes to it on the command line. Paths are taken from the current folder. An unknown key or a
-wrong value is an error that names it. Required settings have no default.
+wrong value is an error that names it. Required settings have no default. Where several settings
+have to fit each other, their description says so.
 
 On the command line an empty value (`data.eval=`) unsets a setting whose default is `unset` or
 empty, or takes out an entry of a table (`pool.engine_args.NAME=`, `pools.judge=`), as if the file
@@ -37,13 +38,49 @@ def document() -> str:
         summary = (inspect.getdoc(section) or "").split("\n\n")[0].partition(": ")[2]
         summary = " ".join(summary.split())
         parts.append(f"\n## [{name}]\n\n{summary[0].upper()}{summary[1:]}\n")
-        parts.append("\n| key | default | what it is |\n|---|---|---|\n")
+        parts.append("\n| key | allowed | default | what it is |\n|---|---|---|---|\n")
         texts = _attributes(inspect.getdoc(section) or "")
+        schemas = section.model_json_schema()["properties"]
         for key, setting in section.model_fields.items():
             is_required = setting.default is PydanticUndefined
             default = "required" if is_required else f"`{_toml(setting.get_default())}`"
-            parts.append(f"| `{key}` | {default} | {texts[key]} |\n")
+            allowed = _allowed(schemas[key])
+            parts.append(f"| `{key}` | {allowed} | {default} | {texts[key]} |\n")
     return "".join(parts)
+
+
+def _allowed(schema: dict[str, Any]) -> str:
+    """What the JSON schema of a setting lets through, in words."""
+    for choice in schema.get("anyOf", []):
+        if choice["type"] != "null":  # that one is an unset setting
+            return _allowed(choice)
+    if "enum" in schema:
+        return ", ".join(f"`{_toml(value)}`" for value in schema["enum"])
+    match schema["type"]:
+        case "boolean":
+            return "`true`, `false`"
+        case "integer" | "number":
+            return " ".join((schema["type"], *_bounds(schema)))
+        case "array" if "prefixItems" in schema:
+            first, *others = map(_allowed, schema["prefixItems"])
+            assert set(others) == {first}
+            return f"list of {1 + len(others)}: {first}"
+        case "array":
+            return f"list of: {_allowed(schema['items'])}"
+        case "object":
+            return "table"
+        case _:
+            return "path" if schema.get("format") == "path" else "text"
+
+
+def _bounds(schema: dict[str, Any]) -> list[str]:
+    words = {
+        "minimum": "from {:g}",
+        "exclusiveMinimum": "above {:g}",
+        "maximum": "to {:g}",
+        "exclusiveMaximum": "below {:g}",
+    }
+    return [text.format(schema[name]) for name, text in words.items() if name in schema]
 
 
 def _toml(value: object) -> str:
