@@ -48,10 +48,10 @@ kills: $(VENV)/.train assets ## Kill the whole job 30 times and resume it each t
 assets: $(VENV)/.train ## Make the quickstart's model and data sets (once)
 	OMP_NUM_THREADS=1 $(BIN)/python -m umbra.trainer.quickstart $(QUICKSTART_ASSETS)
 
-# vLLM is installed while the type checkers run, and tested last: what it shares has names in
+# vLLM is installed while the type checker runs, and tested last: what it shares has names in
 # /dev/shm, which other tests would take for left behind.
 test: $(VENV)/.dev ## All that continuous integration runs (needs no GPU; half an hour)
-	$(MAKE) --no-print-directory --output-sync=target -j3 lint pyright mypy $(VLLM_VENV)/.made
+	$(MAKE) --no-print-directory --output-sync=target -j3 lint pyright $(VLLM_VENV)/.made
 	$(BIN)/python -m pytest -m "patient and not gpu" -n 2 --dist worksteal
 	$(BIN)/python -m pytest -m "not patient and not gpu"
 	$(VLLM_VENV)/bin/python -m pytest tests/engines/test_vllm.py tests/engines/test_vllm_training.py
@@ -76,13 +76,9 @@ lint: $(VENV)/.dev
 pyright: $(VENV)/.dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-mypy: $(VENV)/.dev
-	$(BIN)/mypy
-
-.PHONY: static pyright mypy
-# Two at a time: the type checkers take longest, and use one core each.
+.PHONY: static pyright
 static: $(VENV)/.dev
-	$(MAKE) --no-print-directory --output-sync=target -j2 lint pyright mypy
+	$(MAKE) --no-print-directory --output-sync=target -j2 lint pyright
 
 bench: $(VENV)/.train $(BENCH_VENV)/.made ## Measure umbra beside its peers (installs them in .venv-bench)
 	mkdir -p $(RUNS)/bench
@@ -144,5 +140,5 @@ lock: ## Renew constraints.txt: newest versions, torch stays
 	      | sed -E 's/\+[A-Za-z0-9.]+$$//' ) > constraints.txt
 
 clean: ## Remove environments, caches and runs
-	rm -rf $(VENV) $(BENCH_VENV) $(TRL_VENV) $(VLLM_VENV) build dist $(RUNS) src/*.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(BENCH_VENV) $(TRL_VENV) $(VLLM_VENV) build dist $(RUNS) src/*.egg-info .ruff_cache .pytest_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

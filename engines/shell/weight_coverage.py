@@ -90,7 +90,7 @@ class _Given:
         self.is_read = self.is_read or any(address in self._region for address in addresses)
 
 
-class _Recorder(_Base):  # type: ignore[misc]
+class _Recorder(_Base):
     """Regions written, by storage, and addresses at which reads began."""
 
     def __init__(self) -> None:

@@ -45,7 +45,7 @@ class UpdateInfo:
     description: dict[str, Any]
 
 
-class SourceTransferEngine(_base):  # type: ignore[misc]
+class SourceTransferEngine(_base):
     """Loads all weights at once: start, one update, finish.
 
     `regions` is what the last update has read.

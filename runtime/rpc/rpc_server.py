@@ -57,7 +57,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def idempotent(method: F) -> F:
     """Declares that running the method twice does no harm: it is retried over a reconnect."""
-    method.__umbra_idempotent__ = True  # type: ignore[attr-defined]
+    method.__umbra_idempotent__ = True  # pyright: ignore[reportFunctionMemberAccess]
     return method
 
 

@@ -136,7 +136,7 @@ def test_an_update_and_both_sleeps_leave_the_model_with_the_right_weights(
 
     async def publish_asleep(engine: Any, folder: Path) -> None:
         """As in hybrid mode: the KV cache wakes after the update."""
-        await publish(Waking(engine), weights("qwen3", 2), 2, folder)  # type: ignore[arg-type]
+        await publish(Waking(engine), weights("qwen3", 2), 2, folder)  # pyright: ignore[reportArgumentType]
 
     run_async(body)
 
@@ -305,7 +305,7 @@ def test_requests_that_run_at_the_stop_end_before_the_sockets_are_closed(
     async def body() -> None:
         engine = SglangEngine(**settings, load_weights=True)
         async with engine:
-            frontend = frontend_of(engine._core)  # type: ignore[arg-type]  # pyright: ignore
+            frontend = frontend_of(engine._core)  # pyright: ignore
             await engine.submit(requests(4, max_new_tokens=400))
         assert frontend.send_to_scheduler.is_closed
         assert frontend.send_to_scheduler.num_too_late == 0

@@ -83,7 +83,7 @@ def _hold_ranks() -> None:
             time.sleep(_LOOK_AGAIN_S)
         return run(self, *args)
 
-    TrainStep.run = held_run  # type: ignore[method-assign]
+    TrainStep.run = held_run  # pyright: ignore[reportAttributeAccessIssue]
 
 
 if __name__ == "__main__":

@@ -144,7 +144,7 @@ def test_a_value_that_is_no_plain_data_is_refused_by_its_key() -> None:
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
-    assert wire(Version(np.int64(3), 4)) == wire(Version(3, 4))  # type: ignore[arg-type]
+    assert wire(Version(np.int64(3), 4)) == wire(Version(3, 4))  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("number", [-1, 1.5, "x", True])

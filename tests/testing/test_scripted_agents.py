@@ -77,7 +77,7 @@ def test_there_are_no_other_pools_and_tokens_are_integers() -> None:
         ctx.pool("jduge")
 
     async def gives_text(ctx: ScriptedContext) -> None:
-        await ctx.generate("2+3")  # type: ignore[arg-type] # pyright: ignore[reportArgumentType]
+        await ctx.generate("2+3")  # pyright: ignore[reportArgumentType]
 
     with pytest.raises(RolloutError, match="no pool 'jduge' to ask; there are: judge"):
         run(ScriptedContext(SAMPLE, [], pools={"judge": []}), asks_nobody)
