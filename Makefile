@@ -33,7 +33,7 @@ quickstart: $(VENV)/.train assets ## Train a small model by RL on two CPU cores,
 	    -m umbra.trainer $(QUICKSTART_CONFIG)
 
 drill: $(VENV)/.train assets ## The same training while engines are killed
-	OMP_NUM_THREADS=1 $(BIN)/python -m umbra.trainer.drill $(QUICKSTART_CONFIG) --run-dir $(RUNS)/drill
+	OMP_NUM_THREADS=1 $(BIN)/python tests/drill/drill.py $(QUICKSTART_CONFIG) --run-dir $(RUNS)/drill
 
 chaos: $(VENV)/.train ## 10,000 rollouts while their processes are killed and stopped (two minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos/chaos.py --run-dir $(RUNS)/chaos

@@ -48,12 +48,6 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def account(run_dir: Path) -> str:
-    """Where the samples of a job are, as `umbra ledger RUN_DIR` prints it; raises as `run`."""
-    with _open(run_dir) as index:
-        return _summary_text(_summary(index))
-
-
 def _lists_samples(arguments: argparse.Namespace) -> bool:
     narrowing = (arguments.state, arguments.step, arguments.newest)
     lists_samples = arguments.samples or any(value is not None for value in narrowing)

@@ -26,15 +26,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+sys.path.append(str(Path(__file__).parents[1] / "shared"))  # run_traces is there
+
 from chaos_account import Account
 from chaos_oracle import Oracle
 from chaos_plan import TRAINING_S, ChaosPlan
 from chaos_saboteur import DeathNotes, Saboteur
 from chaos_world import ChaosWorld, injected_faults
+from run_traces import RunTraces
 
 from umbra.runtime.errors import ConfigError, UmbraError
 from umbra.runtime.session import Session, SessionConfig
-from umbra.trainer.drill.traces import RunTraces
 
 _GRACE_S: Final = 5.0
 """From the end of the session to that of all its processes."""

@@ -15,10 +15,13 @@ import json
 import random
 import secrets
 import shutil
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
+
+sys.path.append(str(Path(__file__).parents[1] / "shared"))  # run_traces is there
 
 from killed_jobs import KilledJob, plan_kills
 from trained_history import (

@@ -27,7 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from umbra.trainer.drill.traces import RunTraces, command_of, environment_of
+from run_traces import RunTraces, command_of, environment_of
+
 from umbra.trainer.reporting.metrics_log import read_metrics
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from umbra.trainer.quickstart.quickstart_assets import MARKER, NUM_EVAL, NUM_TRAIN, ensure_assets
-from umbra.trainer.quickstart.quickstart_task import MAX_ANSWER_TOKENS, draw_tasks, reward, solve
+from umbra.trainer.quickstart.quickstart_task import MAX_DIGITS, draw_tasks, reward, solve
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def greedy_answers(model_dir: Path, prompts: list[str]) -> list[str]:
     tokens = model.generate(
         input_ids=inputs["input_ids"],
         attention_mask=inputs["attention_mask"],
-        max_new_tokens=MAX_ANSWER_TOKENS,
+        max_new_tokens=MAX_DIGITS + 1,  # and the end-of-text token
         do_sample=False,
     )
     width = inputs["input_ids"].shape[1]

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from pool_log import assert_never_both_awake
 
 from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.collective import SessionSync
 from umbra.runtime.pools.pool_spec import PoolSpec
-from umbra.runtime.testing.pool_log import assert_never_both_awake
 from umbra.runtime.testing.session_factory import SessionFactory
 from umbra.runtime.weights.weight_publisher import WeightPublisher
 

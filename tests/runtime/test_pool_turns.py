@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pool_log import assert_never_both_awake
 from pools_in_turn import Shared, judge_spec, spec, wait_until
 
 from umbra.runtime.errors import ConfigError, DeadlineExceeded, EngineError, RemoteError, UmbraError
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.session import Session
-from umbra.runtime.testing.pool_log import assert_never_both_awake
 from umbra.runtime.testing.session_factory import SessionFactory
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]

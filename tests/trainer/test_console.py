@@ -143,15 +143,3 @@ def test_streams_in_order_are_as_they_were(tmp_path: Path) -> None:
 
     assert output == b"to stdout\rafter it"
     assert errors.decode() == "é \\udcff\n"
-
-
-def test_the_drill_does_not_end_with_its_reader(tmp_path: Path) -> None:
-    reading, writing = os.pipe()
-    os.close(reading)
-    command = [sys.executable, "-m", "umbra.trainer.drill", str(tmp_path / "missing.toml")]
-
-    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, timeout=60, check=False)
-
-    os.close(writing)
-    assert done.stderr.startswith(b"drill: failed: config file"), done.stderr
-    assert done.returncode == 1

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pool_log import assert_never_both_awake
 from test_training_runs import read_summary, run, start, write_config
 from training_models import save_model
 
-from umbra.runtime.testing.pool_log import assert_never_both_awake
 from umbra.trainer.reporting.metrics_log import read_metrics
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]

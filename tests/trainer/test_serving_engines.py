@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 from http_server import serving
+from pool_log import assert_never_both_awake
 from safetensors.torch import save_file
 from training_models import listed, make_model, save_model
 
 from umbra.runtime.rollout.agents.text_codec import TextCodec
-from umbra.runtime.testing.pool_log import assert_never_both_awake
 from umbra.trainer.data.prompt_tokenizer import PromptTokenizer
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]

@@ -1,8 +1,16 @@
-"""The drill's command line: two runs, one with several engines and one with a single engine."""
+"""The drill: engines are killed during training, which must end as well as if they were not.
+
+    python tests/drill/drill.py CONFIG [section.key=value ...] [--run-dir runs/drill] [--seed N]
+
+Trains twice, with several engines and with a single one. Exit status 1 where anything is wrong,
+with what; RUN_DIR/summary.json has the numbers.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import random
 import secrets
@@ -14,9 +22,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from umbra.runtime.cli.ledger_command import account
+sys.path.append(str(Path(__file__).parents[1] / "shared"))  # run_traces is there
+
+from drilled_run import DrilledRun, run_drilled
+
+from umbra.runtime.cli.umbra_command import main as run_umbra
 from umbra.runtime.errors import UmbraError
-from umbra.trainer.drill.drilled_run import DrilledRun, run_drilled
+from umbra.trainer.reporting.console import Console
 
 _PASSES: Final = {"two-engines": ["pool.count=2"], "one-engine": ["pool.count=1"]}
 
@@ -36,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             settings = [*overrides, *arguments.overrides]
             run = run_drilled(name, arguments.config, settings, run_dir, rng)
             _report(run)
-            print(textwrap.indent(account(run_dir), "    "), flush=True)
+            print(textwrap.indent(_account(run_dir), "    "), flush=True)
             runs.append(run)
     except (UmbraError, subprocess.SubprocessError) as error:
         print(f"drill: failed: {error}", file=sys.stderr)
@@ -65,6 +77,14 @@ def summarise(runs: Sequence[DrilledRun], seed: int) -> dict[str, Any]:
     }
 
 
+def _account(run_dir: Path) -> str:
+    """What `umbra ledger RUN_DIR` prints."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        run_umbra(["ledger", str(run_dir)])
+    return printed.getvalue().rstrip()
+
+
 def _report(run: DrilledRun) -> None:
     print(f"drill: what the supervisor logged about {run.kill.engine}:")
     for line in run.log_lines[:3]:
@@ -79,7 +99,7 @@ def _report(run: DrilledRun) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m umbra.trainer.drill",
+        prog="python tests/drill/drill.py",
         description="Train while engines are killed, and check that training ends just as well.",
     )
     parser.add_argument("config", type=Path, help="config of the training")
@@ -90,3 +110,8 @@ def _parser() -> argparse.ArgumentParser:
         "--seed", type=int, default=secrets.randbelow(2**31), help="of when and whom to kill"
     )
     return parser
+
+
+if __name__ == "__main__":
+    Console.install()  # `make drill | head` still trains
+    sys.exit(main())

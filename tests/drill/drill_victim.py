@@ -9,13 +9,19 @@ import random
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from umbra.runtime.actor.supervised_actor import ActorState
-from umbra.trainer.drill.watching import DrillError, wait_for
+from umbra.runtime.errors import UmbraError
 from umbra.trainer.reporting.metrics_log import read_metrics
+
+Found = TypeVar("Found")
+
+_LOOK_AGAIN_S: Final = 0.02
+"""Between two looks at a file or at /proc, which tell nobody when they change."""
 
 _BUSY_SHARE: Final = 0.3
 """Of one core: an engine that uses more of it is generating or loading weights; one that sleeps
@@ -29,6 +35,10 @@ Shorter than the scheduler's tick (1 to 10 ms): the processor time used has not 
 
 _LATEST_IN_GENERATION: Final = 0.4
 """Of the time a generation takes: killed later, the engine might have finished just before."""
+
+
+class DrillError(UmbraError):
+    """The drill could not be carried out; says what it waited for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,10 +71,10 @@ def kill_an_engine(
             raise DrillError(f"training ended before step {after_step}: {training.returncode}")
         return _row_of(run_dir, after_step)
 
-    done = wait_for(f"step {after_step}", look, _STEPS_WITHIN_S)
+    done = _wait_for(f"step {after_step}", look, _STEPS_WITHIN_S)
     engine, pid = rng.choice(sorted(_engines(run_dir).items()))
     latest_s = _LATEST_IN_GENERATION * done.get("time/rollout_s", 0.0)
-    wait_for(
+    _wait_for(
         f"{engine} (pid {pid}) to generate",
         lambda: _is_busy_for(pid, rng.uniform(0.0, latest_s)) or None,
         timeout_s=_BUSY_WITHIN_S,
@@ -85,6 +95,20 @@ def lines_about(run_dir: Path, kill: Kill) -> list[str]:
 
 def supervisor_log(run_dir: Path) -> Path:
     return run_dir / "logs" / "supervisor.log"
+
+
+def _wait_for(what: str, look: Callable[[], Found | None], timeout_s: float) -> Found:
+    """The first value of `look` that is not None.
+
+    Raises:
+        DrillError: none came in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    while (found := look()) is None:
+        if time.monotonic() > deadline:
+            raise DrillError(f"waited {timeout_s:g} s for {what}")
+        time.sleep(_LOOK_AGAIN_S)
+    return found
 
 
 def _row_of(run_dir: Path, step: int) -> dict[str, float] | None:

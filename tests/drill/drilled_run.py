@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from drill_victim import Kill, kill_an_engine, lines_about, supervisor_log
+from run_traces import RunTraces
+
 from umbra.trainer.config.config_file import load_config
-from umbra.trainer.drill.traces import RunTraces
-from umbra.trainer.drill.victim import Kill, kill_an_engine, lines_about, supervisor_log
 
 _NUM_RANKS: Final = 2
 _END_TIMEOUT_S: Final = 300.0

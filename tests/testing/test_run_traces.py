@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from run_traces import RunTraces
 
 from umbra.runtime.cluster.socket_dir import SocketDir
-from umbra.trainer.drill.traces import RunTraces
 
 pytestmark = pytest.mark.process
 
