@@ -123,11 +123,6 @@ class Rollouts:
         """Greedy accuracy over the held-out prompts, through the engines."""
         return self._collect("evaluate", "eval", (step,), serve_sync, timeout_s)
 
-    def stats(self) -> Mapping[str, Any]:
-        """Counters of the manager. Any rank, alone."""
-        stats: Mapping[str, Any] = self._manager.call("stats")
-        return stats
-
     def _collect(
         self,
         method: str,

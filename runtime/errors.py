@@ -21,19 +21,15 @@ UmbraError
 │   └── RewardError        a reward function raised or returned something unusable
 ├── LedgerError            the record of samples is damaged, contradicts itself or cannot be written
 └── JobFailed              another rank or an essential process failed; the message names it
-
-`retryable` says whether the same call may succeed later; the supervisor alone acts on it.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar, cast
+from typing import cast
 
 
 class UmbraError(Exception):
     """Base of every error umbra raises on purpose."""
-
-    retryable: ClassVar[bool] = False
 
 
 class ConfigError(UmbraError):
@@ -50,8 +46,6 @@ class ProtocolError(UmbraError):
 
 class TransportError(UmbraError):
     """A message did not get through."""
-
-    retryable: ClassVar[bool] = True
 
 
 class ConnectionLost(TransportError):

@@ -26,7 +26,7 @@ import threading
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, Self
 
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.cluster.environment import (
@@ -50,7 +50,6 @@ from umbra.runtime.supervisor_host import SupervisorConfig, supervisor_ref
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 # For the supervisor to pass a signal on. Later the time that a signal leaves is over.
 _PASS_ON_LIMIT_S: Final = 10.0
 

@@ -10,7 +10,6 @@ All of these end with this process: it is their subreaper or child of one (`runt
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -27,8 +26,6 @@ from umbra.runtime.engine_api.generation_request import GenerationRequest
 from umbra.runtime.errors import ConfigError, EngineError, UmbraError
 from umbra.runtime.process import descendants
 from umbra.runtime.process.pid_watch import PidWatch
-
-logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _SHUTDOWN_TIMEOUT_S: Final = 0.2

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import logging
 import os
 import sys
 import time
@@ -42,8 +41,6 @@ from umbra.runtime.process.exit_status import ExitStatus
 from umbra.runtime.process.gpu_release import gpu_memory_released
 from umbra.runtime.process.orphans import end_orphans
 from umbra.runtime.rpc.actor_ref import ActorRef
-
-logger = logging.getLogger(__name__)
 
 # How long a dead actor's children may take to end. One that hangs in a driver is left to the
 # supervisor's regular look rather than holding up the restart for ever.

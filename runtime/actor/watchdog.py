@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from typing import Final
 
 import zmq
@@ -13,8 +12,6 @@ from umbra.runtime.actor.heartbeat import Beat
 from umbra.runtime.process.process_tree import ProcessTree
 from umbra.runtime.rpc.loop_socket import LoopSocket
 from umbra.runtime.rpc.wire import Frame
-
-logger = logging.getLogger(__name__)
 
 # One ping a second: more often wakes idle actors, less often delays every verdict.
 PING_INTERVAL_S: Final = 1.0

@@ -69,10 +69,6 @@ class GuardianProcess:
             self._popen.terminate()
         return self.wait(timeout_s)
 
-    def log_tail(self, max_lines: int = 20) -> str:
-        """The last lines of guardian and supervisor."""
-        return self._log.tail(max_lines)
-
     def close(self) -> None:
         """Let go of it. It goes on; where it has ended, it is reaped."""
         if self._ready_fd >= 0:

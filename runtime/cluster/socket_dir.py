@@ -80,19 +80,6 @@ class SocketDir:
             ) from error
         return cls(path, lock_fd)
 
-    def socket_path(self, name: str) -> Path:
-        """Where the socket `name` goes. Raises ConfigError where the path would be too long."""
-        if not re.fullmatch(r"[A-Za-z0-9_.#@+-]+", name) or name in (".", "..", _OWNER):
-            raise ConfigError(f"{name!r} cannot name a socket: use letters, digits and _.#@+-")
-        path = self.path / name
-        length = len(os.fsencode(path))
-        if length >= MAX_SOCKET_PATH_NBYTES:
-            raise ConfigError(
-                f"socket path {path} has {length} bytes, allowed are {MAX_SOCKET_PATH_NBYTES - 1}: "
-                "use a shorter socket root or actor name"
-            )
-        return path
-
     def release(self) -> None:
         """Close this process's copy of the lock; the directory stays."""
         if self.lock_fd >= 0:

@@ -30,10 +30,6 @@ class ExitStatus:
     code: int | None
 
     @property
-    def is_success(self) -> bool:
-        return self.code == 0
-
-    @property
     def signal_name(self) -> str | None:
         """Such as SIGKILL; None where no signal ended it."""
         if self.code is None or self.code >= 0:

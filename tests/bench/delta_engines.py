@@ -26,8 +26,6 @@ from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.rpc_server import ActorServer
 
 TICK_S: Final = 0.05
-RUN_TOKENS: Final = 2.5
-"""Tokens of a run, in the mean: 2 and 3 in turn, which is 50 a second and trajectory."""
 _MAX_BATCH_TOKENS: Final = 1 << 16
 # Batches a manager may be behind; an engine that is not read for so long is a failure.
 _MAX_QUEUED: Final = 10_000

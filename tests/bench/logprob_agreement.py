@@ -23,6 +23,7 @@ import argparse
 import asyncio
 import json
 import runpy
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -32,19 +33,22 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parents[1] / "shared"))  # whole_model is there
+
 import numpy as np
 import torch
 import torch.distributed as dist
 from qwen3_shapes import QWEN3_0_6B
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from whole_model import load_whole_model
 
 from umbra.runtime.actor.actor_target import load_target
 from umbra.runtime.engine_api.engine_names import engine_target
 from umbra.trainer.algorithms.policy_losses import kl_terms
 from umbra.trainer.config.trainer_config import ModelSection
 from umbra.trainer.model.micro_batches import MicroBatchBuilder, RankBatch
-from umbra.trainer.model.model_loading import load_causal_lm, prepare_causal_lm
+from umbra.trainer.model.model_loading import prepare_causal_lm
 from umbra.trainer.model.policy import Policy
 
 PROMPT_LEN = 32
@@ -83,7 +87,7 @@ class Scorer:
             compute_dtype=dtype,
             weights=prepared.weights,
         )
-        model, _ = load_causal_lm(ModelSection(path=folder, attention="padded"), dtype)
+        model, _ = load_whole_model(ModelSection(path=folder, attention="padded"), dtype)
         self.yardstick = Policy(model.float(), mesh, is_packed=False, compute_dtype=torch.float32)
         self._device = torch.device(mesh.device_type)
 

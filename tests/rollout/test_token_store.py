@@ -78,10 +78,11 @@ def test_pages_that_were_given_back_are_used_again() -> None:
             np.asarray([EMPTY]), np.zeros(1, np.int64), np.asarray([len(tokens)]), tokens,
             tokens.astype(np.float32),
         )  # fmt: skip
-        assert pages.num_used == 10
+        pages.check_integrity(cursors.tolist())
+        assert cursors[0] <= 11 * PAGE_LEN  # in the ten pages after the first
         pages.release(int(cursors[0]))
 
-    assert pages.num_used == 0
+    pages.check_integrity([])
 
 
 def test_request_ids_are_found_while_they_are_there_and_never_again() -> None:

@@ -44,10 +44,14 @@ class Job:
             [sys.executable, str(PROGRAM), self.mode],
             config=json.dumps({"socket_dir": str(self.socket_dir.path)}).encode(),
             socket_dir=self.socket_dir,
-            log_path=self.folder / "logs" / "supervisor.log",
+            log_path=self.log_path,
             grace_s=self.grace_s,
             owner_pidfd=self._owner_pidfd,
         )
+
+    @property
+    def log_path(self) -> Path:
+        return self.folder / "logs" / "supervisor.log"
 
     def wait_ready(self) -> None:
         self.pids = self.guardian.wait_ready(DEADLINE_S)
@@ -97,7 +101,7 @@ def test_owner_death_stops_the_supervisor_then_everything(job: Job) -> None:
     assert job.guardian.wait(DEADLINE_S) == ExitStatus(0)
     job.wait_all_ended()
     assert not job.socket_dir.path.exists()
-    assert "the owner has ended" in job.guardian.log_tail()
+    assert "the owner has ended" in job.log_path.read_text()
 
 
 @pytest.mark.parametrize("job", [("deaf", 0.2)], indirect=True)
@@ -151,7 +155,7 @@ def test_a_signal_to_the_guardian_stops_the_supervisor(job: Job, number: int) ->
 
     assert job.guardian.wait(DEADLINE_S) == ExitStatus(0)
     job.wait_all_ended()
-    assert f"got {signal.Signals(number).name}" in job.guardian.log_tail()
+    assert f"got {signal.Signals(number).name}" in job.log_path.read_text()
 
 
 @pytest.mark.parametrize("job", [("broken", 1.0)], indirect=True)
@@ -188,12 +192,13 @@ def test_an_owner_that_ended_before_the_start_ends_it(tmp_path: Path, root: Path
     owner_pidfd = os.pidfd_open(owner.pid)
     owner.wait(DEADLINE_S)
     socket_dir = SocketDir.create("job", "node", root)
+    log_path = tmp_path / "supervisor.log"
 
     started = start_guardian(
         [sys.executable, str(PROGRAM), "polite"],
         config=json.dumps({"socket_dir": str(socket_dir.path)}).encode(),
         socket_dir=socket_dir,
-        log_path=tmp_path / "supervisor.log",
+        log_path=log_path,
         grace_s=1.0,
         owner_pidfd=owner_pidfd,
     )
@@ -201,7 +206,7 @@ def test_an_owner_that_ended_before_the_start_ends_it(tmp_path: Path, root: Path
     with started:
         os.close(owner_pidfd)
         assert started.wait(DEADLINE_S) is not None
-        assert "the owner has ended" in started.log_tail()
+        assert "the owner has ended" in log_path.read_text()
     assert not socket_dir.path.exists()
 
 

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from rank_programs import MAX_NEW_TOKENS, make_world, rank_batch
 from torch.distributed.tensor import DTensor
+from whole_model import load_whole_model
 
 from umbra.runtime.weights.shards import find_aliases
 from umbra.trainer.config.trainer_config import ModelSection
 from umbra.trainer.model.micro_batches import MicroBatchBuilder
-from umbra.trainer.model.model_loading import load_causal_lm, prepare_causal_lm
+from umbra.trainer.model.model_loading import prepare_causal_lm
 from umbra.trainer.model.policy import Policy
 from umbra.trainer.world import World
 
@@ -27,7 +28,7 @@ def _compare(world: World, folder: str, dtype_name: str, wrap: Any) -> dict[str,
     dtype: torch.dtype = getattr(torch, dtype_name)
     section = ModelSection(path=Path(folder))
     prepared = prepare_causal_lm(section, dtype)
-    model, is_packed = load_causal_lm(section, dtype)
+    model, is_packed = load_whole_model(section, dtype)
     assert prepared.is_packed == is_packed
     held = [p.is_meta for p in prepared.model.parameters()]
     ours = Policy(

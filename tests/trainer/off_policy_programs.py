@@ -21,6 +21,7 @@ from rank_programs import (
     rank_batch,
     whole,
 )
+from whole_model import load_whole_model
 
 from umbra.engines.embedded.checkpoint_loading import load_checkpoint
 from umbra.engines.embedded.decoder_model import DecoderModel
@@ -33,7 +34,6 @@ from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore
 from umbra.trainer.checkpoint.trainer_state import TrainerState
 from umbra.trainer.config.trainer_config import ModelSection, TrainSection
 from umbra.trainer.model.micro_batches import MicroBatchBuilder, RankBatch
-from umbra.trainer.model.model_loading import load_causal_lm
 from umbra.trainer.model.optimizer import PolicyOptimizer
 from umbra.trainer.model.policy import Policy
 from umbra.trainer.world import World
@@ -167,7 +167,7 @@ def generate_and_recompute(
     }
     for version, folder in enumerate(folders):
         section = ModelSection.model_validate({"path": folder, "attention": attention})
-        model, is_packed = load_causal_lm(section, torch.float32)
+        model, is_packed = load_whole_model(section, torch.float32)
         policy = Policy(
             model,
             world.mesh,

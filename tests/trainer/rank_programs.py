@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from training_models import make_model
+from whole_model import load_whole_model
 
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.rollout.buffer.batch_plan import plan_batch
@@ -33,7 +34,6 @@ from umbra.trainer.config.trainer_config import ModelSection, TrainSection
 from umbra.trainer.model import token_scoring
 from umbra.trainer.model.host_offload import HostOffload, Offload
 from umbra.trainer.model.micro_batches import MicroBatchBuilder, RankBatch
-from umbra.trainer.model.model_loading import load_causal_lm
 from umbra.trainer.model.optimizer import PolicyOptimizer
 from umbra.trainer.model.packed_attention import PACKED_ATTENTION, register_packed_attention
 from umbra.trainer.model.policy import Policy, Wrap
@@ -436,7 +436,7 @@ def export_onto(world: World, source: str, disk: str, left: list[int]) -> list[s
 
 def export_model(world: World, source: str, target: str, dtype: str) -> None:
     """Loads the model directory, and exports it again."""
-    model, is_packed = load_causal_lm(ModelSection(path=Path(source)), torch.float32)
+    model, is_packed = load_whole_model(ModelSection(path=Path(source)), torch.float32)
     policy = Policy(model, world.mesh, is_packed=is_packed, compute_dtype=torch.float32)
     export_policy(policy, Path(target), world, source=Path(source), dtype=getattr(torch, dtype))
 

@@ -18,7 +18,8 @@ from umbra.runtime.errors import ConfigError
 from umbra.runtime.rollout.prompts import write_prompts
 from umbra.runtime.testing.distributed_world import DistributedWorld
 from umbra.trainer.checkpoint.run_dir import VersionCounter
-from umbra.trainer.config.config_file import parse_config
+from umbra.trainer.config.config_file import check_config
+from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.reporting import metrics_plot
 from umbra.trainer.reporting.metrics_log import MetricsLog, read_metrics
 from umbra.trainer.reporting.run_reporter import RunReporter, finish
@@ -133,14 +134,16 @@ def test_whatever_else_is_written_names_its_file(mount_disk: MountDisk, tmp_path
     write_text(disk / "metrics.jsonl", '{"step": 1, "rollout/reward_mean": 0.5}\n')
     write_text(disk / "kept.txt", "old")
     leave_room(disk / "junk", 0)
-    config = parse_config(
+    config = check_config(
+        TrainerConfig,
         {
             "run": {"dir": str(disk)},
             "model": {"path": "m"},
             "data": {"train": "t.jsonl"},
             "reward": {"function": "r:f"},
             "train": {"steps": 4},
-        }
+        },
+        "config",
     )
     journal = RunReporter(config, None, None)
     record = {"id": "a", "prompt": "a", "tokens": b"1234", "row": {"long": "x" * 10_000}}

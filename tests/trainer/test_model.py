@@ -11,13 +11,11 @@ import pytest
 import torch
 from training_models import make_model, save_model
 from transformers import AutoModelForCausalLM, Lfm2Config, MambaConfig
+from whole_model import load_whole_model
 
 from umbra.runtime.errors import ConfigError, DataError
 from umbra.trainer.config.trainer_config import ModelSection
-from umbra.trainer.model.model_loading import (
-    _packing_obstacle,  # pyright: ignore[reportPrivateUsage]
-    load_causal_lm,
-)
+from umbra.trainer.model.model_loading import _packing_obstacle  # pyright: ignore[reportPrivateUsage]
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64,
@@ -38,7 +36,7 @@ def change_config(folder: Path, **changes: Any) -> None:
 def test_models_with_plain_causal_attention_are_packed(tmp_path: Path, kind: str) -> None:
     save_model(tmp_path, kind)
 
-    model, is_packed = load_causal_lm(ModelSection(path=tmp_path), torch.float64)
+    model, is_packed = load_whole_model(ModelSection(path=tmp_path), torch.float64)
 
     assert is_packed
     assert {p.dtype for p in model.parameters()} == {torch.float64}
@@ -51,7 +49,7 @@ def test_sliding_windows_are_left_to_the_model(
 ) -> None:
     save_model(tmp_path, "mistral-window")
 
-    model, is_packed = load_causal_lm(ModelSection(path=tmp_path), torch.float32)
+    model, is_packed = load_whole_model(ModelSection(path=tmp_path), torch.float32)
 
     assert not is_packed
     assert "sliding-window" in caplog.text
@@ -59,7 +57,7 @@ def test_sliding_windows_are_left_to_the_model(
     expected = make_model("mistral-window")(tokens).logits
     torch.testing.assert_close(model(tokens).logits, expected)
     with pytest.raises(ConfigError, match=r"model.attention = 'packed' is not possible"):
-        load_causal_lm(ModelSection(path=tmp_path, attention="packed"), torch.float32)
+        load_whole_model(ModelSection(path=tmp_path, attention="packed"), torch.float32)
 
 
 @pytest.mark.slow
@@ -80,7 +78,7 @@ def test_what_is_not_only_attention_is_not_packed(
     written.pop("layer_types", None)  # which older files leave to the architecture
     (tmp_path / "config.json").write_text(json.dumps(written))
 
-    _, is_packed = load_causal_lm(ModelSection(path=tmp_path), torch.float32)
+    _, is_packed = load_whole_model(ModelSection(path=tmp_path), torch.float32)
 
     assert not is_packed
     assert why in caplog.text
@@ -102,7 +100,7 @@ def test_incomplete_weights_are_named(tmp_path: Path) -> None:
     safetensors.save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
 
     with pytest.raises(DataError, match=r"lack 1 tensors, such as model.layers.1.mlp.up_proj"):
-        load_causal_lm(ModelSection(path=tmp_path), torch.float32)
+        load_whole_model(ModelSection(path=tmp_path), torch.float32)
 
 
 def test_missing_weights_are_named(tmp_path: Path) -> None:
@@ -110,4 +108,4 @@ def test_missing_weights_are_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
 
     with pytest.raises(DataError, match=f"model.path: {tmp_path} cannot be loaded"):
-        load_causal_lm(ModelSection(path=tmp_path), torch.float32)
+        load_whole_model(ModelSection(path=tmp_path), torch.float32)

@@ -21,7 +21,7 @@ from umbra.trainer.checkpoint.run_dir import (
     process_age_s,
 )
 from umbra.trainer.checkpoint.trainer_state import TrainerState
-from umbra.trainer.config.config_file import parse_config
+from umbra.trainer.config.config_file import check_config
 from umbra.trainer.config.trainer_config import RunSection, TrainerConfig
 from umbra.trainer.data.prompt_tokenizer import read_model_config
 from umbra.trainer.reporting.fatal_error_report import FatalErrorReporter
@@ -50,14 +50,16 @@ ROW = {
 
 
 def make_config(folder: Path) -> TrainerConfig:
-    return parse_config(
+    return check_config(
+        TrainerConfig,
         {
             "run": {"dir": str(folder), "name": "a <test>"},
             "model": {"path": "m"},
             "data": {"train": "t.jsonl", "eval": "e.jsonl"},
             "reward": {"function": "r:f"},
             "train": {"steps": 4, "export": False},
-        }
+        },
+        "config",
     )
 
 

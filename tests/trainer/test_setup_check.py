@@ -10,7 +10,7 @@ import pytest
 
 from umbra.runtime.cluster.environment import TorchrunEnvironment
 from umbra.runtime.errors import ConfigError, UmbraError
-from umbra.trainer.config.config_file import parse_config
+from umbra.trainer.config.config_file import check_config
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.setup_check import check_models, check_one_node, check_setup
 
@@ -48,7 +48,11 @@ def config_of(values: dict[str, Any], section: str = "", **settings: object) -> 
     name, _, pool = section.partition(".")
     if pool:
         settings = {pool: {"model_path": "model", **settings}}
-    return parse_config(values | ({name: values.get(name, {}) | settings} if section else {}))
+    return check_config(
+        TrainerConfig,
+        values | ({name: values.get(name, {}) | settings} if section else {}),
+        "config",
+    )
 
 
 def environment(num_ranks: int = 2, num_local_ranks: int = 2) -> TorchrunEnvironment:

@@ -15,7 +15,7 @@ import pytest
 
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.rollout.rollout_config import RolloutConfig
-from umbra.trainer.config.config_file import load_config, parse_config
+from umbra.trainer.config.config_file import check_config, load_config
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.data.prompt_preparation import PromptFiles
 from umbra.trainer.services import manager_spec
@@ -75,8 +75,10 @@ def test_what_is_said_of_agent_loops_reaches_the_manager(tmp_path: Path) -> None
         "agent_concurrency": 7, "agent_timeout_s": 5.0, "agent_retries": 3, "max_failed_share": 0.5,
     }  # fmt: skip
     rollout = {"agent": "loops:run", **agent}
-    config = parse_config({**MINIMAL, "model": {"path": str(tmp_path)}, "rollout": rollout})
-    files = PromptFiles(train_path=tmp_path, num_train=1, eval_path=None, num_eval=0)
+    config = check_config(
+        TrainerConfig, {**MINIMAL, "model": {"path": str(tmp_path)}, "rollout": rollout}, "config"
+    )
+    files = PromptFiles(train_path=tmp_path, eval_path=None)
 
     told = manager_spec(config, files, [], 1, "cpu").kwargs["config"]
 
@@ -238,7 +240,7 @@ def test_a_nul_in_a_path_is_refused_wherever_it_is_given(
         table = table.setdefault(section, {})
     table[name] = tomllib.loads(f"value = {value}")["value"]
     with pytest.raises(ConfigError, match=f"config: {'.'.join(sections)}.*{said}"):
-        parse_config(content)
+        check_config(TrainerConfig, content, "config")
 
 
 def test_a_setting_that_is_not_utf_8_is_refused(config_file: Path) -> None:
@@ -388,7 +390,7 @@ def test_a_missing_setting_is_named() -> None:
     values = {name: table for name, table in MINIMAL.items() if name != "model"}
 
     with pytest.raises(ConfigError, match=r"section \[model\] is missing"):
-        parse_config(values)
+        check_config(TrainerConfig, values, "config")
 
 
 @pytest.mark.parametrize(
@@ -404,7 +406,7 @@ def test_a_missing_setting_is_named() -> None:
 )
 def test_a_wrong_type_is_said_without_words_of_python(values: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"config: {said}") + "$"):
-        parse_config(MINIMAL | values)
+        check_config(TrainerConfig, MINIMAL | values, "config")
 
 
 def test_a_setting_in_the_config_files_place_is_told_its_own(tmp_path: Path) -> None:
@@ -421,7 +423,7 @@ def test_a_setting_outside_of_any_section_is_told_its_own() -> None:
     with pytest.raises(
         ConfigError, match=r"config: group_size is unknown; .* 'rollout.group_size'"
     ):
-        parse_config({"group_size": 8, **MINIMAL})
+        check_config(TrainerConfig, {"group_size": 8, **MINIMAL}, "config")
 
 
 def test_broken_toml_names_the_line(tmp_path: Path) -> None:
@@ -433,8 +435,12 @@ def test_broken_toml_names_the_line(tmp_path: Path) -> None:
 
 
 def test_master_dtype_follows_float64() -> None:
-    double = parse_config(MINIMAL | {"model": {"path": "m", "dtype": "float64"}})
-    half = parse_config(MINIMAL | {"model": {"path": "m", "dtype": "bfloat16"}})
+    double = check_config(
+        TrainerConfig, MINIMAL | {"model": {"path": "m", "dtype": "float64"}}, "config"
+    )
+    half = check_config(
+        TrainerConfig, MINIMAL | {"model": {"path": "m", "dtype": "bfloat16"}}, "config"
+    )
 
     assert (double.master_dtype, half.master_dtype) == ("float64", "float32")
 

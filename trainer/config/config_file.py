@@ -52,11 +52,6 @@ def read_config(kind: type[_Config], path: str | Path, overrides: Sequence[str] 
     return check_config(kind, values, str(place), overrides)
 
 
-def parse_config(values: Mapping[str, Any], source: str = "config") -> TrainerConfig:
-    """Checks settings that are already a map of sections; raises ConfigError as `load_config`."""
-    return check_config(TrainerConfig, values, source)
-
-
 def check_config(
     kind: type[_Config], values: Mapping[str, Any], source: str, overrides: Sequence[str] = ()
 ) -> _Config:

@@ -47,9 +47,7 @@ class PromptFiles:
     """What `prepare_prompts` wrote. `eval_path` is None where nothing is evaluated."""
 
     train_path: Path
-    num_train: int
     eval_path: Path | None
-    num_eval: int
 
 
 def check_data(data: DataSection) -> None:
@@ -103,14 +101,12 @@ def prepare_prompts(
             num_train,
             groups_per_step,
         )
-    eval_path, num_eval = None, 0
+    eval_path = None
     if data.eval is not None:
         prompts = _read_prompts(data, data.eval, tokenizer, budget)
         eval_path = folder / "eval_prompts.msgpack"
-        num_eval = _write(eval_path, _take(prompts, data.eval_limit))
-    return PromptFiles(
-        train_path=train_path, num_train=num_train, eval_path=eval_path, num_eval=num_eval
-    )
+        _write(eval_path, _take(prompts, data.eval_limit))
+    return PromptFiles(train_path=train_path, eval_path=eval_path)
 
 
 def _write(path: Path, prompts: Iterator[dict[str, Any]]) -> int:

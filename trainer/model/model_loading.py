@@ -37,10 +37,15 @@ class PreparedModel:
 
 
 def prepare_causal_lm(section: ModelSection, dtype: torch.dtype) -> PreparedModel:
-    """As `load_causal_lm`, with parameters that take no memory, where weights allow it.
+    """The causal language model in `section.path` with parameters in `dtype`.
 
-    They do where they are safetensors under the model's own names. What needs conversion, and
-    what is not whole, is left to transformers, which loads all of it or says what is missing.
+    The parameters take no memory where the weights are safetensors under the model's own names.
+    What needs conversion, and what is not whole, is left to transformers, which loads all of it
+    on the CPU or says what is missing.
+
+    Raises:
+        DataError: no such directory, unreadable or incomplete weights.
+        ConfigError: packed attention is asked for, and is not possible for this model.
     """
     model = _without_memory(section, dtype)
     is_packed = _choose_attention(section, model)
@@ -56,20 +61,6 @@ def prepare_causal_lm(section: ModelSection, dtype: torch.dtype) -> PreparedMode
     if is_packed:
         _pack(model)
     return PreparedModel(model, is_packed, None)
-
-
-def load_causal_lm(section: ModelSection, dtype: torch.dtype) -> tuple[nn.Module, bool]:
-    """The causal language model in `section.path` with parameters in `dtype`, on the CPU.
-
-    Returns:
-        The model, and whether it uses packed attention.
-
-    Raises:
-        DataError: no such directory, unreadable or incomplete weights.
-        ConfigError: packed attention is asked for, and is not possible for this model.
-    """
-    model = _from_pretrained(section, dtype)
-    return model, _choose_attention(section, model)
 
 
 def _without_memory(section: ModelSection, dtype: torch.dtype) -> nn.Module:
@@ -197,8 +188,3 @@ def _transformers() -> Any:
     library: Any = transformers
     library.utils.logging.disable_progress_bar()
     return library
-
-
-def parameter_count(model: nn.Module) -> int:
-    """Numbers in all distinct parameters."""
-    return sum(parameter.numel() for parameter in model.parameters())

@@ -16,9 +16,6 @@ from typing import Final
 DIGITS: Final = "0123456789"
 MIN_DIGITS: Final = 5
 MAX_DIGITS: Final = 8
-MAX_ANSWER_TOKENS: Final = MAX_DIGITS + 1
-"""All digits and the end-of-text token."""
-
 DONT_KNOW: Final = "?"
 
 KINDS: Final[dict[str, Callable[[str], bool]]] = {

@@ -37,11 +37,6 @@ class TokenPages:
         self._free = np.arange(_FIRST_PAGES - 1, 0, -1, dtype=np.int32)
         self._num_free = len(self._free)
 
-    @property
-    def num_used(self) -> int:
-        """Pages that sequences hold."""
-        return len(self._before) - 1 - self._num_free
-
     def append(
         self,
         cursors: NDArray[np.int64],

@@ -48,7 +48,6 @@ _OPEN: Final = _WAITING | _RUNNING
 _FINISHED: Final = frozenset({SampleState.FINISHED})
 _SCORED: Final = frozenset({SampleState.SCORED})
 _UNLEASED: Final = _OPEN | _FINISHED | _SCORED
-_HANDED_OUT: Final = frozenset({SampleState.LEASED, SampleState.TRAINED})
 
 
 class LedgerState:
