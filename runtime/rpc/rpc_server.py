@@ -104,7 +104,6 @@ class ActorServer:
     """Dispatches calls to `target`. Owns its tasks and sockets; lives as long as `run()`."""
 
     def __init__(self, target: object, incarnation: int) -> None:
-        self._target = target
         self._incarnation = incarnation
         self._methods = _public_methods(target)
         self._idempotent = sorted(

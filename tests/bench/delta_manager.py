@@ -127,7 +127,6 @@ class _Window:
         self._dispatcher = dispatcher
         self.began, self._cpu = time.monotonic(), time.process_time()
         self._tokens, self._runs = dispatcher.num_tokens, dispatcher.num_runs
-        self._stopped = self.began
 
     def close(self) -> dict[str, float]:
         self.ended = time.monotonic()

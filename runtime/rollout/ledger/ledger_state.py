@@ -41,7 +41,6 @@ from umbra.runtime.rollout.ledger.sample_accounts import (
     Totals,
 )
 
-_PENDING: Final = frozenset({SampleState.PENDING})
 _RUNNING: Final = frozenset({SampleState.RUNNING})
 _WAITING: Final = frozenset({SampleState.PENDING, SampleState.PARTIAL})
 _OPEN: Final = _WAITING | _RUNNING
