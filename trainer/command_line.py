@@ -21,6 +21,7 @@ from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.reporting.console import Console
 from umbra.trainer.reporting.fatal_error_report import FatalErrorReporter
 from umbra.trainer.reporting.note_board import NoteBoard
+from umbra.trainer.services import ServiceStarter
 from umbra.trainer.setup_check import check_one_node, check_setup
 from umbra.trainer.signals import StopSignals
 
@@ -95,15 +96,18 @@ def _run(
         Session.from_torchrun(
             settings, on_note=notes.put, on_failed=words.job_failed, on_signal=stop.pass_in
         ) as session,
+        ServiceStarter.open(session, config)
+        if environment.rank == 0
+        else contextlib.nullcontext() as starter,
     ):
         console.log_losses(
             config.run.dir / "logs" / "supervisor.log", who=f"rank {environment.rank}"
         )
-        # Loads torch, while the supervisor has long been starting.
+        # Loads torch, while the supervisor and the rollout workers start.
         from umbra.trainer.train import Trainer
 
         try:
-            Trainer(config, session, environment, stop, notes, words).run()
+            Trainer(config, session, environment, stop, notes, words, starter).run()
         except UmbraError as error:
             words.tell(error)
             raise

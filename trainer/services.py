@@ -48,41 +48,49 @@ _MANAGER_RESTARTS: Final = RestartPolicy(mode="on_failure", max_restarts=5, wind
 class ServiceStarter:
     """Starts the processes in the background while the ranks load the model. Rank 0 only.
 
-    Each `start_*` returns at once; `wait()` gives the first error, if any.
+    The rollout workers come first. They import the user's functions, and one that cannot be used
+    ends the run before an engine is started or a model is loaded.
+
+    Each `start_*` returns at once; `wait()` raises the first error, if any.
     """
 
     def __init__(
-        self,
-        session: Session,
-        config: TrainerConfig,
-        device_type: str,
-        executor: ThreadPoolExecutor,
+        self, session: Session, config: TrainerConfig, executor: ThreadPoolExecutor
     ) -> None:
-        self._device_type = device_type
         self._session = session
         self._config = config
         self._executor = executor
-        self._started: list[Future[Any]] = []
+        self._started: list[Future[object]] = []
+        for spec in worker_specs(config):
+            self._start(partial(session.spawn, spec))
+        self._workers = tuple(self._started)
 
     @classmethod
     @contextmanager
-    def open(
-        cls, session: Session, config: TrainerConfig, device_type: str
-    ) -> Generator[ServiceStarter]:
-        """`device_type` is the trainer's. Owns the threads that wait for processes to come up.
+    def open(cls, session: Session, config: TrainerConfig) -> Generator[ServiceStarter]:
+        """Starts the workers; owns the threads that wait for processes to come up.
 
-        They are not joined: what they wait for ends with the session at the latest.
+        The threads are not joined: what they wait for ends with the session at the latest.
         """
         num_starts = 2 + config.rollout.workers + len(config.pools)
         executor = ThreadPoolExecutor(num_starts, "umbra-start")
         try:
-            yield cls(session, config, device_type, executor)
+            yield cls(session, config, executor)
         finally:
             executor.shutdown(wait=False, cancel_futures=True)
 
-    def start_engines(self) -> None:
-        """Pools that share memory are started one after the other."""
-        config, device_type = self._config, self._device_type
+    def wait_for_workers(self) -> None:
+        """Returns when all workers serve; raises what went wrong first."""
+        for future in self._workers:
+            future.result()
+
+    def start_engines(self, device_type: str) -> None:
+        """They start once the workers serve. Pools that share memory start one after the other.
+
+        Args:
+            device_type: the trainer's.
+        """
+        config = self._config
         in_turn: list[PoolSpec] = []
         is_host_dry = config.pool.mode != "standalone"
         for spec in further_pool_specs(config, device_type, POOL, is_host_dry=is_host_dry):
@@ -93,19 +101,16 @@ class ServiceStarter:
         self._start(partial(self._create_pools, [*in_turn, engine_pool_spec(config, device_type)]))
 
     def _create_pools(self, specs: Sequence[PoolSpec]) -> None:
+        self.wait_for_workers()
         for spec in specs:
             self._session.create_pool(spec)
             if spec.name in self._config.pools:
                 self._session.spawn(generator_spec(spec.name, self._config))
 
-    def start_workers(self) -> None:
-        for spec in worker_specs(self._config):
-            self._start(partial(self._session.spawn, spec))
-
     def start_manager(
-        self, prompts: PromptFiles, stop_token_ids: list[int], world_size: int
+        self, prompts: PromptFiles, stop_token_ids: list[int], world_size: int, device_type: str
     ) -> None:
-        spec = manager_spec(self._config, prompts, stop_token_ids, world_size, self._device_type)
+        spec = manager_spec(self._config, prompts, stop_token_ids, world_size, device_type)
         self._start(partial(self._session.spawn, spec))
 
     def _start(self, start: Callable[[], object]) -> None:

@@ -1,7 +1,8 @@
 """What can be known to be wrong with a run before anything is started for it.
 
 Cheap enough for every start: files are looked at, no model or tokenizer is loaded and no code of
-the user's is run. What only these tell is told later, by the process that does it.
+the user's is run. What only these tell is told later, by the process that does it; the user's
+functions by the rollout workers, which start first.
 """
 
 from __future__ import annotations
@@ -13,15 +14,13 @@ from umbra.runtime.cluster.environment import TorchrunEnvironment
 from umbra.runtime.engine_api.decoder_config import parse_model_config
 from umbra.runtime.engine_api.engine_names import ENGINE_TARGETS, engine_target
 from umbra.runtime.errors import ConfigError
-from umbra.runtime.rollout.agents.function_call import AGENT_CALL, REWARD_CALL
-from umbra.runtime.rollout.agents.function_lookup import check_function
 from umbra.trainer.auxiliary_pools import further_model_config
 from umbra.trainer.checkpoint.run_dir import check_run_dir
 from umbra.trainer.config.auxiliary_pool_config import AuxiliaryPoolSection
 from umbra.trainer.config.trainer_config import PoolSection, ServeConfig, TrainerConfig
 from umbra.trainer.data.prompt_preparation import check_data
 from umbra.trainer.data.prompt_tokenizer import read_model_config, vocab_size
-from umbra.trainer.services import prompt_budget, user_folders
+from umbra.trainer.services import prompt_budget
 
 
 def check_setup(config: TrainerConfig, environment: TorchrunEnvironment) -> None:
@@ -34,7 +33,6 @@ def check_setup(config: TrainerConfig, environment: TorchrunEnvironment) -> None
     check_stop_tokens(config)
     prompt_budget(config).check()
     check_data(config.data)
-    check_user_functions(config)
     check_batch_size(config, environment.world_size)
     check_run_dir(config.run, environment.incarnation)
 
@@ -100,14 +98,6 @@ def check_stop_tokens(config: TrainerConfig) -> None:
             f"rollout.stop_token_ids has {beyond}, outside the model's vocabulary of {size} "
             f"(0 to {size - 1}): no completion would end by them"
         )
-
-
-def check_user_functions(config: TrainerConfig) -> None:
-    """Raises ConfigError where a function that the config names surely cannot be called."""
-    folders = user_folders(config)
-    check_function(config.reward.function, "reward.function", folders, REWARD_CALL)
-    if config.rollout.agent is not None:
-        check_function(config.rollout.agent, "rollout.agent", folders, AGENT_CALL)
 
 
 def check_batch_size(config: TrainerConfig, world_size: int) -> None:

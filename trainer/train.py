@@ -45,7 +45,11 @@ _BLAME_TIMEOUT_S: Final = 1.0
 
 
 class Trainer:
-    """One rank's run. `run()` is collective and returns when training has ended."""
+    """One rank's run. `run()` is collective and returns when training has ended.
+
+    Args:
+        starter: rank 0's alone. The rollout workers are being started by then.
+    """
 
     def __init__(
         self,
@@ -55,6 +59,7 @@ class Trainer:
         stop: StopSignals,
         notes: NoteBoard,
         words: FatalErrorReporter,
+        starter: ServiceStarter | None,
     ) -> None:
         self._config = config
         self._session = session
@@ -62,6 +67,7 @@ class Trainer:
         self._stop = stop
         self._notes = notes
         self._words = words
+        self._starter = starter
         self._place = RunDir(config.run.dir)
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
 
@@ -69,10 +75,14 @@ class Trainer:
         """Trains as configured. Raises UmbraError on every rank where it cannot."""
         config = self._config
         with contextlib.ExitStack() as stack:
-            starter = self._begin_starting(stack)
+            starter = self._starter
+            if starter is not None:
+                device = pick_device(config.train.device, self._session.local_rank)
+                starter.start_engines(device.type)
             limit_s = collective_timeout_s(config)
             world = stack.enter_context(World.join(self._environment, config.train.device, limit_s))
             stack.push(self._announce_failure)
+            from_lead(world, lambda: starter.wait_for_workers() if starter else None)
             resumed_from = from_lead(
                 world, lambda: begin_run(config.run, self._environment.incarnation)
             )
@@ -157,16 +167,6 @@ class Trainer:
                     timeout_s=2.0,
                 )
 
-    def _begin_starting(self, stack: contextlib.ExitStack) -> ServiceStarter | None:
-        """Engines and workers take longest, so they start first. Rank 0 only."""
-        if self._session.rank != 0:
-            return None
-        device = pick_device(self._config.train.device, self._session.local_rank)
-        starter = stack.enter_context(ServiceStarter.open(self._session, self._config, device.type))
-        starter.start_engines()
-        starter.start_workers()
-        return starter
-
     def _start_rollouts(self, starter: ServiceStarter | None, world: World) -> None:
         """Tokenises the data and starts the manager. Rank 0."""
         assert starter is not None
@@ -183,7 +183,7 @@ class Trainer:
             groups_per_step=config.rollout.groups_per_step,
         )
         stops = stop_token_ids(config.model.path, tokenizer, config.rollout.stop_token_ids)
-        starter.start_manager(prompts, stops, world.world_size)
+        starter.start_manager(prompts, stops, world.world_size, world.device.type)
 
     def _begin_rollouts(
         self, rollouts: Rollouts, state: TrainerState, resumed_from: Path | None

@@ -84,17 +84,40 @@ def test_steps_without_a_token_of_the_policy_are_warned_of_once(folder: Path) ->
     assert f"{said}; see that rollout.agent {loop} awaits ctx.generate" in ended.output
 
 
-def test_every_rank_says_that_the_reward_cannot_be_imported(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "setting", "words"),
+    [
+        (
+            2,
+            "reward.function=needy:reward",
+            [
+                "ConfigError: reward.function 'needy:reward': importing 'needy' raised ",
+                "No module named 'no_such_module'",
+                "name its folder in reward.python_path",
+            ],
+        ),
+        (
+            0,
+            "rollout.agent=failing_rewards:zer",
+            ["rollout.agent", "/failing_rewards.py has no function 'zer'; did you mean 'zero'?"],
+        ),
+        (
+            0,
+            "rollout.agent=failing_rewards:zero",
+            ["rollout.agent", "zero is no async function; write `async def zero`"],
+        ),
+    ],
+)
+def test_a_function_that_cannot_be_used_ends_the_run_before_an_engine_starts(
+    folder: Path, num_ranks: int, setting: str, words: list[str]
+) -> None:
     (folder / "needy.py").write_text("import no_such_module\n\ndef reward(**columns): ...\n")
 
-    with start_run(folder, "reward.function=needy:reward") as run:
+    with start_run(folder, setting, num_ranks=num_ranks) as run:
         ended = run.wait(BAD_INPUT_LIMIT_S)
 
-    ended.check_failed(
-        "reward function 'needy:reward'",
-        "No module named 'no_such_module'",
-        "name its folder in reward.python_path",
-    )
+    ended.check_failed(*words)
+    assert not (run.run_dir / "logs/policy-0.log").exists()
 
 
 def test_a_reward_that_ends_its_process_each_time_is_named_as_the_cause(folder: Path) -> None:

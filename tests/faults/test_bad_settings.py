@@ -22,20 +22,6 @@ pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
         (0, "train.steps=many", ["train.steps", "valid integer", "'many'"]),
         (0, "rollout.group_size=0", ["rollout.group_size", "greater than or equal to 1"]),
         (0, "reward.function=rewards.py", ["reward.function", "'module:function'", "rewards.py"]),
-        (
-            2,
-            "reward.function=no_such_module:reward",
-            [
-                "reward.function 'no_such_module:reward': no module named",
-                "its folder in reward.python_path",
-            ],
-        ),
-        (0, "rollout.agent=failing_rewards:zer", ["rollout.agent", "did you mean 'zero'?"]),
-        (
-            0,
-            "rollout.agent=failing_rewards:zero",
-            ["rollout.agent", "zero is no async function; write `async def zero`"],
-        ),
         (0, "rollout.max_new_tokens=9999", ["leaves no room", "raise pool.max_context_len"]),
         (0, "data.id_column=key", ["line 1: no column 'key'", "set data.id_column"]),
         (0, "rollout.learning_rate=1", ["did you mean 'train.learning_rate'?"]),

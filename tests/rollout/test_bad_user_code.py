@@ -132,15 +132,6 @@ def test_a_loop_that_gives_a_huge_reward_is_told_the_limit(
     assert "rewards must lie within 1.701e+38 of zero" in cause
 
 
-def test_a_loop_that_is_not_async_is_told_so(umbra_session: Session, tmp_path: Path) -> None:
-    groups = train_once(umbra_session, tmp_path, "forgets_async_for_t3")
-
-    assert groups == {f"e0/p{idx}" for idx in range(NUM_PROMPTS)} - {BAD_GROUP}
-    cause = cause_of_the_drop(tmp_path)
-    assert "raised TypeError: it is no async function; write `async def` for" in cause
-    assert "catch" not in cause
-
-
 @pytest.mark.parametrize(
     ("agent", "function"),
     [

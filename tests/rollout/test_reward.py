@@ -67,9 +67,7 @@ def test_a_bad_reward_is_explained(name: str, message: str) -> None:
     assert f"reward function user_rewards:{name}" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "advice"), [("raises", True), ("has_no_prompts", False), ("misspells", False)]
-)
+@pytest.mark.parametrize(("name", "advice"), [("raises", True), ("misspells", False)])
 def test_to_return_a_number_is_advised_where_that_helps(name: str, advice: bool) -> None:
     with pytest.raises(RewardError, match=r"raised .* for samples e0/p/0, e0/p/1") as caught:
         score(name)

@@ -197,11 +197,6 @@ async def gives_huge_reward_for_t3(ctx: AgentContext, sample: dict[str, Any]) ->
     return 1e300 if ctx.prompt == "t3" else 1.0
 
 
-def forgets_async_for_t3(ctx: AgentContext, sample: dict[str, Any]) -> Any:
-    """Others get what an `async def` would give."""
-    return 1.0 if ctx.prompt == "t3" else gives_no_token_for_t3(ctx, sample)
-
-
 async def asks_judge(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
     """A judge's answer to the first 5 tokens is given; its length makes the reward."""
     tokens = [*ctx.prompt_tokens]

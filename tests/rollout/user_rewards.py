@@ -62,10 +62,6 @@ def writes_to_a_full_disk(prompts: list[str], completions: list[str], **_: Any) 
     return [1.0] * len(prompts)
 
 
-def has_no_prompts(completions: list[str]) -> list[float]:
-    return [0.0] * len(completions)
-
-
 def misspells(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
     raise NameError("name 'anwser' is not defined")
 

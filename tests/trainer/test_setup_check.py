@@ -32,13 +32,10 @@ def values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     Path("model").mkdir()
     Path("model/config.json").write_text(json.dumps(MODEL))
     Path("train.jsonl").write_text('{"prompt": "1+1="}\n')
-    Path("checked_rewards.py").write_text(
-        "def score(prompts, completions): ...\ndef play(ctx): ...\n"
-    )
     return {
         "model": {"path": "model"},
         "data": {"train": "train.jsonl"},
-        "reward": {"function": "checked_rewards:score"},
+        "reward": {"function": "rewards:score"},
         "pools": {"judge": {"model_path": "model"}},
         "train": {"steps": 1},
     }
@@ -79,18 +76,6 @@ def environment(num_ranks: int = 2, num_local_ranks: int = 2) -> TorchrunEnviron
             r"^rollout.stop_token_ids has \[50, 5000\], outside .* of 50 \(0 to 49\)",
         ),
         ("data", {"id_column": "id"}, r"line 1: no column 'id'; its columns are 'prompt'"),
-        (
-            "reward",
-            {"function": "checked_rewards:scor"},
-            r"^reward.function 'checked_rewards:scor'",
-        ),
-        ("rollout", {"agent": "checked_rewards:loop"}, r"^rollout.agent 'checked_rewards:loop'"),
-        ("rollout", {"agent": "checked_rewards:score"}, r"score is no async function; write `asy"),
-        (
-            "reward",
-            {"function": "checked_rewards:play"},
-            r"play\(ctx\) is called as play\(prompts=",
-        ),
     ],
 )
 def test_a_setting_that_does_not_fit_is_named(

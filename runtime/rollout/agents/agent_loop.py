@@ -24,13 +24,19 @@ import xxhash
 from numpy.typing import NDArray
 
 from umbra.runtime.engine_api.token_ids import token_ids
-from umbra.runtime.errors import RolloutError
+from umbra.runtime.errors import ConfigError, RolloutError
 from umbra.runtime.rollout.agents.auxiliary_pool import AuxiliaryPool
 from umbra.runtime.rollout.agents.deadline_extension import ExtendableDeadline
 from umbra.runtime.rollout.agents.reward_value import reward_value
 from umbra.runtime.rollout.agents.task_host import UserThread
 from umbra.runtime.rollout.agents.text_codec import TextCodec
-from umbra.runtime.rollout.agents.user_function import advice, describe, load_function
+from umbra.runtime.rollout.agents.user_function import (
+    advice,
+    check_call,
+    describe,
+    is_async,
+    load_function,
+)
 
 _CATCH: Final = "; catch what may fail inside the loop"
 _NO_NUMBER: Final = "return a finite number, or None to have the reward function score it"
@@ -142,11 +148,21 @@ class AgentContext:
 
 
 class AgentLoop:
-    """A user's agent loop, `module:function`."""
+    """A user's agent loop, `module:function`.
+
+    Raises:
+        ConfigError: it cannot be imported, or cannot be called with context and sample, or is no
+            async function.
+    """
 
     def __init__(self, target: str, thread: UserThread) -> None:
         self.target = target
-        self._function = load_function(target, "agent loop")
+        self._function = load_function(target, "rollout.agent")
+        setting = f"rollout.agent {target!r}"
+        check_call(self._function, setting, positional=["ctx", "sample"], keywords=[])
+        if not is_async(inspect.unwrap(self._function)):
+            name = target.partition(":")[2]
+            raise ConfigError(f"{setting}: {name} is no async function; write `async def {name}`")
         self._thread = thread
 
     async def run(
@@ -160,7 +176,9 @@ class AgentLoop:
         """
         try:
             async with patience:
-                result = await self._thread.run_async(lambda: self._call(context), sample_id)
+                result = await self._thread.run_async(
+                    lambda: self._function(context, context.sample), sample_id
+                )
         except (Exception, SystemExit) as error:  # user code: anything may come
             if patience.expired:
                 raise RolloutError(
@@ -174,9 +192,3 @@ class AgentLoop:
         if result is None:
             return None
         return reward_value(result, f"agent loop {self.target}", sample_id, _NO_NUMBER)
-
-    async def _call(self, context: AgentContext) -> Any:
-        answer = self._function(context, context.sample)
-        if not inspect.isawaitable(answer):
-            raise TypeError("it is no async function; write `async def`")
-        return await answer

@@ -11,8 +11,15 @@ from umbra.runtime.rollout.agents.auxiliary_pool import PoolDesk, RewardContext
 from umbra.runtime.rollout.agents.deadline_extension import ExtendableDeadline
 from umbra.runtime.rollout.agents.reward_value import reward_value
 from umbra.runtime.rollout.agents.task_host import UserThread
-from umbra.runtime.rollout.agents.user_function import advice, describe, load_function
+from umbra.runtime.rollout.agents.user_function import (
+    advice,
+    check_call,
+    describe,
+    is_async,
+    load_function,
+)
 
+_VARIADIC: Final = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 _SHOWN_SAMPLES: Final = 4
 _CONTEXT: Final = "ctx"
 _LET_IT_RETURN: Final = "; let it return a number (such as 0.0) for samples it cannot judge"
@@ -31,6 +38,9 @@ class RewardFunction:
         timeout_s: deadline of one call; what other models take for their answers is not counted.
         pools: those that it may ask.
 
+    Raises:
+        ConfigError: it cannot be imported, or cannot be called with these arguments.
+
     Raises (on a call):
         RewardError: it raised, took too long, wants a column that is not there, or returned
             something else than G finite numbers. Names function, samples, cause and remedy.
@@ -40,12 +50,21 @@ class RewardFunction:
         self, target: str, thread: UserThread, timeout_s: float, pools: PoolDesk | None = None
     ) -> None:
         self.target = target
-        self._function: Callable[..., Any] = load_function(target, "reward function")
-        self._parameters = list(inspect.signature(self._function).parameters.values())
-        self._is_async = inspect.iscoroutinefunction(self._function) or (
-            inspect.iscoroutinefunction(getattr(self._function, "__call__", None))  # noqa: B004
+        self._function: Callable[..., Any] = load_function(target, "reward.function")
+        parameters = inspect.signature(self._function).parameters.values()
+        self._takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+        named = [p for p in parameters if p.kind not in _VARIADIC]
+        self._accepted = {p.name for p in named}
+        self._required = {p.name for p in named if p.default is inspect.Parameter.empty}
+        given = ["prompts", "completions"]
+        check_call(
+            self._function,
+            f"reward.function {target!r}",
+            positional=[],
+            keywords=[*given, *sorted(self._required.difference(given))],
         )
-        self._takes_context = any(p.name == _CONTEXT for p in self._parameters)
+        self._is_async = is_async(self._function)
+        self._takes_context = _CONTEXT in self._accepted
         if self._takes_context and not self._is_async:
             raise ConfigError(
                 f"reward function {target} takes {_CONTEXT}, whose answers have to be awaited: "
@@ -101,19 +120,14 @@ class RewardFunction:
         """The data set's columns that the function takes, one list each."""
         given = {"prompts", "completions", *([_CONTEXT] if self._takes_context else [])}
         present = set[str]().union(*rows) - given
-        kinds = inspect.Parameter
-        named = [
-            p for p in self._parameters if p.kind not in (kinds.VAR_KEYWORD, kinds.VAR_POSITIONAL)
-        ]
-        wanted = {p.name for p in named} - given
-        needed = {p.name for p in named if p.default is kinds.empty} & wanted
-        if needed - present:
+        missing = self._required - given - present
+        if missing:
             raise RewardError(
-                f"reward function {self.target} takes {sorted(needed - present)}, which the "
+                f"reward function {self.target} takes {sorted(missing)}, which the "
                 f"data set lacks for {who}; its columns are {sorted(present)}"
             )
-        if all(p.kind is not kinds.VAR_KEYWORD for p in self._parameters):
-            present &= wanted
+        if not self._takes_any:
+            present &= self._accepted
         return {name: [row.get(name) for row in rows] for name in sorted(present)}
 
     def _checked(self, result: Any, sample_ids: Sequence[str]) -> list[float]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
+import inspect
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -13,37 +15,83 @@ import umbra
 from umbra.runtime.disk import is_full_disk
 from umbra.runtime.errors import ConfigError, RolloutError
 
-HOW_TO_FIND: Final = (
-    "Install it, have it in the current folder, or name its folder in reward.python_path."
-)
-
 _UMBRA: Final = Path(umbra.__path__[0])
 _PYTHON: Final = Path(sysconfig.get_path("stdlib"))
 _LIBRARIES: Final = [Path(sysconfig.get_path(kind)) for kind in ("purelib", "platlib")]
 
 
-def load_function(target: str, what: str) -> Callable[..., Any]:
+def load_function(target: str, setting: str) -> Callable[..., Any]:
     """Imports `module:function`.
 
     Args:
-        what: what it is for, such as "reward function"; stands in the error.
+        setting: the one that names it, such as "reward.function"; stands in the error.
 
     Raises:
         ConfigError: it cannot be imported or called; says which and why.
     """
     module_name, _, function_name = target.partition(":")
     if not module_name or not function_name:
-        raise ConfigError(f"{what} {target!r} must be written module:function")
+        raise ConfigError(f"{setting} {target!r} must be written module:function")
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # a user's module may raise anything while it is imported
         raise ConfigError(
-            f"{what} {target!r}: importing {module_name!r} raised {describe(error)}. {HOW_TO_FIND}"
+            f"{setting} {target!r}: importing {module_name!r} raised {describe(error)}"
+            f"{_how_to_find(module_name, function_name, error)}"
         ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        raise ConfigError(f"{what} {target!r}: {module.__file__} has no function {function_name!r}")
+        names = [name for name, value in vars(module).items() if callable(value)]
+        close = difflib.get_close_matches(function_name, names, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ConfigError(
+            f"{setting} {target!r}: {module.__file__} has no function {function_name!r}{hint}"
+        )
     return cast(Callable[..., Any], function)
+
+
+def _how_to_find(module_name: str, function_name: str, error: Exception) -> str:
+    if module_name.endswith(".py"):
+        return f". Write {f'{module_name[:-3]}:{function_name}'!r}, the module without .py."
+    if isinstance(error, ImportError):
+        return (
+            ". Install it, have it in the current folder, or name its folder in reward.python_path."
+        )
+    return ""
+
+
+def check_call(
+    function: Callable[..., Any], setting: str, positional: Sequence[str], keywords: Sequence[str]
+) -> None:
+    """Raises ConfigError where the function does not take these arguments.
+
+    Args:
+        setting: the one that names the function, with its value; stands in the error.
+    """
+    # A wrapper is called itself, whatever it passes on to what it wraps.
+    signature = inspect.signature(function, follow_wrapped=False)
+    try:
+        signature.bind(*positional, **dict.fromkeys(keywords))
+    except TypeError as error:
+        name = getattr(function, "__name__", type(function).__name__)
+        arguments = ", ".join([*positional, *(f"{keyword}=" for keyword in keywords)])
+        raise ConfigError(
+            f"{setting}: {_place_of(function)}{name}{signature} is called as {name}({arguments}): "
+            f"{error}"
+        ) from None
+
+
+def _place_of(function: Callable[..., Any]) -> str:
+    """`FILE:LINE: `, where it is one with a text in Python."""
+    code = getattr(function, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}: " if code is not None else ""
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether it is an `async def`, or an object whose `__call__` is."""
+    return inspect.iscoroutinefunction(function) or (
+        inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+    )
 
 
 def describe(error: BaseException) -> str:
