@@ -67,9 +67,8 @@ class RolloutConfig:
         max_inflight_per_engine: requests given to an engine at a time. Below the engine's
             `max_num_seqs` it idles; far above, an engine that joins late finds no work.
         score_concurrency, agent_concurrency: calls in progress per rollout worker.
-        max_worker_deaths: how many deaths of rollout workers one piece of work may be suspected of.
-            From the second on, or the last but one, it runs beside no other suspect. The one after
-            the last, while it runs alone, convicts it.
+        max_worker_deaths: how many deaths of rollout workers one piece of work may see. From the
+            second on it runs alone; the one after the last shows that it is the cause.
     """
 
     prompts_path: str

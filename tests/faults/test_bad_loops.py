@@ -35,7 +35,7 @@ def test_a_loop_that_always_blocks_ends_the_run_after_a_few_processes(
     settings = [setting.format(train=assets / "train.jsonl") for setting in settings]
     blocking = ("rollout.agent=blocking:run", "rollout.block_limit_s=0.5")
 
-    # fewer at a time than there are: each start could blame another one
+    # fewer at a time than there are: each start could name another one
     with start_run(folder, *blocking, "rollout.agent_concurrency=2", *settings) as run:
         ended = run.wait(START_LIMIT_S)
 

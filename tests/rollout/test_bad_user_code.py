@@ -88,7 +88,7 @@ def test_a_loop_that_kills_its_process_is_told_from_those_beside_it(
     assert live.processes()["rewards-0"]["num_restarts"] == num_deaths or num_workers > 1
 
 
-def test_with_the_conviction_of_a_loop_the_others_run_side_by_side_again(
+def test_once_a_failing_loop_is_found_the_others_run_side_by_side_again(
     umbra_session: Session, tmp_path: Path
 ) -> None:
     live = with_loop(umbra_session, tmp_path, "kills_its_process_for_t1_and_counts_others")

@@ -18,7 +18,7 @@ from umbra.runtime.rollout.agents.text_codec import TextCodec
 from umbra.runtime.rpc.rpc_client import Handle
 
 _RESOLVE_TIMEOUT_S: Final = 10.0
-_BLAME_TIMEOUT_S: Final = 5.0
+_REPORT_TIMEOUT_S: Final = 5.0
 
 
 class RolloutWorker:
@@ -86,7 +86,7 @@ class RolloutWorker:
         for manager in list(self._managers.values()):
             with contextlib.suppress(UmbraError):  # then it is found out by trial
                 arguments = (context.name, context.incarnation, blocked.label or "", reason)
-                await manager.call("blame", *arguments, timeout_s=_BLAME_TIMEOUT_S)
+                await manager.call("report_blocked", *arguments, timeout_s=_REPORT_TIMEOUT_S)
         raise RolloutError(reason)
 
     async def score(self, items: list[dict[str, Any]]) -> list[float]:

@@ -1,20 +1,20 @@
-"""The manager's side of the rollout actors: hands out work and outlives their deaths.
+"""The manager's side of the rollout actors: gives them work and outlives their deaths.
 
     put(job) -> queue of its method -> lanes of a worker -> call -> on_result | on_failure
                      ^                          |
-                     +--------------------------+  the worker died
-                queue of suspects  <------------+  again
-                   |
-                   +-> one at a time beside the other work, at last quite alone
+                     +--- first death ----------+
+                                                +--- second death ---> quarantine of that worker
 
-A worker does many jobs at a time, and dies of one, or of none: one death proves nothing, and all
-that was there runs again as before. Each that has seen two becomes a suspect; only one suspect at
-a time runs on a worker, and of all suspects a death counts for that one alone. The death that would
-convict it is allowed only while nothing else runs there, and before the others are tried: so a job
-is never given up for what another one does. With the conviction those that were not tried go free.
-Where the worker said itself which job ends it (`blame`), nobody else is suspected, and that one's
-next attempt comes before other work. Where such ends follow each other, so that no job of the kind
-gets done, it is not a job's fault but the function's: all of it fails.
+A worker does many jobs at a time, and its process fails because of one of them, or of none. One
+death proves nothing, so all that ran there runs again as before. A job that was there at two deaths
+goes into quarantine on the worker that died last, which has nothing else to do by then: jobs in
+quarantine run one at a time, and nothing else runs on that worker until all are through. A job that
+returns is clean. One whose process fails again and again while it runs alone is the cause: it
+fails, and the others leave the quarantine.
+
+A worker that reports itself which job blocks it (`report_blocked`) puts that job alone into
+quarantine. Where such ends follow each other, so that no job of the kind gets done, it is not a
+job's fault but the function's: all of it fails.
 
 Jobs may therefore run more than once: rewards and agent loops are repeatable by contract.
 """
@@ -22,9 +22,8 @@ Jobs may therefore run more than once: rewards and agent loops are repeatable by
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -49,7 +48,9 @@ _RESOLVE_TIMEOUT_S: Final = 300.0
 # Between two looks at a worker whose death the supervisor has not noticed yet. It takes a few
 # milliseconds; asking faster only burns its time.
 _STALE_REF_WAIT_S: Final = 0.05
-_SUSPECT_FROM: Final = 2  # deaths
+_QUARANTINE_FROM: Final = 2
+"""Deaths. With fewer, a single chance kill would have all that ran there run one after the other;
+with more, a job that kills its process costs more restarts."""
 
 
 @dataclass(slots=True, eq=False)
@@ -66,13 +67,12 @@ class WorkerJob:
     Attributes:
         label: what it is, for messages.
         group_id: whose it is.
-        sample_id: by which a worker blames it.
+        sample_id: by which a worker names it.
         make_arguments: called anew for each attempt.
         timeout_s: deadline of the call.
         on_failure: told of an error that another attempt would not heal.
         is_wanted: False once nobody waits for the outcome; neither is called then.
-        num_deaths: of actors that it may have been the cause of.
-        is_suspect: it runs beside no other suspect.
+        num_deaths: of actors that it was running on, since it last returned.
         retries: how often it may be tried again after it failed by itself,
         group_retries: and of these, after it blocked its process.
     """
@@ -88,7 +88,6 @@ class WorkerJob:
     is_wanted: Callable[[], bool]
     group_retries: GroupRetries
     num_deaths: int = 0
-    is_suspect: bool = False
     retries: int = 0
 
 
@@ -98,7 +97,7 @@ class WorkerPool:
     Args:
         names: of the actors.
         concurrency: calls in progress per actor, per method.
-        max_deaths: how many deaths of actors a job may be suspected of.
+        max_deaths: how many deaths of actors a job may see; with one more, alone, it is the cause.
         on_failure: told when an actor is gone for good, or the function blocks whatever it is
             given.
     """
@@ -120,79 +119,100 @@ class WorkerPool:
         self._queues: dict[str, asyncio.Queue[WorkerJob]] = {
             method: asyncio.Queue() for method in concurrency
         }
-        self._suspects = _Suspects()
-        # One at least is left for the trial beside others.
-        self._suspect_from = max(1, min(_SUSPECT_FROM, max_deaths - 1))
+        self._quarantine_from = min(_QUARANTINE_FROM, max_deaths)
         self._blocked = {method: BlockedInARow() for method in concurrency}
 
     def put(self, job: WorkerJob) -> None:
-        queue = self._suspects if job.is_suspect else self._queues[job.method]
-        queue.put_nowait(job)
+        self._queues[job.method].put_nowait(job)
 
-    def blame(self, name: str, incarnation: int, sample_id: str, error: UmbraError) -> None:
+    def report_blocked(
+        self, name: str, incarnation: int, sample_id: str, error: UmbraError
+    ) -> None:
         """That actor ends because of one job, which fails with `error` once the actor is gone."""
         for worker in self._workers:
             if worker.name == name:
-                worker.blamed = _Blamed(incarnation, sample_id, error)
+                worker.blocked = _Blocked(incarnation, sample_id, error)
 
     async def run(self) -> None:
         """Lives until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for worker in self._workers:
+                lanes = [self._serve_quarantine(worker)]
                 for method, count in self._concurrency.items():
-                    for _ in range(count):
-                        tasks.create_task(self._serve(worker, self._queues[method]))
-                tasks.create_task(self._serve(worker, self._suspects))
+                    lanes += [self._serve(worker, self._queues[method]) for _ in range(count)]
+                for lane in lanes:
+                    tasks.create_task(self._until_gone(worker, lane))
 
-    async def _serve(self, worker: _Worker, queue: asyncio.Queue[WorkerJob] | _Suspects) -> None:
+    async def _until_gone(self, worker: _Worker, lane: Coroutine[Any, Any, None]) -> None:
+        try:
+            await lane
+        except UmbraError as error:
+            self._on_failure(RolloutError(f"rollout actor {worker.name} is gone: {error}"))
+
+    async def _serve(self, worker: _Worker, queue: asyncio.Queue[WorkerJob]) -> None:
         while True:
-            try:
-                await worker.connect()  # a job is taken only by a worker that is there
-                job = await queue.get()
-                if not job.is_wanted():
-                    continue
-                is_last_chance = 0 < self._max_deaths <= job.num_deaths
-                async with worker.alone() if is_last_chance else worker.beside_others():
-                    if job.is_wanted():
-                        await self._attempt(job, worker, await worker.connect())
-            except UmbraError as error:
-                self._on_failure(RolloutError(f"rollout actor {worker.name} is gone: {error}"))
-                return
+            await worker.await_end_of_quarantine()
+            await worker.connect()  # a job is taken only by a worker that is there
+            job = await queue.get()
+            if worker.quarantine:
+                self.put(job)  # another worker may have time for it
+            elif job.is_wanted():
+                async with worker.beside_others():
+                    if await self._attempt(job, worker):
+                        worker.quarantine.append(job)
 
-    async def _attempt(self, job: WorkerJob, worker: _Worker, handle: Handle) -> None:
+    async def _serve_quarantine(self, worker: _Worker) -> None:
+        while True:
+            job = await worker.next_in_quarantine()
+            while job.is_wanted() and await self._attempt(job, worker):
+                pass
+            await worker.leave_quarantine(job)
+
+    async def _attempt(self, job: WorkerJob, worker: _Worker) -> bool:
+        """Runs the job; whether it has to run again, alone."""
+        handle = await worker.connect()
         ref = handle.ref
-        if job.is_suspect:
-            worker.suspect(ref.incarnation, job.sample_id)
         try:
             result = await handle.call(job.method, *job.make_arguments(), timeout_s=job.timeout_s)
         except ConnectionLost as error:
             worker.on_lost(ref)
-            self._on_death(job, worker, ref, error)
+            return self._on_death(job, worker, ref, error)
         except RolloutError as error:
+            job.num_deaths = 0
             self._fail(job, error)  # its text was made for the user
         except UmbraError as error:
+            job.num_deaths = 0
             self._fail(job, RolloutError(f"{job.label} failed in {ref}: {error}"))
         else:
             self._blocked[job.method].on_done()
             if job.is_wanted():
                 job.on_result(result)
+        return False
 
-    def _on_death(self, job: WorkerJob, worker: _Worker, ref: ActorRef, error: UmbraError) -> None:
-        blamed = worker.blamed_for(ref.incarnation)
-        if blamed is not None and blamed.error is not None:
-            if blamed.sample_id == job.sample_id:
-                self._on_blocked(job, str(blamed.error))
-            else:
-                self.put(job)
-            return
-        if blamed is None or blamed.sample_id == job.sample_id or not job.is_suspect:
+    def _on_death(self, job: WorkerJob, worker: _Worker, ref: ActorRef, error: UmbraError) -> bool:
+        """Whether the job has to run again, alone."""
+        blocked = worker.blocked
+        if blocked is None or blocked.incarnation != ref.incarnation:
             job.num_deaths += 1
-            job.is_suspect = job.is_suspect or job.num_deaths >= self._suspect_from
-        if job.num_deaths <= self._max_deaths:
-            logger.info("%s was lost while it did %s, which is done anew", ref, job.label)
-            self.put(job)
-            return
-        self._free_untried()
+        elif blocked.sample_id == job.sample_id:
+            return self._on_blocked(job, str(blocked.error))
+        if job.num_deaths > self._max_deaths:
+            self._fail_as_cause(job, worker, ref, error)
+            return False
+        logger.info("%s was lost while it ran %s, which runs again", ref, job.label)
+        if job.num_deaths >= self._quarantine_from:
+            return True
+        self.put(job)
+        return False
+
+    def _fail_as_cause(
+        self, job: WorkerJob, worker: _Worker, ref: ActorRef, error: UmbraError
+    ) -> None:
+        """The others in quarantine may only have seen deaths that this job is the cause of."""
+        for other in worker.quarantine[1:]:
+            other.num_deaths = 0
+            self.put(other)
+        del worker.quarantine[1:]
         job.retries = 0  # it has had its chances
         self._fail(
             job,
@@ -203,81 +223,56 @@ class WorkerPool:
             ),
         )
 
-    def _free_untried(self) -> None:
-        """Suspects that may only have seen deaths which another one has been convicted of."""
-        for job in self._suspects.take_all():
-            if job.num_deaths == self._suspect_from:
-                job.num_deaths, job.is_suspect = 0, False
-            self.put(job)
-
-    def _on_blocked(self, job: WorkerJob, reason: str) -> None:
-        job.is_suspect = True  # its next attempt is the first of all
+    def _on_blocked(self, job: WorkerJob, reason: str) -> bool:
+        """Whether the job has to run again, alone."""
         job.retries = min(job.retries, job.group_retries.left)
         job.group_retries.left -= 1
-        so_often = self._blocked[job.method].on_blocked(job.group_id)
-        if so_often:
+        if so_often := self._blocked[job.method].on_blocked(job.group_id):
             self._on_failure(_error_of(job, f"{reason} ({so_often})"))
-            return
-        self._fail(job, _error_of(job, reason))
+            return False
+        return self._is_tried_again(job, _error_of(job, reason))
 
     def _fail(self, job: WorkerJob, error: UmbraError) -> None:
-        if not job.is_wanted():
-            return
-        if job.retries > 0:
+        if self._is_tried_again(job, error):
+            self.put(job)
+
+    def _is_tried_again(self, job: WorkerJob, error: UmbraError) -> bool:
+        """Where not, and somebody waits for it, it has failed."""
+        if job.is_wanted() and job.retries > 0:
             job.retries -= 1
             logger.warning("%s failed and is tried again: %s", job.label, error)
-            self.put(job)
-            return
-        job.on_failure(error)
+            return True
+        if job.is_wanted():
+            job.on_failure(error)
+        return False
 
 
 def _error_of(job: WorkerJob, text: str) -> RolloutError:
     return RewardError(text) if job.method == "score" else RolloutError(text)
 
 
-class _Suspects:
-    """Jobs, those first of which most deaths are counted, and of these as their samples are named.
-
-    (The order in which the calls of a dead worker fail is any.)
-    """
-
-    def __init__(self) -> None:
-        self._queue: asyncio.PriorityQueue[tuple[int, str, int, WorkerJob]] = (
-            asyncio.PriorityQueue()
-        )
-        self._serials = itertools.count()
-
-    def put_nowait(self, job: WorkerJob) -> None:
-        self._queue.put_nowait((-job.num_deaths, job.sample_id, next(self._serials), job))
-
-    async def get(self) -> WorkerJob:
-        return (await self._queue.get())[-1]
-
-    def take_all(self) -> list[WorkerJob]:
-        return [self._queue.get_nowait()[-1] for _ in range(self._queue.qsize())]
-
-
 @dataclass(frozen=True, slots=True)
-class _Blamed:
-    """The job that a death of this incarnation counts for.
-
-    Attributes:
-        error: the actor's own word, which needs no further proof; None for a suspect.
-    """
+class _Blocked:
+    """An actor's report of why it ends: the sample whose job blocks it, and the job's error."""
 
     incarnation: int
     sample_id: str
-    error: UmbraError | None
+    error: UmbraError
 
 
 class _Worker:
-    """One named rollout actor, through its lives."""
+    """One named rollout actor, through its incarnations.
+
+    Attributes:
+        quarantine: jobs that run alone here, in this order.
+        blocked: the last report of the actor.
+    """
 
     def __init__(self, name: str, context: ActorContext) -> None:
         self.name = name
-        self.blamed: _Blamed | None = None
+        self.quarantine: list[WorkerJob] = []
+        self.blocked: _Blocked | None = None
         self._num_running = 0
-        self._is_reserved = False
         self._changed = asyncio.Condition()
         self._context = context
         self._handle: Handle | None = None
@@ -286,10 +281,8 @@ class _Worker:
 
     @asynccontextmanager
     async def beside_others(self) -> AsyncGenerator[None]:
-        """Waits while a job has this worker for itself."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: not self._is_reserved)
-            self._num_running += 1
+        """For a job that is not in quarantine; at its end it may be."""
+        self._num_running += 1
         try:
             yield
         finally:
@@ -297,33 +290,23 @@ class _Worker:
                 self._num_running -= 1
                 self._changed.notify_all()
 
-    @asynccontextmanager
-    async def alone(self) -> AsyncGenerator[None]:
-        """Waits for the jobs that run here; others wait until it is over."""
+    async def await_end_of_quarantine(self) -> None:
         async with self._changed:
-            await self._changed.wait_for(lambda: not self._is_reserved)
-            self._is_reserved = True
-        try:
-            async with self._changed:
-                await self._changed.wait_for(lambda: not self._num_running)
-            yield
-        finally:
-            async with self._changed:
-                self._is_reserved = False
-                self._changed.notify_all()
+            await self._changed.wait_for(lambda: not self.quarantine)
 
-    def suspect(self, incarnation: int, sample_id: str) -> None:
-        """A suspect begins; the actor's own word, where it came already, weighs more."""
-        found = self.blamed_for(incarnation)
-        if found is None or found.error is None:
-            self.blamed = _Blamed(incarnation, sample_id, None)
+    async def next_in_quarantine(self) -> WorkerJob:
+        """The first job in quarantine, once there is one and nothing else runs here."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.quarantine and not self._num_running)
+        return self.quarantine[0]
 
-    def blamed_for(self, incarnation: int) -> _Blamed | None:
-        found = self.blamed
-        return found if found is not None and found.incarnation == incarnation else None
+    async def leave_quarantine(self, job: WorkerJob) -> None:
+        async with self._changed:
+            self.quarantine.remove(job)
+            self._changed.notify_all()
 
     def on_lost(self, ref: ActorRef) -> None:
-        """That life has ended: nothing more is given to this worker until the next one is up."""
+        """That incarnation is gone: this worker gets nothing more until the next one is up."""
         self._lost_incarnation = max(self._lost_incarnation, ref.incarnation)
         if self._handle is not None and self._handle.ref.incarnation <= ref.incarnation:
             self._handle = None

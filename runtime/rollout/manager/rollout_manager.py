@@ -313,11 +313,11 @@ class RolloutManager:
         """See `AgentSessions.keep`."""
         await self._sessions.keep(session, key, value)
 
-    def blame(self, worker: str, incarnation: int, sample_id: str, reason: str) -> None:
+    def report_blocked(self, worker: str, incarnation: int, sample_id: str, reason: str) -> None:
         """A rollout actor is about to end because of what it does for this sample ("": unknown)."""
         self._notes.put(f"{worker}#{incarnation} ends: {reason}")
         if sample_id:
-            self._workers.blame(worker, incarnation, sample_id, RolloutError(reason))
+            self._workers.report_blocked(worker, incarnation, sample_id, RolloutError(reason))
 
     @idempotent
     def stats(self) -> dict[str, Any]:
