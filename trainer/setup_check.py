@@ -20,6 +20,7 @@ from umbra.trainer.config.auxiliary_pool_config import AuxiliaryPoolSection
 from umbra.trainer.config.trainer_config import PoolSection, ServeConfig, TrainerConfig
 from umbra.trainer.data.prompt_preparation import check_data
 from umbra.trainer.data.prompt_tokenizer import read_model_config, vocab_size
+from umbra.trainer.reporting.metrics_logger import check_loggers
 from umbra.trainer.services import prompt_budget
 
 
@@ -34,6 +35,7 @@ def check_setup(config: TrainerConfig, environment: TorchrunEnvironment) -> None
     prompt_budget(config).check()
     check_data(config.data)
     check_batch_size(config, environment.world_size)
+    check_loggers(config.run.loggers)
     check_run_dir(config.run, environment.incarnation)
 
 

@@ -30,6 +30,7 @@ from umbra.trainer.model.optimizer import PolicyOptimizer
 from umbra.trainer.model.policy import Policy
 from umbra.trainer.reporting.fatal_error_report import FatalErrorReporter
 from umbra.trainer.reporting.metrics_log import MetricsLog
+from umbra.trainer.reporting.metrics_logger import LoggedRun, MetricsLoggers, logger_names
 from umbra.trainer.reporting.note_board import NoteBoard
 from umbra.trainer.reporting.progress_display import Progress
 from umbra.trainer.reporting.run_reporter import RunReporter, closing_lines, finish
@@ -247,10 +248,14 @@ class Trainer:
     def _open_journal(self, stack: contextlib.ExitStack, world: World, step: int) -> RunReporter:
         config = self._config
         if not world.is_lead:
-            return RunReporter(config, None, None, step)
+            return RunReporter(config, None, None, steps_before=step)
         log = stack.enter_context(MetricsLog(config.run.dir, first_step=step + 1))
         progress = stack.enter_context(Progress(config.run_name, config.train.steps, step))
-        journal = RunReporter(config, log, progress, step)
+        logged = LoggedRun(
+            folder=config.run.dir, name=config.run_name, settings=config.model_dump(mode="json")
+        )
+        loggers = MetricsLoggers(logger_names(config.run.loggers), logged, progress.note)
+        journal = RunReporter(config, log, progress, stack.enter_context(loggers), step)
         stack.enter_context(self._notes.shown_by(journal.note))
         if self._place.replaced.exists():
             journal.note(f"the earlier run is kept in {self._place.replaced} until a step is done")

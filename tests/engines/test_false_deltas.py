@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from umbra.engines.faulty.false_deltas import first_halves, without_run
-from umbra.runtime.engine_api.delta_batch import DeltaColumns as CheckedBatch
+from umbra.runtime.engine_api.delta_batch import DeltaBatch
 from umbra.runtime.engine_api.delta_buffer import DeltaBuffer, DeltaColumns
 
 Run = tuple[int, int, list[int]]  # id, position, tokens
@@ -34,7 +34,7 @@ def make_batch(lengths: list[int]) -> DeltaColumns:
 
 def runs_of(batch: DeltaColumns) -> list[Run]:
     """Its runs, checked as the manager checks them."""
-    checked = CheckedBatch.from_wire(batch)
+    checked = DeltaBatch.from_wire(batch)
     assert checked.logprobs.tolist() == (-checked.tokens).tolist()
     assert checked.versions.tolist() == (checked.ids - 10).tolist()
     return [

@@ -22,7 +22,9 @@ from umbra.trainer.config.config_file import check_config
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.reporting import metrics_plot
 from umbra.trainer.reporting.metrics_log import MetricsLog, read_metrics
+from umbra.trainer.reporting.metrics_logger import LoggedRun, MetricsLogger
 from umbra.trainer.reporting.run_reporter import RunReporter, finish
+from umbra.trainer.reporting.tensorboard_logger import TensorboardLogger
 from umbra.trainer.run_files import (
     RunDirectoryError,
     check_writable,
@@ -99,19 +101,21 @@ def test_an_export_that_does_not_fit_names_what_it_needs_and_leaves_the_earlier_
     assert (disk / "export" / "model.safetensors").stat().st_size == nbytes
 
 
-def log_until_full(folder: Path, disk: Path) -> None:
-    with MetricsLog(folder, first_step=1) as log:
-        log.write(1, ROW)
-        leave_room(disk / "junk", 0)
-        for step in range(2, 1000):
-            log.write(step, ROW)
+def write_until_full(log: MetricsLogger, disk: Path) -> None:
+    log.write(1, ROW)
+    leave_room(disk / "junk", 0)
+    for step in range(2, 1000):
+        log.write(step, ROW)
 
 
 def test_metrics_name_their_file(mount_disk: MountDisk) -> None:
     disk = mount_disk("size=1m")
 
-    with pytest.raises(RunDirectoryError, match=rf"{disk}/metrics.jsonl: {is_full(disk)}"):
-        log_until_full(disk, disk)
+    with (
+        pytest.raises(RunDirectoryError, match=rf"{disk}/metrics.jsonl: {is_full(disk)}"),
+        MetricsLog(disk, first_step=1) as log,
+    ):
+        write_until_full(log, disk)
 
     assert read_metrics(disk / "metrics.jsonl")[0]["step"] == 1
 
@@ -119,14 +123,14 @@ def test_metrics_name_their_file(mount_disk: MountDisk) -> None:
 def test_events_name_their_folder_and_fail_at_once(mount_disk: MountDisk, tmp_path: Path) -> None:
     disk = mount_disk("size=1m")
     (tmp_path / "tensorboard").symlink_to(disk)
+    log = TensorboardLogger(LoggedRun(folder=tmp_path, name="run", settings={}))
 
-    with pytest.raises(RunDirectoryError, match=rf"tensorboard: {is_full(disk)}"):
-        log_until_full(tmp_path, disk)
+    with log, pytest.raises(RunDirectoryError, match=rf"tensorboard: {is_full(disk)}"):
+        write_until_full(log, disk)
 
     (events,) = disk.glob("events*")
-    seen = {event.step for event in event_file_loader.EventFileLoader(str(events)).Load()}
-    logged = len(read_metrics(tmp_path / "metrics.jsonl"))
-    assert seen == set(range(logged)), "all but the one that did not fit, in no later step"
+    seen = [event.step for event in event_file_loader.EventFileLoader(str(events)).Load()]
+    assert seen == list(range(len(seen))), "each step up to the one that did not fit"
 
 
 def test_whatever_else_is_written_names_its_file(mount_disk: MountDisk, tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def evaluation(accuracy: float) -> dict[str, Any]:
 # -- metrics -----------------------------------------------------------------------------
 
 
-def test_metrics_are_one_json_line_a_step_and_tensorboard_events(tmp_path: Path) -> None:
+def test_metrics_are_one_json_line_a_step(tmp_path: Path) -> None:
     with MetricsLog(tmp_path, first_step=1) as log:
         log.write(1, ROW)
         log.write(2, ROW)
@@ -83,7 +83,6 @@ def test_metrics_are_one_json_line_a_step_and_tensorboard_events(tmp_path: Path)
         assert [row["step"] for row in read_metrics(log.path)] == [1, 2]  # before it is closed
 
     assert read_metrics(tmp_path / "metrics.jsonl")[0]["rollout/reward_mean"] == 0.4312
-    assert any((tmp_path / "tensorboard").glob("events.out.tfevents.*"))
 
 
 def test_a_resumed_run_replaces_the_steps_it_does_again(tmp_path: Path) -> None:

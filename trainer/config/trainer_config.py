@@ -45,12 +45,16 @@ class RunSection(Section):
         overwrite: a fresh start may replace what an earlier run left in `dir`, which is kept in
             `dir`/replaced until the new one has done a step.
         name: shown in progress and report; the directory's name where empty.
+        loggers: where the numbers of each step go besides `dir`/metrics.jsonl: any of "tensorboard"
+            (in `dir`/tensorboard), "wandb" and "mlflow", which read their own environment
+            variables. Default: TensorBoard where it is installed.
     """
 
     dir: FilePath = Path("runs/default")
     resume: PathText = "never"
     overwrite: bool = False
     name: str = ""
+    loggers: list[Literal["tensorboard", "wandb", "mlflow"]] | None = None
 
 
 class ModelSection(Section):

@@ -8,6 +8,7 @@ from typing import Any
 from umbra.trainer.checkpoint.run_dir import RunDir, process_age_s
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.reporting.metrics_log import MetricsLog, read_metrics
+from umbra.trainer.reporting.metrics_logger import MetricsLogger, MetricsRow
 from umbra.trainer.reporting.metrics_plot import save_plot
 from umbra.trainer.reporting.progress_display import Progress
 from umbra.trainer.reporting.run_report import Summary, reward_ends, write_report, write_summary
@@ -15,7 +16,7 @@ from umbra.trainer.run_files import writing
 
 
 class RunReporter:
-    """Gathers what happens. On ranks other than 0, `log` and `progress` are None: it is silent.
+    """Gathers what happens. On ranks other than 0 log, progress and loggers are None: it is silent.
 
     Attributes:
         steps_before: done when this start of the run began.
@@ -27,11 +28,13 @@ class RunReporter:
         config: TrainerConfig,
         log: MetricsLog | None,
         progress: Progress | None,
+        loggers: MetricsLogger | None = None,
         steps_before: int = 0,
     ) -> None:
         self.steps_before = steps_before
         self._config = config
         self._log = log
+        self._loggers = loggers
         self._progress = progress
         self._has_warned = False
         self.accuracy_before: float | None = None
@@ -39,8 +42,8 @@ class RunReporter:
 
     def step_done(self, step: int, row: Mapping[str, float]) -> None:
         """Logs and shows step `step` (from 1)."""
+        self._write(step, row)
         if self._log is not None:
-            self._log.write(step, row)
             RunDir(self._config.run.dir).remove_replaced()
         if self._progress is not None:
             self._progress.step_done(step, row)
@@ -60,13 +63,17 @@ class RunReporter:
         }
         if is_last:
             self.accuracy_after = accuracy
-        if self._log is not None:
-            self._log.write(step, row)
+        self._write(step, row)
         if self._progress is not None:
             self._progress.note(
                 f"after step {step}: accuracy {accuracy:.3f} on "
                 f"{result['num_prompts']} held-out prompts"
             )
+
+    def _write(self, step: int, row: MetricsRow) -> None:
+        for log in (self._log, self._loggers):
+            if log is not None:
+                log.write(step, row)
 
     def note(self, text: str) -> None:
         """What an operator should see, such as an engine that was restarted. Thread-safe."""

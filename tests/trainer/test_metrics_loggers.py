@@ -1,0 +1,91 @@
+"""Each logger of `run.loggers` gets every step, and one that fails costs nothing but itself."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from umbra.runtime.errors import ConfigError
+from umbra.trainer.reporting.metrics_logger import (
+    LOGGER_TARGETS,
+    LoggedRun,
+    MetricsLoggers,
+    check_loggers,
+    logger_names,
+)
+
+ROWS = [{"train/loss": 0.5, "rollout/reward_mean": 0.25}, {"train/loss": 0.25}]
+
+
+def write_rows(name: str, folder: Path) -> list[str]:
+    """Logs the rows as steps 1 and 2; what the person who runs the job was told."""
+    notes: list[str] = []
+    run = LoggedRun(folder=folder, name="run-name", settings={"train": {"steps": 2}})
+    with MetricsLoggers([name], run, notes.append) as loggers:
+        for step, row in enumerate(ROWS, 1):
+            loggers.write(step, row)
+    return notes
+
+
+def test_tensorboard_gets_every_value(tmp_path: Path) -> None:
+    accumulator: Any = importlib.import_module(
+        "tensorboard.backend.event_processing.event_accumulator"
+    )
+
+    assert write_rows("tensorboard", tmp_path) == []
+
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 0.5), (2, 0.25)]
+    assert [(e.step, e.value) for e in events.Scalars("rollout/reward_mean")] == [(1, 0.25)]
+
+
+def test_wandb_gets_every_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+
+    assert write_rows("wandb", tmp_path) == []
+
+    (record,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    assert b"train/loss" in record.read_bytes()
+
+
+def test_mlflow_gets_every_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow: Any = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.chdir(tmp_path)
+
+    assert write_rows("mlflow", tmp_path) == []
+
+    client = mlflow.MlflowClient()
+    experiment = client.get_experiment_by_name("run-name").experiment_id
+    (run,) = client.search_runs([experiment])
+    history = client.get_metric_history(run.info.run_id, "train/loss")
+    assert [(point.step, point.value) for point in history] == [(1, 0.5), (2, 0.25)]
+    assert run.info.status == "FINISHED"
+
+
+def test_a_logger_that_fails_is_given_up_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if importlib.util.find_spec("mlflow"):
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", "no-such-scheme://server")
+
+    (note,) = write_rows("mlflow", tmp_path)
+
+    assert note.startswith("run.loggers: mlflow failed and is not used any more: ")
+
+
+def test_a_package_that_is_missing_is_named_before_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+
+    check_loggers(None)
+    assert logger_names(None) == []
+    for name in LOGGER_TARGETS:
+        with pytest.raises(ConfigError, match=f"pip install {name}"):
+            check_loggers([name])
