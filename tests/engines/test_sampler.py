@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from umbra.engines.embedded import sampler, uniforms
+from umbra.engines.embedded import sampler
 from umbra.engines.embedded.sampler import sample
+from umbra.engines.embedded.uniforms import uniforms
 
 
 def draws(num_seqs: int, seed: int = 0) -> Tensor:
