@@ -82,7 +82,10 @@ def test_a_logger_that_fails_is_given_up_and_named(
 def test_a_package_that_is_missing_is_named_before_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    def find_nothing(name: str) -> None:
+        del name
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_nothing)
 
     check_loggers(None)
     assert logger_names(None) == []
