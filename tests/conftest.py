@@ -10,6 +10,13 @@ from pathlib import Path
 
 import pytest
 
+with contextlib.suppress(ImportError):  # vLLM's environment and GPU hosts have none
+    import hypothesis
+
+    # A busy machine is no failure: how long things take is measured where a test says so.
+    hypothesis.settings.register_profile("umbra", deadline=None)
+    hypothesis.settings.load_profile("umbra")
+
 # Before anything imports torch, here or in a child: tests share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

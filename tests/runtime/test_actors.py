@@ -156,9 +156,9 @@ def test_an_actor_that_dies_at_start_brings_its_status_and_last_words(
 
 @pytest.mark.slow
 def test_an_actor_that_never_comes_up_is_given_up(spawn: Spawn) -> None:
-    spec = actor("SlowStart", start_timeout_s=0.7, grace_s=0.5)
+    spec = actor("SlowStart", start_timeout_s=2.0, grace_s=0.5)
 
-    with pytest.raises(ActorDied, match=r"start_timeout_s = 0.7(.|\n)*starting for ever"):
+    with pytest.raises(ActorDied, match=r"start_timeout_s = 2(.|\n)*starting for ever"):
         spawn(spec)
 
 
