@@ -29,7 +29,7 @@ from umbra.engines.sglang.sglang_output import SglangOutput
 from umbra.engines.sglang.sglang_requests import check_request, generate_fields, stream_interval
 from umbra.engines.sglang.sglang_settings import WEIGHT_LOADER, SglangSettings
 from umbra.engines.sglang.sglang_waits import until_died, within
-from umbra.engines.shell.engine_core import Core, Output
+from umbra.engines.shell.engine_core import AdapterCore, Output
 from umbra.engines.shell.weight_import import WorkerRegions
 from umbra.runtime.actor.actor_spec import actor_context
 from umbra.runtime.engine_api.generation_request import GenerationRequest
@@ -51,7 +51,7 @@ _GIB: Final = 1 << 30
 _NOT_TAKEN: Final = object()
 
 
-class SglangCore(Core):
+class SglangCore(AdapterCore):
     """Owns SGLang's Engine and the processes below it; see `Core` for the methods' promises.
 
     Its tasks live from `start` to `stop`, whichever task calls these.

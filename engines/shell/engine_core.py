@@ -1,6 +1,10 @@
-"""What an adapter asks of a foreign inference engine: the small part that is not the same for all.
+"""The core of an engine: the small part that is not the same for all. `EngineShell` does the rest.
 
-`AdapterEngine` does the rest: gate, deltas, order of calls, weight image.
+    Core            states: every engine
+    └ PolledCore    requests whose tokens are taken once a tick (`PolledRequests`)
+      └ AdapterCore   weights that the engine loads from a description (`ImageUpdates`)
+
+docs/write-an-engine.md goes through them method by method.
 """
 
 from __future__ import annotations
@@ -44,26 +48,30 @@ class Output(Protocol):
 
 
 class Core(Protocol):
-    """Owns a foreign engine and its processes, from `start` to `stop`. One event loop.
+    """Owns an engine, and its processes where it has some, from `start` to `stop`.
 
-    Whatever the engine raises comes as EngineError; umbra's own errors and ValueError as they are.
+    The shell calls from one event loop, one method after the other, `abort`, `check_request` and
+    what is synchronous excepted. Whatever the engine raises comes as EngineError; umbra's own
+    errors and ValueError as they are.
 
     Attributes:
-        name: of the library, for messages.
-        died: set when a process of the engine ends; the engine is of no use then.
-        ended: set when a request has ended, by an engine that tells; whoever takes it clears this.
-        is_paused: follows what the engine does, also by itself.
-        memory: bytes when awake, "weights_nbytes" and "kv_nbytes".
+        name: of the engine, for messages.
         lora_names: adapters that requests may name.
+        died: set when a process of the engine ends; the engine is of no use then.
+        is_paused: follows what the engine does, also by itself.
+        vocab_size: known once it has started; requests' tokens are below it.
+        memory: bytes, "weights_nbytes" and "kv_nbytes"; with `frees_memory_asleep` those it has
+            when awake, else those it has now.
+        keeps_requests_asleep: frozen requests outlive a sleep; else they are aborted before it.
     """
 
     name: str
     lora_names: Collection[str] = ()
     died: asyncio.Event
-    ended: asyncio.Event
     is_paused: bool
     vocab_size: int
     memory: Mapping[str, int]
+    keeps_requests_asleep: bool = False
 
     @property
     def frees_memory_asleep(self) -> bool: ...
@@ -81,15 +89,39 @@ class Core(Protocol):
         """Ends the engine's processes, first of all, and its tasks. Idempotent."""
         ...
 
-    def show_stacks(self) -> None:
-        """Has the engine's processes write where they are to the log, where they can."""
-        return
-
-    # -- requests ------------------------------------------------------------------------
-
     def check_request(self, request: GenerationRequest) -> None:
         """Raises ValueError for what the engine would refuse or silently change."""
+        return
+
+    # -- states --------------------------------------------------------------------------
+
+    async def pause(self, *, keep: bool) -> None:
+        """Until nothing runs: requests are kept as they are with their cache, or ended, the tokens
+        delivered of all that run."""
         ...
+
+    async def resume(self) -> None: ...
+
+    async def sleep(self, level: int) -> None:
+        """Frees memory: 1 keeps the weights on the host, 2 loses them. Nothing runs; with
+        `keeps_requests_asleep` frozen requests may be there, else none."""
+        ...
+
+    async def wake(self, tags: Sequence[str]) -> None: ...
+
+    async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
+        """Why not every worker can read the ranks' memory, or "": see `Engine.probe_import`."""
+        ...
+
+
+class PolledCore(Core, Protocol):
+    """A core whose tokens gather in outputs on the event loop.
+
+    Attributes:
+        ended: set when a request has ended, by an engine that tells; whoever takes it clears this.
+    """
+
+    ended: asyncio.Event
 
     async def add(
         self, key: str, request: GenerationRequest, cache_salt: str, num_running: int
@@ -107,22 +139,13 @@ class Core(Protocol):
         """Ends them at once, as their outputs say; unknown keys are nothing."""
         ...
 
-    # -- states --------------------------------------------------------------------------
 
-    async def pause(self, *, keep: bool) -> None:
-        """Until nothing runs: requests are kept as they are with their cache, or ended, the tokens
-        delivered of all that run."""
-        ...
+class AdapterCore(PolledCore, Protocol):
+    """The core of an adapter: a library that loads weights by itself, mostly in its workers."""
 
-    async def resume(self) -> None: ...
-
-    async def sleep(self, level: int) -> None:
-        """Frees memory: 1 keeps the weights on the host, 2 loses them. Nothing runs or waits."""
-        ...
-
-    async def wake(self, tags: Sequence[str]) -> None: ...
-
-    # -- weights -------------------------------------------------------------------------
+    def show_stacks(self) -> None:
+        """Has the engine's processes write where they are to the log, where they can."""
+        return
 
     async def load_weights(self, description: Mapping[str, Any]) -> Sequence[WorkerRegions]:
         """Gives the model the weights described, in every worker of the engine.
@@ -137,8 +160,4 @@ class Core(Protocol):
         Raises:
             EngineError: they do not fit, or loading failed; nothing is known of the weights then.
         """
-        ...
-
-    async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
-        """Why not every worker can read the ranks' memory, or "": see `Engine.probe_import`."""
         ...

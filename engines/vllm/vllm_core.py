@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Final, TypeVar
 
-from umbra.engines.shell.engine_core import Core, Output
+from umbra.engines.shell.engine_core import AdapterCore, Output
 from umbra.engines.shell.weight_import import WorkerRegions
 from umbra.engines.vllm.vllm_leftovers import file_variables, unlink_shared_memory
 from umbra.engines.vllm.vllm_library import VllmLibrary
@@ -38,7 +38,7 @@ _MAY_LACK_MEMORY: Final = ("Engine core initialization failed", "max_model_len",
 _MEMORY_TAGS: Final = ("weights", "kv_cache")
 
 
-class VllmCore(Core):
+class VllmCore(AdapterCore):
     """Owns AsyncLLM and the processes below it; see `Core` for the methods' promises."""
 
     name = "vLLM"

@@ -10,14 +10,14 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from umbra.engines.shell.engine_core import Core
-from umbra.engines.shell.engine_shell import AdapterEngine
+from umbra.engines.shell.adapter_engine import AdapterEngine
+from umbra.engines.shell.engine_core import AdapterCore
 from umbra.engines.shell.weight_image import image_tensors
 from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.transports.shared_memory.memfd import close_fds, create_buckets
 
 
-class SharedCore(Core, Protocol):
+class SharedCore(AdapterCore, Protocol):
     """A core that can be left as if it had just been started."""
 
     async def reset_prefix_cache(self) -> None: ...

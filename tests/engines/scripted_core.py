@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from umbra.engines.shell.engine_core import Core, NewOutput, Output
+from umbra.engines.shell.engine_core import AdapterCore, NewOutput, Output
 from umbra.engines.shell.weight_import import WorkerRegions
 from umbra.runtime.engine_api.generation_request import GenerationRequest
 
@@ -29,7 +29,7 @@ class ScriptedOutput:
         return NewOutput(tokens=tokens, logprobs=[-1.0] * len(tokens), finish_reason="length")
 
 
-class ScriptedCore(Core):
+class ScriptedCore(AdapterCore):
     """Notes what it is asked for, once it has done it.
 
     Attributes:
