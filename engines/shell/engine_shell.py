@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar, cast
 
 from umbra.engines.shell.engine_changes import Changes
 from umbra.engines.shell.engine_core import Core
@@ -90,7 +90,7 @@ class EngineShell(Generic[_Core]):
                 tasks.create_task(self._requests.run())
                 tasks.create_task(self._fail_with_core())
         except ExceptionGroup as group:
-            error = _first_of_all(group)
+            error = _first_error(group)
             if not isinstance(error, EngineError):
                 error = EngineError(f"{self._core.name} failed: {type(error).__name__}: {error}")
             self._requests.stream.fail(error)
@@ -268,6 +268,9 @@ class EngineShell(Generic[_Core]):
         return self._requests.progress()
 
 
-def _first_of_all(group: ExceptionGroup[Exception]) -> Exception:
-    error = group.exceptions[0]
-    return _first_of_all(error) if isinstance(error, ExceptionGroup) else error
+def _first_error(error: Exception) -> Exception:
+    """Of a group, and of the groups in it."""
+    if not isinstance(error, ExceptionGroup):
+        return error
+    group = cast("ExceptionGroup[Exception]", error)
+    return _first_error(group.exceptions[0])
