@@ -39,7 +39,7 @@ class Output(Protocol):
 
     @property
     def changed(self) -> asyncio.Event:
-        """Set by the first token, the end and a failure at the latest; `take` clears it."""
+        """Set by the end and a failure at the latest; `take` clears it."""
         ...
 
     def take(self) -> NewOutput | None:
