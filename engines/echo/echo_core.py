@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any, Final
 
@@ -37,6 +37,7 @@ class EchoCore(PolledCore):
         weights: EchoWeights | None,
         weights_in_logprobs: bool,
     ) -> None:
+        super().__init__()
         self._tokens_per_s = tokens_per_s
         self._max_num_seqs = max_num_seqs
         self._weights = weights
@@ -44,20 +45,6 @@ class EchoCore(PolledCore):
         self._live: dict[str, _EchoOutput] = {}  # in order of arrival
         self._num_running = 0
         self.vocab_size = vocab_size
-        self.died = asyncio.Event()
-        self.ended = asyncio.Event()
-        self.is_paused = False
-        self.memory: Mapping[str, int] = {"weights_nbytes": 0, "kv_nbytes": 0}
-
-    @property
-    def frees_memory_asleep(self) -> bool:
-        return True
-
-    async def start(self) -> None:
-        pass
-
-    async def stop(self) -> None:
-        pass
 
     async def add(
         self, key: str, request: GenerationRequest, cache_salt: str, num_running: int
@@ -125,9 +112,6 @@ class EchoCore(PolledCore):
     async def sleep(self, level: int) -> None:
         if level == 2 and self._weights is not None:
             self._weights.clear()
-
-    async def wake(self, tags: Sequence[str]) -> None:
-        pass
 
     async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
         return "it has no GPU"

@@ -69,18 +69,38 @@ class EchoUpdates(WeightUpdates):
         self._weights = weights
         self._verify = verify
         self._mappings = BucketMappings()
-        self._update: _Update | None = None
+        self._end: EngineEnd | None = None
 
     async def begin(self, manifest: Mapping[str, Any], buckets: Mapping[str, Any]) -> None:
-        self._update = await asyncio.to_thread(
-            _Update, manifest, buckets, self._mappings, self._weights
+        layout = Manifest.from_wire(manifest)
+        self._bucket_nbytes: int = buckets["bucket_nbytes"]
+        self._extents = [Extent(key, e.offset, e.nbytes) for key, e in enumerate(layout.entries)]
+        self._plan = BucketGrid(layout.nbytes, self._bucket_nbytes).cut(self._extents)
+        await asyncio.to_thread(self._open, buckets)
+
+    def _open(self, buckets: Mapping[str, Any]) -> None:
+        self._buckets = self._mappings.open(
+            buckets["fd_socket"], buckets["names"], self._bucket_nbytes, _OPEN_TIMEOUT_S
         )
+        self._end = EngineEnd(buckets, _OPEN_TIMEOUT_S)
 
     async def load(self) -> int:
-        return await asyncio.to_thread(self._open_update().load)
+        return await asyncio.to_thread(self._load)
+
+    def _load(self) -> int:
+        nbytes = 0
+        if self._weights is not None:
+            self._weights.lay_out(self._extents, len(self._plan) * self._bucket_nbytes)
+        for idx in self._open_end().buckets(len(self._plan)):
+            if self._weights is not None:
+                bucket = self._buckets[idx % len(self._buckets)]
+                self._weights.write(idx * self._bucket_nbytes, memoryview(bucket.memory))
+            nbytes += sum(piece.nbytes for piece in self._plan[idx])
+        return nbytes
 
     async def finish(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
-        self._open_update().check_all_loaded()
+        """Counts the regions, and checks them where that was asked for."""
+        self._open_end().check_all_loaded(len(self._plan))
         mismatches: list[str] = []
         if self._verify and self._weights is not None:
             mismatches = _mismatches(self._weights.image, regions)
@@ -91,12 +111,12 @@ class EchoUpdates(WeightUpdates):
         }
 
     def stop(self) -> None:
-        if self._update is not None:
-            self._update.close()
+        if self._end is not None:
+            self._end.close()
 
     async def end(self) -> None:
         self.stop()
-        self._update = None
+        self._end = None
 
     async def release(self) -> None:
         await self.end()
@@ -105,55 +125,10 @@ class EchoUpdates(WeightUpdates):
     async def close(self) -> None:
         await self.release()
 
-    def _open_update(self) -> _Update:
-        if self._update is None:
+    def _open_end(self) -> EngineEnd:
+        if self._end is None:
             raise WeightSyncError("no update is in progress; begin_update comes first")
-        return self._update
-
-
-class _Update:
-    """One update. Blocks for I/O when made."""
-
-    def __init__(
-        self,
-        manifest: Mapping[str, Any],
-        buckets: Mapping[str, Any],
-        mappings: BucketMappings,
-        weights: EchoWeights | None,
-    ) -> None:
-        layout = Manifest.from_wire(manifest)
-        self._bucket_nbytes: int = buckets["bucket_nbytes"]
-        self._extents = [Extent(key, e.offset, e.nbytes) for key, e in enumerate(layout.entries)]
-        self._plan = BucketGrid(layout.nbytes, self._bucket_nbytes).cut(self._extents)
-        self._weights = weights
-        self._buckets = mappings.open(
-            buckets["fd_socket"], buckets["names"], self._bucket_nbytes, _OPEN_TIMEOUT_S
-        )
-        self._end = EngineEnd(buckets, _OPEN_TIMEOUT_S)
-
-    def load(self) -> int:
-        """Takes all buckets as they are filled, once; their payload bytes. Blocks.
-
-        Raises:
-            WeightSyncError: the sync was given up.
-        """
-        nbytes = 0
-        if self._weights is not None:
-            self._weights.lay_out(self._extents, len(self._plan) * self._bucket_nbytes)
-        for idx in self._end.buckets(len(self._plan)):
-            if self._weights is not None:
-                bucket = self._buckets[idx % len(self._buckets)]
-                self._weights.write(idx * self._bucket_nbytes, memoryview(bucket.memory))
-            nbytes += sum(piece.nbytes for piece in self._plan[idx])
-        return nbytes
-
-    def check_all_loaded(self) -> None:
-        """Raises WeightSyncError where not every bucket was taken."""
-        self._end.check_all_loaded(len(self._plan))
-
-    def close(self) -> None:
-        """Leaves the sync; a `load` that waits in another thread ends. Idempotent."""
-        self._end.close()
+        return self._end
 
 
 def _mismatches(image: bytearray, regions: Sequence[Sequence[int | None]]) -> list[str]:

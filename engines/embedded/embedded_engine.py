@@ -6,7 +6,6 @@ compute thread, so the event loop answers at once, whatever the model does.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -69,11 +68,8 @@ class EmbeddedCore(Core):
     keeps_requests_asleep = True
 
     def __init__(self, thread: ComputeThread) -> None:
+        super().__init__()
         self._thread = thread
-        self.died = asyncio.Event()  # it has no process of its own
-        self.is_paused = False
-        self.vocab_size = 0
-        self.memory: Mapping[str, int] = {}
 
     @property
     def frees_memory_asleep(self) -> bool:
@@ -157,7 +153,7 @@ class EmbeddedRequests(EngineRequests):
 
     def _on_batch(self, batch: DeltaColumns, epoch: int) -> None:
         if epoch == self.stream.epoch:
-            self.stream.put(batch, epoch)
+            self.stream.put(batch)
             self._ids.difference_update(batch["finished_ids"].tolist())
             self._note_ends()
 

@@ -60,6 +60,7 @@ class SglangCore(AdapterCore):
     name = "SGLang"
 
     def __init__(self, settings: SglangSettings) -> None:
+        super().__init__()
         self._settings = settings
         self._watches = ExitStack()
         self._engine: Any = None
@@ -75,20 +76,11 @@ class SglangCore(AdapterCore):
         self._is_frozen = False  # the schedulers do nothing until they are told to go on
         self._released: set[str] = set()  # of _MEMORY_TAGS
         self._is_saved = False  # the weights that sleep are in host memory
-        self.died = asyncio.Event()
-        self.ended = asyncio.Event()
-        self.is_paused = False
-        self.vocab_size = 0
-        self.memory: Mapping[str, int] = {"weights_nbytes": 0, "kv_nbytes": 0}
 
     @property
     def library(self) -> SglangLibrary:
         assert self._library is not None
         return self._library
-
-    @property
-    def frees_memory_asleep(self) -> bool:
-        return True
 
     async def start(self) -> None:
         self._library = library = SglangLibrary.load()

@@ -10,6 +10,7 @@ docs/write-an-engine.md goes through them method by method.
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -47,7 +48,7 @@ class Output(Protocol):
         ...
 
 
-class Core(Protocol):
+class Core(ABC):
     """Owns an engine, and its processes where it has some, from `start` to `stop`.
 
     The shell calls from one event loop, one method after the other, `abort`, `check_request` and
@@ -67,14 +68,17 @@ class Core(Protocol):
 
     name: str
     lora_names: Collection[str] = ()
-    died: asyncio.Event
-    is_paused: bool
-    vocab_size: int
-    memory: Mapping[str, int]
     keeps_requests_asleep: bool = False
 
+    def __init__(self) -> None:
+        self.died = asyncio.Event()
+        self.is_paused = False
+        self.vocab_size = 0
+        self.memory: Mapping[str, int] = {"weights_nbytes": 0, "kv_nbytes": 0}
+
     @property
-    def frees_memory_asleep(self) -> bool: ...
+    def frees_memory_asleep(self) -> bool:
+        return True
 
     async def start(self) -> None:
         """May block the loop: processes are started from the main thread only.
@@ -83,11 +87,11 @@ class Core(Protocol):
             ConfigError, DataError: the engine or the settings cannot be used.
             EngineError: the engine did not start; its own processes said why in the log.
         """
-        ...
+        return
 
     async def stop(self) -> None:
         """Ends the engine's processes, first of all, and its tasks. Idempotent."""
-        ...
+        return
 
     def check_request(self, request: GenerationRequest) -> None:
         """Raises ValueError for what the engine would refuse or silently change."""
@@ -95,34 +99,41 @@ class Core(Protocol):
 
     # -- states --------------------------------------------------------------------------
 
+    @abstractmethod
     async def pause(self, *, keep: bool) -> None:
         """Until nothing runs: requests are kept as they are with their cache, or ended, the tokens
-        delivered of all that run."""
-        ...
+        delivered of all that run. Sets `is_paused`."""
 
-    async def resume(self) -> None: ...
+    @abstractmethod
+    async def resume(self) -> None:
+        """Clears `is_paused`."""
 
     async def sleep(self, level: int) -> None:
         """Frees memory: 1 keeps the weights on the host, 2 loses them. Nothing runs; with
         `keeps_requests_asleep` frozen requests may be there, else none."""
-        ...
+        return
 
-    async def wake(self, tags: Sequence[str]) -> None: ...
+    async def wake(self, tags: Sequence[str]) -> None:
+        """Takes memory again."""
+        return
 
+    @abstractmethod
     async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
         """Why not every worker can read the ranks' memory, or "": see `Engine.probe_import`."""
-        ...
 
 
-class PolledCore(Core, Protocol):
+class PolledCore(Core):
     """A core whose tokens gather in outputs on the event loop.
 
     Attributes:
         ended: set when a request has ended, by an engine that tells; whoever takes it clears this.
     """
 
-    ended: asyncio.Event
+    def __init__(self) -> None:
+        super().__init__()
+        self.ended = asyncio.Event()
 
+    @abstractmethod
     async def add(
         self, key: str, request: GenerationRequest, cache_salt: str, num_running: int
     ) -> Output:
@@ -133,20 +144,20 @@ class PolledCore(Core, Protocol):
             cache_salt: it may share cached prefixes with requests of the same salt only.
             num_running: requests that will run at once as far as is known, this one included.
         """
-        ...
 
+    @abstractmethod
     async def abort(self, keys: Iterable[str]) -> None:
         """Ends them at once, as their outputs say; unknown keys are nothing."""
-        ...
 
 
-class AdapterCore(PolledCore, Protocol):
+class AdapterCore(PolledCore):
     """The core of an adapter: a library that loads weights by itself, mostly in its workers."""
 
     def show_stacks(self) -> None:
         """Has the engine's processes write where they are to the log, where they can."""
         return
 
+    @abstractmethod
     async def load_weights(self, description: Mapping[str, Any]) -> Sequence[WorkerRegions]:
         """Gives the model the weights described, in every worker of the engine.
 
@@ -160,4 +171,3 @@ class AdapterCore(PolledCore, Protocol):
         Raises:
             EngineError: they do not fit, or loading failed; nothing is known of the weights then.
         """
-        ...

@@ -19,7 +19,7 @@ from umbra.engines.shell.engine_changes import Changes
 from umbra.engines.shell.engine_core import Core
 from umbra.engines.shell.engine_gate import EngineGate
 from umbra.engines.shell.engine_requests import EngineRequests
-from umbra.engines.shell.resident_memory import tree_resident_nbytes
+from umbra.engines.shell.resident_memory import resident_nbytes
 from umbra.engines.shell.weight_updates import WeightUpdates
 from umbra.runtime.engine_api.delta_buffer import DeltaColumns
 from umbra.runtime.engine_api.engine_protocol import EngineStats, PauseMode
@@ -259,7 +259,7 @@ class EngineShell(Generic[_Core]):
         return EngineStats(
             **counts,
             version=-1 if version is None else version,
-            resident_nbytes=tree_resident_nbytes(),
+            resident_nbytes=resident_nbytes(),
             weights_nbytes=memory["weights_nbytes"] if "weights" in awake else 0,
             kv_nbytes=memory["kv_nbytes"] if "kv_cache" in awake else 0,
         )

@@ -118,7 +118,7 @@ class PolledRequests(EngineRequests):
             self._buffer.add_finish(request_id, reason)
         batch = self._buffer.take()
         if batch is not None:
-            self.stream.put(batch, self.stream.epoch)
+            self.stream.put(batch)
         self._note_ends()
         num_tokens = len(older_runs.tokens) + len(runs.tokens)
         self._num_tokens_total += num_tokens

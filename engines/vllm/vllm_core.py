@@ -9,7 +9,6 @@ All of these end with this process: it is their subreaper or child of one (`runt
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
@@ -44,6 +43,7 @@ class VllmCore(AdapterCore):
     name = "vLLM"
 
     def __init__(self, settings: VllmSettings) -> None:
+        super().__init__()
         self._settings = settings
         self._watches = ExitStack()
         self._llm: Any = None
@@ -51,11 +51,6 @@ class VllmCore(AdapterCore):
         self._adapters: dict[str, Any] = {}  # LoRARequests by name
         self.lora_names = tuple(settings.lora_adapters)
         self._asleep: set[str] = set()  # tags
-        self.died = asyncio.Event()
-        self.ended = asyncio.Event()  # vLLM does not tell
-        self.is_paused = False
-        self.vocab_size = 0
-        self.memory: Mapping[str, int] = {"weights_nbytes": 0, "kv_nbytes": 0}
 
     @property
     def library(self) -> VllmLibrary:

@@ -41,11 +41,8 @@ class ScriptedCore(AdapterCore):
     name = "scripted"
 
     def __init__(self) -> None:
-        self.died = asyncio.Event()
-        self.ended = asyncio.Event()
-        self.is_paused = False
+        super().__init__()
         self.vocab_size = VOCAB_SIZE
-        self.memory: Mapping[str, int] = {"weights_nbytes": 1, "kv_nbytes": 1}
         self.may_go_on = asyncio.Event()
         self.may_go_on.set()
         self.tokens_come = asyncio.Event()
@@ -54,18 +51,11 @@ class ScriptedCore(AdapterCore):
         self.done: list[str] = []
         self.has_begun = asyncio.Event()
 
-    @property
-    def frees_memory_asleep(self) -> bool:
-        return True
-
     async def start(self) -> None:
         await self._do("start")
 
     async def stop(self) -> None:
         self.done.append("stop")
-
-    def check_request(self, request: GenerationRequest) -> None:
-        pass
 
     async def add(
         self, key: str, request: GenerationRequest, cache_salt: str, num_running: int

@@ -71,6 +71,7 @@ class TransformersCore(AdapterCore):
     name = "transformers"
 
     def __init__(self, settings: AdapterSettings) -> None:
+        super().__init__()
         self._settings = settings
         self._live: dict[str, TransformersOutput] = {}
         self._task: asyncio.Task[None] | None = None
@@ -78,12 +79,10 @@ class TransformersCore(AdapterCore):
         self._is_quiet = asyncio.Event()  # the model computes nothing
         self._is_quiet.set()
         self.is_interrupted = False  # `generate` is to end after this token
-        self.died, self.ended = asyncio.Event(), asyncio.Event()
-        self.is_paused = False
 
     @property
     def frees_memory_asleep(self) -> bool:
-        return False
+        return False  # there is no `sleep` here
 
     async def start(self) -> None:
         path, dtype = self._settings.model_path, getattr(torch, self._settings.dtype)
@@ -138,12 +137,6 @@ class TransformersCore(AdapterCore):
     async def resume(self) -> None:
         self.is_paused = False
         self._interrupt()
-
-    async def sleep(self, level: int) -> None:
-        """Frees nothing, as `frees_memory_asleep` says."""
-
-    async def wake(self, tags: Sequence[str]) -> None:
-        pass
 
     # -- weights -------------------------------------------------------------------------
 
