@@ -9,9 +9,12 @@ from textwrap import dedent
 from typing import Any
 
 import pytest
-from conformance_runs import MakeEngine
+import torch
+from conformance_runs import MakeEngine, requests, results_of
 from conformance_suite import *  # noqa: F403 - the tests
-from engine_runs import Engine
+from engine_runs import Engine, run_async, running
+from local_sync import publish
+from model_factory import make_model
 from transformers_engine import TransformersEngine
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/write-an-engine.md"
@@ -36,6 +39,29 @@ def make_engine(model_folder: Callable[[str], Path]) -> MakeEngine:
         return TransformersEngine(**(given | settings))
 
     return make
+
+
+def test_an_update_with_tied_names_gives_the_new_weights_output(
+    make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    model = make_model("qwen3", seed=1).double()
+    (asked,) = requests(1, max_new_tokens=12, temperature=0.0)
+
+    async def body() -> None:
+        engine = make_engine(load_weights=False)
+        async with running(engine):
+            tensors = dict(model.named_parameters(remove_duplicate=False))
+            assert tensors["lm_head.weight"] is tensors["model.embed_tokens.weight"]
+            await publish(engine, tensors, 1, tmp_path)
+            results = await results_of(engine, [asked])
+
+        tokens: list[int] = asked["tokens"].tolist()
+        with torch.inference_mode():
+            for token in results[0].tokens:
+                assert token == int(model(torch.tensor([tokens])).logits[0, -1].argmax())
+                tokens.append(token)
+
+    run_async(body)
 
 
 def test_the_page_shows_this_adapter_and_these_tests() -> None:

@@ -93,9 +93,11 @@ class TransformersCore(AdapterCore):
             self._model = model.from_config(
                 transformers.AutoConfig.from_pretrained(path), dtype=dtype
             )
-        self._parameters: dict[str, Tensor] = dict(self._model.named_parameters())
+        # A tied one under each of its names.
+        named = self._model.named_parameters(remove_duplicate=False)
+        self._parameters: dict[str, Tensor] = dict(named)
         self.vocab_size = int(self._model.config.vocab_size)
-        nbytes = sum(parameter.nbytes for parameter in self._parameters.values())
+        nbytes = sum(parameter.nbytes for parameter in set(self._parameters.values()))
         self.memory = {"weights_nbytes": nbytes, "kv_nbytes": 0}
         self._task = asyncio.get_running_loop().create_task(self._generate_forever())
         self._task.add_done_callback(self._on_done)
@@ -148,14 +150,15 @@ class TransformersCore(AdapterCore):
 
     @torch.no_grad()
     def _load_weights(self, description: Mapping[str, Any]) -> WorkerRegions:
-        missing = dict(self._parameters)
+        missing = set(self._parameters.values())
         with open_weights(description, torch.device("cpu")) as source:
             for name, tensor in source.tensors():
-                if name not in missing:
+                if name not in self._parameters:
                     raise EngineError(f"the model has no parameter {name}")
-                missing.pop(name).copy_(tensor)
+                self._parameters[name].copy_(tensor)
+                missing.discard(self._parameters[name])
         if missing:
-            raise EngineError(f"the trainer's weights lack {', '.join(missing)}")
+            raise EngineError(f"{len(missing)} parameters are not among the trainer's weights")
         return source.regions
 
     # -- generating ----------------------------------------------------------------------
