@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import xxhash
 
+from umbra.engines.shell.weight_updates import WeightUpdates
+from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketGrid, Extent
 from umbra.runtime.weights.transports.shared_memory.memfd import BucketMappings
@@ -56,57 +59,48 @@ class EchoWeights:
         self.lay_out((), 0)
 
 
-class EchoReceiver:
-    """One update. Blocks for I/O when made.
-
-    Args:
-        weights: where the bytes go; None: they are dropped.
-        verify: check the checksums of what went there, which imports torch.
+class EchoUpdates(WeightUpdates):
+    """Args:
+    weights: where the bytes go; None: they are dropped.
+    verify: check the checksums of what went there, which imports torch.
     """
 
-    def __init__(
-        self,
-        manifest: Mapping[str, Any],
-        buckets: Mapping[str, Any],
-        mappings: BucketMappings,
-        weights: EchoWeights | None,
-        *,
-        verify: bool,
-    ) -> None:
+    def __init__(self, weights: EchoWeights | None, *, verify: bool) -> None:
+        self._weights = weights
+        self._verify = verify
+        self._mappings = BucketMappings()
+        self._end: EngineEnd | None = None
+
+    async def begin(self, manifest: Mapping[str, Any], buckets: Mapping[str, Any]) -> None:
         layout = Manifest.from_wire(manifest)
         self._bucket_nbytes: int = buckets["bucket_nbytes"]
         self._extents = [Extent(key, e.offset, e.nbytes) for key, e in enumerate(layout.entries)]
         self._plan = BucketGrid(layout.nbytes, self._bucket_nbytes).cut(self._extents)
-        self._weights = weights
-        self._verify = verify
-        self._buckets = mappings.open(
+        await asyncio.to_thread(self._open, buckets)
+
+    def _open(self, buckets: Mapping[str, Any]) -> None:
+        self._buckets = self._mappings.open(
             buckets["fd_socket"], buckets["names"], self._bucket_nbytes, _OPEN_TIMEOUT_S
         )
         self._end = EngineEnd(buckets, _OPEN_TIMEOUT_S)
 
-    def load(self) -> int:
-        """Takes all buckets as they are filled, once; their payload bytes. Blocks.
+    async def load(self) -> int:
+        return await asyncio.to_thread(self._load)
 
-        Raises:
-            WeightSyncError: the sync was given up.
-        """
+    def _load(self) -> int:
         nbytes = 0
         if self._weights is not None:
             self._weights.lay_out(self._extents, len(self._plan) * self._bucket_nbytes)
-        for idx in self._end.buckets(len(self._plan)):
+        for idx in self._open_end().buckets(len(self._plan)):
             if self._weights is not None:
                 bucket = self._buckets[idx % len(self._buckets)]
                 self._weights.write(idx * self._bucket_nbytes, memoryview(bucket.memory))
             nbytes += sum(piece.nbytes for piece in self._plan[idx])
         return nbytes
 
-    def close(self) -> None:
-        """Leaves the sync; a `load` that waits in another thread ends. Idempotent."""
-        self._end.close()
-
-    def finish(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
+    async def finish(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
         """Counts the regions, and checks them where that was asked for."""
-        self._end.check_all_loaded(len(self._plan))
+        self._open_end().check_all_loaded(len(self._plan))
         mismatches: list[str] = []
         if self._verify and self._weights is not None:
             mismatches = _mismatches(self._weights.image, regions)
@@ -115,6 +109,26 @@ class EchoReceiver:
             "nbytes": sum(region[1] or 0 for region in regions),
             "mismatches": mismatches,
         }
+
+    def stop(self) -> None:
+        if self._end is not None:
+            self._end.close()
+
+    async def end(self) -> None:
+        self.stop()
+        self._end = None
+
+    async def release(self) -> None:
+        await self.end()
+        self._mappings.close()
+
+    async def close(self) -> None:
+        await self.release()
+
+    def _open_end(self) -> EngineEnd:
+        if self._end is None:
+            raise WeightSyncError("no update is in progress; begin_update comes first")
+        return self._end
 
 
 def _mismatches(image: bytearray, regions: Sequence[Sequence[int | None]]) -> list[str]:

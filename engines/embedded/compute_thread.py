@@ -4,7 +4,7 @@ event loop                               compute thread
   run(job) ── jobs ─────────────────────▶ between two steps: job(worker)
   future  ◀── call_soon_threadsafe ────── result or error
   on_batch ◀─ call_soon_threadsafe ────── token deltas, a batch a tick; more where requests end
-  on_failure ◀ call_soon_threadsafe ───── a step raised: the thread has ended
+  failure()   ◀ call_soon_threadsafe ──── a step raised: the thread has ended
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from umbra.engines.embedded.embedded_worker import EmbeddedWorker
@@ -31,15 +32,19 @@ _STOP_TIMEOUT_S: Final = 10.0
 # A step in progress is waited for; longer than any sane step, shorter than a supervisor's patience.
 
 
-class ComputeThread:
-    """Owns the thread and, inside it, the worker. An async context manager.
+@dataclass(frozen=True, slots=True)
+class _QueuedJob:
+    job: Job
+    future: asyncio.Future[Any]
+    flushes: bool
 
-    Entering builds the worker in the thread and raises what that raises.
+
+class ComputeThread:
+    """Owns the thread and, inside it, the worker, from `start` to `stop`.
 
     Args:
         build: makes the worker; called in the thread.
         on_batch: called on the loop with a batch and the epoch it belongs to.
-        on_failure: called on the loop, at most once.
 
     Attributes:
         num_steps: steps that have ended; readable from the loop, as is
@@ -52,40 +57,52 @@ class ComputeThread:
         *,
         tick_s: float,
         on_batch: Callable[[DeltaColumns, int], None],
-        on_failure: Callable[[Exception], None],
     ) -> None:
         self._build = build
         self._tick_s = tick_s
         self._on_batch = on_batch
-        self._on_failure = on_failure
-        self._jobs: queue.SimpleQueue[tuple[Job, asyncio.Future[Any]] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_QueuedJob | None] = queue.SimpleQueue()
         self._pending: set[asyncio.Future[Any]] = set()
         self._error: Exception | None = None
+        self._has_failed = asyncio.Event()
         self._worker: EmbeddedWorker | None = None
         self.num_steps = 0
         self.is_stepping = False
         self._epoch = 0  # of the consumer that batches are made for; set in the thread
         self._thread = threading.Thread(target=self._main, name="engine-compute", daemon=True)
 
-    async def __aenter__(self) -> ComputeThread:
+    async def start(self) -> None:
+        """Builds the worker in the thread and raises what that raises."""
         self._loop = asyncio.get_running_loop()
         self._built: asyncio.Future[None] = self._loop.create_future()
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._thread.start()
         await self._built
-        return self
 
-    async def __aexit__(self, *exc_info: object) -> None:
+    async def stop(self) -> None:
         self._jobs.put(None)
-        if self._worker is not None:
-            self._worker.end_waits()
+        self.end_waits()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STOP_TIMEOUT_S):
                 await self._ended
             self._thread.join(_STOP_TIMEOUT_S)
 
-    async def run(self, job: Callable[[EmbeddedWorker], T]) -> T:
+    def end_waits(self) -> None:
+        """Has an update's `load` that waits for ranks raise WeightSyncError soon."""
+        if self._worker is not None:
+            self._worker.receiver.stop()
+
+    async def failure(self) -> Exception:
+        """Waits until a step fails."""
+        await self._has_failed.wait()
+        assert self._error is not None
+        return self._error
+
+    async def run(self, job: Callable[[EmbeddedWorker], T], *, flushes: bool = False) -> T:
         """Runs `job` in the thread between two steps. Once queued it runs, cancelled or not.
+
+        Args:
+            flushes: `on_batch` has had all tokens and ends by then.
 
         Raises:
             EngineError: the thread has failed; carries its traceback.
@@ -95,20 +112,20 @@ class ComputeThread:
         future: asyncio.Future[T] = self._loop.create_future()
         self._pending.add(future)
         future.add_done_callback(self._pending.discard)
-        self._jobs.put((job, future))
+        self._jobs.put(_QueuedJob(job, future, flushes))
         return await future
 
     def post(self, job: Job) -> None:
         """Queues `job` without waiting for it. Its errors are logged."""
         future: asyncio.Future[Any] = self._loop.create_future()
         future.add_done_callback(_log_error)
-        self._jobs.put((job, future))
+        self._jobs.put(_QueuedJob(job, future, flushes=False))
 
     def begin_epoch(self, epoch: int) -> None:
         """Drops all requests; later batches carry `epoch`."""
 
         def forget(worker: EmbeddedWorker) -> None:
-            worker.forget_requests()
+            worker.core.forget()
             self._epoch = epoch
 
         self.post(forget)
@@ -137,32 +154,34 @@ class ComputeThread:
                 item = self._jobs.get()
                 if item is None:
                     return
-                self._run_job(worker, *item)
+                self._run_job(worker, item)
                 can_step = worker.can_step
                 if not can_step and self._jobs.empty():
                     self._flush(worker)
             self.is_stepping = True
-            worker.step()
+            worker.core.step()
             self.is_stepping = False
             self.num_steps += 1
             now = time.monotonic()
-            tick_s = min(END_TICK_S, self._tick_s) if worker.has_finishes else self._tick_s
+            tick_s = min(END_TICK_S, self._tick_s) if worker.core.has_finishes else self._tick_s
             if now >= last_flush + tick_s or not worker.can_step:
                 self._flush(worker)
                 last_flush = now
 
     def _flush(self, worker: EmbeddedWorker) -> None:
-        batch = worker.take_deltas()
+        batch = worker.core.take_deltas()
         if batch is not None:
             self._call_soon(self._on_batch, batch, self._epoch)
 
-    def _run_job(self, worker: EmbeddedWorker, job: Job, future: asyncio.Future[Any]) -> None:
+    def _run_job(self, worker: EmbeddedWorker, queued: _QueuedJob) -> None:
         try:
-            result = job(worker)
+            result = queued.job(worker)
         except Exception as error:  # noqa: BLE001 - belongs to the caller
-            self._call_soon(_fail_future, future, error)
-        else:
-            self._call_soon(_set_result, future, result)
+            self._call_soon(_fail_future, queued.future, error)
+            return
+        if queued.flushes:
+            self._flush(worker)
+        self._call_soon(_set_result, queued.future, result)
 
     def _call_soon(self, callback: Callable[..., None], *args: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has closed: nobody is left to tell
@@ -177,7 +196,7 @@ class ComputeThread:
         self._error = failure
         for future in list(self._pending):
             _fail_future(future, failure)
-        self._on_failure(failure)
+        self._has_failed.set()
 
 
 def _set_result(future: asyncio.Future[Any], result: object) -> None:

@@ -1,28 +1,26 @@
 """The embedded engine as an actor: umbra's own engine, in plain torch, for CPU and CUDA.
 
-Target `umbra.engines.embedded.embedded_engine:EmbeddedEngine`. Methods are those of
-`engine_protocol.Engine`; all torch work happens in one compute thread, so the event
-loop answers at once, whatever the model does.
+Target `umbra.engines.embedded.embedded_engine:EmbeddedEngine`. All torch work happens in one
+compute thread, so the event loop answers at once, whatever the model does.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
-from types import TracebackType
-from typing import Any, Self
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 from umbra.engines.embedded.compute_thread import ComputeThread
 from umbra.engines.embedded.embedded_settings import EmbeddedConfig
 from umbra.engines.embedded.embedded_worker import EmbeddedWorker
-from umbra.engines.shell.delta_stream import DeltaStream
+from umbra.engines.shell.engine_core import Core
+from umbra.engines.shell.engine_requests import EngineRequests, RequestCounts
+from umbra.engines.shell.engine_shell import EngineShell
+from umbra.engines.shell.weight_updates import WeightUpdates
 from umbra.runtime.engine_api.delta_buffer import DeltaColumns
-from umbra.runtime.engine_api.engine_protocol import EngineStats, PauseMode
-from umbra.runtime.engine_api.lifecycle import SleepLevel, Tag
+from umbra.runtime.engine_api.generation_request import GenerationRequest
 
 
-class EmbeddedEngine:
+class EmbeddedEngine(EngineShell["EmbeddedCore"]):
     """See `EmbeddedConfig` for the settings; `tick_ms` is the least time between two deltas in
     which no request ends.
 
@@ -53,101 +51,140 @@ class EmbeddedEngine:
             num_threads=num_threads,
             load_weights=load_weights,
         )
-        self._thread = ComputeThread(
-            lambda: EmbeddedWorker(config),
-            tick_s=tick_ms / 1000,
-            on_batch=self._on_batch,
-            on_failure=self._on_failure,
+        requests = EmbeddedRequests(lambda: EmbeddedWorker(config), tick_ms=tick_ms)
+        super().__init__(
+            EmbeddedCore(requests.thread),
+            requests,
+            EmbeddedUpdates(requests.thread),
+            max_context_len=max_context_len,
+            load_weights=load_weights,
         )
-        self._stream = DeltaStream(self._thread.begin_epoch)
-        self._failed = asyncio.Event()
-        self._failure: Exception | None = None
 
-    async def __aenter__(self) -> Self:
-        await self._thread.__aenter__()
-        return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self._thread.__aexit__(kind, error, trace)
+class EmbeddedCore(Core):
+    """Owns the compute thread."""
 
-    async def run(self) -> None:
-        """Until cancelled; raises EngineError when the compute thread fails."""
-        await self._failed.wait()
-        assert self._failure is not None
-        raise self._failure
+    name = "the embedded engine"
+    keeps_requests_asleep = True
 
-    def _on_batch(self, batch: DeltaColumns, epoch: int) -> None:
-        self._stream.put(batch, epoch)
+    def __init__(self, thread: ComputeThread) -> None:
+        super().__init__()
+        self._thread = thread
 
-    def _on_failure(self, error: Exception) -> None:
-        self._failure = error
-        self._failed.set()
-        self._stream.fail(error)
+    @property
+    def frees_memory_asleep(self) -> bool:
+        """`memory` says what is there."""
+        return False
 
-    # -- requests ------------------------------------------------------------------------
+    async def start(self) -> None:
+        await self._thread.start()
+        self.vocab_size = await self._thread.run(lambda worker: worker.vocab_size)
+        await self._note_memory()
 
-    async def submit(self, requests: Sequence[Mapping[str, Any]]) -> None:
-        await self._thread.run(lambda worker: worker.submit(requests))
+    async def stop(self) -> None:
+        await self._thread.stop()
 
-    async def deltas(self) -> AsyncGenerator[DeltaColumns, None]:
-        async with aclosing(self._stream.read()) as batches:
-            async for batch in batches:
-                yield batch
-
-    async def abort(self, ids: Sequence[int] | None) -> int:
-        return await self._thread.run(lambda worker: worker.abort(ids))
-
-    async def pause(self, mode: PauseMode) -> None:
-        loop = asyncio.get_running_loop()
-        paused = asyncio.Event()
-
-        def on_paused() -> None:
-            loop.call_soon_threadsafe(paused.set)
-
-        await self._thread.run(lambda worker: worker.pause(mode, on_paused))
-        await paused.wait()
+    async def pause(self, *, keep: bool) -> None:
+        await self._thread.run(lambda worker: worker.pause(keep=keep), flushes=True)
+        self.is_paused = True
 
     async def resume(self) -> None:
         await self._thread.run(lambda worker: worker.resume())
+        self.is_paused = False
 
-    # -- memory --------------------------------------------------------------------------
-
-    async def sleep(self, level: SleepLevel) -> None:
+    async def sleep(self, level: int) -> None:
+        """Frozen requests are computed again after the next resume."""
         await self._thread.run(lambda worker: worker.sleep(level))
+        await self._note_memory()
 
-    async def wake(self, tags: Sequence[Tag]) -> None:
+    async def wake(self, tags: Sequence[str]) -> None:
         await self._thread.run(lambda worker: worker.wake(tags))
-
-    # -- weights -------------------------------------------------------------------------
+        await self._note_memory()
 
     async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
         return await self._thread.run(lambda worker: worker.probe_import(allocations))
 
-    async def begin_update(
-        self, version: int, manifest: Mapping[str, Any], buckets: Mapping[str, Any]
-    ) -> None:
-        await self._thread.run(lambda worker: worker.begin_update(version, manifest, buckets))
+    async def _note_memory(self) -> None:
+        self.memory = await self._thread.run(lambda worker: worker.memory())
 
-    async def load(self) -> dict[str, int]:
-        return await self._thread.run(lambda worker: worker.load())
 
-    async def finish_update(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
-        return await self._thread.run(lambda worker: worker.finish_update(regions))
+class EmbeddedRequests(EngineRequests):
+    """Takes whole batches from the compute thread, which makes one a tick."""
 
-    async def commit_update(self) -> None:
-        await self._thread.run(lambda worker: worker.commit_update())
+    def __init__(self, build: Callable[[], EmbeddedWorker], *, tick_ms: float) -> None:
+        super().__init__()
+        self.thread = ComputeThread(build, tick_s=tick_ms / 1000, on_batch=self._on_batch)
+        self._ids: set[int] = set()
 
-    async def abort_update(self) -> None:
-        await self._thread.run(lambda worker: worker.abort_update())
+    @property
+    def ids(self) -> Collection[int]:
+        return self._ids
 
-    async def stats(self) -> EngineStats:
-        return await self._thread.run(lambda worker: worker.stats())
+    async def run(self) -> None:
+        raise await self.thread.failure()
+
+    async def add(self, requests: Sequence[GenerationRequest]) -> None:
+        self._ids.update(request.id for request in requests)
+        self._note_ends()
+        await self.thread.run(lambda worker: worker.core.add(requests))
+
+    async def abort(self, ids: Collection[int]) -> None:
+        await self.thread.run(lambda worker: worker.core.abort(ids), flushes=True)
+
+    async def deliver(self) -> None:
+        """A pause has flushed all."""
+
+    def begin_update(self) -> None:
+        pass
+
+    def commit_update(self, version: int) -> None:
+        self.thread.post(lambda worker: worker.core.set_version(version))
+
+    async def counts(self) -> RequestCounts:
+        return await self.thread.run(lambda worker: worker.counts())
 
     def progress(self) -> int | None:
         """Steps of the model; a job for the compute thread may wait, and has limits of its own."""
-        return self._thread.num_steps if self._thread.is_stepping else None
+        return self.thread.num_steps if self.thread.is_stepping else None
+
+    def _forget(self, epoch: int) -> None:
+        self._ids.clear()
+        self.thread.begin_epoch(epoch)
+
+    def _on_batch(self, batch: DeltaColumns, epoch: int) -> None:
+        if epoch == self.stream.epoch:
+            self.stream.put(batch)
+            self._ids.difference_update(batch["finished_ids"].tolist())
+            self._note_ends()
+
+
+class EmbeddedUpdates(WeightUpdates):
+    """Buckets, or the ranks' own memory, straight into the parameters, in the compute thread.
+
+    Nothing else is computed while `load` waits for ranks.
+    """
+
+    def __init__(self, thread: ComputeThread) -> None:
+        self._thread = thread
+
+    async def begin(self, manifest: Mapping[str, Any], buckets: Mapping[str, Any]) -> None:
+        await self._thread.run(lambda worker: worker.receiver.begin(manifest, buckets))
+
+    async def load(self) -> int:
+        return await self._thread.run(lambda worker: worker.receiver.load())
+
+    async def finish(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
+        return await self._thread.run(lambda worker: worker.finish_update(regions))
+
+    def stop(self) -> None:
+        self._thread.end_waits()
+
+    async def end(self) -> None:
+        await self._thread.run(lambda worker: worker.receiver.end())
+
+    async def release(self) -> None:
+        await self._thread.run(lambda worker: worker.receiver.close())
+
+    async def close(self) -> None:
+        """What is mapped goes with the process: a hanging step would be waited for here."""
+        self._thread.end_waits()

@@ -29,7 +29,7 @@ from umbra.engines.sglang.sglang_output import SglangOutput
 from umbra.engines.sglang.sglang_requests import check_request, generate_fields, stream_interval
 from umbra.engines.sglang.sglang_settings import WEIGHT_LOADER, SglangSettings
 from umbra.engines.sglang.sglang_waits import until_died, within
-from umbra.engines.shell.engine_core import Core, Output
+from umbra.engines.shell.engine_core import AdapterCore, Output
 from umbra.engines.shell.weight_import import WorkerRegions
 from umbra.runtime.actor.actor_spec import actor_context
 from umbra.runtime.engine_api.generation_request import GenerationRequest
@@ -51,7 +51,7 @@ _GIB: Final = 1 << 30
 _NOT_TAKEN: Final = object()
 
 
-class SglangCore(Core):
+class SglangCore(AdapterCore):
     """Owns SGLang's Engine and the processes below it; see `Core` for the methods' promises.
 
     Its tasks live from `start` to `stop`, whichever task calls these.
@@ -60,6 +60,7 @@ class SglangCore(Core):
     name = "SGLang"
 
     def __init__(self, settings: SglangSettings) -> None:
+        super().__init__()
         self._settings = settings
         self._watches = ExitStack()
         self._engine: Any = None
@@ -75,20 +76,11 @@ class SglangCore(Core):
         self._is_frozen = False  # the schedulers do nothing until they are told to go on
         self._released: set[str] = set()  # of _MEMORY_TAGS
         self._is_saved = False  # the weights that sleep are in host memory
-        self.died = asyncio.Event()
-        self.ended = asyncio.Event()
-        self.is_paused = False
-        self.vocab_size = 0
-        self.memory: Mapping[str, int] = {"weights_nbytes": 0, "kv_nbytes": 0}
 
     @property
     def library(self) -> SglangLibrary:
         assert self._library is not None
         return self._library
-
-    @property
-    def frees_memory_asleep(self) -> bool:
-        return True
 
     async def start(self) -> None:
         self._library = library = SglangLibrary.load()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from umbra.engines.sglang.sglang_core import SglangCore
 from umbra.engines.sglang.sglang_settings import SglangSettings
-from umbra.engines.shell.configured_engine import ConfiguredEngine
+from umbra.engines.shell.adapter_engine import ConfiguredEngine
 
 
 class SglangEngine(ConfiguredEngine):

@@ -1,88 +1,68 @@
-"""A foreign inference engine as an engine actor: umbra's protocol over a `Core`.
+"""The shell of every engine: umbra's protocol over a core, its requests and its weight updates.
 
-Methods are those of `engine_protocol.Engine`. What differs from the embedded engine: frozen
-requests do not outlive a sleep, which ends them.
+    Engine protocol ──▶ EngineShell ──▶ Core             starts, pauses, sleeps, wakes
+                        gate, order     EngineRequests   requests in, tokens out
+                        of calls        WeightUpdates    new weights in
+
+Methods are those of `engine_protocol.Engine`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import itertools
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from types import TracebackType
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar, cast
 
-from umbra.engines.shell.delta_stream import DeltaStream
 from umbra.engines.shell.engine_changes import Changes
 from umbra.engines.shell.engine_core import Core
 from umbra.engines.shell.engine_gate import EngineGate
-from umbra.engines.shell.resident_memory import tree_resident_nbytes
-from umbra.engines.shell.running_requests import RunningRequest, RunningRequests
-from umbra.engines.shell.warm_up import warm_up
-from umbra.engines.shell.weight_image import WeightImage
-from umbra.engines.shell.weight_import import WeightImport
-from umbra.runtime.engine_api.delta_buffer import END_TICK_S, DeltaBuffer, DeltaColumns
+from umbra.engines.shell.engine_requests import EngineRequests
+from umbra.engines.shell.resident_memory import resident_nbytes
+from umbra.engines.shell.weight_updates import WeightUpdates
+from umbra.runtime.engine_api.delta_buffer import DeltaColumns
 from umbra.runtime.engine_api.engine_protocol import EngineStats, PauseMode
 from umbra.runtime.engine_api.generation_request import GenerationRequest, parse_request
-from umbra.runtime.engine_api.lifecycle import ALL_TAGS, SleepLevel, Tag
-from umbra.runtime.errors import EngineError
+from umbra.runtime.engine_api.lifecycle import ALL_TAGS, EngineState, SleepLevel, Tag
+from umbra.runtime.errors import EngineError, WeightSyncError
+from umbra.runtime.first_of import first_of
 
-_T = TypeVar("_T")
-
-_QUIET_PASSES: Final = 3
-# Passes of the event loop without a token after which the engine's frontend has handled all that
-# had come: vLLM's handles a part in each.
+_Core = TypeVar("_Core", bound=Core)
 
 
-class AdapterEngine:
-    """Entering it starts the foreign engine, leaving it ends its processes. `run()` raises when
-    they fail.
+class EngineShell(Generic[_Core]):
+    """Entering it starts the core, leaving it ends it. `run()` raises when the engine fails.
 
     Args:
-        tick_ms: the time between two deltas, where no request ends that the core tells of.
         load_weights: the core starts with weights, and serves as version 0.
     """
 
     def __init__(
         self,
-        core: Core,
+        core: _Core,
+        requests: EngineRequests,
+        weights: WeightUpdates,
         *,
-        max_num_seqs: int,
         max_context_len: int,
-        tick_ms: float,
         load_weights: bool,
     ) -> None:
         self._core = core
-        self._max_num_seqs = max_num_seqs
+        self._requests = requests
+        self._weights = weights
         self._max_context_len = max_context_len
-        self._tick_s = tick_ms / 1000
         self._load_weights = load_weights
         self._gate = EngineGate()
-        self._buffer = DeltaBuffer()
-        self._running = RunningRequests(self._buffer, core.name)
-        self._stream = DeltaStream(self._forget)
-        self._has_work = asyncio.Event()
-        self._is_quiet = asyncio.Event()  # a drain is over
-        self._serials = itertools.count()
-        self._doomed: list[str] = []  # their consumer has gone
-        self._is_doomed = asyncio.Event()
+        self._drain_is_over = asyncio.Event()
         self._changes = Changes()  # of the core's state, and of its requests
-        self._num_updates = 0  # committed
-        self._older_version = 0  # held before the update in progress, or the last one
-        self._is_loaded = False  # the weights of the update in progress are in the core
-        self._image = WeightImage()
-        self._import: WeightImport | None = None  # an update that takes no image
-        self._image_thread = ThreadPoolExecutor(1, thread_name_prefix="weight-image")
+        self._is_verified = False  # the core has the weights of the update in progress
         self._owned = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as owned:
             owned.push_async_callback(self._stop_core)
             await self._start_core()
-            owned.push_async_callback(self._close_image)
+            owned.push_async_callback(self._weights.close)
             await owned.enter_async_context(self._changes)
             self._owned = owned.pop_all()
         if self._load_weights:
@@ -99,100 +79,33 @@ class AdapterEngine:
 
     async def _start_core(self) -> None:
         await self._core.start()
-        await warm_up(self._core)
 
     async def _stop_core(self) -> None:
         await self._core.stop()
 
-    async def _close_image(self) -> None:
-        self._image.stop()
-        try:
-            await self._in_image_thread(self._image.close)
-        finally:
-            self._image_thread.shutdown()
-
     async def run(self) -> None:
-        """Until cancelled; raises EngineError when the foreign engine fails."""
+        """Until cancelled; raises EngineError when the engine fails."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._take_tokens_forever())
-                tasks.create_task(self._abort_doomed_forever())
+                tasks.create_task(self._requests.run())
                 tasks.create_task(self._fail_with_core())
         except ExceptionGroup as group:
-            error = group.exceptions[0]
+            error = _first_error(group)
             if not isinstance(error, EngineError):
                 error = EngineError(f"{self._core.name} failed: {type(error).__name__}: {error}")
-            self._stream.fail(error)
-            raise error from None
-
-    async def _take_tokens_forever(self) -> None:
-        while True:
-            await self._has_work.wait()
-            await self._tick()
-            self._take_tokens()
-
-    async def _tick(self) -> None:
-        """Tokens gather in the core meanwhile; a request that has ended waits for few others."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._tick_s):
-                await self._core.ended.wait()
-                await asyncio.sleep(END_TICK_S)
-        self._core.ended.clear()
-
-    async def _abort_doomed_forever(self) -> None:
-        while True:
-            await self._is_doomed.wait()
-            self._is_doomed.clear()
-            doomed, self._doomed = self._doomed, []
-            await self._core.abort(doomed)
+            self._requests.stream.fail(error)
+            raise error from error.__cause__
 
     async def _fail_with_core(self) -> None:
         await self._core.died.wait()
         raise EngineError(f"a process of {self._core.name} has ended; the log says why")
-
-    # -- tokens --------------------------------------------------------------------------
-
-    def _take_tokens(self) -> int:
-        """All tokens that have come go out, as made under the version held; their number.
-
-        (Between two versions some that the older one made may come.)
-        """
-        held = self._gate.version
-        version = self._older_version if held is None else held
-        count = self._running.collect(version, self._older_version)
-        batch = self._buffer.take()
-        if batch is not None:
-            self._stream.put(batch, self._stream.epoch)
-        self._settle()
-        return count
-
-    async def _take_last_tokens(self) -> None:
-        """The same for those still on their way through the engine's frontend."""
-        quiet = 0
-        while quiet < _QUIET_PASSES:
-            quiet = 0 if self._take_tokens() else quiet + 1
-            await asyncio.sleep(0)
-
-    def _settle(self) -> None:
-        """Brings the events in line with the state; called after every change."""
-        if self._gate.is_draining and not self._running:
-            self._gate.pause()
-        _assign(self._has_work, len(self._running) > 0)
-        _assign(self._is_quiet, not self._gate.is_draining)
-
-    def _forget(self, _epoch: int) -> None:
-        self._doomed += self._running.clear()
-        self._buffer.clear()
-        if self._doomed:
-            self._is_doomed.set()
-        self._settle()
 
     # -- requests ------------------------------------------------------------------------
 
     async def submit(self, requests: Sequence[Mapping[str, Any]]) -> None:
         self._gate.admit()
         parsed = [self._parse(raw) for raw in requests]
-        epoch = self._stream.epoch  # now: until its turn comes, another consumer may
+        epoch = self._requests.stream.epoch  # now: until its turn comes, another consumer may
         await self._changes.make(lambda: self._add(parsed, epoch))
 
     def _parse(self, raw: Mapping[str, Any]) -> GenerationRequest:
@@ -206,68 +119,48 @@ class AdapterEngine:
         return request
 
     async def _add(self, requests: list[GenerationRequest], epoch: int) -> None:
-        if epoch != self._stream.epoch:  # the consumer that they were for has gone
+        if epoch != self._requests.stream.epoch:  # the consumer that they were for has gone
             return
         self._gate.admit()  # it may have been paused meanwhile
-        ids = [request.id for request in requests]
-        taken = sorted(i for i in set(ids) if i in self._running)
-        if taken or len(set(ids)) < len(ids):
+        ids = {request.id for request in requests}
+        taken = sorted(ids.intersection(self._requests.ids))
+        if taken or len(ids) < len(requests):
             raise ValueError(f"request ids must be unique; already here: {taken or 'repeated'}")
-        added: list[RunningRequest] = []
-        num_running = min(len(self._running) + len(requests), self._max_num_seqs)
-        try:
-            for request in requests:
-                # No key is the beginning of another: SGLang would end both.
-                key = f"{next(self._serials):012d}-{request.id}"
-                output = await self._core.add(key, request, self._cache_salt, num_running)
-                added.append(RunningRequest(request=request, key=key, output=output))
-        except BaseException:
-            self._doom(added)
-            raise
-        if epoch != self._stream.epoch:  # it has gone meanwhile
-            self._doom(added)
-            return
-        for running in added:
-            self._running.add(running)
-        self._settle()
-
-    def _doom(self, requests: list[RunningRequest]) -> None:
-        self._doomed += [running.key for running in requests]
-        self._is_doomed.set()
-
-    @property
-    def _cache_salt(self) -> str:
-        """A cached prefix of older weights is of no use to newer ones."""
-        return f"weights-{self._num_updates}"
+        await self._requests.add(requests)
 
     async def deltas(self) -> AsyncGenerator[DeltaColumns, None]:
-        async with aclosing(self._stream.read()) as batches:
+        async with aclosing(self._requests.stream.read()) as batches:
             async for batch in batches:
                 yield batch
 
     async def abort(self, ids: Sequence[int] | None) -> int:
-        """What the engine has sampled but not yet delivered is lost; it is the end of each."""
-        keys = self._running.keys(ids)
-        if keys:
-            await self._core.abort(keys)
-            self._take_tokens()
-        return len(keys)
+        known = self._requests.ids
+        wanted = list(known) if ids is None else [i for i in dict.fromkeys(ids) if i in known]
+        if wanted:
+            await self._requests.abort(wanted)
+        return len(wanted)
 
     async def pause(self, mode: PauseMode) -> None:
         if mode not in ("abort", "keep", "drain"):
             raise ValueError(f"pause mode must be abort, keep or drain, got {mode!r}")
         if mode == "drain":
-            self._gate.drain()
-            self._settle()
-            await self._is_quiet.wait()
+            await self._drain()
             return
         self._gate.pause()
-        self._settle()
+        self._drain_is_over.set()
         await self._changes.make(lambda: self._pause_core(keep=mode == "keep"))
+
+    async def _drain(self) -> None:
+        self._gate.drain()
+        if self._gate.is_draining:
+            self._drain_is_over.clear()
+            await first_of(self._requests.all_ended, self._drain_is_over)
+        if self._gate.is_draining:
+            self._gate.pause()
 
     async def _pause_core(self, *, keep: bool) -> None:
         await self._core.pause(keep=keep)
-        await self._take_last_tokens()
+        await self._requests.deliver()
         if not keep:
             await self.abort(None)  # nothing is left, whatever the core made of the pause
 
@@ -276,22 +169,21 @@ class AdapterEngine:
 
     async def _resume(self) -> None:
         self._gate.resume()
+        self._drain_is_over.set()
         if self._core.is_paused:
             await self._core.resume()
-        self._settle()
 
     # -- memory --------------------------------------------------------------------------
 
     async def sleep(self, level: SleepLevel) -> None:
-        """Ends frozen requests."""
-        if not self._running:
+        if not self._requests.ids:
             self._gate.pause()
         self._gate.sleep(level)
-        await self._changes.make(lambda: self._lull_core(level))
+        await self._changes.make(lambda: self._put_to_sleep(level))
 
-    async def _lull_core(self, level: SleepLevel) -> None:
-        await self._pause_core(keep=False)
-        await self._in_image_thread(self._image.close)
+    async def _put_to_sleep(self, level: SleepLevel) -> None:
+        await self._pause_core(keep=self._core.keeps_requests_asleep)
+        await self._weights.release()
         await self._core.sleep(level)
 
     async def wake(self, tags: Sequence[Tag]) -> None:
@@ -312,92 +204,73 @@ class AdapterEngine:
         self, version: int, manifest: Mapping[str, Any], buckets: Mapping[str, Any]
     ) -> None:
         """Frozen requests keep their KV cache, so they go on with keys of the older weights."""
-        held = self._gate.version
-        self._gate.begin_update(version, is_idle=not self._running)
-        self._older_version = self._older_version if held is None else held
+        self._gate.begin_update(version, is_idle=not self._requests.ids)
         await self._changes.make(lambda: self._begin_update(manifest, buckets))
 
     async def _begin_update(self, manifest: Mapping[str, Any], buckets: Mapping[str, Any]) -> None:
-        self._is_loaded = False
+        self._is_verified = False
         if not self._core.is_paused:
             await self._pause_core(keep=True)
-        if buckets.get("transport") == "cuda_ipc":
-            await self._in_image_thread(self._image.close)
-            self._import = WeightImport(manifest, buckets)
-            return
-        self._import = None
-        await self._in_image_thread(lambda: self._image.begin(manifest, buckets))
+        self._requests.begin_update()
+        await self._weights.begin(manifest, buckets)
 
     async def load(self) -> dict[str, int]:
-        """Without an image the model itself is loaded: nothing is kept to load it from later."""
+        self._check_updating()
         self._gate.touch()
-        update = self._import
-        if update is None:
-            return {"nbytes": await self._in_image_thread(self._image.load)}
-        read = await self._changes.make(lambda: self._core.load_weights(update.description))
-        return {"nbytes": update.note(read)}
+        return {"nbytes": await self._changes.make(self._weights.load)}
 
     async def finish_update(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
-        """Attests what came; where it is right, it goes to the model."""
+        self._check_updating()
         return await self._changes.make(lambda: self._finish_update(regions))
 
     async def _finish_update(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
-        if self._import is not None:
-            report = self._import.finish(regions)
-        else:
-            report = await self._in_image_thread(lambda: self._image.finish(regions))
-            if not report["mismatches"]:
-                await self._core.load_weights(self._image.describe())
-        self._is_loaded = not report["mismatches"]
+        report = await self._weights.finish(regions)
+        self._is_verified = not report["mismatches"]
         return report
 
     async def commit_update(self) -> None:
-        if self._import is None:
-            self._image.check_open()
-        if not self._is_loaded:
-            raise EngineError("the update has not been attested; finish_update comes first")
-        self._gate.commit_update()
-        self._num_updates += 1
-        self._import = None
-        await self._in_image_thread(self._image.end)
+        self._check_updating()
+        if not self._is_verified:
+            raise EngineError("the update has not been verified; finish_update comes first")
+        self._requests.commit_update(self._gate.commit_update())
+        await self._weights.end()
 
     async def abort_update(self) -> None:
-        self._image.stop()
+        self._weights.stop()
         await self._changes.make(self._abort_update)
 
     async def _abort_update(self) -> None:
-        await self._in_image_thread(self._image.end)
-        self._import = None
+        await self._weights.end()
         self._gate.abort_update()
 
-    async def _in_image_thread(self, job: Callable[[], _T]) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self._image_thread, job)
+    def _check_updating(self) -> None:
+        if self._gate.state != EngineState.UPDATING:
+            raise WeightSyncError("no update is in progress; begin_update comes first")
+
+    # -- health --------------------------------------------------------------------------
 
     async def stats(self) -> EngineStats:
         """`resident_nbytes` is of the engine's own processes, too."""
+        counts = await self._requests.counts()
         version, awake = self._gate.version, self._gate.awake
         if not self._core.frees_memory_asleep:
             awake = ALL_TAGS
-        num_running = min(len(self._running), self._max_num_seqs)
+        memory = self._core.memory
         return EngineStats(
-            running=num_running,
-            waiting=len(self._running) - num_running,
-            tokens_total=self._running.num_tokens_total,
-            kv_tokens_used=sum(running.num_tokens for running in self._running),
+            **counts,
             version=-1 if version is None else version,
-            resident_nbytes=tree_resident_nbytes(),
-            weights_nbytes=self._core.memory["weights_nbytes"] if "weights" in awake else 0,
-            kv_nbytes=self._core.memory["kv_nbytes"] if "kv_cache" in awake else 0,
+            resident_nbytes=resident_nbytes(),
+            weights_nbytes=memory["weights_nbytes"] if "weights" in awake else 0,
+            kv_nbytes=memory["kv_nbytes"] if "kv_cache" in awake else 0,
         )
 
     def progress(self) -> int | None:
-        """Tokens made, while there are requests to make them for."""
-        is_idle = not self._running or self._core.is_paused
-        return None if is_idle else self._running.num_tokens_total
+        return self._requests.progress()
 
 
-def _assign(event: asyncio.Event, value: bool) -> None:
-    if value:
-        event.set()
-    else:
-        event.clear()
+def _first_error(error: Exception) -> Exception:
+    """Of a group, and of the groups in it."""
+    if not isinstance(error, ExceptionGroup):
+        return error
+    group = cast("ExceptionGroup[Exception]", error)
+    return _first_error(group.exceptions[0])

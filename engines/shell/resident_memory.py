@@ -8,12 +8,7 @@ from umbra.runtime.process.process_tree import ProcessTree
 
 
 def resident_nbytes() -> int:
-    """Resident set size of this process, in bytes (Linux)."""
-    return ProcessTree(os.getpid()).resident_nbytes()
-
-
-def tree_resident_nbytes() -> int:
-    """The same of this process and all below it; memory that they share counts once."""
+    """Of this process and all below it, in bytes; memory that they share counts once."""
     tree = ProcessTree(os.getpid())
     tree.look()
     return tree.resident_nbytes()

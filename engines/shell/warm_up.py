@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from umbra.engines.shell.engine_core import Core
+from umbra.engines.shell.engine_core import AdapterCore
 from umbra.runtime.engine_api.generation_request import GenerationRequest
 from umbra.runtime.errors import EngineError
 from umbra.runtime.first_of import first_of
@@ -28,7 +28,7 @@ _REQUEST: Final = GenerationRequest(
 )
 
 
-async def warm_up(core: Core) -> None:
+async def warm_up(core: AdapterCore) -> None:
     """What an engine compiles for its first request (vLLM on the CPU: for many seconds) belongs to
     its start: who waits for tokens, or watches for a stall, can rely on it from then on. The
     deadline is that of the start.

@@ -9,13 +9,12 @@ All of these end with this process: it is their subreaper or child of one (`runt
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Final, TypeVar
 
-from umbra.engines.shell.engine_core import Core, Output
+from umbra.engines.shell.engine_core import AdapterCore, Output
 from umbra.engines.shell.weight_import import WorkerRegions
 from umbra.engines.vllm.vllm_leftovers import file_variables, unlink_shared_memory
 from umbra.engines.vllm.vllm_library import VllmLibrary
@@ -35,12 +34,13 @@ _MAY_LACK_MEMORY: Final = ("Engine core initialization failed", "max_model_len",
 _MEMORY_TAGS: Final = ("weights", "kv_cache")
 
 
-class VllmCore(Core):
+class VllmCore(AdapterCore):
     """Owns AsyncLLM and the processes below it; see `Core` for the methods' promises."""
 
     name = "vLLM"
 
     def __init__(self, settings: VllmSettings) -> None:
+        super().__init__()
         self._settings = settings
         self._watches = ExitStack()
         self._llm: Any = None
@@ -48,11 +48,6 @@ class VllmCore(Core):
         self._adapters: dict[str, Any] = {}  # LoRARequests by name
         self.lora_names = tuple(settings.lora_adapters)
         self._asleep: set[str] = set()  # tags
-        self.died = asyncio.Event()
-        self.ended = asyncio.Event()  # vLLM does not tell
-        self.is_paused = False
-        self.vocab_size = 0
-        self.memory: Mapping[str, int] = {"weights_nbytes": 0, "kv_nbytes": 0}
 
     @property
     def library(self) -> VllmLibrary:

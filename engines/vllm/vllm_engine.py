@@ -7,7 +7,7 @@ Draws depend on where a trajectory was cut, so only greedy ones go on token for 
 
 from __future__ import annotations
 
-from umbra.engines.shell.configured_engine import ConfiguredEngine
+from umbra.engines.shell.adapter_engine import ConfiguredEngine
 from umbra.engines.vllm.vllm_core import VllmCore
 from umbra.engines.vllm.vllm_settings import VllmSettings
 

@@ -126,10 +126,6 @@ class WeightReceiver:
             self._layout = layout
         return self._destinations
 
-    def check_open(self) -> None:
-        """Raises WeightSyncError where no update is in progress."""
-        self._open_update()
-
     def _open_update(self) -> _Update | _Import:
         if self._update is None:
             raise WeightSyncError("no update is in progress; begin_update comes first")

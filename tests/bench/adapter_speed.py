@@ -35,7 +35,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from umbra.engines.sglang.sglang_core import SglangCore
 from umbra.engines.sglang.sglang_engine import SglangEngine
 from umbra.engines.sglang.sglang_requests import generate_fields
-from umbra.engines.shell.engine_shell import AdapterEngine
+from umbra.engines.shell.adapter_engine import AdapterEngine
 from umbra.engines.vllm.vllm_core import VllmCore
 from umbra.engines.vllm.vllm_engine import VllmEngine
 from umbra.engines.vllm.vllm_requests import sampling_params

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from umbra.engines.sglang.sglang_engine import SglangEngine
-from umbra.engines.shell.engine_shell import AdapterEngine
+from umbra.engines.shell.adapter_engine import AdapterEngine
 from umbra.engines.vllm.vllm_engine import VllmEngine
 
 NUM_REQUESTS = 64

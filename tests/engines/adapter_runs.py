@@ -6,21 +6,19 @@ import mmap
 import os
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
-from umbra.engines.shell.engine_core import Core
-from umbra.engines.shell.engine_shell import AdapterEngine
+from umbra.engines.sglang.sglang_core import SglangCore
+from umbra.engines.shell.adapter_engine import AdapterEngine
 from umbra.engines.shell.weight_image import image_tensors
+from umbra.engines.vllm.vllm_core import VllmCore
 from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.transports.shared_memory.memfd import close_fds, create_buckets
 
-
-class SharedCore(Core, Protocol):
-    """A core that can be left as if it had just been started."""
-
-    async def reset_prefix_cache(self) -> None: ...
+SharedCore = VllmCore | SglangCore
+"""Those that can be left as if they had just been started."""
 
 
 class SharedEngine(AdapterEngine):

@@ -22,7 +22,7 @@ from umbra.engines.embedded.embedded_engine import EmbeddedEngine
 from umbra.engines.embedded.kv_cache import KvCache
 from umbra.engines.embedded.scheduler import Limits
 from umbra.engines.faulty.faulty_engine import FaultyEngine
-from umbra.engines.shell.engine_shell import AdapterEngine
+from umbra.engines.shell.adapter_engine import AdapterEngine
 from umbra.runtime.engine_api.decoder_config import load_model_config
 from umbra.runtime.engine_api.delta_buffer import DeltaColumns
 from umbra.runtime.engine_api.generation_request import GenerationRequest
@@ -166,8 +166,7 @@ Engine: TypeAlias = EchoEngine | EmbeddedEngine | FaultyEngine | AdapterEngine
 async def running(engine: Engine) -> AsyncGenerator[None]:
     """What the actor host does: enters the engine and runs it."""
     async with AsyncExitStack() as stack:
-        if not isinstance(engine, EchoEngine):
-            await stack.enter_async_context(engine)
+        await stack.enter_async_context(engine)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         task = tasks.create_task(engine.run())
         try:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from umbra.engines.shell.engine_core import Core, NewOutput, Output
+from umbra.engines.shell.engine_core import AdapterCore, NewOutput, Output
 from umbra.engines.shell.weight_import import WorkerRegions
 from umbra.runtime.engine_api.generation_request import GenerationRequest
 
@@ -29,7 +29,7 @@ class ScriptedOutput:
         return NewOutput(tokens=tokens, logprobs=[-1.0] * len(tokens), finish_reason="length")
 
 
-class ScriptedCore(Core):
+class ScriptedCore(AdapterCore):
     """Notes what it is asked for, once it has done it.
 
     Attributes:
@@ -41,11 +41,8 @@ class ScriptedCore(Core):
     name = "scripted"
 
     def __init__(self) -> None:
-        self.died = asyncio.Event()
-        self.ended = asyncio.Event()
-        self.is_paused = False
+        super().__init__()
         self.vocab_size = VOCAB_SIZE
-        self.memory: Mapping[str, int] = {"weights_nbytes": 1, "kv_nbytes": 1}
         self.may_go_on = asyncio.Event()
         self.may_go_on.set()
         self.tokens_come = asyncio.Event()
@@ -54,18 +51,11 @@ class ScriptedCore(Core):
         self.done: list[str] = []
         self.has_begun = asyncio.Event()
 
-    @property
-    def frees_memory_asleep(self) -> bool:
-        return True
-
     async def start(self) -> None:
         await self._do("start")
 
     async def stop(self) -> None:
         self.done.append("stop")
-
-    def check_request(self, request: GenerationRequest) -> None:
-        pass
 
     async def add(
         self, key: str, request: GenerationRequest, cache_salt: str, num_running: int

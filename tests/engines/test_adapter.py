@@ -11,8 +11,8 @@ import pytest
 from engine_runs import Collector, collect, run_async, running, wire_request
 from scripted_core import ScriptedCore
 
+from umbra.engines.shell.adapter_engine import AdapterEngine
 from umbra.engines.shell.engine_changes import Changes
-from umbra.engines.shell.engine_shell import AdapterEngine
 from umbra.engines.shell.warm_up import warm_up
 from umbra.runtime.actor.actor_target import make_target
 from umbra.runtime.engine_api.engine_names import ENGINE_TARGETS
@@ -34,7 +34,7 @@ def test_the_core_is_stopped_though_the_image_cannot_be_closed(
         engine = engine_over(core)
         with pytest.raises(OSError, match="no such descriptor"):
             async with engine:
-                monkeypatch.setattr(engine._image, "close", fail)  # pyright: ignore
+                monkeypatch.setattr(engine._weights._image, "close", fail)  # pyright: ignore
         assert core.done[-1] == "stop"
 
     run_async(body)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Self
 
 from umbra.engines.echo.echo_engine import EchoEngine
@@ -46,10 +47,16 @@ class SlowEngine(EchoEngine):
         if actor_context().num_restarts:
             self._marker.touch()
             await asyncio.sleep(self._start_s)
-        return self
+        return await super().__aenter__()
 
-    async def __aexit__(self, *exc_info: object) -> None:
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         await asyncio.sleep(self._end_s)
+        await super().__aexit__(kind, error, trace)
 
     async def wake(self, tags: Sequence[Tag]) -> None:
         await asyncio.sleep(self._wake_s)

@@ -1,0 +1,68 @@
+"""Engines around libraries as actors, made of what the pool's settings say."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, ClassVar, Protocol
+
+from umbra.engines.shell.adapter_settings import AdapterSettings
+from umbra.engines.shell.engine_core import AdapterCore
+from umbra.engines.shell.engine_shell import EngineShell
+from umbra.engines.shell.image_updates import ImageUpdates
+from umbra.engines.shell.polled_requests import PolledRequests
+from umbra.engines.shell.warm_up import warm_up
+
+
+class AdapterEngine(EngineShell[AdapterCore]):
+    """The shell with all that an adapter needs but its core; arguments as of its parts."""
+
+    def __init__(
+        self,
+        core: AdapterCore,
+        *,
+        max_num_seqs: int,
+        max_context_len: int,
+        tick_ms: float,
+        load_weights: bool,
+    ) -> None:
+        super().__init__(
+            core,
+            PolledRequests(core, max_num_seqs=max_num_seqs, tick_ms=tick_ms),
+            ImageUpdates(core),
+            max_context_len=max_context_len,
+            load_weights=load_weights,
+        )
+
+    async def _start_core(self) -> None:
+        await super()._start_core()
+        await warm_up(self._core)
+
+
+class MakeCore(Protocol):
+    def __call__(self, settings: Any, /) -> AdapterCore: ...
+
+
+class ConfiguredEngine(AdapterEngine):
+    """Takes the fields of its settings by name, which its signature says.
+
+    Attributes:
+        settings_class: has these fields.
+        core_class: makes the core of them.
+    """
+
+    settings_class: ClassVar[type[AdapterSettings]]
+    core_class: ClassVar[MakeCore]
+    __signature__: ClassVar[inspect.Signature]
+
+    def __init_subclass__(cls) -> None:
+        cls.__signature__ = inspect.signature(cls.settings_class)
+
+    def __init__(self, **settings: Any) -> None:
+        made = self.settings_class(**settings)
+        super().__init__(
+            type(self).core_class(made),
+            max_num_seqs=made.max_num_seqs,
+            max_context_len=made.max_context_len,
+            tick_ms=made.tick_ms,
+            load_weights=made.load_weights,
+        )

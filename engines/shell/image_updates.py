@@ -1,0 +1,72 @@
+"""Weight updates of engines that load weights by themselves, in processes of their own.
+
+shared memory   ranks ──buckets──▶ WeightImage, verified ──description──▶ Core.load_weights
+CUDA IPC        ranks ──exports──▶ WeightImport ──────────description──▶ Core.load_weights, verified
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from umbra.engines.shell.engine_core import AdapterCore
+from umbra.engines.shell.weight_image import WeightImage
+from umbra.engines.shell.weight_import import WeightImport
+from umbra.engines.shell.weight_updates import WeightUpdates
+
+_T = TypeVar("_T")
+
+
+class ImageUpdates(WeightUpdates):
+    """Owns the image and the thread that fills it."""
+
+    def __init__(self, core: AdapterCore) -> None:
+        self._core = core
+        self._image = WeightImage()
+        self._import: WeightImport | None = None  # an update that takes no image
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weight-image")
+
+    async def begin(self, manifest: Mapping[str, Any], buckets: Mapping[str, Any]) -> None:
+        if buckets.get("transport") == "cuda_ipc":
+            await self._in_thread(self._image.close)
+            self._import = WeightImport(manifest, buckets)
+            return
+        self._import = None
+        await self._in_thread(lambda: self._image.begin(manifest, buckets))
+
+    async def load(self) -> int:
+        """Without an image the model itself is loaded: nothing is kept to load it from later."""
+        update = self._import
+        if update is None:
+            return await self._in_thread(self._image.load)
+        return update.note(await self._core.load_weights(update.description))
+
+    async def finish(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
+        if self._import is not None:
+            return self._import.finish(regions)
+        report = await self._in_thread(lambda: self._image.finish(regions))
+        if not report["mismatches"]:
+            await self._core.load_weights(self._image.describe())
+        return report
+
+    def stop(self) -> None:
+        self._image.stop()
+
+    async def end(self) -> None:
+        self._import = None
+        await self._in_thread(self._image.end)
+
+    async def release(self) -> None:
+        await self._in_thread(self._image.close)
+
+    async def close(self) -> None:
+        self._image.stop()
+        try:
+            await self._in_thread(self._image.close)
+        finally:
+            self._thread.shutdown()
+
+    async def _in_thread(self, job: Callable[[], _T]) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, job)
