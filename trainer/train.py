@@ -15,6 +15,8 @@ from umbra.runtime.collective import Rollouts, SessionSync
 from umbra.runtime.errors import ActorError, JobFailed, TransportError, UmbraError
 from umbra.runtime.session import Session
 from umbra.runtime.weights.weight_publisher import WeightPublisher
+from umbra.trainer.algorithms.algorithm_loading import load_loss
+from umbra.trainer.algorithms.algorithm_names import LOSSES
 from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore
 from umbra.trainer.checkpoint.policy_export import export_policy
 from umbra.trainer.checkpoint.run_dir import RunDir, VersionCounter, begin_run, newest_version
@@ -33,7 +35,7 @@ from umbra.trainer.reporting.metrics_log import MetricsLog
 from umbra.trainer.reporting.note_board import NoteBoard
 from umbra.trainer.reporting.progress_display import Progress
 from umbra.trainer.reporting.run_reporter import RunReporter, closing_lines, finish
-from umbra.trainer.services import MANAGER, POOL, ServiceStarter, prompt_budget
+from umbra.trainer.services import MANAGER, POOL, ServiceStarter, prompt_budget, user_folders
 from umbra.trainer.signals import StopSignals
 from umbra.trainer.step import TrainStep
 from umbra.trainer.waits import collective_timeout_s
@@ -68,6 +70,7 @@ class Trainer:
     def run(self) -> None:
         """Trains as configured. Raises UmbraError on every rank where it cannot."""
         config = self._config
+        loss = load_loss(config.train.loss, user_folders(config))
         with contextlib.ExitStack() as stack:
             starter = self._begin_starting(stack)
             limit_s = collective_timeout_s(config)
@@ -99,7 +102,7 @@ class Trainer:
                 policy=policy,
                 optimizer=optimizer,
                 train_step=TrainStep(
-                    policy, optimizer, self._builder(policy, world), config.train, reference
+                    policy, optimizer, self._builder(policy, world), config.train, loss, reference
                 ),
                 rollouts=rollouts,
                 pool=self._session.pool(POOL),
@@ -241,7 +244,7 @@ class Trainer:
             device=world.device,
             aggregation=self._config.train.loss_aggregation,
             max_new_tokens=self._config.rollout.max_new_tokens,
-            skips_neutral=self._config.train.kl_coef == 0.0,
+            skips_neutral=self._config.train.kl_coef == 0.0 and self._config.train.loss in LOSSES,
         )
 
     def _open_journal(self, stack: contextlib.ExitStack, world: World, step: int) -> RunReporter:

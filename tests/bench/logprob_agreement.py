@@ -41,7 +41,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from umbra.runtime.actor.actor_target import load_target
 from umbra.runtime.engine_api.engine_names import engine_target
-from umbra.trainer.algorithms.policy_losses import kl_terms
+from umbra.trainer.algorithms.kl_estimators import kl_terms
 from umbra.trainer.config.trainer_config import ModelSection
 from umbra.trainer.model.micro_batches import MicroBatchBuilder, RankBatch
 from umbra.trainer.model.model_loading import load_causal_lm, prepare_causal_lm

@@ -27,6 +27,7 @@ from qwen3_shapes import QWEN3_0_6B, QWEN3_8B
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from umbra.trainer.algorithms.algorithm_loading import load_loss
 from umbra.trainer.config.trainer_config import TrainSection
 from umbra.trainer.model.micro_batches import MicroBatchBuilder, RankBatch
 from umbra.trainer.model.optimizer import PolicyOptimizer
@@ -133,7 +134,8 @@ def make_step(shape: dict[str, Any], device: torch.device, options: argparse.Nam
         aggregation="token",
         max_new_tokens=options.max_new_tokens,
     )
-    return TrainStep(policy, PolicyOptimizer(policy.parameters, train), builder, train)
+    optimizer = PolicyOptimizer(policy.parameters, train)
+    return TrainStep(policy, optimizer, builder, train, load_loss(train.loss))
 
 
 def main() -> None:

@@ -26,6 +26,7 @@ from training_models import make_model
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.rollout.buffer.batch_plan import plan_batch
 from umbra.runtime.rollout.dispatch.group import GroupShape
+from umbra.trainer.algorithms.algorithm_loading import load_loss
 from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore
 from umbra.trainer.checkpoint.policy_export import export_policy
 from umbra.trainer.checkpoint.trainer_state import TrainerState
@@ -111,7 +112,8 @@ def make_train_step(
 ) -> tuple[TrainStep, PolicyOptimizer]:
     optimizer = PolicyOptimizer(policy.parameters, train)
     builder = make_builder(world, policy, train)
-    return TrainStep(policy, optimizer, builder, train, reference), optimizer
+    loss = load_loss(train.loss)
+    return TrainStep(policy, optimizer, builder, train, loss, reference), optimizer
 
 
 def make_builder(world: World, policy: Policy, train: TrainSection) -> MicroBatchBuilder:

@@ -16,6 +16,7 @@ from pydantic import Field, model_validator
 from umbra.runtime.pools.pool_spec import update_waves_problem
 from umbra.trainer.config.auxiliary_pool_config import AuxiliaryPoolSection, further_pools_problem
 from umbra.trainer.config.config_section import (
+    AdvantageSpec,
     Betas,
     Count,
     Dtype,
@@ -23,6 +24,7 @@ from umbra.trainer.config.config_section import (
     FilePath,
     FunctionSpec,
     LoraAdapters,
+    LossSpec,
     PathText,
     Positive,
     Seconds,
@@ -275,16 +277,20 @@ class TrainSection(Section):
             "decoupled" is for tokens that older weights made: the ratio to the policy at the
             beginning of the step, clipped, times an importance weight, the ratio of that policy
             to the one that made the tokens. Where the two are the same, so are the losses.
+            "module:function" is a `PolicyLoss` of your own, see `umbra.trainer.algorithms.base`;
+            its module is searched for like the reward function's, on every node.
         clip_eps_low, clip_eps_high: the ratio is clipped to [1 - low, 1 + high].
         importance_cap: for loss = "decoupled": importance weights above it are limited; a large
             one, such as 1e9, limits none.
         importance_above_cap: "truncate" sets importance weights above the cap to the cap; "mask"
             leaves their tokens out.
         importance_floor: tokens of importance weights below it are left out; 0 leaves none out.
-        advantage: "grpo" divides by the group's standard deviation; "dr_grpo" does not.
-        loss_aggregation: see `umbra.trainer.algorithms.policy_losses.token_weights`.
+        advantage: "grpo" subtracts the mean reward of a group and divides by its standard
+            deviation; "dr_grpo" does not divide. "module:function" is an `AdvantageEstimator` of
+            your own, found like `loss`.
+        loss_aggregation: see `umbra.trainer.algorithms.loss_aggregation.token_weights`.
         kl_coef: weight of the KL term to the starting model; 0 keeps no reference model.
-        kl_estimator: see `umbra.trainer.algorithms.policy_losses.kl_terms`.
+        kl_estimator: see `umbra.trainer.algorithms.kl_estimators.kl_terms`.
         log_entropy: measure the policy's entropy (one more pass over the logits).
         activation_checkpointing: "full" keeps only the input of each decoder block for the backward
             pass, which computes the block again: about a third more work for far less memory.
@@ -315,13 +321,13 @@ class TrainSection(Section):
     micro_batches: Count = 0
     max_tokens_per_micro_batch: Count = 0
     updates_per_batch: Positive = 1
-    loss: Literal["clipped", "decoupled"] = "clipped"
-    clip_eps_low: Share = 0.2
+    loss: LossSpec = "clipped"
+    clip_eps_low: Annotated[float, Field(ge=0, le=1)] = 0.2
     clip_eps_high: Annotated[float, Field(ge=0)] = 0.2
     importance_cap: Annotated[float, Field(ge=1)] = 2.0
     importance_above_cap: Literal["truncate", "mask"] = "truncate"
     importance_floor: Share = 0.0
-    advantage: Literal["grpo", "dr_grpo"] = "grpo"
+    advantage: AdvantageSpec = "grpo"
     loss_aggregation: Literal["token", "sequence", "constant"] = "token"
     kl_coef: Annotated[float, Field(ge=0)] = 0.0
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"

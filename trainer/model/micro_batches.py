@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from umbra.runtime.errors import ProtocolError
-from umbra.trainer.algorithms.policy_losses import Aggregation, token_weights
+from umbra.trainer.algorithms.loss_aggregation import Aggregation, token_weights
 from umbra.trainer.model.packing import PackedInputs, Sample, pack, packing_order
 
 
@@ -34,13 +34,14 @@ class PaddedInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """One forward and backward pass. All vectors are [M] and in the same order.
+    """One forward and backward pass. All vectors but the last are [M] and in the same order.
 
     Attributes:
         targets: int64, the generated tokens.
         old_logprobs: float32, under the policy that sampled them.
         advantages: float32.
         weights: float32, share of each token in the global loss; 0 in padding.
+        sample_lens: [N] int64, tokens of each sample, one sample after the other.
     """
 
     inputs: PackedInputs | PaddedInputs
@@ -48,6 +49,7 @@ class MicroBatch:
     old_logprobs: Tensor
     advantages: Tensor
     weights: Tensor
+    sample_lens: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,13 +96,14 @@ class RankBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchBuilder:
-    """Makes micro-batches; see `losses.token_weights` for aggregation and max_new_tokens.
+    """Makes micro-batches; see `token_weights` for aggregation and max_new_tokens.
 
     Attributes:
         packed: for packed attention, else padded.
         dtype: of attention masks: the dtype the model computes in.
-        skips_neutral: leave out samples of advantage zero. Without a KL term they add nothing
-            to the gradient, exactly, and once most prompts are learned they are most samples.
+        skips_neutral: leave out samples of advantage zero. With umbra's losses and without a KL
+            term they add nothing to the gradient, exactly, and once most prompts are learned they
+            are most samples.
     """
 
     packed: bool
@@ -141,6 +144,7 @@ class MicroBatchBuilder:
             old_logprobs=self._to_device(batch.logprobs[flat]),
             advantages=self._to_device(advantages),
             weights=weights.to(self.device),
+            sample_lens=lens.to(self.device),
         )
 
     def _padding(self) -> MicroBatch:
@@ -153,6 +157,7 @@ class MicroBatchBuilder:
             old_logprobs=zero,
             advantages=zero,
             weights=zero,
+            sample_lens=torch.ones(1, dtype=torch.int64, device=self.device),
         )
 
     def _inputs(self, samples: Sequence[Sample]) -> PackedInputs | PaddedInputs:
