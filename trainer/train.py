@@ -15,7 +15,7 @@ from umbra.runtime.collective import Rollouts, SessionSync
 from umbra.runtime.errors import ActorError, JobFailed, TransportError, UmbraError
 from umbra.runtime.session import Session
 from umbra.runtime.weights.weight_publisher import WeightPublisher
-from umbra.trainer.algorithms.algorithm_loading import load_loss
+from umbra.trainer.algorithms.algorithm_loading import load_advantage_estimator, load_loss
 from umbra.trainer.algorithms.algorithm_names import LOSSES
 from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore
 from umbra.trainer.checkpoint.policy_export import export_policy
@@ -70,7 +70,9 @@ class Trainer:
     def run(self) -> None:
         """Trains as configured. Raises UmbraError on every rank where it cannot."""
         config = self._config
-        loss = load_loss(config.train.loss, user_folders(config))
+        folders = user_folders(config)
+        loss = load_loss(config.train.loss, folders)
+        estimate = load_advantage_estimator(config.train.advantage, folders)
         with contextlib.ExitStack() as stack:
             starter = self._begin_starting(stack)
             limit_s = collective_timeout_s(config)
@@ -101,6 +103,7 @@ class Trainer:
                 world,
                 policy=policy,
                 optimizer=optimizer,
+                estimate=estimate,
                 train_step=TrainStep(
                     policy, optimizer, self._builder(policy, world), config.train, loss, reference
                 ),

@@ -157,7 +157,6 @@ def _as_batch(
         logprobs=np.concatenate(
             [np.append(no_logprobs, np.array(lp, np.float32)) for lp in logprobs]
         ),
-        rewards=np.zeros(count, np.float32),
         advantages=np.ones(count, np.float32),
         micro_batches=[
             list(range(first, min(first + size, count))) for first in range(0, count, size)

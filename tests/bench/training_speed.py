@@ -79,7 +79,6 @@ def make_batch(num_groups: int, max_new_tokens: int, micro_batch_tokens: int, vo
         prompt_lens=np.full(num_samples, PROMPT_LEN, np.int32),
         mask=mask.astype(np.uint8),
         logprobs=np.full(int(lens.sum()), -np.log(vocab), np.float32),
-        rewards=np.zeros(num_samples, np.float32),
         advantages=rng.standard_normal(num_samples).astype(np.float32),
         micro_batches=micro_batches,
         num_tokens_global=int(news.sum()),

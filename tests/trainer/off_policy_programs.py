@@ -240,7 +240,6 @@ def _as_batch(samples: Sequence[_Generated]) -> RankBatch:
         prompt_lens=np.array([sample.prompt_len for sample in samples], np.int32),
         mask=mask,
         logprobs=logprobs,
-        rewards=np.zeros(len(samples), np.float32),
         advantages=np.ones(len(samples), np.float32),
         micro_batches=[list(range(0, len(samples), 2)), list(range(1, len(samples), 2))],
         num_tokens_global=int(mask.sum()),

@@ -98,7 +98,6 @@ def rank_batch(world: World, seed: int, micro_batches: int) -> RankBatch:
         prompt_lens=prompt_lens.astype(np.int32),
         mask=np.concatenate(masks).astype(np.uint8),
         logprobs=np.concatenate([logprobs[idx] for idx in plan.samples]).astype(np.float32),
-        rewards=np.zeros(len(mine), np.float32),
         advantages=advantages[plan.samples],
         micro_batches=plan.micro_batches,
         num_tokens_global=int(lens.sum()),

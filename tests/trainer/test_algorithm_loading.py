@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from umbra.trainer.algorithms.algorithm_names import ADVANTAGE_ESTIMATORS, LOSSE
 
 @pytest.fixture(autouse=True)
 def own_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend("unused")  # what loading adds is taken away afterwards
+    monkeypatch.setattr(sys, "path", list(sys.path))  # loading adds to it
 
 
 @pytest.mark.parametrize("name", LOSSES)

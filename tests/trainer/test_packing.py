@@ -37,7 +37,6 @@ def make_batch(samples: Sequence[tuple[Sequence[int], Sequence[int]]]) -> RankBa
         prompt_lens=np.asarray([len(p) for p, _ in samples], np.int32),
         mask=mask,
         logprobs=(np.arange(len(mask)) * mask).astype(np.float32),
-        rewards=np.zeros(count, np.float32),
         advantages=np.arange(count, dtype=np.float32),
         micro_batches=[list(range(count))],
         num_tokens_global=int(mask.sum()),

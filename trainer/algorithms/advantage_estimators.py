@@ -1,4 +1,4 @@
-"""Advantages of the samples of one group: what `train.advantage` names. G: group size.
+"""Advantages from the rewards of groups: what `train.advantage` names. G: group size.
 
 | setting | source |
 |---|---|
@@ -8,10 +8,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
+
+from umbra.runtime.errors import UmbraError
+from umbra.trainer.algorithms.base import AdvantageEstimator
 
 # Keeps the quotient finite. Larger shrinks the advantages of groups that hardly differ; smaller
 # than float32 rounding of the rewards would blow rounding noise up to full size.
@@ -27,6 +31,32 @@ def grpo_advantages(rewards: NDArray[np.float32]) -> NDArray[np.float32]:
 def dr_grpo_advantages(rewards: NDArray[np.float32]) -> NDArray[np.float32]:
     """r - mean, which does not favour prompts of little variance; see `AdvantageEstimator`."""
     return np.asarray(_centred(rewards), np.float32)
+
+
+def batch_advantages(
+    estimate: AdvantageEstimator,
+    group_rewards: NDArray[np.float32],
+    group_offsets: NDArray[np.int32],
+) -> NDArray[np.float32]:
+    """Advantages of whole groups, one group after the other: [sum G] from rewards [sum G].
+
+    Args:
+        group_offsets: [groups + 1], where each group begins.
+
+    Raises:
+        UmbraError: the estimator returned advantages of another shape, or not finite ones.
+    """
+    advantages = np.empty_like(group_rewards)
+    for start, stop in pairwise(group_offsets.tolist()):
+        rewards = group_rewards[start:stop]
+        found = np.asarray(estimate(rewards), np.float32)
+        if found.shape != rewards.shape or not np.isfinite(found).all():
+            raise UmbraError(
+                f"train.advantage: the estimator returned {found.tolist()} for the rewards "
+                f"{rewards.tolist()}: return one finite number for each"
+            )
+        advantages[start:stop] = found
+    return advantages
 
 
 def _centred(rewards: NDArray[np.float32]) -> NDArray[np.float64]:

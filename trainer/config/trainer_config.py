@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from umbra.runtime.pools.pool_spec import update_waves_problem
+from umbra.trainer.algorithms.algorithm_names import ADVANTAGE_ESTIMATORS
 from umbra.trainer.config.auxiliary_pool_config import AuxiliaryPoolSection, further_pools_problem
 from umbra.trainer.config.config_section import (
     AdvantageSpec,
@@ -131,7 +132,8 @@ class RolloutSection(Section):
 
     Attributes:
         groups_per_step: prompts of one step; where the data has fewer, some more than once.
-        group_size: completions of one prompt; advantages compare them, so training takes 2 or more.
+        group_size: completions of one prompt; advantages compare them, so training takes 2 or more,
+            unless `train.advantage` is a function of your own.
         max_new_tokens: budget of a completion (all turns together for agent loops).
         temperature: of training rollouts. Evaluation is greedy.
         stop_token_ids: end a completion, besides the model's own end-of-text tokens.
@@ -358,7 +360,7 @@ class TrainerConfig(Section):
 
     @model_validator(mode="after")
     def _check_group_size(self) -> Self:
-        if self.rollout.group_size < 2:
+        if self.rollout.group_size < 2 and self.train.advantage in ADVANTAGE_ESTIMATORS:
             raise ValueError(
                 "rollout.group_size = 1: advantages compare the completions of one prompt; that of "
                 "a single one is always 0, and nothing would be learned: use 2 or more"

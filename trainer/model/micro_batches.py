@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from umbra.runtime.errors import ProtocolError
+from umbra.trainer.algorithms.advantage_estimators import batch_advantages
+from umbra.trainer.algorithms.base import AdvantageEstimator
 from umbra.trainer.algorithms.loss_aggregation import Aggregation, token_weights
 from umbra.trainer.model.packing import PackedInputs, Sample, pack, packing_order
 
@@ -59,6 +61,7 @@ class RankBatch:
     Attributes:
         tokens, logprobs, mask: [sum T], samples one after the other; `mask` is 1 where generated.
         offsets: [num_samples + 1].
+        advantages: [num_samples].
         micro_batches: positions of samples; as many lists on every rank, empty ones are padding.
     """
 
@@ -67,7 +70,6 @@ class RankBatch:
     prompt_lens: NDArray[np.int32]
     mask: NDArray[np.uint8]
     logprobs: NDArray[np.float32]
-    rewards: NDArray[np.float32]
     advantages: NDArray[np.float32]
     micro_batches: Sequence[Sequence[int]]
     num_tokens_global: int
@@ -75,15 +77,23 @@ class RankBatch:
     metrics: Mapping[str, float]
 
     @classmethod
-    def from_columns(cls, columns: Mapping[str, Any]) -> RankBatch:
-        """Raises ProtocolError where a column is missing."""
+    def from_columns(cls, columns: Mapping[str, Any], estimate: AdvantageEstimator) -> RankBatch:
+        """The batch with advantages from the rewards of its samples' groups.
+
+        Raises:
+            ProtocolError: a column is missing.
+            UmbraError: the estimator's advantages cannot be used.
+        """
+        names = ("tokens", "offsets", "prompt_lens", "mask", "logprobs", "micro_batches", "metrics")
         try:
-            return cls(
-                num_tokens_global=columns["loss_tokens_global"],
-                **{name: columns[name] for name in cls.__slots__ if name != "num_tokens_global"},
-            )
+            own = {name: columns[name] for name in (*names, "num_samples_global")}
+            num_tokens = columns["loss_tokens_global"]
+            rewards, offsets = columns["group_rewards"], columns["group_offsets"]
+            indices = columns["reward_indices"]
         except KeyError as error:
             raise ProtocolError(f"the rollout manager's batch lacks {error}") from None
+        advantages = batch_advantages(estimate, rewards, offsets)[indices]
+        return cls(**own, num_tokens_global=num_tokens, advantages=advantages)
 
     def sample(self, idx: int) -> Sample:
         start, stop = int(self.offsets[idx]), int(self.offsets[idx + 1])
