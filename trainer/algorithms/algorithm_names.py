@@ -15,6 +15,8 @@ _FOLDER: Final = "umbra.trainer.algorithms"
 LOSSES: Final[Mapping[str, str]] = {
     "clipped": f"{_FOLDER}.clipped_loss:clipped_loss",
     "decoupled": f"{_FOLDER}.decoupled_loss:decoupled_loss",
+    "gspo": f"{_FOLDER}.gspo:gspo_loss",
+    "cispo": f"{_FOLDER}.cispo:cispo_loss",
 }
 """What `train.loss` may be, besides the "module:function" of a user's own `PolicyLoss`."""
 

@@ -279,9 +279,13 @@ class TrainSection(Section):
             "decoupled" is for tokens that older weights made: the ratio to the policy at the
             beginning of the step, clipped, times an importance weight, the ratio of that policy
             to the one that made the tokens. Where the two are the same, so are the losses.
+            "gspo" is "clipped" with the ratio of a whole sample, to the power of 1 / length; use it
+            with loss_aggregation = "sequence" and clip_eps_low and clip_eps_high below 0.001.
+            "cispo" clips the ratio, as a weight, and leaves the gradient to every token.
             "module:function" is a `PolicyLoss` of your own, see `umbra.trainer.algorithms.base`;
             its module is searched for like the reward function's, on every node.
-        clip_eps_low, clip_eps_high: the ratio is clipped to [1 - low, 1 + high].
+        clip_eps_low, clip_eps_high: the ratio is clipped to [1 - low, 1 + high]; a low of 1 is no
+            lower bound.
         importance_cap: for loss = "decoupled": importance weights above it are limited; a large
             one, such as 1e9, limits none.
         importance_above_cap: "truncate" sets importance weights above the cap to the cap; "mask"
