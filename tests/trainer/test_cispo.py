@@ -56,7 +56,9 @@ def test_loss_and_gradient_are_the_papers_formula(low: float, high: float) -> No
     loss = cispo_loss(policy, inputs, settings(low, high)).loss
     (gradient,) = torch.autograd.grad(loss, policy)
 
-    assert float(loss.detach()) == pytest.approx(-sum(w * a * new for w, a, new in terms) / NUM_TOKENS)
+    assert float(loss.detach()) == pytest.approx(
+        -sum(w * a * new for w, a, new in terms) / NUM_TOKENS
+    )
     assert listed(gradient) == pytest.approx([-w * a / NUM_TOKENS for w, a, _ in terms])
 
 
