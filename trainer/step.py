@@ -91,10 +91,14 @@ class TrainStep:
         totals = MetricTotals()
         for idx, part in enumerate(parts, 1):
             self._policy.expect_backward(is_last=idx == len(parts))
-            result = self._evaluate(part)
-            torch.autograd.backward(result.loss)
-            totals.add(result.metrics, part.micro_batch.weights)
+            self._backward(part, totals)
         return totals
+
+    def _backward(self, part: _Part, totals: MetricTotals) -> None:
+        """Keeps nothing of the graph, which the next micro-batch needs the memory of."""
+        output = self._evaluate(part)
+        torch.autograd.backward(output.loss)
+        totals.add(output.metrics, part.micro_batch.weights)
 
     def _evaluate(self, part: _Part) -> LossOutput:
         """The loss with its KL term, and the metrics of both."""
