@@ -105,6 +105,12 @@ def test_an_override_may_make_a_new_section(config_file: Path) -> None:
     assert load_config(config_file, ["rollout.group_size=4"]).rollout.group_size == 4
 
 
+def test_ones_own_estimator_may_do_with_one_completion_for_each_prompt(config_file: Path) -> None:
+    own = ["train.advantage=my_estimators:raw", "rollout.group_size=1"]
+
+    assert load_config(config_file, own).rollout.group_size == 1
+
+
 def _with_much_set(folder: Path) -> Path:
     path = folder / "much.toml"
     path.write_text(
