@@ -21,6 +21,7 @@ from umbra.runtime.collective import Rollouts
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.rpc.sync_handle import Pool
 from umbra.runtime.weights.weight_publisher import SyncReport, WeightPublisher
+from umbra.trainer.algorithms.base import AdvantageEstimator
 from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore
 from umbra.trainer.checkpoint.run_dir import VersionCounter
 from umbra.trainer.checkpoint.trainer_state import TrainerState
@@ -43,6 +44,7 @@ class TrainingLoop:
     """Owns nothing: every part is made and closed by its caller.
 
     Args:
+        estimate: what `train.advantage` names.
         step: optimizer steps done so far.
     """
 
@@ -53,6 +55,7 @@ class TrainingLoop:
         *,
         policy: Policy,
         optimizer: PolicyOptimizer,
+        estimate: AdvantageEstimator,
         train_step: TrainStep,
         rollouts: Rollouts,
         pool: Pool,
@@ -69,6 +72,7 @@ class TrainingLoop:
         self._world = world
         self._policy = policy
         self._optimizer = optimizer
+        self._estimate = estimate
         self._train_step = train_step
         self._rollouts = rollouts
         self._pool = pool
@@ -117,7 +121,7 @@ class TrainingLoop:
         got = time.perf_counter()
         self._sleep_engines()
         self._offload.bring_back()
-        batch = RankBatch.from_columns(columns)
+        batch = RankBatch.from_columns(columns, self._estimate)
         row |= {f"rollout/{name}": float(value) for name, value in batch.metrics.items()}
         row |= {"time/rollout_s": got - asked, "time/sleep_s": time.perf_counter() - got}
         with self._memory.phase("train"):

@@ -240,7 +240,6 @@ def manager_spec(
         "drop_uniform_groups": rollout.drop_uniform_groups,
         "max_failed_share": rollout.max_failed_share,
         "ledger_path": str(ledger_folder(config.run.dir.absolute(), MANAGER)),
-        "advantage": train.advantage,
         "agent": rollout.agent is not None,
         "accuracy_threshold": config.reward.accuracy_threshold,
         "engine_timeout_s": config.pool.sync_timeout_s,

@@ -6,37 +6,18 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import assert_never
 
 import torch
 from torch import Tensor
 
 from umbra.runtime.errors import UmbraError
-from umbra.trainer.algorithms.policy_losses import (
-    ImportanceLimits,
-    PolicyLoss,
-    decoupled_loss,
-    kl_terms,
-    policy_loss,
-)
+from umbra.trainer.algorithms.base import LossInputs, LossMetric, LossOutput, PolicyLoss
+from umbra.trainer.algorithms.kl_estimators import kl_terms
+from umbra.trainer.algorithms.metric_totals import MetricTotals
 from umbra.trainer.config.trainer_config import TrainSection
 from umbra.trainer.model.micro_batches import MicroBatch, MicroBatchBuilder, RankBatch
 from umbra.trainer.model.optimizer import PolicyOptimizer
 from umbra.trainer.model.policy import Policy
-from umbra.trainer.world import max_over_ranks, sum_over_ranks
-
-# What micro-batches and ranks add up, in this order.
-_SUMS = (
-    "weight",
-    "loss",
-    "clipped_share",
-    "ratio_mean",
-    "behaviour_kl",
-    "entropy",
-    "reference_kl",
-    "importance_mean",
-    "importance_limited_share",
-)
 
 
 @dataclass(slots=True)
@@ -54,18 +35,11 @@ class _Part:
     proximal_logprobs: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Totals:
-    """What the micro-batches of a rank come to: `_SUMS`, [9] float64, and the largest weight."""
-
-    sums: Tensor
-    importance_max: Tensor
-
-
 class TrainStep:
     """Turns a rank's batch into updated parameters. Every rank has one; `run` is collective.
 
     Args:
+        loss: what `train.loss` names.
         reference: frozen starting model for the KL term; None where `kl_coef` is 0.
     """
 
@@ -75,18 +49,15 @@ class TrainStep:
         optimizer: PolicyOptimizer,
         builder: MicroBatchBuilder,
         train: TrainSection,
+        loss: PolicyLoss,
         reference: Policy | None = None,
     ) -> None:
         self._policy = policy
         self._optimizer = optimizer
         self._builder = builder
         self._train = train
+        self._loss = loss
         self._reference = reference
-        self._limits = ImportanceLimits(
-            cap=train.importance_cap,
-            above_cap=train.importance_above_cap,
-            floor=train.importance_floor,
-        )
 
     def run(self, batch: RankBatch, step: int) -> dict[str, float]:
         """Trains on `batch` as step `step` (from 0); returns `train/...` and `time/...` metrics.
@@ -110,98 +81,49 @@ class TrainStep:
                     "train.clip_eps_high, or compute in float32 (model.dtype)"
                 )
             if update == 0:
-                metrics = self._means(totals)
+                metrics = {f"train/{name}": value for name, value in totals.reduce().items()}
             metrics |= {f"train/{name}": value for name, value in applied.items()}
         metrics["time/train_s"] = time.perf_counter() - started
         return metrics
 
-    def _means(self, totals: _Totals) -> dict[str, float]:
-        """Token means by the loss's own weights; the loss itself is a sum. Collective."""
-        weight, loss, *rest = (float(value) for value in sum_over_ranks(totals.sums))
-        means = {
-            name: value / weight if weight else 0.0
-            for name, value in zip(_SUMS[2:], rest, strict=True)
-        }
-        if self._reference is None:
-            del means["reference_kl"]
-        if not self._train.log_entropy:
-            del means["entropy"]
-        if self._train.loss == "decoupled":
-            means["importance_max"] = float(max_over_ranks(totals.importance_max))
-        else:
-            del means["importance_mean"], means["importance_limited_share"]
-        return {f"train/{name}": value for name, value in ({"loss": loss} | means).items()}
-
-    def _accumulate(self, parts: Sequence[_Part]) -> _Totals:
+    def _accumulate(self, parts: Sequence[_Part]) -> MetricTotals:
         """Gradients of the whole batch; this rank's part of what is logged."""
-        device = self._builder.device
-        sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
-        importance_max = torch.zeros((), dtype=torch.float64, device=device)
+        totals = MetricTotals()
         for idx, part in enumerate(parts, 1):
             self._policy.expect_backward(is_last=idx == len(parts))
-            loss, totals = self._loss(part)
-            torch.autograd.backward(loss)
-            sums += totals.sums
-            importance_max = torch.maximum(importance_max, totals.importance_max)
-        return _Totals(sums, importance_max)
+            self._backward(part, totals)
+        return totals
 
-    def _loss(self, part: _Part) -> tuple[Tensor, _Totals]:
-        train, weights = self._train, part.micro_batch.weights
-        scores = self._policy.scores(part.micro_batch, with_entropy=train.log_entropy)
+    def _backward(self, part: _Part, totals: MetricTotals) -> None:
+        """Keeps nothing of the graph, which the next micro-batch needs the memory of."""
+        output = self._evaluate(part)
+        torch.autograd.backward(output.loss)
+        totals.add(output.metrics, part.micro_batch.weights)
+
+    def _evaluate(self, part: _Part) -> LossOutput:
+        """The loss with its KL term, and the metrics of both."""
+        train, micro_batch = self._train, part.micro_batch
+        scores = self._policy.scores(micro_batch, with_entropy=train.log_entropy)
         if part.proximal_logprobs is None:
             part.proximal_logprobs = scores.logprobs.detach()
-        policy = self._policy_loss(scores.logprobs, part.proximal_logprobs, part.micro_batch)
-        loss, zero = policy.loss, torch.zeros((), device=self._builder.device)
-        entropy, kl = zero, zero
+        inputs = LossInputs(
+            old_logprobs=micro_batch.old_logprobs,
+            proximal_logprobs=part.proximal_logprobs,
+            advantages=micro_batch.advantages,
+            weights=micro_batch.weights,
+            sample_lens=micro_batch.sample_lens,
+        )
+        output = self._loss(scores.logprobs, inputs, train)
+        loss, metrics = output.loss, dict(output.metrics)
+        behaviour_kl = kl_terms(micro_batch.old_logprobs, scores.logprobs.detach(), "k3")
+        metrics["behaviour_kl"] = LossMetric(behaviour_kl)
         if scores.entropy is not None:
-            entropy = (weights * scores.entropy).sum()
+            metrics["entropy"] = LossMetric(scores.entropy)
         if part.reference_logprobs is not None:
             terms = kl_terms(scores.logprobs, part.reference_logprobs, train.kl_estimator)
-            weighted = (weights * terms).sum()
-            loss = loss + train.kl_coef * weighted
-            kl = weighted.detach()
-        sums = (
-            weights.sum(),
-            loss.detach(),
-            policy.clipped,
-            policy.ratio,
-            policy.behaviour_kl,
-            entropy,
-            kl,
-            policy.importance,
-            policy.limited,
-        )
-        return loss, _Totals(
-            torch.stack([value.double() for value in sums]), policy.importance_max.double()
-        )
-
-    def _policy_loss(
-        self, logprobs: Tensor, proximal_logprobs: Tensor, micro_batch: MicroBatch
-    ) -> PolicyLoss:
-        train = self._train
-        match train.loss:
-            case "clipped":
-                return policy_loss(
-                    logprobs,
-                    micro_batch.old_logprobs,
-                    micro_batch.advantages,
-                    micro_batch.weights,
-                    clip_eps_low=train.clip_eps_low,
-                    clip_eps_high=train.clip_eps_high,
-                )
-            case "decoupled":
-                return decoupled_loss(
-                    logprobs,
-                    proximal_logprobs,
-                    micro_batch.old_logprobs,
-                    micro_batch.advantages,
-                    micro_batch.weights,
-                    clip_eps_low=train.clip_eps_low,
-                    clip_eps_high=train.clip_eps_high,
-                    limits=self._limits,
-                )
-            case _:
-                assert_never(train.loss)
+            loss = loss + train.kl_coef * (micro_batch.weights * terms).sum()
+            metrics["reference_kl"] = LossMetric(terms)
+        return LossOutput(loss, {"loss": LossMetric(loss, "sum")} | metrics)
 
     def _reference_logprobs(self, micro_batch: MicroBatch) -> Tensor | None:
         if self._reference is None:

@@ -15,6 +15,8 @@ from umbra.runtime.collective import Rollouts, SessionSync
 from umbra.runtime.errors import ActorError, JobFailed, TransportError, UmbraError
 from umbra.runtime.session import Session
 from umbra.runtime.weights.weight_publisher import WeightPublisher
+from umbra.trainer.algorithms.algorithm_loading import load_advantage_estimator, load_loss
+from umbra.trainer.algorithms.algorithm_names import LOSSES
 from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore
 from umbra.trainer.checkpoint.policy_export import export_policy
 from umbra.trainer.checkpoint.run_dir import RunDir, VersionCounter, begin_run, newest_version
@@ -34,7 +36,7 @@ from umbra.trainer.reporting.metrics_logger import LoggedRun, MetricsLoggers, lo
 from umbra.trainer.reporting.note_board import NoteBoard
 from umbra.trainer.reporting.progress_display import Progress
 from umbra.trainer.reporting.run_reporter import RunReporter, closing_lines, finish
-from umbra.trainer.services import MANAGER, POOL, ServiceStarter, prompt_budget
+from umbra.trainer.services import MANAGER, POOL, ServiceStarter, prompt_budget, user_folders
 from umbra.trainer.signals import StopSignals
 from umbra.trainer.step import TrainStep
 from umbra.trainer.waits import collective_timeout_s
@@ -75,6 +77,9 @@ class Trainer:
     def run(self) -> None:
         """Trains as configured. Raises UmbraError on every rank where it cannot."""
         config = self._config
+        folders = user_folders(config)
+        loss = load_loss(config.train.loss, folders)
+        estimate = load_advantage_estimator(config.train.advantage, folders)
         with contextlib.ExitStack() as stack:
             starter = self._starter
             if starter is not None:
@@ -109,8 +114,9 @@ class Trainer:
                 world,
                 policy=policy,
                 optimizer=optimizer,
+                estimate=estimate,
                 train_step=TrainStep(
-                    policy, optimizer, self._builder(policy, world), config.train, reference
+                    policy, optimizer, self._builder(policy, world), config.train, loss, reference
                 ),
                 rollouts=rollouts,
                 pool=self._session.pool(POOL),
@@ -242,7 +248,7 @@ class Trainer:
             device=world.device,
             aggregation=self._config.train.loss_aggregation,
             max_new_tokens=self._config.rollout.max_new_tokens,
-            skips_neutral=self._config.train.kl_coef == 0.0,
+            skips_neutral=self._config.train.kl_coef == 0.0 and self._config.train.loss in LOSSES,
         )
 
     def _open_journal(self, stack: contextlib.ExitStack, world: World, step: int) -> RunReporter:

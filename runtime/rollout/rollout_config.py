@@ -9,7 +9,6 @@ from typing import Any, Final, cast
 
 from umbra.runtime.errors import ConfigError
 
-ADVANTAGE_KINDS: Final = ("grpo", "dr_grpo")
 HAND_OUT_ORDERS: Final = ("in_order", "first_done")
 
 
@@ -22,8 +21,7 @@ class RolloutConfig:
         eval_path: prompt file of the held-out set; "" where nothing is evaluated.
         pool: name of the engine pool that generates.
         world_size: number of trainer ranks that call `next_batch` together.
-        groups_per_step, group_size: prompts per batch and trajectories per prompt. With 1 of them
-            every advantage is 0; that is for trainers that make their own of the rewards.
+        groups_per_step, group_size: prompts per batch and trajectories per prompt.
         max_new_tokens: budget of generated tokens per trajectory, over all its turns.
         max_context_len: longest prompt + completion in tokens, as the engines have it.
         vocab_size: of the model: agent loops' tokens outside it are refused; 0 leaves that to
@@ -47,8 +45,6 @@ class RolloutConfig:
             learned, are dropped and other prompts take their place; see `UniformGroups`.
         max_failed_share: so many of the last 200 groups, or of all so far, may be dropped because
             their reward or agent loop failed; one more ends the job.
-        advantage: kind of normalisation, see `umbra.runtime.rollout.buffer.advantages`; travels as
-            {"kind": ...}.
         ledger_path: folder of this manager's ledger, see `umbra.runtime.rollout.ledger`; "" keeps
             nothing, and what a manager knows ends with its process.
         agent_retries: how often a trajectory's agent loop may fail by itself (raise, block, take
@@ -92,7 +88,6 @@ class RolloutConfig:
     over_sampling: float = 1.0
     drop_uniform_groups: bool = False
     max_failed_share: float = 0.05
-    advantage: str = "grpo"
     ledger_path: str = ""
     agent: bool = False
     shares_memory: bool = False
@@ -124,7 +119,7 @@ class RolloutConfig:
         checked: dict[str, Any] = {}
         for name, spec in known.items():
             if values.get(name) is not None:
-                checked[name] = _TYPE_CHECKS[str(spec.type)](name, _flatten(name, values[name]))
+                checked[name] = _TYPE_CHECKS[str(spec.type)](name, values[name])
             elif spec.default is spec.default_factory is dataclasses.MISSING:
                 raise ConfigError(f"rollout.{name} is missing")
         config = cls(**checked)
@@ -138,10 +133,10 @@ class RolloutConfig:
         for name in _NOT_NEGATIVE:
             if getattr(self, name) < 0:
                 raise ConfigError(f"rollout.{name} must not be negative: {getattr(self, name)}")
-        for name, allowed in (("advantage", ADVANTAGE_KINDS), ("hand_out", HAND_OUT_ORDERS)):
-            value = getattr(self, name)
-            if value not in allowed:
-                raise ConfigError(f"rollout.{name} {value!r} is not one of {', '.join(allowed)}")
+        if self.hand_out not in HAND_OUT_ORDERS:
+            raise ConfigError(
+                f"rollout.hand_out {self.hand_out!r} is not one of {', '.join(HAND_OUT_ORDERS)}"
+            )
         if self.over_sampling < 1.0:
             raise ConfigError(f"rollout.over_sampling must be 1 or more, got {self.over_sampling}")
         if self.drop_uniform_groups and self.group_size == 1:
@@ -181,15 +176,6 @@ _NOT_NEGATIVE: Final = (
     "agent_retries",
     "pools_timeout_s",
 )
-
-
-def _flatten(name: str, value: Any) -> Any:
-    if name == "advantage" and isinstance(value, dict):
-        settings = cast(dict[str, Any], value)
-        if settings.keys() != {"kind"}:
-            raise ConfigError(f"rollout.advantage has the key kind, not {sorted(settings)}")
-        return settings["kind"]
-    return value
 
 
 def _one_of(*kinds: type) -> Callable[[str, Any], Any]:

@@ -45,7 +45,7 @@ from whole_model import load_whole_model
 
 from umbra.runtime.actor.actor_target import load_target
 from umbra.runtime.engine_api.engine_names import engine_target
-from umbra.trainer.algorithms.policy_losses import kl_terms
+from umbra.trainer.algorithms.kl_estimators import kl_terms
 from umbra.trainer.config.trainer_config import ModelSection
 from umbra.trainer.model.micro_batches import MicroBatchBuilder, RankBatch
 from umbra.trainer.model.model_loading import prepare_causal_lm
@@ -161,7 +161,6 @@ def _as_batch(
         logprobs=np.concatenate(
             [np.append(no_logprobs, np.array(lp, np.float32)) for lp in logprobs]
         ),
-        rewards=np.zeros(count, np.float32),
         advantages=np.ones(count, np.float32),
         micro_batches=[
             list(range(first, min(first + size, count))) for first in range(0, count, size)

@@ -27,6 +27,7 @@ from qwen3_shapes import QWEN3_0_6B, QWEN3_8B
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from umbra.trainer.algorithms.algorithm_loading import load_loss
 from umbra.trainer.config.trainer_config import TrainSection
 from umbra.trainer.model.micro_batches import MicroBatchBuilder, RankBatch
 from umbra.trainer.model.optimizer import PolicyOptimizer
@@ -78,7 +79,6 @@ def make_batch(num_groups: int, max_new_tokens: int, micro_batch_tokens: int, vo
         prompt_lens=np.full(num_samples, PROMPT_LEN, np.int32),
         mask=mask.astype(np.uint8),
         logprobs=np.full(int(lens.sum()), -np.log(vocab), np.float32),
-        rewards=np.zeros(num_samples, np.float32),
         advantages=rng.standard_normal(num_samples).astype(np.float32),
         micro_batches=micro_batches,
         num_tokens_global=int(news.sum()),
@@ -133,7 +133,8 @@ def make_step(shape: dict[str, Any], device: torch.device, options: argparse.Nam
         aggregation="token",
         max_new_tokens=options.max_new_tokens,
     )
-    return TrainStep(policy, PolicyOptimizer(policy.parameters, train), builder, train)
+    optimizer = PolicyOptimizer(policy.parameters, train)
+    return TrainStep(policy, optimizer, builder, train, load_loss(train.loss))
 
 
 def main() -> None:

@@ -38,6 +38,7 @@ LAYERS: Final = (
     ("runtime.testing", "runtime.cli"),
     ("engines.shell", "trainer.world", "trainer.run_files", "trainer.signals"),
     ("engines.echo", "engines.embedded", "engines.vllm", "engines.sglang", "engines.faulty"),
+    ("trainer.algorithms.algorithm_names",),
     ("trainer.config",),
     ("trainer.data",),
     ("trainer.algorithms",),

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +273,14 @@ def ledger_of(live: LiveRollouts) -> LedgerState:
     return replay(read_history(live.ledger_path).entries)
 
 
+def rewards_of_group(batch: dict[str, Any], idx: int) -> list[float]:
+    """The rewards of the whole group of a rank's sample."""
+    own = batch["reward_indices"][idx]
+    bounds: list[int] = batch["group_offsets"].tolist()
+    (group,) = (span for span in pairwise(bounds) if span[0] <= own < span[1])
+    return batch["group_rewards"][slice(*group)].tolist()
+
+
 def merged(batches: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """sample id -> its tokens, versions, logprobs, reward, group and so on, over all ranks."""
     samples: dict[str, dict[str, Any]] = {}
@@ -288,7 +297,7 @@ def merged(batches: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
                 "logprobs": batch["logprobs"][own][mask].tolist(),
                 "mask": batch["mask"][own].tolist(),
                 "reward": float(batch["rewards"][idx]),
-                "advantage": float(batch["advantages"][idx]),
+                "group_rewards": rewards_of_group(batch, idx),
                 "group": batch["group_ids"][idx],
                 "finish_reason": batch["finish_reasons"][idx],
             }

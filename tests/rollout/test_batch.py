@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def two_groups() -> list[Group]:
 def test_columns_hold_every_token_with_its_origin() -> None:
     groups = two_groups()
 
-    columns = rank_columns(groups, np.asarray([0.5, -0.5], np.float32), RankPlan([0, 1], [[0, 1]]))
+    columns = rank_columns(groups, RankPlan([0, 1], [[0, 1]]))
 
     assert columns["offsets"].tolist() == [0, 6, 10]
     assert columns["prompt_lens"].tolist() == [2, 3]
@@ -42,7 +43,7 @@ def test_columns_hold_every_token_with_its_origin() -> None:
     assert columns["logprobs"].tolist() == [0, 0, -0.5, -0.5, 0, -0.25, 0, 0, 0, -0.125]
     assert columns["versions"].tolist() == [-1, -1, 3, 3, -1, 4, -1, -1, -1, 4]
     assert columns["rewards"].tolist() == [1.0, 0.5]
-    assert columns["advantages"].tolist() == [0.5, -0.5]
+    assert "advantages" not in columns
     assert columns["group_ids"] == ["g", "h"]
     assert columns["sample_ids"] == ["g/0", "h/0"]
     assert columns["finish_reasons"] == ["stop", "length"]
@@ -57,11 +58,46 @@ def test_columns_hold_every_token_with_its_origin() -> None:
 
 
 def test_a_rank_without_samples_gets_empty_columns() -> None:
-    columns = rank_columns(two_groups(), np.zeros(2, np.float32), RankPlan([], [[]]))
+    columns = rank_columns(two_groups(), RankPlan([], [[]]))
 
     assert columns["offsets"].tolist() == [0]
     assert columns["tokens"].dtype == np.int32
     assert columns["micro_batches"] == [[]]
+    assert columns["group_rewards"].tolist() == []
+    assert columns["group_offsets"].tolist() == [0]
+    assert columns["reward_indices"].tolist() == []
+
+
+def scored_groups(rewards: Sequence[Sequence[float]]) -> list[Group]:
+    """Groups of samples of one token."""
+    groups: list[Group] = []
+    for group, of_group in enumerate(rewards):
+        samples = [make_trajectory(sample_id=f"g{group}/{idx}") for idx in range(len(of_group))]
+        for sample, reward in zip(samples, of_group, strict=True):
+            sample.append_generated(*arrays([7]), 0)
+            sample.finish("stop")
+            sample.reward = reward
+        groups.append(Group(f"g{group}", samples))
+    return groups
+
+
+def test_a_sample_brings_the_rewards_of_its_whole_group_also_where_ranks_share_it() -> None:
+    groups = scored_groups([[0.0, 1.0, 2.0], [3.0, 4.0], [5.0, 6.0, 7.0]])
+
+    first = rank_columns(groups, RankPlan([0, 2, 6], [[0, 1, 2]]))
+    second = rank_columns(groups, RankPlan([1, 3, 4, 5, 7], [[0, 1, 2, 3, 4]]))
+
+    assert first["group_rewards"].tolist() == [0, 1, 2, 5, 6, 7]
+    assert first["group_offsets"].tolist() == [0, 3, 6]
+    assert first["reward_indices"].tolist() == [0, 2, 4]
+    assert second["group_rewards"].tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert second["group_offsets"].tolist() == [0, 3, 5, 8]
+    assert second["reward_indices"].tolist() == [1, 3, 4, 5, 7]
+    for columns in (first, second):
+        own = columns["group_rewards"][columns["reward_indices"]]
+        assert own.tolist() == columns["rewards"].tolist()
+        dtypes = {name: columns[name].dtype.name for name in ("group_rewards", "reward_indices")}
+        assert dtypes == {"group_rewards": "float32", "reward_indices": "int32"}
 
 
 def test_metrics_are_of_the_whole_batch() -> None:

@@ -21,12 +21,12 @@ REQUIRED: dict[str, Any] = {
 
 def test_a_dict_becomes_a_config_with_defaults() -> None:
     config = RolloutConfig.from_wire(
-        {**REQUIRED, "temperature": 1, "advantage": {"kind": "dr_grpo"}, "eval_path": None}
+        {**REQUIRED, "temperature": 1, "hand_out": "first_done", "eval_path": None}
     )
 
     assert config.temperature == 1.0
     assert isinstance(config.temperature, float)
-    assert config.advantage == "dr_grpo"
+    assert config.hand_out == "first_done"
     assert config.eval_path == ""
     assert config.stop_token_ids == []
 
@@ -43,8 +43,7 @@ def test_a_dict_becomes_a_config_with_defaults() -> None:
         ({"temperature": -1.0}, "rollout.temperature must not be negative"),
         ({"stop_token_ids": [1, "2"]}, r"rollout.stop_token_ids must be a list of int"),
         ({"rollout_actors": []}, "rollout.rollout_actors is empty"),
-        ({"advantage": {"kind": "rloo"}}, "'rloo' is not one of grpo, dr_grpo"),
-        ({"advantage": {"kinds": "grpo"}}, "rollout.advantage has the key kind"),
+        ({"hand_out": "random"}, "rollout.hand_out 'random' is not one of in_order, first_done"),
     ],
 )
 def test_a_wrong_setting_is_named(change: dict[str, Any], message: str) -> None:

@@ -84,8 +84,9 @@ def test_ranks_share_a_batch_of_whole_scored_groups(umbra_session: Session, tmp_
     rewards = [sample["reward"] for sample in samples.values()]
     assert batches[0]["metrics"]["reward_mean"] == pytest.approx(np.mean(rewards))
     for group in {sample["group"] for sample in samples.values()}:
-        advantages = [s["advantage"] for s in samples.values() if s["group"] == group]
-        assert sum(advantages) == pytest.approx(0, abs=1e-5)
+        members = [sample for _, sample in sorted(samples.items()) if sample["group"] == group]
+        rewards = [sample["reward"] for sample in members]
+        assert all(sample["group_rewards"] == rewards for sample in members)
 
 
 @pytest.mark.slow

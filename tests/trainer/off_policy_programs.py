@@ -29,7 +29,8 @@ from umbra.engines.embedded.embedded_core import EngineCore
 from umbra.engines.embedded.scheduler import Limits
 from umbra.runtime.engine_api.decoder_config import load_model_config
 from umbra.runtime.engine_api.generation_request import GenerationRequest
-from umbra.trainer.algorithms.policy_losses import ImportanceLimits, decoupled_loss
+from umbra.trainer.algorithms.base import LossInputs
+from umbra.trainer.algorithms.decoupled_loss import decoupled_loss
 from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore
 from umbra.trainer.checkpoint.trainer_state import TrainerState
 from umbra.trainer.config.trainer_config import ModelSection, TrainSection
@@ -82,16 +83,14 @@ def train_by_hand(world: World, changes: dict[str, Any], num_micro_batches: int)
         for _ in range(train.updates_per_batch):
             for idx, micro_batch in enumerate(micro_batches):
                 policy.expect_backward(is_last=idx == len(micro_batches) - 1)
-                result = decoupled_loss(
-                    policy.scores(micro_batch).logprobs,
-                    proximal[idx],
-                    micro_batch.old_logprobs,
-                    micro_batch.advantages,
-                    micro_batch.weights,
-                    clip_eps_low=train.clip_eps_low,
-                    clip_eps_high=train.clip_eps_high,
-                    limits=ImportanceLimits(cap=train.importance_cap),
+                inputs = LossInputs(
+                    old_logprobs=micro_batch.old_logprobs,
+                    proximal_logprobs=proximal[idx],
+                    advantages=micro_batch.advantages,
+                    weights=micro_batch.weights,
+                    sample_lens=micro_batch.sample_lens,
                 )
+                result = decoupled_loss(policy.scores(micro_batch).logprobs, inputs, train)
                 torch.autograd.backward(result.loss)
             optimizer.step(seed)
     return full_parameters(policy)
@@ -241,7 +240,6 @@ def _as_batch(samples: Sequence[_Generated]) -> RankBatch:
         prompt_lens=np.array([sample.prompt_len for sample in samples], np.int32),
         mask=mask,
         logprobs=logprobs,
-        rewards=np.zeros(len(samples), np.float32),
         advantages=np.ones(len(samples), np.float32),
         micro_batches=[list(range(0, len(samples), 2)), list(range(1, len(samples), 2))],
         num_tokens_global=int(mask.sum()),

@@ -27,6 +27,8 @@ from whole_model import load_whole_model
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.rollout.buffer.batch_plan import plan_batch
 from umbra.runtime.rollout.dispatch.group import GroupShape
+from umbra.trainer.algorithms.algorithm_loading import load_loss
+from umbra.trainer.algorithms.base import LossInputs, LossMetric, LossOutput
 from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore
 from umbra.trainer.checkpoint.policy_export import export_policy
 from umbra.trainer.checkpoint.trainer_state import TrainerState
@@ -97,7 +99,6 @@ def rank_batch(world: World, seed: int, micro_batches: int) -> RankBatch:
         prompt_lens=prompt_lens.astype(np.int32),
         mask=np.concatenate(masks).astype(np.uint8),
         logprobs=np.concatenate([logprobs[idx] for idx in plan.samples]).astype(np.float32),
-        rewards=np.zeros(len(mine), np.float32),
         advantages=advantages[plan.samples],
         micro_batches=plan.micro_batches,
         num_tokens_global=int(lens.sum()),
@@ -111,7 +112,20 @@ def make_train_step(
 ) -> tuple[TrainStep, PolicyOptimizer]:
     optimizer = PolicyOptimizer(policy.parameters, train)
     builder = make_builder(world, policy, train)
-    return TrainStep(policy, optimizer, builder, train, reference), optimizer
+    loss = load_loss(train.loss)
+    return TrainStep(policy, optimizer, builder, train, loss, reference), optimizer
+
+
+def own_loss(logprobs: torch.Tensor, inputs: LossInputs, settings: TrainSection) -> LossOutput:
+    """REINFORCE, as a user would write it, with metrics of its own."""
+    lens = torch.repeat_interleave(inputs.sample_lens, inputs.sample_lens).float()
+    is_counted = inputs.weights > 0  # not so in padding
+    metrics = {
+        "own_len_mean": LossMetric(lens),
+        "own_longest": LossMetric(lens, "max"),
+        "own_samples": LossMetric(is_counted / lens, "sum"),
+    }
+    return LossOutput(-(inputs.weights * inputs.advantages * logprobs).sum(), metrics)
 
 
 def make_builder(world: World, policy: Policy, train: TrainSection) -> MicroBatchBuilder:

@@ -6,7 +6,6 @@ M: tokens; V: vocabulary.
 from __future__ import annotations
 
 import math
-from dataclasses import fields
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,16 +15,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 from training_models import listed
 
-from umbra.trainer.algorithms.policy_losses import (
-    ImportanceLimits,
-    PolicyLoss,
-    decoupled_loss,
-    limit_importance,
-    policy_loss,
-)
+from umbra.trainer.algorithms.base import LossInputs, LossMetric, LossOutput
+from umbra.trainer.algorithms.clipped_loss import clipped_loss
+from umbra.trainer.algorithms.decoupled_loss import decoupled_loss, limit_importance
+from umbra.trainer.algorithms.kl_estimators import kl_terms
+from umbra.trainer.algorithms.metric_totals import MetricTotals
+from umbra.trainer.config.trainer_config import TrainSection
 
-NO_LIMITS = ImportanceLimits(cap=math.inf)
 LOW, HIGH = 0.2, 0.28
+
+
+def train_settings(**changes: Any) -> TrainSection:
+    return TrainSection(steps=1, clip_eps_low=LOW, clip_eps_high=HIGH, **changes)
+
+
+NO_LIMITS = train_settings(importance_cap=1e9)
 
 
 class Tokens(NamedTuple):
@@ -50,20 +54,36 @@ def random_tokens(seed: int = 0, num_tokens: int = 60) -> Tokens:
     return Tokens(proximal + normal(0.3), proximal, proximal + normal(1), normal(1), weights)
 
 
-def loss_of(tokens: Tokens, limits: ImportanceLimits = NO_LIMITS) -> PolicyLoss:
-    return decoupled_loss(*tokens, clip_eps_low=LOW, clip_eps_high=HIGH, limits=limits)
+def inputs_of(tokens: Tokens) -> LossInputs:
+    return LossInputs(
+        old_logprobs=tokens.behaviour,
+        proximal_logprobs=tokens.proximal,
+        advantages=tokens.advantages,
+        weights=tokens.weights,
+        sample_lens=torch.tensor([len(tokens.weights)]),
+    )
 
 
-def naive_weight(proximal: float, behaviour: float, limits: ImportanceLimits) -> float:
+def loss_of(tokens: Tokens, limits: TrainSection = NO_LIMITS) -> LossOutput:
+    return decoupled_loss(tokens.logprobs, inputs_of(tokens), limits)
+
+
+def logged(result: LossOutput, tokens: Tokens) -> dict[str, float]:
+    totals = MetricTotals()
+    totals.add(result.metrics, tokens.weights)
+    return totals.reduce()
+
+
+def naive_weight(proximal: float, behaviour: float, limits: TrainSection) -> float:
     weight = math.exp(proximal) / math.exp(behaviour)
-    if weight < limits.floor:
+    if weight < limits.importance_floor:
         return 0.0
-    if weight > limits.cap:
-        return limits.cap if limits.above_cap == "truncate" else 0.0
+    if weight > limits.importance_cap:
+        return limits.importance_cap if limits.importance_above_cap == "truncate" else 0.0
     return weight
 
 
-def naive_loss(tokens: Tokens, limits: ImportanceLimits) -> float:
+def naive_loss(tokens: Tokens, limits: TrainSection) -> float:
     total = 0.0
     for logp, prox, behaviour, advantage, weight in zip(*map(listed, tokens), strict=True):
         ratio = math.exp(logp) / math.exp(prox)
@@ -73,45 +93,51 @@ def naive_loss(tokens: Tokens, limits: ImportanceLimits) -> float:
     return total
 
 
-LIMITS = [
-    NO_LIMITS,
-    ImportanceLimits(),
-    ImportanceLimits(cap=1.0),
-    ImportanceLimits(cap=1.5, above_cap="mask"),
-    ImportanceLimits(cap=3.0, above_cap="mask", floor=0.5),
-    ImportanceLimits(cap=3.0, above_cap="truncate", floor=0.5),
-]
+LIMITS = {
+    "none": NO_LIMITS,
+    "default": train_settings(),
+    "cap 1": train_settings(importance_cap=1.0),
+    "mask": train_settings(importance_cap=1.5, importance_above_cap="mask"),
+    "mask, floor": train_settings(
+        importance_cap=3.0, importance_above_cap="mask", importance_floor=0.5
+    ),
+    "truncate, floor": train_settings(importance_cap=3.0, importance_floor=0.5),
+}
+with_each_limit = pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
 
 
-@pytest.mark.parametrize("limits", LIMITS, ids=str)
-def test_the_loss_is_the_papers_formula(limits: ImportanceLimits) -> None:
+@with_each_limit
+def test_the_loss_is_the_papers_formula(limits: TrainSection) -> None:
     tokens = random_tokens()
 
     assert float(loss_of(tokens, limits).loss) == pytest.approx(naive_loss(tokens, limits))
 
 
-@pytest.mark.parametrize("limits", LIMITS, ids=str)
-def test_what_is_logged_are_means_over_tokens(limits: ImportanceLimits) -> None:
+@with_each_limit
+def test_what_is_logged_are_means_over_tokens(limits: TrainSection) -> None:
     tokens = random_tokens()
-    raw, limited, kl = 0.0, 0.0, 0.0
-    expected_mean = 0.0
+    largest, limited, kl, importance, total = 0.0, 0.0, 0.0, 0.0, 0.0
     for logp, prox, behaviour, _, weight in zip(*map(listed, tokens), strict=True):
-        kept, all_of_it = naive_weight(prox, behaviour, limits), math.exp(prox - behaviour)
-        expected_mean += weight * kept
-        limited += weight * (abs(kept - all_of_it) > 1e-9)
-        raw = max(raw, all_of_it)
+        kept, raw = naive_weight(prox, behaviour, limits), math.exp(prox - behaviour)
+        total += weight
+        importance += weight * kept
+        limited += weight * (abs(kept - raw) > 1e-9)
+        largest = max(largest, raw)
         kl += weight * (math.exp(logp - behaviour) - 1 - (logp - behaviour))
 
     result = loss_of(tokens, limits)
+    behaviour_kl = LossMetric(kl_terms(tokens.behaviour, tokens.logprobs, "k3"))
+    metrics = {**result.metrics, "behaviour_kl": behaviour_kl}
+    found = logged(LossOutput(result.loss, metrics), tokens)
 
-    assert float(result.importance) == pytest.approx(expected_mean)
-    assert float(result.limited) == pytest.approx(limited)
-    assert float(result.importance_max) == pytest.approx(raw)
-    assert float(result.behaviour_kl) == pytest.approx(kl)
+    assert found["importance_mean"] == pytest.approx(importance / total)
+    assert found["importance_limited_share"] == pytest.approx(limited / total)
+    assert found["importance_max"] == pytest.approx(largest)
+    assert found["behaviour_kl"] == pytest.approx(kl / total)
 
 
-@pytest.mark.parametrize("limits", LIMITS, ids=str)
-def test_the_gradient_is_that_of_finite_differences(limits: ImportanceLimits) -> None:
+@with_each_limit
+def test_the_gradient_is_that_of_finite_differences(limits: TrainSection) -> None:
     tokens = random_tokens(seed=1)
     policy = tokens.logprobs.clone().requires_grad_()
 
@@ -128,9 +154,9 @@ def test_the_gradient_is_that_of_finite_differences(limits: ImportanceLimits) ->
         assert float(gradient[idx]) == pytest.approx((above - below) / (2 * step), abs=1e-7)
 
 
-@pytest.mark.parametrize("limits", LIMITS, ids=str)
+@with_each_limit
 def test_where_the_proximal_policy_made_the_tokens_it_is_the_clipped_loss(
-    limits: ImportanceLimits,
+    limits: TrainSection,
 ) -> None:
     tokens = random_tokens(seed=2)
     tokens = Tokens(*(column.float() for column in tokens))._replace(
@@ -139,40 +165,36 @@ def test_where_the_proximal_policy_made_the_tokens_it_is_the_clipped_loss(
     policies = [tokens.logprobs.clone().requires_grad_() for _ in range(2)]
 
     decoupled = loss_of(tokens._replace(logprobs=policies[0]), limits)
-    clipped = policy_loss(
-        policies[1],
-        tokens.behaviour,
-        tokens.advantages,
-        tokens.weights,
-        clip_eps_low=LOW,
-        clip_eps_high=HIGH,
-    )
+    clipped = clipped_loss(policies[1], inputs_of(tokens), limits)
 
-    for field in fields(PolicyLoss):
-        assert torch.equal(getattr(decoupled, field.name), getattr(clipped, field.name)), field.name
+    assert torch.equal(decoupled.loss, clipped.loss)
+    for name, metric in clipped.metrics.items():
+        assert torch.equal(decoupled.metrics[name].values, metric.values), name
+    assert listed(decoupled.metrics["importance_mean"].values) == [1.0] * len(tokens.weights)
+    assert not decoupled.metrics["importance_limited_share"].values.any()
     (one,) = torch.autograd.grad(decoupled.loss, policies[0])
     (two,) = torch.autograd.grad(clipped.loss, policies[1])
     assert torch.equal(one, two)
 
 
-def test_an_infinite_cap_limits_nothing() -> None:
+def test_a_huge_cap_limits_nothing() -> None:
     tokens = random_tokens()
     raw = (tokens.proximal - tokens.behaviour).exp()
 
     assert torch.equal(limit_importance(raw, NO_LIMITS), raw)
-    assert float(loss_of(tokens).limited) == 0.0
+    assert not loss_of(tokens).metrics["importance_limited_share"].values.any()
 
 
 def test_what_the_limits_do_to_weights() -> None:
     raw = torch.tensor([0.25, 0.5, 1.0, 2.0, 4.0])
 
     def limited(**limits: Any) -> list[float]:
-        return listed(limit_importance(raw, ImportanceLimits(cap=2.0, **limits)))
+        return listed(limit_importance(raw, train_settings(importance_cap=2.0, **limits)))
 
     assert limited() == [0.25, 0.5, 1.0, 2.0, 2.0]
-    assert limited(above_cap="mask") == [0.25, 0.5, 1.0, 2.0, 0.0]
-    assert limited(floor=0.5) == [0.0, 0.5, 1.0, 2.0, 2.0]
-    assert limited(above_cap="mask", floor=0.5) == [0.0, 0.5, 1.0, 2.0, 0.0]
+    assert limited(importance_above_cap="mask") == [0.25, 0.5, 1.0, 2.0, 0.0]
+    assert limited(importance_floor=0.5) == [0.0, 0.5, 1.0, 2.0, 2.0]
+    assert limited(importance_above_cap="mask", importance_floor=0.5) == [0.0, 0.5, 1.0, 2.0, 0.0]
 
 
 @settings(deadline=None)
@@ -180,10 +202,10 @@ def test_what_the_limits_do_to_weights() -> None:
     log_weight=st.floats(-60, 60),
     log_ratio=st.floats(-5, 5),
     advantage=st.floats(-5, 5),
-    limits=st.sampled_from(LIMITS[1:]),
+    limits=st.sampled_from(list(LIMITS.values())[1:]),
 )
 def test_no_age_of_a_token_makes_its_gradient_large(
-    log_weight: float, log_ratio: float, advantage: float, limits: ImportanceLimits
+    log_weight: float, log_ratio: float, advantage: float, limits: TrainSection
 ) -> None:
     proximal = torch.tensor([-1.0], dtype=torch.float64)
     policy = (proximal + log_ratio).requires_grad_()
@@ -194,7 +216,9 @@ def test_no_age_of_a_token_makes_its_gradient_large(
 
     # PPO leaves the ratio free where it makes a bad token likelier; no age enters it.
     largest_ratio = 1 + HIGH if advantage > 0 else math.exp(log_ratio)
-    assert abs(float(gradient)) <= limits.cap * abs(advantage) * largest_ratio * (1 + 1e-9)
+    assert abs(float(gradient)) <= limits.importance_cap * abs(advantage) * largest_ratio * (
+        1 + 1e-9
+    )
 
 
 def test_weighted_tokens_of_an_old_policy_stand_for_tokens_of_the_new_one() -> None:
@@ -210,25 +234,24 @@ def test_weighted_tokens_of_an_old_policy_stand_for_tokens_of_the_new_one() -> N
     (wanted,) = torch.autograd.grad(-(new.exp() * advantages).sum(), logits)
 
     torch.testing.assert_close(gradient, wanted)
-    assert float(stale.importance) == pytest.approx(1.0)
+    expected_weight = (old.exp() * stale.metrics["importance_mean"].values).sum()
+    assert float(expected_weight) == pytest.approx(1.0)
 
 
 def test_old_tokens_are_not_clipped_before_the_policy_moved() -> None:
     old = torch.tensor([-2.0, -2.0])
     policy = torch.tensor([-1.0, -3.0], requires_grad=True)  # far from the old one already
-    advantages, weights = torch.tensor([1.0, -1.0]), torch.ones(2)
-    epsilons = {"clip_eps_low": LOW, "clip_eps_high": HIGH}
+    tokens = Tokens(policy, policy.detach(), old, torch.tensor([1.0, -1.0]), torch.ones(2))
 
-    clipped = policy_loss(policy, old, advantages, weights, **epsilons)
-    decoupled = loss_of(
-        Tokens(policy, policy.detach(), old, advantages, weights), ImportanceLimits()
-    )
+    clipped = clipped_loss(policy, inputs_of(tokens), train_settings())
+    decoupled = loss_of(tokens, train_settings())
 
     (none,) = torch.autograd.grad(clipped.loss, policy)
     (some,) = torch.autograd.grad(decoupled.loss, policy)
     assert listed(none) == [0.0, 0.0]
     assert listed(some) == pytest.approx([-2.0, math.exp(-1.0)])
-    assert (float(clipped.clipped), float(decoupled.clipped)) == (2.0, 0.0)
+    assert clipped.metrics["clipped_share"].values.all()
+    assert not decoupled.metrics["clipped_share"].values.any()
 
 
 def test_tokens_without_weight_do_not_show_in_the_largest_weight() -> None:
@@ -237,4 +260,4 @@ def test_tokens_without_weight_do_not_show_in_the_largest_weight() -> None:
         proximal, proximal, torch.tensor([-9.0, -1.5]), torch.ones(2), torch.tensor([0.0, 1.0])
     )
 
-    assert float(loss_of(tokens).importance_max) == pytest.approx(math.exp(0.5))
+    assert logged(loss_of(tokens), tokens)["importance_max"] == pytest.approx(math.exp(0.5))

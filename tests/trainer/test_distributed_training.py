@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rank_programs import Arrays, run_all
+from rank_programs import GROUP_SIZE, GROUPS, MAX_NEW_TOKENS, Arrays, run_all
 
 from umbra.runtime.testing.distributed_world import DistributedWorld
 
@@ -17,6 +17,8 @@ Outcomes = dict[str, tuple[Arrays, list[dict[str, float]]]]
 
 _WITH_KL: dict[str, Any] = {"kl_coef": 0.1, "updates_per_batch": 2}
 _DECOUPLED: dict[str, Any] = {"loss": "decoupled", "updates_per_batch": 2}
+_GSPO: dict[str, Any] = {"loss": "gspo", "loss_aggregation": "sequence", "updates_per_batch": 2}
+_OWN_LOSS: dict[str, Any] = {"loss": "rank_programs:own_loss"}
 # Changes to the settings, and options of the run. All start from the same model and see the same
 # global batches.
 ON_ONE_RANK: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -25,6 +27,8 @@ ON_ONE_RANK: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "constant": ({"loss_aggregation": "constant"}, {}),
     "kl": (_WITH_KL, {}),
     "decoupled": (_DECOUPLED, {}),
+    "gspo": (_GSPO, {}),
+    "own loss": (_OWN_LOSS, {}),
 }
 ON_TWO_RANKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "token": ({}, {}),
@@ -46,6 +50,8 @@ ON_TWO_RANKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "kl, padded": (_WITH_KL, {"packed": False, "micro_batches": 2}),
     "decoupled, accumulated": (_DECOUPLED, {"micro_batches": 3}),
     "decoupled, layer": (_DECOUPLED, {"wrap": "layer", "micro_batches": 20}),
+    "gspo, accumulated": (_GSPO, {"micro_batches": 3}),
+    "own loss, accumulated": (_OWN_LOSS, {"micro_batches": 20}),
 }
 
 
@@ -92,6 +98,8 @@ def assert_same(one: Arrays, other: Arrays, tolerance: float) -> None:
         ("kl", "kl, padded"),
         ("decoupled", "decoupled, accumulated"),
         ("decoupled", "decoupled, layer"),
+        ("gspo", "gspo, accumulated"),
+        ("own loss", "own loss, accumulated"),
     ],
 )
 def test_two_ranks_train_like_one(
@@ -106,6 +114,14 @@ def test_two_ranks_train_like_one(
         for name in one:
             if name.startswith("train/"):
                 assert one[name] == pytest.approx(two[name], rel=1e-3, abs=1e-5), name
+
+
+def test_metrics_of_a_users_loss_are_logged_as_it_asks(two_ranks: list[Outcomes]) -> None:
+    _, metrics = two_ranks[0]["own loss, accumulated"]
+
+    assert metrics[0]["train/own_samples"] == pytest.approx(GROUPS * GROUP_SIZE)
+    assert metrics[0]["train/own_longest"] <= MAX_NEW_TOKENS
+    assert metrics[0]["train/own_longest"] > metrics[0]["train/own_len_mean"] > 1
 
 
 @pytest.mark.slow

@@ -37,7 +37,6 @@ def make_batch(samples: Sequence[tuple[Sequence[int], Sequence[int]]]) -> RankBa
         prompt_lens=np.asarray([len(p) for p, _ in samples], np.int32),
         mask=mask,
         logprobs=(np.arange(len(mask)) * mask).astype(np.float32),
-        rewards=np.zeros(count, np.float32),
         advantages=np.arange(count, dtype=np.float32),
         micro_batches=[list(range(count))],
         num_tokens_global=int(mask.sum()),
@@ -122,13 +121,15 @@ def test_what_packed_attention_does_not_do_is_refused(option: str) -> None:
         )
 
 
-def test_advantages_follow_their_samples_into_packing_order() -> None:
+def test_advantages_and_lengths_follow_their_samples_into_packing_order() -> None:
     batch = make_batch(random_samples(2, [3, 4], [2, 5, 1, 5], 2))
 
     (micro_batch,) = builder(packed=True).build(batch)
 
     owners = np.searchsorted(batch.offsets, micro_batch.old_logprobs.numpy(), side="right") - 1
     assert listed(micro_batch.advantages) == owners.astype(float).tolist()
+    in_order = list(dict.fromkeys(owners.tolist()))
+    assert listed(micro_batch.sample_lens) == [[2, 5, 1, 5][owner] for owner in in_order]
     assert float(micro_batch.weights.sum()) == pytest.approx(1.0)
 
 

@@ -107,6 +107,12 @@ def test_an_override_may_make_a_new_section(config_file: Path) -> None:
     assert load_config(config_file, ["rollout.group_size=4"]).rollout.group_size == 4
 
 
+def test_ones_own_estimator_may_do_with_one_completion_for_each_prompt(config_file: Path) -> None:
+    own = ["train.advantage=my_estimators:raw", "rollout.group_size=1"]
+
+    assert load_config(config_file, own).rollout.group_size == 1
+
+
 def _with_much_set(folder: Path) -> Path:
     path = folder / "much.toml"
     path.write_text(
@@ -279,8 +285,9 @@ def test_file_and_command_line_are_each_blamed_for_their_own(tmp_path: Path) -> 
         ("train.steps=2.5", ["train.steps", "integer", "2.5"]),
         ("train.learning_rate=true", ["train.learning_rate", "number", "True"]),
         ("train.learning_rate=nan", ["train.learning_rate", "finite"]),
-        ("train.advantage=grop", ["train.advantage", "'grpo' or 'dr_grpo'", "did you mean 'grpo'"]),
-        ("train.loss=decoupeld", ["'clipped' or 'decoupled'", "did you mean 'decoupled'"]),
+        ("train.advantage=grop", ["train.advantage", "'grpo', 'dr_grpo'", "did you mean 'grpo'"]),
+        ("train.loss=decoupeld", ["'clipped', 'decoupled'", "did you mean 'decoupled'"]),
+        ("train.loss=my-losses:mine", ["train.loss", "'module:function'", "'my-losses:mine'"]),
         ("train.importance_cap=0.5", ["train.importance_cap", "greater than or equal to 1"]),
         ("train.importance_cap=inf", ["train.importance_cap", "finite"]),
         ("train.importance_floor=1", ["train.importance_floor", "less than 1"]),

@@ -10,6 +10,11 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from umbra.runtime.engine_api.engine_names import ENGINE_TARGETS
 from umbra.runtime.engine_api.lora_adapter import LoraAdapter
+from umbra.trainer.algorithms.algorithm_names import (
+    ADVANTAGE_ESTIMATORS,
+    LOSSES,
+    unknown_algorithm,
+)
 
 T = TypeVar("T")
 _LORA_ENGINES: Final = ("vllm", "faulty")  # that one has those of the engine it wraps
@@ -52,6 +57,22 @@ def _check_engine(spec: str) -> str:
     return spec
 
 
+def _check_loss(spec: str) -> str:
+    return _check_algorithm("loss", spec, LOSSES)
+
+
+def _check_advantage(spec: str) -> str:
+    return _check_algorithm("advantage estimator", spec, ADVANTAGE_ESTIMATORS)
+
+
+def _check_algorithm(kind: str, spec: str, registered: Mapping[str, str]) -> str:
+    if ":" in spec:
+        return _check_function(spec)
+    if spec not in registered:
+        raise ValueError(unknown_algorithm(kind, spec, registered))
+    return spec
+
+
 def _check_lora_adapters(adapters: dict[str, Path]) -> dict[str, Path]:
     if "" in adapters:
         raise ValueError("a LoRA adapter needs a name")
@@ -63,6 +84,8 @@ PathText = Annotated[str, AfterValidator(_check_no_nul)]
 Variables = Annotated[dict[str, str], AfterValidator(_check_no_nul_in_items)]
 FunctionSpec = Annotated[str, AfterValidator(_check_function)]
 EngineSpec = Annotated[str, AfterValidator(_check_engine)]
+LossSpec = Annotated[str, AfterValidator(_check_loss)]
+AdvantageSpec = Annotated[str, AfterValidator(_check_advantage)]
 LoraAdapters = Annotated[dict[str, FilePath], AfterValidator(_check_lora_adapters)]
 
 

@@ -14,8 +14,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from umbra.runtime.pools.pool_spec import update_waves_problem
+from umbra.trainer.algorithms.algorithm_names import ADVANTAGE_ESTIMATORS
 from umbra.trainer.config.auxiliary_pool_config import AuxiliaryPoolSection, further_pools_problem
 from umbra.trainer.config.config_section import (
+    AdvantageSpec,
     Betas,
     Count,
     Dtype,
@@ -23,6 +25,7 @@ from umbra.trainer.config.config_section import (
     FilePath,
     FunctionSpec,
     LoraAdapters,
+    LossSpec,
     PathText,
     Positive,
     Seconds,
@@ -133,7 +136,8 @@ class RolloutSection(Section):
 
     Attributes:
         groups_per_step: prompts of one step; where the data has fewer, some more than once.
-        group_size: completions of one prompt; advantages compare them, so training takes 2 or more.
+        group_size: completions of one prompt; advantages compare them, so training takes 2 or more,
+            unless `train.advantage` is a function of your own.
         max_new_tokens: budget of a completion (all turns together for agent loops).
         temperature: of training rollouts. Evaluation is greedy.
         stop_token_ids: end a completion, besides the model's own end-of-text tokens.
@@ -279,16 +283,24 @@ class TrainSection(Section):
             "decoupled" is for tokens that older weights made: the ratio to the policy at the
             beginning of the step, clipped, times an importance weight, the ratio of that policy
             to the one that made the tokens. Where the two are the same, so are the losses.
-        clip_eps_low, clip_eps_high: the ratio is clipped to [1 - low, 1 + high].
+            "gspo" is "clipped" with the ratio of a whole sample, to the power of 1 / length; use it
+            with loss_aggregation = "sequence" and clip_eps_low and clip_eps_high below 0.001.
+            "cispo" clips the ratio, as a weight, and leaves the gradient to every token.
+            "module:function" is a `PolicyLoss` of your own, see `umbra.trainer.algorithms.base`;
+            its module is searched for like the reward function's, on every node.
+        clip_eps_low, clip_eps_high: the ratio is clipped to [1 - low, 1 + high]; a low of 1 is no
+            lower bound.
         importance_cap: for loss = "decoupled": importance weights above it are limited; a large
             one, such as 1e9, limits none.
         importance_above_cap: "truncate" sets importance weights above the cap to the cap; "mask"
             leaves their tokens out.
         importance_floor: tokens of importance weights below it are left out; 0 leaves none out.
-        advantage: "grpo" divides by the group's standard deviation; "dr_grpo" does not.
-        loss_aggregation: see `umbra.trainer.algorithms.policy_losses.token_weights`.
+        advantage: "grpo" subtracts the mean reward of a group and divides by its standard
+            deviation; "dr_grpo" does not divide. "module:function" is an `AdvantageEstimator` of
+            your own, found like `loss`.
+        loss_aggregation: see `umbra.trainer.algorithms.loss_aggregation.token_weights`.
         kl_coef: weight of the KL term to the starting model; 0 keeps no reference model.
-        kl_estimator: see `umbra.trainer.algorithms.policy_losses.kl_terms`.
+        kl_estimator: see `umbra.trainer.algorithms.kl_estimators.kl_terms`.
         log_entropy: measure the policy's entropy (one more pass over the logits).
         activation_checkpointing: "full" keeps only the input of each decoder block for the backward
             pass, which computes the block again: about a third more work for far less memory.
@@ -319,13 +331,13 @@ class TrainSection(Section):
     micro_batches: Count = 0
     max_tokens_per_micro_batch: Count = 0
     updates_per_batch: Positive = 1
-    loss: Literal["clipped", "decoupled"] = "clipped"
-    clip_eps_low: Share = 0.2
+    loss: LossSpec = "clipped"
+    clip_eps_low: Annotated[float, Field(ge=0, le=1)] = 0.2
     clip_eps_high: Annotated[float, Field(ge=0)] = 0.2
     importance_cap: Annotated[float, Field(ge=1)] = 2.0
     importance_above_cap: Literal["truncate", "mask"] = "truncate"
     importance_floor: Share = 0.0
-    advantage: Literal["grpo", "dr_grpo"] = "grpo"
+    advantage: AdvantageSpec = "grpo"
     loss_aggregation: Literal["token", "sequence", "constant"] = "token"
     kl_coef: Annotated[float, Field(ge=0)] = 0.0
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -356,7 +368,7 @@ class TrainerConfig(Section):
 
     @model_validator(mode="after")
     def _check_group_size(self) -> Self:
-        if self.rollout.group_size < 2:
+        if self.rollout.group_size < 2 and self.train.advantage in ADVANTAGE_ESTIMATORS:
             raise ValueError(
                 "rollout.group_size = 1: advantages compare the completions of one prompt; that of "
                 "a single one is always 0, and nothing would be learned: use 2 or more"

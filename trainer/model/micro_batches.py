@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from umbra.runtime.errors import ProtocolError
-from umbra.trainer.algorithms.policy_losses import Aggregation, token_weights
+from umbra.trainer.algorithms.advantage_estimators import batch_advantages
+from umbra.trainer.algorithms.base import AdvantageEstimator
+from umbra.trainer.algorithms.loss_aggregation import Aggregation, token_weights
 from umbra.trainer.model.packing import PackedInputs, Sample, pack, packing_order
 
 
@@ -34,13 +36,14 @@ class PaddedInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """One forward and backward pass. All vectors are [M] and in the same order.
+    """One forward and backward pass. All vectors but the last are [M] and in the same order.
 
     Attributes:
         targets: int64, the generated tokens.
         old_logprobs: float32, under the policy that sampled them.
         advantages: float32.
         weights: float32, share of each token in the global loss; 0 in padding.
+        sample_lens: [N] int64, tokens of each sample, one sample after the other.
     """
 
     inputs: PackedInputs | PaddedInputs
@@ -48,6 +51,7 @@ class MicroBatch:
     old_logprobs: Tensor
     advantages: Tensor
     weights: Tensor
+    sample_lens: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +61,7 @@ class RankBatch:
     Attributes:
         tokens, logprobs, mask: [sum T], samples one after the other; `mask` is 1 where generated.
         offsets: [num_samples + 1].
+        advantages: [num_samples].
         micro_batches: positions of samples; as many lists on every rank, empty ones are padding.
     """
 
@@ -65,7 +70,6 @@ class RankBatch:
     prompt_lens: NDArray[np.int32]
     mask: NDArray[np.uint8]
     logprobs: NDArray[np.float32]
-    rewards: NDArray[np.float32]
     advantages: NDArray[np.float32]
     micro_batches: Sequence[Sequence[int]]
     num_tokens_global: int
@@ -73,15 +77,23 @@ class RankBatch:
     metrics: Mapping[str, float]
 
     @classmethod
-    def from_columns(cls, columns: Mapping[str, Any]) -> RankBatch:
-        """Raises ProtocolError where a column is missing."""
+    def from_columns(cls, columns: Mapping[str, Any], estimate: AdvantageEstimator) -> RankBatch:
+        """The batch with advantages from the rewards of its samples' groups.
+
+        Raises:
+            ProtocolError: a column is missing.
+            UmbraError: the estimator's advantages cannot be used.
+        """
+        names = ("tokens", "offsets", "prompt_lens", "mask", "logprobs", "micro_batches", "metrics")
         try:
-            return cls(
-                num_tokens_global=columns["loss_tokens_global"],
-                **{name: columns[name] for name in cls.__slots__ if name != "num_tokens_global"},
-            )
+            own = {name: columns[name] for name in (*names, "num_samples_global")}
+            num_tokens = columns["loss_tokens_global"]
+            rewards, offsets = columns["group_rewards"], columns["group_offsets"]
+            indices = columns["reward_indices"]
         except KeyError as error:
             raise ProtocolError(f"the rollout manager's batch lacks {error}") from None
+        advantages = batch_advantages(estimate, rewards, offsets)[indices]
+        return cls(**own, num_tokens_global=num_tokens, advantages=advantages)
 
     def sample(self, idx: int) -> Sample:
         start, stop = int(self.offsets[idx]), int(self.offsets[idx + 1])
@@ -94,13 +106,14 @@ class RankBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchBuilder:
-    """Makes micro-batches; see `losses.token_weights` for aggregation and max_new_tokens.
+    """Makes micro-batches; see `token_weights` for aggregation and max_new_tokens.
 
     Attributes:
         packed: for packed attention, else padded.
         dtype: of attention masks: the dtype the model computes in.
-        skips_neutral: leave out samples of advantage zero. Without a KL term they add nothing
-            to the gradient, exactly, and once most prompts are learned they are most samples.
+        skips_neutral: leave out samples of advantage zero. With umbra's losses and without a KL
+            term they add nothing to the gradient, exactly, and once most prompts are learned they
+            are most samples.
     """
 
     packed: bool
@@ -141,6 +154,7 @@ class MicroBatchBuilder:
             old_logprobs=self._to_device(batch.logprobs[flat]),
             advantages=self._to_device(advantages),
             weights=weights.to(self.device),
+            sample_lens=lens.to(self.device),
         )
 
     def _padding(self) -> MicroBatch:
@@ -153,6 +167,7 @@ class MicroBatchBuilder:
             old_logprobs=zero,
             advantages=zero,
             weights=zero,
+            sample_lens=torch.ones(1, dtype=torch.int64, device=self.device),
         )
 
     def _inputs(self, samples: Sequence[Sample]) -> PackedInputs | PaddedInputs:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import math
 import reprlib
-from typing import Any
+from typing import Any, Final
+
+import numpy as np
 
 from umbra.runtime.errors import RewardError
-from umbra.runtime.rollout.buffer.advantages import REWARD_LIMIT
+
+REWARD_LIMIT: Final = float(np.finfo(np.float32).max) / 2
+"""The largest size of a reward. Beyond it the difference of two rewards, and so an advantage, may
+exceed float32."""
 
 
 def reward_value(value: Any, giver: str, sample_id: str, remedy: str) -> float:

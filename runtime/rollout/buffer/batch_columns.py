@@ -1,4 +1,4 @@
-"""The columns of a training batch, as a rank receives them. T: tokens of one sample."""
+"""The columns of a training batch, as a rank receives them. N: samples of the rank."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from umbra.runtime.rollout.buffer.batch_plan import RankPlan
 from umbra.runtime.rollout.dispatch.group import Group
 from umbra.runtime.rollout.dispatch.trajectory import NOT_GENERATED, Trajectory
 
 
-def rank_columns(
-    groups: Sequence[Group], advantages: NDArray[np.float32], plan: RankPlan
-) -> dict[str, Any]:
+def rank_columns(groups: Sequence[Group], plan: RankPlan) -> dict[str, Any]:
     """One rank's columns of the global batch `groups`.
 
-    Args:
-        advantages: [N_global], in the order of the groups' trajectories.
+    A group may be split over ranks, so each of them gets the rewards of the whole group:
+        group_rewards: [sum G] float32, of every group that the rank has a sample of.
+        group_offsets: [groups + 1] int32, where each of these groups begins in `group_rewards`.
+        reward_indices: [N] int32, each of the rank's samples in `group_rewards`.
     """
     flat = [(group.group_id, sample) for group in groups for sample in group.trajectories]
     mine = [flat[idx] for idx in plan.samples]
@@ -44,11 +43,26 @@ def rank_columns(
         "logprobs": logprobs,
         "versions": versions,
         "rewards": np.asarray([_reward(s) for s in samples], np.float32),
-        "advantages": advantages[plan.samples],
+        **_group_columns(groups, plan.samples),
         "group_ids": [group_id for group_id, _ in mine],
         "sample_ids": [sample.sample_id for sample in samples],
         "finish_reasons": [sample.finish_reason for sample in samples],
         "micro_batches": plan.micro_batches,
+    }
+
+
+def _group_columns(groups: Sequence[Group], samples: Sequence[int]) -> dict[str, Any]:
+    sizes = np.asarray([len(group.trajectories) for group in groups])
+    starts = np.cumsum(sizes) - sizes  # of each group, in the global batch
+    owners = np.repeat(np.arange(len(groups)), sizes)[samples]
+    used, positions = np.unique(owners, return_inverse=True)
+    whole = [groups[int(idx)].rewards for idx in used]
+    offsets = np.zeros(len(whole) + 1, np.int32)
+    np.cumsum(sizes[used], out=offsets[1:])
+    return {
+        "group_rewards": np.concatenate([np.zeros(0, np.float32), *whole]),
+        "group_offsets": offsets,
+        "reward_indices": (offsets[positions] + samples - starts[owners]).astype(np.int32),
     }
 
 

@@ -4,7 +4,7 @@ A rank's time is that of its micro-batches, and all ranks meet after each one (F
 parameters together), so the m-th micro-batch should cost about the same on every rank. Cost is
 counted in tokens to compute: completions, and each distinct prompt once, since a trainer that
 packs computes a prompt once for all samples that share it. Groups therefore stay together unless
-one is far more than a micro-batch's fair share; advantages are computed before.
+one is far more than a micro-batch's fair share; every rank gets the rewards of the whole group.
 """
 
 from __future__ import annotations

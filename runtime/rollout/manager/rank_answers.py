@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from umbra.runtime.rollout.buffer.advantages import group_advantages
 from umbra.runtime.rollout.buffer.batch_columns import batch_metrics, rank_columns
 from umbra.runtime.rollout.buffer.batch_plan import plan_batch
 from umbra.runtime.rollout.dispatch.group import Group
@@ -25,9 +24,6 @@ def batch_answers(
         metrics: further numbers of the batch.
     """
     samples = [sample for group in groups for sample in group.trajectories]
-    advantages = np.concatenate(
-        [group_advantages(group.rewards, config.advantage) for group in groups]
-    )
     plans = plan_batch(
         [group.shape() for group in groups],
         config.world_size,
@@ -40,7 +36,7 @@ def batch_answers(
         "loss_tokens_global": sum(sample.num_generated for sample in samples),
         "num_samples_global": len(samples),
     }
-    return [{**shared, **rank_columns(groups, advantages, plan)} for plan in plans]
+    return [{**shared, **rank_columns(groups, plan)} for plan in plans]
 
 
 def evaluation_outcome(harvest: Evaluation, config: RolloutConfig) -> dict[str, Any]:

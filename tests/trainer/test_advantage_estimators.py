@@ -1,0 +1,111 @@
+"""Advantage estimators, and how a rank applies them to the groups of its samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from umbra.runtime.errors import UmbraError
+from umbra.runtime.rollout.agents.reward_value import REWARD_LIMIT
+from umbra.trainer.algorithms.advantage_estimators import dr_grpo_advantages, grpo_advantages
+from umbra.trainer.algorithms.base import AdvantageEstimator
+from umbra.trainer.model.micro_batches import RankBatch
+
+ESTIMATORS = (grpo_advantages, dr_grpo_advantages)
+
+
+@given(st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=16))
+def test_grpo_advantages_have_mean_zero_and_unit_spread(rewards: list[float]) -> None:
+    values = np.asarray(rewards, np.float32)
+
+    advantages = grpo_advantages(values)
+
+    assert abs(float(advantages.sum())) < 1e-2
+    assert float(np.std(advantages)) <= 1.001
+    assert np.isfinite(advantages).all()
+
+
+def test_advantages_are_those_of_their_papers() -> None:
+    rewards = np.asarray([1, 0, 0, 1], np.float32)
+
+    assert grpo_advantages(rewards) == pytest.approx([1, -1, -1, 1], abs=1e-3)
+    assert dr_grpo_advantages(rewards) == pytest.approx([0.5, -0.5, -0.5, 0.5])
+
+
+@pytest.mark.parametrize("estimate", ESTIMATORS)
+@pytest.mark.parametrize("value", [0.0, 0.1, -3.7])
+def test_equal_rewards_give_exact_zeros(estimate: AdvantageEstimator, value: float) -> None:
+    assert not estimate(np.full(7, value, np.float32)).any()
+
+
+@pytest.mark.parametrize("estimate", ESTIMATORS)
+@pytest.mark.parametrize("others", [1, 15])
+def test_rewards_at_their_limit_give_finite_advantages(
+    estimate: AdvantageEstimator, others: int
+) -> None:
+    rewards = np.asarray([REWARD_LIMIT, *([-REWARD_LIMIT] * others)], np.float32)
+
+    advantages = estimate(rewards)
+
+    assert np.isfinite(advantages).all()
+    assert advantages[0] > 0 > advantages[1]
+
+
+def columns_of(
+    group_rewards: list[float], group_offsets: list[int], reward_indices: list[int]
+) -> dict[str, Any]:
+    """A rank's columns with samples of one prompt token and one generated token."""
+    count = len(reward_indices)
+    return {
+        "tokens": np.zeros(2 * count, np.int32),
+        "offsets": np.arange(0, 2 * count + 1, 2, dtype=np.int32),
+        "prompt_lens": np.ones(count, np.int32),
+        "mask": np.tile(np.asarray([0, 1], np.uint8), count),
+        "logprobs": np.zeros(2 * count, np.float32),
+        "group_rewards": np.asarray(group_rewards, np.float32),
+        "group_offsets": np.asarray(group_offsets, np.int32),
+        "reward_indices": np.asarray(reward_indices, np.int32),
+        "micro_batches": [list(range(count))],
+        "loss_tokens_global": 4,
+        "num_samples_global": 4,
+        "metrics": {},
+    }
+
+
+def test_samples_of_a_group_that_ranks_share_get_the_advantages_of_the_whole_group() -> None:
+    first = columns_of([0.0, 1.0, 5.0], [0, 3], [0, 2])
+    second = columns_of([0.0, 1.0, 5.0, 4.0, 2.0], [0, 3, 5], [1, 3, 4])
+
+    batches = [RankBatch.from_columns(columns, grpo_advantages) for columns in (first, second)]
+
+    whole = grpo_advantages(np.asarray([0, 1, 5], np.float32))
+    other = grpo_advantages(np.asarray([4, 2], np.float32))
+    assert batches[0].advantages.tolist() == [whole[0], whole[2]]
+    assert batches[1].advantages.tolist() == [whole[1], *other]
+
+
+def test_a_rank_without_samples_has_no_advantages() -> None:
+    batch = RankBatch.from_columns(columns_of([], [0], []), grpo_advantages)
+
+    assert batch.advantages.shape == (0,)
+
+
+def too_few(rewards: NDArray[np.float32]) -> NDArray[np.float32]:
+    return rewards[1:]
+
+
+def not_finite(rewards: NDArray[np.float32]) -> NDArray[np.float32]:
+    return np.full_like(rewards, np.nan)
+
+
+@pytest.mark.parametrize("estimate", [too_few, not_finite])
+def test_what_a_users_estimator_must_not_return_is_shown(estimate: AdvantageEstimator) -> None:
+    columns = columns_of([0.5, 1.0], [0, 2], [0, 1])
+
+    with pytest.raises(UmbraError, match=r"for the rewards \[0.5, 1.0\]: return one finite number"):
+        RankBatch.from_columns(columns, estimate)

@@ -1,0 +1,65 @@
+"""Losses and advantage estimators by name, and those of users."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from umbra.runtime.errors import ConfigError
+from umbra.trainer.algorithms.algorithm_loading import load_advantage_estimator, load_loss
+from umbra.trainer.algorithms.algorithm_names import ADVANTAGE_ESTIMATORS, LOSSES
+
+
+@pytest.fixture(autouse=True)
+def own_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))  # loading adds to it
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_registered_loss_is_there(name: str) -> None:
+    assert callable(load_loss(name))
+
+
+@pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
+def test_every_registered_estimator_is_there(name: str) -> None:
+    assert callable(load_advantage_estimator(name))
+
+
+def test_users_functions_are_found_in_their_folders(tmp_path: Path) -> None:
+    (tmp_path / "found_algorithms.py").write_text(
+        "def loss(logprobs, inputs, train): ...\ndef advantages(rewards, scale=2): ...\n"
+    )
+
+    loss = load_loss("found_algorithms:loss", [str(tmp_path)])
+    estimator = load_advantage_estimator("found_algorithms:advantages", [str(tmp_path)])
+
+    assert loss.__module__ == estimator.__module__ == "found_algorithms"
+
+
+@pytest.mark.parametrize(
+    ("load", "name", "said"),
+    [
+        (load_loss, "no_such_losses:loss", "train.loss 'no_such_losses:loss': importing"),
+        (load_loss, "odd_algorithms:lost", "odd_algorithms.py has no function 'lost'"),
+        (
+            load_loss,
+            "odd_algorithms:loss",
+            r"called as loss\(logprobs, inputs, settings\), but takes \(logprobs\): too many",
+        ),
+        (
+            load_advantage_estimator,
+            "odd_algorithms:advantages",
+            r"train.advantage .* called as advantages\(rewards\), but takes \(\): too many",
+        ),
+    ],
+)
+def test_what_cannot_be_called_is_explained(
+    tmp_path: Path, load: Callable[[str, list[str]], object], name: str, said: str
+) -> None:
+    (tmp_path / "odd_algorithms.py").write_text("def loss(logprobs): ...\ndef advantages(): ...\n")
+
+    with pytest.raises(ConfigError, match=said):
+        load(name, [str(tmp_path)])

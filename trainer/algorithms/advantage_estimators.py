@@ -1,0 +1,67 @@
+"""Advantages from the rewards of groups: what `train.advantage` names. G: group size.
+
+| setting | source |
+|---|---|
+| "grpo" | Shao et al. 2024, arXiv:2402.03300, section 4.1.2 |
+| "dr_grpo" | Dr. GRPO, Liu et al. 2025, arXiv:2503.20783: no division by the standard deviation |
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from umbra.runtime.errors import UmbraError
+from umbra.trainer.algorithms.base import AdvantageEstimator
+
+# Keeps the quotient finite. Larger shrinks the advantages of groups that hardly differ; smaller
+# than float32 rounding of the rewards would blow rounding noise up to full size.
+_STD_FLOOR: Final = 1e-4
+
+
+def grpo_advantages(rewards: NDArray[np.float32]) -> NDArray[np.float32]:
+    """(r - mean) / (std + 1e-4), std over the G rewards (ddof 0); see `AdvantageEstimator`."""
+    centred = _centred(rewards)
+    return np.asarray(centred / (rewards.astype(np.float64).std() + _STD_FLOOR), np.float32)
+
+
+def dr_grpo_advantages(rewards: NDArray[np.float32]) -> NDArray[np.float32]:
+    """r - mean, which does not favour prompts of little variance; see `AdvantageEstimator`."""
+    return np.asarray(_centred(rewards), np.float32)
+
+
+def batch_advantages(
+    estimate: AdvantageEstimator,
+    group_rewards: NDArray[np.float32],
+    group_offsets: NDArray[np.int32],
+) -> NDArray[np.float32]:
+    """Advantages of whole groups, one group after the other: [sum G] from rewards [sum G].
+
+    Args:
+        group_offsets: [groups + 1], where each group begins.
+
+    Raises:
+        UmbraError: the estimator returned advantages of another shape, or not finite ones.
+    """
+    advantages = np.empty_like(group_rewards)
+    for start, stop in pairwise(group_offsets.tolist()):
+        rewards = group_rewards[start:stop]
+        found = np.asarray(estimate(rewards), np.float32)
+        if found.shape != rewards.shape or not np.isfinite(found).all():
+            raise UmbraError(
+                f"train.advantage: the estimator returned {found.tolist()} for the rewards "
+                f"{rewards.tolist()}: return one finite number for each"
+            )
+        advantages[start:stop] = found
+    return advantages
+
+
+def _centred(rewards: NDArray[np.float32]) -> NDArray[np.float64]:
+    """r - mean; exactly zero for equal rewards: such a group carries no signal."""
+    wide = rewards.astype(np.float64)
+    if (wide == wide[0]).all():
+        return np.zeros_like(wide)
+    return wide - wide.mean()

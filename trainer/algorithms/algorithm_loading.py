@@ -1,0 +1,55 @@
+"""Loads the loss and the advantage estimator that a config names."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from umbra.runtime.errors import ConfigError
+from umbra.runtime.rollout.agents.user_function import load_function
+from umbra.trainer.algorithms.algorithm_names import (
+    ADVANTAGE_ESTIMATORS,
+    LOSSES,
+    algorithm_target,
+)
+from umbra.trainer.algorithms.base import AdvantageEstimator, PolicyLoss
+
+
+def load_loss(name: str, folders: Sequence[str] = ()) -> PolicyLoss:
+    """The loss that `train.loss` names.
+
+    Args:
+        folders: searched for a user's module, before Python's own path.
+
+    Raises:
+        ConfigError: it cannot be imported, or does not take the arguments of a loss.
+    """
+    return _load("train.loss", name, LOSSES, ("logprobs", "inputs", "settings"), folders)
+
+
+def load_advantage_estimator(name: str, folders: Sequence[str] = ()) -> AdvantageEstimator:
+    """The estimator that `train.advantage` names; otherwise as `load_loss`."""
+    return _load("train.advantage", name, ADVANTAGE_ESTIMATORS, ("rewards",), folders)
+
+
+def _load(
+    setting: str,
+    name: str,
+    registered: Mapping[str, str],
+    arguments: Sequence[str],
+    folders: Sequence[str],
+) -> Callable[..., Any]:
+    if name not in registered:
+        sys.path[:0] = [folder for folder in folders if folder not in sys.path]
+    function = load_function(algorithm_target(name, registered), setting)
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        call = f"{function.__name__}({', '.join(arguments)})"
+        raise ConfigError(
+            f"{setting} {name!r}: it is called as {call}, but takes {signature}: {error}"
+        ) from None
+    return function

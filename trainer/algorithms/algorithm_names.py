@@ -1,0 +1,45 @@
+"""The names of losses and advantage estimators, and the functions that they stand for.
+
+The config is checked against these names before anything is loaded, so no algorithm is imported
+here, nor torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Final
+
+_FOLDER: Final = "umbra.trainer.algorithms"
+
+LOSSES: Final[Mapping[str, str]] = {
+    "clipped": f"{_FOLDER}.clipped_loss:clipped_loss",
+    "decoupled": f"{_FOLDER}.decoupled_loss:decoupled_loss",
+    "gspo": f"{_FOLDER}.gspo:gspo_loss",
+    "cispo": f"{_FOLDER}.cispo:cispo_loss",
+}
+"""What `train.loss` may be, besides the "module:function" of a user's own `PolicyLoss`."""
+
+ADVANTAGE_ESTIMATORS: Final[Mapping[str, str]] = {
+    "grpo": f"{_FOLDER}.advantage_estimators:grpo_advantages",
+    "dr_grpo": f"{_FOLDER}.advantage_estimators:dr_grpo_advantages",
+}
+"""What `train.advantage` may be, besides the "module:function" of a user's own
+`AdvantageEstimator`."""
+
+
+def algorithm_target(name: str, registered: Mapping[str, str]) -> str:
+    """The `module:function` that a setting stands for, which may be one itself."""
+    return registered.get(name, name)
+
+
+def unknown_algorithm(kind: str, name: str, registered: Mapping[str, str]) -> str:
+    """What is wrong with a name that is not registered, and which ones are.
+
+    Args:
+        kind: what it should name, such as "loss".
+    """
+    close = difflib.get_close_matches(name, registered, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else "."
+    names = ", ".join(map(repr, registered))
+    return f"there is no {kind} {name!r}{hint} Use {names} or the 'module:function' of your own"

@@ -1,0 +1,103 @@
+"""What an advantage estimator and a loss are: the interfaces, and the data that they exchange.
+
+`umbra.trainer.algorithms.algorithm_names` has those that come with umbra. Users name their own as
+"module:function" in `train.advantage` and `train.loss`.
+
+G: samples of a group; M: generated tokens of a micro-batch; N: samples of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from umbra.trainer.config.trainer_config import TrainSection
+
+Reduction = Literal["mean", "max", "sum"]
+
+
+class AdvantageEstimator(Protocol):
+    """Turns the rewards of one whole group into advantages; runs on every rank.
+
+    A group may be split over ranks. Each of them calls the estimator with all of its rewards, so
+    the same rewards must give the same advantages everywhere.
+    """
+
+    def __call__(self, rewards: NDArray[np.float32], /) -> NDArray[np.float32]:
+        """[G] finite advantages, in the order of the [G] rewards.
+
+        Rewards are finite. Their size is below half of the largest float32, so that the difference
+        of two is finite too.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossInputs:
+    """The tokens of a micro-batch, sample after sample; no tensor here has a gradient.
+
+    Attributes:
+        old_logprobs: [M] float32, under the policies that sampled the tokens.
+        proximal_logprobs: [M] float32, under the policy at the beginning of the step. It differs
+            from the current one from the second of `train.updates_per_batch` on.
+        advantages: [M] float32, the same for all tokens of a sample.
+        weights: [M] float32, share of each token in the global loss; 0 in padding.
+        sample_lens: [N] int64, generated tokens of each sample; sums to M.
+    """
+
+    old_logprobs: Tensor
+    proximal_logprobs: Tensor
+    advantages: Tensor
+    weights: Tensor
+    sample_lens: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LossMetric:
+    """One number to log, from the tokens of all micro-batches and ranks.
+
+    Attributes:
+        values: [M], a number or a truth value for each token; any shape for "sum".
+        reduction: "mean" weights each token as the loss does; "max" is over tokens with weight;
+            "sum" adds up all values.
+    """
+
+    values: Tensor
+    reduction: Reduction = "mean"
+
+
+@dataclass(frozen=True, slots=True)
+class LossOutput:
+    """What a loss returns for a micro-batch.
+
+    Attributes:
+        loss: scalar, to be differentiated; sums over micro-batches and ranks to the global loss.
+        metrics: logged as `train/NAME`. Every micro-batch of every rank must give the same names.
+    """
+
+    loss: Tensor
+    metrics: Mapping[str, LossMetric]
+
+
+class PolicyLoss(Protocol):
+    """Compares the policy's logprobs with those of older policies; runs once per micro-batch.
+
+    The losses that come with umbra have no gradient where the advantage is 0, so their training
+    leaves out samples of advantage 0 while there is no KL term. A user's own loss gets them all.
+    """
+
+    def __call__(
+        self, logprobs: Tensor, inputs: LossInputs, settings: TrainSection, /
+    ) -> LossOutput:
+        """The loss of a micro-batch.
+
+        Args:
+            logprobs: [M] of the tokens under the policy, with gradient.
+            settings: the section `[train]` of the config.
+        """
+        ...

@@ -1,0 +1,49 @@
+"""How much each token counts in the loss of a batch: the setting `train.loss_aggregation`.
+
+| setting | source |
+|---|---|
+| "sequence" | GRPO, Shao et al. 2024, arXiv:2402.03300, eq. 3 |
+| "token" | DAPO, Yu et al. 2025, arXiv:2503.14476, eq. 8 |
+| "constant" | Dr. GRPO, Liu et al. 2025, arXiv:2503.20783: no division by length |
+
+M: generated tokens of a micro-batch; N: samples of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, assert_never
+
+import torch
+from torch import Tensor
+
+Aggregation = Literal["token", "sequence", "constant"]
+
+
+def token_weights(
+    sample_lens: Tensor,
+    aggregation: Aggregation,
+    *,
+    num_tokens_global: int,
+    num_samples_global: int,
+    max_new_tokens: int,
+) -> Tensor:
+    """How much each token counts in the global loss, repeated per token: [M] float32.
+
+    "token": every token of the global batch the same, so long samples count more.
+    "sequence": every sample the same; its tokens share its weight.
+    "constant": divides by the token budget, which favours neither; the sum depends on lengths.
+
+    Args:
+        sample_lens: [N] int64, generated tokens of each sample; sums to M.
+    """
+    match aggregation:
+        case "token":
+            per_sample = torch.full_like(sample_lens, 1.0 / num_tokens_global, dtype=torch.float32)
+        case "sequence":
+            per_sample = 1.0 / (num_samples_global * sample_lens.clamp(min=1).float())
+        case "constant":
+            share = 1.0 / (num_samples_global * max_new_tokens)
+            per_sample = torch.full_like(sample_lens, share, dtype=torch.float32)
+        case _:
+            assert_never(aggregation)
+    return torch.repeat_interleave(per_sample, sample_lens)
