@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 from umbra.runtime.collective import Rollouts
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.rpc.sync_handle import Pool
-from umbra.runtime.weights.weight_publisher import SyncReport, WeightPublisher
+from umbra.runtime.weights.sync_calls import SyncReport
+from umbra.runtime.weights.weight_publisher import WeightPublisher
 from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore
 from umbra.trainer.checkpoint.run_dir import VersionCounter
 from umbra.trainer.checkpoint.trainer_state import TrainerState

@@ -43,6 +43,7 @@ from umbra.runtime.engine_api.lifecycle import (
 from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.rpc_client import Client, Handle
 from umbra.runtime.rpc.rpc_server import ActorServer
+from umbra.runtime.weights.sync_calls import SyncAbort, SyncBegin, SyncEnd, SyncFilled
 from umbra.runtime.weights.sync_coordinator import SyncCoordinator, SyncSettings
 from umbra.runtime.weights.transport_choice import TRANSPORT_SETTINGS
 from umbra.runtime.weights.transports.shared_memory.memfd import serve_fds
@@ -168,30 +169,21 @@ class _Supervisor:
     def __init__(self, coordinators: Mapping[str, SyncCoordinator]) -> None:
         self._coordinators = coordinators
 
-    def _find(self, sync_id: str) -> SyncCoordinator:
-        return self._coordinators[sync_id.rpartition("-")[0]]
+    async def sync_begin(self, call: dict[str, Any]) -> dict[str, Any]:
+        begin = SyncBegin.from_wire(call)
+        return (await self._coordinators[begin.pool].sync_begin(begin)).to_wire()
 
-    async def sync_begin(
-        self,
-        pool: str,
-        version: int,
-        rank: int,
-        world_size: int,
-        manifest: Any,
-        timeout_s: float,
-        offer: Any,
-    ) -> dict[str, Any]:
-        coordinator = self._coordinators[pool]
-        return await coordinator.sync_begin(version, rank, world_size, manifest, timeout_s, offer)
+    async def sync_filled(self, call: dict[str, Any]) -> None:
+        filled = SyncFilled.from_wire(call)
+        await self._coordinators[filled.pool].sync_filled(filled)
 
-    async def sync_filled(self, sync_id: str, rank: int, regions: Any) -> None:
-        await self._find(sync_id).sync_filled(sync_id, rank, regions)
+    async def sync_end(self, call: dict[str, Any]) -> dict[str, Any]:
+        end = SyncEnd.from_wire(call)
+        return (await self._coordinators[end.pool].sync_end(end)).to_wire()
 
-    async def sync_end(self, sync_id: str, rank: int) -> dict[str, Any]:
-        return await self._find(sync_id).sync_end(sync_id, rank)
-
-    def sync_abort(self, sync_id: str, rank: int, reason: str) -> None:
-        self._find(sync_id).sync_abort(sync_id, rank, reason)
+    def sync_abort(self, call: dict[str, Any]) -> None:
+        abort = SyncAbort.from_wire(call)
+        self._coordinators[abort.pool].sync_abort(abort)
 
 
 class _Engine:

@@ -3,7 +3,7 @@
     rank 0 ──sync_begin──┐                                     ┌── begin_update ──> engine a
     rank 1 ──sync_begin──┴─> SyncCoordinator ── one SyncRun ───┴── begin_update ──> engine b
 
-The four `sync_*` calls are what ranks reach by RPC. Torch-free.
+The four `sync_*` calls are those of the ranks, see `sync_calls`. Torch-free.
 """
 
 from __future__ import annotations
@@ -12,15 +12,22 @@ import asyncio
 import collections
 import itertools
 import logging
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final
 
-from umbra.runtime.errors import ProtocolError, WeightSyncError
+from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.weights.engine_sync import OpenedImage, SyncEngine
 from umbra.runtime.weights.manifest import ALIGNMENT, Manifest, align
+from umbra.runtime.weights.sync_calls import (
+    SyncAbort,
+    SyncBegin,
+    SyncEnd,
+    SyncFilled,
+    SyncGrant,
+    SyncReport,
+)
 from umbra.runtime.weights.sync_events import Aborted, RankFilled, RankJoined
 from umbra.runtime.weights.sync_run import SyncRun
 from umbra.runtime.weights.sync_transaction import Phase
@@ -29,11 +36,7 @@ from umbra.runtime.weights.transport_choice import (
     TransportChooser,
     TransportSetting,
 )
-from umbra.runtime.weights.transports.cuda_ipc.rank_exports import (
-    Offer,
-    RankExports,
-    offer_from_wire,
-)
+from umbra.runtime.weights.transports.cuda_ipc.rank_exports import Offer, RankExports
 from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketGrid
 from umbra.runtime.weights.transports.shared_memory.memfd import FdServer
 from umbra.runtime.weights.transports.shared_memory.sync_memory import SyncMemory
@@ -154,67 +157,62 @@ class SyncCoordinator:
 
     # -- what ranks call -----------------------------------------------------------------
 
-    async def sync_begin(
-        self,
-        version: int,
-        rank: int,
-        world_size: int,
-        manifest: object,
-        timeout_s: float,
-        offer: object = None,
-    ) -> dict[str, Any]:
+    async def sync_begin(self, call: SyncBegin) -> SyncGrant:
         """Returns once all ranks have called it; engines get ready while the ranks fill.
 
-        Collective: all ranks, with the same version. `manifest` comes from rank 0, else None;
-        `offer` is what the rank exports (`umbra.runtime.weights.transports.cuda_ipc.rank_exports`).
+        Collective: all ranks, with the same version.
 
         Raises:
             WeightSyncError: a rank is missing or disagrees, or no engine can take part.
-            ProtocolError: a malformed manifest or offer.
+            ProtocolError: a malformed manifest.
         """
-        layout = None if manifest is None else self._read_manifest(manifest)
-        exports = offer_from_wire(offer)
-        deadline = time.monotonic() + timeout_s
-        run = await self._joinable_run(version, timeout_s)
-        run.shorten_lease((deadline - time.monotonic()) * _ANSWER_SHARE)
+        layout = None if call.manifest is None else self._read_manifest(call.manifest)
+        run = await self._joinable_run(call.version, call.left_s)
+        run.shorten_lease(call.left_s * _ANSWER_SHARE)
         await run.join(
             RankJoined(
-                rank=rank, world_size=world_size, version=version, manifest=layout, offer=exports
+                rank=call.rank,
+                world_size=call.world_size,
+                version=call.version,
+                manifest=layout,
+                offer=call.offer,
             )
         )
         assert run.opened is not None
-        return {
-            "sync_id": run.sync_id,
-            "transport": run.opened.buckets["transport"],
-            "fd_socket": self._fd_socket,
-            "buckets": run.opened.buckets["names"],
-            "bucket_nbytes": run.opened.buckets["bucket_nbytes"],
-            "progress": run.opened.buckets["progress"],
-            "num_buckets": run.opened.num_buckets,
-            "attest": run.opened.attest,
-        }
+        buckets = run.opened.buckets
+        return SyncGrant(
+            sync_id=run.sync_id,
+            transport=buckets["transport"],
+            fd_socket=self._fd_socket,
+            buckets=buckets["names"],
+            bucket_nbytes=buckets["bucket_nbytes"],
+            progress=buckets["progress"],
+            num_buckets=run.opened.num_buckets,
+            attest=run.opened.attest,
+        )
 
-    async def sync_filled(self, sync_id: str, rank: int, regions: object) -> None:
+    async def sync_filled(self, call: SyncFilled) -> None:
         """A rank has written its part of every bucket; returns once every engine has loaded all.
 
         Raises:
             WeightSyncError: the sync failed.
-            ProtocolError: malformed regions.
         """
-        await self._find(sync_id).fill(RankFilled(rank, _read_regions(regions)))
+        async with asyncio.timeout(call.left_s):
+            await self._find(call.sync_id).fill(RankFilled(call.rank, call.regions))
 
-    async def sync_end(self, sync_id: str, rank: int) -> dict[str, Any]:
+    async def sync_end(self, call: SyncEnd) -> SyncReport:
         """The report, once the version is committed and the engines serve it.
 
         Raises:
             WeightSyncError: the sync failed.
         """
-        return await self._find(sync_id).end(rank)
+        async with asyncio.timeout(call.left_s):
+            return await self._find(call.sync_id).end(call.rank)
 
-    def sync_abort(self, sync_id: str, rank: int, reason: str) -> None:
+    def sync_abort(self, call: SyncAbort) -> None:
         """A rank gives up: engines go back, the other ranks get an error. Too late: no effect."""
         with suppress(WeightSyncError):
-            self._find(sync_id).feed(Aborted(f"rank {rank} gave up: {reason}"))
+            self._find(call.sync_id).feed(Aborted(f"rank {call.rank} gave up: {call.reason}"))
 
     def rank_lost(self, rank: int, reason: str = "its process ended") -> None:
         """A rank is gone: an open sync aborts."""
@@ -349,17 +347,3 @@ class SyncCoordinator:
         if run is None:
             raise WeightSyncError(f"pool {self._pool} knows no sync {sync_id!r}")
         return run
-
-
-def _read_regions(raw: object) -> Sequence[tuple[int, int, int | None]]:
-    if not isinstance(raw, list):
-        raise ProtocolError(f"regions must be a list, got {type(raw).__name__}")
-    regions: list[tuple[int, int, int | None]] = []
-    items = cast("list[Any]", raw)
-    for item in items:
-        match item:
-            case [int(offset), int(nbytes), int() | None as checksum] if min(offset, nbytes) >= 0:
-                regions.append((offset, nbytes, checksum))
-            case _:
-                raise ProtocolError(f"a region is [offset, nbytes, checksum], got {item!r}"[:200])
-    return regions

@@ -11,11 +11,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol, assert_never
+from typing import Protocol, assert_never
 
 from umbra.runtime.errors import ProtocolError, UmbraError, WeightSyncError
 from umbra.runtime.weights.engine_sync import EngineSync, Lease, OpenedImage
 from umbra.runtime.weights.manifest import Manifest
+from umbra.runtime.weights.sync_calls import SyncReport
 from umbra.runtime.weights.sync_events import (
     Aborted,
     Action,
@@ -81,7 +82,7 @@ class SyncRun:
         self._failure: str | None = None
         self._lease = Lease()
         self._entered_at: dict[Phase, float] = {}
-        self._report: dict[str, Any] = {}
+        self._report: SyncReport | None = None
 
     @property
     def version(self) -> int:
@@ -123,10 +124,11 @@ class SyncRun:
         """Until every rank has filled and every engine has loaded everything."""
         await self._wait("filled", event.rank, event)
 
-    async def end(self, rank: int) -> dict[str, Any]:
+    async def end(self, rank: int) -> SyncReport:
         """The report, once engines serve the version. The rank keeps no memory for them."""
         if "end" not in self._granted:
             await self._wait("end", rank, RankReleased(rank))
+        assert self._report is not None
         return self._report
 
     async def _wait(self, what: str, rank: int, event: Event) -> None:
@@ -232,23 +234,23 @@ class SyncRun:
             entered_at = entered[phase] = self._entered_at.get(phase, entered_at)
         prepared = [worker.prepared_at for worker in self._workers.values()]
         prepared_at = max([entered[Phase.OPENING], *prepared])
-        self._report = {
-            "version": self.version,
-            "transport": "" if self.opened is None else self.opened.buckets["transport"],
-            "engines": {
+        self._report = SyncReport(
+            version=self.version,
+            transport="" if self.opened is None else self.opened.buckets["transport"],
+            engines={
                 name: {
                     "nbytes": self.transaction.loaded_nbytes(name),
                     "load_s": self._workers[name].load_s,
                 }
                 for name in self.transaction.live_engines
             },
-            "failed": dict(self.transaction.failed),
-            "remaining": self._host.remaining(self.version),
-            "prepare_s": prepared_at - entered[Phase.OPENING],
-            "transfer_s": entered[Phase.ATTESTING] - prepared_at,
-            "attest_s": entered[Phase.COMMITTING] - entered[Phase.ATTESTING],
-            "resume_s": entered[Phase.CLOSED] - entered[Phase.COMMITTING],
-        }
+            failed=dict(self.transaction.failed),
+            remaining=self._host.remaining(self.version),
+            prepare_s=prepared_at - entered[Phase.OPENING],
+            transfer_s=entered[Phase.ATTESTING] - prepared_at,
+            attest_s=entered[Phase.COMMITTING] - entered[Phase.ATTESTING],
+            resume_s=entered[Phase.CLOSED] - entered[Phase.COMMITTING],
+        )
 
     async def _watch_lease(self) -> None:
         """Until the sync is over; at the end of the lease it is aborted."""

@@ -23,6 +23,7 @@ from typing import assert_never
 
 from umbra.runtime.weights.coverage import find_gap
 from umbra.runtime.weights.manifest import Manifest
+from umbra.runtime.weights.sync_calls import Region
 from umbra.runtime.weights.sync_events import (
     Aborted,
     Action,
@@ -97,7 +98,7 @@ class SyncTransaction:
         self.version = version
         self.phase = Phase.GATHERING
         self.manifest: Manifest | None = None
-        self.regions: list[tuple[int, int, int | None]] = []
+        self.regions: list[Region] = []
         self.failed: dict[str, str] = {}
         self._require_engine = require_engine
         self._world_size = 0

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, Self
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -23,9 +23,19 @@ from torch import Tensor
 from umbra.runtime.errors import DeadlineExceeded, ProtocolError, UmbraError, WeightSyncError
 from umbra.runtime.weights.checksum import checksum_of, copy_with_checksum
 from umbra.runtime.weights.shards import find_aliases, held_extent, local_part, wire_manifest
+from umbra.runtime.weights.sync_calls import (
+    Region,
+    SyncAbort,
+    SyncBegin,
+    SyncEnd,
+    SyncFilled,
+    SyncGrant,
+    SyncReport,
+    SyncSupervisor,
+)
 from umbra.runtime.weights.transports.byte_views import bucket_bytes, flatten
 from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import export_tensors
-from umbra.runtime.weights.transports.cuda_ipc.rank_exports import Offer, offer_to_wire
+from umbra.runtime.weights.transports.cuda_ipc.rank_exports import Offer
 from umbra.runtime.weights.transports.shared_memory.bucket_grid import (
     BucketGrid,
     BucketPiece,
@@ -36,81 +46,6 @@ from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncPro
 
 _ABORT_TIMEOUT_S: Final = 5.0
 # How long a failing rank tries to tell the supervisor; after that the lease ends the sync anyway.
-
-
-class SyncSupervisor(Protocol):
-    """The supervisor's sync calls, blocking; `Session.sync` implements them.
-
-    Every rank makes every call. Each raises `WeightSyncError` on all ranks when the sync failed.
-    `sync_filled` returns when all ranks have filled and all engines have loaded everything.
-    """
-
-    def check(self) -> None:
-        """Raises where the job is lost; called while a rank waits for buckets."""
-        ...
-
-    def sync_begin(
-        self,
-        pool: str,
-        version: int,
-        rank: int,
-        world_size: int,
-        manifest: dict[str, Any] | None,
-        timeout_s: float,
-        offer: dict[str, Any] | None = None,
-    ) -> Mapping[str, Any]: ...
-
-    def sync_filled(
-        self, sync_id: str, rank: int, regions: list[list[int | None]], timeout_s: float
-    ) -> None: ...
-
-    def sync_end(self, sync_id: str, rank: int, timeout_s: float) -> Mapping[str, Any]: ...
-
-    def sync_abort(self, sync_id: str, rank: int, reason: str, timeout_s: float) -> None: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SyncReport:
-    """How a sync went, or all waves of a rolling update.
-
-    Attributes:
-        engines: name -> {"nbytes": bytes loaded, "load_s": seconds that took, waits included}.
-        failed: name -> why this engine did not get the version; it is being replaced.
-        remaining: engines that serve an older version, and get this one by the next wave.
-        transport: "memfd" or "cuda_ipc"; of a rolling update, that of the last wave.
-        prepare_s, transfer_s, attest_s, resume_s: seconds of each phase, over all waves.
-    """
-
-    version: int
-    transport: str
-    engines: Mapping[str, Mapping[str, float]]
-    failed: Mapping[str, str]
-    remaining: Sequence[str]
-    prepare_s: float
-    transfer_s: float
-    attest_s: float
-    resume_s: float
-
-    @classmethod
-    def from_wire(cls, raw: Mapping[str, Any]) -> Self:
-        try:
-            return cls(**{name: raw[name] for name in cls.__slots__})
-        except KeyError as error:
-            raise ProtocolError(f"a sync report lacks {error}") from None
-
-    def joined(self, later: SyncReport) -> SyncReport:
-        """With what the next wave reports."""
-        return SyncReport(
-            version=self.version,
-            transport=later.transport,
-            engines={**self.engines, **later.engines},
-            failed={**self.failed, **later.failed},
-            remaining=later.remaining,
-            prepare_s=self.prepare_s + later.prepare_s,
-            transfer_s=self.transfer_s + later.transfer_s,
-            attest_s=self.attest_s + later.attest_s,
-            resume_s=self.resume_s + later.resume_s,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,13 +127,20 @@ class WeightPublisher:
         return report
 
     def _publish_wave(self, pool: str, version: int, deadline: float) -> SyncReport:
-        manifest = self._wire if self._rank == 0 else None
-        offer = offer_to_wire(self._offer())
-        grant = self._supervisor.sync_begin(
-            pool, version, self._rank, self._world_size, manifest, _remaining_s(deadline), offer
+        supervisor, rank = self._supervisor, self._rank
+        grant = supervisor.sync_begin(
+            SyncBegin(
+                pool=pool,
+                version=version,
+                rank=rank,
+                world_size=self._world_size,
+                manifest=self._wire if rank == 0 else None,
+                offer=self._offer(),
+                deadline=deadline,
+            )
         )
-        sync_id = str(grant["sync_id"])
-        is_exported = grant.get("transport") == "cuda_ipc"
+        sync_id = grant.sync_id
+        is_exported = grant.transport == "cuda_ipc"
         on_read = self._on_read or _nothing
         try:
             hand_over = self._lend if is_exported else self._transfer
@@ -206,42 +148,41 @@ class WeightPublisher:
             if regions is not None:
                 if not is_exported:
                     on_read()
-                arguments = (sync_id, self._rank, regions, _remaining_s(deadline))
-                self._supervisor.sync_filled(*arguments)
+                filled = SyncFilled(sync_id=sync_id, rank=rank, regions=regions, deadline=deadline)
+                supervisor.sync_filled(filled)
                 if is_exported:
                     on_read()
             # Of a sync that was given up, this raises the reason.
-            report = self._supervisor.sync_end(sync_id, self._rank, _remaining_s(deadline))
+            return supervisor.sync_end(SyncEnd(sync_id=sync_id, rank=rank, deadline=deadline))
         except BaseException as error:
             # The first error is the one to see; the lease covers a supervisor out of reach.
+            reason = f"{type(error).__name__}: {error}"
+            until = time.monotonic() + _ABORT_TIMEOUT_S
             with suppress(UmbraError):
-                self._supervisor.sync_abort(
-                    sync_id, self._rank, f"{type(error).__name__}: {error}", _ABORT_TIMEOUT_S
+                supervisor.sync_abort(
+                    SyncAbort(sync_id=sync_id, rank=rank, reason=reason, deadline=until)
                 )
             raise
-        return SyncReport.from_wire(report)
 
     def close(self) -> None:
         """Unmaps the buckets, which `publish` keeps mapped and would map anew. Idempotent."""
         self._mappings.close()
 
-    def _transfer(self, grant: Mapping[str, Any], deadline: float) -> list[list[int | None]] | None:
+    def _transfer(self, grant: SyncGrant, deadline: float) -> list[Region] | None:
         """Fills all buckets; the regions, or None where the sync was given up meanwhile."""
-        bucket_nbytes = int(grant["bucket_nbytes"])
-        plan = self._plan_for(bucket_nbytes)
-        if len(plan) != grant["num_buckets"]:
+        plan = self._plan_for(grant.bucket_nbytes)
+        if len(plan) != grant.num_buckets:
             raise ProtocolError(
                 f"rank {self._rank} cuts its image into {len(plan)} buckets, "
-                f"rank 0's has {grant['num_buckets']}: their tensors differ"
+                f"rank 0's has {grant.num_buckets}: their tensors differ"
             )
         left_s = _remaining_s(deadline)
-        fd_socket = str(grant["fd_socket"])
-        buckets = self._mappings.open(fd_socket, grant["buckets"], bucket_nbytes, left_s)
+        buckets = self._mappings.open(grant.fd_socket, grant.buckets, grant.bucket_nbytes, left_s)
         progress = _open_progress(grant, left_s)
         if progress is None:
             return None
         try:
-            return self._fill_buckets(plan, buckets, progress, bool(grant["attest"]), deadline)
+            return self._fill_buckets(plan, buckets, progress, grant.attest, deadline)
         finally:
             progress.close()
 
@@ -250,13 +191,13 @@ class WeightPublisher:
         return self._export([(e.offset, self._locate(source.tensor)) for e, source in shards])
 
     @torch.no_grad()
-    def _lend(self, grant: Mapping[str, Any], deadline: float) -> list[list[int | None]] | None:
+    def _lend(self, grant: SyncGrant, deadline: float) -> list[Region] | None:
         """Engines read this rank's tensors; the regions, or None where the sync was given up."""
         num_entries = len(self.manifest.entries)
-        if num_entries != grant["num_buckets"]:
+        if num_entries != grant.num_buckets:
             raise ProtocolError(
                 f"rank {self._rank} publishes {num_entries} tensors, "
-                f"rank 0 {grant['num_buckets']}: their tensors differ"
+                f"rank 0 {grant.num_buckets}: their tensors differ"
             )
         progress = _open_progress(grant, _remaining_s(deadline))
         if progress is None:
@@ -265,7 +206,7 @@ class WeightPublisher:
             progress.set_filled(self._rank, num_entries)  # they have been ready since the offer
             reader = _ShardReader(self._sources, self._locate)
             return [
-                [extent.offset, extent.nbytes, reader.checksum(extent) if grant["attest"] else None]
+                (extent.offset, extent.nbytes, reader.checksum(extent) if grant.attest else None)
                 for extent in self._extents
             ]
         finally:
@@ -285,10 +226,10 @@ class WeightPublisher:
         progress: SyncProgress,
         attest: bool,
         deadline: float,
-    ) -> list[list[int | None]] | None:
+    ) -> list[Region] | None:
         reader = _ShardReader(self._sources, self._locate)
         memories = [bucket_bytes(bucket) for bucket in buckets]
-        regions: list[list[int | None]] = []
+        regions: list[Region] = []
         for idx, pieces in enumerate(plan):
             num_needed = idx + 1 - len(memories)  # then the memory of bucket idx is free again
             if not progress.wait_loaded(num_needed, deadline, self._supervisor.check):
@@ -298,7 +239,7 @@ class WeightPublisher:
                 target = memory[piece.bucket_start : piece.bucket_start + piece.nbytes]
                 checksum = reader.read_into(piece, target, attest)
                 offset = self._extents[piece.key].offset + piece.start
-                regions.append([offset, piece.nbytes, checksum])
+                regions.append((offset, piece.nbytes, checksum))
             progress.set_filled(self._rank, idx + 1)
         return regions
 
@@ -346,10 +287,10 @@ class _ShardReader:
         return self._flat
 
 
-def _open_progress(grant: Mapping[str, Any], timeout_s: float) -> SyncProgress | None:
+def _open_progress(grant: SyncGrant, timeout_s: float) -> SyncProgress | None:
     """The control block, or None where it is offered no more: the sync was given up."""
     try:
-        return SyncProgress.receive(str(grant["fd_socket"]), grant["progress"], timeout_s)
+        return SyncProgress.receive(grant.fd_socket, grant.progress, timeout_s)
     except WeightSyncError:
         return None
 

@@ -34,6 +34,14 @@ from umbra.runtime.engine_api.lifecycle import (
 )
 from umbra.runtime.errors import EngineUnhealthy, UmbraError
 from umbra.runtime.rpc.loop_thread import LoopThread
+from umbra.runtime.weights.sync_calls import (
+    SyncAbort,
+    SyncBegin,
+    SyncEnd,
+    SyncFilled,
+    SyncGrant,
+    SyncReport,
+)
 from umbra.runtime.weights.sync_coordinator import SyncCoordinator, SyncSettings
 from umbra.runtime.weights.transports.byte_views import flatten
 from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import CudaOpener, Opener
@@ -179,31 +187,18 @@ class LocalSupervisor:
     def check(self) -> None:
         pass
 
-    def sync_begin(
-        self,
-        pool: str,
-        version: int,
-        rank: int,
-        world_size: int,
-        manifest: dict[str, Any] | None,
-        timeout_s: float,
-        offer: dict[str, Any] | None = None,
-    ) -> Mapping[str, Any]:
-        return self._loop.run(
-            self.coordinator.sync_begin(version, rank, world_size, manifest, timeout_s, offer)
-        )
+    def sync_begin(self, call: SyncBegin) -> SyncGrant:
+        return self._loop.run(self.coordinator.sync_begin(call))
 
-    def sync_filled(
-        self, sync_id: str, rank: int, regions: list[list[int | None]], timeout_s: float
-    ) -> None:
-        self._loop.run(self.coordinator.sync_filled(sync_id, rank, regions))
+    def sync_filled(self, call: SyncFilled) -> None:
+        self._loop.run(self.coordinator.sync_filled(call))
 
-    def sync_end(self, sync_id: str, rank: int, timeout_s: float) -> Mapping[str, Any]:
-        return self._loop.run(self.coordinator.sync_end(sync_id, rank))
+    def sync_end(self, call: SyncEnd) -> SyncReport:
+        return self._loop.run(self.coordinator.sync_end(call))
 
-    def sync_abort(self, sync_id: str, rank: int, reason: str, timeout_s: float) -> None:
+    def sync_abort(self, call: SyncAbort) -> None:
         async def abort() -> None:
-            self.coordinator.sync_abort(sync_id, rank, reason)
+            self.coordinator.sync_abort(call)
 
         self._loop.run(abort())
 

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from umbra.runtime.engine_api.lifecycle import EngineState
 from umbra.runtime.errors import WeightSyncError
+from umbra.runtime.weights.sync_calls import SyncReport
 from umbra.runtime.weights.sync_coordinator import SyncSettings
-from umbra.runtime.weights.weight_publisher import SyncReport, WeightPublisher
+from umbra.runtime.weights.weight_publisher import WeightPublisher
 
 SMALL = SyncSettings(bucket_nbytes=512, attest_every=1, engine_timeout_s=10.0)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -17,9 +17,10 @@ from torch import Tensor
 from umbra.runtime.engine_api.lifecycle import EngineLifecycle, EngineStarted, EngineState
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.pools.pool_spec import PoolSpec
+from umbra.runtime.weights.sync_calls import SyncBegin, SyncEnd, SyncGrant, SyncReport
 from umbra.runtime.weights.sync_coordinator import SyncSettings
 from umbra.runtime.weights.update_waves import able_engines, choose_wave, remaining
-from umbra.runtime.weights.weight_publisher import SyncReport, WeightPublisher
+from umbra.runtime.weights.weight_publisher import WeightPublisher
 
 SOURCES = {"a": torch.randn(1000), "b": torch.randn(7, 5)}
 TWO_WAVES = SyncSettings(
@@ -61,8 +62,8 @@ class Between(LocalSupervisor):
         super().__init__(plain._loop, plain.coordinator)  # pyright: ignore[reportPrivateUsage]
         self._act = act
 
-    def sync_end(self, sync_id: str, rank: int, timeout_s: float) -> Mapping[str, Any]:
-        report = super().sync_end(sync_id, rank, timeout_s)
+    def sync_end(self, call: SyncEnd) -> SyncReport:
+        report = super().sync_end(call)
         self._act()
         return report
 
@@ -214,9 +215,9 @@ def test_every_wave_of_a_version_has_checksums_or_none() -> None:
     attested: list[bool] = []
 
     class Recorder(Between):
-        def sync_begin(self, *args: Any, **kwargs: Any) -> Any:
-            grant = super().sync_begin(*args, **kwargs)
-            attested.append(grant["attest"])
+        def sync_begin(self, call: SyncBegin) -> SyncGrant:
+            grant = super().sync_begin(call)
+            attested.append(grant.attest)
             return grant
 
     with local_pool(engines, replace(TWO_WAVES, attest_every=2)) as plain:

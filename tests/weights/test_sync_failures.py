@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,8 +24,9 @@ from torch import Tensor
 
 from umbra.runtime.engine_api.lifecycle import EngineLifecycle, EngineStarted, EngineState
 from umbra.runtime.errors import DeadlineExceeded, JobFailed, WeightSyncError
+from umbra.runtime.weights.sync_calls import SyncBegin, SyncFilled, SyncGrant, SyncReport
 from umbra.runtime.weights.sync_coordinator import SyncSettings
-from umbra.runtime.weights.weight_publisher import SyncReport, WeightPublisher
+from umbra.runtime.weights.weight_publisher import WeightPublisher
 
 SMALL = SyncSettings(bucket_nbytes=512, attest_every=1, engine_timeout_s=10.0)
 
@@ -55,11 +57,18 @@ class SecondRank:
     def __init__(self, supervisor: LocalSupervisor, version: int) -> None:
         self.supervisor = supervisor
         self.version = version
-        self.grant: dict[str, Any] | None = None
 
     def join(self) -> None:
-        arguments = ("pool", self.version, 1, 2, None, 20.0)
-        self.grant = dict(self.supervisor.sync_begin(*arguments))
+        call = SyncBegin(
+            pool="pool",
+            version=self.version,
+            rank=1,
+            world_size=2,
+            manifest=None,
+            offer="it has no GPU",
+            deadline=time.monotonic() + 20.0,
+        )
+        self.supervisor.sync_begin(call)
 
     def die(self) -> None:
         async def lose() -> None:
@@ -159,8 +168,8 @@ def test_an_engine_that_fails_in_one_life_after_the_other_leaves_one_note(
 @pytest.mark.slow
 def test_a_slow_rank_is_not_the_fault_of_an_engine(sources: dict[str, Tensor]) -> None:
     class Slow(LocalSupervisor):
-        def sync_begin(self, *args: Any, **kwargs: Any) -> Any:
-            grant = super().sync_begin(*args, **kwargs)
+        def sync_begin(self, call: SyncBegin) -> SyncGrant:
+            grant = super().sync_begin(call)
             time.sleep(1.0)
             return grant
 
@@ -220,9 +229,9 @@ def test_a_rank_that_waits_hears_that_the_job_is_lost(sources: dict[str, Tensor]
 
 def test_a_rank_cannot_say_twice_that_it_is_done(sources: dict[str, Tensor]) -> None:
     class Twice(LocalSupervisor):
-        def sync_filled(self, *args: Any, **kwargs: Any) -> None:
-            super().sync_filled(*args, **kwargs)
-            super().sync_filled(*args, **kwargs)
+        def sync_filled(self, call: SyncFilled) -> None:
+            super().sync_filled(call)
+            super().sync_filled(call)
 
     engine = ThreadEngine("engine", empty_like(sources))
     engine.hang_at = "finish_update"
@@ -237,9 +246,8 @@ def test_a_deadline_of_the_rank_alone_ends_its_wait(sources: dict[str, Tensor]) 
     class Unbounded(LocalSupervisor):
         """Asks for a lease that outlives the rank's own patience."""
 
-        def sync_begin(self, *args: Any, **kwargs: Any) -> Any:
-            *first, _, offer = args
-            return super().sync_begin(*first, timeout_s=60.0, offer=offer)
+        def sync_begin(self, call: SyncBegin) -> SyncGrant:
+            return super().sync_begin(replace(call, deadline=time.monotonic() + 60.0))
 
     engine = ThreadEngine("engine", empty_like(sources))
     engine.hang_at = "load"

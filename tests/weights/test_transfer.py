@@ -27,8 +27,9 @@ from torch import Tensor
 from umbra.runtime.engine_api.lifecycle import EngineState
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.weights.manifest import ITEMSIZES
+from umbra.runtime.weights.sync_calls import SyncBegin, SyncGrant, SyncReport
 from umbra.runtime.weights.sync_coordinator import SyncSettings
-from umbra.runtime.weights.weight_publisher import SyncReport, WeightPublisher
+from umbra.runtime.weights.weight_publisher import WeightPublisher
 
 SMALL = SyncSettings(bucket_nbytes=512, attest_every=1, engine_timeout_s=10.0)
 strides = st.sampled_from(["contiguous", "transposed", "every second", "expanded"])
@@ -218,9 +219,9 @@ def test_checksums_come_first_then_every_kth_time_and_for_new_engines() -> None:
     attested: list[bool] = []
 
     class Recorder(LocalSupervisor):
-        def sync_begin(self, *args: Any, **kwargs: Any) -> Any:
-            grant = super().sync_begin(*args, **kwargs)
-            attested.append(grant["attest"])
+        def sync_begin(self, call: SyncBegin) -> SyncGrant:
+            grant = super().sync_begin(call)
+            attested.append(grant.attest)
             return grant
 
     every_third = SyncSettings(bucket_nbytes=512, attest_every=3)
