@@ -43,6 +43,9 @@ _SETTLE_TIMEOUT_S: Final = 10.0
 # For each call after the decision (commit, resume, revert), whatever is left of the lease: too
 # short kills engines that were only slow, too long holds back the next sync. Also how much longer
 # than the lease a load may take to hear that the sync is given up.
+_ENGINE_SHARE: Final = 0.75
+# The part of what is left of the sync's time that an engine has for a request, or for a load that
+# stands still. More leaves too little for the others when it fails; less replaces slow engines.
 _WATCH_INTERVAL_S: Final = 0.1
 _LEAST_PATIENCE_S: Final = 3 * _WATCH_INTERVAL_S
 
@@ -125,7 +128,7 @@ class EngineSync:
 
     Args:
         number: the engine's in the control block.
-        engine_timeout_s: longest that a request may take, and that a load may stand still.
+        lease: the time that the ranks have set for the sync; it limits what the engine may take.
     """
 
     def __init__(
@@ -138,7 +141,6 @@ class EngineSync:
         lease: Lease,
         feed: Callable[[Event], None],
         pause_mode: str,
-        engine_timeout_s: float,
     ) -> None:
         self.number = number
         self.load_s = 0.0
@@ -151,7 +153,6 @@ class EngineSync:
         self._lease = lease
         self._feed = feed
         self._pause_mode = pause_mode
-        self._engine_timeout_s = engine_timeout_s
         self._requests: asyncio.Queue[Action] = asyncio.Queue()
 
     def request(self, action: Action) -> None:
@@ -180,7 +181,10 @@ class EngineSync:
             async with asyncio.timeout(timeout_s) as patience:
                 event = await self._perform(request, timeout_s, patience)
         except TimeoutError:
-            reason = f"no answer or no progress within {timeout_s:.3g} s"
+            reason = (
+                f"no answer or no progress within {timeout_s:.3g} s; longer updates need a longer "
+                "time for the sync (pool.sync_timeout_s)"
+            )
         except UmbraError as error:
             if isinstance(request, Load) and self._image.progress.is_aborted:
                 return  # it was told to stop; the revert that follows finds out how it is
@@ -283,10 +287,10 @@ class EngineSync:
             )
 
     def _timeout_s(self) -> float:
-        """How long an engine may take: never so long that its failure would take the rest along."""
+        """How long an engine may take: never so long that the others would fail with it."""
         if self._transaction.phase >= Phase.COMMITTING:
             return _SETTLE_TIMEOUT_S
-        return min(self._engine_timeout_s, self._lease.left_s / 2)
+        return self._lease.left_s * _ENGINE_SHARE
 
 
 def _read_attestation(engine: str, found: object) -> EngineAttested:

@@ -60,8 +60,6 @@ class SyncSettings:
             spend the time in waking each other.
         attest_every: checksums of the first version and of every so-manieth after it, and whenever
             an engine takes part for the first time. Counts and bytes are checked always.
-        engine_timeout_s: longest a single request to an engine may take, or its load stand still,
-            before it is replaced; never more than half of what is left of the sync's time.
         pause_mode: what happens to running generation: abort, keep or drain.
         require_engine: a sync that reaches no engine fails. If False it commits the version, with
             a warning, for engines to catch up with.
@@ -72,7 +70,6 @@ class SyncSettings:
 
     bucket_nbytes: int = 2 << 20
     attest_every: int = 16
-    engine_timeout_s: float = 60.0
     pause_mode: str = "abort"
     require_engine: bool = True
     update_waves: int = 1
@@ -122,10 +119,6 @@ class SyncCoordinator:
     @property
     def pause_mode(self) -> str:
         return self._settings.pause_mode
-
-    @property
-    def engine_timeout_s(self) -> float:
-        return self._settings.engine_timeout_s
 
     @property
     def is_syncing(self) -> bool:

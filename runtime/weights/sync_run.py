@@ -53,8 +53,6 @@ class SyncHost(Protocol):
 
     @property
     def pause_mode(self) -> str: ...
-    @property
-    def engine_timeout_s(self) -> float: ...
     async def choose_transport(self, offers: Sequence[Offer], timeout_s: float) -> Transport: ...
     def open_image(
         self, version: int, manifest: Manifest, offers: Sequence[Offer], transport: Transport
@@ -221,7 +219,6 @@ class SyncRun:
                 lease=self._lease,
                 feed=self.feed,
                 pause_mode=self._host.pause_mode,
-                engine_timeout_s=self._host.engine_timeout_s,
             )
             self._tasks.create_task(worker.run(), name=f"sync:{engine.name}")
         reads_exports = transport == Transport.CUDA_IPC

@@ -52,8 +52,8 @@ from umbra.runtime.weights.weight_receiver import WeightReceiver
 class ThreadEngine:
     """An engine that only has weights. Loads in a thread, as real engines do.
 
-    Faults are set by tests: `fail_at` and `hang_at` name a request. `log` holds the requests in
-    order.
+    Faults are set by tests: `fail_at` and `hang_at` name a request, `load_takes_s` is how long a
+    load stands still. `log` holds the requests in order, `limits_s` the time given to each.
     """
 
     def __init__(
@@ -68,7 +68,9 @@ class ThreadEngine:
         self.lifecycle = EngineLifecycle().apply(EngineStarted())
         self._receiver = WeightReceiver({})
         self.destinations = tensors
+        self.load_takes_s = 0.0
         self.log: list[str] = []
+        self.limits_s: dict[str, float] = {}
         self.probed: list[list[list[Any]]] = []
         self.fail_at: str | None = None
         self.hang_at: str | None = None
@@ -118,6 +120,7 @@ class ThreadEngine:
     async def begin_update(
         self, version: int, manifest: dict[str, Any], buckets: dict[str, Any], timeout_s: float
     ) -> None:
+        self.limits_s["begin_update"] = timeout_s
         await self._request("begin_update")
         await asyncio.to_thread(self._receiver.begin, manifest, buckets)
 
@@ -126,6 +129,7 @@ class ThreadEngine:
 
     async def load(self, timeout_s: float) -> dict[str, Any]:
         await self._request("load")
+        await asyncio.sleep(self.load_takes_s)
         nbytes = await asyncio.to_thread(self._receiver.load)
         if self.corrupts_after_load:
             first = next(t for t in self.destinations.values() if t.numel())
@@ -135,6 +139,7 @@ class ThreadEngine:
     async def finish_update(
         self, regions: list[list[int | None]], timeout_s: float
     ) -> dict[str, Any]:
+        self.limits_s["finish_update"] = timeout_s
         await self._request("finish_update")
         return await asyncio.to_thread(self._receiver.finish, regions)
 

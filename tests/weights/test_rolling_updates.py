@@ -23,9 +23,7 @@ from umbra.runtime.weights.update_waves import able_engines, choose_wave, remain
 from umbra.runtime.weights.weight_publisher import WeightPublisher
 
 SOURCES = {"a": torch.randn(1000), "b": torch.randn(7, 5)}
-TWO_WAVES = SyncSettings(
-    bucket_nbytes=512, engine_timeout_s=10.0, require_engine=False, update_waves=2
-)
+TWO_WAVES = SyncSettings(bucket_nbytes=512, require_engine=False, update_waves=2)
 
 
 class Seeing(ThreadEngine):

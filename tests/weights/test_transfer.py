@@ -31,7 +31,7 @@ from umbra.runtime.weights.sync_calls import SyncBegin, SyncGrant, SyncReport
 from umbra.runtime.weights.sync_coordinator import SyncSettings
 from umbra.runtime.weights.weight_publisher import WeightPublisher
 
-SMALL = SyncSettings(bucket_nbytes=512, attest_every=1, engine_timeout_s=10.0)
+SMALL = SyncSettings(bucket_nbytes=512, attest_every=1)
 strides = st.sampled_from(["contiguous", "transposed", "every second", "expanded"])
 drawn_tensors = st.lists(
     st.tuples(
