@@ -147,7 +147,7 @@ class TrainingLoop:
             "sync/version": float(version),
             "sync/prepare_s": report.prepare_s,
             "sync/transfer_s": report.transfer_s,
-            "sync/attest_s": report.attest_s,
+            "sync/verify_s": report.verify_s,
             "sync/resume_s": report.resume_s,
             "sync/failed_engines": float(len(report.failed)),
             "time/sync_s": time.perf_counter() - started,

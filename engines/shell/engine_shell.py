@@ -73,6 +73,7 @@ class AdapterEngine:
         self._num_updates = 0  # committed
         self._older_version = 0  # held before the update in progress, or the last one
         self._is_loaded = False  # the weights of the update in progress are in the core
+        self._is_verified = False
         self._image = WeightImage()
         self._import: WeightImport | None = None  # an update that takes no image
         self._image_thread = ThreadPoolExecutor(1, thread_name_prefix="weight-image")
@@ -318,7 +319,7 @@ class AdapterEngine:
         await self._changes.make(lambda: self._begin_update(manifest, buckets))
 
     async def _begin_update(self, manifest: Mapping[str, Any], buckets: Mapping[str, Any]) -> None:
-        self._is_loaded = False
+        self._is_loaded = self._is_verified = False
         if not self._core.is_paused:
             await self._pause_core(keep=True)
         if buckets.get("transport") == "cuda_ipc":
@@ -329,16 +330,20 @@ class AdapterEngine:
         await self._in_image_thread(lambda: self._image.begin(manifest, buckets))
 
     async def load(self) -> dict[str, int]:
-        """Without an image the model itself is loaded: nothing is kept to load it from later."""
+        """When it returns, the model has the weights."""
         self._gate.touch()
         update = self._import
         if update is None:
-            return {"nbytes": await self._in_image_thread(self._image.load)}
-        read = await self._changes.make(lambda: self._core.load_weights(update.description))
-        return {"nbytes": update.note(read)}
+            nbytes = await self._in_image_thread(self._image.load)
+            await self._changes.make(lambda: self._core.load_weights(self._image.describe()))
+        else:
+            read = await self._changes.make(lambda: self._core.load_weights(update.description))
+            nbytes = update.note(read)
+        self._is_loaded = True
+        return {"nbytes": nbytes}
 
     async def finish_update(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
-        """Attests what came; where it is right, it goes to the model."""
+        """Verifies what the model was loaded with."""
         return await self._changes.make(lambda: self._finish_update(regions))
 
     async def _finish_update(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
@@ -346,16 +351,14 @@ class AdapterEngine:
             report = self._import.finish(regions)
         else:
             report = await self._in_image_thread(lambda: self._image.finish(regions))
-            if not report["mismatches"]:
-                await self._core.load_weights(self._image.describe())
-        self._is_loaded = not report["mismatches"]
+        self._is_verified = self._is_loaded and not report["mismatches"]
         return report
 
     async def commit_update(self) -> None:
         if self._import is None:
             self._image.check_open()
-        if not self._is_loaded:
-            raise EngineError("the update has not been attested; finish_update comes first")
+        if not self._is_verified:
+            raise EngineError("the update has not been verified: load and finish_update come first")
         self._gate.commit_update()
         self._num_updates += 1
         self._import = None

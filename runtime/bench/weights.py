@@ -2,9 +2,9 @@
 
 What is counted: `first_s` and `later_s` are the wall time of `WeightPublisher.publish` in a rank
 process with one thread: all calls to the supervisor, preparing the engine, filling the memfd
-buckets, loading them into the parameters of an engine process, attestation, commit. The first sync
+buckets, loading them into the parameters of an engine process, verification, commit. The first sync
 makes, clears and maps the buckets and compares checksums of every byte; later ones (every 16th
-excepted) compare counts and bytes. `attested_gb_per_s` is for a sync that compares checksums. The
+excepted) compare counts and bytes. `verified_gb_per_s` is for a sync that compares checksums. The
 plain copy is `Tensor.copy_` of each tensor within the rank process, one thread, memory present.
 Not counted: starting processes, and the page faults of the engine's parameters, which an engine
 takes when it allocates them (`populate`), as the plain copy's destination has had them.
@@ -60,7 +60,7 @@ def run(rounds: int, total_nbytes: int) -> dict[str, Any]:
     gigabytes = median["nbytes"] / 1e9
     umbra = {
         "gb_per_s": round(gigabytes / median["later_s"], 3),
-        "attested_gb_per_s": round(gigabytes / median["attested_s"], 3),
+        "verified_gb_per_s": round(gigabytes / median["verified_s"], 3),
         "first_s": round(median["first_s"], 4),
         "later_s": round(median["later_s"], 4),
     }
@@ -76,15 +76,15 @@ def run(rounds: int, total_nbytes: int) -> dict[str, Any]:
 def run_on_gpu(rounds: int) -> dict[str, Any]:
     """Host memory against CUDA IPC for the tensors of a Qwen3-0.6B, float32 to bfloat16, one GPU.
 
-    Each number is the median over the rounds of a rank's `publish`, in seconds; `..._attested_s`
+    Each number is the median over the rounds of a rank's `publish`, in seconds; `..._verified_s`
     with checksums. In a round, one sync by each transport alternates with the other. The plain copy
     is the same cast within the rank.
     """
     pools = {
-        f"{transport}{suffix}": SyncSettings(transport=transport, attest_every=every)
+        f"{transport}{suffix}": SyncSettings(transport=transport, verify_every=every)
         for transport in TRANSPORT_SETTINGS
         if transport != "auto"
-        for suffix, every in {"": 1 << 30, "_attested": 1}.items()
+        for suffix, every in {"": 1 << 30, "_verified": 1}.items()
     }
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         rows = [runner.run(_round(0, pools, "gpu_")) for _ in range(rounds)]
@@ -98,7 +98,7 @@ def run_on_gpu(rounds: int) -> dict[str, Any]:
 async def _round(
     total_nbytes: int, pools: Mapping[str, SyncSettings] | None = None, prefix: str = ""
 ) -> dict[str, float]:
-    pools = pools or {"plain": SyncSettings(), "attested": SyncSettings(attest_every=1)}
+    pools = pools or {"plain": SyncSettings(), "verified": SyncSettings(verify_every=1)}
     with tempfile.TemporaryDirectory(prefix="umbra-bench-") as name:
         folder = Path(name)
         async with (

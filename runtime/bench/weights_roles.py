@@ -178,12 +178,12 @@ def run_rank(folder: Path, total_nbytes: int) -> dict[str, Any]:
                 copies[name].copy_(tensor)
             copy_s.append(time.perf_counter() - begun_at)
             later_s.append(sync("plain"))
-        attested_s = min(sync("attested") for _ in range(2))
+        verified_s = min(sync("verified") for _ in range(2))
     return {
         "nbytes": publisher.manifest.payload_nbytes,
         "first_s": first_s,
         "later_s": statistics.median(later_s),
-        "attested_s": attested_s,
+        "verified_s": verified_s,
         "copy_s": statistics.median(copy_s),
     }
 
@@ -192,7 +192,7 @@ def run_gpu_rank(folder: Path) -> dict[str, Any]:
     """One round on a GPU: each pool has a first sync that does not count, then all in turn."""
     tensors = qwen3_tensors(torch.float32)
     copies = {name: t.to(torch.bfloat16) for name, t in tensors.items()}
-    pools = [f"{name}{suffix}" for suffix in ("", "_attested") for name in ("memfd", "cuda_ipc")]
+    pools = [f"{name}{suffix}" for suffix in ("", "_verified") for name in ("memfd", "cuda_ipc")]
     seconds: dict[str, list[float]] = {name: [] for name in [*pools, "plain_copy"]}
     versions = itertools.count(1)
     with _supervisor(folder) as supervisor:

@@ -18,21 +18,21 @@ from umbra.runtime.engine_api.lifecycle import EngineLifecycle, EngineState, Tag
 from umbra.runtime.errors import ProtocolError, UmbraError, WeightSyncError
 from umbra.runtime.weights.sync_events import (
     Action,
-    Attest,
     Close,
     Commit,
-    EngineAttested,
     EngineCommitted,
     EngineFailed,
     EngineLoaded,
     EnginePrepared,
     EngineResumed,
     EngineReverted,
+    EngineVerified,
     Event,
     Load,
     Prepare,
     ResumeEngine,
     Revert,
+    Verify,
 )
 from umbra.runtime.weights.sync_transaction import Phase, SyncTransaction
 from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncProgress
@@ -54,8 +54,9 @@ class SyncEngine(Protocol):
     """An engine as the supervisor sees it. Calls raise `UmbraError` where they fail.
 
     `begin_update` leaves the weights as they are; `touch` is told, before `load`, that they are
-    about to be those of no version (lifecycle BeginUpdate). `load` returns when every bucket is
-    loaded, and fails soon after the sync's control block says that the sync is given up.
+    about to be those of no version (lifecycle BeginUpdate). `load` returns when the model has
+    the weights, and fails soon after the sync's control block says that the sync is given up.
+    `finish_update` verifies what was loaded, and changes nothing.
     `abort_update` ends the update; the lifecycle loses the version only if it was touched.
     `probe_import` says why allocations (`rank_exports`) cannot be opened, or "".
     """
@@ -91,7 +92,7 @@ class OpenedImage:
     Attributes:
         buckets: for engines: transport, fd_socket, names, bucket_nbytes, progress (name, num_ranks,
             num_engines); engines are numbered as they stand in `engines`. Where the transport is
-            cuda_ipc no names, but attest, and exports: those of each rank.
+            cuda_ipc no names, but has_checksums, and exports: those of each rank.
         progress: the control block, mapped; the host closes it after the run.
         num_buckets: with cuda_ipc the number of tensors, which are loaded one by one.
     """
@@ -100,7 +101,7 @@ class OpenedImage:
     buckets: dict[str, Any]
     progress: SyncProgress
     num_buckets: int
-    attest: bool
+    has_checksums: bool
 
 
 class Lease:
@@ -205,10 +206,10 @@ class EngineSync:
                 return EnginePrepared(engine.name)
             case Load():
                 return await self._load(patience)
-            case Attest():
+            case Verify():
                 regions: list[list[int | None]] = [list(r) for r in self._transaction.regions]
                 found = await engine.finish_update(regions, timeout_s)
-                return _read_attestation(engine.name, found)
+                return _read_verification(engine.name, found)
             case Commit():
                 await engine.commit_update(self._transaction.version, timeout_s)
                 return EngineCommitted(engine.name)
@@ -293,12 +294,12 @@ class EngineSync:
         return self._lease.left_s * _ENGINE_SHARE
 
 
-def _read_attestation(engine: str, found: object) -> EngineAttested:
+def _read_verification(engine: str, found: object) -> EngineVerified:
     mismatches = _fields(found).get("mismatches")
     if not isinstance(mismatches, list):
-        raise ProtocolError(f"engine {engine} attested without a list of mismatches")
+        raise ProtocolError(f"engine {engine} verified without a list of mismatches")
     texts = cast("list[Any]", mismatches)
-    return EngineAttested(
+    return EngineVerified(
         engine=engine,
         count=_integer(found, "count"),
         nbytes=_integer(found, "nbytes"),

@@ -175,7 +175,7 @@ class SyncGrant:
         buckets: names of their memory at `fd_socket`; none with cuda_ipc.
         progress: name and sizes of the control block, see `SyncProgress.receive`.
         num_buckets: with cuda_ipc the number of tensors.
-        attest: the ranks take checksums.
+        has_checksums: the ranks take them.
     """
 
     sync_id: str
@@ -185,7 +185,7 @@ class SyncGrant:
     bucket_nbytes: int
     progress: Mapping[str, Any]
     num_buckets: int
-    attest: bool
+    has_checksums: bool
 
     def to_wire(self) -> dict[str, Any]:
         return _plain(self)
@@ -204,7 +204,7 @@ class SyncReport:
         failed: name -> why this engine did not get the version; it is being replaced.
         remaining: engines that serve an older version, and get this one by the next wave.
         transport: "memfd" or "cuda_ipc"; of a rolling update, that of the last wave.
-        prepare_s, transfer_s, attest_s, resume_s: seconds of each phase, over all waves.
+        prepare_s, transfer_s, verify_s, resume_s: seconds of each phase, over all waves.
     """
 
     version: int
@@ -214,7 +214,7 @@ class SyncReport:
     remaining: Sequence[str]
     prepare_s: float
     transfer_s: float
-    attest_s: float
+    verify_s: float
     resume_s: float
 
     def to_wire(self) -> dict[str, Any]:
@@ -234,7 +234,7 @@ class SyncReport:
             remaining=later.remaining,
             prepare_s=self.prepare_s + later.prepare_s,
             transfer_s=self.transfer_s + later.transfer_s,
-            attest_s=self.attest_s + later.attest_s,
+            verify_s=self.verify_s + later.verify_s,
             resume_s=self.resume_s + later.resume_s,
         )
 

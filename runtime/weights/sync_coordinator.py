@@ -58,8 +58,8 @@ class SyncSettings:
         bucket_nbytes: size of each of the NUM_BUFFERS buffers. All together should stay in the
             last-level cache, so that only the tensors themselves go through memory; smaller ones
             spend the time in waking each other.
-        attest_every: checksums of the first version and of every so-manieth after it, and whenever
-            an engine takes part for the first time. Counts and bytes are checked always.
+        verify_every: checksums of the first version and of every so-manieth after it, and whenever
+            an engine takes part for the first time. Counts and bytes are verified always.
         pause_mode: what happens to running generation: abort, keep or drain.
         require_engine: a sync that reaches no engine fails. If False it commits the version, with
             a warning, for engines to catch up with.
@@ -69,7 +69,7 @@ class SyncSettings:
     """
 
     bucket_nbytes: int = 2 << 20
-    attest_every: int = 16
+    verify_every: int = 16
     pause_mode: str = "abort"
     require_engine: bool = True
     update_waves: int = 1
@@ -110,7 +110,7 @@ class SyncCoordinator:
         self._num_versions = 0  # committed
         self._num_waves = 0  # committed syncs of `version`
         self._layout: tuple[object, Manifest] | None = None  # the last, on the wire and read
-        self._attested: dict[str, int] = {}  # by engine: the last life that was
+        self._verified: dict[str, int] = {}  # by engine: the last life whose checksums were
         self._discarded: dict[str, int] = {}  # the same: killed, and perhaps not reaped yet
         self._current: SyncRun | None = None
         self._ended: collections.OrderedDict[str, SyncRun] = collections.OrderedDict()
@@ -181,7 +181,7 @@ class SyncCoordinator:
             bucket_nbytes=buckets["bucket_nbytes"],
             progress=buckets["progress"],
             num_buckets=run.opened.num_buckets,
-            attest=run.opened.attest,
+            has_checksums=run.opened.has_checksums,
         )
 
     async def sync_filled(self, call: SyncFilled) -> None:
@@ -230,7 +230,7 @@ class SyncCoordinator:
         names = self._memory.names()
         bucket_nbytes = min(self._memory.bucket_nbytes, max(align(manifest.nbytes), ALIGNMENT))
         name, progress = self._memory.open_progress(len(offers), len(chosen))
-        attest = self._is_attested_next(version, chosen)
+        has_checksums = self._needs_checksums(version, chosen)
         buckets: dict[str, Any] = {
             "transport": str(transport),
             "fd_socket": self._fd_socket,
@@ -241,22 +241,22 @@ class SyncCoordinator:
         num_buckets = BucketGrid(manifest.nbytes, bucket_nbytes).num_buckets
         if transport == Transport.CUDA_IPC:
             exports = [offer.to_wire() for offer in offers if isinstance(offer, RankExports)]
-            buckets |= {"names": [], "exports": exports, "attest": attest}
+            buckets |= {"names": [], "exports": exports, "has_checksums": has_checksums}
             num_buckets = len(manifest.entries)
         return OpenedImage(
             engines=chosen,
             buckets=buckets,
             progress=progress,
             num_buckets=num_buckets,
-            attest=attest,
+            has_checksums=has_checksums,
         )
 
     def commit_version(self, version: int, run: SyncRun) -> None:
         """The engines hold `version` for certain; from here on the sync cannot be undone."""
         assert run.opened is not None
         engines = run.transaction.live_engines
-        if run.opened.attest:
-            self._attested |= {
+        if run.opened.has_checksums:
+            self._verified |= {
                 e.name: e.incarnation for e in run.opened.engines if e.name in engines
             }
         is_first = version != self.version
@@ -295,10 +295,10 @@ class SyncCoordinator:
             num_waves_left -= self._num_waves
         return choose_wave(chosen, num_waves_left)
 
-    def _is_attested_next(self, version: int, engines: Sequence[SyncEngine]) -> bool:
+    def _needs_checksums(self, version: int, engines: Sequence[SyncEngine]) -> bool:
         num_versions = self._num_versions - (version == self.version)
-        is_due = num_versions % self._settings.attest_every == 0
-        return is_due or any(self._attested.get(e.name) != e.incarnation for e in engines)
+        is_due = num_versions % self._settings.verify_every == 0
+        return is_due or any(self._verified.get(e.name) != e.incarnation for e in engines)
 
     def _able_engines(self) -> list[SyncEngine]:
         able = able_engines(self._engines())

@@ -65,7 +65,7 @@ class EngineLoaded:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineAttested:
+class EngineVerified:
     """What it found in its own parameters."""
 
     engine: str
@@ -119,7 +119,7 @@ Event = (
     | RankReleased
     | EnginePrepared
     | EngineLoaded
-    | EngineAttested
+    | EngineVerified
     | EngineCommitted
     | EngineResumed
     | EngineReverted
@@ -162,7 +162,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Attest:
+class Verify:
     engine: str
 
 
@@ -223,7 +223,7 @@ Action = (
     | GrantBegin
     | GrantFilled
     | Load
-    | Attest
+    | Verify
     | CommitVersion
     | Commit
     | ResumeEngine

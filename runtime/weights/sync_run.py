@@ -20,7 +20,6 @@ from umbra.runtime.weights.sync_calls import SyncReport
 from umbra.runtime.weights.sync_events import (
     Aborted,
     Action,
-    Attest,
     Close,
     Commit,
     CommitVersion,
@@ -40,6 +39,7 @@ from umbra.runtime.weights.sync_events import (
     Report,
     ResumeEngine,
     Revert,
+    Verify,
 )
 from umbra.runtime.weights.sync_transaction import Phase, SyncTransaction
 from umbra.runtime.weights.transport_choice import Transport
@@ -175,7 +175,7 @@ class SyncRun:
                 self._opening = self._tasks.create_task(
                     self._open(action), name=f"open:{self.sync_id}"
                 )
-            case Prepare() | Load() | Attest() | Commit() | ResumeEngine() | Revert():
+            case Prepare() | Load() | Verify() | Commit() | ResumeEngine() | Revert():
                 self._workers[action.engine].request(action)
             case GrantBegin():
                 self._grant("begin")
@@ -244,8 +244,8 @@ class SyncRun:
             failed=dict(self.transaction.failed),
             remaining=self._host.remaining(self.version),
             prepare_s=prepared_at - entered[Phase.OPENING],
-            transfer_s=entered[Phase.ATTESTING] - prepared_at,
-            attest_s=entered[Phase.COMMITTING] - entered[Phase.ATTESTING],
+            transfer_s=entered[Phase.VERIFYING] - prepared_at,
+            verify_s=entered[Phase.COMMITTING] - entered[Phase.VERIFYING],
             resume_s=entered[Phase.CLOSED] - entered[Phase.COMMITTING],
         )
 

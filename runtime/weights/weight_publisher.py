@@ -182,7 +182,7 @@ class WeightPublisher:
         if progress is None:
             return None
         try:
-            return self._fill_buckets(plan, buckets, progress, grant.attest, deadline)
+            return self._fill_buckets(plan, buckets, progress, grant.has_checksums, deadline)
         finally:
             progress.close()
 
@@ -206,7 +206,11 @@ class WeightPublisher:
             progress.set_filled(self._rank, num_entries)  # they have been ready since the offer
             reader = _ShardReader(self._sources, self._locate)
             return [
-                (extent.offset, extent.nbytes, reader.checksum(extent) if grant.attest else None)
+                (
+                    extent.offset,
+                    extent.nbytes,
+                    reader.checksum(extent) if grant.has_checksums else None,
+                )
                 for extent in self._extents
             ]
         finally:
@@ -224,7 +228,7 @@ class WeightPublisher:
         plan: list[list[BucketPiece]],
         buckets: list[MappedBucket],
         progress: SyncProgress,
-        attest: bool,
+        has_checksums: bool,
         deadline: float,
     ) -> list[Region] | None:
         reader = _ShardReader(self._sources, self._locate)
@@ -237,7 +241,7 @@ class WeightPublisher:
             memory = memories[idx % len(memories)]
             for piece in pieces:
                 target = memory[piece.bucket_start : piece.bucket_start + piece.nbytes]
-                checksum = reader.read_into(piece, target, attest)
+                checksum = reader.read_into(piece, target, has_checksums)
                 offset = self._extents[piece.key].offset + piece.start
                 regions.append((offset, piece.nbytes, checksum))
             progress.set_filled(self._rank, idx + 1)
@@ -253,17 +257,17 @@ class _ShardReader:
         self._key = -1
         self._flat = torch.empty(0)
 
-    def read_into(self, piece: BucketPiece, target: Tensor, attest: bool) -> int | None:
+    def read_into(self, piece: BucketPiece, target: Tensor, has_checksums: bool) -> int | None:
         """Writes the piece to `target`: uint8 [piece.nbytes].
 
         Returns the checksum of the bytes as they are in the source, never of `target`: whatever
-        goes wrong in between shall show. None unless `attest`.
+        goes wrong in between shall show. None unless `has_checksums`.
         """
         dtype = self._sources[piece.key].wire_dtype
         flat = self._flat_shard(piece.key)
         start = piece.start // dtype.itemsize
         values = flat[start : start + piece.nbytes // dtype.itemsize]  # [piece elements]
-        if not attest:
+        if not has_checksums:
             target.view(dtype).copy_(values)
             return None
         data = values.to(dtype).view(torch.uint8)  # [piece.nbytes]

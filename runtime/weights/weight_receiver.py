@@ -83,6 +83,8 @@ class WeightReceiver:
     def load(self) -> int:
         """Copies all buckets into the parameters as ranks fill them; the bytes copied. Once.
 
+        When it returns, the parameters have their values.
+
         Raises:
             WeightSyncError: the sync was given up; the parameters are half written.
         """
@@ -95,7 +97,7 @@ class WeightReceiver:
             update.end_of_sync.stop()
 
     def finish(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
-        """Checks every region [image offset, nbytes, checksum or None] in the parameters.
+        """Verifies every region [image offset, nbytes, checksum or None] in the parameters.
 
         Returns {"count": regions, "nbytes": their bytes, "mismatches": [text, ...]}; the text names
         tensor, byte range and both checksums.
@@ -152,11 +154,12 @@ class _Update:
         with torch.no_grad():
             for idx in self.end_of_sync.buckets(self._destinations.num_buckets):
                 nbytes += self._destinations.write(idx, memories[idx % len(memories)])
+            self._destinations.settle()
         return nbytes
 
     def finish(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
         self.end_of_sync.check_all_loaded(self._destinations.num_buckets)
-        return _attest(self._destinations, regions)
+        return _verify(self._destinations, regions)
 
     def close(self) -> None:
         self._destinations.drop_staging()
@@ -183,11 +186,12 @@ class _Import:
                     nbytes += self._destinations.write_values(idx, start, values)
         finally:
             self._image.close()
+        self._destinations.settle()
         return nbytes
 
     def finish(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
         self.end_of_sync.check_all_loaded(self._num_entries)
-        return _attest(self._destinations, regions)
+        return _verify(self._destinations, regions)
 
     def close(self) -> None:
         self._image.close()
@@ -195,7 +199,6 @@ class _Import:
         self.end_of_sync.close()
 
 
-def _attest(destinations: Destinations, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
-    destinations.settle()
+def _verify(destinations: Destinations, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
     nbytes, mismatches = destinations.verify(regions)
     return {"count": len(regions), "nbytes": nbytes, "mismatches": mismatches}

@@ -153,7 +153,7 @@ async def pool_of(
 ) -> AsyncGenerator[SyncCoordinator]:
     """A coordinator that runs while the block does, with checksums every time."""
     path = str(folder / "fds")
-    given: dict[str, Any] = {"attest_every": 1}
+    given: dict[str, Any] = {"verify_every": 1}
     async with serve_fds(path) as server, asyncio.TaskGroup() as tasks:
         coordinator = SyncCoordinator(
             "pool", lambda: [engine], server, path, SyncSettings(**(given | settings))

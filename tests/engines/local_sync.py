@@ -38,7 +38,7 @@ class LocalSync:
     """The supervisor's sync calls of one rank, driving one engine; blocks in the caller's thread.
 
     Args:
-        tamper: called with the regions before they are attested.
+        tamper: called with the regions before they are verified.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class LocalSync:
             },
         }
         self._loading: Future[dict[str, int]]
-        self.attested: dict[str, Any] = {}
+        self.verified: dict[str, Any] = {}
 
     def check(self) -> None:
         pass
@@ -87,7 +87,7 @@ class LocalSync:
             bucket_nbytes=bucket_nbytes,
             progress=self._buckets["progress"],
             num_buckets=BucketGrid(nbytes, bucket_nbytes).num_buckets,
-            attest=True,
+            has_checksums=True,
         )
 
     def sync_filled(self, call: SyncFilled) -> None:
@@ -96,8 +96,8 @@ class LocalSync:
 
     def sync_end(self, call: SyncEnd) -> SyncReport:
         self._tamper(self._regions)
-        self.attested = self._call(self._engine.finish_update(self._regions))
-        if self.attested["mismatches"]:
+        self.verified = self._call(self._engine.finish_update(self._regions))
+        if self.verified["mismatches"]:
             self._call(self._engine.abort_update())
         else:
             self._call(self._engine.commit_update())
@@ -110,7 +110,7 @@ class LocalSync:
             remaining=[],
             prepare_s=0.0,
             transfer_s=0.0,
-            attest_s=0.0,
+            verify_s=0.0,
             resume_s=0.0,
         )
 
@@ -130,7 +130,7 @@ async def publish(
     bucket_nbytes: int = 1 << 14,
     tamper: Callable[[list[list[int | None]]], None] = lambda regions: None,
 ) -> dict[str, Any]:
-    """Carries `tensors` to a paused (or fresh) engine and resumes it; what it attested."""
+    """Carries `tensors` to a paused (or fresh) engine and resumes it; what it verified."""
     serial = next(_serials)
     fds = create_buckets([f"bucket-{serial}-{idx}" for idx in range(2)], bucket_nbytes)
     fds |= create_buckets([f"progress-{serial}"], SyncProgress.nbytes_needed(1, 1))
@@ -144,7 +144,7 @@ async def publish(
             await asyncio.to_thread(publisher.publish, "pool", version, DEADLINE_S)
     finally:
         close_fds(fds)
-    return sync.attested
+    return sync.verified
 
 
 def regions_nbytes(tensors: Sequence[Tensor]) -> int:

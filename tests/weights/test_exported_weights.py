@@ -26,7 +26,7 @@ from umbra.runtime.weights.sync_calls import SyncReport
 from umbra.runtime.weights.sync_coordinator import SyncSettings
 from umbra.runtime.weights.weight_publisher import WeightPublisher
 
-SMALL = SyncSettings(bucket_nbytes=512, attest_every=1)
+SMALL = SyncSettings(bucket_nbytes=512, verify_every=1)
 
 
 def make_engine(ipc: FakeIpc, tensors: dict[str, Tensor], name: str = "engine") -> ThreadEngine:

@@ -210,21 +210,21 @@ def test_publishing_again_ends_what_was_interrupted() -> None:
 
 def test_every_wave_of_a_version_has_checksums_or_none() -> None:
     engines = make_engines(2)
-    attested: list[bool] = []
+    have_checksums: list[bool] = []
 
     class Recorder(Between):
         def sync_begin(self, call: SyncBegin) -> SyncGrant:
             grant = super().sync_begin(call)
-            attested.append(grant.attest)
+            have_checksums.append(grant.has_checksums)
             return grant
 
-    with local_pool(engines, replace(TWO_WAVES, attest_every=2)) as plain:
+    with local_pool(engines, replace(TWO_WAVES, verify_every=2)) as plain:
         for version in range(1, 5):
             publish(Recorder(plain, lambda: None), version)
         engines[1].restart()
         publish(Recorder(plain, lambda: None), 4)
 
-    assert attested == [True, False, False, True, True, False, False, True]
+    assert have_checksums == [True, False, False, True, True, False, False, True]
 
 
 engine_states = st.sampled_from(

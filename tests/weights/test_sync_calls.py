@@ -80,7 +80,7 @@ def test_an_answer_arrives_as_it_was_sent() -> None:
         bucket_nbytes=512,
         progress={"name": "c", "num_ranks": 1, "num_engines": 1},
         num_buckets=3,
-        attest=True,
+        has_checksums=True,
     )
     report = SyncReport(
         version=3,
@@ -90,7 +90,7 @@ def test_an_answer_arrives_as_it_was_sent() -> None:
         remaining=["policy-1"],
         prepare_s=0.5,
         transfer_s=0.25,
-        attest_s=0.125,
+        verify_s=0.125,
         resume_s=0.5,
     )
 

@@ -28,7 +28,7 @@ from umbra.runtime.weights.sync_calls import SyncBegin, SyncFilled, SyncGrant, S
 from umbra.runtime.weights.sync_coordinator import SyncSettings
 from umbra.runtime.weights.weight_publisher import WeightPublisher
 
-SMALL = SyncSettings(bucket_nbytes=512, attest_every=1)
+SMALL = SyncSettings(bucket_nbytes=512, verify_every=1)
 
 
 @pytest.fixture
@@ -187,7 +187,7 @@ def test_an_engine_that_fails_in_one_life_after_the_other_leaves_one_note(
     assert list(report.engines) == ["broken"]
     coordinator = supervisor.coordinator
     assert len(coordinator._discarded) == 1  # pyright: ignore[reportPrivateUsage]
-    assert len(coordinator._attested) == 1  # pyright: ignore[reportPrivateUsage]
+    assert len(coordinator._verified) == 1  # pyright: ignore[reportPrivateUsage]
 
 
 @pytest.mark.slow
@@ -261,7 +261,7 @@ def test_a_rank_cannot_say_twice_that_it_is_done(sources: dict[str, Tensor]) -> 
     engine.hang_at = "finish_update"
     with local_pool([engine], SMALL) as plain:
         twice = Twice(plain._loop, plain.coordinator)  # pyright: ignore[reportPrivateUsage]
-        with pytest.raises(WeightSyncError, match="in phase ATTESTING"):
+        with pytest.raises(WeightSyncError, match="in phase VERIFYING"):
             publish(twice, sources, timeout_s=3.0)
 
 

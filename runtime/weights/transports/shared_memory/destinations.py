@@ -24,7 +24,7 @@ from umbra.runtime.weights.transports.shared_memory.pages import populate_range
 
 MAX_MISMATCHES: Final = 32
 # Reported by name; a wrong layout would otherwise list every tensor of the model.
-_ATTEST_THREADS: Final = 4
+_VERIFY_THREADS: Final = 4
 # A core sums faster than it reads from memory; beyond four little is gained.
 
 
@@ -200,7 +200,7 @@ def _match(
 
 def _verify(checks: list[tuple[_Target, int, int, int]]) -> list[str]:
     """The mismatches, found by a few threads (the sums run without the interpreter lock)."""
-    num_threads = max(1, min(_ATTEST_THREADS, os.cpu_count() or 1, len(checks)))
+    num_threads = max(1, min(_VERIFY_THREADS, os.cpu_count() or 1, len(checks)))
 
     def check_every_nth(first: int) -> list[tuple[int, str]]:
         wrong: list[tuple[int, str]] = []
@@ -211,7 +211,7 @@ def _verify(checks: list[tuple[_Target, int, int, int]]) -> list[str]:
                 wrong.append((idx, text))
         return wrong
 
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="attest") as pool:
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="verify") as pool:
         by_thread = list(pool.map(check_every_nth, range(num_threads)))
     found = [text for _, text in sorted(wrong for part in by_thread for wrong in part)]
     if len(found) > MAX_MISMATCHES:

@@ -248,11 +248,16 @@ class EngineEnd:
             if self._counts:
                 self._progress.set_loaded(self._engine, self.num_loaded)
 
+    def check_not_aborted(self) -> None:
+        """Raises WeightSyncError where the sync was given up."""
+        if self._progress.is_aborted:
+            raise WeightSyncError("the sync was given up before the model was loaded")
+
     def check_all_loaded(self, num_buckets: int) -> None:
         """Raises WeightSyncError unless so many were loaded."""
         if self.num_loaded != num_buckets:
             raise WeightSyncError(
-                f"{self.num_loaded} of {num_buckets} buckets were loaded before attesting"
+                f"{self.num_loaded} of {num_buckets} buckets were loaded before verifying"
             )
 
     def stop(self) -> None:
