@@ -322,7 +322,7 @@ class AdapterEngine:
         self._is_loaded = self._is_verified = False
         if not self._core.is_paused:
             await self._pause_core(keep=True)
-        if buckets.get("transport") == "cuda_ipc":
+        if buckets["transport"] == "cuda_ipc":
             await self._in_image_thread(self._image.close)
             self._import = WeightImport(manifest, buckets)
             return

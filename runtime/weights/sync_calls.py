@@ -36,10 +36,7 @@ class _Call:
     @property
     def left_s(self) -> float:
         """Raises DeadlineExceeded where nothing is left."""
-        left_s = self.deadline - time.monotonic()
-        if left_s <= 0:
-            raise DeadlineExceeded("the time for this sync is used up")
-        return left_s
+        return remaining_s(self.deadline)
 
     def to_wire(self) -> dict[str, Any]:
         """Plain values for a message; `from_wire` is its inverse. Raises as `left_s`."""
@@ -254,6 +251,14 @@ class SyncSupervisor(Protocol):
     def sync_filled(self, call: SyncFilled) -> None: ...
     def sync_end(self, call: SyncEnd) -> SyncReport: ...
     def sync_abort(self, call: SyncAbort) -> None: ...
+
+
+def remaining_s(deadline: float) -> float:
+    """Until the deadline of a sync; raises DeadlineExceeded where nothing is left."""
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:
+        raise DeadlineExceeded("the time for this sync is used up")
+    return left_s
 
 
 def _plain(message: Any) -> dict[str, Any]:

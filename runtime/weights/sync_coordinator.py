@@ -31,14 +31,12 @@ from umbra.runtime.weights.sync_calls import (
 from umbra.runtime.weights.sync_events import Aborted, RankFilled, RankJoined
 from umbra.runtime.weights.sync_run import SyncRun
 from umbra.runtime.weights.sync_transaction import Phase
-from umbra.runtime.weights.transport_choice import (
-    Transport,
-    TransportChooser,
-    TransportSetting,
-)
-from umbra.runtime.weights.transports.cuda_ipc.rank_exports import Offer, RankExports
-from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketGrid
+from umbra.runtime.weights.transport_choice import TransportChooser, TransportSetting
+from umbra.runtime.weights.transports.base import TransportPlan
+from umbra.runtime.weights.transports.cuda_ipc.export_plan import ExportPlan
+from umbra.runtime.weights.transports.cuda_ipc.rank_exports import Offer
 from umbra.runtime.weights.transports.shared_memory.memfd import FdServer
+from umbra.runtime.weights.transports.shared_memory.ring_plan import RingPlan
 from umbra.runtime.weights.transports.shared_memory.sync_memory import SyncMemory
 from umbra.runtime.weights.update_waves import able_engines, choose_wave, remaining
 
@@ -105,7 +103,8 @@ class SyncCoordinator:
         self._settings = settings or SyncSettings()
         self._memory = SyncMemory(pool, self._settings.bucket_nbytes, fd_server)
         self._on_commit = on_commit
-        self._transports = TransportChooser(pool, self._settings.transport)
+        plans = [ExportPlan(), RingPlan(self._memory)]
+        self._transports = TransportChooser(pool, self._settings.transport, plans)
         self._sync_ids = itertools.count(1)
         self._num_versions = 0  # committed
         self._num_waves = 0  # committed syncs of `version`
@@ -214,40 +213,36 @@ class SyncCoordinator:
 
     # -- what a run asks for -------------------------------------------------------------
 
-    async def choose_transport(self, offers: Sequence[Offer], timeout_s: float) -> Transport:
+    async def choose_transport(self, offers: Sequence[Offer], timeout_s: float) -> TransportPlan:
         """Raises WeightSyncError where the one that is set cannot be had."""
         return await self._transports.choose(offers, self._able_engines(), timeout_s)
 
     def open_image(
-        self, version: int, manifest: Manifest, offers: Sequence[Offer], transport: Transport
+        self, version: int, manifest: Manifest, offers: Sequence[Offer], plan: TransportPlan
     ) -> OpenedImage:
         """Chooses the engines: the next wave of those that can take part and lack `version`.
 
         Raises:
             WeightSyncError: the system has no memory or descriptors for a sync.
         """
-        chosen = self._choose_engines(version, transport)
-        names = self._memory.names()
+        chosen = self._choose_engines(version, plan)
         bucket_nbytes = min(self._memory.bucket_nbytes, max(align(manifest.nbytes), ALIGNMENT))
-        name, progress = self._memory.open_progress(len(offers), len(chosen))
         has_checksums = self._needs_checksums(version, chosen)
+        layout = plan.lay_out(manifest, bucket_nbytes, offers, has_checksums=has_checksums)
+        name, progress = self._memory.open_progress(len(offers), len(chosen))
         buckets: dict[str, Any] = {
-            "transport": str(transport),
+            "transport": plan.name,
             "fd_socket": self._fd_socket,
-            "names": names,
+            "names": layout.names,
             "bucket_nbytes": bucket_nbytes,
             "progress": {"name": name, "num_ranks": len(offers), "num_engines": len(chosen)},
+            **layout.details,
         }
-        num_buckets = BucketGrid(manifest.nbytes, bucket_nbytes).num_buckets
-        if transport == Transport.CUDA_IPC:
-            exports = [offer.to_wire() for offer in offers if isinstance(offer, RankExports)]
-            buckets |= {"names": [], "exports": exports, "has_checksums": has_checksums}
-            num_buckets = len(manifest.entries)
         return OpenedImage(
             engines=chosen,
             buckets=buckets,
             progress=progress,
-            num_buckets=num_buckets,
+            num_buckets=layout.num_buckets,
             has_checksums=has_checksums,
         )
 
@@ -285,10 +280,9 @@ class SyncCoordinator:
 
     # -- private -------------------------------------------------------------------------
 
-    def _choose_engines(self, version: int, transport: Transport) -> list[SyncEngine]:
-        chosen = self._able_engines()
-        if transport == Transport.CUDA_IPC:  # others have come since it was chosen
-            chosen = [engine for engine in chosen if self._transports.can_import(engine)]
+    def _choose_engines(self, version: int, plan: TransportPlan) -> list[SyncEngine]:
+        # Others may have come since it was chosen.
+        chosen = [engine for engine in self._able_engines() if plan.can_reach(engine)]
         num_waves_left = self._settings.update_waves
         if version == self.version:
             chosen = [engine for engine in chosen if engine.lifecycle.version != version]

@@ -42,7 +42,7 @@ from umbra.runtime.weights.sync_events import (
     Verify,
 )
 from umbra.runtime.weights.sync_transaction import Phase, SyncTransaction
-from umbra.runtime.weights.transport_choice import Transport
+from umbra.runtime.weights.transports.base import TransportPlan
 from umbra.runtime.weights.transports.cuda_ipc.rank_exports import Offer
 
 logger = logging.getLogger(__name__)
@@ -53,9 +53,11 @@ class SyncHost(Protocol):
 
     @property
     def pause_mode(self) -> str: ...
-    async def choose_transport(self, offers: Sequence[Offer], timeout_s: float) -> Transport: ...
+    async def choose_transport(
+        self, offers: Sequence[Offer], timeout_s: float
+    ) -> TransportPlan: ...
     def open_image(
-        self, version: int, manifest: Manifest, offers: Sequence[Offer], transport: Transport
+        self, version: int, manifest: Manifest, offers: Sequence[Offer], plan: TransportPlan
     ) -> OpenedImage: ...
     def commit_version(self, version: int, run: SyncRun) -> None: ...
     def remaining(self, version: int) -> list[str]: ...
@@ -201,12 +203,10 @@ class SyncRun:
     async def _open(self, action: Open) -> None:
         assert self._tasks is not None
         try:
-            transport = await self._host.choose_transport(action.offers, self._lease.left_s / 2)
+            plan = await self._host.choose_transport(action.offers, self._lease.left_s / 2)
             if self.transaction.phase != Phase.OPENING:
                 return  # given up meanwhile
-            self.opened = self._host.open_image(
-                self.version, action.manifest, action.offers, transport
-            )
+            self.opened = self._host.open_image(self.version, action.manifest, action.offers, plan)
         except UmbraError as error:
             self.feed(Aborted(str(error)))
             return
@@ -221,8 +221,7 @@ class SyncRun:
                 pause_mode=self._host.pause_mode,
             )
             self._tasks.create_task(worker.run(), name=f"sync:{engine.name}")
-        reads_exports = transport == Transport.CUDA_IPC
-        self.feed(Opened(engines=list(self._workers), reads_exports=reads_exports))
+        self.feed(Opened(engines=list(self._workers), reads_exports=plan.reads_exports))
 
     def _make_report(self) -> None:
         entered: dict[Phase, float] = {}

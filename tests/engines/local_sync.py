@@ -56,6 +56,7 @@ class LocalSync:
         self._tamper = tamper
         self._regions: list[list[int | None]] = []
         self._buckets: dict[str, Any] = {
+            "transport": "memfd",
             "fd_socket": fd_socket,
             "names": names,
             "bucket_nbytes": bucket_nbytes,

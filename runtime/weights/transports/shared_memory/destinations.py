@@ -6,7 +6,7 @@ import bisect
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -74,10 +74,11 @@ class Destinations:
         for target in self._targets:
             target.drop_staging()
 
-    def verify(self, regions: Sequence[Sequence[int | None]]) -> tuple[int, list[str]]:
+    def verify(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
         """Compares regions [image offset, nbytes, checksum or None] with the parameters.
 
-        Returns the bytes of all regions, and a text for each that is wrong.
+        Returns {"count": regions, "nbytes": their bytes, "mismatches": a text for each that is
+        wrong}.
 
         Raises:
             ProtocolError: a region is not inside one tensor.
@@ -88,7 +89,7 @@ class Destinations:
             nbytes += region_nbytes
             if checksum is not None:
                 checks.append((target, start, region_nbytes, checksum))
-        return nbytes, _verify(checks)
+        return {"count": len(regions), "nbytes": nbytes, "mismatches": _verify(checks)}
 
     def _locate(
         self, regions: Sequence[Sequence[int | None]]
