@@ -182,10 +182,9 @@ class EngineSync:
             async with asyncio.timeout(timeout_s) as patience:
                 event = await self._perform(request, timeout_s, patience)
         except TimeoutError:
-            reason = (
-                f"no answer or no progress within {timeout_s:.3g} s; longer updates need a longer "
-                "time for the sync (pool.sync_timeout_s)"
-            )
+            reason = f"no answer or no progress within {timeout_s:.3g} s"
+            if timeout_s != _SETTLE_TIMEOUT_S:
+                reason += f", {_ENGINE_SHARE:.0%} of what was left of pool.sync_timeout_s"
         except UmbraError as error:
             if isinstance(request, Load) and self._image.progress.is_aborted:
                 return  # it was told to stop; the revert that follows finds out how it is

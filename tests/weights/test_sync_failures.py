@@ -136,22 +136,22 @@ def test_an_engine_that_stands_still_is_replaced(sources: dict[str, Tensor]) -> 
     stuck.hang_at = "load"
     begun_at = time.monotonic()
     with local_pool([stuck, sound], SMALL) as supervisor:
-        report = publish(supervisor, sources, timeout_s=2.0)
+        report = publish(supervisor, sources, timeout_s=4.0)
 
-    assert 1.0 < time.monotonic() - begun_at < 1.8
+    assert 2.0 < time.monotonic() - begun_at < 4.0
     assert list(report.engines) == ["sound"]
-    assert "load: no answer or no progress within 1." in report.failed["stuck"]
+    assert "load: no answer or no progress within 2." in report.failed["stuck"]
     assert "pool.sync_timeout_s" in report.failed["stuck"]
     assert stuck.killed is not None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("timeout_s", "is_in_time"), [(1.5, False), (10.0, True)])
+@pytest.mark.parametrize(("timeout_s", "is_in_time"), [(4.0, False), (20.0, True)])
 def test_how_long_a_load_may_stand_still_is_up_to_the_time_of_the_sync(
     sources: dict[str, Tensor], timeout_s: float, is_in_time: bool
 ) -> None:
     slow, sound = (ThreadEngine(name, empty_like(sources)) for name in ("slow", "sound"))
-    slow.load_takes_s = 2.0
+    slow.load_takes_s = 3.5
     with local_pool([slow, sound], SMALL) as supervisor:
         report = publish(supervisor, sources, timeout_s=timeout_s)
 
