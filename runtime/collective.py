@@ -14,6 +14,15 @@ from typing import Any, Final
 from umbra.runtime.errors import DeadlineExceeded, ProtocolError
 from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session import Session
+from umbra.runtime.weights.sync_calls import (
+    SyncAbort,
+    SyncBegin,
+    SyncCall,
+    SyncEnd,
+    SyncFilled,
+    SyncGrant,
+    SyncReport,
+)
 
 ServeSync = Callable[[int], None]
 
@@ -22,7 +31,7 @@ _LEDGER_TIMEOUT_S: Final = 90.0
 
 
 class SessionSync:
-    """`umbra.runtime.weights.weight_publisher.SyncSupervisor` over a session."""
+    """`umbra.runtime.weights.sync_calls.SyncSupervisor` over a session."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -30,37 +39,22 @@ class SessionSync:
     def check(self) -> None:
         self._session.raise_if_lost()
 
-    def sync_begin(
-        self,
-        pool: str,
-        version: int,
-        rank: int,
-        world_size: int,
-        manifest: dict[str, Any] | None,
-        timeout_s: float,
-        offer: dict[str, Any] | None = None,
-    ) -> Mapping[str, Any]:
-        args = (pool, version, rank, world_size, manifest, timeout_s, offer)
-        grant: Mapping[str, Any] = self._call("sync_begin", *args, timeout_s=timeout_s)
-        return grant
+    def sync_begin(self, call: SyncBegin) -> SyncGrant:
+        return SyncGrant.from_wire(self._call("sync_begin", call))
 
-    def sync_filled(
-        self, sync_id: str, rank: int, regions: list[list[int | None]], timeout_s: float
-    ) -> None:
-        self._call("sync_filled", sync_id, rank, regions, timeout_s, timeout_s=timeout_s)
+    def sync_filled(self, call: SyncFilled) -> None:
+        self._call("sync_filled", call)
 
-    def sync_end(self, sync_id: str, rank: int, timeout_s: float) -> Mapping[str, Any]:
-        report: Mapping[str, Any] = self._call(
-            "sync_end", sync_id, rank, timeout_s, timeout_s=timeout_s
-        )
-        return report
+    def sync_end(self, call: SyncEnd) -> SyncReport:
+        return SyncReport.from_wire(self._call("sync_end", call))
 
-    def sync_abort(self, sync_id: str, rank: int, reason: str, timeout_s: float) -> None:
-        self._call("sync_abort", sync_id, rank, reason, timeout_s, timeout_s=timeout_s)
+    def sync_abort(self, call: SyncAbort) -> None:
+        self._call("sync_abort", call)
 
-    def _call(self, method: str, *args: object, timeout_s: float) -> Any:
+    def _call(self, method: str, call: SyncCall) -> Any:
         # The supervisor's own deadline comes first: its error says which rank or engine is late.
-        return self._session.supervisor_call(method, *args, timeout_s=timeout_s + 2.0)
+        wait_s = call.left_s + 2.0
+        return self._session.supervisor_call(method, call.to_wire(), timeout_s=wait_s)
 
 
 class Rollouts:

@@ -34,7 +34,7 @@ from umbra.runtime.process.pid_watch import PidWatch
 from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.rpc.rpc_server import idempotent
-from umbra.runtime.weights.sync_coordinator import SyncCoordinator
+from umbra.runtime.weights.sync_calls import SyncAbort, SyncBegin, SyncEnd, SyncFilled
 from umbra.runtime.weights.transports.shared_memory.memfd import FdServer, serve_fds
 
 logger = logging.getLogger(__name__)
@@ -395,38 +395,22 @@ class Supervisor:
     async def pool_wake(self, name: str, tags: list[Tag], timeout_s: float) -> None:
         await self._pools.wake(name, tags, timeout_s)
 
-    # -- weight syncs: see `umbra.runtime.weights.sync_coordinator` --------------------------------
+    # -- weight syncs: see `umbra.runtime.weights.sync_calls` --------------------------------------
 
-    async def sync_begin(
-        self,
-        pool: str,
-        version: int,
-        rank: int,
-        world_size: int,
-        manifest: dict[str, Any] | None,
-        timeout_s: float,
-        offer: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        return await self._pools.sync_begin(
-            pool, version, rank, world_size, manifest, timeout_s, offer
-        )
+    async def sync_begin(self, call: dict[str, Any]) -> dict[str, Any]:
+        return (await self._pools.sync_begin(SyncBegin.from_wire(call))).to_wire()
 
-    async def sync_filled(
-        self, sync_id: str, rank: int, regions: list[list[int | None]], timeout_s: float
-    ) -> None:
-        async with asyncio.timeout(timeout_s):
-            await self._coordinator(sync_id).sync_filled(sync_id, rank, regions)
+    async def sync_filled(self, call: dict[str, Any]) -> None:
+        filled = SyncFilled.from_wire(call)
+        await self._pools[filled.pool].sync.sync_filled(filled)
 
-    async def sync_end(self, sync_id: str, rank: int, timeout_s: float) -> dict[str, Any]:
-        async with asyncio.timeout(timeout_s):
-            return await self._coordinator(sync_id).sync_end(sync_id, rank)
+    async def sync_end(self, call: dict[str, Any]) -> dict[str, Any]:
+        end = SyncEnd.from_wire(call)
+        return (await self._pools[end.pool].sync.sync_end(end)).to_wire()
 
-    def sync_abort(self, sync_id: str, rank: int, reason: str, timeout_s: float) -> None:
-        del timeout_s
-        self._coordinator(sync_id).sync_abort(sync_id, rank, reason)
-
-    def _coordinator(self, sync_id: str) -> SyncCoordinator:
-        return self._pools[sync_id.rpartition("-")[0]].sync
+    def sync_abort(self, call: dict[str, Any]) -> None:
+        abort = SyncAbort.from_wire(call)
+        self._pools[abort.pool].sync.sync_abort(abort)
 
     # -- life ----------------------------------------------------------------------------
 

@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 from umbra.runtime.collective import Rollouts
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.rpc.sync_handle import Pool
-from umbra.runtime.weights.weight_publisher import SyncReport, WeightPublisher
+from umbra.runtime.weights.sync_calls import SyncReport
+from umbra.runtime.weights.weight_publisher import WeightPublisher
 from umbra.trainer.algorithms.base import AdvantageEstimator
 from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore
 from umbra.trainer.checkpoint.run_dir import VersionCounter
@@ -150,7 +151,7 @@ class TrainingLoop:
             "sync/version": float(version),
             "sync/prepare_s": report.prepare_s,
             "sync/transfer_s": report.transfer_s,
-            "sync/attest_s": report.attest_s,
+            "sync/verify_s": report.verify_s,
             "sync/resume_s": report.resume_s,
             "sync/failed_engines": float(len(report.failed)),
             "time/sync_s": time.perf_counter() - started,

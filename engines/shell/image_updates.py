@@ -1,7 +1,9 @@
 """Weight updates of engines that load weights by themselves, in processes of their own.
 
-shared memory   ranks ──buckets──▶ WeightImage, verified ──description──▶ Core.load_weights
-CUDA IPC        ranks ──exports──▶ WeightImport ──────────description──▶ Core.load_weights, verified
+shared memory   ranks ──buckets──▶ WeightImage ───description──▶ Core.load_weights
+CUDA IPC        ranks ──exports──▶ WeightImport ──description──▶ Core.load_weights
+
+When `load` returns, the model has the weights, whichever way they came; `finish` only verifies.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from umbra.engines.shell.engine_core import AdapterCore
 from umbra.engines.shell.weight_image import WeightImage
 from umbra.engines.shell.weight_import import WeightImport
 from umbra.engines.shell.weight_updates import WeightUpdates
+from umbra.runtime.errors import WeightSyncError
 
 _T = TypeVar("_T")
 
@@ -26,10 +29,12 @@ class ImageUpdates(WeightUpdates):
         self._core = core
         self._image = WeightImage()
         self._import: WeightImport | None = None  # an update that takes no image
+        self._is_loaded = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weight-image")
 
     async def begin(self, manifest: Mapping[str, Any], buckets: Mapping[str, Any]) -> None:
-        if buckets.get("transport") == "cuda_ipc":
+        self._is_loaded = False
+        if buckets["transport"] == "cuda_ipc":
             await self._in_thread(self._image.close)
             self._import = WeightImport(manifest, buckets)
             return
@@ -37,19 +42,21 @@ class ImageUpdates(WeightUpdates):
         await self._in_thread(lambda: self._image.begin(manifest, buckets))
 
     async def load(self) -> int:
-        """Without an image the model itself is loaded: nothing is kept to load it from later."""
         update = self._import
         if update is None:
-            return await self._in_thread(self._image.load)
-        return update.note(await self._core.load_weights(update.description))
+            nbytes = await self._in_thread(self._image.load)
+            await self._core.load_weights(self._image.describe())
+        else:
+            nbytes = update.note(await self._core.load_weights(update.description))
+        self._is_loaded = True
+        return nbytes
 
     async def finish(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
+        if not self._is_loaded:
+            raise WeightSyncError("the weights have not been loaded; load comes first")
         if self._import is not None:
             return self._import.finish(regions)
-        report = await self._in_thread(lambda: self._image.finish(regions))
-        if not report["mismatches"]:
-            await self._core.load_weights(self._image.describe())
-        return report
+        return await self._in_thread(lambda: self._image.finish(regions))
 
     def stop(self) -> None:
         self._image.stop()

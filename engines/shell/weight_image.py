@@ -1,9 +1,9 @@
 """The engine's end of a weight sync: into one image in shared memory, which its workers map.
 
     ranks ──buckets──▶ WeightImage (engine process) ──memfd──▶ every engine worker
-                       checksums are compared here              its own loader
+                       then compares checksums                  its own loader
 
-Nothing of the model is touched before the whole image has come and its checksums are right.
+Nothing of the model is touched before the whole image has come.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class WeightImage:
 
     def __init__(self) -> None:
         self._manifest: Mapping[str, Any] | None = None
+        self._sync: dict[str, Any] = {}
         self._fd = -1
         self._nbytes = 0
         self._receiver: WeightReceiver | None = None
@@ -45,21 +46,24 @@ class WeightImage:
             self._open(manifest)
         assert self._receiver is not None
         self._receiver.begin(manifest, buckets)
+        self._sync = {name: buckets[name] for name in ("fd_socket", "progress")}
 
     def load(self) -> int:
         """Takes all buckets as they are filled; the bytes. Raises WeightSyncError if given up."""
         return self._open_receiver().load()
 
     def finish(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
-        """The attestation; see `WeightReceiver.finish`."""
+        """Verifies the image; see `WeightReceiver.finish`."""
         return self._open_receiver().finish(regions)
 
     def describe(self) -> dict[str, Any]:
-        """For the workers on this host: where the image is, and what is in it."""
+        """For the workers on this host: where the image is, what is in it, and whether the sync
+        that brought it is still wanted."""
         return {
             "path": f"/proc/{os.getpid()}/fd/{self._fd}",
             "nbytes": self._nbytes,
             "manifest": self._manifest,
+            **self._sync,
         }
 
     def stop(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Final
 from umbra.runtime.errors import WeightSyncError
 
 _MAX_MISMATCHES: Final = 32
-# Named in an attestation; the rest are counted.
+# Named in a report; the rest are counted.
 
 WorkerRegions = Sequence[Sequence[int | None]]
 
@@ -21,7 +21,7 @@ class WeightImport:
     """One update. Args: as they come with begin_update."""
 
     def __init__(self, manifest: Mapping[str, Any], buckets: Mapping[str, Any]) -> None:
-        kept = ("exports", "fd_socket", "progress", "attest")
+        kept = ("exports", "fd_socket", "progress", "has_checksums")
         self.description: dict[str, Any] = {name: buckets[name] for name in kept}
         self.description["manifest"] = manifest
         self._read: list[dict[int, tuple[int, int | None]]] | None = None
@@ -43,7 +43,7 @@ class WeightImport:
     def finish(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
         """Compares what was sent with what every worker read: count, nbytes, mismatches."""
         if self._read is None:
-            raise WeightSyncError("nothing was loaded before attesting")
+            raise WeightSyncError("nothing was loaded before verifying")
         mismatches: list[str] = []
         count = nbytes = 0
         for offset, sent_nbytes, sent in regions:

@@ -3,8 +3,11 @@
 A description is a plain map, made by the engine's process and handed on by whatever the engine
 uses between its processes:
 
-    image     path, nbytes, manifest                        umbra.engines.shell.weight_image
-    exports   exports, manifest, fd_socket, progress, attest     umbra.engines.shell.weight_import
+    image     path, nbytes, manifest, fd_socket, progress             weight_image
+    exports   exports, manifest, fd_socket, progress, has_checksums   weight_import
+
+Both end the load of a sync that is given up. An image that no sync has brought has neither
+fd_socket nor progress.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ class WeightSource(Protocol):
     """The weights of one update.
 
     Attributes:
-        regions: what was read and has not been attested before, once all of it was taken.
+        regions: what was read and is yet to be verified, once all of it was taken.
     """
 
     regions: Regions
@@ -70,42 +73,50 @@ def open_weights(
         WeightSyncError, ProtocolError: it is not what the manifest says, or cannot be read.
     """
     manifest = Manifest.from_wire(description["manifest"])
-    if "exports" not in description:
-        yield _ImageSource(manifest, description)
+    if "progress" not in description:
+        yield _ImageSource(manifest, description, None)
         return
-    with (
-        closing(EngineEnd(description, _OPEN_TIMEOUT_S, counts=counts)) as end,
-        closing(ExportedImage(manifest, description["exports"], make_opener)) as image,
-    ):
-        yield _ExportSource(image, end, device, attest=bool(description["attest"]))
+    with closing(EngineEnd(description, _OPEN_TIMEOUT_S, counts=counts)) as end:
+        if "exports" not in description:
+            yield _ImageSource(manifest, description, end)
+            return
+        with closing(ExportedImage(manifest, description["exports"], make_opener)) as image:
+            yield _ExportSource(
+                image, end, device, has_checksums=bool(description["has_checksums"])
+            )
 
 
 class _ImageSource:
-    def __init__(self, manifest: Manifest, description: Mapping[str, Any]) -> None:
+    def __init__(
+        self, manifest: Manifest, description: Mapping[str, Any], end: EngineEnd | None
+    ) -> None:
         self.regions: Regions = []
         self._manifest = manifest
-        fd = os.open(description["path"], os.O_RDWR)
-        try:
-            self._memory = mmap.mmap(fd, description["nbytes"])
+        self._end = end
+        fd = os.open(description["path"], os.O_RDONLY)
+        try:  # what a loader writes to its tensors stays its own: the image is yet to be verified
+            self._memory = mmap.mmap(fd, description["nbytes"], access=mmap.ACCESS_COPY)
         finally:
             os.close(fd)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         aliases = _aliases(self._manifest)
         for name, tensor in image_tensors(self._manifest, self._memory).items():
+            if self._end is not None:
+                self._end.check_not_aborted()
             for each in (name, *aliases.get(name, ())):
                 yield each, tensor
 
 
 class _ExportSource:
     def __init__(
-        self, image: ExportedImage, end: EngineEnd, device: torch.device, *, attest: bool
+        self, image: ExportedImage, end: EngineEnd, device: torch.device, *, has_checksums: bool
     ) -> None:
         self.regions: Regions = []
         self._image = image
         self._end = end
         self._device = device
-        self._attest = attest
+        self._has_checksums = has_checksums
         self._aliases = _aliases(image.manifest)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -121,7 +132,7 @@ class _ExportSource:
         start = self._image.manifest.entries[idx].offset
         for offset, nbytes in self._image.regions(idx):
             part = data[offset - start : offset - start + nbytes]
-            checksum = checksum_of(part) if self._attest else None
+            checksum = checksum_of(part) if self._has_checksums else None
             self.regions.append([offset, nbytes, checksum])
 
 

@@ -17,7 +17,8 @@ class WeightUpdates(Protocol):
         ...
 
     async def load(self) -> int:
-        """Takes all weights as the ranks bring them; their bytes.
+        """Takes all weights as the ranks bring them; their bytes. When it returns, the engine has
+        the new weights.
 
         Raises:
             WeightSyncError: the sync was given up, or `stop` was called.
@@ -25,8 +26,7 @@ class WeightUpdates(Protocol):
         ...
 
     async def finish(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
-        """Verifies what came; see `Engine.finish_update`. Without mismatches the engine has the
-        new weights when this returns."""
+        """Verifies what was loaded; see `Engine.finish_update`."""
         ...
 
     def stop(self) -> None:

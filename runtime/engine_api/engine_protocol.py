@@ -84,6 +84,8 @@ class Engine(Protocol):
     async def load(self) -> dict[str, int]:
         """Takes every bucket as soon as all ranks have filled it; {"nbytes": bytes taken}.
 
+        When it returns, the model has the weights.
+
         From here on the weights are of no version until `commit_update`. Called once an update.
         Raises WeightSyncError when the sync is given up, with weights half written; `abort_update`
         follows.
@@ -91,7 +93,10 @@ class Engine(Protocol):
         ...
 
     async def finish_update(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
-        """Attests: {"count", "nbytes", "mismatches"} over [offset, nbytes, checksum] regions."""
+        """Verifies what was loaded, and changes nothing.
+
+        {"count", "nbytes", "mismatches"} over [offset, nbytes, checksum] regions.
+        """
         ...
 
     async def commit_update(self) -> None:

@@ -78,7 +78,7 @@ class BeginUpdate:
 
 @dataclass(frozen=True, slots=True)
 class CommitUpdate:
-    """All its weights are those of `version`, attested."""
+    """All its weights are those of `version`, verified."""
 
     version: int
 

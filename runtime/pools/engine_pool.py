@@ -22,6 +22,7 @@ from umbra.runtime.first_of import first_of
 from umbra.runtime.pools.pool_engine import PoolEngine
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rpc.rpc_client import Client
+from umbra.runtime.weights.sync_calls import SyncBegin, SyncGrant
 from umbra.runtime.weights.sync_coordinator import SyncCoordinator, SyncSettings
 from umbra.runtime.weights.transports.shared_memory.memfd import FdServer
 
@@ -349,33 +350,25 @@ class EnginePool:
 
     # -- weight syncs --------------------------------------------------------------------
 
-    async def sync_begin(
-        self,
-        version: int,
-        rank: int,
-        world_size: int,
-        manifest: object,
-        timeout_s: float,
-        offer: object = None,
-    ) -> dict[str, Any]:
+    async def sync_begin(self, call: SyncBegin) -> SyncGrant:
         """See `SyncCoordinator.sync_begin`. A sync wakes the pool."""
         if self.spec.load_weights:
             raise WeightSyncError(
                 f"pool {self.spec.name} takes no weights: its engines load their own "
                 "(load_weights), and would load them again after a restart"
             )
-        if self.sync.version is not None and version < self.sync.version:
+        if self.sync.version is not None and call.version < self.sync.version:
             raise WeightSyncError(
-                f"pool {self.spec.name} has version {self.sync.version} already, got {version}"
+                f"pool {self.spec.name} has version {self.sync.version} already, got {call.version}"
             )
         await self._finish_moves()
         self._sleep_level = None
         self.may_start.set()
-        is_repeated = version == self.sync.version
+        is_repeated = call.version == self.sync.version
         if is_repeated:
-            self._gathering.add(rank)
+            self._gathering.add(call.rank)
         try:
-            return await self.sync.sync_begin(version, rank, world_size, manifest, timeout_s, offer)
+            return await self.sync.sync_begin(call)
         finally:
             if is_repeated:
-                self._gathering.discard(rank)
+                self._gathering.discard(call.rank)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, Final
@@ -16,6 +15,7 @@ from umbra.runtime.errors import ActorNotFound, ConfigError
 from umbra.runtime.pools.engine_pool import EnginePool
 from umbra.runtime.pools.pool_slicing import PoolSlicing
 from umbra.runtime.pools.pool_spec import PoolSpec
+from umbra.runtime.weights.sync_calls import SyncBegin, SyncGrant
 
 _INVALIDATE_LIMIT_S: Final = 60.0
 
@@ -161,22 +161,11 @@ class NodePools:
         async with self._trainers_turn(name, timeout_s, sleeps=False):
             await self[name].wake(tags, timeout_s)
 
-    async def sync_begin(
-        self,
-        name: str,
-        version: int,
-        rank: int,
-        world_size: int,
-        manifest: object,
-        timeout_s: float,
-        offer: object = None,
-    ) -> dict[str, Any]:
-        pool, deadline = self[name], time.monotonic() + timeout_s
-        turns = self._turns.get(name)
-        begins = contextlib.nullcontext() if turns is None else turns.sync_begins(timeout_s)
+    async def sync_begin(self, call: SyncBegin) -> SyncGrant:
+        pool, turns = self[call.pool], self._turns.get(call.pool)
+        begins = contextlib.nullcontext() if turns is None else turns.sync_begins(call.left_s)
         async with begins:
-            remaining_s = max(0.0, deadline - time.monotonic())
-            return await pool.sync_begin(version, rank, world_size, manifest, remaining_s, offer)
+            return await pool.sync_begin(call)
 
     def _trainers_turn(
         self, name: str, timeout_s: float, *, sleeps: bool | None = None

@@ -187,18 +187,16 @@ class PoolEngine:
         self.apply(BeginUpdate(version))
 
     async def load(self, timeout_s: float) -> dict[str, Any]:
-        """Returns once the engine has taken all it wants from every bucket."""
+        """Returns once the engine's model has the weights."""
         loaded: dict[str, Any] = await self._request("load", timeout_s=timeout_s)
         return loaded
 
     async def finish_update(
         self, regions: list[list[int | None]], timeout_s: float
     ) -> dict[str, Any]:
-        """The engine's attestation: count, nbytes, mismatches."""
-        attested: dict[str, Any] = await self._request(
-            "finish_update", regions, timeout_s=timeout_s
-        )
-        return attested
+        """What it finds in its weights: count, nbytes, mismatches."""
+        found: dict[str, Any] = await self._request("finish_update", regions, timeout_s=timeout_s)
+        return found
 
     async def commit_update(self, version: int, timeout_s: float) -> None:
         """UPDATING → PAUSED(version)."""

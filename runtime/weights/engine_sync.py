@@ -18,21 +18,21 @@ from umbra.runtime.engine_api.lifecycle import EngineLifecycle, EngineState, Tag
 from umbra.runtime.errors import ProtocolError, UmbraError, WeightSyncError
 from umbra.runtime.weights.sync_events import (
     Action,
-    Attest,
     Close,
     Commit,
-    EngineAttested,
     EngineCommitted,
     EngineFailed,
     EngineLoaded,
     EnginePrepared,
     EngineResumed,
     EngineReverted,
+    EngineVerified,
     Event,
     Load,
     Prepare,
     ResumeEngine,
     Revert,
+    Verify,
 )
 from umbra.runtime.weights.sync_transaction import Phase, SyncTransaction
 from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncProgress
@@ -43,6 +43,9 @@ _SETTLE_TIMEOUT_S: Final = 10.0
 # For each call after the decision (commit, resume, revert), whatever is left of the lease: too
 # short kills engines that were only slow, too long holds back the next sync. Also how much longer
 # than the lease a load may take to hear that the sync is given up.
+_ENGINE_SHARE: Final = 0.75
+# The part of what is left of the sync's time that an engine has for a request, or for a load that
+# stands still. More leaves too little for the others when it fails; less replaces slow engines.
 _WATCH_INTERVAL_S: Final = 0.1
 _LEAST_PATIENCE_S: Final = 3 * _WATCH_INTERVAL_S
 
@@ -51,8 +54,9 @@ class SyncEngine(Protocol):
     """An engine as the supervisor sees it. Calls raise `UmbraError` where they fail.
 
     `begin_update` leaves the weights as they are; `touch` is told, before `load`, that they are
-    about to be those of no version (lifecycle BeginUpdate). `load` returns when every bucket is
-    loaded, and fails soon after the sync's control block says that the sync is given up.
+    about to be those of no version (lifecycle BeginUpdate). `load` returns when the model has
+    the weights, and fails soon after the sync's control block says that the sync is given up.
+    `finish_update` verifies what was loaded, and changes nothing.
     `abort_update` ends the update; the lifecycle loses the version only if it was touched.
     `probe_import` says why allocations (`rank_exports`) cannot be opened, or "".
     """
@@ -88,7 +92,7 @@ class OpenedImage:
     Attributes:
         buckets: for engines: transport, fd_socket, names, bucket_nbytes, progress (name, num_ranks,
             num_engines); engines are numbered as they stand in `engines`. Where the transport is
-            cuda_ipc no names, but attest, and exports: those of each rank.
+            cuda_ipc no names, but has_checksums, and exports: those of each rank.
         progress: the control block, mapped; the host closes it after the run.
         num_buckets: with cuda_ipc the number of tensors, which are loaded one by one.
     """
@@ -97,7 +101,7 @@ class OpenedImage:
     buckets: dict[str, Any]
     progress: SyncProgress
     num_buckets: int
-    attest: bool
+    has_checksums: bool
 
 
 class Lease:
@@ -125,7 +129,7 @@ class EngineSync:
 
     Args:
         number: the engine's in the control block.
-        engine_timeout_s: longest that a request may take, and that a load may stand still.
+        lease: the time that the ranks have set for the sync; it limits what the engine may take.
     """
 
     def __init__(
@@ -138,7 +142,6 @@ class EngineSync:
         lease: Lease,
         feed: Callable[[Event], None],
         pause_mode: str,
-        engine_timeout_s: float,
     ) -> None:
         self.number = number
         self.load_s = 0.0
@@ -151,7 +154,6 @@ class EngineSync:
         self._lease = lease
         self._feed = feed
         self._pause_mode = pause_mode
-        self._engine_timeout_s = engine_timeout_s
         self._requests: asyncio.Queue[Action] = asyncio.Queue()
 
     def request(self, action: Action) -> None:
@@ -181,6 +183,8 @@ class EngineSync:
                 event = await self._perform(request, timeout_s, patience)
         except TimeoutError:
             reason = f"no answer or no progress within {timeout_s:.3g} s"
+            if timeout_s != _SETTLE_TIMEOUT_S:
+                reason += f", {_ENGINE_SHARE:.0%} of what was left of pool.sync_timeout_s"
         except UmbraError as error:
             if isinstance(request, Load) and self._image.progress.is_aborted:
                 return  # it was told to stop; the revert that follows finds out how it is
@@ -201,10 +205,10 @@ class EngineSync:
                 return EnginePrepared(engine.name)
             case Load():
                 return await self._load(patience)
-            case Attest():
+            case Verify():
                 regions: list[list[int | None]] = [list(r) for r in self._transaction.regions]
                 found = await engine.finish_update(regions, timeout_s)
-                return _read_attestation(engine.name, found)
+                return _read_verification(engine.name, found)
             case Commit():
                 await engine.commit_update(self._transaction.version, timeout_s)
                 return EngineCommitted(engine.name)
@@ -283,18 +287,18 @@ class EngineSync:
             )
 
     def _timeout_s(self) -> float:
-        """How long an engine may take: never so long that its failure would take the rest along."""
+        """How long an engine may take: never so long that the others would fail with it."""
         if self._transaction.phase >= Phase.COMMITTING:
             return _SETTLE_TIMEOUT_S
-        return min(self._engine_timeout_s, self._lease.left_s / 2)
+        return self._lease.left_s * _ENGINE_SHARE
 
 
-def _read_attestation(engine: str, found: object) -> EngineAttested:
+def _read_verification(engine: str, found: object) -> EngineVerified:
     mismatches = _fields(found).get("mismatches")
     if not isinstance(mismatches, list):
-        raise ProtocolError(f"engine {engine} attested without a list of mismatches")
+        raise ProtocolError(f"engine {engine} verified without a list of mismatches")
     texts = cast("list[Any]", mismatches)
-    return EngineAttested(
+    return EngineVerified(
         engine=engine,
         count=_integer(found, "count"),
         nbytes=_integer(found, "nbytes"),

@@ -3,7 +3,7 @@
     rank 0 ──sync_begin──┐                                     ┌── begin_update ──> engine a
     rank 1 ──sync_begin──┴─> SyncCoordinator ── one SyncRun ───┴── begin_update ──> engine b
 
-The four `sync_*` calls are what ranks reach by RPC. Torch-free.
+The four `sync_*` calls are those of the ranks, see `sync_calls`. Torch-free.
 """
 
 from __future__ import annotations
@@ -12,30 +12,31 @@ import asyncio
 import collections
 import itertools
 import logging
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final
 
-from umbra.runtime.errors import ProtocolError, WeightSyncError
+from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.weights.engine_sync import OpenedImage, SyncEngine
 from umbra.runtime.weights.manifest import ALIGNMENT, Manifest, align
+from umbra.runtime.weights.sync_calls import (
+    SyncAbort,
+    SyncBegin,
+    SyncEnd,
+    SyncFilled,
+    SyncGrant,
+    SyncReport,
+)
 from umbra.runtime.weights.sync_events import Aborted, RankFilled, RankJoined
 from umbra.runtime.weights.sync_run import SyncRun
 from umbra.runtime.weights.sync_transaction import Phase
-from umbra.runtime.weights.transport_choice import (
-    Transport,
-    TransportChooser,
-    TransportSetting,
-)
-from umbra.runtime.weights.transports.cuda_ipc.rank_exports import (
-    Offer,
-    RankExports,
-    offer_from_wire,
-)
-from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketGrid
+from umbra.runtime.weights.transport_choice import TransportChooser, TransportSetting
+from umbra.runtime.weights.transports.base import TransportPlan
+from umbra.runtime.weights.transports.cuda_ipc.export_plan import ExportPlan
+from umbra.runtime.weights.transports.cuda_ipc.rank_exports import Offer
 from umbra.runtime.weights.transports.shared_memory.memfd import FdServer
+from umbra.runtime.weights.transports.shared_memory.ring_plan import RingPlan
 from umbra.runtime.weights.transports.shared_memory.sync_memory import SyncMemory
 from umbra.runtime.weights.update_waves import able_engines, choose_wave, remaining
 
@@ -55,10 +56,8 @@ class SyncSettings:
         bucket_nbytes: size of each of the NUM_BUFFERS buffers. All together should stay in the
             last-level cache, so that only the tensors themselves go through memory; smaller ones
             spend the time in waking each other.
-        attest_every: checksums of the first version and of every so-manieth after it, and whenever
-            an engine takes part for the first time. Counts and bytes are checked always.
-        engine_timeout_s: longest a single request to an engine may take, or its load stand still,
-            before it is replaced; never more than half of what is left of the sync's time.
+        verify_every: checksums of the first version and of every so-manieth after it, and whenever
+            an engine takes part for the first time. Counts and bytes are verified always.
         pause_mode: what happens to running generation: abort, keep or drain.
         require_engine: a sync that reaches no engine fails. If False it commits the version, with
             a warning, for engines to catch up with.
@@ -68,8 +67,7 @@ class SyncSettings:
     """
 
     bucket_nbytes: int = 2 << 20
-    attest_every: int = 16
-    engine_timeout_s: float = 60.0
+    verify_every: int = 16
     pause_mode: str = "abort"
     require_engine: bool = True
     update_waves: int = 1
@@ -105,12 +103,13 @@ class SyncCoordinator:
         self._settings = settings or SyncSettings()
         self._memory = SyncMemory(pool, self._settings.bucket_nbytes, fd_server)
         self._on_commit = on_commit
-        self._transports = TransportChooser(pool, self._settings.transport)
+        plans = [ExportPlan(), RingPlan(self._memory)]
+        self._transports = TransportChooser(pool, self._settings.transport, plans)
         self._sync_ids = itertools.count(1)
         self._num_versions = 0  # committed
         self._num_waves = 0  # committed syncs of `version`
         self._layout: tuple[object, Manifest] | None = None  # the last, on the wire and read
-        self._attested: dict[str, int] = {}  # by engine: the last life that was
+        self._verified: dict[str, int] = {}  # by engine: the last life whose checksums were
         self._discarded: dict[str, int] = {}  # the same: killed, and perhaps not reaped yet
         self._current: SyncRun | None = None
         self._ended: collections.OrderedDict[str, SyncRun] = collections.OrderedDict()
@@ -119,10 +118,6 @@ class SyncCoordinator:
     @property
     def pause_mode(self) -> str:
         return self._settings.pause_mode
-
-    @property
-    def engine_timeout_s(self) -> float:
-        return self._settings.engine_timeout_s
 
     @property
     def is_syncing(self) -> bool:
@@ -154,67 +149,62 @@ class SyncCoordinator:
 
     # -- what ranks call -----------------------------------------------------------------
 
-    async def sync_begin(
-        self,
-        version: int,
-        rank: int,
-        world_size: int,
-        manifest: object,
-        timeout_s: float,
-        offer: object = None,
-    ) -> dict[str, Any]:
+    async def sync_begin(self, call: SyncBegin) -> SyncGrant:
         """Returns once all ranks have called it; engines get ready while the ranks fill.
 
-        Collective: all ranks, with the same version. `manifest` comes from rank 0, else None;
-        `offer` is what the rank exports (`umbra.runtime.weights.transports.cuda_ipc.rank_exports`).
+        Collective: all ranks, with the same version.
 
         Raises:
             WeightSyncError: a rank is missing or disagrees, or no engine can take part.
-            ProtocolError: a malformed manifest or offer.
+            ProtocolError: a malformed manifest.
         """
-        layout = None if manifest is None else self._read_manifest(manifest)
-        exports = offer_from_wire(offer)
-        deadline = time.monotonic() + timeout_s
-        run = await self._joinable_run(version, timeout_s)
-        run.shorten_lease((deadline - time.monotonic()) * _ANSWER_SHARE)
+        layout = None if call.manifest is None else self._read_manifest(call.manifest)
+        run = await self._joinable_run(call.version, call.left_s)
+        run.shorten_lease(call.left_s * _ANSWER_SHARE)
         await run.join(
             RankJoined(
-                rank=rank, world_size=world_size, version=version, manifest=layout, offer=exports
+                rank=call.rank,
+                world_size=call.world_size,
+                version=call.version,
+                manifest=layout,
+                offer=call.offer,
             )
         )
         assert run.opened is not None
-        return {
-            "sync_id": run.sync_id,
-            "transport": run.opened.buckets["transport"],
-            "fd_socket": self._fd_socket,
-            "buckets": run.opened.buckets["names"],
-            "bucket_nbytes": run.opened.buckets["bucket_nbytes"],
-            "progress": run.opened.buckets["progress"],
-            "num_buckets": run.opened.num_buckets,
-            "attest": run.opened.attest,
-        }
+        buckets = run.opened.buckets
+        return SyncGrant(
+            sync_id=run.sync_id,
+            transport=buckets["transport"],
+            fd_socket=self._fd_socket,
+            buckets=buckets["names"],
+            bucket_nbytes=buckets["bucket_nbytes"],
+            progress=buckets["progress"],
+            num_buckets=run.opened.num_buckets,
+            has_checksums=run.opened.has_checksums,
+        )
 
-    async def sync_filled(self, sync_id: str, rank: int, regions: object) -> None:
+    async def sync_filled(self, call: SyncFilled) -> None:
         """A rank has written its part of every bucket; returns once every engine has loaded all.
 
         Raises:
             WeightSyncError: the sync failed.
-            ProtocolError: malformed regions.
         """
-        await self._find(sync_id).fill(RankFilled(rank, _read_regions(regions)))
+        async with asyncio.timeout(call.left_s):
+            await self._find(call.sync_id).fill(RankFilled(call.rank, call.regions))
 
-    async def sync_end(self, sync_id: str, rank: int) -> dict[str, Any]:
+    async def sync_end(self, call: SyncEnd) -> SyncReport:
         """The report, once the version is committed and the engines serve it.
 
         Raises:
             WeightSyncError: the sync failed.
         """
-        return await self._find(sync_id).end(rank)
+        async with asyncio.timeout(call.left_s):
+            return await self._find(call.sync_id).end(call.rank)
 
-    def sync_abort(self, sync_id: str, rank: int, reason: str) -> None:
+    def sync_abort(self, call: SyncAbort) -> None:
         """A rank gives up: engines go back, the other ranks get an error. Too late: no effect."""
         with suppress(WeightSyncError):
-            self._find(sync_id).feed(Aborted(f"rank {rank} gave up: {reason}"))
+            self._find(call.sync_id).feed(Aborted(f"rank {call.rank} gave up: {call.reason}"))
 
     def rank_lost(self, rank: int, reason: str = "its process ended") -> None:
         """A rank is gone: an open sync aborts."""
@@ -223,49 +213,45 @@ class SyncCoordinator:
 
     # -- what a run asks for -------------------------------------------------------------
 
-    async def choose_transport(self, offers: Sequence[Offer], timeout_s: float) -> Transport:
+    async def choose_transport(self, offers: Sequence[Offer], timeout_s: float) -> TransportPlan:
         """Raises WeightSyncError where the one that is set cannot be had."""
         return await self._transports.choose(offers, self._able_engines(), timeout_s)
 
     def open_image(
-        self, version: int, manifest: Manifest, offers: Sequence[Offer], transport: Transport
+        self, version: int, manifest: Manifest, offers: Sequence[Offer], plan: TransportPlan
     ) -> OpenedImage:
         """Chooses the engines: the next wave of those that can take part and lack `version`.
 
         Raises:
             WeightSyncError: the system has no memory or descriptors for a sync.
         """
-        chosen = self._choose_engines(version, transport)
-        names = self._memory.names()
+        chosen = self._choose_engines(version, plan)
         bucket_nbytes = min(self._memory.bucket_nbytes, max(align(manifest.nbytes), ALIGNMENT))
+        has_checksums = self._needs_checksums(version, chosen)
+        layout = plan.lay_out(manifest, bucket_nbytes, offers, has_checksums=has_checksums)
         name, progress = self._memory.open_progress(len(offers), len(chosen))
-        attest = self._is_attested_next(version, chosen)
         buckets: dict[str, Any] = {
-            "transport": str(transport),
+            "transport": plan.name,
             "fd_socket": self._fd_socket,
-            "names": names,
+            "names": layout.names,
             "bucket_nbytes": bucket_nbytes,
             "progress": {"name": name, "num_ranks": len(offers), "num_engines": len(chosen)},
+            **layout.details,
         }
-        num_buckets = BucketGrid(manifest.nbytes, bucket_nbytes).num_buckets
-        if transport == Transport.CUDA_IPC:
-            exports = [offer.to_wire() for offer in offers if isinstance(offer, RankExports)]
-            buckets |= {"names": [], "exports": exports, "attest": attest}
-            num_buckets = len(manifest.entries)
         return OpenedImage(
             engines=chosen,
             buckets=buckets,
             progress=progress,
-            num_buckets=num_buckets,
-            attest=attest,
+            num_buckets=layout.num_buckets,
+            has_checksums=has_checksums,
         )
 
     def commit_version(self, version: int, run: SyncRun) -> None:
         """The engines hold `version` for certain; from here on the sync cannot be undone."""
         assert run.opened is not None
         engines = run.transaction.live_engines
-        if run.opened.attest:
-            self._attested |= {
+        if run.opened.has_checksums:
+            self._verified |= {
                 e.name: e.incarnation for e in run.opened.engines if e.name in engines
             }
         is_first = version != self.version
@@ -294,20 +280,19 @@ class SyncCoordinator:
 
     # -- private -------------------------------------------------------------------------
 
-    def _choose_engines(self, version: int, transport: Transport) -> list[SyncEngine]:
-        chosen = self._able_engines()
-        if transport == Transport.CUDA_IPC:  # others have come since it was chosen
-            chosen = [engine for engine in chosen if self._transports.can_import(engine)]
+    def _choose_engines(self, version: int, plan: TransportPlan) -> list[SyncEngine]:
+        # Others may have come since it was chosen.
+        chosen = [engine for engine in self._able_engines() if plan.can_reach(engine)]
         num_waves_left = self._settings.update_waves
         if version == self.version:
             chosen = [engine for engine in chosen if engine.lifecycle.version != version]
             num_waves_left -= self._num_waves
         return choose_wave(chosen, num_waves_left)
 
-    def _is_attested_next(self, version: int, engines: Sequence[SyncEngine]) -> bool:
+    def _needs_checksums(self, version: int, engines: Sequence[SyncEngine]) -> bool:
         num_versions = self._num_versions - (version == self.version)
-        is_due = num_versions % self._settings.attest_every == 0
-        return is_due or any(self._attested.get(e.name) != e.incarnation for e in engines)
+        is_due = num_versions % self._settings.verify_every == 0
+        return is_due or any(self._verified.get(e.name) != e.incarnation for e in engines)
 
     def _able_engines(self) -> list[SyncEngine]:
         able = able_engines(self._engines())
@@ -349,17 +334,3 @@ class SyncCoordinator:
         if run is None:
             raise WeightSyncError(f"pool {self._pool} knows no sync {sync_id!r}")
         return run
-
-
-def _read_regions(raw: object) -> Sequence[tuple[int, int, int | None]]:
-    if not isinstance(raw, list):
-        raise ProtocolError(f"regions must be a list, got {type(raw).__name__}")
-    regions: list[tuple[int, int, int | None]] = []
-    items = cast("list[Any]", raw)
-    for item in items:
-        match item:
-            case [int(offset), int(nbytes), int() | None as checksum] if min(offset, nbytes) >= 0:
-                regions.append((offset, nbytes, checksum))
-            case _:
-                raise ProtocolError(f"a region is [offset, nbytes, checksum], got {item!r}"[:200])
-    return regions

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from umbra.runtime.weights.manifest import Manifest
+from umbra.runtime.weights.sync_calls import Region
 from umbra.runtime.weights.transports.cuda_ipc.rank_exports import Offer
 
 # -- events ------------------------------------------------------------------------------
@@ -35,10 +36,10 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class RankFilled:
-    """A rank has written its part of all buckets; regions are (offset, nbytes, checksum)."""
+    """A rank has written its part of all buckets."""
 
     rank: int
-    regions: Sequence[tuple[int, int, int | None]]
+    regions: Sequence[Region]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class EngineLoaded:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineAttested:
+class EngineVerified:
     """What it found in its own parameters."""
 
     engine: str
@@ -118,7 +119,7 @@ Event = (
     | RankReleased
     | EnginePrepared
     | EngineLoaded
-    | EngineAttested
+    | EngineVerified
     | EngineCommitted
     | EngineResumed
     | EngineReverted
@@ -161,7 +162,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Attest:
+class Verify:
     engine: str
 
 
@@ -222,7 +223,7 @@ Action = (
     | GrantBegin
     | GrantFilled
     | Load
-    | Attest
+    | Verify
     | CommitVersion
     | Commit
     | ResumeEngine

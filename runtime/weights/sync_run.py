@@ -11,15 +11,15 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol, assert_never
+from typing import Protocol, assert_never
 
 from umbra.runtime.errors import ProtocolError, UmbraError, WeightSyncError
 from umbra.runtime.weights.engine_sync import EngineSync, Lease, OpenedImage
 from umbra.runtime.weights.manifest import Manifest
+from umbra.runtime.weights.sync_calls import SyncReport
 from umbra.runtime.weights.sync_events import (
     Aborted,
     Action,
-    Attest,
     Close,
     Commit,
     CommitVersion,
@@ -39,9 +39,10 @@ from umbra.runtime.weights.sync_events import (
     Report,
     ResumeEngine,
     Revert,
+    Verify,
 )
 from umbra.runtime.weights.sync_transaction import Phase, SyncTransaction
-from umbra.runtime.weights.transport_choice import Transport
+from umbra.runtime.weights.transports.base import TransportPlan
 from umbra.runtime.weights.transports.cuda_ipc.rank_exports import Offer
 
 logger = logging.getLogger(__name__)
@@ -52,11 +53,11 @@ class SyncHost(Protocol):
 
     @property
     def pause_mode(self) -> str: ...
-    @property
-    def engine_timeout_s(self) -> float: ...
-    async def choose_transport(self, offers: Sequence[Offer], timeout_s: float) -> Transport: ...
+    async def choose_transport(
+        self, offers: Sequence[Offer], timeout_s: float
+    ) -> TransportPlan: ...
     def open_image(
-        self, version: int, manifest: Manifest, offers: Sequence[Offer], transport: Transport
+        self, version: int, manifest: Manifest, offers: Sequence[Offer], plan: TransportPlan
     ) -> OpenedImage: ...
     def commit_version(self, version: int, run: SyncRun) -> None: ...
     def remaining(self, version: int) -> list[str]: ...
@@ -81,7 +82,7 @@ class SyncRun:
         self._failure: str | None = None
         self._lease = Lease()
         self._entered_at: dict[Phase, float] = {}
-        self._report: dict[str, Any] = {}
+        self._report: SyncReport | None = None
 
     @property
     def version(self) -> int:
@@ -123,10 +124,11 @@ class SyncRun:
         """Until every rank has filled and every engine has loaded everything."""
         await self._wait("filled", event.rank, event)
 
-    async def end(self, rank: int) -> dict[str, Any]:
+    async def end(self, rank: int) -> SyncReport:
         """The report, once engines serve the version. The rank keeps no memory for them."""
         if "end" not in self._granted:
             await self._wait("end", rank, RankReleased(rank))
+        assert self._report is not None
         return self._report
 
     async def _wait(self, what: str, rank: int, event: Event) -> None:
@@ -175,7 +177,7 @@ class SyncRun:
                 self._opening = self._tasks.create_task(
                     self._open(action), name=f"open:{self.sync_id}"
                 )
-            case Prepare() | Load() | Attest() | Commit() | ResumeEngine() | Revert():
+            case Prepare() | Load() | Verify() | Commit() | ResumeEngine() | Revert():
                 self._workers[action.engine].request(action)
             case GrantBegin():
                 self._grant("begin")
@@ -201,12 +203,10 @@ class SyncRun:
     async def _open(self, action: Open) -> None:
         assert self._tasks is not None
         try:
-            transport = await self._host.choose_transport(action.offers, self._lease.left_s / 2)
+            plan = await self._host.choose_transport(action.offers, self._lease.left_s / 2)
             if self.transaction.phase != Phase.OPENING:
                 return  # given up meanwhile
-            self.opened = self._host.open_image(
-                self.version, action.manifest, action.offers, transport
-            )
+            self.opened = self._host.open_image(self.version, action.manifest, action.offers, plan)
         except UmbraError as error:
             self.feed(Aborted(str(error)))
             return
@@ -219,11 +219,9 @@ class SyncRun:
                 lease=self._lease,
                 feed=self.feed,
                 pause_mode=self._host.pause_mode,
-                engine_timeout_s=self._host.engine_timeout_s,
             )
             self._tasks.create_task(worker.run(), name=f"sync:{engine.name}")
-        reads_exports = transport == Transport.CUDA_IPC
-        self.feed(Opened(engines=list(self._workers), reads_exports=reads_exports))
+        self.feed(Opened(engines=list(self._workers), reads_exports=plan.reads_exports))
 
     def _make_report(self) -> None:
         entered: dict[Phase, float] = {}
@@ -232,23 +230,23 @@ class SyncRun:
             entered_at = entered[phase] = self._entered_at.get(phase, entered_at)
         prepared = [worker.prepared_at for worker in self._workers.values()]
         prepared_at = max([entered[Phase.OPENING], *prepared])
-        self._report = {
-            "version": self.version,
-            "transport": "" if self.opened is None else self.opened.buckets["transport"],
-            "engines": {
+        self._report = SyncReport(
+            version=self.version,
+            transport="" if self.opened is None else self.opened.buckets["transport"],
+            engines={
                 name: {
                     "nbytes": self.transaction.loaded_nbytes(name),
                     "load_s": self._workers[name].load_s,
                 }
                 for name in self.transaction.live_engines
             },
-            "failed": dict(self.transaction.failed),
-            "remaining": self._host.remaining(self.version),
-            "prepare_s": prepared_at - entered[Phase.OPENING],
-            "transfer_s": entered[Phase.ATTESTING] - prepared_at,
-            "attest_s": entered[Phase.COMMITTING] - entered[Phase.ATTESTING],
-            "resume_s": entered[Phase.CLOSED] - entered[Phase.COMMITTING],
-        }
+            failed=dict(self.transaction.failed),
+            remaining=self._host.remaining(self.version),
+            prepare_s=prepared_at - entered[Phase.OPENING],
+            transfer_s=entered[Phase.VERIFYING] - prepared_at,
+            verify_s=entered[Phase.COMMITTING] - entered[Phase.VERIFYING],
+            resume_s=entered[Phase.CLOSED] - entered[Phase.COMMITTING],
+        )
 
     async def _watch_lease(self) -> None:
         """Until the sync is over; at the end of the lease it is aborted."""

@@ -4,7 +4,7 @@ Pure: no clock, task or socket. `umbra.runtime.weights.sync_run` feeds it and do
 
     GATHERING ──all ranks joined──> OPENING ──Opened──> TRANSFERRING ──all done────┐
                                                                                    v
-             CLOSED <──all resumed── COMMITTING <──all attested── ATTESTING <──────┘
+             CLOSED <──all resumed── COMMITTING <──all verified── VERIFYING <──────┘
 
     any state before COMMITTING ──Aborted, LeaseExpired, no engine left──> ABORTING ──> CLOSED
 
@@ -23,21 +23,21 @@ from typing import assert_never
 
 from umbra.runtime.weights.coverage import find_gap
 from umbra.runtime.weights.manifest import Manifest
+from umbra.runtime.weights.sync_calls import Region
 from umbra.runtime.weights.sync_events import (
     Aborted,
     Action,
-    Attest,
     Close,
     Commit,
     CommitVersion,
     Discard,
-    EngineAttested,
     EngineCommitted,
     EngineFailed,
     EngineLoaded,
     EnginePrepared,
     EngineResumed,
     EngineReverted,
+    EngineVerified,
     Event,
     FailRanks,
     GrantBegin,
@@ -53,6 +53,7 @@ from umbra.runtime.weights.sync_events import (
     Report,
     ResumeEngine,
     Revert,
+    Verify,
 )
 from umbra.runtime.weights.transports.cuda_ipc.rank_exports import Offer
 
@@ -61,7 +62,7 @@ class Phase(IntEnum):
     GATHERING = 0
     OPENING = 1
     TRANSFERRING = 2
-    ATTESTING = 3
+    VERIFYING = 3
     COMMITTING = 4
     ABORTING = 5
     CLOSED = 6
@@ -70,13 +71,13 @@ class Phase(IntEnum):
 class Stage(StrEnum):
     """How far one engine has come."""
 
-    PREPARING = "prepare"
-    LOADING = "load all buckets"
-    LOADED = "be asked to attest"
-    ATTESTING = "attest"
-    ATTESTED = "commit"
-    COMMITTED = "resume"
-    DONE = "do anything more"
+    PREPARING = "preparing"
+    LOADING = "loading"
+    LOADED = "loaded"
+    VERIFYING = "verifying"
+    VERIFIED = "verified"
+    COMMITTED = "committed"
+    DONE = "done"
 
 
 @dataclass(slots=True)
@@ -97,7 +98,7 @@ class SyncTransaction:
         self.version = version
         self.phase = Phase.GATHERING
         self.manifest: Manifest | None = None
-        self.regions: list[tuple[int, int, int | None]] = []
+        self.regions: list[Region] = []
         self.failed: dict[str, str] = {}
         self._require_engine = require_engine
         self._world_size = 0
@@ -138,7 +139,7 @@ class SyncTransaction:
             case (
                 EnginePrepared()
                 | EngineLoaded()
-                | EngineAttested()
+                | EngineVerified()
                 | EngineCommitted()
                 | EngineResumed()
                 | EngineReverted()
@@ -198,7 +199,7 @@ class SyncTransaction:
         engine: _Engine,
         event: EnginePrepared
         | EngineLoaded
-        | EngineAttested
+        | EngineVerified
         | EngineCommitted
         | EngineResumed
         | EngineReverted,
@@ -207,11 +208,11 @@ class SyncTransaction:
             case EngineLoaded():
                 engine.stage = Stage.LOADED
                 engine.nbytes = event.nbytes
-            case EngineAttested():
-                wrong = self._check_attestation(event)
-                if wrong and self.phase == Phase.ATTESTING:
+            case EngineVerified():
+                wrong = self._find_mismatch(event)
+                if wrong and self.phase == Phase.VERIFYING:
                     return self._on_failed(EngineFailed(event.engine, wrong))
-                engine.stage = Stage.ATTESTED
+                engine.stage = Stage.VERIFIED
             case EnginePrepared():
                 if self.phase == Phase.TRANSFERRING:
                     engine.stage = Stage.LOADING
@@ -231,14 +232,14 @@ class SyncTransaction:
         self.failed[event.engine] = event.reason
         return [Discard(event.engine, event.reason), *self._advance()]
 
-    def _check_attestation(self, event: EngineAttested) -> str:
+    def _find_mismatch(self, event: EngineVerified) -> str:
         """What is wrong with it, or ""."""
         expected_nbytes = sum(nbytes for _, nbytes, _ in self.regions)
         if event.mismatches:
             return f"corrupted on arrival: {'; '.join(event.mismatches)}"
         if (event.count, event.nbytes) != (len(self.regions), expected_nbytes):
             return (
-                f"attests {event.count} regions of {event.nbytes} bytes, "
+                f"has {event.count} regions of {event.nbytes} bytes, "
                 f"sent were {len(self.regions)} of {expected_nbytes}"
             )
         return ""
@@ -251,7 +252,7 @@ class SyncTransaction:
             return self._give_up()
         if self.phase == Phase.TRANSFERRING and self._is_transferred():
             return self._finish_transfer()
-        if self.phase == Phase.ATTESTING and self._is_attested():
+        if self.phase == Phase.VERIFYING and self._is_verified():
             self.phase = Phase.COMMITTING
             commits: list[Action] = [Commit(name) for name in self._engines]
             return [CommitVersion(), *commits, *([] if commits else self._advance())]
@@ -266,20 +267,20 @@ class SyncTransaction:
     def _is_transferred(self) -> bool:
         return self._filled == self._joined.keys() and self._all_at(Stage.LOADED)
 
-    def _is_attested(self) -> bool:
+    def _is_verified(self) -> bool:
         is_released = not self._reads_exports or self._released >= self._joined.keys()
-        return is_released and self._all_at(Stage.ATTESTED)
+        return is_released and self._all_at(Stage.VERIFIED)
 
     def _finish_transfer(self) -> list[Action]:
         assert self.manifest is not None
         gap = find_gap(self.manifest, self.regions)
         if gap:
             return self._abort(gap)
-        self.phase = Phase.ATTESTING
+        self.phase = Phase.VERIFYING
         for engine in self._engines.values():
-            engine.stage = Stage.ATTESTING
-        attests: list[Action] = [Attest(name) for name in self._engines]
-        return [GrantFilled(), *(attests or self._advance())]
+            engine.stage = Stage.VERIFYING
+        verifications: list[Action] = [Verify(name) for name in self._engines]
+        return [GrantFilled(), *(verifications or self._advance())]
 
     def _all_at(self, stage: Stage) -> bool:
         return all(engine.stage == stage for engine in self._engines.values())
@@ -308,11 +309,11 @@ class SyncTransaction:
         if self.phase == Phase.GATHERING:
             missing = sorted(set(range(self._world_size)) - self._joined.keys())
             return f"ranks {missing} of {self._world_size} did not publish version {self.version}"
-        engines = [f"{name} (has yet to {e.stage})" for name, e in self._engines.items()]
-        slow = f"waiting engines: {', '.join(engines) or 'none'}"
+        engines = [f"{name}: {engine.stage}" for name, engine in self._engines.items()]
+        slow = f"engines: {', '.join(engines) or 'none'}"
         if self.phase == Phase.TRANSFERRING:
             laggards = sorted(self._joined.keys() - self._filled)
             slow = f"not filled by ranks {laggards}; {slow}; {progress}"
-        if self.phase == Phase.ATTESTING and self._reads_exports:
+        if self.phase == Phase.VERIFYING and self._reads_exports:
             slow = f"held back by ranks {sorted(self._joined.keys() - self._released)}; {slow}"
         return f"{self.phase.name.lower()}; {slow}"

@@ -1,133 +1,74 @@
-"""How the weights of a sync travel: through buckets in host memory, or read from the ranks' GPUs.
-
-Chosen once for every sync: by CUDA IPC where every rank exports its memory and every engine has
-opened some of it, as it proves beforehand; else by memfd, which works everywhere. Torch-free.
-"""
+"""Which transport the weights of a sync take: the first that can be used. Torch-free."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Sequence
-from enum import StrEnum
 from typing import Final, Literal
 
-from umbra.runtime.errors import UmbraError, WeightSyncError
-from umbra.runtime.weights.engine_sync import SyncEngine
-from umbra.runtime.weights.transports.cuda_ipc.rank_exports import (
-    Allocation,
-    Offer,
-    RankExports,
-    probe_allocations,
+from umbra.runtime.errors import WeightSyncError
+from umbra.runtime.weights.transports.base import (
+    ProbedEngine,
+    Problem,
+    TransportName,
+    TransportPlan,
 )
+from umbra.runtime.weights.transports.cuda_ipc.rank_exports import Offer
 
 logger = logging.getLogger(__name__)
 
-TransportSetting = Literal["auto", "memfd", "cuda_ipc"]
+TransportSetting = TransportName | Literal["auto"]
 TRANSPORT_SETTINGS: Final = ("auto", "memfd", "cuda_ipc")
-_PROBE_TIMEOUT_S: Final = 20.0
-# The first one may have to make a context on another GPU.
-
-
-class Transport(StrEnum):
-    MEMFD = "memfd"
-    CUDA_IPC = "cuda_ipc"
 
 
 class TransportChooser:
-    """Chooses for the syncs of one pool, and remembers which engines have proved themselves."""
+    """Chooses once for each sync of one pool.
 
-    def __init__(self, pool: str, setting: TransportSetting) -> None:
+    Args:
+        plans: of all transports, the fastest first; the last one works everywhere.
+        setting: "auto" tries them in this order; else that one alone.
+    """
+
+    def __init__(
+        self, pool: str, setting: TransportSetting, plans: Sequence[TransportPlan]
+    ) -> None:
         self._pool = pool
         self._setting = setting
-        self._problems: dict[tuple[str, int], tuple[frozenset[bytes], str]] = {}
-        self._said: tuple[Transport, str] | None = None
+        self._plans = [plan for plan in plans if setting in ("auto", plan.name)]
+        self._logged: tuple[TransportName, str] | None = None
 
     async def choose(
-        self, offers: Sequence[Offer], engines: Sequence[SyncEngine], timeout_s: float
-    ) -> Transport:
+        self, offers: Sequence[Offer], engines: Sequence[ProbedEngine], timeout_s: float
+    ) -> TransportPlan:
         """
         Args:
             offers: of all ranks.
-            engines: those that may take part; asked the first time that they may.
+            engines: those that may take part.
 
         Raises:
-            WeightSyncError: nothing but cuda_ipc is allowed, and it cannot be had.
+            WeightSyncError: the one that is set cannot be used.
         """
-        if self._setting == "memfd":
-            return self._say(Transport.MEMFD, "it is set")
-        problem = _problem_of(offers)
-        is_warning = False
-        if not problem:
-            exports = [offer for offer in offers if isinstance(offer, RankExports)]
-            problem = await self._probe(exports, engines, min(timeout_s, _PROBE_TIMEOUT_S))
-            is_warning = bool(problem)
-        if not problem:
-            return self._say(Transport.CUDA_IPC, "all ranks and engines can")
-        if self._setting == "cuda_ipc":
-            raise WeightSyncError(
-                f"pool {self._pool}: transport 'cuda_ipc' cannot be had: {problem}; "
-                "'auto' would send these weights through host memory"
-            )
-        return self._say(Transport.MEMFD, problem, is_warning=is_warning)
+        faster: Problem | None = None
+        for plan in self._plans:
+            problem = await plan.find_problem(offers, engines, timeout_s)
+            if problem is None:
+                self._log(plan.name, faster)
+                return plan
+            faster = problem
+        assert faster is not None
+        raise WeightSyncError(
+            f"pool {self._pool}: transport {self._setting!r} cannot be had: {faster.text}; "
+            "'auto' would send these weights through host memory"
+        )
 
-    def can_import(self, engine: SyncEngine) -> bool:
-        """Whether this life of an engine has proved it."""
-        known = self._problems.get((engine.name, engine.incarnation))
-        return known is not None and not known[1]
-
-    async def _probe(
-        self, exports: Sequence[RankExports], engines: Sequence[SyncEngine], timeout_s: float
-    ) -> str:
-        """What is wrong with the first engine that cannot open the ranks' memory, or ""."""
-        allocations = probe_allocations(exports)
-        async with asyncio.TaskGroup() as tasks:
-            asked = [
-                tasks.create_task(self._probe_engine(engine, allocations, timeout_s))
-                for engine in engines
-            ]
-        found = [(e.name, task.result()) for e, task in zip(engines, asked, strict=True)]
-        return next((f"{name}: {problem}" for name, problem in found if problem), "")
-
-    async def _probe_engine(
-        self, engine: SyncEngine, allocations: Sequence[Allocation], timeout_s: float
-    ) -> str:
-        key = (engine.name, engine.incarnation)
-        devices = frozenset(allocation.device for allocation in allocations)
-        known = self._problems.get(key)
-        if known is not None and known[0] == devices:
-            return known[1]
-        wire = [allocation.to_wire() for allocation in allocations]
-        try:
-            async with asyncio.timeout(timeout_s):
-                problem = await engine.probe_import(wire, timeout_s)
-        except TimeoutError:
-            return f"no answer within {timeout_s:.3g} s"  # asked anew next time
-        except UmbraError as error:
-            return str(error)
-        except Exception as error:  # an engine must not end the supervisor
-            logger.exception("probing %s broke", engine.name)
-            return repr(error)
-        self._problems = {
-            other: found for other, found in self._problems.items() if other[0] != engine.name
-        } | {key: (devices, str(problem))}
-        return str(problem)
-
-    def _say(self, transport: Transport, reason: str, *, is_warning: bool = False) -> Transport:
+    def _log(self, name: TransportName, faster: Problem | None) -> None:
         """Logs the choice where it is another one than before."""
-        if self._said != (transport, reason):
-            self._said = transport, reason
-            level = logging.WARNING if is_warning else logging.INFO
-            logger.log(
-                level, "pool %s: weights travel by %s: %s", self._pool, str(transport), reason
-            )
-        return transport
-
-
-def _problem_of(offers: Sequence[Offer]) -> str:
-    for rank, offer in enumerate(offers):
-        if isinstance(offer, str):
-            return f"rank {rank}: {offer}"
-    if not any(offer.parts for offer in offers if isinstance(offer, RankExports)):
-        return "there is nothing to send"
-    return ""
+        reason = "all ranks and engines can" if faster is None else faster.text
+        if self._setting == name:
+            reason = "it is set"
+        if self._logged == (name, reason):
+            return
+        self._logged = name, reason
+        is_warning = faster is not None and faster.is_warning
+        level = logging.WARNING if is_warning else logging.INFO
+        logger.log(level, "pool %s: weights travel by %s: %s", self._pool, name, reason)

@@ -1,124 +1,38 @@
-"""The trainer's end of a sync: ranks copy their shards into shared buckets.
-
-rank 0  fill 0 | fill 1 | wait | fill 2 ...      each rank fills its own bytes of a bucket,
-rank 1  fill 0 | fill 1 | wait | fill 2 ...      no rank sees another's
-engine         | load 0        | load 1 ...      with two buffers; bucket i + 2 has that of i
+"""The trainer's end of a sync: every rank hands its own shards over, by the transport granted.
 
 Who is how far is in shared memory (`sync_progress`); the supervisor is told once,
-when this rank has filled everything. Where all can, engines read the ranks' GPUs instead: then a
-rank exports its shards, and there is nothing to fill.
+when this rank has handed over everything.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Final, Protocol, Self
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from umbra.runtime.errors import DeadlineExceeded, ProtocolError, UmbraError, WeightSyncError
-from umbra.runtime.weights.checksum import checksum_of, copy_with_checksum
+from umbra.runtime.errors import UmbraError
 from umbra.runtime.weights.shards import find_aliases, held_extent, local_part, wire_manifest
-from umbra.runtime.weights.transports.byte_views import bucket_bytes, flatten
-from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import export_tensors
-from umbra.runtime.weights.transports.cuda_ipc.rank_exports import Offer, offer_to_wire
-from umbra.runtime.weights.transports.shared_memory.bucket_grid import (
-    BucketGrid,
-    BucketPiece,
-    Extent,
+from umbra.runtime.weights.sync_calls import (
+    SyncAbort,
+    SyncBegin,
+    SyncEnd,
+    SyncFilled,
+    SyncReport,
+    SyncSupervisor,
 )
-from umbra.runtime.weights.transports.shared_memory.memfd import BucketMappings, MappedBucket
-from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncProgress
+from umbra.runtime.weights.transports.base import Sender
+from umbra.runtime.weights.transports.cuda_ipc.export_sender import Export, ExportSender
+from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import export_tensors
+from umbra.runtime.weights.transports.shard_reader import RankShards, ShardSource
+from umbra.runtime.weights.transports.shared_memory.bucket_grid import Extent
+from umbra.runtime.weights.transports.shared_memory.ring_sender import RingSender
 
 _ABORT_TIMEOUT_S: Final = 5.0
 # How long a failing rank tries to tell the supervisor; after that the lease ends the sync anyway.
-
-
-class SyncSupervisor(Protocol):
-    """The supervisor's sync calls, blocking; `Session.sync` implements them.
-
-    Every rank makes every call. Each raises `WeightSyncError` on all ranks when the sync failed.
-    `sync_filled` returns when all ranks have filled and all engines have loaded everything.
-    """
-
-    def check(self) -> None:
-        """Raises where the job is lost; called while a rank waits for buckets."""
-        ...
-
-    def sync_begin(
-        self,
-        pool: str,
-        version: int,
-        rank: int,
-        world_size: int,
-        manifest: dict[str, Any] | None,
-        timeout_s: float,
-        offer: dict[str, Any] | None = None,
-    ) -> Mapping[str, Any]: ...
-
-    def sync_filled(
-        self, sync_id: str, rank: int, regions: list[list[int | None]], timeout_s: float
-    ) -> None: ...
-
-    def sync_end(self, sync_id: str, rank: int, timeout_s: float) -> Mapping[str, Any]: ...
-
-    def sync_abort(self, sync_id: str, rank: int, reason: str, timeout_s: float) -> None: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SyncReport:
-    """How a sync went, or all waves of a rolling update.
-
-    Attributes:
-        engines: name -> {"nbytes": bytes loaded, "load_s": seconds that took, waits included}.
-        failed: name -> why this engine did not get the version; it is being replaced.
-        remaining: engines that serve an older version, and get this one by the next wave.
-        transport: "memfd" or "cuda_ipc"; of a rolling update, that of the last wave.
-        prepare_s, transfer_s, attest_s, resume_s: seconds of each phase, over all waves.
-    """
-
-    version: int
-    transport: str
-    engines: Mapping[str, Mapping[str, float]]
-    failed: Mapping[str, str]
-    remaining: Sequence[str]
-    prepare_s: float
-    transfer_s: float
-    attest_s: float
-    resume_s: float
-
-    @classmethod
-    def from_wire(cls, raw: Mapping[str, Any]) -> Self:
-        try:
-            return cls(**{name: raw[name] for name in cls.__slots__})
-        except KeyError as error:
-            raise ProtocolError(f"a sync report lacks {error}") from None
-
-    def joined(self, later: SyncReport) -> SyncReport:
-        """With what the next wave reports."""
-        return SyncReport(
-            version=self.version,
-            transport=later.transport,
-            engines={**self.engines, **later.engines},
-            failed={**self.failed, **later.failed},
-            remaining=later.remaining,
-            prepare_s=self.prepare_s + later.prepare_s,
-            transfer_s=self.transfer_s + later.transfer_s,
-            attest_s=self.attest_s + later.attest_s,
-            resume_s=self.resume_s + later.resume_s,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """One tensor of this rank and the dtype it travels in."""
-
-    tensor: Tensor
-    wire_dtype: torch.dtype
 
 
 class WeightPublisher:
@@ -136,8 +50,7 @@ class WeightPublisher:
         locate: a tensor's part on this rank, for tensors whose memory may be elsewhere.
         on_read: called when the tensors of this rank have been read, by itself or by the engines:
             they take memory for their KV cache only after it has returned on every rank.
-        export: offers tensors, each with its offset in the image, to engines on the same GPUs; or
-            says why it cannot.
+        export: see `Export`.
     """
 
     def __init__(
@@ -152,27 +65,31 @@ class WeightPublisher:
         *,
         locate: Callable[[Tensor], Tensor] = local_part,
         on_read: Callable[[], None] | None = None,
-        export: Callable[[Sequence[tuple[int, Tensor]]], Offer] = export_tensors,
+        export: Export = export_tensors,
     ) -> None:
         self._supervisor = supervisor
         self._rank = rank
         self._world_size = world_size
         aliases = find_aliases(tensors) if aliases is None else aliases
         self.manifest = wire_manifest(tensors, aliases, wire_dtype, frozenset(keep_dtype))
-        self._sources: list[_Source] = []
-        self._extents: list[Extent] = []
+        sources: list[ShardSource] = []
+        extents: list[Extent] = []
         for entry in self.manifest.entries:
             tensor = tensors[entry.name]
-            extent = held_extent(len(self._sources), entry, tensor, rank)
+            extent = held_extent(len(sources), entry, tensor, rank)
             if extent is not None:
-                self._sources.append(_Source(tensor, getattr(torch, entry.dtype)))
-                self._extents.append(extent)
-        self._locate = locate
-        self._on_read = on_read
-        self._export = export
-        self._mappings = BucketMappings()
+                sources.append(ShardSource(tensor, getattr(torch, entry.dtype)))
+                extents.append(extent)
+        shards = RankShards(
+            rank=rank, manifest=self.manifest, extents=extents, sources=sources, locate=locate
+        )
+        self._exports = ExportSender(shards, export)
+        self._senders: dict[str, Sender] = {
+            "memfd": RingSender(shards, supervisor.check),
+            "cuda_ipc": self._exports,
+        }
+        self._on_read = on_read or _nothing
         self._wire = self.manifest.to_wire()
-        self._plan: tuple[int, list[list[BucketPiece]]] | None = None  # for buckets of this size
 
     def publish(self, pool: str, version: int, timeout_s: float) -> SyncReport:
         """Carries the tensors to the engines of `pool`; returns when they serve `version`.
@@ -192,174 +109,45 @@ class WeightPublisher:
         return report
 
     def _publish_wave(self, pool: str, version: int, deadline: float) -> SyncReport:
-        manifest = self._wire if self._rank == 0 else None
-        offer = offer_to_wire(self._offer())
-        grant = self._supervisor.sync_begin(
-            pool, version, self._rank, self._world_size, manifest, _remaining_s(deadline), offer
+        supervisor, rank = self._supervisor, self._rank
+        grant = supervisor.sync_begin(
+            SyncBegin(
+                pool=pool,
+                version=version,
+                rank=rank,
+                world_size=self._world_size,
+                manifest=self._wire if rank == 0 else None,
+                offer=self._exports.offer(),
+                deadline=deadline,
+            )
         )
-        sync_id = str(grant["sync_id"])
-        is_exported = grant.get("transport") == "cuda_ipc"
-        on_read = self._on_read or _nothing
+        sync_id, sender = grant.sync_id, self._senders[grant.transport]
         try:
-            hand_over = self._lend if is_exported else self._transfer
-            regions = hand_over(grant, deadline)
+            regions = sender.send(grant, deadline)
             if regions is not None:
-                if not is_exported:
-                    on_read()
-                arguments = (sync_id, self._rank, regions, _remaining_s(deadline))
-                self._supervisor.sync_filled(*arguments)
-                if is_exported:
-                    on_read()
+                if not sender.is_read_by_engines:
+                    self._on_read()
+                filled = SyncFilled(sync_id=sync_id, rank=rank, regions=regions, deadline=deadline)
+                supervisor.sync_filled(filled)
+                if sender.is_read_by_engines:
+                    self._on_read()
             # Of a sync that was given up, this raises the reason.
-            report = self._supervisor.sync_end(sync_id, self._rank, _remaining_s(deadline))
+            return supervisor.sync_end(SyncEnd(sync_id=sync_id, rank=rank, deadline=deadline))
         except BaseException as error:
             # The first error is the one to see; the lease covers a supervisor out of reach.
+            reason = f"{type(error).__name__}: {error}"
+            until = time.monotonic() + _ABORT_TIMEOUT_S
             with suppress(UmbraError):
-                self._supervisor.sync_abort(
-                    sync_id, self._rank, f"{type(error).__name__}: {error}", _ABORT_TIMEOUT_S
+                supervisor.sync_abort(
+                    SyncAbort(sync_id=sync_id, rank=rank, reason=reason, deadline=until)
                 )
             raise
-        return SyncReport.from_wire(report)
 
     def close(self) -> None:
         """Unmaps the buckets, which `publish` keeps mapped and would map anew. Idempotent."""
-        self._mappings.close()
-
-    def _transfer(self, grant: Mapping[str, Any], deadline: float) -> list[list[int | None]] | None:
-        """Fills all buckets; the regions, or None where the sync was given up meanwhile."""
-        bucket_nbytes = int(grant["bucket_nbytes"])
-        plan = self._plan_for(bucket_nbytes)
-        if len(plan) != grant["num_buckets"]:
-            raise ProtocolError(
-                f"rank {self._rank} cuts its image into {len(plan)} buckets, "
-                f"rank 0's has {grant['num_buckets']}: their tensors differ"
-            )
-        left_s = _remaining_s(deadline)
-        fd_socket = str(grant["fd_socket"])
-        buckets = self._mappings.open(fd_socket, grant["buckets"], bucket_nbytes, left_s)
-        progress = _open_progress(grant, left_s)
-        if progress is None:
-            return None
-        try:
-            return self._fill_buckets(plan, buckets, progress, bool(grant["attest"]), deadline)
-        finally:
-            progress.close()
-
-    def _offer(self) -> Offer:
-        shards = zip(self._extents, self._sources, strict=True)
-        return self._export([(e.offset, self._locate(source.tensor)) for e, source in shards])
-
-    @torch.no_grad()
-    def _lend(self, grant: Mapping[str, Any], deadline: float) -> list[list[int | None]] | None:
-        """Engines read this rank's tensors; the regions, or None where the sync was given up."""
-        num_entries = len(self.manifest.entries)
-        if num_entries != grant["num_buckets"]:
-            raise ProtocolError(
-                f"rank {self._rank} publishes {num_entries} tensors, "
-                f"rank 0 {grant['num_buckets']}: their tensors differ"
-            )
-        progress = _open_progress(grant, _remaining_s(deadline))
-        if progress is None:
-            return None
-        try:
-            progress.set_filled(self._rank, num_entries)  # they have been ready since the offer
-            reader = _ShardReader(self._sources, self._locate)
-            return [
-                [extent.offset, extent.nbytes, reader.checksum(extent) if grant["attest"] else None]
-                for extent in self._extents
-            ]
-        finally:
-            progress.close()
-
-    def _plan_for(self, bucket_nbytes: int) -> list[list[BucketPiece]]:
-        if self._plan is None or self._plan[0] != bucket_nbytes:
-            grid = BucketGrid(self.manifest.nbytes, bucket_nbytes)
-            self._plan = bucket_nbytes, grid.cut(self._extents)
-        return self._plan[1]
-
-    @torch.no_grad()
-    def _fill_buckets(
-        self,
-        plan: list[list[BucketPiece]],
-        buckets: list[MappedBucket],
-        progress: SyncProgress,
-        attest: bool,
-        deadline: float,
-    ) -> list[list[int | None]] | None:
-        reader = _ShardReader(self._sources, self._locate)
-        memories = [bucket_bytes(bucket) for bucket in buckets]
-        regions: list[list[int | None]] = []
-        for idx, pieces in enumerate(plan):
-            num_needed = idx + 1 - len(memories)  # then the memory of bucket idx is free again
-            if not progress.wait_loaded(num_needed, deadline, self._supervisor.check):
-                return None
-            memory = memories[idx % len(memories)]
-            for piece in pieces:
-                target = memory[piece.bucket_start : piece.bucket_start + piece.nbytes]
-                checksum = reader.read_into(piece, target, attest)
-                offset = self._extents[piece.key].offset + piece.start
-                regions.append([offset, piece.nbytes, checksum])
-            progress.set_filled(self._rank, idx + 1)
-        return regions
-
-
-class _ShardReader:
-    """Reads pieces of shards as bytes of the wire dtype. Holds one contiguous copy at most."""
-
-    def __init__(self, sources: list[_Source], locate: Callable[[Tensor], Tensor]) -> None:
-        self._sources = sources
-        self._locate = locate
-        self._key = -1
-        self._flat = torch.empty(0)
-
-    def read_into(self, piece: BucketPiece, target: Tensor, attest: bool) -> int | None:
-        """Writes the piece to `target`: uint8 [piece.nbytes].
-
-        Returns the checksum of the bytes as they are in the source, never of `target`: whatever
-        goes wrong in between shall show. None unless `attest`.
-        """
-        dtype = self._sources[piece.key].wire_dtype
-        flat = self._flat_shard(piece.key)
-        start = piece.start // dtype.itemsize
-        values = flat[start : start + piece.nbytes // dtype.itemsize]  # [piece elements]
-        if not attest:
-            target.view(dtype).copy_(values)
-            return None
-        data = values.to(dtype).view(torch.uint8)  # [piece.nbytes]
-        if data.device.type == "cpu":
-            return copy_with_checksum(data, target)
-        target.copy_(data)
-        return checksum_of(data)
-
-    def checksum(self, extent: Extent) -> int:
-        """Of a whole shard, in the dtype in which it travels."""
-        data = self._flat_shard(extent.key).to(self._sources[extent.key].wire_dtype)
-        return checksum_of(data.view(torch.uint8))
-
-    def _flat_shard(self, key: int) -> Tensor:
-        if key != self._key:
-            local = self._locate(self._sources[key].tensor)
-            if local.is_complex():
-                local = local.resolve_conj()
-            self._flat = flatten(local.resolve_neg().contiguous())
-            self._key = key
-        return self._flat
-
-
-def _open_progress(grant: Mapping[str, Any], timeout_s: float) -> SyncProgress | None:
-    """The control block, or None where it is offered no more: the sync was given up."""
-    try:
-        return SyncProgress.receive(str(grant["fd_socket"]), grant["progress"], timeout_s)
-    except WeightSyncError:
-        return None
+        for sender in self._senders.values():
+            sender.close()
 
 
 def _nothing() -> None:
     """For publishers whose memory nobody waits for."""
-
-
-def _remaining_s(deadline: float) -> float:
-    remaining_s = deadline - time.monotonic()
-    if remaining_s <= 0:
-        raise DeadlineExceeded("the time for this sync is used up")
-    return remaining_s

@@ -7,22 +7,25 @@ begin -> load -> finish -> end         once for each version; `end` alone where 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.weights.manifest import Manifest
-from umbra.runtime.weights.transports.byte_views import bucket_bytes
+from umbra.runtime.weights.transports.base import Receiver
+from umbra.runtime.weights.transports.cuda_ipc.export_receiver import ExportReceiver
 from umbra.runtime.weights.transports.cuda_ipc.exported_image import ExportedImage, MakeOpener
 from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import CudaOpener
 from umbra.runtime.weights.transports.shared_memory.destinations import Destinations
-from umbra.runtime.weights.transports.shared_memory.memfd import BucketMappings, MappedBucket
+from umbra.runtime.weights.transports.shared_memory.memfd import BucketMappings
+from umbra.runtime.weights.transports.shared_memory.ring_receiver import RingReceiver
 from umbra.runtime.weights.transports.shared_memory.sync_progress import EngineEnd
 
 _OPEN_TIMEOUT_S: Final = 10.0
+
+_Opener = Callable[[Destinations, Mapping[str, Any], Mapping[str, Any]], Receiver]
 
 
 class WeightReceiver:
@@ -50,15 +53,19 @@ class WeightReceiver:
         self._mappings = BucketMappings()
         self._layout: tuple[Mapping[str, Any], int] | None = None
         self._destinations: Destinations | None = None
-        self._update: _Update | _Import | None = None
+        self._update: Receiver | None = None
+        self._openers: dict[str, _Opener] = {
+            "memfd": self._open_ring,
+            "cuda_ipc": self._open_exports,
+        }
 
     def begin(self, manifest: Mapping[str, Any], buckets: Mapping[str, Any]) -> None:
         """Gets ready for one version; an update that was open is given up.
 
         Args:
             manifest: the wire form that came with begin_update.
-            buckets: {"fd_socket": path, "names": [...], "bucket_nbytes": int} from there, with
-                what `EngineEnd` wants; or with "exports" of the ranks where "transport" says so.
+            buckets: {"transport", "fd_socket": path, "names": [...], "bucket_nbytes": int} from
+                there, with what `EngineEnd` wants; with cuda_ipc also "exports" of the ranks.
 
         Raises:
             WeightSyncError: names, shapes or dtypes are not those of the parameters: the
@@ -67,21 +74,27 @@ class WeightReceiver:
             ProtocolError: a malformed manifest.
         """
         self.end()
-        bucket_nbytes: int = buckets["bucket_nbytes"]
-        destinations = self._destinations_for(manifest, bucket_nbytes)
-        if buckets.get("transport") == "cuda_ipc":
-            image = ExportedImage(
-                Manifest.from_wire(manifest), buckets["exports"], self._make_opener
-            )
-            self._update = _Import(destinations, image, EngineEnd(buckets, self._timeout_s))
-            return
-        mapped = self._mappings.open(
-            buckets["fd_socket"], buckets["names"], bucket_nbytes, self._timeout_s
-        )
-        self._update = _Update(destinations, mapped, EngineEnd(buckets, self._timeout_s))
+        destinations = self._destinations_for(manifest, buckets["bucket_nbytes"])
+        open_receiver = self._openers[buckets["transport"]]
+        self._update = open_receiver(destinations, manifest, buckets)
+
+    def _open_ring(
+        self, destinations: Destinations, manifest: Mapping[str, Any], buckets: Mapping[str, Any]
+    ) -> Receiver:
+        fd_socket, names = buckets["fd_socket"], buckets["names"]
+        mapped = self._mappings.open(fd_socket, names, buckets["bucket_nbytes"], self._timeout_s)
+        return RingReceiver(destinations, mapped, EngineEnd(buckets, self._timeout_s))
+
+    def _open_exports(
+        self, destinations: Destinations, manifest: Mapping[str, Any], buckets: Mapping[str, Any]
+    ) -> Receiver:
+        image = ExportedImage(Manifest.from_wire(manifest), buckets["exports"], self._make_opener)
+        return ExportReceiver(destinations, image, EngineEnd(buckets, self._timeout_s))
 
     def load(self) -> int:
         """Copies all buckets into the parameters as ranks fill them; the bytes copied. Once.
+
+        When it returns, the parameters have their values.
 
         Raises:
             WeightSyncError: the sync was given up; the parameters are half written.
@@ -92,10 +105,10 @@ class WeightReceiver:
         """Ends a `load` that waits. From any thread."""
         update = self._update
         if update is not None:
-            update.end_of_sync.stop()
+            update.stop()
 
     def finish(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
-        """Checks every region [image offset, nbytes, checksum or None] in the parameters.
+        """Verifies every region [image offset, nbytes, checksum or None] in the parameters.
 
         Returns {"count": regions, "nbytes": their bytes, "mismatches": [text, ...]}; the text names
         tensor, byte range and both checksums.
@@ -104,7 +117,7 @@ class WeightReceiver:
             WeightSyncError: not every bucket was loaded.
             ProtocolError: a region is not inside one tensor.
         """
-        return self._open_update().finish(regions)
+        return self._open_update().verify(regions)
 
     def end(self) -> None:
         """Leaves the sync, committed or given up. Idempotent."""
@@ -126,72 +139,7 @@ class WeightReceiver:
             self._layout = layout
         return self._destinations
 
-    def _open_update(self) -> _Update | _Import:
+    def _open_update(self) -> Receiver:
         if self._update is None:
             raise WeightSyncError("no update is in progress; begin_update comes first")
         return self._update
-
-
-class _Update:
-    """One version under way. Owns its end of the control block."""
-
-    def __init__(
-        self, destinations: Destinations, buckets: list[MappedBucket], end_of_sync: EngineEnd
-    ) -> None:
-        self.end_of_sync = end_of_sync
-        self._destinations = destinations
-        self._buckets = buckets
-
-    def load(self) -> int:
-        memories = [bucket_bytes(bucket) for bucket in self._buckets]
-        nbytes = 0
-        with torch.no_grad():
-            for idx in self.end_of_sync.buckets(self._destinations.num_buckets):
-                nbytes += self._destinations.write(idx, memories[idx % len(memories)])
-        return nbytes
-
-    def finish(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
-        self.end_of_sync.check_all_loaded(self._destinations.num_buckets)
-        return _attest(self._destinations, regions)
-
-    def close(self) -> None:
-        self._destinations.drop_staging()
-        self.end_of_sync.close()
-
-
-class _Import:
-    """The same from the ranks' own memory, which is open while `load` runs."""
-
-    def __init__(
-        self, destinations: Destinations, image: ExportedImage, end_of_sync: EngineEnd
-    ) -> None:
-        self.end_of_sync = end_of_sync
-        self._destinations = destinations
-        self._image = image
-        self._num_entries = len(image.manifest.entries)
-
-    @torch.no_grad()
-    def load(self) -> int:
-        nbytes = 0
-        try:
-            for idx in self.end_of_sync.buckets(self._num_entries):
-                for start, values in self._image.read(idx):
-                    nbytes += self._destinations.write_values(idx, start, values)
-        finally:
-            self._image.close()
-        return nbytes
-
-    def finish(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
-        self.end_of_sync.check_all_loaded(self._num_entries)
-        return _attest(self._destinations, regions)
-
-    def close(self) -> None:
-        self._image.close()
-        self._destinations.drop_staging()
-        self.end_of_sync.close()
-
-
-def _attest(destinations: Destinations, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
-    destinations.settle()
-    nbytes, mismatches = destinations.verify(regions)
-    return {"count": len(regions), "nbytes": nbytes, "mismatches": mismatches}

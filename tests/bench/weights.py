@@ -2,9 +2,9 @@
 
 What is counted: `first_s` and `later_s` are the wall time of `WeightPublisher.publish` in a rank
 process with one thread: all calls to the supervisor, preparing the engine, filling the memfd
-buckets, loading them into the parameters of an engine process, attestation, commit. The first sync
+buckets, loading them into the parameters of an engine process, verification, commit. The first sync
 makes, clears and maps the buckets and compares checksums of every byte; later ones (every 16th
-excepted) compare counts and bytes. `attested_gb_per_s` is for a sync that compares checksums. The
+excepted) compare counts and bytes. `verified_gb_per_s` is for a sync that compares checksums. The
 plain copy is `Tensor.copy_` of each tensor within the rank process, one thread, memory present.
 Not counted: starting processes, and the page faults of the engine's parameters, which an engine
 takes when it allocates them (`populate`), as the plain copy's destination has had them.
@@ -14,7 +14,7 @@ copies alternate. All numbers are medians over the rounds.
 
 With `--device cuda`, the tensors are those of a Qwen3-0.6B on one GPU, cast from float32 to
 bfloat16. Each number is then the seconds of a rank's `publish` through one transport, and
-`..._attested_s` with checksums; in a round, the transports alternate. The plain copy is the same
+`..._verified_s` with checksums; in a round, the transports alternate. The plain copy is the same
 cast within the rank.
 
     python tests/bench/weights.py [--rounds 5] [--megabytes 1024] [--device cpu] [--json]
@@ -55,6 +55,7 @@ from umbra.runtime.engine_api.lifecycle import (
 from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.rpc_client import Client, Handle
 from umbra.runtime.rpc.rpc_server import ActorServer
+from umbra.runtime.weights.sync_calls import SyncAbort, SyncBegin, SyncEnd, SyncFilled
 from umbra.runtime.weights.sync_coordinator import SyncCoordinator, SyncSettings
 from umbra.runtime.weights.transport_choice import TRANSPORT_SETTINGS
 from umbra.runtime.weights.transports.shared_memory.memfd import serve_fds
@@ -100,7 +101,7 @@ def _run(rounds: int, total_nbytes: int) -> dict[str, Any]:
     gigabytes = median["nbytes"] / 1e9
     umbra = {
         "gb_per_s": round(gigabytes / median["later_s"], 3),
-        "attested_gb_per_s": round(gigabytes / median["attested_s"], 3),
+        "verified_gb_per_s": round(gigabytes / median["verified_s"], 3),
         "first_s": round(median["first_s"], 4),
         "later_s": round(median["later_s"], 4),
     }
@@ -115,10 +116,10 @@ def _run(rounds: int, total_nbytes: int) -> dict[str, Any]:
 
 def _run_on_gpu(rounds: int) -> dict[str, Any]:
     pools = {
-        f"{transport}{suffix}": SyncSettings(transport=transport, attest_every=every)
+        f"{transport}{suffix}": SyncSettings(transport=transport, verify_every=every)
         for transport in TRANSPORT_SETTINGS
         if transport != "auto"
-        for suffix, every in {"": 1 << 30, "_attested": 1}.items()
+        for suffix, every in {"": 1 << 30, "_verified": 1}.items()
     }
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         rows = [runner.run(_round(0, pools, "gpu_")) for _ in range(rounds)]
@@ -132,7 +133,7 @@ def _run_on_gpu(rounds: int) -> dict[str, Any]:
 async def _round(
     total_nbytes: int, pools: Mapping[str, SyncSettings] | None = None, prefix: str = ""
 ) -> dict[str, float]:
-    pools = pools or {"plain": SyncSettings(), "attested": SyncSettings(attest_every=1)}
+    pools = pools or {"plain": SyncSettings(), "verified": SyncSettings(verify_every=1)}
     with tempfile.TemporaryDirectory(prefix="umbra-bench-") as name:
         folder = Path(name)
         async with (
@@ -203,30 +204,21 @@ class _Supervisor:
     def __init__(self, coordinators: Mapping[str, SyncCoordinator]) -> None:
         self._coordinators = coordinators
 
-    def _find(self, sync_id: str) -> SyncCoordinator:
-        return self._coordinators[sync_id.rpartition("-")[0]]
+    async def sync_begin(self, call: dict[str, Any]) -> dict[str, Any]:
+        begin = SyncBegin.from_wire(call)
+        return (await self._coordinators[begin.pool].sync_begin(begin)).to_wire()
 
-    async def sync_begin(
-        self,
-        pool: str,
-        version: int,
-        rank: int,
-        world_size: int,
-        manifest: Any,
-        timeout_s: float,
-        offer: Any,
-    ) -> dict[str, Any]:
-        coordinator = self._coordinators[pool]
-        return await coordinator.sync_begin(version, rank, world_size, manifest, timeout_s, offer)
+    async def sync_filled(self, call: dict[str, Any]) -> None:
+        filled = SyncFilled.from_wire(call)
+        await self._coordinators[filled.pool].sync_filled(filled)
 
-    async def sync_filled(self, sync_id: str, rank: int, regions: Any) -> None:
-        await self._find(sync_id).sync_filled(sync_id, rank, regions)
+    async def sync_end(self, call: dict[str, Any]) -> dict[str, Any]:
+        end = SyncEnd.from_wire(call)
+        return (await self._coordinators[end.pool].sync_end(end)).to_wire()
 
-    async def sync_end(self, sync_id: str, rank: int) -> dict[str, Any]:
-        return await self._find(sync_id).sync_end(sync_id, rank)
-
-    def sync_abort(self, sync_id: str, rank: int, reason: str) -> None:
-        self._find(sync_id).sync_abort(sync_id, rank, reason)
+    def sync_abort(self, call: dict[str, Any]) -> None:
+        abort = SyncAbort.from_wire(call)
+        self._coordinators[abort.pool].sync_abort(abort)
 
 
 class _Engine:

@@ -27,6 +27,15 @@ from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.loop_thread import LoopThread
 from umbra.runtime.rpc.rpc_client import Client, Handle
 from umbra.runtime.rpc.rpc_server import ActorServer
+from umbra.runtime.weights.sync_calls import (
+    SyncAbort,
+    SyncBegin,
+    SyncCall,
+    SyncEnd,
+    SyncFilled,
+    SyncGrant,
+    SyncReport,
+)
 from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import probe_import
 from umbra.runtime.weights.transports.shared_memory.destinations import populate
 from umbra.runtime.weights.weight_publisher import WeightPublisher
@@ -130,34 +139,20 @@ class RemoteSupervisor:
     def check(self) -> None:
         pass
 
-    def sync_begin(
-        self,
-        pool: str,
-        version: int,
-        rank: int,
-        world_size: int,
-        manifest: dict[str, Any] | None,
-        timeout_s: float,
-        offer: dict[str, Any] | None = None,
-    ) -> Mapping[str, Any]:
-        args = (pool, version, rank, world_size, manifest, timeout_s, offer)
-        grant: Mapping[str, Any] = self._call("sync_begin", *args)
-        return grant
+    def sync_begin(self, call: SyncBegin) -> SyncGrant:
+        return SyncGrant.from_wire(self._call("sync_begin", call))
 
-    def sync_filled(
-        self, sync_id: str, rank: int, regions: list[list[int | None]], timeout_s: float
-    ) -> None:
-        self._call("sync_filled", sync_id, rank, regions)
+    def sync_filled(self, call: SyncFilled) -> None:
+        self._call("sync_filled", call)
 
-    def sync_end(self, sync_id: str, rank: int, timeout_s: float) -> Mapping[str, Any]:
-        report: Mapping[str, Any] = self._call("sync_end", sync_id, rank)
-        return report
+    def sync_end(self, call: SyncEnd) -> SyncReport:
+        return SyncReport.from_wire(self._call("sync_end", call))
 
-    def sync_abort(self, sync_id: str, rank: int, reason: str, timeout_s: float) -> None:
-        self._call("sync_abort", sync_id, rank, reason)
+    def sync_abort(self, call: SyncAbort) -> None:
+        self._call("sync_abort", call)
 
-    def _call(self, method: str, *args: object) -> Any:
-        return self._loop.run(self._handle.call(method, *args, timeout_s=_TIMEOUT_S))
+    def _call(self, method: str, call: SyncCall) -> Any:
+        return self._loop.run(self._handle.call(method, call.to_wire(), timeout_s=_TIMEOUT_S))
 
 
 def run_rank(folder: Path, total_nbytes: int) -> dict[str, Any]:
@@ -183,12 +178,12 @@ def run_rank(folder: Path, total_nbytes: int) -> dict[str, Any]:
                 copies[name].copy_(tensor)
             copy_s.append(time.perf_counter() - begun_at)
             later_s.append(sync("plain"))
-        attested_s = min(sync("attested") for _ in range(2))
+        verified_s = min(sync("verified") for _ in range(2))
     return {
         "nbytes": publisher.manifest.payload_nbytes,
         "first_s": first_s,
         "later_s": statistics.median(later_s),
-        "attested_s": attested_s,
+        "verified_s": verified_s,
         "copy_s": statistics.median(copy_s),
     }
 
@@ -197,7 +192,7 @@ def run_gpu_rank(folder: Path) -> dict[str, Any]:
     """One round on a GPU: each pool has a first sync that does not count, then all in turn."""
     tensors = qwen3_tensors(torch.float32)
     copies = {name: t.to(torch.bfloat16) for name, t in tensors.items()}
-    pools = [f"{name}{suffix}" for suffix in ("", "_attested") for name in ("memfd", "cuda_ipc")]
+    pools = [f"{name}{suffix}" for suffix in ("", "_verified") for name in ("memfd", "cuda_ipc")]
     seconds: dict[str, list[float]] = {name: [] for name in [*pools, "plain_copy"]}
     versions = itertools.count(1)
     with _supervisor(folder) as supervisor:

@@ -29,7 +29,8 @@ from umbra.runtime.engine_api.lifecycle import (
     Resume,
     Tag,
 )
-from umbra.runtime.errors import UmbraError, WeightSyncError
+from umbra.runtime.errors import UmbraError
+from umbra.runtime.weights.sync_calls import SyncAbort, SyncBegin, SyncCall, SyncEnd, SyncFilled
 from umbra.runtime.weights.sync_coordinator import SyncCoordinator, SyncSettings
 from umbra.runtime.weights.transports.cuda_ipc.exported_image import MakeOpener
 from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import CudaOpener, probe_import
@@ -152,7 +153,7 @@ async def pool_of(
 ) -> AsyncGenerator[SyncCoordinator]:
     """A coordinator that runs while the block does, with checksums every time."""
     path = str(folder / "fds")
-    given: dict[str, Any] = {"attest_every": 1, "engine_timeout_s": 60.0}
+    given: dict[str, Any] = {"verify_every": 1}
     async with serve_fds(path) as server, asyncio.TaskGroup() as tasks:
         coordinator = SyncCoordinator(
             "pool", lambda: [engine], server, path, SyncSettings(**(given | settings))
@@ -193,7 +194,7 @@ class RankProcess:
             if message[0] == "failed":
                 raise RankFailed(message[1])
             try:
-                answer = ("done", await _ask(coordinator, message[1], message[2]))
+                answer = ("done", await _ask(coordinator, message[1]))
             except UmbraError as failure:
                 answer = ("failed", str(failure))
             self._connection.send(answer)
@@ -219,19 +220,17 @@ class RankFailed(Exception):
     pass
 
 
-async def _ask(coordinator: SyncCoordinator, method: str, arguments: tuple[Any, ...]) -> Any:
+async def _ask(coordinator: SyncCoordinator, call: SyncCall) -> Any:
     async with asyncio.timeout(_LIMIT_S):
-        match method:
-            case "sync_begin":
-                return await coordinator.sync_begin(*arguments)
-            case "sync_filled":
-                return await coordinator.sync_filled(*arguments)
-            case "sync_end":
-                return await coordinator.sync_end(*arguments)
-            case "sync_abort":
-                return coordinator.sync_abort(*arguments)
-            case _:
-                raise WeightSyncError(f"no call {method}")
+        match call:
+            case SyncBegin():
+                return await coordinator.sync_begin(call)
+            case SyncFilled():
+                return await coordinator.sync_filled(call)
+            case SyncEnd():
+                return await coordinator.sync_end(call)
+            case SyncAbort():
+                return coordinator.sync_abort(call)
 
 
 @contextmanager

@@ -22,6 +22,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from umbra.runtime.errors import WeightSyncError
+from umbra.runtime.weights.sync_calls import (
+    SyncAbort,
+    SyncBegin,
+    SyncCall,
+    SyncEnd,
+    SyncFilled,
+    SyncGrant,
+    SyncReport,
+)
 from umbra.runtime.weights.weight_publisher import WeightPublisher
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -61,32 +70,22 @@ class TestSupervisor:
     def check(self) -> None:
         pass
 
-    def sync_begin(
-        self,
-        pool: str,
-        version: int,
-        rank: int,
-        world_size: int,
-        manifest: dict[str, Any] | None,
-        timeout_s: float,
-        offer: dict[str, Any] | None = None,
-    ) -> Mapping[str, Any]:
-        arguments = (version, rank, world_size, manifest, timeout_s, offer)
-        grant: Mapping[str, Any] = self._call("sync_begin", *arguments)
+    def sync_begin(self, call: SyncBegin) -> SyncGrant:
+        grant: SyncGrant = self._call(call)
         return grant
 
-    def sync_filled(self, sync_id: str, rank: int, regions: Any, timeout_s: float) -> None:
-        self._call("sync_filled", sync_id, rank, regions)
+    def sync_filled(self, call: SyncFilled) -> None:
+        self._call(call)
 
-    def sync_end(self, sync_id: str, rank: int, timeout_s: float) -> Mapping[str, Any]:
-        report: Mapping[str, Any] = self._call("sync_end", sync_id, rank)
+    def sync_end(self, call: SyncEnd) -> SyncReport:
+        report: SyncReport = self._call(call)
         return report
 
-    def sync_abort(self, sync_id: str, rank: int, reason: str, timeout_s: float) -> None:
-        self._call("sync_abort", sync_id, rank, reason)
+    def sync_abort(self, call: SyncAbort) -> None:
+        self._call(call)
 
-    def _call(self, method: str, *arguments: object) -> Any:
-        self._connection.send(("call", method, arguments))
+    def _call(self, call: SyncCall) -> Any:
+        self._connection.send(("call", call))
         kind, value = self._connection.recv()
         if kind == "failed":
             raise WeightSyncError(value)

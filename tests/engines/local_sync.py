@@ -13,6 +13,14 @@ from engine_runs import Engine
 from torch import Tensor
 
 from umbra.runtime.weights.manifest import Manifest
+from umbra.runtime.weights.sync_calls import (
+    SyncAbort,
+    SyncBegin,
+    SyncEnd,
+    SyncFilled,
+    SyncGrant,
+    SyncReport,
+)
 from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketGrid
 from umbra.runtime.weights.transports.shared_memory.memfd import (
     close_fds,
@@ -30,7 +38,7 @@ class LocalSync:
     """The supervisor's sync calls of one rank, driving one engine; blocks in the caller's thread.
 
     Args:
-        tamper: called with the regions before they are attested.
+        tamper: called with the regions before they are verified.
     """
 
     def __init__(
@@ -47,10 +55,10 @@ class LocalSync:
         self._loop = loop
         self._tamper = tamper
         self._regions: list[list[int | None]] = []
-        self._grant: dict[str, Any] = {
+        self._buckets: dict[str, Any] = {
+            "transport": "memfd",
             "fd_socket": fd_socket,
             "names": names,
-            "buckets": names,
             "bucket_nbytes": bucket_nbytes,
             "progress": {
                 "name": progress,
@@ -61,47 +69,53 @@ class LocalSync:
             },
         }
         self._loading: Future[dict[str, int]]
-        self.attested: dict[str, Any] = {}
+        self.verified: dict[str, Any] = {}
 
     def check(self) -> None:
         pass
 
-    def sync_begin(
-        self,
-        pool: str,
-        version: int,
-        rank: int,
-        world_size: int,
-        manifest: dict[str, Any] | None,
-        timeout_s: float,
-        offer: dict[str, Any] | None = None,
-    ) -> Mapping[str, Any]:
-        assert manifest is not None
-        self._call(self._engine.begin_update(version, manifest, self._grant))
+    def sync_begin(self, call: SyncBegin) -> SyncGrant:
+        assert call.manifest is not None
+        self._call(self._engine.begin_update(call.version, call.manifest, self._buckets))
         self._loading = asyncio.run_coroutine_threadsafe(self._engine.load(), self._loop)
-        nbytes = Manifest.from_wire(manifest).nbytes
-        num_buckets = BucketGrid(nbytes, self._grant["bucket_nbytes"]).num_buckets
-        return self._grant | {"sync_id": "sync", "num_buckets": num_buckets, "attest": True}
+        nbytes = Manifest.from_wire(call.manifest).nbytes
+        bucket_nbytes: int = self._buckets["bucket_nbytes"]
+        return SyncGrant(
+            sync_id="sync",
+            transport="memfd",
+            fd_socket=self._buckets["fd_socket"],
+            buckets=self._buckets["names"],
+            bucket_nbytes=bucket_nbytes,
+            progress=self._buckets["progress"],
+            num_buckets=BucketGrid(nbytes, bucket_nbytes).num_buckets,
+            has_checksums=True,
+        )
 
-    def sync_filled(
-        self, sync_id: str, rank: int, regions: list[list[int | None]], timeout_s: float
-    ) -> None:
-        self._regions = regions
+    def sync_filled(self, call: SyncFilled) -> None:
+        self._regions = [list(region) for region in call.regions]
         self._loading.result(DEADLINE_S)
 
-    def sync_end(self, sync_id: str, rank: int, timeout_s: float) -> Mapping[str, Any]:
+    def sync_end(self, call: SyncEnd) -> SyncReport:
         self._tamper(self._regions)
-        self.attested = self._call(self._engine.finish_update(self._regions))
-        if self.attested["mismatches"]:
+        self.verified = self._call(self._engine.finish_update(self._regions))
+        if self.verified["mismatches"]:
             self._call(self._engine.abort_update())
         else:
             self._call(self._engine.commit_update())
             self._call(self._engine.resume())
-        report: dict[str, Any] = {"version": 0, "engines": {}, "failed": {}, "remaining": []}
-        report["transport"] = "memfd"
-        return report | dict.fromkeys(("prepare_s", "transfer_s", "attest_s", "resume_s"), 0.0)
+        return SyncReport(
+            version=0,
+            transport="memfd",
+            engines={},
+            failed={},
+            remaining=[],
+            prepare_s=0.0,
+            transfer_s=0.0,
+            verify_s=0.0,
+            resume_s=0.0,
+        )
 
-    def sync_abort(self, sync_id: str, rank: int, reason: str, timeout_s: float) -> None:
+    def sync_abort(self, call: SyncAbort) -> None:
         self._call(self._engine.abort_update())
 
     def _call(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -117,7 +131,7 @@ async def publish(
     bucket_nbytes: int = 1 << 14,
     tamper: Callable[[list[list[int | None]]], None] = lambda regions: None,
 ) -> dict[str, Any]:
-    """Carries `tensors` to a paused (or fresh) engine and resumes it; what it attested."""
+    """Carries `tensors` to a paused (or fresh) engine and resumes it; what it verified."""
     serial = next(_serials)
     fds = create_buckets([f"bucket-{serial}-{idx}" for idx in range(2)], bucket_nbytes)
     fds |= create_buckets([f"progress-{serial}"], SyncProgress.nbytes_needed(1, 1))
@@ -131,7 +145,7 @@ async def publish(
             await asyncio.to_thread(publisher.publish, "pool", version, DEADLINE_S)
     finally:
         close_fds(fds)
-    return sync.attested
+    return sync.verified
 
 
 def regions_nbytes(tensors: Sequence[Tensor]) -> int:

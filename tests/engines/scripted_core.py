@@ -36,6 +36,7 @@ class ScriptedCore(AdapterCore):
         may_go_on: cleared, all it is asked for takes until it is set.
         has_begun: set with everything that it is asked for.
         tokens_come: cleared, no request gets a token until it is set.
+        regions: what its one worker says that it has read of the ranks' memory.
     """
 
     name = "scripted"
@@ -50,6 +51,8 @@ class ScriptedCore(AdapterCore):
         self.outputs: list[ScriptedOutput] = []
         self.done: list[str] = []
         self.has_begun = asyncio.Event()
+        self.regions: WorkerRegions = []
+        self.descriptions: list[Mapping[str, Any]] = []
 
     async def start(self) -> None:
         await self._do("start")
@@ -83,7 +86,8 @@ class ScriptedCore(AdapterCore):
 
     async def load_weights(self, description: Mapping[str, Any]) -> Sequence[WorkerRegions]:
         await self._do("load_weights")
-        return []
+        self.descriptions.append(description)
+        return [self.regions]
 
     async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
         await self._do("probe_import")

@@ -91,10 +91,10 @@ def test_an_update_that_is_given_up_leaves_weights_of_no_version(tmp_path: Path)
         async with running(engine):
             await publish(engine, weights(1), 4, tmp_path)
             await engine.pause("abort")
-            attested = await publish(engine, weights(2), 6, tmp_path, tamper=spoil)
+            verified = await publish(engine, weights(2), 6, tmp_path, tamper=spoil)
             held = engine.weights_fingerprint()
 
-        assert len(attested["mismatches"]) == 1
+        assert len(verified["mismatches"]) == 1
         kept = weights_fingerprint([tensor.numpy().tobytes() for tensor in weights(1).values()])
         assert held != kept, "they were overwritten in place"
 

@@ -22,6 +22,8 @@ LAYERS: Final = (
     ("runtime.actor",),
     ("runtime.engine_api",),
     ("runtime.weights.manifest", "runtime.weights.checksum"),
+    ("runtime.weights.transports.cuda_ipc.rank_exports",),
+    ("runtime.weights.sync_calls",),
     ("runtime.weights.transports",),
     ("runtime.weights",),
     ("runtime.pools",),

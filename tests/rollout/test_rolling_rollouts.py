@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.collective import SessionSync
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.session import Session
+from umbra.runtime.weights.sync_calls import SyncEnd, SyncReport
 from umbra.runtime.weights.weight_publisher import WeightPublisher
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
@@ -33,8 +33,8 @@ class Between(SessionSync):
         super().__init__(session)
         self._to_do = [act]
 
-    def sync_end(self, sync_id: str, rank: int, timeout_s: float) -> Mapping[str, Any]:
-        report = super().sync_end(sync_id, rank, timeout_s)
+    def sync_end(self, call: SyncEnd) -> SyncReport:
+        report = super().sync_end(call)
         if self._to_do:
             self._to_do.pop()()
         return report

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -25,6 +26,7 @@ from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.session import Session
 from umbra.runtime.supervisor_host import supervisor_ref
 from umbra.runtime.testing.session_factory import SessionFactory
+from umbra.runtime.weights.sync_calls import SyncAbort, SyncBegin
 from umbra.runtime.weights.weight_publisher import WeightPublisher
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
@@ -94,8 +96,19 @@ def test_engines_of_a_sync_that_is_being_undone_stay_warm(
     publisher = WeightPublisher(SessionSync(session), 0, 1, {"w": torch.zeros(10)})
     publisher.publish("policy", 1, 20.0)
     manifest = publisher.manifest.to_wire()
-    begun = session.supervisor_call("sync_begin", "policy", 2, 0, 1, manifest, 20.0)
-    abort = ("sync_abort", begun["sync_id"], 0, "it was killed", 5.0)
+    begin = SyncBegin(
+        pool="policy",
+        version=2,
+        rank=0,
+        world_size=1,
+        manifest=manifest,
+        offer="it has no GPU",
+        deadline=time.monotonic() + 20.0,
+    )
+    sync_id = SessionSync(session).sync_begin(begin).sync_id
+    deadline = time.monotonic() + 20.0
+    killed = SyncAbort(sync_id=sync_id, rank=0, reason="it was killed", deadline=deadline)
+    abort = ("sync_abort", killed.to_wire())
     states: list[tuple[str, int]] = []
 
     def look() -> None:

@@ -34,6 +34,14 @@ from umbra.runtime.engine_api.lifecycle import (
 )
 from umbra.runtime.errors import EngineUnhealthy, UmbraError
 from umbra.runtime.rpc.loop_thread import LoopThread
+from umbra.runtime.weights.sync_calls import (
+    SyncAbort,
+    SyncBegin,
+    SyncEnd,
+    SyncFilled,
+    SyncGrant,
+    SyncReport,
+)
 from umbra.runtime.weights.sync_coordinator import SyncCoordinator, SyncSettings
 from umbra.runtime.weights.transports.byte_views import flatten
 from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import CudaOpener, Opener
@@ -44,8 +52,8 @@ from umbra.runtime.weights.weight_receiver import WeightReceiver
 class ThreadEngine:
     """An engine that only has weights. Loads in a thread, as real engines do.
 
-    Faults are set by tests: `fail_at` and `hang_at` name a request. `log` holds the requests in
-    order.
+    Faults are set by tests: `fail_at` and `hang_at` name a request, `load_takes_s` is how long a
+    load stands still. `log` holds the requests in order, `limits_s` the time given to each.
     """
 
     def __init__(
@@ -60,7 +68,9 @@ class ThreadEngine:
         self.lifecycle = EngineLifecycle().apply(EngineStarted())
         self._receiver = WeightReceiver({})
         self.destinations = tensors
+        self.load_takes_s = 0.0
         self.log: list[str] = []
+        self.limits_s: dict[str, float] = {}
         self.probed: list[list[list[Any]]] = []
         self.fail_at: str | None = None
         self.hang_at: str | None = None
@@ -110,6 +120,7 @@ class ThreadEngine:
     async def begin_update(
         self, version: int, manifest: dict[str, Any], buckets: dict[str, Any], timeout_s: float
     ) -> None:
+        self.limits_s["begin_update"] = timeout_s
         await self._request("begin_update")
         await asyncio.to_thread(self._receiver.begin, manifest, buckets)
 
@@ -118,6 +129,7 @@ class ThreadEngine:
 
     async def load(self, timeout_s: float) -> dict[str, Any]:
         await self._request("load")
+        await asyncio.sleep(self.load_takes_s)
         nbytes = await asyncio.to_thread(self._receiver.load)
         if self.corrupts_after_load:
             first = next(t for t in self.destinations.values() if t.numel())
@@ -127,6 +139,7 @@ class ThreadEngine:
     async def finish_update(
         self, regions: list[list[int | None]], timeout_s: float
     ) -> dict[str, Any]:
+        self.limits_s["finish_update"] = timeout_s
         await self._request("finish_update")
         return await asyncio.to_thread(self._receiver.finish, regions)
 
@@ -179,31 +192,18 @@ class LocalSupervisor:
     def check(self) -> None:
         pass
 
-    def sync_begin(
-        self,
-        pool: str,
-        version: int,
-        rank: int,
-        world_size: int,
-        manifest: dict[str, Any] | None,
-        timeout_s: float,
-        offer: dict[str, Any] | None = None,
-    ) -> Mapping[str, Any]:
-        return self._loop.run(
-            self.coordinator.sync_begin(version, rank, world_size, manifest, timeout_s, offer)
-        )
+    def sync_begin(self, call: SyncBegin) -> SyncGrant:
+        return self._loop.run(self.coordinator.sync_begin(call))
 
-    def sync_filled(
-        self, sync_id: str, rank: int, regions: list[list[int | None]], timeout_s: float
-    ) -> None:
-        self._loop.run(self.coordinator.sync_filled(sync_id, rank, regions))
+    def sync_filled(self, call: SyncFilled) -> None:
+        self._loop.run(self.coordinator.sync_filled(call))
 
-    def sync_end(self, sync_id: str, rank: int, timeout_s: float) -> Mapping[str, Any]:
-        return self._loop.run(self.coordinator.sync_end(sync_id, rank))
+    def sync_end(self, call: SyncEnd) -> SyncReport:
+        return self._loop.run(self.coordinator.sync_end(call))
 
-    def sync_abort(self, sync_id: str, rank: int, reason: str, timeout_s: float) -> None:
+    def sync_abort(self, call: SyncAbort) -> None:
         async def abort() -> None:
-            self.coordinator.sync_abort(sync_id, rank, reason)
+            self.coordinator.sync_abort(call)
 
         self._loop.run(abort())
 

@@ -22,10 +22,11 @@ from torch import Tensor
 
 from umbra.runtime.engine_api.lifecycle import EngineState
 from umbra.runtime.errors import WeightSyncError
+from umbra.runtime.weights.sync_calls import SyncReport
 from umbra.runtime.weights.sync_coordinator import SyncSettings
-from umbra.runtime.weights.weight_publisher import SyncReport, WeightPublisher
+from umbra.runtime.weights.weight_publisher import WeightPublisher
 
-SMALL = SyncSettings(bucket_nbytes=512, attest_every=1, engine_timeout_s=10.0)
+SMALL = SyncSettings(bucket_nbytes=512, verify_every=1)
 
 
 def make_engine(ipc: FakeIpc, tensors: dict[str, Tensor], name: str = "engine") -> ThreadEngine:

@@ -13,7 +13,7 @@ from umbra.runtime.weights.sync_coordinator import SyncSettings
 from umbra.runtime.weights.weight_publisher import WeightPublisher
 
 SOURCES = {"a": torch.randn(1000), "b": torch.randn(7, 5)}
-SMALL = SyncSettings(bucket_nbytes=512, attest_every=1, engine_timeout_s=10.0)
+SMALL = SyncSettings(bucket_nbytes=512, verify_every=1)
 
 
 class Mover:

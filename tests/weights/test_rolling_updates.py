@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -17,14 +17,13 @@ from torch import Tensor
 from umbra.runtime.engine_api.lifecycle import EngineLifecycle, EngineStarted, EngineState
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.pools.pool_spec import PoolSpec
+from umbra.runtime.weights.sync_calls import SyncBegin, SyncEnd, SyncGrant, SyncReport
 from umbra.runtime.weights.sync_coordinator import SyncSettings
 from umbra.runtime.weights.update_waves import able_engines, choose_wave, remaining
-from umbra.runtime.weights.weight_publisher import SyncReport, WeightPublisher
+from umbra.runtime.weights.weight_publisher import WeightPublisher
 
 SOURCES = {"a": torch.randn(1000), "b": torch.randn(7, 5)}
-TWO_WAVES = SyncSettings(
-    bucket_nbytes=512, engine_timeout_s=10.0, require_engine=False, update_waves=2
-)
+TWO_WAVES = SyncSettings(bucket_nbytes=512, require_engine=False, update_waves=2)
 
 
 class Seeing(ThreadEngine):
@@ -61,8 +60,8 @@ class Between(LocalSupervisor):
         super().__init__(plain._loop, plain.coordinator)  # pyright: ignore[reportPrivateUsage]
         self._act = act
 
-    def sync_end(self, sync_id: str, rank: int, timeout_s: float) -> Mapping[str, Any]:
-        report = super().sync_end(sync_id, rank, timeout_s)
+    def sync_end(self, call: SyncEnd) -> SyncReport:
+        report = super().sync_end(call)
         self._act()
         return report
 
@@ -211,21 +210,21 @@ def test_publishing_again_ends_what_was_interrupted() -> None:
 
 def test_every_wave_of_a_version_has_checksums_or_none() -> None:
     engines = make_engines(2)
-    attested: list[bool] = []
+    have_checksums: list[bool] = []
 
     class Recorder(Between):
-        def sync_begin(self, *args: Any, **kwargs: Any) -> Any:
-            grant = super().sync_begin(*args, **kwargs)
-            attested.append(grant["attest"])
+        def sync_begin(self, call: SyncBegin) -> SyncGrant:
+            grant = super().sync_begin(call)
+            have_checksums.append(grant.has_checksums)
             return grant
 
-    with local_pool(engines, replace(TWO_WAVES, attest_every=2)) as plain:
+    with local_pool(engines, replace(TWO_WAVES, verify_every=2)) as plain:
         for version in range(1, 5):
             publish(Recorder(plain, lambda: None), version)
         engines[1].restart()
         publish(Recorder(plain, lambda: None), 4)
 
-    assert attested == [True, False, False, True, True, False, False, True]
+    assert have_checksums == [True, False, False, True, True, False, False, True]
 
 
 engine_states = st.sampled_from(

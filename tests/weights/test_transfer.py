@@ -27,10 +27,11 @@ from torch import Tensor
 from umbra.runtime.engine_api.lifecycle import EngineState
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.weights.manifest import ITEMSIZES
+from umbra.runtime.weights.sync_calls import SyncBegin, SyncGrant, SyncReport
 from umbra.runtime.weights.sync_coordinator import SyncSettings
-from umbra.runtime.weights.weight_publisher import SyncReport, WeightPublisher
+from umbra.runtime.weights.weight_publisher import WeightPublisher
 
-SMALL = SyncSettings(bucket_nbytes=512, attest_every=1, engine_timeout_s=10.0)
+SMALL = SyncSettings(bucket_nbytes=512, verify_every=1)
 strides = st.sampled_from(["contiguous", "transposed", "every second", "expanded"])
 drawn_tensors = st.lists(
     st.tuples(
@@ -215,22 +216,22 @@ def test_corruption_in_every_engine_fails_the_sync() -> None:
 def test_checksums_come_first_then_every_kth_time_and_for_new_engines() -> None:
     sources = {"a": torch.randn(1000)}
     engine = ThreadEngine("engine", empty_like(sources))
-    attested: list[bool] = []
+    have_checksums: list[bool] = []
 
     class Recorder(LocalSupervisor):
-        def sync_begin(self, *args: Any, **kwargs: Any) -> Any:
-            grant = super().sync_begin(*args, **kwargs)
-            attested.append(grant["attest"])
+        def sync_begin(self, call: SyncBegin) -> SyncGrant:
+            grant = super().sync_begin(call)
+            have_checksums.append(grant.has_checksums)
             return grant
 
-    every_third = SyncSettings(bucket_nbytes=512, attest_every=3)
+    every_third = SyncSettings(bucket_nbytes=512, verify_every=3)
     with local_pool([engine], every_third) as plain:
         recorder = Recorder(plain._loop, plain.coordinator)  # pyright: ignore[reportPrivateUsage]
         for idx in range(6):
             engine.incarnation = 1 if idx < 5 else 2
             publish(recorder, sources)
 
-    assert attested == [True, False, False, True, False, True]
+    assert have_checksums == [True, False, False, True, False, True]
 
 
 def test_ranks_that_publish_different_models_are_found_out() -> None:

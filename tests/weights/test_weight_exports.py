@@ -155,7 +155,7 @@ async def offered(
         "fd_socket": path,
         "bucket_nbytes": 512,
         "exports": wire,
-        "attest": True,
+        "has_checksums": True,
         "progress": {"name": "progress"} | numbers,
     }
     try:
@@ -180,17 +180,17 @@ def test_shards_of_several_ranks_go_straight_into_parameters(
         async with offered(tmp_path, wire, manifest) as (buckets, _):
             await asyncio.to_thread(receiver.begin, manifest.to_wire(), buckets)
             nbytes = await asyncio.to_thread(receiver.load)
+            for name, tensor in tensors.items():  # before anything is verified
+                assert torch.equal(parameters[name], tensor), name
             receiver.finish([])
             receiver.close()
             return nbytes
 
     assert asyncio.run(receive()) == 4 * (30 + 4 + 14)
-    for name, tensor in tensors.items():
-        assert torch.equal(parameters[name], tensor), name
     assert ipc.num_open == 0
 
 
-def test_a_worker_gets_whole_tensors_under_every_name_and_attests_them(
+def test_a_worker_gets_whole_tensors_under_every_name_and_reports_them(
     ipc: FakeIpc, tmp_path: Path
 ) -> None:
     tensors = {"a": torch.randn(10, 3), "b": torch.randn(4)}
@@ -216,14 +216,22 @@ def test_a_worker_gets_whole_tensors_under_every_name_and_attests_them(
     assert [region[:2] for region in regions] == [[0, 60], [60, 60], [256, 8], [264, 8]]
     assert num_loaded == 2
     assert ipc.num_open == 0
-    update = WeightImport({}, {"exports": wire, "fd_socket": "", "progress": {}, "attest": True})
+    update = WeightImport(
+        {}, {"exports": wire, "fd_socket": "", "progress": {}, "has_checksums": True}
+    )
     assert update.note([regions, regions]) == 136
     report = update.finish(regions)
     assert report == {"count": 4, "nbytes": 136, "mismatches": []}
 
 
+def import_of(wire: Sequence[object]) -> dict[str, Any]:
+    return {"exports": wire, "fd_socket": "", "progress": {}, "has_checksums": True}
+
+
 def test_what_one_worker_read_wrongly_is_named() -> None:
-    update = WeightImport({}, {"exports": [], "fd_socket": "", "progress": {}, "attest": True})
+    update = WeightImport(
+        {}, {"exports": [], "fd_socket": "", "progress": {}, "has_checksums": True}
+    )
     sent = [[0, 60, 11], [256, 8, 12]]
     with pytest.raises(WeightSyncError, match="nothing was loaded"):
         update.finish(sent)

@@ -222,7 +222,8 @@ class PoolSection(Section):
             trainer's GPUs, "memfd" sends them through host memory; "auto" is the first where every
             rank and engine can, else the second.
         sync_bucket_mib: size of each of the four buffers that weights travel in.
-        sync_timeout_s: for one weight update, all its waves, and engine start-up in the first.
+        sync_timeout_s: Limit for one weight update across all waves; the first also covers engine
+            start-up. An engine that makes no progress for most of it is replaced.
         max_restarts: of one engine within ten minutes; more fail the run.
         memory_limit_mib: host memory of an engine's processes, above which it is killed and
             restarted; 0 is no limit.

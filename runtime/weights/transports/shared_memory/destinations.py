@@ -6,7 +6,7 @@ import bisect
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from umbra.runtime.weights.transports.shared_memory.pages import populate_range
 
 MAX_MISMATCHES: Final = 32
 # Reported by name; a wrong layout would otherwise list every tensor of the model.
-_ATTEST_THREADS: Final = 4
+_VERIFY_THREADS: Final = 4
 # A core sums faster than it reads from memory; beyond four little is gained.
 
 
@@ -74,10 +74,11 @@ class Destinations:
         for target in self._targets:
             target.drop_staging()
 
-    def verify(self, regions: Sequence[Sequence[int | None]]) -> tuple[int, list[str]]:
+    def verify(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
         """Compares regions [image offset, nbytes, checksum or None] with the parameters.
 
-        Returns the bytes of all regions, and a text for each that is wrong.
+        Returns {"count": regions, "nbytes": their bytes, "mismatches": a text for each that is
+        wrong}.
 
         Raises:
             ProtocolError: a region is not inside one tensor.
@@ -88,7 +89,7 @@ class Destinations:
             nbytes += region_nbytes
             if checksum is not None:
                 checks.append((target, start, region_nbytes, checksum))
-        return nbytes, _verify(checks)
+        return {"count": len(regions), "nbytes": nbytes, "mismatches": _verify(checks)}
 
     def _locate(
         self, regions: Sequence[Sequence[int | None]]
@@ -200,7 +201,7 @@ def _match(
 
 def _verify(checks: list[tuple[_Target, int, int, int]]) -> list[str]:
     """The mismatches, found by a few threads (the sums run without the interpreter lock)."""
-    num_threads = max(1, min(_ATTEST_THREADS, os.cpu_count() or 1, len(checks)))
+    num_threads = max(1, min(_VERIFY_THREADS, os.cpu_count() or 1, len(checks)))
 
     def check_every_nth(first: int) -> list[tuple[int, str]]:
         wrong: list[tuple[int, str]] = []
@@ -211,7 +212,7 @@ def _verify(checks: list[tuple[_Target, int, int, int]]) -> list[str]:
                 wrong.append((idx, text))
         return wrong
 
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="attest") as pool:
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="verify") as pool:
         by_thread = list(pool.map(check_every_nth, range(num_threads)))
     found = [text for _, text in sorted(wrong for part in by_thread for wrong in part)]
     if len(found) > MAX_MISMATCHES:

@@ -81,6 +81,16 @@ class SyncProgress:
         finally:
             os.close(fd)
 
+    @classmethod
+    def receive_open(
+        cls, socket_path: str, wire: Mapping[str, Any], timeout_s: float
+    ) -> Self | None:
+        """As `receive`; None where it is offered no more, because the sync was given up."""
+        try:
+            return cls.receive(socket_path, wire, timeout_s)
+        except WeightSyncError:
+            return None
+
     @staticmethod
     def nbytes_needed(num_ranks: int, num_engines: int) -> int:
         return (1 + num_ranks + 2 * num_engines) * _STRIDE * _WORD_NBYTES
@@ -248,11 +258,16 @@ class EngineEnd:
             if self._counts:
                 self._progress.set_loaded(self._engine, self.num_loaded)
 
+    def check_not_aborted(self) -> None:
+        """Raises WeightSyncError where the sync was given up."""
+        if self._progress.is_aborted:
+            raise WeightSyncError("the sync was given up before the model was loaded")
+
     def check_all_loaded(self, num_buckets: int) -> None:
         """Raises WeightSyncError unless so many were loaded."""
         if self.num_loaded != num_buckets:
             raise WeightSyncError(
-                f"{self.num_loaded} of {num_buckets} buckets were loaded before attesting"
+                f"{self.num_loaded} of {num_buckets} buckets were loaded before verifying"
             )
 
     def stop(self) -> None:

@@ -1,0 +1,280 @@
+"""The calls of a weight sync, which each rank makes and the supervisor answers. Torch-free.
+
+    rank                                      supervisor
+    sync_begin  ──SyncBegin──▶   SyncGrant    all ranks have joined, engines get ready
+    sync_filled ──SyncFilled──▶               all ranks have filled, all engines have loaded
+    sync_end    ──SyncEnd──▶     SyncReport   the version is committed, engines serve it
+    sync_abort  ──SyncAbort──▶                the sync ends for every rank
+
+A call is one object from the rank's publisher to the `SyncCoordinator` of the pool. Its deadline is
+on the monotonic clock of the process that holds it; what crosses processes is the time left.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Protocol, Self, cast
+
+from umbra.runtime.errors import DeadlineExceeded, ProtocolError
+from umbra.runtime.weights.transports.cuda_ipc.rank_exports import (
+    Offer,
+    offer_from_wire,
+    offer_to_wire,
+)
+
+Region = tuple[int, int, int | None]
+"""Image offset, nbytes and checksum of bytes that one rank has sent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    rank: int
+    deadline: float
+
+    @property
+    def left_s(self) -> float:
+        """Raises DeadlineExceeded where nothing is left."""
+        return remaining_s(self.deadline)
+
+    def to_wire(self) -> dict[str, Any]:
+        """Plain values for a message; `from_wire` is its inverse. Raises as `left_s`."""
+        plain = _plain(self)
+        del plain["deadline"]
+        return plain | {"timeout_s": self.left_s}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncBegin(_Call):
+    """A rank joins the sync of one version.
+
+    Attributes:
+        manifest: the wire form of a `Manifest`, from rank 0; the coordinator reads it.
+        offer: what the rank exports of its GPU.
+    """
+
+    pool: str
+    version: int
+    world_size: int
+    manifest: Mapping[str, Any] | None
+    offer: Offer
+
+    def to_wire(self) -> dict[str, Any]:
+        return _Call.to_wire(self) | {"offer": offer_to_wire(self.offer)}
+
+    @classmethod
+    def from_wire(cls, raw: object) -> Self:
+        """Raises ProtocolError for anything that `to_wire` could not have made."""
+        match cast("Any", raw):
+            case {
+                "pool": str(pool),
+                "version": int(version),
+                "rank": int(rank),
+                "world_size": int(world_size),
+                "manifest": manifest,
+                "offer": offer,
+                "timeout_s": float(timeout_s),
+            } if manifest is None or isinstance(manifest, dict):
+                return cls(
+                    pool=pool,
+                    version=version,
+                    rank=rank,
+                    world_size=world_size,
+                    manifest=cast("dict[str, Any] | None", manifest),
+                    offer=offer_from_wire(offer),
+                    deadline=time.monotonic() + timeout_s,
+                )
+            case _:
+                raise ProtocolError(f"not a rank's sync_begin: {str(raw)[:200]}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LaterCall(_Call):
+    sync_id: str
+
+    @property
+    def pool(self) -> str:
+        return self.sync_id.rpartition("-")[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncFilled(_LaterCall):
+    """A rank has written its part of every bucket, or exports all its tensors."""
+
+    regions: Sequence[Region]
+
+    @classmethod
+    def from_wire(cls, raw: object) -> Self:
+        """Raises ProtocolError for anything that `to_wire` could not have made."""
+        match cast("Any", raw):
+            case {
+                "sync_id": str(sync_id),
+                "rank": int(rank),
+                "regions": regions,
+                "timeout_s": float(timeout_s),
+            } if isinstance(regions, list):
+                return cls(
+                    sync_id=sync_id,
+                    rank=rank,
+                    regions=[_read_region(region) for region in cast("list[Any]", regions)],
+                    deadline=time.monotonic() + timeout_s,
+                )
+            case _:
+                raise ProtocolError(f"not a rank's sync_filled: {str(raw)[:200]}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncEnd(_LaterCall):
+    """A rank waits for the outcome. It keeps no memory that engines need."""
+
+    @classmethod
+    def from_wire(cls, raw: object) -> Self:
+        """Raises ProtocolError for anything that `to_wire` could not have made."""
+        match cast("Any", raw):
+            case {"sync_id": str(sync_id), "rank": int(rank), "timeout_s": float(timeout_s)}:
+                return cls(sync_id=sync_id, rank=rank, deadline=time.monotonic() + timeout_s)
+            case _:
+                raise ProtocolError(f"not a rank's sync_end: {str(raw)[:200]}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncAbort(_LaterCall):
+    """A rank stops half way."""
+
+    reason: str
+
+    @classmethod
+    def from_wire(cls, raw: object) -> Self:
+        """Raises ProtocolError for anything that `to_wire` could not have made."""
+        match cast("Any", raw):
+            case {
+                "sync_id": str(sync_id),
+                "rank": int(rank),
+                "reason": str(reason),
+                "timeout_s": float(timeout_s),
+            }:
+                deadline = time.monotonic() + timeout_s
+                return cls(sync_id=sync_id, rank=rank, reason=reason, deadline=deadline)
+            case _:
+                raise ProtocolError(f"not a rank's sync_abort: {str(raw)[:200]}")
+
+
+SyncCall = SyncBegin | SyncFilled | SyncEnd | SyncAbort
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncGrant:
+    """What a rank needs to hand over its tensors.
+
+    Attributes:
+        transport: "memfd" or "cuda_ipc".
+        buckets: names of their memory at `fd_socket`; none with cuda_ipc.
+        progress: name and sizes of the control block, see `SyncProgress.receive`.
+        num_buckets: with cuda_ipc the number of tensors.
+        has_checksums: the ranks take them.
+    """
+
+    sync_id: str
+    transport: str
+    fd_socket: str
+    buckets: Sequence[str]
+    bucket_nbytes: int
+    progress: Mapping[str, Any]
+    num_buckets: int
+    has_checksums: bool
+
+    def to_wire(self) -> dict[str, Any]:
+        return _plain(self)
+
+    @classmethod
+    def from_wire(cls, raw: Mapping[str, Any]) -> Self:
+        return cls(**_answered(raw, cls.__slots__))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncReport:
+    """How a sync went, or all waves of a rolling update.
+
+    Attributes:
+        engines: name -> {"nbytes": bytes loaded, "load_s": seconds that took, waits included}.
+        failed: name -> why this engine did not get the version; it is being replaced.
+        remaining: engines that serve an older version, and get this one by the next wave.
+        transport: "memfd" or "cuda_ipc"; of a rolling update, that of the last wave.
+        prepare_s, transfer_s, verify_s, resume_s: seconds of each phase, over all waves.
+    """
+
+    version: int
+    transport: str
+    engines: Mapping[str, Mapping[str, float]]
+    failed: Mapping[str, str]
+    remaining: Sequence[str]
+    prepare_s: float
+    transfer_s: float
+    verify_s: float
+    resume_s: float
+
+    def to_wire(self) -> dict[str, Any]:
+        return _plain(self)
+
+    @classmethod
+    def from_wire(cls, raw: Mapping[str, Any]) -> Self:
+        return cls(**_answered(raw, cls.__slots__))
+
+    def joined(self, later: SyncReport) -> SyncReport:
+        """With what the next wave reports."""
+        return SyncReport(
+            version=self.version,
+            transport=later.transport,
+            engines={**self.engines, **later.engines},
+            failed={**self.failed, **later.failed},
+            remaining=later.remaining,
+            prepare_s=self.prepare_s + later.prepare_s,
+            transfer_s=self.transfer_s + later.transfer_s,
+            verify_s=self.verify_s + later.verify_s,
+            resume_s=self.resume_s + later.resume_s,
+        )
+
+
+class SyncSupervisor(Protocol):
+    """The supervisor as a rank's publisher sees it: blocking calls.
+
+    Each raises `WeightSyncError` on all ranks when the sync failed, and DeadlineExceeded when the
+    call's time is used up.
+    """
+
+    def check(self) -> None:
+        """Raises where the job is lost; called while a rank waits for buckets."""
+        ...
+
+    def sync_begin(self, call: SyncBegin) -> SyncGrant: ...
+    def sync_filled(self, call: SyncFilled) -> None: ...
+    def sync_end(self, call: SyncEnd) -> SyncReport: ...
+    def sync_abort(self, call: SyncAbort) -> None: ...
+
+
+def remaining_s(deadline: float) -> float:
+    """Until the deadline of a sync; raises DeadlineExceeded where nothing is left."""
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:
+        raise DeadlineExceeded("the time for this sync is used up")
+    return left_s
+
+
+def _plain(message: Any) -> dict[str, Any]:
+    return {field.name: getattr(message, field.name) for field in fields(message)}
+
+
+def _answered(raw: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    try:
+        return {name: raw[name] for name in names}
+    except KeyError as error:
+        raise ProtocolError(f"the supervisor's answer lacks {error}") from None
+
+
+def _read_region(raw: Any) -> Region:
+    match raw:
+        case [int(offset), int(nbytes), int() | None as checksum] if min(offset, nbytes) >= 0:
+            return offset, nbytes, checksum
+        case _:
+            raise ProtocolError(f"a region is [offset, nbytes, checksum], got {raw!r}"[:200])

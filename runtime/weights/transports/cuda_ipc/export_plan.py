@@ -1,0 +1,108 @@
+"""CUDA IPC, the supervisor's part: whether engines can read the ranks' GPUs. Torch-free.
+
+They can where every rank exports its memory and every engine has opened some of it, as it proves
+once in each life.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Final
+
+from umbra.runtime.errors import UmbraError
+from umbra.runtime.weights.manifest import Manifest
+from umbra.runtime.weights.transports.base import Layout, ProbedEngine, Problem, TransportName
+from umbra.runtime.weights.transports.cuda_ipc.rank_exports import (
+    Allocation,
+    Offer,
+    RankExports,
+    probe_allocations,
+)
+
+logger = logging.getLogger(__name__)
+
+_PROBE_TIMEOUT_S: Final = 20.0
+# The first one may have to make a context on another GPU.
+
+
+class ExportPlan:
+    """Remembers which engines have proved themselves."""
+
+    name: TransportName = "cuda_ipc"
+    reads_exports = True
+
+    def __init__(self) -> None:
+        self._problems: dict[tuple[str, int], tuple[frozenset[bytes], str]] = {}
+
+    async def find_problem(
+        self, offers: Sequence[Offer], engines: Sequence[ProbedEngine], timeout_s: float
+    ) -> Problem | None:
+        """See `TransportPlan.find_problem`; an engine is asked the first time that it may come."""
+        for rank, offer in enumerate(offers):
+            if isinstance(offer, str):
+                return Problem(f"rank {rank}: {offer}")
+        exports = _exports(offers)
+        if not any(exported.parts for exported in exports):
+            return Problem("there is nothing to send")
+        found = await self._probe(exports, engines, min(timeout_s, _PROBE_TIMEOUT_S))
+        return Problem(found, is_warning=True) if found else None
+
+    def can_reach(self, engine: ProbedEngine) -> bool:
+        known = self._problems.get((engine.name, engine.incarnation))
+        return known is not None and not known[1]
+
+    def lay_out(
+        self,
+        manifest: Manifest,
+        bucket_nbytes: int,
+        offers: Sequence[Offer],
+        *,
+        has_checksums: bool,
+    ) -> Layout:
+        """Tensors are loaded one by one, so that is what is counted."""
+        exports = [exported.to_wire() for exported in _exports(offers)]
+        details = {"exports": exports, "has_checksums": has_checksums}
+        return Layout(names=[], details=details, num_buckets=len(manifest.entries))
+
+    async def _probe(
+        self, exports: Sequence[RankExports], engines: Sequence[ProbedEngine], timeout_s: float
+    ) -> str:
+        """What is wrong with the first engine that cannot open the ranks' memory, or ""."""
+        allocations = probe_allocations(exports)
+        async with asyncio.TaskGroup() as tasks:
+            asked = [
+                tasks.create_task(self._probe_engine(engine, allocations, timeout_s))
+                for engine in engines
+            ]
+        found = [(e.name, task.result()) for e, task in zip(engines, asked, strict=True)]
+        return next((f"{name}: {problem}" for name, problem in found if problem), "")
+
+    async def _probe_engine(
+        self, engine: ProbedEngine, allocations: Sequence[Allocation], timeout_s: float
+    ) -> str:
+        key = (engine.name, engine.incarnation)
+        devices = frozenset(allocation.device for allocation in allocations)
+        known = self._problems.get(key)
+        if known is not None and known[0] == devices:
+            return known[1]
+        wire = [allocation.to_wire() for allocation in allocations]
+        try:
+            async with asyncio.timeout(timeout_s):
+                problem = await engine.probe_import(wire, timeout_s)
+        except TimeoutError:
+            return f"no answer within {timeout_s:.3g} s"  # asked anew next time
+        except UmbraError as error:
+            return str(error)
+        except Exception as error:  # an engine must not end the supervisor
+            logger.exception("probing %s broke", engine.name)
+            return repr(error)
+        self._problems = {
+            other: found for other, found in self._problems.items() if other[0] != engine.name
+        } | {key: (devices, str(problem))}
+        return str(problem)
+
+
+def _exports(offers: Sequence[Offer]) -> list[RankExports]:
+    return [offer for offer in offers if isinstance(offer, RankExports)]

@@ -1,0 +1,48 @@
+"""CUDA IPC, an engine's part: reads the ranks' tensors into its parameters, casting on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from umbra.runtime.weights.transports.cuda_ipc.exported_image import ExportedImage
+from umbra.runtime.weights.transports.shared_memory.destinations import Destinations
+from umbra.runtime.weights.transports.shared_memory.sync_progress import EngineEnd
+
+
+class ExportReceiver:
+    """One version under way. The ranks' memory is open while `load` runs."""
+
+    def __init__(
+        self, destinations: Destinations, image: ExportedImage, end_of_sync: EngineEnd
+    ) -> None:
+        self._destinations = destinations
+        self._image = image
+        self._end_of_sync = end_of_sync
+        self._num_entries = len(image.manifest.entries)
+
+    @torch.no_grad()
+    def load(self) -> int:
+        nbytes = 0
+        try:
+            for idx in self._end_of_sync.buckets(self._num_entries):
+                for start, values in self._image.read(idx):
+                    nbytes += self._destinations.write_values(idx, start, values)
+        finally:
+            self._image.close()
+        self._destinations.settle()
+        return nbytes
+
+    def verify(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
+        self._end_of_sync.check_all_loaded(self._num_entries)
+        return self._destinations.verify(regions)
+
+    def stop(self) -> None:
+        self._end_of_sync.stop()
+
+    def close(self) -> None:
+        self._image.close()
+        self._destinations.drop_staging()
+        self._end_of_sync.close()

@@ -1,0 +1,58 @@
+"""CUDA IPC, a rank's part: exports its shards, which the engines read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from umbra.runtime.errors import ProtocolError
+from umbra.runtime.weights.sync_calls import Region, SyncGrant, remaining_s
+from umbra.runtime.weights.transports.cuda_ipc.rank_exports import Offer
+from umbra.runtime.weights.transports.shard_reader import RankShards
+from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncProgress
+
+Export = Callable[[Sequence[tuple[int, Tensor]]], Offer]
+"""Offers tensors, each with its offset in the image, to engines on the same GPUs; or says why it
+cannot."""
+
+
+class ExportSender:
+    """The rank's tensors keep their memory until the engines have loaded."""
+
+    is_read_by_engines = True
+
+    def __init__(self, shards: RankShards, export: Export) -> None:
+        self._shards = shards
+        self._export = export
+
+    def offer(self) -> Offer:
+        return self._export(self._shards.located())
+
+    @torch.no_grad()
+    def send(self, grant: SyncGrant, deadline: float) -> list[Region] | None:
+        """Says that all tensors are there, as they have been since the offer."""
+        shards = self._shards
+        num_entries = len(shards.manifest.entries)
+        if num_entries != grant.num_buckets:
+            raise ProtocolError(
+                f"rank {shards.rank} publishes {num_entries} tensors, "
+                f"rank 0 {grant.num_buckets}: their tensors differ"
+            )
+        left_s = remaining_s(deadline)
+        progress = SyncProgress.receive_open(grant.fd_socket, grant.progress, left_s)
+        if progress is None:
+            return None
+        try:
+            progress.set_filled(shards.rank, num_entries)
+            reader = shards.reader()
+            return [
+                (e.offset, e.nbytes, reader.checksum(e) if grant.has_checksums else None)
+                for e in shards.extents
+            ]
+        finally:
+            progress.close()
+
+    def close(self) -> None:
+        """Nothing is kept between syncs."""

@@ -1,0 +1,89 @@
+"""What one rank holds of the image, and its bytes in the dtype in which they travel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from umbra.runtime.weights.checksum import checksum_of, copy_with_checksum
+from umbra.runtime.weights.manifest import Manifest
+from umbra.runtime.weights.transports.byte_views import flatten
+from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketPiece, Extent
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSource:
+    """One tensor of this rank and the dtype it travels in."""
+
+    tensor: Tensor
+    wire_dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankShards:
+    """All that one rank sends; the tensors change between syncs.
+
+    Attributes:
+        extents: where each of `sources` is in the image; the key is its index there.
+        locate: a tensor's part on this rank.
+    """
+
+    rank: int
+    manifest: Manifest
+    extents: Sequence[Extent]
+    sources: Sequence[ShardSource]
+    locate: Callable[[Tensor], Tensor]
+
+    def located(self) -> list[tuple[int, Tensor]]:
+        """The rank's part of each tensor, with its offset in the image."""
+        shards = zip(self.extents, self.sources, strict=True)
+        return [(extent.offset, self.locate(source.tensor)) for extent, source in shards]
+
+    def reader(self) -> ShardReader:
+        """For one sync: it reads each shard once."""
+        return ShardReader(self)
+
+
+class ShardReader:
+    """Reads pieces of shards as bytes of the wire dtype. Holds one contiguous copy at most."""
+
+    def __init__(self, shards: RankShards) -> None:
+        self._shards = shards
+        self._key = -1
+        self._flat = torch.empty(0)
+
+    def read_into(self, piece: BucketPiece, target: Tensor, has_checksums: bool) -> int | None:
+        """Writes the piece to `target`: uint8 [piece.nbytes].
+
+        Returns the checksum of the bytes as they are in the source, never of `target`: whatever
+        goes wrong in between shall show. None unless `has_checksums`.
+        """
+        dtype = self._shards.sources[piece.key].wire_dtype
+        flat = self._flat_shard(piece.key)
+        start = piece.start // dtype.itemsize
+        values = flat[start : start + piece.nbytes // dtype.itemsize]  # [piece elements]
+        if not has_checksums:
+            target.view(dtype).copy_(values)
+            return None
+        data = values.to(dtype).view(torch.uint8)  # [piece.nbytes]
+        if data.device.type == "cpu":
+            return copy_with_checksum(data, target)
+        target.copy_(data)
+        return checksum_of(data)
+
+    def checksum(self, extent: Extent) -> int:
+        """Of a whole shard, in the dtype in which it travels."""
+        data = self._flat_shard(extent.key).to(self._shards.sources[extent.key].wire_dtype)
+        return checksum_of(data.view(torch.uint8))
+
+    def _flat_shard(self, key: int) -> Tensor:
+        if key != self._key:
+            local = self._shards.locate(self._shards.sources[key].tensor)
+            if local.is_complex():
+                local = local.resolve_conj()
+            self._flat = flatten(local.resolve_neg().contiguous())
+            self._key = key
+        return self._flat

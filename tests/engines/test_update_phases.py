@@ -1,0 +1,127 @@
+"""What an adapter does in which phase of an update: the same whichever way the weights travel."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_runs import run_async
+from local_sync import publish
+from scripted_core import ScriptedCore
+
+from umbra.engines.shell.engine_shell import AdapterEngine
+from umbra.engines.shell.weight_source import open_weights
+from umbra.runtime.errors import EngineError, WeightSyncError
+from umbra.runtime.weights.manifest import Manifest
+from umbra.runtime.weights.transports.shared_memory.memfd import (
+    close_fds,
+    create_buckets,
+    serve_fds,
+)
+from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncProgress
+
+WEIGHTS = {"a": torch.randn(300), "b": torch.randn(7, 5)}
+
+
+def engine_over(core: ScriptedCore) -> AdapterEngine:
+    return AdapterEngine(core, max_num_seqs=4, max_context_len=64, tick_ms=1.0, load_weights=False)
+
+
+def test_the_model_is_loaded_from_shared_memory_before_anything_is_verified(
+    tmp_path: Path,
+) -> None:
+    core = ScriptedCore()
+    done_before: list[str] = []
+
+    def look(regions: list[list[int | None]]) -> None:  # before they are verified
+        done_before.extend(core.done)
+
+    async def body() -> None:
+        async with engine_over(core) as engine:
+            core.done.clear()
+            report = await publish(engine, WEIGHTS, 1, tmp_path, tamper=look)
+
+        assert report["mismatches"] == []
+        assert done_before == ["pause", "load_weights"]
+        assert core.done.count("load_weights") == 1
+
+    run_async(body)
+
+
+def test_the_model_is_loaded_from_exports_before_anything_is_verified() -> None:
+    regions: list[list[int | None]] = [[0, 1200, 7], [1280, 140, 8]]
+    buckets: dict[str, Any] = {
+        "transport": "cuda_ipc",
+        "exports": [],
+        "fd_socket": "",
+        "progress": {},
+        "has_checksums": True,
+    }
+
+    async def body() -> None:
+        core = ScriptedCore()
+        core.regions = regions
+        async with engine_over(core) as engine:
+            await engine.begin_update(1, {}, buckets)
+            core.done.clear()
+            loaded = await engine.load()
+            assert (loaded, core.done) == ({"nbytes": 1340}, ["load_weights"])
+            with pytest.raises(EngineError, match="has not been verified"):
+                await engine.commit_update()
+
+            report = await engine.finish_update(regions)
+
+            assert report == {"count": 2, "nbytes": 1340, "mismatches": []}
+            assert core.done == ["load_weights"]
+            await engine.commit_update()
+
+    run_async(body)
+
+
+def test_a_worker_stops_loading_an_image_whose_sync_is_given_up(tmp_path: Path) -> None:
+    manifest = Manifest.layout([("a", "float32", (3,)), ("b", "float32", (2,))])
+    fds = create_buckets(["image"], 4096)
+    fds |= create_buckets(["progress"], SyncProgress.nbytes_needed(1, 1))
+    progress = SyncProgress(fds["progress"], 1, 1)
+    path = str(tmp_path / "fds")
+    numbers = {"num_ranks": 1, "num_engines": 1, "engine": 0, "timeout_s": 10.0}
+    description = {
+        "path": f"/proc/self/fd/{fds['image']}",
+        "nbytes": 4096,
+        "manifest": manifest.to_wire(),
+        "fd_socket": path,
+        "progress": {"name": "progress"} | numbers,
+    }
+
+    def read() -> None:
+        with open_weights(description, torch.device("cpu")) as source:
+            tensors = source.tensors()
+            assert next(tensors)[0] == "a"
+            progress.abort()
+            with pytest.raises(WeightSyncError, match="given up before the model was loaded"):
+                next(tensors)
+
+    async def body() -> None:
+        async with serve_fds(path, fds):
+            await asyncio.to_thread(read)
+
+    try:
+        asyncio.run(body())
+    finally:
+        progress.close()
+        close_fds(fds)
+
+
+def test_what_a_loader_writes_to_its_tensors_is_not_in_the_image(tmp_path: Path) -> None:
+    manifest = Manifest.layout([("a", "float32", (3,))])
+    path = tmp_path / "image"
+    path.write_bytes(bytes(4096))
+    description = {"path": str(path), "nbytes": 4096, "manifest": manifest.to_wire()}
+
+    with open_weights(description, torch.device("cpu")) as source:
+        dict(source.tensors())["a"].add_(1.0)
+
+    assert path.read_bytes() == bytes(4096)

@@ -1,0 +1,124 @@
+"""The calls of a sync as they cross processes."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgpack
+import pytest
+
+from umbra.runtime.errors import DeadlineExceeded, ProtocolError
+from umbra.runtime.weights.sync_calls import (
+    SyncAbort,
+    SyncBegin,
+    SyncCall,
+    SyncEnd,
+    SyncFilled,
+    SyncGrant,
+    SyncReport,
+)
+from umbra.runtime.weights.transports.cuda_ipc.rank_exports import (
+    Allocation,
+    RankExports,
+    TensorPart,
+)
+
+EXPORTS = RankExports(
+    allocations=(Allocation(b"\1" * 16, b"\2" * 64, 4096),),
+    parts=(TensorPart(0, 0, 512, "float32", (3, 5), (5, 1)),),
+)
+
+
+def calls(deadline: float) -> list[SyncCall]:
+    regions = [(0, 60, 7), (256, 4, None)]
+    return [
+        SyncBegin(
+            pool="policy",
+            version=3,
+            rank=0,
+            world_size=2,
+            manifest={"tensors": [], "aliases": {}, "nbytes": 0},
+            offer=EXPORTS,
+            deadline=deadline,
+        ),
+        SyncBegin(
+            pool="policy",
+            version=3,
+            rank=1,
+            world_size=2,
+            manifest=None,
+            offer="it has no GPU",
+            deadline=deadline,
+        ),
+        SyncFilled(sync_id="policy-1", rank=1, regions=regions, deadline=deadline),
+        SyncEnd(sync_id="policy-1", rank=1, deadline=deadline),
+        SyncAbort(sync_id="policy-1", rank=1, reason="it was killed", deadline=deadline),
+    ]
+
+
+def over_the_wire(message: SyncCall | SyncGrant | SyncReport) -> Any:
+    return msgpack.unpackb(msgpack.packb(message.to_wire()))
+
+
+def test_a_call_arrives_as_it_was_sent() -> None:
+    deadline = time.monotonic() + 20.0
+
+    for call in calls(deadline):
+        arrived = type(call).from_wire(over_the_wire(call))
+
+        assert arrived.deadline == pytest.approx(deadline, abs=1.0)
+        assert arrived.to_wire() | {"timeout_s": 0} == call.to_wire() | {"timeout_s": 0}
+
+
+def test_an_answer_arrives_as_it_was_sent() -> None:
+    grant = SyncGrant(
+        sync_id="policy-1",
+        transport="memfd",
+        fd_socket="/tmp/fds",
+        buckets=["a", "b"],
+        bucket_nbytes=512,
+        progress={"name": "c", "num_ranks": 1, "num_engines": 1},
+        num_buckets=3,
+        has_checksums=True,
+    )
+    report = SyncReport(
+        version=3,
+        transport="memfd",
+        engines={"policy-0": {"nbytes": 64, "load_s": 0.25}},
+        failed={},
+        remaining=["policy-1"],
+        prepare_s=0.5,
+        transfer_s=0.25,
+        verify_s=0.125,
+        resume_s=0.5,
+    )
+
+    assert SyncGrant.from_wire(over_the_wire(grant)) == grant
+    assert SyncReport.from_wire(over_the_wire(report)) == report
+
+
+def test_a_pool_whose_name_has_a_dash_is_found_by_its_sync() -> None:
+    assert SyncEnd(sync_id="my-judge-12", rank=0, deadline=0.0).pool == "my-judge"
+
+
+def test_a_call_that_lacks_something_or_has_it_wrong_is_refused() -> None:
+    for call in calls(time.monotonic() + 20.0):
+        sent = over_the_wire(call)
+        for name in sent:
+            for raw in ({k: v for k, v in sent.items() if k != name}, sent | {name: object()}):
+                with pytest.raises(ProtocolError):
+                    type(call).from_wire(raw)
+
+
+@pytest.mark.parametrize("region", [[0, 1], [-1, 1, None], [0, -1, None], ["0", 1, None], 5])
+def test_a_malformed_region_is_refused(region: object) -> None:
+    raw = {"sync_id": "policy-1", "rank": 0, "timeout_s": 1.0, "regions": [region]}
+
+    with pytest.raises(ProtocolError, match=r"\[offset, nbytes, checksum\]"):
+        SyncFilled.from_wire(raw)
+
+
+def test_a_call_whose_time_is_used_up_is_not_sent() -> None:
+    with pytest.raises(DeadlineExceeded, match="used up"):
+        SyncEnd(sync_id="policy-1", rank=0, deadline=time.monotonic() - 1.0).to_wire()
