@@ -12,7 +12,7 @@ from engine_runs import run_async
 from local_sync import publish
 from scripted_core import ScriptedCore
 
-from umbra.engines.shell.engine_shell import AdapterEngine
+from umbra.engines.shell.adapter_engine import AdapterEngine
 from umbra.engines.shell.weight_source import open_weights
 from umbra.runtime.errors import EngineError, WeightSyncError
 from umbra.runtime.weights.manifest import Manifest
