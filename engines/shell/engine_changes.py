@@ -1,4 +1,4 @@
-"""What is done to a foreign engine: one thing after the other, each to its end.
+"""Calls that change an engine: one after the other, each to its end.
 
 caller A ── make ──▶ [A | B]   begins once what came before is done
 caller B ── make ──▶           B's caller is cancelled: B is done all the same, in its turn
@@ -19,9 +19,9 @@ _T = TypeVar("_T")
 class Changes:
     """Owns the tasks that make them; leaving it cancels these. Use `async with`.
 
-    Why a caller that is cancelled does not cut what it asked for: the engine's processes would do
-    their part all the same, and what is known of them here would not be so any more. Before it
-    has begun, `EngineGate` has taken it for granted already.
+    A caller that is cancelled does not cut what it asked for: the engine's processes and threads
+    would do their part all the same, and what is known of them here would be wrong. Even a change
+    that has not begun is made, because `EngineGate` counts it as made already.
     """
 
     def __init__(self) -> None:
