@@ -171,10 +171,10 @@ class EmbeddedUpdates(WeightUpdates):
         await self._thread.run(lambda worker: worker.receiver.begin(manifest, buckets))
 
     async def load(self) -> int:
-        return await self._thread.run(lambda worker: worker.receiver.load())
+        return await self._thread.run(lambda worker: worker.load_update())
 
     async def finish(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
-        return await self._thread.run(lambda worker: worker.finish_update(regions))
+        return await self._thread.run(lambda worker: worker.receiver.finish(regions))
 
     def stop(self) -> None:
         self._thread.end_waits()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -83,11 +82,11 @@ class EmbeddedWorker:
         if "kv_cache" in tags:
             self.core.cache.restore()
 
-    def finish_update(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
-        report = self.receiver.finish(regions)
-        if not report["mismatches"]:
-            self._model.parameters.refresh()
-        return report
+    def load_update(self) -> int:
+        """Takes new weights; their bytes. Waits for the ranks."""
+        nbytes = self.receiver.load()
+        self._model.parameters.refresh()
+        return nbytes
 
     def probe_import(self, allocations: Sequence[object]) -> str:
         device = self._model.parameters.device

@@ -42,7 +42,7 @@ class RolloutConfig:
         over_sampling: groups generated for each one that is needed, 1.0 or more; the batch is
             made of the first that are done, and what gets too old is dropped.
         drop_uniform_groups: groups whose rewards are all equal, from which nothing can be
-            learned, are dropped and other prompts take their place; see `UniformGroups`.
+            learned, are dropped and other prompts take their place; see `ZeroVarianceGroups`.
         max_failed_share: so many of the last 200 groups, or of all so far, may be dropped because
             their reward or agent loop failed; one more ends the job.
         ledger_path: folder of this manager's ledger, see `umbra.runtime.rollout.ledger`; "" keeps

@@ -207,7 +207,7 @@ class RolloutManager:
             version: of the weights after these, which were published before.
 
         Returns, the same kind on every rank:
-            {"kind": "batch", ...}: this rank's columns, see `batch.rank_columns`, with "metrics",
+            {"kind": "batch", ...}: this rank's columns, see `rank_columns`, with "metrics",
                 "loss_tokens_global" and "num_samples_global" of the whole batch.
             {"kind": "sync_wanted", "version": v}: an engine came up without weights. Publish the
                 current version v to the pool again (only engines that lack it take part) and
