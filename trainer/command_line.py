@@ -96,17 +96,18 @@ def _run(
         Session.from_torchrun(
             settings, on_note=notes.put, on_failed=words.job_failed, on_signal=stop.pass_in
         ) as session,
-        ServiceStarter.open(session, config)
-        if environment.rank == 0
-        else contextlib.nullcontext() as starter,
+        contextlib.ExitStack() as stack,
     ):
         console.log_losses(
             config.run.dir / "logs" / "supervisor.log", who=f"rank {environment.rank}"
         )
-        # Loads torch, while the supervisor and the rollout workers start.
-        from umbra.trainer.train import Trainer
-
         try:
+            starter: ServiceStarter | None = None
+            if environment.rank == 0:
+                starter = stack.enter_context(ServiceStarter.open(session, config))
+            # Loads torch, while the supervisor and the rollout workers start.
+            from umbra.trainer.train import Trainer
+
             Trainer(config, session, environment, stop, notes, words, starter).run()
         except UmbraError as error:
             words.tell(error)

@@ -262,6 +262,7 @@ class Trainer:
         )
         loggers = MetricsLoggers(logger_names(config.run.loggers), logged, progress.note)
         journal = RunReporter(config, log, progress, stack.enter_context(loggers), step)
+        stack.push(self._announce_failure)  # before the loggers' ends, which may wait for servers
         stack.enter_context(self._notes.shown_by(journal.note))
         if self._place.replaced.exists():
             journal.note(f"the earlier run is kept in {self._place.replaced} until a step is done")

@@ -29,6 +29,7 @@ from umbra.runtime.rollout.buffer.batch_plan import plan_batch
 from umbra.runtime.rollout.dispatch.group import GroupShape
 from umbra.trainer.algorithms.algorithm_loading import load_loss
 from umbra.trainer.algorithms.base import LossInputs, LossMetric, LossOutput
+from umbra.trainer.algorithms.metric_totals import MetricTotals
 from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore
 from umbra.trainer.checkpoint.policy_export import export_policy
 from umbra.trainer.checkpoint.trainer_state import TrainerState
@@ -475,6 +476,13 @@ def raise_on_lead(world: World) -> str:
         raise UmbraError("only rank 0 knows")
 
     return said_by(lambda: from_lead(world, fail))
+
+
+def metrics_that_differ(world: World) -> str:
+    """What is said of a loss that returns another metric on each rank."""
+    totals = MetricTotals()
+    totals.add({f"of_rank_{world.rank}": LossMetric(torch.ones(1))}, torch.ones(1))
+    return said_by(totals.reduce)
 
 
 def signals_agreed_on(world: World) -> list[str]:

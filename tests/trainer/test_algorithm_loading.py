@@ -47,12 +47,12 @@ def test_users_functions_are_found_in_their_folders(tmp_path: Path) -> None:
         (
             load_loss,
             "odd_algorithms:loss",
-            r"called as loss\(logprobs, inputs, settings\), but takes \(logprobs\): too many",
+            r"loss\(logprobs\) is called as loss\(logprobs, inputs, settings\): too many",
         ),
         (
             load_advantage_estimator,
             "odd_algorithms:advantages",
-            r"train.advantage .* called as advantages\(rewards\), but takes \(\): too many",
+            r"train.advantage .*advantages\(\) is called as advantages\(rewards\): too many",
         ),
     ],
 )

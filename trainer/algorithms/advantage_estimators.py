@@ -49,7 +49,7 @@ def batch_advantages(
     advantages = np.empty_like(group_rewards)
     for start, stop in pairwise(group_offsets.tolist()):
         rewards = group_rewards[start:stop]
-        found = np.asarray(estimate(rewards), np.float32)
+        found = np.asarray(estimate(rewards.copy()), np.float32)  # it may compute in place
         if found.shape != rewards.shape or not np.isfinite(found).all():
             raise UmbraError(
                 f"train.advantage: the estimator returned {found.tolist()} for the rewards "

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from umbra.runtime.errors import ConfigError
-from umbra.runtime.rollout.agents.user_function import load_function
+from umbra.runtime.rollout.agents.user_function import check_call, load_function
 from umbra.trainer.algorithms.algorithm_names import (
     ADVANTAGE_ESTIMATORS,
     LOSSES,
@@ -44,12 +42,5 @@ def _load(
     if name not in registered:
         sys.path[:0] = [folder for folder in folders if folder not in sys.path]
     function = load_function(algorithm_target(name, registered), setting)
-    signature = inspect.signature(function)
-    try:
-        signature.bind(*arguments)
-    except TypeError as error:
-        call = f"{function.__name__}({', '.join(arguments)})"
-        raise ConfigError(
-            f"{setting} {name!r}: it is called as {call}, but takes {signature}: {error}"
-        ) from None
+    check_call(function, f"{setting} {name!r}", positional=arguments, keywords=[])
     return function

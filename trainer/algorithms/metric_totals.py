@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Mapping
 from typing import assert_never
 
@@ -48,9 +49,15 @@ class MetricTotals:
                 self._values[name].append(_reduced(metric, weights))
 
     def reduce(self) -> dict[str, float]:
-        """The metrics over all ranks; 0 where no token has weight. Collective."""
-        added = [name for name, how in self._reductions.items() if how != "max"]
-        largest = [name for name, how in self._reductions.items() if how == "max"]
+        """The metrics over all ranks; 0 where no token has weight. Collective.
+
+        Raises:
+            UmbraError: the ranks do not have the same metrics; on every rank.
+        """
+        self._check_ranks_agree()
+        names = sorted(self._reductions)
+        added = [name for name in names if self._reductions[name] != "max"]
+        largest = [name for name in names if self._reductions[name] == "max"]
         sums = [_stacked(self._weight).sum()]
         sums += [_stacked(self._values[name]).sum() for name in added]
         weight, *totals = _numbers(sum_over_ranks(torch.stack(sums)))
@@ -61,8 +68,19 @@ class MetricTotals:
         if largest:
             maxima = torch.stack([_stacked(self._values[name]).max() for name in largest])
             for name, value in zip(largest, _numbers(max_over_ranks(maxima)), strict=True):
-                found[name] = value if value > -math.inf else 0.0
+                found[name] = 0.0 if value == -math.inf else value
         return {name: found[name] for name in self._reductions}
+
+    def _check_ranks_agree(self) -> None:
+        """Values are added by position, so a difference would mix them up, or never end."""
+        code = zlib.crc32(repr(sorted(self._reductions.items())).encode())
+        codes = torch.tensor([code, -code], device=self._weight[0].device)
+        highest, negated_lowest = max_over_ranks(codes).tolist()
+        if highest != -negated_lowest:
+            raise UmbraError(
+                f"the loss returned the metrics {sorted(self._reductions)} on this rank and others "
+                "on another one: return the same metrics on every rank"
+            )
 
 
 def _numbers(values: Tensor) -> list[float]:

@@ -374,6 +374,11 @@ class TrainerConfig(Section):
                 "rollout.group_size = 1: advantages compare the completions of one prompt; that of "
                 "a single one is always 0, and nothing would be learned: use 2 or more"
             )
+        if self.rollout.group_size < 2 and self.rollout.drop_uniform_groups:
+            raise ValueError(
+                "rollout.group_size = 1 with rollout.drop_uniform_groups would drop every group, "
+                "because a single completion has one reward: set one of the two differently"
+            )
         return self
 
     @model_validator(mode="after")

@@ -75,7 +75,8 @@ def logger_names(wanted: Sequence[str] | None) -> Sequence[str]:
 def check_loggers(wanted: Sequence[str] | None) -> None:
     """Raises ConfigError where the package that a logger needs is not installed."""
     for name in wanted or ():
-        if importlib.util.find_spec(name) is None:
+        found = importlib.util.find_spec(name)
+        if found is None or found.origin is None:  # a folder of that name is no package
             raise ConfigError(
                 f"run.loggers names {name!r}, but the package {name} is not installed: run pip "
                 f"install {name}, or leave it out"

@@ -69,7 +69,10 @@ def check_call(
         setting: the one that names the function, with its value; stands in the error.
     """
     # A wrapper is called itself, whatever it passes on to what it wraps.
-    signature = inspect.signature(function, follow_wrapped=False)
+    try:
+        signature = inspect.signature(function, follow_wrapped=False)
+    except ValueError:  # of a function in C that does not say
+        return
     try:
         signature.bind(*positional, **dict.fromkeys(keywords))
     except TypeError as error:
