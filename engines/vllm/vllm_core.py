@@ -183,7 +183,13 @@ class VllmCore(AdapterCore):
         await self.call(self._llm.start_weight_update())
         update_info = {"description": dict(description)}
         request = self.library.WeightTransferUpdateRequest(update_info=update_info)
-        await self.call(self._llm.update_weights(request))
+        try:
+            await self.call(self._llm.update_weights(request))
+        except EngineError:
+            if self._settings.num_of("tensor_parallel_size") > 1:
+                # vLLM leaves the other workers' answers unread: every later call would get them.
+                self.died.set()
+            raise
         await self.call(self._llm.finish_weight_update())
         await self._load_adapters()
         regions: list[WorkerRegions] = await self.call(self._llm.collective_rpc("umbra_regions"))

@@ -43,6 +43,9 @@ _SETTLE_TIMEOUT_S: Final = 10.0
 # For each call after the decision (commit, resume, revert), whatever is left of the lease: too
 # short kills engines that were only slow, too long holds back the next sync. Also how much longer
 # than the lease a load may take to hear that the sync is given up.
+_GIVEN_UP_LIMIT_S: Final = 40.0
+# For what an engine was asked when the sync is given up. Longer: an elastic restart, which gives
+# the pool 60 s, ends the job. Shorter: engines that drain or finish loading a model are killed.
 _ENGINE_SHARE: Final = 0.75
 # The part of what is left of the sync's time that an engine has for a request, or for a load that
 # stands still. More leaves too little for the others when it fails; less replaces slow engines.
@@ -155,10 +158,17 @@ class EngineSync:
         self._feed = feed
         self._pause_mode = pause_mode
         self._requests: asyncio.Queue[Action] = asyncio.Queue()
+        self._patience: asyncio.Timeout | None = None  # of the request under way
 
     def request(self, action: Action) -> None:
         """Queues a request; `Close` ends `run`."""
         self._requests.put_nowait(action)
+
+    def give_up(self) -> None:
+        """The sync is given up: the request under way has little time left; the revert follows."""
+        patience, limit = self._patience, asyncio.get_running_loop().time() + _GIVEN_UP_LIMIT_S
+        if patience is not None and not patience.expired():
+            patience.reschedule(min(patience.when() or limit, limit))
 
     def discard(self, reason: str) -> None:
         """Kills the engine that took part, and has the ranks go on without it."""
@@ -179,11 +189,16 @@ class EngineSync:
         timeout_s = self._timeout_s()
         try:
             self._check_incarnation()
-            async with asyncio.timeout(timeout_s) as patience:
-                event = await self._perform(request, timeout_s, patience)
+            async with asyncio.timeout(timeout_s) as self._patience:
+                try:
+                    event = await self._perform(request, timeout_s, self._patience)
+                finally:
+                    self._patience = None
         except TimeoutError:
             reason = f"no answer or no progress within {timeout_s:.3g} s"
-            if timeout_s != _SETTLE_TIMEOUT_S:
+            if self._image.progress.is_aborted:
+                reason = "it did not end in time after the sync was given up"
+            elif timeout_s != _SETTLE_TIMEOUT_S:
                 reason += f", {_ENGINE_SHARE:.0%} of what was left of pool.sync_timeout_s"
         except UmbraError as error:
             if isinstance(request, Load) and self._image.progress.is_aborted:
@@ -256,7 +271,9 @@ class EngineSync:
             ends_at = patience.when()
             limit_s = max(_LEAST_PATIENCE_S, self._timeout_s())
             if progress.is_aborted:
-                limit = loop.time() + _SETTLE_TIMEOUT_S
+                # Having loaded all, it may be in the library's own last work, which nothing stops.
+                all_came = num_loaded == num_buckets
+                limit = loop.time() + (_GIVEN_UP_LIMIT_S if all_came else _SETTLE_TIMEOUT_S)
                 ends_at = limit if ends_at is None else min(ends_at, limit)
             elif num_loaded == num_filled < num_buckets:
                 ends_at = None

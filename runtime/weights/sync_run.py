@@ -192,6 +192,8 @@ class SyncRun:
             case FailRanks():
                 logger.warning("sync of version %d failed: %s", self.version, action.reason)
                 self._fail_ranks(action.reason)
+                for worker in self._workers.values():
+                    worker.give_up()
             case Report():
                 self._make_report()
                 self._grant("end")

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from umbra.runtime.engine_api.lifecycle import EngineLifecycle, EngineStarted, EngineState
 from umbra.runtime.errors import DeadlineExceeded, JobFailed, WeightSyncError
+from umbra.runtime.weights import engine_sync
 from umbra.runtime.weights.sync_calls import SyncBegin, SyncFilled, SyncGrant, SyncReport
 from umbra.runtime.weights.sync_coordinator import SyncSettings
 from umbra.runtime.weights.weight_publisher import WeightPublisher
@@ -249,6 +250,24 @@ def test_a_rank_that_waits_hears_that_the_job_is_lost(sources: dict[str, Tensor]
 
     assert isinstance(outcomes[0], JobFailed)
     assert time.monotonic() - begun_at < 5.0
+
+
+@pytest.mark.parametrize("hangs_at", ["begin_update", "finish_update"])
+def test_an_engine_that_hangs_does_not_hold_a_sync_that_is_given_up(
+    sources: dict[str, Tensor], hangs_at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An elastic restart waits for it."""
+    monkeypatch.setattr(engine_sync, "_GIVEN_UP_LIMIT_S", 0.2)
+    engine = ThreadEngine("engine", empty_like(sources))
+    engine.hang_at = hangs_at
+    with local_pool([engine], SMALL) as supervisor:
+        _, settled_after_s = in_threads(
+            lambda: publish(supervisor, sources), lambda: supervisor.lose_rank(0, engine.hanging)
+        )
+
+    assert settled_after_s < 5.0, "the rank had set 20 s"
+    assert engine.killed is not None
+    assert "after the sync was given up" in engine.killed
 
 
 def test_a_rank_cannot_say_twice_that_it_is_done(sources: dict[str, Tensor]) -> None:
