@@ -17,6 +17,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import AsyncGenerator, Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -230,8 +231,11 @@ class Frontend:
         assert not asked.flush_cache
         module, _, name = asked.load_format.rpartition(".")
         loader = getattr(importlib.import_module(module), name)
-        await asyncio.sleep(0)
-        loader(self.model, pickle.loads(asked.serialized_named_tensors[0]))
+        named_tensors = pickle.loads(asked.serialized_named_tensors[0])
+        with ThreadPoolExecutor(1) as scheduler:  # SGLang's is a process of its own
+            await asyncio.get_running_loop().run_in_executor(
+                scheduler, loader, self.model, named_tensors
+            )
         return True, "Success"
 
     async def release_memory_occupation(self, asked: Any) -> None:
