@@ -75,7 +75,7 @@ class MetricTotals:
         """Values are added by position, so a difference would mix them up, or never end."""
         code = zlib.crc32(repr(sorted(self._reductions.items())).encode())
         codes = torch.tensor([code, -code], device=self._weight[0].device)
-        highest, negated_lowest = max_over_ranks(codes).tolist()
+        highest, negated_lowest = _numbers(max_over_ranks(codes))
         if highest != -negated_lowest:
             raise UmbraError(
                 f"the loss returned the metrics {sorted(self._reductions)} on this rank and others "
