@@ -50,7 +50,7 @@ assets: $(VENV)/.train ## Make the quickstart's model and data sets (once)
 
 # vLLM is installed while the type checker runs, and tested last: what it shares has names in
 # /dev/shm, which other tests would take for left behind.
-test: $(VENV)/.dev ## All that continuous integration runs (needs no GPU; half an hour)
+test: $(VENV)/.dev ## All that continuous integration runs (needs no GPU; 45 minutes)
 	$(MAKE) --no-print-directory --output-sync=target -j3 lint pyright $(VLLM_VENV)/.made
 	$(BIN)/python -m pytest -m "patient and not gpu" -n 2 --dist worksteal
 	$(BIN)/python -m pytest -m "not patient and not gpu"
