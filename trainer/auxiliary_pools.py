@@ -27,7 +27,7 @@ _BUSY_WAIT_S: Final = 10.0
 """A judge's requests wait so long for a policy that never runs dry, where nothing else is said."""
 
 
-def further_pool_specs(
+def auxiliary_pool_specs(
     config: TrainerConfig | ServeConfig, device_type: str, host: str, *, is_host_dry: bool
 ) -> list[PoolSpec]:
     """The pools.
@@ -54,7 +54,7 @@ def _pool_spec(
         "dtype": pool.dtype or config.model.dtype,
         "device": device_type if pool.device == "auto" else pool.device,
         "max_num_seqs": pool.max_num_seqs,
-        "max_context_len": further_context_len(name, pool),
+        "max_context_len": auxiliary_context_len(name, pool),
         "kv_cache_num_tokens": pool.kv_cache_num_tokens,
         "tick_ms": pool.tick_ms,
         "num_threads": pool.num_threads or max(1, cores // pool.count),
@@ -88,16 +88,16 @@ def generator_spec(name: str, config: TrainerConfig) -> ActorSpec:
     return ActorSpec(
         name=_generator_name(name),
         target="umbra.runtime.rollout.dispatch.generator_service:GeneratorService",
-        kwargs={"config": further_generator_settings(name, config.pools[name])},
+        kwargs={"config": auxiliary_generator_settings(name, config.pools[name])},
         role="rollout",
     )
 
 
-def further_generator_settings(name: str, pool: AuxiliaryPoolSection) -> dict[str, Any]:
+def auxiliary_generator_settings(name: str, pool: AuxiliaryPoolSection) -> dict[str, Any]:
     """`GeneratorConfig` as a dict."""
     return {
         "pool": name,
-        "max_context_len": further_context_len(name, pool),
+        "max_context_len": auxiliary_context_len(name, pool),
         "vocab_size": _read(vocab_size, name, pool),
         "max_inflight_per_engine": pool.max_num_seqs,
         # Asleep or not: requests have their own deadline, which is not reached by waiting alone.
@@ -107,7 +107,7 @@ def further_generator_settings(name: str, pool: AuxiliaryPoolSection) -> dict[st
 
 
 def asked_pools(config: TrainerConfig) -> dict[str, dict[str, Any]]:
-    """What rollout workers know of the pools: `AskedPoolConfig` by name."""
+    """What rollout workers know of the pools: `AuxiliaryPoolConfig` by name."""
     return {
         name: {
             "generator": _generator_name(name),
@@ -123,12 +123,12 @@ def _generator_name(pool: str) -> str:
     return f"{pool}-generator"
 
 
-def further_context_len(name: str, pool: AuxiliaryPoolSection) -> int:
+def auxiliary_context_len(name: str, pool: AuxiliaryPoolSection) -> int:
     """Longest prompt + answer."""
     return pool.max_context_len or _read(default_context_len, name, pool)
 
 
-def further_model_config(name: str, pool: AuxiliaryPoolSection) -> dict[str, Any]:
+def auxiliary_model_config(name: str, pool: AuxiliaryPoolSection) -> dict[str, Any]:
     """config.json of its model. Raises DataError where there is none."""
     return _read(read_model_config, name, pool)
 

@@ -20,7 +20,7 @@ from umbra.runtime.rollout.ledger.ledger_history import ledger_folder
 from umbra.runtime.session import Session
 from umbra.trainer.auxiliary_pools import (
     asked_pools,
-    further_pool_specs,
+    auxiliary_pool_specs,
     generator_spec,
 )
 from umbra.trainer.config.config_section import engine_settings, lora_settings
@@ -93,7 +93,7 @@ class ServiceStarter:
         config = self._config
         in_turn: list[PoolSpec] = []
         is_host_dry = config.pool.mode != "standalone"
-        for spec in further_pool_specs(config, device_type, POOL, is_host_dry=is_host_dry):
+        for spec in auxiliary_pool_specs(config, device_type, POOL, is_host_dry=is_host_dry):
             if spec.mode == "colocated":
                 in_turn.append(spec)
             else:

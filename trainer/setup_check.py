@@ -14,7 +14,7 @@ from umbra.runtime.cluster.environment import TorchrunEnvironment
 from umbra.runtime.engine_api.decoder_config import parse_model_config
 from umbra.runtime.engine_api.engine_names import ENGINE_TARGETS, engine_target
 from umbra.runtime.errors import ConfigError
-from umbra.trainer.auxiliary_pools import further_model_config
+from umbra.trainer.auxiliary_pools import auxiliary_model_config
 from umbra.trainer.checkpoint.run_dir import check_run_dir
 from umbra.trainer.config.auxiliary_pool_config import AuxiliaryPoolSection
 from umbra.trainer.config.trainer_config import PoolSection, ServeConfig, TrainerConfig
@@ -63,7 +63,7 @@ def check_models(config: TrainerConfig | ServeConfig, only: str = "") -> None:
         pools["pool"] = config.pool, read_model_config(config.model.path)
     for name, pool in config.pools.items():
         if only in ("", f"pools.{name}"):
-            pools[f"pools.{name}"] = pool, further_model_config(name, pool)
+            pools[f"pools.{name}"] = pool, auxiliary_model_config(name, pool)
     for section, (served, model) in pools.items():
         if _is_embedded(served):
             _check_embedded(section, served, model)

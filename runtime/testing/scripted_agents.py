@@ -36,7 +36,7 @@ class ScriptedContext(AgentContext):
         sample: the data set's row; its "prompt" is the prompt.
         answers: what `generate` comes to, one after the other, those with `lora` too; one that is
             longer than asked for is cut.
-        pools: the same of further pools, by their names.
+        pools: the same of auxiliary pools, by their names.
         budget: tokens that may be generated in all, as `rollout.max_new_tokens`.
     """
 
@@ -89,7 +89,7 @@ class ScriptedContext(AgentContext):
 
 
 class ScriptedPool:
-    """A further pool, such as a judge, as `AskedPool`."""
+    """An auxiliary pool, such as a judge, as `AuxiliaryPool`."""
 
     def __init__(self, name: str, answers: Sequence[str]) -> None:
         self.name = name

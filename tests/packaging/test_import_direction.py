@@ -93,6 +93,7 @@ def place_of(module: str) -> tuple[int, str]:
     """The index of a module's layer, and its part there."""
     parts = [(idx, part) for idx, layer in enumerate(LAYERS) for part in layer]
     fitting = [(idx, part) for idx, part in parts if f"{module}.".startswith(f"{part}.")]
+    assert fitting, f"{module} is in no layer: add its part to LAYERS"
     return max(fitting, key=lambda place: len(place[1]))
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import pytest
 
 from umbra.runtime.errors import ConfigError
+from umbra.trainer.reporting import metrics_logger
 from umbra.trainer.reporting.metrics_logger import (
     LOGGER_TARGETS,
     LoggedRun,
@@ -77,6 +79,40 @@ def test_a_logger_that_fails_is_given_up_and_named(
     (note,) = write_rows("mlflow", tmp_path)
 
     assert note.startswith("run.loggers: mlflow failed and is not used any more: ")
+
+
+class LosesItsServer:
+    """A `MetricsLogger` whose server is gone at step 2."""
+
+    steps: ClassVar[list[int]] = []
+    is_closed: ClassVar[bool] = False
+
+    def __init__(self, run: LoggedRun) -> None:
+        del run
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        LosesItsServer.is_closed = True
+
+    def write(self, step: int, row: Mapping[str, float]) -> None:
+        if step > 1:
+            raise ConnectionError("the server is gone")
+        self.steps.append(step)
+
+
+def test_a_logger_that_fails_between_steps_is_still_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = f"{__name__}:{LosesItsServer.__name__}"
+    monkeypatch.setattr(metrics_logger, "LOGGER_TARGETS", {"lost": target})
+
+    notes = write_rows("lost", tmp_path)
+
+    assert notes == ["run.loggers: lost failed and is not used any more: the server is gone"]
+    assert LosesItsServer.steps == [1]
+    assert LosesItsServer.is_closed
 
 
 def test_a_package_that_is_missing_is_named_before_the_start(

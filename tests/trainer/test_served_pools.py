@@ -1,4 +1,4 @@
-"""`umbra serve` with further pools: one in turn with the policy, one with memory of its own."""
+"""`umbra serve` with auxiliary pools: one in turn with the policy, one with memory of its own."""
 
 from __future__ import annotations
 

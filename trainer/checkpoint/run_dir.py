@@ -35,6 +35,7 @@ from umbra.trainer.run_files import (
 _EARLIER: Final = (
     "metrics.jsonl",
     "tensorboard",
+    "wandb",
     "versions.jsonl",
     "resumed.json",
     "checkpoints",

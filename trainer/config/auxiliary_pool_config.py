@@ -104,7 +104,7 @@ class AuxiliaryPoolSection(Section):
         return self
 
 
-def further_pools_problem(pools: Mapping[str, AuxiliaryPoolSection]) -> str:
+def auxiliary_pools_problem(pools: Mapping[str, AuxiliaryPoolSection]) -> str:
     """What is wrong with the names, and what to change; "" where nothing is."""
     for name in pools:
         if not _NAME.fullmatch(name):

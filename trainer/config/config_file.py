@@ -110,7 +110,7 @@ def _close_match(location: tuple[int | str, ...]) -> str:
     for part in location[:-1]:
         model = inner_annotation(model, part)
     key, known = str(location[-1]), list(model.model_fields)
-    # A further pool has settings of its own, whatever other sections call theirs.
+    # An auxiliary pool has settings of its own, whatever other sections call theirs.
     elsewhere = _settings() if len(location) <= 2 else {}
     found = elsewhere.get(key, [])
     if len(found) != 1:

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 
 from umbra.runtime.pools.pool_spec import update_waves_problem
 from umbra.trainer.algorithms.algorithm_names import ADVANTAGE_ESTIMATORS
-from umbra.trainer.config.auxiliary_pool_config import AuxiliaryPoolSection, further_pools_problem
+from umbra.trainer.config.auxiliary_pool_config import AuxiliaryPoolSection, auxiliary_pools_problem
 from umbra.trainer.config.config_section import (
     AdvantageSpec,
     Betas,
@@ -40,11 +40,10 @@ class RunSection(Section):
 
     Attributes:
         dir: metrics, logs, checkpoints, report and summary.json are written here.
-        resume: "never" starts anew; "auto" goes on from the newest complete checkpoint in
-            `dir`, or where there is none from the start, but with what was generated; otherwise the
-            path of a checkpoint, where one of another directory's run brings its steps but begins
-            with the data anew. Ranks that torchrun
-            restarted go on from the newest that the run has made.
+        resume: "never" starts from scratch. "auto" resumes from the newest complete checkpoint in
+            `dir`; without one it starts at step 1, but keeps what was generated. Or the path of a
+            checkpoint; one from another run keeps its step count but restarts the data. Ranks that
+            torchrun restarted resume from the newest checkpoint that the run has made.
         overwrite: a fresh start may replace what an earlier run left in `dir`, which is kept in
             `dir`/replaced until the new one has done a step.
         name: shown in progress and report; the directory's name where empty.
@@ -119,8 +118,8 @@ class RewardSection(Section):
     Attributes:
         function: "module:function", called as function(prompts, completions, **columns) with
             lists of equal length; returns one finite number per completion. May be async, and then
-            take an argument `ctx`, by which it asks further pools: ctx.pool("judge").
-        timeout_s: for one call, without what it waits for further pools.
+            take an argument `ctx`, by which it asks auxiliary pools: ctx.pool("judge").
+        timeout_s: for one call, without what it waits for auxiliary pools.
         accuracy_threshold: a held-out answer counts as right from this reward on.
         python_path: searched for the module, before the current directory.
     """
@@ -160,7 +159,7 @@ class RolloutSection(Section):
         agent_concurrency: agent loops in progress in each of these processes. Fewer than engines
             take at a time (`pool.max_num_seqs`) leave these idle; more have to be tried one after
             the other where their process dies, to find the one that it dies of.
-        agent_timeout_s: for one run of the agent loop, without what it waits for further pools.
+        agent_timeout_s: for one run of the agent loop, without what it waits for auxiliary pools.
         agent_retries: how often the loop of one completion may raise, block or take too long and be
             run again, with what was generated replayed.
         block_limit_s: how long an agent loop may keep the others of its process from running, at
@@ -392,7 +391,7 @@ class TrainerConfig(Section):
 
     @model_validator(mode="after")
     def _check_pools(self) -> Self:
-        problem = further_pools_problem(self.pools)
+        problem = auxiliary_pools_problem(self.pools)
         if problem:
             raise ValueError(problem)
         return self
@@ -430,7 +429,7 @@ class ServeConfig(Section):
 
     @model_validator(mode="after")
     def _check_pools(self) -> Self:
-        problem = further_pools_problem(self.pools)
+        problem = auxiliary_pools_problem(self.pools)
         if problem:
             raise ValueError(problem)
         return self

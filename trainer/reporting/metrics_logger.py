@@ -106,13 +106,14 @@ class MetricsLoggers:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        for name in list(self._open):
-            self._try(name, lambda opened: opened.__exit__(kind, error, traceback))
+        for name in list(self._open):  # those that failed hold connections, too
+            self._use(name, lambda opened: opened.__exit__(kind, error, traceback))
 
     def write(self, step: int, row: MetricsRow) -> None:
         """Gives a row to all loggers. Raises the UmbraErrors of these."""
         for name in self._names:
-            self._try(name, lambda opened: opened.write(step, row))
+            if name not in self._failed:
+                self._use(name, lambda opened: opened.write(step, row))
 
     def _logger(self, name: str) -> MetricsLogger:
         if name not in self._open:
@@ -122,14 +123,13 @@ class MetricsLoggers:
             self._open[name] = made.__enter__()
         return self._open[name]
 
-    def _try(self, name: str, use: Callable[[MetricsLogger], object]) -> None:
-        if name in self._failed:
-            return
+    def _use(self, name: str, use: Callable[[MetricsLogger], object]) -> None:
         try:
             use(self._logger(name))
         except UmbraError:
             raise
         except Exception as error:  # of any library; metrics.jsonl has the numbers
             logger.exception("the metrics logger %s failed", name)
-            self._note(f"run.loggers: {name} failed and is not used any more: {error}")
+            if name not in self._failed:
+                self._note(f"run.loggers: {name} failed and is not used any more: {error}")
             self._failed.add(name)

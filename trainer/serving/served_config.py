@@ -10,8 +10,8 @@ from typing import Any
 from umbra.runtime.errors import ConfigError, DataError
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.trainer.auxiliary_pools import (
-    further_generator_settings,
-    further_pool_specs,
+    auxiliary_generator_settings,
+    auxiliary_pool_specs,
     path_setting,
 )
 from umbra.trainer.config.config_file import check_config, read_config
@@ -79,7 +79,7 @@ def pool_specs(config: ServeConfig) -> list[PoolSpec]:
     """The engines of all pools; those that share memory take turns."""
     device_type = _device_type(config)
     policy = engine_pool_spec(config, device_type, load_weights=True)
-    return [*further_pool_specs(config, device_type, POOL, is_host_dry=False), policy]
+    return [*auxiliary_pool_specs(config, device_type, POOL, is_host_dry=False), policy]
 
 
 def alone(config: ServeConfig, pool: str) -> PoolSpec:
@@ -138,7 +138,7 @@ def _further(config: ServeConfig, name: str) -> ServedPoolConfig:
         model_path=str(pool.model_path.absolute()),
         section=f"pools.{name}",
         path_setting=path_setting(name),
-        generator=further_generator_settings(name, pool),
+        generator=auxiliary_generator_settings(name, pool),
         adapters=list(pool.lora_adapters),
     )
 

@@ -56,7 +56,7 @@ class AgentContext:
         sample: the data set's row.
         prompt, prompt_tokens: as the data set has them.
         finish_reason: of the last generation: "stop", or "length" where a budget ended it.
-        pool: `pool(name)` is a further pool of the config, such as a judge; see `AuxiliaryPool`.
+        pool: `pool(name)` is an auxiliary pool of the config, such as a judge; see `AuxiliaryPool`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Further pools, such as a judge, for agent loops and reward functions: `ctx.pool(NAME)`.
+"""Auxiliary pools, such as a judge, for agent loops and reward functions: `ctx.pool(NAME)`.
 
 user code ──ctx.pool("judge").generate()──▶ PoolDesk ──RPC──▶ GeneratorService ──▶ engines
 (its own thread)                            (worker)          (of the pool)
@@ -118,7 +118,7 @@ class PoolDesk:
 
 
 class AuxiliaryPool:
-    """A further pool, as agent loops and reward functions have it.
+    """An auxiliary pool, as agent loops and reward functions have it.
 
     A loop that runs again because its process died asks again: calls are not replayed. Wrap them
     in `ctx.once(key)` where that must not be.
@@ -204,7 +204,7 @@ class RewardContext:
         self._patience = patience
 
     def pool(self, name: str) -> AuxiliaryPool:
-        """A further pool, such as a judge; see `AuxiliaryPool`."""
+        """An auxiliary pool, such as a judge; see `AuxiliaryPool`."""
         return self._desk.pool(name, self._patience)
 
 

@@ -340,7 +340,7 @@ class _Generation:
 
 
 class _Deliveries:
-    """The dispatcher's `Journal`: gives tokens to those that wait for them."""
+    """The dispatcher's `TokenRecorder`: gives tokens to those that wait for them."""
 
     def __init__(self, generations: dict[int, _Generation]) -> None:
         self._generations = generations
