@@ -44,6 +44,9 @@ _NEWS_LIMIT_S: Final = 1.0
 class StopRequested(Exception):
     """Raised inside `interruptible()` only."""
 
+    def __init__(self) -> None:
+        super().__init__("a signal asked this job to stop")
+
 
 class StopNow(SystemExit):
     """Raised in the main thread wherever it is; carries 128 + the signal's number."""

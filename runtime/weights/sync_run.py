@@ -190,7 +190,7 @@ class SyncRun:
                 worker.discard(action.reason)
                 self._host.on_discarded(action.engine, worker.incarnation)
             case FailRanks():
-                logger.warning("sync of version %d failed: %s", self.version, action.reason)
+                logger.warning("sync of version %d aborted: %s", self.version, action.reason)
                 self._fail_ranks(action.reason)
                 for worker in self._workers.values():
                     worker.give_up()

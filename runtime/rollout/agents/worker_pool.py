@@ -156,21 +156,23 @@ class WorkerPool:
             job = await queue.get()
             if worker.quarantine:
                 self.put(job)  # another worker may have time for it
-            elif job.is_wanted():
-                async with worker.beside_others():
-                    if await self._attempt(job, worker):
-                        worker.quarantine.append(job)
+                continue
+            async with worker.beside_others():
+                if await self._attempt(job, worker):
+                    worker.quarantine.append(job)
 
     async def _serve_quarantine(self, worker: _Worker) -> None:
         while True:
             job = await worker.next_in_quarantine()
-            while job.is_wanted() and await self._attempt(job, worker):
+            while await self._attempt(job, worker):
                 pass
             await worker.leave_quarantine(job)
 
     async def _attempt(self, job: WorkerJob, worker: _Worker) -> bool:
         """Runs the job; whether it has to run again, alone."""
         handle = await worker.connect()
+        if not job.is_wanted():  # asked after the wait: its group may have ended meanwhile
+            return False
         ref = handle.ref
         try:
             result = await handle.call(job.method, *job.make_arguments(), timeout_s=job.timeout_s)

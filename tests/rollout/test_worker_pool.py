@@ -1,0 +1,91 @@
+"""Which jobs a worker gets, and when."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+from umbra.runtime.actor.actor_spec import ActorContext
+from umbra.runtime.errors import ConnectionLost, UmbraError
+from umbra.runtime.rollout.agents.worker_pool import GroupRetries, WorkerJob, WorkerPool
+from umbra.runtime.rpc.actor_ref import ActorRef
+
+
+class LostWorker:
+    """Context of a manager whose worker is lost in its first call, and back when the test says so.
+
+    Attributes:
+        calls: the first argument of each.
+    """
+
+    def __init__(self) -> None:
+        self.is_back = asyncio.Event()
+        self.is_awaited = asyncio.Event()
+        self.calls: list[object] = []
+        self.ref = self._incarnation(1)
+
+    async def resolve(self, name: str, timeout_s: float) -> ActorRef:
+        if self.calls:
+            self.is_awaited.set()
+            async with asyncio.timeout(timeout_s):
+                await self.is_back.wait()
+            self.ref = self._incarnation(2)
+        return self.ref
+
+    def connect(self, ref: ActorRef) -> Any:
+        return self
+
+    async def call(self, method: str, *arguments: object, timeout_s: float) -> None:
+        self.calls.append(arguments[0])
+        if len(self.calls) == 1:
+            raise ConnectionLost("its process ended")
+
+    def _incarnation(self, number: int) -> ActorRef:
+        return ActorRef(
+            name="worker-0", incarnation=number, node_id="node", ipc_endpoint="ipc:///nowhere"
+        )
+
+
+def refuse_failure(error: UmbraError) -> None:
+    raise AssertionError(error)
+
+
+def test_a_job_that_nobody_wants_any_more_does_not_run_when_its_worker_is_back() -> None:
+    """Its arguments open a session, whose records would follow the end of its group."""
+
+    async def main() -> list[object]:
+        context, wanted, done = LostWorker(), {"first"}, asyncio.Event()
+
+        def job(name: str) -> WorkerJob:
+            return WorkerJob(
+                label=name,
+                group_id=name,
+                sample_id=name,
+                method="run_agent",
+                make_arguments=lambda: (name,),
+                timeout_s=5.0,
+                on_result=lambda _: done.set(),
+                on_failure=refuse_failure,
+                is_wanted=lambda: name in wanted,
+                group_retries=GroupRetries(0),
+            )
+
+        pool = WorkerPool(
+            ["worker-0"],
+            cast("ActorContext", context),
+            concurrency={"run_agent": 1},
+            max_deaths=1,
+            on_failure=refuse_failure,
+        )
+        async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(pool.run())
+            pool.put(job("first"))
+            await context.is_awaited.wait()
+            wanted.symmetric_difference_update({"first", "second"})
+            pool.put(job("second"))
+            context.is_back.set()
+            await done.wait()
+            running.cancel()
+        return context.calls
+
+    assert asyncio.run(main()) == ["first", "second"]
