@@ -66,6 +66,14 @@ def test_a_token_cap_is_kept_but_for_samples_beyond_it(
             assert cost <= cap or len(micro) == 1
 
 
+def test_one_micro_batch_more_rather_than_a_little_beyond_the_token_cap() -> None:
+    groups = [GroupShape(2, [2])] * 3
+
+    (plan,) = plan_batch(groups, world_size=1, max_tokens_per_micro_batch=10)
+
+    assert sorted(micro_batch_costs(groups, plan)) == [4, 8]
+
+
 def test_fewer_samples_than_ranks_leave_padding() -> None:
     plans = plan_batch([GroupShape(3, [5, 9])], world_size=4, num_micro_batches=3)
 

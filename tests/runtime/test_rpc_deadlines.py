@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 
 import msgpack
 import pytest
+import zmq
+import zmq.asyncio
 from raw_socket import RawSocket, receive_result
 from rpc_fixtures import *  # noqa: F403 - the fixtures
-from rpc_process import AT_ONCE_S, ActorProcess, connected, count, run, until
+from rpc_process import AT_ONCE_S, ActorProcess, connected, count, make_ref, run, until
 
 from umbra.runtime.errors import DeadlineExceeded
-from umbra.runtime.rpc.envelopes import CALL, CANCEL
+from umbra.runtime.rpc.envelopes import CALL, CANCEL, RESULT, WELCOME
 
 pytestmark = pytest.mark.process
 
@@ -55,6 +58,30 @@ def test_a_call_with_no_time_left_is_not_sent(actor: ActorProcess) -> None:
                 with pytest.raises(ValueError, match="timeout_s"):
                     await probe.call("append", 1, timeout_s=timeout_s)
             assert await count(probe, "appended") == 0
+
+    run(main())
+
+
+def test_a_call_carries_the_time_that_connecting_has_left(folder: Path) -> None:
+    async def main() -> None:
+        context = zmq.asyncio.Context()
+        socket = context.socket(zmq.ROUTER)
+        ref = make_ref(folder)
+        socket.bind(ref.ipc_endpoint)
+        async with connected(ref) as handle, asyncio.TaskGroup() as tasks:
+            calling = tasks.create_task(handle.call("echo", 1, timeout_s=10.0))
+            caller, _hello = await socket.recv_multipart()
+            await asyncio.sleep(0.2)
+            await socket.send(caller, zmq.SNDMORE)
+            await socket.send(msgpack.packb([WELCOME, 1, []]))
+            call = msgpack.unpackb((await socket.recv_multipart())[1])
+            await socket.send(caller, zmq.SNDMORE)
+            await socket.send(msgpack.packb([RESULT, call[1], "done"]))
+            assert await calling == "done"
+        context.destroy(linger=0)
+
+        timeout_ms = call[6]
+        assert 0 < timeout_ms < 9900
 
     run(main())
 

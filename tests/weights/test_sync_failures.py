@@ -208,6 +208,26 @@ def test_a_slow_rank_is_not_the_fault_of_an_engine(sources: dict[str, Tensor]) -
     assert engine.killed is None
 
 
+def test_a_rank_that_gives_up_fails_the_others(sources: dict[str, Tensor]) -> None:
+    class GivesUp(LocalSupervisor):
+        def sync_filled(self, call: SyncFilled) -> None:
+            raise RuntimeError("no memory on the host")
+
+    engine = ThreadEngine("engine", empty_like(sources))
+    with local_pool([engine], SMALL) as plain:
+        giving_up = GivesUp(plain._loop, plain.coordinator)  # pyright: ignore[reportPrivateUsage]
+        options = {"world_size": 2, "version": next_version(), "timeout_s": 3.0}
+
+        def give_up() -> None:
+            with pytest.raises(RuntimeError, match="no memory on the host"):
+                publish(giving_up, sources, rank=1, **options)
+
+        outcome, _ = in_threads(lambda: publish(plain, sources, rank=0, **options), give_up)
+
+    assert isinstance(outcome, WeightSyncError)
+    assert "rank 1 gave up: RuntimeError: no memory on the host" in str(outcome)
+
+
 @pytest.mark.slow
 def test_a_rank_that_never_fills_ends_the_sync_by_its_lease(sources: dict[str, Tensor]) -> None:
     engine = ThreadEngine("engine", empty_like(sources))
