@@ -38,7 +38,7 @@ drill: $(VENV)/.train assets ## The same training while engines are killed
 chaos: $(VENV)/.train ## 10,000 rollouts while their processes are killed and stopped (two minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos/chaos.py --run-dir $(RUNS)/chaos
 
-mutants: $(VENV)/.train ## Mistakes in copies of umbra, each of which chaos has to catch (three minutes)
+mutants: $(VENV)/.train ## Mistakes in copies of umbra, each of which a test has to catch (five minutes)
 	$(BIN)/python tests/mutants/mutants.py
 
 kills: $(VENV)/.train assets ## Kill the whole job 30 times and resume it each time (five to fifteen minutes)

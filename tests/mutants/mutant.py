@@ -21,7 +21,7 @@ from umbra.runtime.errors import UmbraError
 _LIMIT_S: Final = 300.0
 _STOP_S: Final = 30.0
 """For a command that took too long to end its processes."""
-_NOT_COPIED: Final = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "runs")
+_NOT_COPIED: Final = shutil.ignore_patterns(".*", "*.egg-info", "build", "runs")
 
 
 class MutantError(UmbraError):
@@ -84,7 +84,7 @@ class Outcome:
 
 
 def copy_repository(source: Path, target: Path) -> None:
-    """Without what is hidden or made; its links (src/umbra) point into the copy."""
+    """Without what is hidden or made, but bytecode; its links (src/umbra) point into the copy."""
     shutil.copytree(source, target, symlinks=True, ignore=_NOT_COPIED)
 
 

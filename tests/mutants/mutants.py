@@ -19,8 +19,9 @@ from typing import Final
 
 from chaos_mutants import CHAOS_MUTANTS
 from mutant import Mutant, MutantError, Outcome, copy_repository, run_command
+from unit_mutants import UNIT_MUTANTS
 
-MUTANTS: Final[Sequence[Mutant]] = CHAOS_MUTANTS
+MUTANTS: Final[Sequence[Mutant]] = (*CHAOS_MUTANTS, *UNIT_MUTANTS)
 _ROOT: Final = Path(__file__).parents[2]
 _TAIL_LINES: Final = 30
 
@@ -69,7 +70,11 @@ class Verdict:
 
 
 def try_all(mutants: Sequence[Mutant], root: Path) -> Iterator[Verdict]:
-    """Tries each command without a mutant first, and then the mutants in order."""
+    """Tries each command without a mutant first, and then the mutants in order.
+
+    A command without a mutant runs in the copy of which the others are made, so that they need not
+    compile what it has.
+    """
     with tempfile.TemporaryDirectory(prefix="umbra-mutants-", dir="/tmp") as name:
         original, copy = Path(name, "original"), Path(name, "copy")
         copy_repository(root, original)
@@ -77,23 +82,20 @@ def try_all(mutants: Sequence[Mutant], root: Path) -> Iterator[Verdict]:
         for mutant in mutants:
             if mutant.command not in tried:
                 tried.add(mutant.command)
-                yield _without(mutant.command, _run_in_copy(original, copy, mutant.command))
+                yield _without(mutant.command, run_command(original, mutant.command))
             try:
-                outcome = _run_in_copy(original, copy, mutant.command, mutant)
+                outcome = _run_in_copy(original, copy, mutant)
             except MutantError as error:
                 yield Verdict(name=mutant.name, command="", said="", wall_s=0.0, problem=str(error))
             else:
                 yield _judged(mutant, outcome)
 
 
-def _run_in_copy(
-    original: Path, copy: Path, command: Sequence[str], mutant: Mutant | None = None
-) -> Outcome:
-    shutil.copytree(original, copy, symlinks=True)
+def _run_in_copy(original: Path, copy: Path, mutant: Mutant) -> Outcome:
+    copy_repository(original, copy)
     try:
-        if mutant is not None:
-            mutant.apply(copy)
-        return run_command(copy, command)
+        mutant.apply(copy)
+        return run_command(copy, mutant.command)
     finally:
         shutil.rmtree(copy)
 

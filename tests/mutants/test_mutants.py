@@ -31,6 +31,14 @@ def test_a_mutant_fits_the_file_that_it_changes(mutant: Mutant, tmp_path: Path) 
     compile(text, mutant.path, "exec")
 
 
+def test_the_tests_that_mutants_name_exist() -> None:
+    named = {argument for mutant in MUTANTS for argument in mutant.command if "::" in argument}
+
+    assert named
+    for path, test in (name.split("::") for name in named):
+        assert f"def {test.partition('[')[0]}(" in (ROOT / path).read_text(), f"{path}::{test}"
+
+
 def test_names_of_mutants_are_unique() -> None:
     names = [mutant.name for mutant in MUTANTS]
 

@@ -1,0 +1,259 @@
+"""Mistakes in single parts of umbra, each of which a short test has to notice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from mutant import Mutant
+
+
+def _pytest(*tests: str) -> Sequence[str]:
+    """Arguments of Python that run these, which are in the folder `tests`, until one fails."""
+    return ("-m", "pytest", "-q", "-x", *(f"tests/{test}" for test in tests))
+
+
+_BACKOFF: Final = _pytest("runtime/test_restart.py")
+_SYNCS: Final = _pytest(
+    "weights/test_transfer.py::test_corruption_after_the_copy_is_found",
+    "weights/test_transfer.py::test_corruption_in_every_engine_fails_the_sync",
+    "weights/test_sync_failures.py::test_a_rank_that_gives_up_fails_the_others",
+    "weights/test_sync_failures.py::test_a_rank_that_never_fills_ends_the_sync_by_its_lease",
+)
+_LEDGER: Final = _pytest(
+    "ledger/test_ledger_frames.py::test_a_frame_in_another_place_is_not_accepted",
+    "ledger/test_ledger_state.py::test_a_leased_sample_is_trained_once_its_step_is_done_"
+    "and_folded_once_covered",
+    "ledger/test_ledger_state.py::test_a_restored_checkpoint_reverts_later_leases_"
+    "and_cuts_newer_tokens",
+    "ledger/test_ledger_state.py::test_the_impossible_is_refused_and_changes_nothing",
+)
+_PACKING: Final = _pytest(
+    "trainer/test_packing.py::test_tokens_of_tools_are_fed_but_not_trained_on",
+    "trainer/test_packing.py::test_scores_and_gradients_are_those_of_the_model"
+    "[True-qwen3-mixed lengths]",
+)
+
+_RPC_MUTANTS: Final[Sequence[Mutant]] = (
+    # A call that is not idempotent is sent again after its actor was replaced.
+    Mutant(
+        name="call made twice",
+        path="runtime/rpc/rpc_client.py",
+        old="retry = method in connection.idempotent and self._resolver is not None",
+        new="retry = self._resolver is not None",
+        command=_pytest(
+            "runtime/test_rpc_peers.py::test_a_call_that_is_not_idempotent_is_not_retried_"
+            "but_the_next_one_finds_the_actor"
+        ),
+        says=r"DID NOT RAISE .*ConnectionLost",
+    ),
+    Mutant(
+        name="stale incarnation accepted",
+        path="runtime/rpc/rpc_server.py",
+        old="if incarnation != self._incarnation:",
+        new="if incarnation > self._incarnation:",
+        command=_pytest(
+            "runtime/test_rpc_peers.py::test_a_call_for_an_earlier_incarnation_is_refused"
+        ),
+        says=r"DID NOT RAISE .*ActorNotFound",
+    ),
+    # The callee of a caller that is stopped works for ever.
+    Mutant(
+        name="deadline not sent",
+        path="runtime/rpc/rpc_connection.py",
+        old="timeout_ms = math.ceil(timeout_s * 1000)",
+        new="timeout_ms = 0",
+        command=_pytest(
+            "runtime/test_rpc_deadlines.py::test_a_call_carries_the_time_that_connecting_has_left"
+        ),
+        says=r"assert 0 < 0",
+    ),
+    # A slow reader no longer slows the writer, and memory fills with items.
+    Mutant(
+        name="credits granted twice",
+        path="runtime/rpc/rpc_client.py",
+        old="                num_taken = 0\n            yield item\n",
+        new="            yield item\n",
+        command=_pytest("runtime/test_rpc_streams.py::test_a_slow_reader_slows_the_writer"),
+        says=r"assert \(\d+ - \d+\) <= 8",
+    ),
+)
+
+_RESTART_MUTANTS: Final[Sequence[Mutant]] = (
+    Mutant(
+        name="one restart too many",
+        path="runtime/actor/restart_policy.py",
+        old="if num_recent >= policy.max_restarts:",
+        new="if num_recent > policy.max_restarts:",
+        command=_BACKOFF,
+        says=r"FAILED .*_then_the_tracker_gives_up",
+    ),
+    Mutant(
+        name="backoff not reset",
+        path="runtime/actor/restart_policy.py",
+        old="2.0 ** min(num_recent, 60)",
+        new="2.0 ** min(self.num_restarts - 1, 60)",
+        command=_BACKOFF,
+        says=r"FAILED .*_backoff_starts_again",
+    ),
+    # An actor that leaves by itself is neither replaced nor reported.
+    Mutant(
+        name="exit status 0 taken for success",
+        path="runtime/actor/supervised_actor.py",
+        old="            if not self.has_run and not self._was_killed:\n",
+        new=(
+            "            if status.code == 0:\n"
+            "                break\n"
+            "            if not self.has_run and not self._was_killed:\n"
+        ),
+        command=_pytest(
+            "runtime/test_actor_restarts.py::test_an_end_that_nobody_asked_for_is_reported_"
+            "and_the_actor_replaced[exit status 0]"
+        ),
+        says=r"ActorDied: .* was stopped",
+    ),
+    # `Popen.poll` gives 0 for a process that somebody else has reaped.
+    Mutant(
+        name="lost exit status taken for success",
+        path="runtime/process/child_process.py",
+        old=(
+            "            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)\n"
+            "            self.status"
+        ),
+        new="            self.status",
+        command=_pytest(
+            "runtime/test_process.py::test_a_status_that_someone_else_reaped_is_unknown_not_success"
+        ),
+        says=r"assert ExitStatus\(code=0\) == ExitStatus\(code=None\)",
+    ),
+)
+
+_SYNC_MUTANTS: Final[Sequence[Mutant]] = (
+    # An engine whose checksums are wrong serves the version.
+    Mutant(
+        name="failed verification ignored",
+        path="runtime/weights/sync_transaction.py",
+        old="if wrong and self.phase == Phase.VERIFYING:",
+        new="if wrong and self.phase == Phase.TRANSFERRING:",
+        command=_SYNCS,
+        says=r"assert \['broken', 'sound'\] == \['sound'\]",
+    ),
+    # The version is committed although the last engine failed.
+    Mutant(
+        name="version on no engine",
+        path="runtime/weights/sync_transaction.py",
+        old="not self._engines and self.phase < Phase.ABORTING:",
+        new="not self._engines and self.phase < Phase.VERIFYING:",
+        command=_SYNCS,
+        says=r"FAILED .*test_corruption_in_every_engine_fails_the_sync",
+    ),
+    # The other ranks learn it when the lease ends, and not why.
+    Mutant(
+        name="rank gives up in silence",
+        path="runtime/weights/weight_publisher.py",
+        old="except BaseException as error:",
+        new="except UmbraError as error:",
+        command=_SYNCS,
+        says=r"FAILED .*test_a_rank_that_gives_up_fails_the_others",
+    ),
+    Mutant(
+        name="lease without an end",
+        path="runtime/weights/sync_run.py",
+        old="self.feed(LeaseExpired(lease.length_s, self._progress_text()))",
+        new="pass",
+        command=_SYNCS,
+        says=r"FAILED .*test_a_rank_that_never_fills_ends_the_sync_by_its_lease",
+    ),
+)
+
+_LEDGER_MUTANTS: Final[Sequence[Mutant]] = (
+    Mutant(
+        name="wrong checksum accepted",
+        path="runtime/rollout/ledger/ledger_frames.py",
+        old="return payload if _checksum((payload,), length, offset) == checksum else None",
+        new="return payload",
+        command=_LEDGER,
+        says=r"FAILED .*test_a_frame_in_another_place_is_not_accepted",
+    ),
+    # The samples of the first step after the checkpoint are never trained on again.
+    Mutant(
+        name="restored checkpoint keeps a later step",
+        path="runtime/rollout/ledger/ledger_state.py",
+        old="for step in [step for step in self._leased if step >= event.step]:",
+        new="for step in [step for step in self._leased if step > event.step]:",
+        command=_LEDGER,
+        says=r"FAILED .*test_a_restored_checkpoint_reverts_later_leases",
+    ),
+    # A job that dies then goes back to a checkpoint whose samples are gone.
+    Mutant(
+        name="folded before a checkpoint covers it",
+        path="runtime/rollout/ledger/ledger_state.py",
+        old="        self.versions[version] = step\n        self._advance(step)\n",
+        new=(
+            "        self.versions[version] = step\n"
+            "        self._advance(step)\n"
+            "        self._settle(step)\n"
+        ),
+        command=_LEDGER,
+        says=r"FAILED .*_folded_once_covered",
+    ),
+    Mutant(
+        name="sample leased twice",
+        path="runtime/rollout/ledger/ledger_state.py",
+        old="samples = self._find(event, event.uids, _SCORED)",
+        new="samples = self._find(event, event.uids, _SCORED | {SampleState.LEASED})",
+        command=_LEDGER,
+        says=r"FAILED .*test_the_impossible_is_refused.*is leased, not scored",
+    ),
+)
+
+_PACKING_MUTANTS: Final[Sequence[Mutant]] = (
+    # Completions attend to the prompt of another group.
+    Mutant(
+        name="prompts exchanged",
+        path="trainer/model/packing.py",
+        old="own_prompt = prompt_starts[prompt_of]",
+        new="own_prompt = prompt_starts[sorted(prompt_of)]",
+        command=_PACKING,
+        says=r"Tensor-likes are not close",
+    ),
+    Mutant(
+        name="tokens of tools trained on",
+        path="trainer/model/micro_batches.py",
+        old="generated=np.flatnonzero(self.mask[start:stop])",
+        new="generated=np.arange(int(self.prompt_lens[idx]), stop - start)",
+        command=_PACKING,
+        says=r"assert \[7, 8, 9, 10\] == \[7, 10\]",
+    ),
+    # Right where a rank has whole groups only.
+    Mutant(
+        name="rewards of another sample",
+        path="runtime/rollout/buffer/batch_columns.py",
+        old="(offsets[positions] + samples - starts[owners])",
+        new="np.arange(len(samples))",
+        command=_pytest(
+            "rollout/test_batch.py::test_a_sample_brings_the_rewards_of_its_whole_group_"
+            "also_where_ranks_share_it"
+        ),
+        says=r"assert \[0, 1, 2\] == \[0, 2, 4\]",
+    ),
+    Mutant(
+        name="token cap exceeded",
+        path="runtime/rollout/buffer/batch_plan.py",
+        old="all(one.cost <= cap or",
+        new="all(one.cost <= _SPLIT_RATIO * cap or",
+        command=_pytest(
+            "rollout/test_batching.py::test_one_micro_batch_more_rather_than_a_little_beyond_"
+            "the_token_cap"
+        ),
+        says=r"assert \[12\] == \[4, 8\]",
+    ),
+)
+
+UNIT_MUTANTS: Final[Sequence[Mutant]] = (
+    *_RPC_MUTANTS,
+    *_RESTART_MUTANTS,
+    *_SYNC_MUTANTS,
+    *_LEDGER_MUTANTS,
+    *_PACKING_MUTANTS,
+)
