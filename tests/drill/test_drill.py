@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from drilled_run import run_drilled
 
 PROGRAM = Path(__file__).with_name("drill.py")
 CONFIG = Path(__file__).parents[2] / "launch/configs/quickstart.toml"
@@ -46,29 +44,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.patient
-def test_the_drill_reaches_the_same_bar(folder: Path) -> None:
-    output = run_python(str(PROGRAM), str(CONFIG), folder=folder, timeout_s=5 * LIMIT_S)
+def test_a_short_drill_kills_engines_and_reaches_its_bar(folder: Path) -> None:
+    short = ("train.steps=16", "--bar", "0.3", "--seed", "1")
+    output = run_python(str(PROGRAM), str(CONFIG), *short, folder=folder, timeout_s=3 * LIMIT_S)
 
     summary = json.loads((folder / "runs/drill/summary.json").read_text())
-    assert summary["accuracy_before"] <= 0.4
-    assert summary["accuracy_after"] >= 0.8
+    assert summary["accuracy_before"] < 0.3 <= summary["accuracy_after"]
     assert summary["engine_restarts"] >= 2
     assert "nothing left behind" in output
-
-
-@pytest.mark.slow
-@pytest.mark.patient
-def test_a_drill_whose_run_leaves_something_behind_fails(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(folder)
-    settings = ["train.steps=4", "pool.count=1", "reward.function=leaving_reward:reward"]
-    settings.append(f'reward.python_path=["{Path(__file__).parent}"]')
-
-    run = run_drilled("leaving", CONFIG, settings, folder / "leaving", random.Random(1))
-
-    assert [line.partition(" /tmp/")[0] for line in run.leftovers] == ["socket folder"]
-    assert f"leaving: left behind: {run.leftovers[0]}" in run.problems(bar=0.0)
 
 
 def test_the_drill_does_not_end_with_its_reader(tmp_path: Path) -> None:

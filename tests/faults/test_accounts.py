@@ -38,7 +38,7 @@ DROPPED = {
 
 
 def test_bad_user_code_costs_its_own_prompts_and_the_ledger_says_why(folder: Path) -> None:
-    with start_run(folder, *SETTINGS) as run:
+    with start_run(folder, *SETTINGS, num_ranks=0) as run:
         run.wait_for_step(1)
         os.kill(run.pid_of("worker-0"), signal.SIGKILL)
         ended = run.wait(START_LIMIT_S)

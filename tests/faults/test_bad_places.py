@@ -52,8 +52,8 @@ def test_a_run_directory_in_which_another_run_works_is_refused(folder: Path) -> 
 
 
 @needs_root
-def test_every_rank_says_that_the_run_directory_is_read_only(folder: Path) -> None:
-    with mounted(folder / "run", "size=1m,ro"), start_run(folder) as run:
+def test_a_run_directory_that_is_read_only_is_named(folder: Path) -> None:
+    with mounted(folder / "run", "size=1m,ro"), start_run(folder, num_ranks=0) as run:
         ended = run.wait(BAD_INPUT_LIMIT_S)
 
     ended.check_failed(
@@ -89,9 +89,9 @@ def test_every_rank_ends_when_the_disk_fills_up_in_the_middle(folder: Path) -> N
 
 
 @needs_root
-def test_every_rank_names_a_disk_that_is_full_from_the_start(folder: Path) -> None:
+def test_a_disk_that_is_full_from_the_start_is_named(folder: Path) -> None:
     with mounted(folder / "run", "size=1m", leave_nbytes=0):
-        with start_run(folder) as run:
+        with start_run(folder, num_ranks=0) as run:
             ended = run.wait(BAD_INPUT_LIMIT_S)
         left = {path.name for path in run.run_dir.iterdir()}
 

@@ -55,7 +55,7 @@ def test_a_reader_that_dies_in_the_middle_ends_nothing(folder: Path) -> None:
 
 def test_a_run_without_any_standard_stream_finishes(folder: Path) -> None:
     prefix = in_shell('exec "$@" <&- >&- 2>&-')
-    with start_run(folder, "train.export=true", prefix=prefix) as run:
+    with start_run(folder, "train.export=true", prefix=prefix, num_ranks=0) as run:
         ended = run.wait()
 
     assert ended.status == 0

@@ -14,17 +14,15 @@ from umbra.trainer.reporting.metrics_log import read_metrics
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
 
 
-@pytest.mark.parametrize("judged", [False, True], ids=["alone", "judged"])
-def test_a_restart_by_torchrun_resumes_and_keeps_the_engines(
-    folder: Path, assets: Path, judged: bool
-) -> None:
-    settings = ["train.steps=4000", "train.checkpoint_every=2"]
-    if judged:
-        settings += [
-            f"pools.judge.model_path={assets / 'model'}",
-            "reward.function=plain_rewards:distinct_by_judge",
-        ]
-    engines = ["policy-0", *(["judge-0"] if judged else []), "supervisor"]
+def test_a_restart_by_torchrun_resumes_and_keeps_the_engines(folder: Path, assets: Path) -> None:
+    """Also those of a judge."""
+    settings = [
+        "train.steps=4000",
+        "train.checkpoint_every=2",
+        f"pools.judge.model_path={assets / 'model'}",
+        "reward.function=plain_rewards:distinct_by_judge",
+    ]
+    engines = ["policy-0", "judge-0", "supervisor"]
 
     with start_run(folder, *settings, torchrun=("--standalone", "--max-restarts", "1")) as run:
         run.wait_for_step(3)

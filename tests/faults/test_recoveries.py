@@ -30,7 +30,7 @@ def check_goes_on(run: Run) -> None:
 def test_a_killed_engine_comes_back(folder: Path) -> None:
     settings = ["pool.engine=embedded", "pool.engine_args={}", "pool.count=2"]
 
-    with start_run(folder, LONG, *settings) as run:
+    with start_run(folder, LONG, *settings, num_ranks=0) as run:
         run.wait_for_step(1)
         killed = run.pid_of("policy-1")
         os.kill(killed, signal.SIGKILL)
@@ -43,7 +43,7 @@ def test_a_killed_engine_comes_back(folder: Path) -> None:
 
 
 def test_a_signal_to_one_actor_alone_replaces_it(folder: Path) -> None:
-    with start_run(folder, LONG) as run:
+    with start_run(folder, LONG, num_ranks=0) as run:
         run.wait_for_step(1)
         for name in ("policy-0", "rollouts", "worker-0"):
             os.kill(run.pid_of(name), signal.SIGTERM)
@@ -59,7 +59,7 @@ def test_a_signal_to_one_actor_alone_replaces_it(folder: Path) -> None:
 def test_an_engine_that_is_killed_in_its_first_start_is_started_again(folder: Path) -> None:
     engine = "pool.engine=failing_engines:KilledInFirstStart"
 
-    with start_run(folder, "train.steps=2", engine) as run:
+    with start_run(folder, "train.steps=2", engine, num_ranks=0) as run:
         ended = run.wait()
 
     assert ended.status == 0, ended.output
@@ -70,7 +70,7 @@ def test_an_engine_that_is_killed_in_its_first_start_is_started_again(folder: Pa
 
 
 def test_a_killed_rollout_manager_goes_on_with_what_the_ledger_has(folder: Path) -> None:
-    with start_run(folder, LONG) as run:
+    with start_run(folder, LONG, num_ranks=0) as run:
         run.wait_for_step(3)
         killed = run.pid_of("rollouts")
         os.kill(killed, signal.SIGKILL)
@@ -88,7 +88,7 @@ def test_a_run_goes_on_through_injected_faults(folder: Path) -> None:
     )
     arguments = f'pool.engine_args={{inner="echo", vocab_size=42, faults=[{faults}]}}'
 
-    with start_run(folder, "train.steps=8", "pool.engine=faulty", arguments) as run:
+    with start_run(folder, "train.steps=8", "pool.engine=faulty", arguments, num_ranks=0) as run:
         ended = run.wait()
 
     assert ended.status == 0, ended.output
@@ -103,7 +103,7 @@ def test_a_run_goes_on_through_injected_faults(folder: Path) -> None:
 
 
 def test_a_stopped_engine_counts_as_hung_and_is_replaced(folder: Path) -> None:
-    with start_run(folder, LONG, "pool.hung_limit_s=1.5") as run:
+    with start_run(folder, LONG, "pool.hung_limit_s=1.5", num_ranks=0) as run:
         run.wait_for_step(1)
         stopped_pid = run.pid_of("policy-0")
         stopped = time.monotonic()
@@ -124,7 +124,7 @@ def test_a_killed_worker_comes_back_and_what_its_reward_forked_is_gone(folder: P
     reward = "reward.function=failing_rewards:leaves_a_daemon"
     environ = {"DAEMON_PID_FILE": str(pid_file)}
 
-    with start_run(folder, LONG, reward, environ=environ) as run:
+    with start_run(folder, LONG, reward, environ=environ, num_ranks=0) as run:
         run.wait_for_step(1)
         daemon = int(pid_file.read_text())
         os.kill(daemon, 0)  # it is there
@@ -143,7 +143,7 @@ def test_a_killed_child_of_a_reward_disturbs_nothing(folder: Path) -> None:
     reward = "reward.function=failing_rewards:leaves_a_daemon"
     environ = {"DAEMON_PID_FILE": str(pid_file)}
 
-    with start_run(folder, LONG, reward, environ=environ) as run:
+    with start_run(folder, LONG, reward, environ=environ, num_ranks=0) as run:
         run.wait_for_step(1)
         daemon = int(pid_file.read_text())
         os.kill(daemon, signal.SIGKILL)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import subprocess
 import sys
@@ -12,16 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from ledger_job import LENGTH, token_of
 from ledger_samples import versions_in
 
 from umbra.runtime.errors import LedgerError
-from umbra.runtime.rollout.ledger.ledger_events import Recorded, Tokens, Version
-from umbra.runtime.rollout.ledger.ledger_history import ledger_folder, read_history
+from umbra.runtime.rollout.ledger.ledger_events import Recorded, Version
 from umbra.runtime.rollout.ledger.ledger_log import LedgerLog
-from umbra.runtime.rollout.ledger.ledger_replay import replay
 from umbra.runtime.rollout.ledger.ledger_writer import LedgerWriter
-from umbra.runtime.rollout.ledger.sample_accounts import SampleState
 
 HERE = Path(__file__).parent
 SEED = 20_260_801
@@ -57,49 +52,6 @@ def test_what_was_acknowledged_survives_kills_and_the_rest_is_a_prefix(tmp_path:
         assert len(found) > int(said[-1])
     assert len(found) > 50
     assert len(list((tmp_path / "m").iterdir())) >= 6
-
-
-@pytest.mark.process
-def test_every_sample_is_trained_once_or_dropped_however_often_the_job_is_killed(
-    tmp_path: Path,
-) -> None:
-    rng = random.Random(SEED)
-    for seed in range(6):
-        run_and_kill("ledger_job.py", tmp_path, 10_000, seed, after_s=rng.uniform(0.0, 0.4))
-    reached = json.loads((tmp_path / "checkpoint.json").read_text())["step"]
-    said = run_and_kill("ledger_job.py", tmp_path, reached + 10, 99, after_s=None)
-    assert said[-1] == str(reached + 10)
-
-    trained: dict[int, int] = {}
-    folder = ledger_folder(tmp_path, "m")
-    state = replay(
-        read_history(folder).entries,
-        on_settled=lambda group: trained.update(
-            {s.uid: s.step or 0 for s in group.samples if s.state is SampleState.TRAINED}
-        ),
-    )
-    state.check_integrity()
-    saved = json.loads((tmp_path / "checkpoint.json").read_text())
-    assert trained == {int(uid): step for uid, step in saved["trained"].items()}
-    assert sorted(set(trained.values())) == list(range(reached + 10))
-    assert state.counts[SampleState.LEASED] == 0
-    assert state.totals.restores >= 5
-    assert state.totals.interruptions > 0
-    check_tokens(folder)
-
-
-def check_tokens(folder: Path) -> None:
-    """Each token is the one that belongs to its place: none lost, none twice."""
-    num_tokens = 0
-    for entry in read_history(folder).entries():
-        for event in entry.batch.events:
-            if isinstance(event, Tokens):
-                uid, start = int(event.uids[0]), int(event.starts[0])
-                assert start + len(event.tokens) <= LENGTH
-                expected = [token_of(uid, start + i) for i in range(len(event.tokens))]
-                assert event.tokens.tolist() == expected
-                num_tokens += len(event.tokens)
-    assert num_tokens > 100
 
 
 @pytest.mark.process

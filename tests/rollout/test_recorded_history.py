@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from recorded_story import Story
 
-NUM_SEEDS = 120
+NUM_SEEDS = 60
 NUM_MOVES = 300
 
 
@@ -38,13 +38,13 @@ def _no_sync(_descriptor: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.patient
-@pytest.mark.parametrize("first_seed", range(0, NUM_SEEDS, 40))
+@pytest.mark.parametrize("first_seed", range(0, NUM_SEEDS, 20))
 def test_what_is_recorded_is_what_is_there(
     first_seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "fsync", _no_sync)
     with asyncio.Runner() as runner:
-        for seed in range(first_seed, first_seed + 40):
+        for seed in range(first_seed, first_seed + 20):
             story = Story(seed, tmp_path / str(seed))
             try:
                 runner.run(live(story))

@@ -280,6 +280,7 @@ def test_file_and_command_line_are_each_blamed_for_their_own(tmp_path: Path) -> 
         ("rollout.device=cpu", ["did you mean 'pool.device' or 'train.device'?"]),
         ("pool.timeout_s=1", ["pool.timeout_s is unknown; did you mean 'sync_timeout_s'?"]),
         ("train.colour=1", ["train.colour is unknown (allowed: "]),
+        ("model.dytpe=float32", ["model.dytpe is unknown", "did you mean 'dtype'", "allowed:"]),
         ("train.steps=many", ["train.steps", "integer", "'many'"]),
         ("train.steps=0", ["train.steps", "greater than or equal to 1"]),
         ("train.steps=2.5", ["train.steps", "integer", "2.5"]),

@@ -179,40 +179,27 @@ def test_a_pool_that_is_updated_in_waves_keeps_the_staleness_bound(folder: Path)
     assert [engines for _, engines in updated[1:]] == ["policy-0", "policy-1"] * 6
 
 
-def test_a_run_of_the_same_seed_is_the_same_run(folder: Path) -> None:
-    config = write_config(folder)
-
-    def losses(name: str) -> list[float]:
-        run(config, 0, f"run.dir={folder}/{name}", "train.steps=2", "train.eval_every=0")
-        return [
-            row["train/loss"]
-            for row in read_metrics(folder / name / "metrics.jsonl")
-            if "train/loss" in row
-        ]
-
-    assert losses("one") == pytest.approx(losses("two"), abs=1e-6)
-
-
 def test_an_offloading_run_is_the_same_run_and_goes_on_from_its_checkpoint(folder: Path) -> None:
     config = write_config(folder)
 
-    def losses(name: str, offload: str) -> list[float]:
+    def losses(name: str, offload: str, *, is_resumed: bool) -> list[float]:
         options = [f"run.dir={folder}/{name}", f"train.offload={offload}", "train.eval_every=0"]
-        run(config, 0, *options, "train.steps=2", "train.kl_coef=0.1")
-        run(config, 0, *options, "train.steps=3", "train.kl_coef=0.1", "run.resume=auto")
+        options += ["train.kl_coef=0.1"]
+        if is_resumed:
+            run(config, 0, *options, "train.steps=2")
+            options += ["run.resume=auto"]
+        run(config, 0, *options, "train.steps=3")
         rows = read_metrics(folder / name / "metrics.jsonl")
         steps = [row for row in rows if "train/loss" in row]
         assert [row["step"] for row in steps] == [1, 2, 3]
         assert all(("time/offload_s" in row) == (offload != "none") for row in steps)
         return [row["train/loss"] for row in steps]
 
-    assert losses("one", "all") == pytest.approx(losses("two", "none"), abs=1e-6)
+    plain = losses("two", "none", is_resumed=False)
+    assert losses("one", "all", is_resumed=True) == pytest.approx(plain, abs=1e-6)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_torchrun_ends_the_run_with_a_checkpoint(
-    folder: Path, number: signal.Signals
-) -> None:
+def test_sigterm_while_memory_is_offloaded_ends_the_run_with_a_checkpoint(folder: Path) -> None:
     process = start(
         write_config(folder), 2, "train.steps=100000", "train.eval_every=0", "train.offload=all"
     )
@@ -221,29 +208,13 @@ def test_a_signal_to_torchrun_ends_the_run_with_a_checkpoint(
         for line in process.stdout:
             if line.startswith("step "):
                 break
-        process.send_signal(number)
+        process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=30)
     finally:
         process.kill()
         process.wait()
 
     summary = read_summary(folder)
-    assert summary["stopped_by"] == number.name, output
+    assert summary["stopped_by"] == "SIGTERM", output
     checkpoint = folder / "run/checkpoints" / f"step-{summary['steps']:06d}"
     assert (checkpoint / "COMPLETE").exists()
-
-
-def test_an_error_of_the_reward_is_said_by_every_rank(folder: Path) -> None:
-    (folder / "bad.py").write_text("def bad(prompts, completions, **columns): return [0.0]\n")
-
-    process = start(write_config(folder), 2, "reward.function=bad:bad")
-    output, _ = process.communicate(timeout=100)
-
-    assert process.returncode != 0
-    said = (
-        "RewardError: the evaluation after step 0 failed, .*: reward function bad:bad returned 1 "
-    )
-    for rank in (0, 1):
-        assert re.search(f"rank {rank}: {said}", output)
-    of_torchrun = output[output.index("Root Cause (first observed failure)") :]
-    assert re.search(said, of_torchrun)
