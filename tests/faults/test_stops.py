@@ -55,44 +55,34 @@ def test_sigterm_to_torchrun_leaves_a_checkpoint_from_which_the_run_goes_on(fold
     assert checkpoints(run)[-1] == f"step-{num_steps + 1:06d}"
 
 
-def test_ctrl_c_that_reaches_the_ranks_as_well_leaves_a_checkpoint(folder: Path) -> None:
-    """Twice: torchrun, whose ranks have sessions of their own, passes it on to them."""
-    with start_run(folder, LONG) as run:
-        run.wait_for_step(1)
-        ended = stop(run, signal.SIGINT, "torchrun", "rank 0", "rank 1")
-
-    assert f"stopped by SIGINT after {run.num_steps()} steps" in ended.output
-    assert checkpoints(run) == [f"step-{run.num_steps():06d}"]
-
-
 LAUNCHED = ("torchrun", "rank 0", "rank 1", "guardian", "supervisor")
 ACTORS = ("rollouts", "worker-0", "policy-0")
 
 
 @pytest.mark.parametrize(
-    ("names", "others"),
+    ("number", "names", "others"),
     [
-        ((*LAUNCHED, *ACTORS), ()),
-        (ACTORS, LAUNCHED),
-        (("supervisor",), ()),
-        (("guardian",), ()),
+        (signal.SIGINT, (*LAUNCHED, *ACTORS), ()),
+        (signal.SIGTERM, ACTORS, LAUNCHED),
+        (signal.SIGTERM, ("supervisor",), ()),
+        (signal.SIGTERM, ("guardian",), ()),
     ],
     ids=["all at once", "actors first", "supervisor", "guardian"],
 )
 def test_a_signal_is_one_stop_whichever_processes_it_reaches(
-    folder: Path, names: tuple[str, ...], others: tuple[str, ...]
+    folder: Path, number: signal.Signals, names: tuple[str, ...], others: tuple[str, ...]
 ) -> None:
     """`others`: those that it reaches half a second later."""
     with start_run(folder, LONG) as run:
         run.wait_for_step(1)
         pids = [run.pid_of(name) for name in others]
-        late = threading.Timer(0.5, lambda: [os.kill(pid, signal.SIGTERM) for pid in pids])
+        late = threading.Timer(0.5, lambda: [os.kill(pid, number) for pid in pids])
         late.start()
-        ended = stop(run, signal.SIGTERM, *names)
+        ended = stop(run, number, *names)
         late.join()
 
     num_steps = run.num_steps()
-    assert f"stopped by SIGTERM after {num_steps} steps" in ended.output
+    assert f"stopped by {number.name} after {num_steps} steps" in ended.output
     assert [ended.error_of(rank) for rank in (0, 1)] == ["", ""], ended.output
     assert "restarting" not in ended.output
     assert ended.output.count("exitcode  : 143") == 2 or "torchrun" in names + others

@@ -34,9 +34,3 @@ async def judged_in_talk(
     assert (as_chat.tokens, as_chat.text) == (as_text.tokens, as_text.text)
     assert len(as_chat.logprobs) == len(as_chat.tokens) > 0
     return low_digits(prompts, completions, **columns)
-
-
-async def misjudged(prompts: list[str], completions: list[str], ctx: RewardContext) -> list[float]:
-    """Asks a judge that is not there."""
-    answers = [await ctx.pool("jduge").complete(text) for text in completions]
-    return [float(len(answer.tokens)) for answer in answers]

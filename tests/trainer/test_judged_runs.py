@@ -102,14 +102,6 @@ def test_a_judge_of_its_own_is_always_awake_and_takes_part_in_talks(config: Path
     assert "judge-0#1 is ASLEEP" not in supervisor_log(config).read_text()
 
 
-def test_a_pool_that_is_not_there_is_named_with_those_that_are(config: Path) -> None:
-    with start(config, 0, "reward.function=digit_rewards:misjudged") as process, killed(process):
-        output, _ = process.communicate(timeout=120)
-
-    assert process.returncode != 0
-    assert "there is no pool 'jduge' to ask; there are: judge" in output
-
-
 @pytest.mark.parametrize("victim", ["judge-0", "policy-0"])
 def test_an_engine_that_dies_in_the_judges_turn_costs_nothing_but_time(
     config: Path, victim: str
