@@ -7,46 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_training_runs import run, write_config
-from training_models import save_model
 
 from umbra.runtime.cli.umbra_command import main
-from umbra.trainer.reporting.metrics_log import read_metrics
 from umbra.trainer.reporting.metrics_plot import draw, panels
-
-
-@pytest.mark.process
-@pytest.mark.slow
-def test_a_runs_reward_kl_time_and_memory_are_drawn(tmp_path: Path) -> None:
-    save_model(tmp_path / "model", initializer_range=0.02)
-    for name in ("train", "eval"):
-        rows = [{"prompt": f"{name} {idx}=", "answer": "low"} for idx in range(16)]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run(write_config(tmp_path), 1, "train.steps=3", "train.kl_coef=0.01")
-    metrics = read_metrics(tmp_path / "run/metrics.jsonl")
-    steps = [row for row in metrics if "time/step_s" in row]
-
-    found = panels(metrics)
-    axes = draw(found, "run").axes
-
-    assert [panel.title for panel in found] == [axis.get_ylabel() for axis in axes]
-    labels = [[text.get_text() for text in axis.get_legend().get_texts()] for axis in axes]
-    phases = ("sync", "generation", "train")
-    assert labels == [
-        ["training reward", "held-out accuracy"],
-        ["from what sampled the tokens", "from the starting model"],
-        ["rollout", "sync", "sleep", "train", "other"],
-        [f"{phase}, {what}" for phase in phases for what in ("peak", "allocated")],
-    ]
-    reward, accuracy = axes[0].lines
-    assert list(reward.get_xdata()) == [1, 2, 3]
-    assert list(reward.get_ydata()) == [row["rollout/reward_mean"] for row in steps]
-    assert accuracy.get_xdata()[0] == 0
-    bars = axes[2].containers
-    tops = [bar.get_y() + bar.get_height() for bar in bars[-1]]
-    assert tops == pytest.approx([row["time/step_s"] for row in steps])
-    rollout = [bar.get_height() for bar in bars[0]]
-    assert rollout == [row["time/rollout_s"] for row in steps]
 
 
 def write_metrics(folder: Path) -> None:

@@ -17,6 +17,7 @@ import pytest
 from training_models import save_model
 
 from umbra.trainer.reporting.metrics_log import read_metrics
+from umbra.trainer.reporting.metrics_plot import draw, panels
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
 
@@ -182,21 +183,51 @@ def test_a_pool_that_is_updated_in_waves_keeps_the_staleness_bound(folder: Path)
 def test_an_offloading_run_is_the_same_run_and_goes_on_from_its_checkpoint(folder: Path) -> None:
     config = write_config(folder)
 
-    def losses(name: str, offload: str, *, is_resumed: bool) -> list[float]:
-        options = [f"run.dir={folder}/{name}", f"train.offload={offload}", "train.eval_every=0"]
-        options += ["train.kl_coef=0.1"]
+    def metrics_of(name: str, offload: str, *, is_resumed: bool) -> list[dict[str, float]]:
+        options = [f"run.dir={folder}/{name}", f"train.offload={offload}", "train.kl_coef=0.1"]
         if is_resumed:
             run(config, 0, *options, "train.steps=2")
             options += ["run.resume=auto"]
         run(config, 0, *options, "train.steps=3")
-        rows = read_metrics(folder / name / "metrics.jsonl")
-        steps = [row for row in rows if "train/loss" in row]
+        return read_metrics(folder / name / "metrics.jsonl")
+
+    def losses(metrics: Sequence[Mapping[str, float]], *, offloads: bool) -> list[float]:
+        steps = [row for row in metrics if "train/loss" in row]
         assert [row["step"] for row in steps] == [1, 2, 3]
-        assert all(("time/offload_s" in row) == (offload != "none") for row in steps)
+        assert all(("time/offload_s" in row) == offloads for row in steps)
         return [row["train/loss"] for row in steps]
 
-    plain = losses("two", "none", is_resumed=False)
-    assert losses("one", "all", is_resumed=True) == pytest.approx(plain, abs=1e-6)
+    plain = metrics_of("plain", "none", is_resumed=False)
+    offloading = metrics_of("offloading", "all", is_resumed=True)
+
+    expected = pytest.approx(losses(plain, offloads=False), abs=1e-6)
+    assert losses(offloading, offloads=True) == expected
+    check_picture(plain)
+
+
+def check_picture(metrics: Sequence[dict[str, float]]) -> None:
+    """Asserts that reward, KL, time and memory of a run are drawn."""
+    steps = [row for row in metrics if "time/step_s" in row]
+    found = panels(metrics)
+    axes = draw(found, "run").axes
+    assert [panel.title for panel in found] == [axis.get_ylabel() for axis in axes]
+    labels = [[text.get_text() for text in axis.get_legend().get_texts()] for axis in axes]
+    phases = ("sync", "generation", "train")
+    assert labels == [
+        ["training reward", "held-out accuracy"],
+        ["from what sampled the tokens", "from the starting model"],
+        ["rollout", "sync", "sleep", "train", "other"],
+        [f"{phase}, {what}" for phase in phases for what in ("peak", "allocated")],
+    ]
+    reward, accuracy = axes[0].lines
+    assert list(reward.get_xdata()) == [1, 2, 3]
+    assert list(reward.get_ydata()) == [row["rollout/reward_mean"] for row in steps]
+    assert accuracy.get_xdata()[0] == 0
+    bars = axes[2].containers
+    tops = [bar.get_y() + bar.get_height() for bar in bars[-1]]
+    assert tops == pytest.approx([row["time/step_s"] for row in steps])
+    rollout = [bar.get_height() for bar in bars[0]]
+    assert rollout == [row["time/rollout_s"] for row in steps]
 
 
 def test_sigterm_while_memory_is_offloaded_ends_the_run_with_a_checkpoint(folder: Path) -> None:
