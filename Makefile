@@ -52,8 +52,8 @@ assets: $(VENV)/.train ## Make the quickstart's model and data sets (once)
 # /dev/shm, which other tests would take for left behind.
 test: $(VENV)/.dev ## All that continuous integration runs (needs no GPU; 45 minutes)
 	$(MAKE) --no-print-directory --output-sync=target -j3 lint pyright $(VLLM_VENV)/.made
-	$(BIN)/python -m pytest -m "patient and not gpu" -n 2 --dist worksteal
-	$(BIN)/python -m pytest -m "not patient and not gpu"
+	$(BIN)/python -m pytest -m "not alone and not gpu" -n 3 --dist worksteal
+	$(BIN)/python -m pytest -m "alone and not gpu"
 	$(VLLM_VENV)/bin/python -m pytest tests/engines/test_vllm.py tests/engines/test_vllm_training.py
 
 test-vllm: $(VLLM_VENV)/.made ## All that need a real vLLM, also those that start and kill many (ten minutes)
@@ -63,7 +63,7 @@ test-vllm: $(VLLM_VENV)/.made ## All that need a real vLLM, also those that star
 	    tests/engines/test_vllm_training.py tests/trainer/test_serving_engines.py
 
 check: static ## The two-minute part: format, lint, types, all tests but slow ones
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(BIN)/python -m pytest -m "not slow and not alone and not gpu" -n 2 --dist worksteal
 
 format: $(VENV)/.dev ## Format the code and mend what ruff can
 	$(BIN)/ruff format

@@ -15,7 +15,7 @@ from chaos_account import VIOLATIONS
 PROGRAM = Path(__file__).with_name("chaos.py")
 LIMIT_S = 150.0
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 
 def run_chaos(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -49,7 +49,6 @@ def test_the_examples_own_tests_pass(folder: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.patient
 def test_the_example_trains(folder: Path) -> None:
     write_assets(folder / "runs" / "quickstart-assets")
 

@@ -43,7 +43,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.patient
 def test_a_short_drill_kills_engines_and_reaches_its_bar(folder: Path) -> None:
     short = ("train.steps=16", "--bar", "0.3", "--seed", "1")
     output = run_python(str(PROGRAM), str(CONFIG), *short, folder=folder, timeout_s=3 * LIMIT_S)

@@ -208,6 +208,7 @@ def test_a_new_consumer_replaces_the_old(make_engine: MakeEngine) -> None:
     run_async(body)
 
 
+@pytest.mark.slow
 def test_the_loop_stays_free_while_the_engine_works(make_engine: MakeEngine) -> None:
     async def body() -> None:
         engine = make_engine()

@@ -36,6 +36,7 @@ def test_pause_abort_ends_everything_and_resume_goes_on(make_engine: MakeEngine)
     run_async(body)
 
 
+@pytest.mark.slow
 def test_pause_keep_freezes_and_goes_on_without_a_gap(make_engine: MakeEngine) -> None:
     # Long enough that they still run when this process was held up for a moment.
     asked = requests(4, max_new_tokens=300)

@@ -15,7 +15,7 @@ from whole_runs import START_LIMIT_S, start_run
 from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
 from umbra.trainer.reporting.metrics_log import read_metrics
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 GROUP_SIZE = 2
 SETTINGS = (

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from whole_runs import BAD_INPUT_LIMIT_S, start_run
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 EMBEDDED = ("pool.engine=embedded", "pool.engine_args={}")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from whole_runs import START_LIMIT_S, start_run
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 BLOCKING = """
 import time

@@ -15,7 +15,7 @@ from whole_runs import BAD_INPUT_LIMIT_S, start_run
 
 from umbra.trainer.checkpoint.run_lock import RunLock
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can mount a file system")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from whole_runs import BAD_INPUT_LIMIT_S, start_run
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 
 def test_every_rank_says_what_the_reward_raised_and_where(folder: Path) -> None:

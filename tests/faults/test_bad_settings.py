@@ -8,7 +8,7 @@ import pytest
 from run_assets import write_rows
 from whole_runs import BAD_INPUT_LIMIT_S, start_run
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 
 def test_a_job_of_two_nodes_is_refused_by_every_rank_of_both(folder: Path) -> None:

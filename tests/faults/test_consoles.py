@@ -14,7 +14,7 @@ from whole_runs import START_LIMIT_S, Run, Terminal, start_run
 
 from umbra.trainer.reporting.metrics_log import read_metrics
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 LAUNCH_SCRIPT = Path(__file__).parents[2] / "launch" / "torchrun_single_node.sh"
 

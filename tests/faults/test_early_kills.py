@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from whole_runs import GONE_WITHIN_S, start_run
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 # In seconds after the first rank is there. Ranks bind themselves to the agent first, and then start
 # guardian and supervisor. The small job's actor starts at once, the trainer's load torch before.

@@ -11,7 +11,7 @@ from whole_runs import start_run
 
 from umbra.trainer.reporting.metrics_log import read_metrics
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 
 def test_a_restart_by_torchrun_resumes_and_keeps_the_engines(folder: Path, assets: Path) -> None:

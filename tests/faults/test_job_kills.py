@@ -23,7 +23,7 @@ from trained_history import (
 )
 from whole_runs import Run, write_config
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 STEPS = 12
 GROUP_SIZE = 4

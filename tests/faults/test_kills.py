@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from whole_runs import END_LIMIT_S, GONE_WITHIN_S, start_run
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.alone]
 
 LONG = "train.steps=100000"
 ACTORS = ("rollouts", "worker-0", "policy-0")

@@ -11,7 +11,7 @@ from whole_runs import Ended, start_run, write_config
 
 from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 GROUPS_PER_STEP, GROUP_SIZE = 4, 2  # of `whole_runs.write_config`
 EVERY_STEP = "train.checkpoint_every=1"

@@ -15,7 +15,7 @@ from whole_runs import END_LIMIT_S, Run, start_run
 
 from umbra.trainer.reporting.metrics_log import read_metrics
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 REACH_LIMIT_S = 30.0
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from whole_runs import Run, start_run
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 STEPS = 4000
 LONG = f"train.steps={STEPS}"

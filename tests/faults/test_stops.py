@@ -16,7 +16,7 @@ from whole_runs import Ended, Run, start_run
 
 from umbra.trainer.reporting.metrics_log import read_metrics
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.alone]
 
 LIMIT_S = 5.0
 LONG = "train.steps=1000"

@@ -41,6 +41,7 @@ def run_and_kill(program: str, *arguments: object, after_s: float | None) -> lis
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_what_was_acknowledged_survives_kills_and_the_rest_is_a_prefix(tmp_path: Path) -> None:
     rng = random.Random(SEED)
     found: list[int] = []

@@ -15,7 +15,7 @@ REPOSITORY = Path(__file__).parents[2]
 CONFIG = REPOSITORY / "launch/configs/quickstart.toml"
 LIMIT_S = 120.0
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 
 def run_python(*arguments: str, folder: Path, timeout_s: float) -> str:

@@ -20,7 +20,7 @@ from umbra.runtime.rollout.ledger.sample_accounts import SampleState
 from umbra.runtime.session import Session
 from umbra.runtime.weights.weight_publisher import WeightPublisher
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 
 def completions(samples: dict[str, dict[str, Any]]) -> dict[str, list[int]]:

@@ -32,7 +32,7 @@ from safetensors.torch import load_file, save_file
 from umbra.engines.embedded.uniforms import uniforms
 from umbra.runtime.session import Session
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 FULL: Final = {"num_steps": 20, "groups_per_step": 10}  # 1,000 trajectories
 REDUCED: Final = {"num_steps": 8, "groups_per_step": 3, "tokens_between_faults": 600}

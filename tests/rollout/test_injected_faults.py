@@ -26,7 +26,7 @@ from umbra.runtime.rollout.buffer.prompt_order import PromptOrder, trajectory_se
 from umbra.runtime.session import Session
 from umbra.runtime.testing.session_factory import SessionFactory
 
-pytestmark = [pytest.mark.process, pytest.mark.patient]
+pytestmark = [pytest.mark.process]
 
 BUDGET = 64
 NUM_STEPS = 4

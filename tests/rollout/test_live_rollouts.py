@@ -22,7 +22,7 @@ from umbra.runtime.session import Session
 from umbra.runtime.testing.session_factory import SessionFactory
 from umbra.runtime.weights.weight_publisher import WeightPublisher
 
-pytestmark = [pytest.mark.process, pytest.mark.patient]
+pytestmark = [pytest.mark.process]
 
 
 class Expected(NamedTuple):

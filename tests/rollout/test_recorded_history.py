@@ -37,7 +37,6 @@ def _no_sync(_descriptor: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.patient
 @pytest.mark.parametrize("first_seed", range(0, NUM_SEEDS, 20))
 def test_what_is_recorded_is_what_is_there(
     first_seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -84,7 +84,6 @@ def test_a_little_work_is_done_in_time(scenario: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.patient
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_engines_are_used_as_well_as_their_speeds_allow(kind: str, scenario: str) -> None:

@@ -329,6 +329,7 @@ def test_before_the_ranks_ask_new_groups_wait_for_the_step_to_be_known(is_leased
     assert list(world.running) == (ids(3, 4, 5, 6))
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     st.integers(0, 3),

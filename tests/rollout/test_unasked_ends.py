@@ -13,7 +13,7 @@ from live_rollouts import LiveRollouts, merged, while_generating
 from umbra.runtime.errors import ConnectionLost
 from umbra.runtime.testing.session_factory import SessionFactory
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 SLOW = {"tokens_per_s": 60.0}  # a second for each completion
 

@@ -18,7 +18,7 @@ from watching import DEADLINE_S, all_end, tree
 
 pytest.importorskip("torch")
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.alone]
 
 
 @contextlib.contextmanager
@@ -60,13 +60,10 @@ def test_a_rank_that_raises_ends_the_job_and_is_named(tmp_path: Path, socket_roo
     assert list(socket_root.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number",
-    [
-        signal.SIGTERM,
-        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
-        pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
-    ],
+    [signal.SIGTERM, signal.SIGINT, signal.SIGKILL],
 )
 def test_a_signal_to_torchrun_ends_everything_within_5_s(
     tmp_path: Path, socket_root: Path, number: int

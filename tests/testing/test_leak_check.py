@@ -9,7 +9,7 @@ import sys
 import pytest
 
 pytest_plugins = ["pytester"]
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.alone]
 
 LEAKY_TESTS = """
 import mmap

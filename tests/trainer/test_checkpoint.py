@@ -20,7 +20,7 @@ from umbra.runtime.errors import ConfigError
 from umbra.runtime.testing.distributed_world import DistributedWorld
 from umbra.trainer.checkpoint.trainer_state import complete_checkpoints, read_trainer_state
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from rank_programs import GROUP_SIZE, GROUPS, MAX_NEW_TOKENS, Arrays, run_all
 
 from umbra.runtime.testing.distributed_world import DistributedWorld
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 # By variant: parameters and the metrics of each step.
 Outcomes = dict[str, tuple[Arrays, list[dict[str, float]]]]

@@ -46,7 +46,6 @@ def is_full(disk: Path, free: str = "0 bytes") -> str:
 
 @pytest.mark.process
 @pytest.mark.slow
-@pytest.mark.patient
 def test_a_checkpoint_that_does_not_fit_names_what_it_needs_and_leaves_the_earlier_one(
     mount_disk: MountDisk, tmp_path: Path
 ) -> None:
@@ -73,7 +72,6 @@ def test_a_checkpoint_that_does_not_fit_names_what_it_needs_and_leaves_the_earli
 
 @pytest.mark.process
 @pytest.mark.slow
-@pytest.mark.patient
 def test_an_export_that_does_not_fit_names_what_it_needs_and_leaves_the_earlier_one(
     mount_disk: MountDisk, tmp_path: Path
 ) -> None:

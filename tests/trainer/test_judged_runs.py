@@ -19,7 +19,7 @@ from training_models import save_model
 
 from umbra.trainer.reporting.metrics_log import read_metrics
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 JUDGE = """
 [pools.judge]

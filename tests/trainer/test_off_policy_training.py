@@ -12,7 +12,7 @@ from training_models import save_model
 
 from umbra.runtime.testing.distributed_world import DistributedWorld
 
-pytestmark = [pytest.mark.process, pytest.mark.patient]
+pytestmark = [pytest.mark.process]
 
 _DECOUPLED: dict[str, Any] = {"loss": "decoupled", "importance_cap": 1.5}
 _TWICE: dict[str, Any] = {"updates_per_batch": 2}

@@ -21,7 +21,7 @@ from umbra.runtime.cli.umbra_command import main
 from umbra.runtime.rollout.agents.text_codec import TextCodec
 from umbra.trainer.data.prompt_tokenizer import PromptTokenizer
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from umbra.runtime.cli.umbra_command import main
 from umbra.runtime.rollout.agents.text_codec import TextCodec
 from umbra.trainer.data.prompt_tokenizer import PromptTokenizer
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 PROMPT = "12+3="
 COMPLETIONS = "/v1/completions"

@@ -54,7 +54,6 @@ def loading_cases(tmp_path: Path) -> list[list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.patient
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_shards_are_read_bit_for_bit(
     distributed_world: DistributedWorld, tmp_path: Path, num_ranks: int

@@ -19,7 +19,7 @@ from training_models import save_model
 from umbra.trainer.reporting.metrics_log import read_metrics
 from umbra.trainer.reporting.metrics_plot import draw, panels
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 CONFIG = """
 [run]
