@@ -48,8 +48,8 @@ def test_a_rank_that_dies_is_named_with_its_output(distributed_world: Distribute
 
 @pytest.mark.slow
 def test_a_late_rank_is_ended_and_its_stack_shown(distributed_world: DistributedWorld) -> None:
-    with pytest.raises(RankFailed, match="was not done within 2 s") as caught:
-        distributed_world(world_functions.sleep_on, 0, num_ranks=1, timeout_s=2.0)
+    with pytest.raises(RankFailed, match="was not done within 6 s") as caught:
+        distributed_world(world_functions.sleep_on, 0, num_ranks=1, timeout_s=6.0)
 
     # Where it was, sleeping or still importing, depends on the machine.
     assert re.search(r'File ".*world_rank.py", line \d+ in main', str(caught.value))
