@@ -88,7 +88,11 @@ async def outcome_of(running_forever: Any) -> BaseException | None:
         ({"max_num_seqs": 0}, ConfigError, "max_num_seqs"),
         ({"kv_cache_num_tokens": 10}, ConfigError, "cannot hold one sequence"),
         ({"max_context_len": 1 << 50}, ConfigError, "max_position_embeddings=512"),
-        ({"kv_cache_num_tokens": 1 << 40}, ConfigError, r"GB of cpu memory are there: lower it"),
+        (
+            {"kv_cache_num_tokens": 1 << 40},
+            ConfigError,
+            r"GB of cpu memory are available: lower it",
+        ),
         ({"max_num_seqs": 1 << 50}, ConfigError, "not enough memory .*: lower max_context_len"),
         ({"num_threads": 0}, ConfigError, "num_threads"),
     ],
