@@ -49,7 +49,7 @@ def test_an_actor_that_is_killed_in_its_first_start_is_started_again(
 
 
 @pytest.mark.slow
-def test_an_actor_that_is_killed_in_every_start_is_given_up(spawn: Spawn) -> None:
+def test_an_actor_that_is_killed_in_every_start_fails(spawn: Spawn) -> None:
     ends = r"#3 failed to start(.|\n)*SIGKILL(.|\n)*start 3(.|\n)*after 2 restarts within"
     with pytest.raises(ActorDied, match=ends):
         spawn(actor("KilledAtStart", kwargs={"signum": signal.SIGKILL, "times": 9}))
@@ -202,7 +202,7 @@ def test_a_stale_reference_is_refused(session: Session, spawn: Spawn) -> None:
         asking.call("ask", stale, "who")
 
 
-def test_restarts_are_told(session: Session, shared: SessionFactory, spawn: Spawn) -> None:
+def test_restarts_are_reported(session: Session, shared: SessionFactory, spawn: Spawn) -> None:
     echo = spawn(actor("Echo"))
 
     kill(echo.call("who")["pid"])

@@ -48,7 +48,7 @@ GIB = 1 << 30
         "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.",
     ],
 )
-def test_what_engines_say_of_too_little_memory_is_recognised(text: str) -> None:
+def test_errors_of_engines_about_too_little_memory_are_recognised(text: str) -> None:
     assert lacks_gpu_memory(f"policy-0#1 failed at wake: {text}\nmore")
 
 
@@ -56,7 +56,7 @@ def test_what_engines_say_of_too_little_memory_is_recognised(text: str) -> None:
     "text",
     [
         "RuntimeError: CUDA error: an illegal memory access was encountered",
-        "its process went away without a word: it was killed (out of memory?) or crashed",
+        "its process ended without a report: it was killed (out of memory?) or crashed",
         "[torch_memory_saver.cpp] CUresult error: 1 (invalid argument)",
         "RuntimeError: [enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate "
         "memory: you tried to allocate 9 bytes",
@@ -66,7 +66,7 @@ def test_other_failures_are_not_taken_for_it(text: str) -> None:
     assert not lacks_gpu_memory(text)
 
 
-def test_who_holds_what_is_told_with_what_to_change() -> None:
+def test_the_report_names_holders_of_memory_and_settings_to_change() -> None:
     use = GpuUse(
         total_nbytes=140 * GIB,
         used_nbytes=139 * GIB,

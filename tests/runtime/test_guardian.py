@@ -172,7 +172,7 @@ def test_the_socket_directory_is_in_use_while_the_job_lives(job: Job) -> None:
 
     assert is_in_use(job.socket_dir.path)
     assert job.socket_dir.lock_fd == -1
-    with pytest.raises(ConfigError, match="still runs"):
+    with pytest.raises(ConfigError, match="still running"):
         SocketDir.create("job", "node", job.root)
 
 

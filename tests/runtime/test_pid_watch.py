@@ -15,7 +15,9 @@ from umbra.runtime.process.pid_watch import PidWatch
 pytestmark = pytest.mark.process
 
 
-def test_a_watch_tells_the_end_of_any_process(run: Run, stranger: subprocess.Popen[bytes]) -> None:
+def test_a_watch_reports_the_end_of_any_process(
+    run: Run, stranger: subprocess.Popen[bytes]
+) -> None:
     async def body() -> None:
         ended = asyncio.Event()
         with PidWatch(stranger.pid, ended.set):
@@ -26,7 +28,7 @@ def test_a_watch_tells_the_end_of_any_process(run: Run, stranger: subprocess.Pop
     stranger.wait(DEADLINE_S)
 
 
-def test_a_watch_of_a_process_that_is_gone_tells_at_once(
+def test_a_watch_of_an_ended_process_calls_back_at_once(
     run: Run, stranger: subprocess.Popen[bytes]
 ) -> None:
     stranger.kill()

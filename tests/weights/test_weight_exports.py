@@ -91,7 +91,7 @@ def test_exports_that_are_not_the_whole_model_are_refused(
     exports = export_rows(ipc, tensors, 2)
     damage(exports)
 
-    with pytest.raises(WeightSyncError, match="do not make up tensor"):
+    with pytest.raises(WeightSyncError, match="do not cover tensor"):
         ExportedImage(manifest_of(tensors), [e.to_wire() for e in exports])
 
 
