@@ -1,4 +1,4 @@
-"""`umbra generate --url` asks any server that speaks the API, and says what is wrong with a URL."""
+"""`umbra generate --url` queries any server that has the API, and explains a wrong URL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `umbra` command tells wrong use from failure, and says what to do."""
+"""The `umbra` command distinguishes wrong use from failure, and names the remedy."""
 
 from __future__ import annotations
 

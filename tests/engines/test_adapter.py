@@ -1,4 +1,4 @@
-"""What the adapter keeps of its core when calls fail, or are cancelled, half way."""
+"""The adapter's view of its core after calls that fail, or are cancelled, half way."""
 
 from __future__ import annotations
 

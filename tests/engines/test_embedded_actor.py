@@ -166,7 +166,7 @@ def test_broken_weights_end_requests_with_an_error_not_the_engine(
 def test_a_request_that_has_ended_is_delivered_before_the_next_tick(
     model_folder: Callable[[str], Path],
 ) -> None:
-    """A tool or the next turn of an agent waits for it, while other requests go on."""
+    """A tool or the next turn of an agent waits for it, while other requests continue."""
 
     async def body() -> None:
         engine = EmbeddedEngine(

@@ -1,4 +1,4 @@
-"""An engine's own lifecycle: what becomes of an update that is given up."""
+"""An engine's own lifecycle, and the outcome of an aborted update."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests are checked at the door, with a text that says what to do."""
+"""Requests are validated, with errors that name the remedy."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def test_an_update_and_both_sleeps_leave_the_model_with_the_right_weights(
             assert_holds(core, 2)
 
     async def publish_asleep(engine: Any, folder: Path) -> None:
-        """As in hybrid mode: the KV cache wakes after the update."""
+        """The KV cache wakes after the update, as in hybrid mode."""
         await publish(Waking(engine), weights("qwen3", 2), 2, folder)  # pyright: ignore[reportArgumentType]
 
     run_async(body)
@@ -278,7 +278,7 @@ def test_the_engine_fails_when_a_process_of_sglang_ends(
 def test_the_engine_fails_when_a_process_of_sglang_reports_a_failure_and_does_not_end(
     stand_in: None, model_folder: Callable[[str], Path]
 ) -> None:
-    """As run_scheduler_process does: it sends SIGQUIT, and ends when its threads let it."""
+    """Sends SIGQUIT, and ends when its threads let it, like run_scheduler_process."""
 
     async def body() -> None:
         engine = SglangEngine(

@@ -1,4 +1,4 @@
-"""What of a pool's settings and requests reaches SGLang, and what is read of its answers."""
+"""The settings and requests that reach SGLang, and the reading of its answers."""
 
 from __future__ import annotations
 

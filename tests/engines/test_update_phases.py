@@ -1,4 +1,4 @@
-"""What an adapter does in which phase of an update: the same whichever way the weights travel."""
+"""The phases of an adapter's update: the same with every transport."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a pool's settings reaches vLLM; vLLM itself is not needed."""
+"""The settings of a pool that reach vLLM; vLLM itself is not needed."""
 
 from __future__ import annotations
 

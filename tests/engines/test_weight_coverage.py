@@ -1,4 +1,4 @@
-"""What a loader leaves out is seen, whatever way it writes."""
+"""Weights that a loader leaves out are noticed, however it writes."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false

@@ -119,10 +119,10 @@ def test_an_actor_is_no_rank(
     session = umbra_session_factory()
 
     plain = session.spawn(actor("Echo"))
-    told = session.spawn(actor("Echo", env={"MASTER_PORT": "2"}))
+    configured = session.spawn(actor("Echo", env={"MASTER_PORT": "2"}))
 
     assert [plain.call("variable", name) for name in torchruns] == [None, None, None]
-    assert told.call("variable", "MASTER_PORT") == "2"
+    assert configured.call("variable", "MASTER_PORT") == "2"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What the ranks of a node are told."""
+"""The events that the ranks of a node receive."""
 
 from __future__ import annotations
 

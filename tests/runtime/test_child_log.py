@@ -1,4 +1,4 @@
-"""What children write: one log over incarnations, its tail, and the first error in it."""
+"""The log of children: one over all incarnations, its tail, and the first error in it."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def test_without_nvml_there_is_no_wait() -> None:
 
 @pytest.fixture(scope="module")
 def fake_nvml(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """A library with one device, and the file that says what is used, held, and by whom."""
+    """A library with one device, and a file that holds its used and held memory."""
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("needs a C compiler")

@@ -1,4 +1,4 @@
-"""Engines that lack GPU memory: recognised, explained, and not restarted for ever."""
+"""Engines that lack GPU memory: recognised, explained, and not restarted forever."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_in_a_container_that_hides_pids_all_holders_are_unknown() -> None:
 
 
 def is_final_after(*events: str) -> bool:
-    """Those in small letters fail for want of memory, `crash` at neither start nor wake."""
+    """Engines in small letters fail for lack of memory; `crash` at neither start nor wake."""
 
     async def describe() -> str:
         return "GPU 0: full."
@@ -144,7 +144,7 @@ def short_pool(**kwargs: Any) -> PoolSpec:
 
 
 def train_steps(session: Session, num_steps: int) -> None:
-    """As a trainer in hybrid mode: a sync, which wakes the engine; it serves, and sleeps."""
+    """Acts like a trainer in hybrid mode: a sync wakes the engine; it serves, and sleeps."""
     pool = session.pool("policy")
     for version in range(1, num_steps + 1):
         publish(session, version)

@@ -78,7 +78,7 @@ class Job:
 
 @pytest.fixture
 def root() -> Iterator[Path]:
-    """Short: a temporary path of pytest's may leave no room for sockets."""
+    """A short path, because one of pytest's may be too long for sockets."""
     with tempfile.TemporaryDirectory(prefix="umbra-") as folder:
         yield Path(folder) / "root"
 

@@ -1,4 +1,4 @@
-"""What an actor's heartbeat tells of its loop."""
+"""An actor's heartbeat reports the state of its loop."""
 
 from __future__ import annotations
 

@@ -278,7 +278,7 @@ def test_catch_up_waits_for_the_ranks_and_a_first_version() -> None:
 
 
 class NaiveEngine:
-    """What an engine physically has: bytes of some version or junk, and memory for parts."""
+    """The physical state of an engine: bytes of some version or junk, and memory for parts."""
 
     def __init__(self) -> None:
         self.content: int | None = None  # The version in its weights; None: junk.

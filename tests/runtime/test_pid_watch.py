@@ -1,4 +1,4 @@
-"""The end of any process is told by its pidfd."""
+"""A pidfd reports the end of any process."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def test_a_watch_of_an_ended_process_calls_back_at_once(
 
 def test_a_closed_watch_is_silent(run: Run, stranger: subprocess.Popen[bytes]) -> None:
     async def body() -> None:
-        told: list[str] = []
+        calls: list[str] = []
         last = asyncio.Event()
-        with PidWatch(stranger.pid, lambda: told.append("closed")):
+        with PidWatch(stranger.pid, lambda: calls.append("closed")):
             pass
         with PidWatch(stranger.pid, last.set):
             stranger.kill()
             await last.wait()
-        assert told == []
+        assert calls == []
 
     run(body())
 

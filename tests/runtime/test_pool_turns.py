@@ -263,7 +263,7 @@ def test_an_engine_that_dies_asleep_is_started_only_in_its_turn(
 def test_a_judge_that_does_not_free_its_memory_is_killed(
     umbra_session_factory: SessionFactory,
 ) -> None:
-    """It is stopped, so it is given up as hung, and the policy goes on after that."""
+    """It is stopped, so it is killed as hung, and the policy continues after that."""
     shared = Shared(umbra_session_factory, hung_limit_s=1.0)
     shared.has_work("policy", False)
     shared.has_work("judge", True)

@@ -1,4 +1,4 @@
-"""Children of a supervisor: started and ended with all they fork; their ends are told."""
+"""Children of a supervisor: started, ended with all they fork, and their ends reported."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ _IGNORED_BY_PYTHON = (1 << signal.SIGPIPE - 1) | (1 << signal.SIGXFSZ - 1)
 
 
 def ignored_signals(status: str) -> int:
-    """As a bit mask, from the text of /proc/PID/status."""
+    """Reads a bit mask from the text of /proc/PID/status."""
     return next(int(line[7:], 16) for line in status.splitlines() if line.startswith("SigIgn:"))
 
 

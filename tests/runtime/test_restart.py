@@ -38,7 +38,7 @@ def test_every_end_is_a_failure_whatever_its_status(code: int | None) -> None:
     assert tracker.observe(ExitStatus(code), 0.0) == ScheduleRestart(1.0)
 
 
-def test_backoff_doubles_up_to_its_maximum_then_the_tracker_declares_failure() -> None:
+def test_backoff_doubles_up_to_its_maximum_then_the_tracker_gives_up() -> None:
     tracker = RestartTracker(POLICY)
 
     decisions = [tracker.observe(CRASH, float(now)) for now in range(4)]

@@ -1,4 +1,4 @@
-"""Who may talk to a job: two nodes of it over tcp, and nobody else."""
+"""Only a job's own nodes may talk to it: two nodes over tcp, and nobody else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A session's life: what it starts, says and leaves, and what ends with whom."""
+"""The lifetime of a session: what it starts, reports and leaves, and what ends with it."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ HEAVY = ["torch", "pydantic", "transformers"]
 
 
 def guardian_of(session: Session) -> int:
-    """The one of this process's children that was told the session's directory."""
+    """The one of this process's children that got the session's directory as an argument."""
     for pid in descendants.child_pids(os.getpid()):
         if str(session.socket_dir) in Path(f"/proc/{pid}/cmdline").read_text():
             return pid
     raise AssertionError(f"no guardian of {session.socket_dir}")
 
 
-# -- what it starts and says ---------------------------------------------------------------
+# -- what it starts and reports ------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -48,7 +48,7 @@ async def run_to_its_end(folder: Path, undo: Callable[[], None]) -> SupervisedAc
 
 
 def hang(_child: ChildProcess, _signal: int = 0) -> None:
-    """As a driver does."""
+    """Does nothing, like a hanging driver."""
 
 
 @pytest.mark.process

@@ -1,4 +1,4 @@
-"""The wire carries what it says it carries, and survives whatever else arrives."""
+"""Values survive the wire, and decoders survive whatever else arrives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `ctx` for tests of agent loops says what it is told to, and checks what a run would."""
+"""The `ctx` for tests of agent loops answers from its script, and checks what a run would."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from umbra.runtime.weights.transports.shared_memory.sync_progress import EngineE
 NUM_RANKS, NUM_ENGINES = 2, 2
 FAR_S = 20.0
 
-# Fills as rank 0 whatever the engines have room for, two buckets ahead of them, 200 in all.
+# Acts as rank 0: fills ahead of the engines by two buckets, 200 in all.
 FILLING_RANK = """
 import sys, time
 from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncProgress

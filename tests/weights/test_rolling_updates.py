@@ -50,7 +50,7 @@ class Seeing(ThreadEngine):
 
 
 class Interrupted(Exception):
-    """What a signal raises in a rank."""
+    """Raised by a signal in a rank."""
 
 
 class Between(LocalSupervisor):
