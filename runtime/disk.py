@@ -1,4 +1,4 @@
-"""Writing files whole or not at all, and the words for a disk that refuses."""
+"""Writes files whole or not at all, and explains errors of a disk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _KNOWN: Final[Mapping[int, tuple[str, str]]] = {
     errno.ESTALE: ("the file system went away under it", "mount it again"),
     errno.EIO: ("the disk or the file server failed", "see the kernel's log"),
 }
-"""Cause and remedy."""
+"""Cause and remedy of each."""
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _RUST_OS_ERROR: Final = re.compile(r"\(os error (\d+)\)")
 _UNITS: Final = ("KiB", "MiB", "GiB", "TiB")
@@ -31,10 +31,10 @@ _UNITS: Final = ("KiB", "MiB", "GiB", "TiB")
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Generator[BinaryIO]:
-    """A file that takes the place of `path` when the block ends: written and synced as a whole.
+    """A file that replaces `path` when the block ends, written and synced as a whole.
 
-    A reader sees the old file or the new one. Where the block raises, the old one stays. One
-    process at a time may write `path`: what a killed one left is overwritten by the next.
+    A reader sees the old file or the new one. If the block raises, the old one stays. One process
+    at a time may write `path`; it overwrites what a killed process left.
     """
     scratch = scratch_path(path)
     try:
@@ -48,9 +48,9 @@ def replacing(path: Path) -> Generator[BinaryIO]:
 
 
 def scratch_path(path: Path) -> Path:
-    """Where the successor of `path` is made, before it takes that name.
+    """The path under which the successor of `path` is written, before it takes that name.
 
-    The name is always the same, so that whoever writes next finds what a killed process left.
+    The name is always the same, so that the next writer overwrites what a killed process left.
     """
     return path.with_name(f".{path.name}.new")
 
@@ -65,10 +65,10 @@ def sync(path: Path) -> None:
 
 
 def os_error_behind(error: BaseException) -> OSError | None:
-    """The OSError that led to `error`, as far as `explain` knows its cause and remedy.
+    """The OSError that led to `error`, if `explain` knows its cause and remedy.
 
-    Libraries put errors of their own over it. torch complains that its file has another length
-    than what it has written, and safetensors has the error's number in its text only.
+    Libraries wrap it in errors of their own. torch complains that its file has another length than
+    it has written, and safetensors has the error number only in its text.
     """
     seen: BaseException | None = error
     while seen is not None:
@@ -80,7 +80,7 @@ def os_error_behind(error: BaseException) -> OSError | None:
 
 
 def _number_in(text: str) -> int | None:
-    """Of an error of the operating system, as Rust's programs write it."""
+    """The number of an operating-system error in the format of Rust programs."""
     found = _RUST_OS_ERROR.search(text)
     return int(found[1]) if found else None
 
@@ -89,10 +89,10 @@ def is_full_disk(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in _FULL
 
 
-def check_room(path: Path, needed_nbytes: int) -> None:
-    """Raises OSError (ENOSPC) where `path` is sure not to fit on its file system.
+def check_free_space(path: Path, needed_nbytes: int) -> None:
+    """Raises OSError (ENOSPC) if `path` cannot fit on its file system.
 
-    What it does not see, such as a quota, is met while writing.
+    Other limits, such as a quota, only show while writing.
     """
     stats = os.statvfs(_existing(path))
     if stats.f_blocks and _free_nbytes(stats) < needed_nbytes:
@@ -104,12 +104,12 @@ def explain(
 ) -> str:
     """Why `path` could not be written, and the remedy.
 
-    Such as "the disk is full (needs about 1.9 GiB, 312.0 MiB free on /mnt/x): free some space".
+    For example "the disk is full (needs about 1.9 GiB, 312.0 MiB free on /mnt/x): free some space".
 
     Args:
-        needed_nbytes: size of what was to be written; 0 where it is small.
-        or_else: follows the remedy, where one is known.
-        otherwise: follows the cause, where no remedy is known.
+        needed_nbytes: size of the file that was to be written; 0 if it is small.
+        or_else: follows the remedy, if one is known.
+        otherwise: follows the cause, if no remedy is known.
     """
     known = _KNOWN.get(error.errno or 0)
     if known is None:
@@ -124,7 +124,7 @@ def explain(
 
 
 def format_nbytes(nbytes: int) -> str:
-    """Such as "1.9 GiB"."""
+    """For example "1.9 GiB"."""
     if nbytes < 1024:
         return f"{nbytes} bytes"
     exponent = min((nbytes.bit_length() - 1) // 10, len(_UNITS))
@@ -132,24 +132,24 @@ def format_nbytes(nbytes: int) -> str:
 
 
 def _describe_free(path: Path) -> list[str]:
-    """What is left where `path` is; nothing where the file system does not tell."""
+    """The free space at `path`; empty if the file system does not report it."""
     try:
-        place = _existing(path)
-        stats = os.statvfs(place)
+        nearest = _existing(path)
+        stats = os.statvfs(nearest)
     except OSError:
         return []
-    mount = next(folder for folder in (place, *place.parents) if os.path.ismount(folder))
+    mount = next(folder for folder in (nearest, *nearest.parents) if os.path.ismount(folder))
     if stats.f_files and not stats.f_ffree:
         return [f"no inode free on {mount}: too many files"]
     return [f"{format_nbytes(_free_nbytes(stats))} free on {mount}"] if stats.f_blocks else []
 
 
 def _existing(path: Path) -> Path:
-    """The nearest folder of `path` that is there."""
-    place = path.absolute().resolve()
-    return next(folder for folder in (place, *place.parents) if folder.exists())
+    """The nearest existing folder of `path`."""
+    target = path.absolute().resolve()
+    return next(folder for folder in (target, *target.parents) if folder.exists())
 
 
 def _free_nbytes(stats: os.statvfs_result) -> int:
-    """For this process: a part of some disks is kept for root."""
+    """Free for this process: some file systems reserve a part for root."""
     return stats.f_frsize * (stats.f_bavail if os.geteuid() else stats.f_bfree)

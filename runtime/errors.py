@@ -1,4 +1,4 @@
-"""Every error umbra raises on purpose.
+"""All errors that umbra raises on purpose.
 
 UmbraError
 ├── ConfigError            a setting is wrong; the message names the key and what is allowed
@@ -17,7 +17,7 @@ UmbraError
 │   ├── EngineUnhealthy    an engine hangs or crashes in a loop
 │   └── WeightSyncError    weights did not arrive whole
 ├── RolloutError
-│   ├── RequestRefused     an engine says that it could never serve a request
+│   ├── RequestRefused     no engine could ever serve the request
 │   └── RewardError        a reward function raised or returned something unusable
 ├── LedgerError            the record of samples is damaged, contradicts itself or cannot be written
 └── JobFailed              another rank or an essential process failed; the message names it
@@ -115,7 +115,7 @@ class RolloutError(UmbraError):
 
 
 class RequestRefused(RolloutError):
-    """An engine says that it could never serve a request; the message says why."""
+    """An engine could never serve a request; the message has the reason."""
 
 
 class RewardError(RolloutError):
@@ -139,5 +139,5 @@ def first_leaf(error: BaseException) -> BaseException:
 
 
 def how_to_install(extra: str) -> str:
-    """For an error: what to do where the packages of an extra (see pyproject.toml) are missing."""
+    """The remedy in an error about missing packages of an extra (see pyproject.toml)."""
     return f"run pip install -e '.[{extra}]' in your clone of umbra"

@@ -1,12 +1,13 @@
-"""Text of users and libraries, made harmless for a terminal."""
+"""Escapes text of users and libraries, so that it is harmless for a terminal."""
 
 from __future__ import annotations
 
 
 def escape_unprintable(text: str, *, keep: str = "\n\t") -> str:
-    """Replaces control characters and other unprintable ones by Python's escapes, such as `\\x1b`.
+    """Replaces control characters and other unprintable ones by Python's escapes, for example
+    `\\x1b`.
 
-    A prompt's id or an exception's message may hold sequences that a terminal obeys.
+    A prompt's id or an exception's message may hold sequences that would control a terminal.
 
     Args:
         keep: control characters that stay as they are.

@@ -1,4 +1,4 @@
-"""Waiting for whichever of several events comes first."""
+"""Waits for the first of several events."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The supervisor: the one process per node that owns every other process umbra starts there.
 
-It keeps actors running (`supervised_actor`), engines in their lifecycle and in sync
-(`engine_pool`), tells every attached rank when the job is lost, and leaves nothing
-behind. It is an actor itself: its public methods are its RPC face.
+It keeps actors running (`supervised_actor`), keeps engines in their lifecycle and in sync
+(`engine_pool`), notifies every attached rank when the job is lost, and leaves nothing behind. It is
+an actor itself: its public methods are its RPC interface.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from umbra.runtime.weights.transports.shared_memory.memfd import FdServer, serve
 
 logger = logging.getLogger(__name__)
 
-# How much later than its connections a process's death may be noticed: longer delays every report
-# of a rank, shorter blames the wrong one on a busy machine.
-_BLAME_WAIT_S: Final = 0.5
-# Ending the old ranks' actors: their grace, and the reaping.
+# How much later than its broken connections a process's death may be noticed. A longer wait delays
+# every report of a rank; a shorter one names the wrong process on a busy machine.
+_DEATH_NEWS_LIMIT_S: Final = 0.5
+# Time to end the old ranks' actors: their grace, and the reaping.
 _START_OVER_LIMIT_S: Final = 60.0
-# With no rank attached for so long (all of them failed, and none came back), the job is over.
+# The job is over once no rank has been attached for this long (all failed, and none restarted).
 NO_RANK_LIMIT_S: Final = 60.0
 
 
@@ -64,11 +64,11 @@ class Supervisor:
         )
         self._ranks = AttachedRanks()
         self._job_stop = JobStop()
-        self._stopped_at: float | None = None  # a stop signal reached this process
+        self._stopped_at: float | None = None  # when a stop signal reached this process
         self._fd_socket = str(node.socket_dir / "fds")
         self._fd_server: FdServer
         self._tasks: asyncio.TaskGroup
-        self._lives: asyncio.TaskGroup
+        self._actor_tasks: asyncio.TaskGroup
         self._spawned = asyncio.Event()
         self._last_incarnations: dict[str, int] = {}
         self._started_over = asyncio.Event()
@@ -92,11 +92,11 @@ class Supervisor:
                 await self._started_over.wait()
         except TimeoutError:
             raise DeadlineExceeded(
-                f"what served the ranks before their restart has not ended within "
-                f"{_START_OVER_LIMIT_S:.0f} s; the supervisor's log says what"
+                f"actors of the ranks before their restart have not ended within "
+                f"{_START_OVER_LIMIT_S:.0f} s; see the supervisor's log"
             ) from None
         me = self._ranks.add(rank, pid)
-        # Its death is known here before its peers can report that their connections broke.
+        # The supervisor notices its death before its peers can report broken connections.
         watch = PidWatch(pid, lambda: me.put({"kind": "gone"}))
         try:
             while True:
@@ -110,16 +110,16 @@ class Supervisor:
                 self._on_rank_gone(me, local_world_size, may_restart)
 
     def _start_over(self, incarnation: int) -> None:
-        """Torchrun has restarted the ranks: what served the old ones ends, engines stay warm.
+        """Torchrun has restarted the ranks: the old ranks' actors end, and engines stay warm.
 
-        Their weights mean nothing any more, so they wait for a sync of the new ranks.
+        Their weights are no longer valid, so they wait for a sync of the new ranks.
         """
         logger.info("the ranks were restarted (incarnation %d)", incarnation)
         self._job_stop.withdraw()
         self._stopped_at = None
         for rank in self._ranks.start_over(incarnation):
             self._end_syncs_of(rank)
-        if self._started_over.is_set():  # else it is under way for ranks that ended again
+        if self._started_over.is_set():  # else the actors of an earlier restart are still ending
             self._started_over.clear()
             self._tasks.create_task(self._stop_all_but_engines(), name="start-over")
 
@@ -138,31 +138,31 @@ class Supervisor:
         self._started_over.set()
 
     def detach(self, rank: int) -> None:
-        """A rank's farewell: its stream of events ends, and it is not missed."""
-        self._ranks.say_farewell(rank)
+        """Called by a rank before it leaves: its stream of events ends, and its end is expected."""
+        self._ranks.detach(rank)
 
     async def fail_job(self, who: str, message: str) -> None:
-        """A rank says that the job is lost. Every rank is told; the first failure counts.
+        """Called by a rank: the job is lost. Every rank is notified; the first failure counts.
 
         A rank whose collective broke because another died is often faster than the news of that
-        death, so what is said waits a moment for it.
+        death, so its report waits a moment for it.
         """
-        await self._ranks.await_failure(_BLAME_WAIT_S)
+        await self._ranks.await_failure(_DEATH_NEWS_LIMIT_S)
         self._ranks.fail(who, message)
 
     def end(self, who: str, why: str) -> None:
-        """Ends the job for a reason that lies outside it; ranks that wait are told."""
+        """Ends the job for a reason outside it; waiting ranks are notified."""
         self._ranks.fail(who, why)
         self.over.set()
 
     def pass_on_signal(self, rank: int, incarnation: int, number: int) -> None:
-        """A rank has got a stop signal, which may have reached it alone."""
+        """Called by a rank that got a stop signal, which may have reached it alone."""
         if incarnation == self._ranks.incarnation:
             self._job_stop.request()
         self._ranks.pass_on_signal(f"rank {rank}", incarnation, number)
 
     def stop_job(self, number: int) -> None:
-        """A stop signal reached this process, maybe by way of the guardian.
+        """Called when a stop signal reached this process, maybe through the guardian.
 
         The ranks stop as if it had reached them, and the job is over when the last has left. A
         second signal, after a moment, does not wait for them.
@@ -178,11 +178,11 @@ class Supervisor:
             self.over.set()
 
     def note(self, text: str) -> None:
-        """Puts one line where the person who runs the job sees it."""
+        """Shows one line to the person who runs the job."""
         self._ranks.note(text)
 
     def note_gpu_memory(self, rank: int, allocated_nbytes: int, reserved_nbytes: int) -> None:
-        """A rank tells what torch has of its GPU now; see `umbra.runtime.cluster.gpu_shortage`."""
+        """Called by a rank with the memory that torch has on its GPU; see `gpu_shortage`."""
         memory = RankMemory(allocated_nbytes=allocated_nbytes, reserved_nbytes=reserved_nbytes)
         self._ranks.note_gpu_memory(rank, memory)
 
@@ -198,19 +198,19 @@ class Supervisor:
         return await read_gpu_memory(roots, memory)
 
     def _on_rank_gone(self, gone: AttachedRank, local_world_size: int, may_restart: bool) -> None:
-        if not self._ranks.has_said_farewell(gone.rank):
+        if not self._ranks.has_detached(gone.rank):
             self._end_syncs_of(gone.rank)
             self._ranks.fail(
                 f"rank {gone.rank}",
-                f"its process (pid {gone.pid}) went away without a word: it was killed (out of "
-                "memory?) or crashed; what it printed last may tell",
+                f"its process (pid {gone.pid}) ended without a report: it was killed (out of "
+                "memory?) or crashed; see its last output",
             )
         if len(self._ranks):
             return
         if self._ranks.has_failed:
             is_over = not may_restart
         else:
-            is_over = self._ranks.num_farewells >= local_world_size
+            is_over = self._ranks.num_detached >= local_world_size
         if is_over or self._stopped_at is not None:
             self.over.set()
 
@@ -225,14 +225,14 @@ class Supervisor:
 
         Raises:
             ConfigError: the spec is malformed or the name taken.
-            ActorDied: it did not come up; with its traceback or last log lines.
+            ActorDied: it did not start; with its traceback or last log lines.
         """
         parsed = ActorSpec.from_wire(spec)
         actor = self._start(parsed)
         return await actor.wait_running(parsed.start_timeout_s + parsed.grace_s + 5.0)
 
     def signalled(self, name: str, incarnation: int) -> bool:
-        """An actor has got a stop signal; see `SupervisedActor.signalled`."""
+        """Called by an actor that got a stop signal; see `SupervisedActor.signalled`."""
         return self._actor(name).signalled(incarnation)
 
     async def stop(self, name: str, timeout_s: float) -> None:
@@ -248,7 +248,7 @@ class Supervisor:
         """The live incarnation of an actor; waits for one that is starting, or not spawned yet.
 
         `lost_incarnation`: the caller has lost its connection to that one, whose end may not have
-        been noticed here; its successor is wanted.
+        been noticed here. The call then waits for its successor.
 
         Raises:
             ActorNotFound, ActorDied, DeadlineExceeded.
@@ -287,16 +287,16 @@ class Supervisor:
         return actor
 
     def _forget(self, actor: SupervisedActor) -> None:
-        """Its name may be another one's by now, or nobody's."""
+        """Another actor may have its name by now."""
         if self._actors.get(actor.spec.name) is actor:
             del self._actors[actor.spec.name]
 
     def _start(self, spec: ActorSpec, may_start: asyncio.Event | None = None) -> SupervisedActor:
         if self.over.is_set():  # nobody would stop it
-            raise MailboxClosed(f"the job is over: {spec.name!r} is not started any more")
+            raise MailboxClosed(f"the job is over: {spec.name!r} is not started")
         known = self._actors.get(spec.name)
         if known is not None and not known.ended.is_set():
-            raise ConfigError(f"an actor named {spec.name!r} exists already: choose another name")
+            raise ConfigError(f"an actor named {spec.name!r} already exists: choose another name")
         path = self._node.socket_dir / f"{spec.name}.99999.hb"
         if len(os.fsencode(path)) >= MAX_SOCKET_PATH_NBYTES:
             raise ConfigError(f"actor name {spec.name!r} is too long for a socket: {path}")
@@ -307,7 +307,7 @@ class Supervisor:
             self._on_actor_change,
             self._ranks.note,
             self._job_stop,
-            # A name that is used again goes on counting, or an old reference would fit it.
+            # A reused name continues its incarnations, or an old reference would match it.
             num_earlier=self._last_incarnations.get(spec.name, 0),
             may_start=may_start,
             describe_gpu_memory=self._describe_gpu_memory,
@@ -315,7 +315,7 @@ class Supervisor:
         self._actors[spec.name] = actor
         self._spawned.set()
         self._spawned = asyncio.Event()
-        self._lives.create_task(actor.run(), name=f"actor:{spec.name}")
+        self._actor_tasks.create_task(actor.run(), name=f"actor:{spec.name}")
         return actor
 
     def _on_actor_change(self, actor: SupervisedActor) -> None:
@@ -323,12 +323,12 @@ class Supervisor:
         self._write_processes()
         for pool in self._pools.all():
             pool.on_actor_change(actor)
-        # A first start that fails is the answer to `spawn`, not the job's failure.
+        # A failed first start is the answer to `spawn`, not the job's failure.
         if actor.state == ActorState.FAILED and actor.spec.essential and actor.has_run:
             self._ranks.fail(actor.spec.name, actor.failure)
 
     def _write_processes(self) -> None:
-        """RUN_DIR/processes.json: who is who, for people and scripts."""
+        """Writes RUN_DIR/processes.json, which describes the processes for people and scripts."""
         path = self._run_dir / "processes.json"
         temporary = path.with_suffix(".tmp")
         try:
@@ -342,9 +342,10 @@ class Supervisor:
     # -- pools ---------------------------------------------------------------------------
 
     async def create_pool(self, spec: dict[str, Any]) -> None:
-        """Starts the engines of a pool and waits until each is up.
+        """Starts the engines of a pool and waits until each is ready.
 
-        The same pool again (after an elastic restart) is the one whose engines are warm.
+        Creating the same pool again (after an elastic restart) returns the one whose engines are
+        warm.
 
         Raises:
             ConfigError, ActorDied.
@@ -357,7 +358,8 @@ class Supervisor:
         )
 
     async def watch_pool(self, name: str) -> AsyncGenerator[dict[str, Any], None]:
-        """Engine states of a pool: first all of them, then every change (see `EnginePool`)."""
+        """Yields the states of a pool's engines: all of them, then every change (see
+        `EnginePool`)."""
         async for event in self._pools[name].watch():
             yield event
 
@@ -367,19 +369,19 @@ class Supervisor:
 
     @idempotent
     def catch_up(self, name: str) -> dict[str, Any]:
-        """Which engines wait for which version, for ranks that wait for a batch.
+        """Which engines wait for which version; called for ranks that wait for a batch.
 
         Returns:
             {"version": int | None, "engines": [[name, incarnation], ...], "ranks": [rank, ...]};
-            `ranks` publish that version again already, and wait for the others to do it too.
+            `ranks` already publish that version again, and wait for the others to join.
         """
         return self._pools[name].catch_up()
 
     @idempotent
     def pool_has_work(self, name: str, has_work: bool) -> None:
-        """A pool has requests to answer, or none any more; said by who dispatches them.
+        """Whether a pool has requests to answer; its dispatcher reports it.
 
-        Pools that share memory have their turns by it; see `umbra.runtime.pools.time_slicing`.
+        It decides the turns of pools that share memory; see `umbra.runtime.pools.time_slicing`.
         """
         self._pools.report_work(name, has_work)
 
@@ -412,16 +414,16 @@ class Supervisor:
         abort = SyncAbort.from_wire(call)
         self._pools[abort.pool].sync.sync_abort(abort)
 
-    # -- life ----------------------------------------------------------------------------
+    # -- lifetime ------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Until the job is over; then ends every actor and returns."""
+        """Runs until the job is over; then ends every actor and returns."""
         try:
             async with (
                 serve_fds(self._fd_socket) as self._fd_server,
                 asyncio.TaskGroup() as self._tasks,
             ):
-                async with asyncio.TaskGroup() as self._lives:
+                async with asyncio.TaskGroup() as self._actor_tasks:
                     await self._until_over()
                     logger.info("the job is over: stopping %d actors", len(self._actors))
                     for actor in self._actors.values():
@@ -431,12 +433,12 @@ class Supervisor:
             self._context.destroy(linger=0)
 
     async def _until_over(self) -> None:
-        """The job is over when told so, or when no rank has been attached for a while."""
+        """Waits until the job is ended, or until no rank has been attached for a while."""
         abandoned = self._tasks.create_task(self._until_abandoned())
         await self.over.wait()
         abandoned.cancel()
 
     async def _until_abandoned(self) -> None:
         await self._ranks.until_abandoned(NO_RANK_LIMIT_S)
-        logger.error("no rank attached for %.0f s: giving up", NO_RANK_LIMIT_S)
+        logger.error("no rank has been attached for %.0f s: ending the job", NO_RANK_LIMIT_S)
         self.over.set()

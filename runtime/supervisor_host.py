@@ -4,8 +4,8 @@
 
 RUN_DIR is for people who look at processes. Standard input carries one JSON object
 (`SupervisorConfig`). Once it serves, it writes one line to the ready pipe. It ends when the job is
-over, or when the guardian dies; every descendant is gone by then. A stop signal, its own or one
-that the guardian passes on, stops the ranks, and with the last of them the job.
+over, or when the guardian dies; by then every descendant has ended. A stop signal, received
+directly or through the guardian, stops the ranks, and the job ends with the last of them.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from umbra.runtime.supervisor import Supervisor
 logger = logging.getLogger(__name__)
 
 _ORPHAN_LOOK_INTERVAL_S = 1.0
-"""Between two looks for what dead actors' children left. Longer: they live longer."""
+"""Interval of checks for processes that dead actors' children left. Longer: they live longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisorConfig:
-    """What a rank tells the supervisor it starts.
+    """Settings that a rank passes to the supervisor that it starts.
 
     Attributes:
         tcp_host: address to offer to other nodes; "" for none (then no keys are needed).
-        secret_file: where the job's keys are; "" for none.
+        secret_file: path of the job's keys; "" for none.
     """
 
     node_id: str
@@ -98,12 +98,12 @@ async def serve(config: SupervisorConfig, ready_fd: int, guardian_pid: int) -> N
             # Without a guardian, the supervisor's own death would leave orphans.
             supervisor.end(
                 "the guardian",
-                f"its process (pid {guardian_pid}) went away; nothing would clean up without it",
+                f"its process (pid {guardian_pid}) ended; without it nothing would clean up",
             )
 
         server = ActorServer(supervisor, ref.incarnation)
         with contextlib.ExitStack() as stack:
-            # Not `term`, which would wait for ever for a socket whose server never ran.
+            # Not `term`, which would wait forever for a socket whose server never ran.
             stack.callback(context.destroy, linger=0)
             stack.enter_context(PidWatch.of_parent(guardian_pid, on_guardian_end))
             server.bind(context.socket(zmq.ROUTER), ref.ipc_endpoint)
@@ -117,7 +117,7 @@ async def serve(config: SupervisorConfig, ready_fd: int, guardian_pid: int) -> N
                 except zmq.ZMQError as error:
                     raise ConfigError(
                         f"cannot listen on tcp_host {config.tcp_host!r}: {error.strerror}; "
-                        "use an address of this host that the other nodes reach"
+                        "use an address of this host that the other nodes can reach"
                     ) from error
             os.write(ready_fd, json.dumps({"tcp_endpoint": tcp_endpoint}).encode() + b"\n")
             os.close(ready_fd)

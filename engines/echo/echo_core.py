@@ -1,4 +1,4 @@
-"""What is the echo engine's own: tokens that are drawn when they are taken, as time allows."""
+"""The core of the echo engine: it makes tokens when they are taken, as many as time allows."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from umbra.engines.shell.engine_core import NewOutput, PolledCore
 from umbra.runtime.engine_api.generation_request import GenerationRequest
 
 _MAX_BURST: Final = 1024
-# Tokens of one request made at once where no speed is set, so that a long request still comes in
-# several batches.
+# Tokens of one request made at once where no speed is set. With this limit, a long request still
+# arrives in several batches.
 
 
 class EchoCore(PolledCore):
     """Runs up to `max_num_seqs` requests, in the order of their arrival.
 
     Args:
-        tokens_per_s: of each running request; None: as fast as it goes.
-        weights: what a level 2 sleep loses, and logprobs follow where `weights_in_logprobs`.
+        tokens_per_s: speed of each running request; None: as fast as possible.
+        weights: bytes that a level 2 sleep loses. With `weights_in_logprobs`, logprobs depend on
+            them.
     """
 
     name = "echo"
@@ -60,7 +61,7 @@ class EchoCore(PolledCore):
                 self.remove(key)
 
     def remove(self, key: str) -> None:
-        """A request has ended; another one may run."""
+        """Ends a request, so that another one may run."""
         if self._live.pop(key).since is not None:
             self._num_running -= 1
         self._start_waiting()
@@ -74,12 +75,12 @@ class EchoCore(PolledCore):
             self.hurry()
 
     def hurry(self) -> None:
-        """Has tokens taken before the tick where no speed is set."""
+        """Takes tokens before the tick if no speed is set."""
         if self._tokens_per_s is None:
             self.ended.set()
 
     def allowance(self, output: _EchoOutput) -> int:
-        """Tokens that a request may have had since it was last asked for them."""
+        """Tokens that a request may have had since the last take."""
         if self.is_paused or output.since is None:
             return 0
         if self._tokens_per_s is None:
@@ -94,7 +95,7 @@ class EchoCore(PolledCore):
             return [0.0] * len(keys)
         return echo_logprobs(keys, self._weights.fingerprint()).tolist()
 
-    # -- states: there is no memory, but they are the same -----------------------------------
+    # -- states: the engine has no memory to free, but it keeps the same states --------------
 
     async def pause(self, *, keep: bool) -> None:
         self.is_paused = True
@@ -114,14 +115,14 @@ class EchoCore(PolledCore):
             self._weights.clear()
 
     async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
-        return "it has no GPU"
+        return "the echo engine has no GPU"
 
 
 class _EchoOutput:
     """A request in progress.
 
     Attributes:
-        since: the loop's time up to which it has its tokens; None: it waits for others to end.
+        since: loop time up to which the request has its tokens; None: it waits for others to end.
     """
 
     def __init__(self, core: EchoCore, key: str, request: GenerationRequest) -> None:
@@ -136,7 +137,7 @@ class _EchoOutput:
         self.changed = asyncio.Event()
 
     def take(self) -> NewOutput | None:
-        """None after a stop token, none above the budget."""
+        """No token follows a stop token or exceeds the budget."""
         if self.is_aborted:
             return NewOutput(tokens=[], logprobs=[], finish_reason="abort")
         request = self._request

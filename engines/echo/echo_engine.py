@@ -2,9 +2,9 @@
 
 Target: `umbra.engines.echo.echo_engine:EchoEngine`.
 
-Each token of a trajectory follows from its seed, its position and all tokens before it, prompt
-included (`EchoTokens`). So a trajectory that was cut resumes exactly, on any engine, and differs if
-it is resumed from another context. For tests, benchmarks and trying out a cluster.
+Each token of a trajectory depends on its seed, its position and all tokens before it, including the
+prompt (`EchoTokens`). So a trajectory that was cut resumes exactly, on any engine, and differs if
+it is resumed from another context. The engine serves tests, benchmarks and trials of a cluster.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from umbra.runtime.errors import ConfigError
 
 
 class EchoEngine(EngineShell[EchoCore]):
-    """Takes the embedded engine's settings too; of them model_path, dtype, device,
-    kv_cache_num_tokens and num_threads mean nothing here.
+    """Also accepts the embedded engine's settings, but ignores model_path, dtype, device,
+    kv_cache_num_tokens and num_threads.
 
     Args:
         vocab_size: tokens are below it; a prompt with others is refused.
-        tokens_per_s: of each running request; None: as fast as it goes.
+        tokens_per_s: speed of each running request; None: as fast as possible.
         verify_checksums: check what a sync delivers (imports torch).
         weights_in_logprobs: keep the bytes of the weights that syncs deliver, and make every
-            logprob a function of them, of the token and of what the token follows from
-            (`echo_logprobs`; else it is 0). Who knows the bytes of each version can then prove
-            which weights were here when a token was made, whatever version it is labelled with.
+            logprob a function of them, of the token and of its context (`echo_logprobs`; else it is
+            0). A test that knows the bytes of each version can then prove which weights made a
+            token, whatever version its label names.
+        load_weights: serve as version 0 at once.
         load_weights: serve as version 0 at once.
     """
 
@@ -71,5 +72,5 @@ class EchoEngine(EngineShell[EchoCore]):
         )
 
     def weights_fingerprint(self) -> int:
-        """Of the bytes it holds now; of none where it keeps none."""
+        """A number for the bytes that the engine holds now; for no bytes if it keeps none."""
         return self._held.fingerprint()

@@ -1,4 +1,4 @@
-"""The tokens of the echo engine: each follows from the seed, its position and all tokens before it.
+"""The tokens of the echo engine: each depends on the seed, its position and all tokens before it.
 
 N: tokens drawn at once.
 """
@@ -17,8 +17,8 @@ _MASK: Final = (1 << 64) - 1
 
 
 class Drawn(NamedTuple):
-    """Tokens that were drawn, each with a key: a number that follows from the seed, the token's
-    position, the token and all tokens before it."""
+    """Tokens, each with a key: a number that depends on the seed, the token's position, the token
+    and all tokens before it."""
 
     tokens: npt.NDArray[np.int32]  # [N]
     keys: npt.NDArray[np.uint64]  # [N]
@@ -27,16 +27,16 @@ class Drawn(NamedTuple):
 class EchoTokens:
     """Draws the tokens that follow a context, one after the other, in constant time each.
 
-    The rest of a trajectory that was cut is the same whoever draws it, in any process, if seed,
-    context and position are the right ones. With another context it is another.
+    A trajectory that was cut continues with the same tokens in any process, if seed, context and
+    position are right. A wrong context gives other tokens.
 
     Args:
-        seed: of the trajectory.
+        seed: the trajectory's.
         context: prompt and all tokens so far.
-        position: of the next token in the completion.
+        position: index of the next token in the completion.
 
     Attributes:
-        position: of the next token, now.
+        position: index of the next token, now.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class EchoTokens:
 
 
 def echo_logprobs(keys: npt.NDArray[np.uint64], fingerprint: int) -> npt.NDArray[np.float32]:
-    """What stands for the logprobs of the tokens with these keys, made by these weights: below 0.
+    """A stand-in for logprobs, below 0, of the tokens with these keys under these weights.
 
     Args:
         keys: see `Drawn`; any shape.
-        fingerprint: of the weights, see `echo_weights.weights_fingerprint`.
+        fingerprint: of the weights; see `echo_weights.weights_fingerprint`.
     """
     bits = keys ^ np.uint64(fingerprint)
     # 52 bits and a half: the largest value is still below 1 after rounding to float64.

@@ -1,4 +1,4 @@
-"""The echo engine's end of a weight sync: takes every byte, and keeps it where it is asked for."""
+"""The echo engine's side of a weight sync: it reads every byte, and keeps the bytes if asked to."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def weights_fingerprint(tensors: Iterable[bytes | bytearray | memoryview]) -> in
 
 
 class EchoWeights:
-    """The bytes that an engine holds, as its updates left them: like parameters, they are
-    overwritten in place while an update loads, also by one that is given up half-way."""
+    """The bytes that an engine holds. Like parameters, they are overwritten in place while an
+    update loads, even if that update is aborted half-way."""
 
     def __init__(self) -> None:
         self.image = bytearray()
@@ -36,7 +36,7 @@ class EchoWeights:
         self._fingerprint: int | None = None
 
     def lay_out(self, extents: Sequence[Extent], nbytes: int) -> None:
-        """What is here stays where the layout is the one before."""
+        """Bytes stay as they are if the layout has not changed."""
         if (len(self.image), list(self._extents)) != (nbytes, list(extents)):
             self.image = bytearray(nbytes)
         self._extents = extents
@@ -47,7 +47,7 @@ class EchoWeights:
         self._fingerprint = None
 
     def fingerprint(self) -> int:
-        """See `weights_fingerprint`; of nothing before the first update."""
+        """See `weights_fingerprint`; that of no bytes before the first update."""
         if self._fingerprint is None:
             image = memoryview(self.image)
             self._fingerprint = weights_fingerprint(
@@ -61,8 +61,8 @@ class EchoWeights:
 
 class EchoUpdates(WeightUpdates):
     """Args:
-    weights: where the bytes go; None: they are dropped.
-    verify: check the checksums of what went there, which imports torch.
+    weights: receives the bytes; None: the bytes are dropped.
+    verify: compare checksums, which imports torch.
     """
 
     def __init__(self, weights: EchoWeights | None, *, verify: bool) -> None:
@@ -99,7 +99,7 @@ class EchoUpdates(WeightUpdates):
         return nbytes
 
     async def finish(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
-        """Counts the regions, and checks them where that was asked for."""
+        """Counts the regions, and verifies them if `verify` is set."""
         self._open_end().check_all_loaded(len(self._plan))
         mismatches: list[str] = []
         if self._verify and self._weights is not None:

@@ -38,7 +38,7 @@ class Arena:
                 self._mapping = mmap.mmap(-1, self.size_nbytes, flags=mmap.MAP_PRIVATE)
             except OSError as error:
                 raise ConfigError(
-                    f"this machine does not give {size_nbytes / 1e9:.1f} GB of memory ({error}); "
+                    f"this machine cannot provide {size_nbytes / 1e9:.1f} GB of memory ({error}); "
                     "lower kv_cache_num_tokens, max_num_seqs or max_context_len"
                 ) from error
             # Attention strides over the whole cache: with small pages the address translations

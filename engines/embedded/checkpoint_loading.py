@@ -1,4 +1,4 @@
-"""Reading a checkpoint: safetensors files, sharded or not, into parameters by name."""
+"""Reads a checkpoint: safetensors files, sharded or not, into parameters by name."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def load_checkpoint(model_path: str, parameters: Parameters) -> None:
             if target is None:
                 raise DataError(
                     f"{file} holds {name!r}, which this architecture does not have; config.json "
-                    "and weights do not belong together"
+                    "and the weights are from different models"
                 )
             _check(name, tensor, target, file)
             if name in parameters.aliases:

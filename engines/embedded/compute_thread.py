@@ -1,9 +1,9 @@
-"""The one thread that owns an engine's torch work, and the loop's way to it.
+"""The one thread that owns an engine's torch work, and how the event loop reaches it.
 
 event loop                               compute thread
   run(job) ── jobs ─────────────────────▶ between two steps: job(worker)
   future  ◀── call_soon_threadsafe ────── result or error
-  on_batch ◀─ call_soon_threadsafe ────── token deltas, a batch a tick; more where requests end
+  on_batch ◀─ call_soon_threadsafe ────── token deltas, a batch a tick; more when requests end
   failure()   ◀ call_soon_threadsafe ──── a step raised: the thread has ended
 """
 
@@ -29,7 +29,8 @@ T = TypeVar("T")
 Job = Callable[[EmbeddedWorker], Any]
 
 _STOP_TIMEOUT_S: Final = 10.0
-# A step in progress is waited for; longer than any sane step, shorter than a supervisor's patience.
+# Limit on waiting for a step in progress: longer than any sane step, shorter than the supervisor
+# waits.
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +45,11 @@ class ComputeThread:
 
     Args:
         build: makes the worker; called in the thread.
-        on_batch: called on the loop with a batch and the epoch it belongs to.
+        on_batch: called on the loop with a batch and the epoch that it belongs to.
 
     Attributes:
-        num_steps: steps that have ended; readable from the loop, as is
-        is_stepping: a step is in progress.
+        num_steps: steps that have ended; the loop may read it, as well as
+        is_stepping: whether a step is in progress.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class ComputeThread:
         self._thread = threading.Thread(target=self._main, name="engine-compute", daemon=True)
 
     async def start(self) -> None:
-        """Builds the worker in the thread and raises what that raises."""
+        """Builds the worker in the thread. Raises what the builder raises."""
         self._loop = asyncio.get_running_loop()
         self._built: asyncio.Future[None] = self._loop.create_future()
         self._ended: asyncio.Future[None] = self._loop.create_future()
@@ -88,7 +89,7 @@ class ComputeThread:
             self._thread.join(_STOP_TIMEOUT_S)
 
     def end_waits(self) -> None:
-        """Has an update's `load` that waits for ranks raise WeightSyncError soon."""
+        """Makes an update's `load` that waits for ranks raise WeightSyncError soon."""
         if self._worker is not None:
             self._worker.receiver.stop()
 
@@ -99,13 +100,14 @@ class ComputeThread:
         return self._error
 
     async def run(self, job: Callable[[EmbeddedWorker], T], *, flushes: bool = False) -> T:
-        """Runs `job` in the thread between two steps. Once queued it runs, cancelled or not.
+        """Runs `job` in the thread between two steps. A queued job runs even if the caller is
+        cancelled.
 
         Args:
-            flushes: `on_batch` has had all tokens and ends by then.
+            flushes: `on_batch` has had all tokens and finishes when this returns.
 
         Raises:
-            EngineError: the thread has failed; carries its traceback.
+            EngineError: the thread has failed; the message carries its traceback.
         """
         if self._error is not None:
             raise self._error
@@ -135,7 +137,7 @@ class ComputeThread:
     def _main(self) -> None:
         try:
             worker = self._worker = self._build()
-        except Exception as error:  # noqa: BLE001 - belongs to whoever enters
+        except Exception as error:  # noqa: BLE001 - raised to the caller of `start`
             self._call_soon(_fail_future, self._built, error)
         else:
             self._call_soon(_set_result, self._built, None)
@@ -176,7 +178,7 @@ class ComputeThread:
     def _run_job(self, worker: EmbeddedWorker, queued: _QueuedJob) -> None:
         try:
             result = queued.job(worker)
-        except Exception as error:  # noqa: BLE001 - belongs to the caller
+        except Exception as error:  # noqa: BLE001 - raised to the caller
             self._call_soon(_fail_future, queued.future, error)
             return
         if queued.flushes:
@@ -184,7 +186,7 @@ class ComputeThread:
         self._call_soon(_set_result, queued.future, result)
 
     def _call_soon(self, callback: Callable[..., None], *args: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody is left to tell
+        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody needs the call
             self._loop.call_soon_threadsafe(callback, *args)
 
     # -- on the loop ---------------------------------------------------------------------

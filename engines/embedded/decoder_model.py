@@ -1,7 +1,7 @@
 """The forward pass of Llama-like decoders (Llama, Qwen2, Qwen3) over a row KV cache.
 
-Few, large operations: at a fraction of a million parameters the cost of a step is the number of
-torch calls as much as their arithmetic.
+The operations are few and large: with a fraction of a million parameters, the number of torch calls
+costs a step as much as their arithmetic.
 
 B: sequences, T: tokens a sequence (padded on the right), M: tokens in a flat batch, E: hidden
 size, H: query heads, K: key/value heads, G: query heads per key/value head, D: head dimension.
@@ -51,8 +51,8 @@ class DecoderModel:
         Args:
             token_ids: [B, T] int64, padded on the right with any token.
             last: [B] int64, index of each prompt's last token.
-            copies: [N] int64, which prompt each row gets (a group shares one), or None for
-                one row a prompt in their order.
+            copies: [N] int64, which prompt each row gets (a group shares one), or None for one row
+                per prompt in order.
 
         Returns:
             Logits after each prompt's last token, [B, V].
@@ -81,11 +81,11 @@ class DecoderModel:
         return self._logits(hidden.index_select(0, ends))
 
     def decode(self, token_ids: Tensor, positions: Tensor, cache: KvCache, *, span: int) -> Tensor:
-        """Runs one token a sequence; sequence i is cache row i.
+        """Runs one token per sequence; sequence i is cache row i.
 
         Args:
             token_ids: [B] int64.
-            positions: [B] int64, each token's place in its sequence, below `span`.
+            positions: [B] int64, each token's index in its sequence, below `span`.
             span: tokens of the longest sequence, this step's included.
 
         Returns:
@@ -118,7 +118,7 @@ class DecoderModel:
         return self._logits(hidden)
 
     def _mask(self, positions: Tensor, span: int) -> Tensor:
-        """[B K, 1, T]: 0 where a sequence has a token, -inf behind its end."""
+        """[B K, 1, T]: 0 where a sequence has a token, -inf beyond its end."""
         columns = torch.arange(span, device=positions.device)
         mask = torch.zeros(
             (len(positions), span), dtype=self.parameters.dtype, device=positions.device
@@ -152,7 +152,7 @@ class DecoderModel:
         return F.linear(self._norm(hidden, self.parameters.final_norm), self.parameters.head)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Root-mean-square norm over the last dim, in float32 as transformers does it."""
+        """Root-mean-square norm over the last dim, in float32 like transformers."""
         if x.dtype == torch.float32 and weight.dim() == 1:
             return F.rms_norm(x, (x.shape[-1],), weight, self.config.norm_eps)
         wide = x.float()
@@ -162,7 +162,7 @@ class DecoderModel:
 
 
 def _add_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """residual + x @ weight.T + bias, in one product where there is no bias."""
+    """residual + x @ weight.T + bias, in one product if there is no bias."""
     if bias is None:
         return torch.addmm(residual, x, weight.t())
     return residual + F.linear(x, weight, bias)

@@ -36,7 +36,7 @@ class EngineCore:
     """Owns the queue, the row table and the KV cache; borrows the model. Not thread-safe.
 
     Attributes:
-        version: of the weights; stamped on the tokens they make.
+        version: of the weights; tokens are stamped with it.
     """
 
     def __init__(self, model: DecoderModel, limits: Limits) -> None:
@@ -46,7 +46,7 @@ class EngineCore:
         self._limits = limits
         self._device = model.parameters.device
         self._waiting: deque[GenerationRequest] = deque()
-        self._arrivals: dict[int, int] = {}  # request id -> place in the order of arrival
+        self._arrivals: dict[int, int] = {}  # request id -> index in the order of arrival
         self._num_arrived = 0
         self._rows = RowTable(max_rows=limits.max_num_seqs, max_context_len=limits.max_context_len)
         self._deltas = DeltaBuffer()
@@ -83,7 +83,7 @@ class EngineCore:
         """Queues requests.
 
         Raises:
-            ValueError: an id is in use; then none of them is queued.
+            ValueError: an id is in use; then no request is queued.
         """
         ids = [request.id for request in requests]
         taken = sorted(set(ids) & self._arrivals.keys())
@@ -96,26 +96,26 @@ class EngineCore:
 
     def abort(self, ids: Iterable[int] | None = None) -> int:
         """Ends requests (None: all) with reason "abort"; tokens already sampled are delivered."""
-        wanted = self._arrivals.keys() if ids is None else self._arrivals.keys() & set(ids)
-        wanted = set(wanted)
+        chosen = self._arrivals.keys() if ids is None else self._arrivals.keys() & set(ids)
+        chosen = set(chosen)
         kept: deque[GenerationRequest] = deque()
         for request in self._waiting:
-            if request.id in wanted:
+            if request.id in chosen:
                 self._finish_id(request.id, "abort")
             else:
                 kept.append(request)
         self._waiting = kept
         rows = self._rows
-        self._remove([(row, "abort") for row in range(rows.count) if int(rows.ids[row]) in wanted])
-        return len(wanted)
+        self._remove([(row, "abort") for row in range(rows.count) if int(rows.ids[row]) in chosen])
+        return len(chosen)
 
     def forget(self) -> None:
-        """Drops all requests and undelivered deltas: nobody is left to read them."""
+        """Drops all requests and undelivered deltas, because nobody reads them."""
         self.abort()
         self._deltas.clear()
 
     def set_version(self, version: int) -> None:
-        """Tokens sampled from here on carry `version`; a run never mixes two."""
+        """Stamps tokens sampled from here on with `version`; a run never mixes two."""
         self._cut_runs()
         self.version = version
 
@@ -125,16 +125,16 @@ class EngineCore:
         return self._deltas.take()
 
     def preempt_all(self) -> None:
-        """Puts all running requests back into the queue; their cache rows may then be lost."""
+        """Returns all running requests to the queue; their cache rows may then be lost."""
         self._evict(list(range(self._rows.count)))
 
     def step(self) -> None:
-        """One prefill if anything waits and fits, then one token for all that run."""
+        """One prefill if a waiting request fits, then one token for all running requests."""
         with torch.inference_mode():
             if self._waiting:
                 self._admit()
             if self._rows.count:
-                self._make_room()
+                self._evict_to_fit()
                 self._decode()
 
     # -- prefill -------------------------------------------------------------------------
@@ -184,8 +184,8 @@ class EngineCore:
 
     # -- decode --------------------------------------------------------------------------
 
-    def _make_room(self) -> None:
-        """Every running row can take its last token's keys and values afterwards."""
+    def _evict_to_fit(self) -> None:
+        """Evicts requests until every running row can store its last token's keys and values."""
         rows = self._rows
         if self._longest() <= self.cache.capacity:
             return
@@ -199,7 +199,7 @@ class EngineCore:
         self._resize(growth.capacity)
 
     def _evict(self, evicted: Sequence[int]) -> None:
-        """Running requests back to the head of the queue, the oldest first."""
+        """Returns running requests to the head of the queue, the oldest first."""
         rows = self._rows
         if not evicted:
             return
@@ -223,7 +223,7 @@ class EngineCore:
     # -- sampling and finishing ----------------------------------------------------------
 
     def _sample(self, first: int, logits: Tensor) -> None:
-        """One token for each row from `first` on; logits are theirs, in order."""
+        """Samples one token for each row from `first` on; `logits` are theirs, in order."""
         rows = self._rows
         chosen = slice(first, rows.count)
         temperatures, is_greedy = rows.temperatures[chosen], rows.is_greedy[chosen]
@@ -245,7 +245,7 @@ class EngineCore:
         stopped, ended = rows.finished(first, tokens)
         is_broken = ~np.isfinite(logprobs)
         if is_broken.any():
-            rows.lens[first : rows.count][is_broken] -= 1  # that token is not worth having
+            rows.lens[first : rows.count][is_broken] -= 1  # drops the broken token
         done = stopped | ended | is_broken
         if done.any():
             reasons = np.where(is_broken, NOT_FINITE, np.where(stopped, "stop", "length"))
@@ -254,7 +254,7 @@ class EngineCore:
             self.cache.clear_beyond((rows.lens[: rows.count] - 1).tolist())
 
     def _remove(self, finished: Sequence[tuple[int, str]]) -> None:
-        """Ends running requests: (row, reason) each."""
+        """Ends running requests, given as (row, reason)."""
         if not finished:
             return
         numbers = [row for row, _ in finished]
@@ -283,7 +283,7 @@ def _unique(
 ) -> tuple[list[npt.NDArray[np.int32]], Int64Array | None]:
     """Distinct prompts, and which of them each request has (None: all differ).
 
-    The samples of a group share a prompt; it is computed once.
+    The samples of a group share a prompt, so it is computed once.
     """
     known: dict[bytes, int] = {}
     distinct: list[npt.NDArray[np.int32]] = []

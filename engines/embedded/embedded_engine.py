@@ -1,7 +1,8 @@
 """The embedded engine as an actor: umbra's own engine, in plain torch, for CPU and CUDA.
 
-Target `umbra.engines.embedded.embedded_engine:EmbeddedEngine`. All torch work happens in one
-compute thread, so the event loop answers at once, whatever the model does.
+Target: `umbra.engines.embedded.embedded_engine:EmbeddedEngine`.
+All torch work happens in one compute thread, so the event loop answers at once whatever the model
+does.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from umbra.runtime.engine_api.generation_request import GenerationRequest
 
 
 class EmbeddedEngine(EngineShell["EmbeddedCore"]):
-    """See `EmbeddedConfig` for the settings; `tick_ms` is the least time between two deltas in
+    """See `EmbeddedConfig` for the settings. `tick_ms` is the shortest time between two deltas in
     which no request ends.
 
-    Entering it builds the model; leaving it ends the compute thread. `run()` raises when the
-    thread fails, and so do all calls and streams from then on.
+    Entering it builds the model; leaving it ends the compute thread. If the thread fails, `run()`
+    raises, and so do all calls and streams from then on.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class EmbeddedCore(Core):
 
     @property
     def frees_memory_asleep(self) -> bool:
-        """`memory` says what is there."""
+        """`memory` already reports what is resident."""
         return False
 
     async def start(self) -> None:
@@ -93,7 +94,7 @@ class EmbeddedCore(Core):
         self.is_paused = False
 
     async def sleep(self, level: int) -> None:
-        """Frozen requests are computed again after the next resume."""
+        """Frozen requests are recomputed after the next resume."""
         await self._thread.run(lambda worker: worker.sleep(level))
         await self._note_memory()
 
@@ -109,7 +110,7 @@ class EmbeddedCore(Core):
 
 
 class EmbeddedRequests(EngineRequests):
-    """Takes whole batches from the compute thread, which makes one a tick."""
+    """Receives whole batches from the compute thread, one per tick."""
 
     def __init__(self, build: Callable[[], EmbeddedWorker], *, tick_ms: float) -> None:
         super().__init__()
@@ -132,7 +133,7 @@ class EmbeddedRequests(EngineRequests):
         await self.thread.run(lambda worker: worker.core.abort(ids), flushes=True)
 
     async def deliver(self) -> None:
-        """A pause has flushed all."""
+        """Nothing to do: a pause has flushed everything."""
 
     def begin_update(self) -> None:
         pass
@@ -144,7 +145,7 @@ class EmbeddedRequests(EngineRequests):
         return await self.thread.run(lambda worker: worker.counts())
 
     def progress(self) -> int | None:
-        """Steps of the model; a job for the compute thread may wait, and has limits of its own."""
+        """Steps of the model. A job for the compute thread may wait, and has limits of its own."""
         return self.thread.num_steps if self.thread.is_stepping else None
 
     def _forget(self, epoch: int) -> None:
@@ -159,9 +160,9 @@ class EmbeddedRequests(EngineRequests):
 
 
 class EmbeddedUpdates(WeightUpdates):
-    """Buckets, or the ranks' own memory, straight into the parameters, in the compute thread.
+    """Loads buckets, or the ranks' own memory, straight into the parameters, in the compute thread.
 
-    Nothing else is computed while `load` waits for ranks.
+    The thread computes nothing else while `load` waits for ranks.
     """
 
     def __init__(self, thread: ComputeThread) -> None:
@@ -186,5 +187,6 @@ class EmbeddedUpdates(WeightUpdates):
         await self._thread.run(lambda worker: worker.receiver.close())
 
     async def close(self) -> None:
-        """What is mapped goes with the process: a hanging step would be waited for here."""
+        """Mappings are freed with the process: unmapping them here would wait for a hanging
+        step."""
         self._thread.end_waits()

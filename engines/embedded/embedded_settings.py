@@ -1,4 +1,4 @@
-"""Settings of an embedded engine, and what they come to on this machine."""
+"""Settings of an embedded engine, and the limits that follow from them on this machine."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from umbra.runtime.engine_api.decoder_config import ModelConfig
 from umbra.runtime.errors import ConfigError
 
 _KV_SHARE_OF_GPU_MEMORY: Final = 0.8
-# Of a GPU's free memory, where no size was given. The rest is for activations and logits.
+# Share of a GPU's free memory used where no size is set. Activations and logits need the rest.
 _KV_SHARE_OF_HOST_MEMORY: Final = 0.5
-# Of a host's memory, where no size was given: a bound on what may be asked for, not what is taken.
+# Share of a host's memory where no size is set: the most that may be requested, not what is taken.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,10 +25,10 @@ class EmbeddedConfig:
     """Settings of an embedded engine.
 
     Attributes:
-        kv_cache_num_tokens: of all sequences together. None: enough for max_num_seqs sequences
-            of max_context_len, but no more than most of a GPU's free memory, or half of a host's
-            (where it is taken only once used).
-        num_threads: for torch's operations on the CPU.
+        kv_cache_num_tokens: for all sequences together. None: enough for max_num_seqs sequences of
+            max_context_len, but no more than most of a GPU's free memory, or half of a host's
+            (whose pages are taken only once used).
+        num_threads: threads of torch's operations on the CPU.
         load_weights: read them from `model_path` and serve as version 0.
     """
 
@@ -43,7 +43,7 @@ class EmbeddedConfig:
 
 
 def parse_device(name: str) -> torch.device:
-    """Raises ConfigError where `name` is not a device of this machine."""
+    """Raises ConfigError if `name` is not a device of this machine."""
     if name == "cpu":
         return torch.device("cpu")
     if name == "cuda" or name.startswith("cuda:"):
@@ -54,7 +54,7 @@ def parse_device(name: str) -> torch.device:
 
 
 def check_context_len(config: EmbeddedConfig, model: ModelConfig) -> None:
-    """Raises ConfigError where the model has no positions for the context."""
+    """Raises ConfigError if the context exceeds the model's positions."""
     if config.max_context_len > model.max_position_embeddings:
         raise ConfigError(
             f"max_context_len={config.max_context_len} exceeds the model's "
@@ -65,7 +65,7 @@ def check_context_len(config: EmbeddedConfig, model: ModelConfig) -> None:
 def make_limits(
     config: EmbeddedConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> Limits:
-    """Raises ConfigError where the settings contradict each other or the machine."""
+    """Raises ConfigError if the settings contradict each other or exceed the machine."""
     num_tokens = config.kv_cache_num_tokens
     token_nbytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype.itemsize
     if device.type == "cuda":
@@ -75,19 +75,19 @@ def make_limits(
         memory_nbytes = physical_nbytes()
         usable_nbytes = memory_nbytes * _KV_SHARE_OF_HOST_MEMORY
     if num_tokens is None:
-        wanted = config.max_num_seqs * config.max_context_len
-        num_tokens = min(wanted, int(usable_nbytes) // token_nbytes)
-        if num_tokens < min(wanted, config.max_context_len):
+        full_size = config.max_num_seqs * config.max_context_len
+        num_tokens = min(full_size, int(usable_nbytes) // token_nbytes)
+        if num_tokens < min(full_size, config.max_context_len):
             raise ConfigError(
                 f"a sequence of max_context_len={config.max_context_len} takes "
-                f"{config.max_context_len * token_nbytes / 1e9:.3g} GB of KV cache, for which "
-                f"{usable_nbytes / 1e9:.3g} GB of {device.type} memory are there: lower "
+                f"{config.max_context_len * token_nbytes / 1e9:.3g} GB of KV cache, but "
+                f"{usable_nbytes / 1e9:.3g} GB of {device.type} memory are available: lower "
                 "max_context_len"
             )
     elif num_tokens * token_nbytes > memory_nbytes:
         raise ConfigError(
-            f"kv_cache_num_tokens={num_tokens} takes {num_tokens * token_nbytes / 1e9:.3g} GB, and "
-            f"{memory_nbytes / 1e9:.3g} GB of {device.type} memory are there: lower it"
+            f"kv_cache_num_tokens={num_tokens} takes {num_tokens * token_nbytes / 1e9:.3g} GB, but "
+            f"{memory_nbytes / 1e9:.3g} GB of {device.type} memory are available: lower it"
         )
     return Limits(
         max_num_seqs=config.max_num_seqs,
@@ -97,12 +97,13 @@ def make_limits(
 
 
 @contextmanager
-def naming_lack_of_memory() -> Generator[None]:
-    """What is allocated within; raises ConfigError where there is no memory for it."""
+def explaining_out_of_memory() -> Generator[None]:
+    """Turns a failed allocation in the block into a ConfigError that names the settings to
+    lower."""
     try:
         yield
     except (MemoryError, OverflowError, RuntimeError) as error:
-        if not _tells_lack(error):
+        if not _is_out_of_memory(error):
             raise
         raise ConfigError(
             f"there is not enough memory for the engine ({str(error).splitlines()[0]}): lower "
@@ -110,8 +111,8 @@ def naming_lack_of_memory() -> Generator[None]:
         ) from error
 
 
-def _tells_lack(error: Exception) -> bool:
-    """torch has no type of its own for it on the CPU."""
+def _is_out_of_memory(error: Exception) -> bool:
+    """On the CPU, torch raises a plain RuntimeError for this."""
     if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
         return "you tried to allocate" in str(error)
     return True

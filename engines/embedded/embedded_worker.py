@@ -1,4 +1,4 @@
-"""What the embedded engine has in its compute thread: model, core and the end of weight syncs."""
+"""The part of the embedded engine that its compute thread owns: model, core, weight receiver."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from umbra.engines.embedded.embedded_core import EngineCore
 from umbra.engines.embedded.embedded_settings import (
     EmbeddedConfig,
     check_context_len,
+    explaining_out_of_memory,
     make_limits,
-    naming_lack_of_memory,
     parse_device,
 )
 from umbra.engines.shell.engine_requests import RequestCounts
@@ -25,10 +25,10 @@ from umbra.runtime.weights.weight_receiver import WeightReceiver
 
 
 class EmbeddedWorker:
-    """Owns model and core. One thread builds and uses it, `receiver.stop` excepted.
+    """Owns model and core. One thread builds and uses it; `receiver.stop` may come from another.
 
     Raises (the constructor):
-        ConfigError, DataError: settings or model directory cannot be used; says why.
+        ConfigError, DataError: settings or model directory cannot be used; the message says why.
     """
 
     def __init__(self, config: EmbeddedConfig) -> None:
@@ -38,11 +38,11 @@ class EmbeddedWorker:
         model_config = load_model_config(config.model_path)
         check_context_len(config, model_config)
         dtype, device = parse_dtype(config.dtype), parse_device(config.device)
-        with naming_lack_of_memory():
+        with explaining_out_of_memory():
             self._model = DecoderModel(
                 model_config, max_context_len=config.max_context_len, dtype=dtype, device=device
             )
-            # After the model: on a GPU the cache gets a share of what is left.
+            # Built after the model, because on a GPU the cache gets a share of what is left.
             limits = make_limits(config, model_config, dtype, device)
             self.core = EngineCore(self._model, limits)
         self.receiver = WeightReceiver(self._model.parameters.destinations)
@@ -83,7 +83,7 @@ class EmbeddedWorker:
             self.core.cache.restore()
 
     def load_update(self) -> int:
-        """Takes new weights; their bytes. Waits for the ranks."""
+        """Loads new weights and returns their bytes. Waits for the ranks."""
         nbytes = self.receiver.load()
         self._model.parameters.refresh()
         return nbytes
@@ -91,7 +91,7 @@ class EmbeddedWorker:
     def probe_import(self, allocations: Sequence[object]) -> str:
         device = self._model.parameters.device
         if device.type != "cuda":
-            return f"its parameters are in memory of {device.type}, not of a GPU"
+            return f"its parameters are in {device.type} memory, not on a GPU"
         return probe_import(allocations)
 
     def counts(self) -> RequestCounts:
@@ -103,7 +103,7 @@ class EmbeddedWorker:
         )
 
     def memory(self) -> Mapping[str, int]:
-        """Bytes of what is resident now."""
+        """Bytes resident now."""
         arena, cache = self._model.parameters.arena, self.core.cache
         return {
             "weights_nbytes": arena.size_nbytes if arena.is_resident else 0,

@@ -1,9 +1,9 @@
 """Keys and values of the running sequences, one row each, without gaps between the rows.
 
-Rows 0..n-1 are the running sequences, so attention over all of them reads one strided view of
-the cache: no gather, no page table. What a page table would give, use of short sequences' unused
-space, comes from an elastic row: all rows have `capacity` tokens, and capacity follows the
-longest running sequence in steps (see `scheduler`). Changing it moves every row once.
+Rows 0..n-1 are the running sequences, so attention over all of them reads one strided view of the
+cache: no gather, no page table. A page table would let short sequences share unused space; elastic
+rows do it here. All rows have `capacity` tokens, and capacity follows the longest running sequence
+in steps (see `scheduler`). Changing it moves every row once.
 
 L: layers, R: rows that fit, K: key/value heads, C: capacity, D: head dimension.
 """
@@ -63,7 +63,7 @@ class KvCache:
             arena.restore()
 
     def set_capacity(self, capacity: int, *, num_rows: int, num_tokens: int) -> None:
-        """Lays the cache out anew, keeping the first `num_tokens` tokens of `num_rows` rows."""
+        """Changes the row capacity, keeping the first `num_tokens` tokens of `num_rows` rows."""
         if capacity == self.capacity:
             return
         old_keys, old_values = self.keys, self.values

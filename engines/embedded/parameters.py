@@ -16,7 +16,7 @@ from torch import Tensor
 from umbra.engines.embedded.arena import Arena
 from umbra.runtime.engine_api.decoder_config import ModelConfig
 
-_ALIGNMENT_NBYTES = 256  # what the widest vector loads and CUDA's copies like
+_ALIGNMENT_NBYTES = 256  # suits the widest vector loads and CUDA's copies
 
 
 @dataclass(slots=True)
@@ -89,13 +89,13 @@ class Parameters:
         self.arena.release()
 
     def move_to_host(self) -> None:
-        """Frees device memory, keeping the weights in host memory. On the CPU they stay."""
+        """Frees device memory, keeping the weights in host memory. On the CPU nothing moves."""
         if self.device.type != "cpu" and self.arena.is_resident:
             self._host_copy = self.arena.data.cpu()
             self.arena.release()
 
     def restore(self) -> None:
-        """Takes memory again, with the weights where `move_to_host` kept them, else zeros."""
+        """Allocates memory again, with the weights that `move_to_host` kept, else zeros."""
         self.arena.restore()
         self.arena.populate()
         if self._host_copy is not None:
@@ -154,7 +154,7 @@ class Parameters:
         return self._carve((config.num_heads + config.num_kv_heads, config.head_dim))
 
     def _carve(self, shape: tuple[int, ...]) -> Tensor:
-        """The next stretch of the arena, or a stand-in while its size is being counted."""
+        """The next stretch of the arena, or a stand-in while `_build` counts bytes."""
         offset_nbytes = self._offset_nbytes
         size_nbytes = math.prod(shape) * self.dtype.itemsize
         self._offset_nbytes += -(-size_nbytes // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES

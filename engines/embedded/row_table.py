@@ -1,7 +1,7 @@
 """The running sequences as columns: row i of every array is cache row i.
 
-Columns instead of objects, because per-sequence Python would cost more than the model of a
-small policy. R: rows, C: longest context, W: widest list of stop tokens.
+Columns instead of objects: with a small model, Python per sequence would cost more than the model.
+R: rows, C: longest context, W: widest list of stop tokens.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class RowTable:
         return stopped, self.lens[rows] >= self.ends[rows]
 
     def cut_runs(self, rows: Int64Array, buffer: DeltaBuffer, version: int) -> None:
-        """Hands the tokens that the consumer does not know yet to `buffer`."""
+        """Moves the tokens that the consumer does not have yet to `buffer`."""
         counts = self.lens[rows] - self.sent[rows]
         rows, counts = rows[counts > 0], counts[counts > 0]
         if not len(rows):

@@ -1,4 +1,4 @@
-"""Choosing the next tokens, and the log-probability each was chosen with.
+"""Chooses the next tokens, and computes the log-probability of each.
 
 B: sequences, V: vocabulary.
 """
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 _MAX_CHUNK_ELEMENTS: Final = 1 << 25
-# Of logits worked on at once; the float64 sums take 8 bytes each. Larger raises peak memory,
-# smaller makes more steps.
+# Logits processed at once; the float64 sums take 8 bytes each. A larger number raises peak memory,
+# a smaller one makes more steps.
 
 
 def sample(

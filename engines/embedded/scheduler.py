@@ -1,10 +1,11 @@
-"""Who runs next, and how long a cache row must be: pure decisions, no tensors, no clock.
+"""Decides which requests run next, and how long a cache row must be: no tensors, no clock.
 
 Rows have one common capacity, which climbs and falls in steps with the longest running sequence.
 Fewer long rows fit than short ones, so a sequence that outgrows the capacity may cost others
-their row: they go back to the head of the queue and are recomputed later, exactly.
+their row: they return to the head of the queue and are recomputed later, exactly.
 
-Order is first come, first served: whoever does not fit blocks those behind, so nobody starves.
+Order is first come, first served: a request that does not fit blocks those behind it, so none
+starves.
 """
 
 from __future__ import annotations
@@ -16,18 +17,19 @@ from typing import Final
 from umbra.runtime.errors import ConfigError
 
 MIN_CAPACITY: Final = 64
-# Tokens of the shortest row. Smaller moves the cache more often while sequences grow; larger
-# spreads short sequences over more memory than they need.
+# Tokens of the shortest row. A smaller number moves the cache more often while sequences grow; a
+# larger one wastes memory on short sequences.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What an engine may hold at once.
+    """What an engine may hold at a time.
 
     Attributes:
         kv_cache_num_tokens: tokens of all rows together.
-        prefill_num_tokens: tokens (padding included) of one prefill batch. Larger stalls running
-            sequences longer and takes more memory, smaller makes more, less efficient batches.
+        prefill_num_tokens: tokens (padding included) of one prefill batch. A larger number stalls
+            running sequences longer and takes more memory; a smaller one makes more, less efficient
+            batches.
     """
 
     max_num_seqs: int
@@ -94,7 +96,7 @@ def plan_admission(
     if count == 0:
         return AdmissionPlan(count=0, capacity=capacity)
     needed = limits.capacity_for(longest)
-    # Rows shrink only when that lets somebody in, because it moves the whole cache.
+    # Rows shrink only to admit a request, because shrinking moves the whole cache.
     fits = needed <= capacity and num_running + count <= limits.num_rows(capacity)
     return AdmissionPlan(count=count, capacity=capacity if fits else needed)
 
@@ -110,11 +112,11 @@ class Growth:
 def plan_growth(
     limits: Limits, *, lens: Sequence[int], arrivals: Sequence[int], capacity: int
 ) -> Growth:
-    """Makes room for sequences that outgrow the rows, at the price of the fewest evictions.
+    """Evicts as few rows as possible so that sequences that outgrew their rows fit.
 
     Args:
         lens: tokens each running row must hold in the coming step.
-        arrivals: for each row, its place in the order of arrival.
+        arrivals: for each row, its index in the order of arrival.
     """
     outgrown = [row for row, num_tokens in enumerate(lens) if num_tokens > capacity]
     if not outgrown:

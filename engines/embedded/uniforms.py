@@ -1,7 +1,7 @@
 """Counter-based randomness: one uniform number for each (trajectory seed, completion position).
 
-No state travels with a trajectory: whichever engine, batch or incarnation samples its n-th
-token draws the same number.
+No state travels with a trajectory: any engine, batch or incarnation that samples its n-th token
+draws the same number.
 """
 
 from __future__ import annotations

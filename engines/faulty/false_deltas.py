@@ -1,4 +1,4 @@
-"""Batches of deltas as a bad way would deliver them: a run lost, or tokens sent again.
+"""Falsified batches of deltas: a run is lost, or tokens are sent again.
 
 S: runs in a batch, N: tokens in a batch.
 """
@@ -12,7 +12,7 @@ from umbra.runtime.engine_api.delta_buffer import DeltaColumns, Int32Array
 
 
 def without_run(batch: DeltaColumns, run: int) -> DeltaColumns:
-    """The batch without one of its runs; all finishes stay, that of its request too."""
+    """The batch without one of its runs. All finishes stay, including that of the run's request."""
     counts = np.diff(batch["offsets"])  # [S]
     counts[run] = 0
     return _shortened(batch, counts, np.arange(len(counts)) != run)

@@ -1,6 +1,6 @@
-"""What a user writes about a fault: its kind, when it comes and how often. Checked at the door.
+"""A fault as a user describes it: its kind, when it comes and how often. Parsing checks it.
 
-{kind = "drop", what = "run", every_tokens = 500, times = 2, lives = [1]}
+{kind = "drop", what = "run", every_tokens = 500, times = 2, incarnations = [1]}
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ CALLS: Final = tuple(name for name in vars(Engine) if not name.startswith("_"))
 class Fault:
     """One kind of fault and the points at which it comes.
 
-    Points are counted in tokens that the engine has generated in this life, all requests together.
+    Points are counted in tokens that the engine has generated in this incarnation, over all
+    requests.
 
     Attributes:
         kind: kill and stop are signals to the engine's own process; stall sends nothing for a
             while, slow holds back every later batch; drop and repeat falsify a batch of deltas;
             error makes a call of the protocol raise EngineError.
         after_tokens: the first point; with `every_tokens`, where counting begins.
-        every_tokens: mean distance of further points, which are drawn at random.
-        times: most faults in one life; None: no limit.
-        lives: incarnations that it is limited to; None: all.
-        engines: names of the engines that it is limited to; None: all.
-        for_s: how long a stall lasts, or a slow batch is held back.
-        what: drop takes away a whole "batch" or one "run" in it; repeat sends a "batch" twice, or
+        every_tokens: mean distance of the next points, which are drawn at random.
+        times: most faults in one incarnation; None: no limit.
+        incarnations: incarnations that the fault is limited to; None: all.
+        engines: names of the engines that the fault is limited to; None: all.
+        for_s: how long a stall lasts, or how long a slow batch is held back.
+        what: drop removes a whole "batch" or one "run" in it; repeat sends a "batch" twice, or
             first a part of it and then all of it from the "earlier" offsets.
         call: the call that fails; "deltas" ends the stream with the error.
     """
@@ -44,16 +45,16 @@ class Fault:
     after_tokens: int = 0
     every_tokens: float | None = None
     times: int | None = 1
-    lives: frozenset[int] | None = None
+    incarnations: frozenset[int] | None = None
     engines: frozenset[str] | None = None
     for_s: float = 0.0
     what: str = ""
     call: str = ""
 
     def concerns(self, engine: str, incarnation: int) -> bool:
-        """Whether it may come in this life of this engine."""
+        """Whether the fault may come in this incarnation of this engine."""
         return (self.engines is None or engine in self.engines) and (
-            self.lives is None or incarnation in self.lives
+            self.incarnations is None or incarnation in self.incarnations
         )
 
     def __str__(self) -> str:
@@ -72,7 +73,7 @@ def parse_faults(raw: object) -> list[Fault]:
     """Checks the `faults` of an engine's settings.
 
     Raises:
-        ConfigError: names the fault, the key and what is allowed.
+        ConfigError: names the fault, the key and the allowed values.
     """
     if not isinstance(raw, list | tuple):
         raise ConfigError(f"faults must be a list of tables, got {raw!r}")
@@ -80,37 +81,37 @@ def parse_faults(raw: object) -> list[Fault]:
     return [_parse_fault(f"faults[{idx}]", entry) for idx, entry in enumerate(entries)]
 
 
-def _parse_fault(place: str, raw: object) -> Fault:
+def _parse_fault(path: str, raw: object) -> Fault:
     if not isinstance(raw, Mapping):
-        raise ConfigError(f"{place} must be a table such as {{kind = 'kill'}}, got {raw!r}")
+        raise ConfigError(f"{path} must be a table such as {{kind = 'kill'}}, got {raw!r}")
     values = cast("Mapping[str, Any]", raw)
     kind = values.get("kind")
     if not isinstance(kind, str) or kind not in _OWN_KEYS:
-        raise ConfigError(f"{place}.kind is {kind!r}; allowed: {', '.join(_OWN_KEYS)}")
+        raise ConfigError(f"{path}.kind is {kind!r}; allowed: {', '.join(_OWN_KEYS)}")
     allowed = ("kind", *_POINT_KEYS, *_OWN_KEYS[kind])
     for key, value in values.items():
         if key not in allowed:
             raise ConfigError(
-                f"{place}.{key} is unknown for kind {kind!r}; allowed: {', '.join(allowed)}"
+                f"{path}.{key} is unknown for kind {kind!r}; allowed: {', '.join(allowed)}"
             )
-        _check(f"{place}.{key}", value, key, kind)
+        _check(f"{path}.{key}", value, key, kind)
     for key in _REQUIRED.get(kind, ()):
         if key not in values:
-            raise ConfigError(f"{place}.{key} is missing: kind {kind!r} needs it")
+            raise ConfigError(f"{path}.{key} is missing: kind {kind!r} needs it")
     if not {"after_tokens", "every_tokens"} & values.keys():
-        raise ConfigError(f"{place} never comes: give it after_tokens, every_tokens or both")
+        raise ConfigError(f"{path} never comes: give it after_tokens, every_tokens or both")
     return _make_fault(cast(FaultKind, kind), values)
 
 
-def _check(place: str, value: Any, key: str, kind: str) -> None:
+def _check(path: str, value: Any, key: str, kind: str) -> None:
     names = _NAMES.get((kind, key))
     if names is not None:
         if value not in names:
-            raise ConfigError(f"{place} is {value!r}; allowed: {', '.join(names)}")
+            raise ConfigError(f"{path} is {value!r}; allowed: {', '.join(names)}")
     elif key in _CHECKS:
-        is_right, wanted = _CHECKS[key]
+        is_right, expected = _CHECKS[key]
         if not is_right(value):
-            raise ConfigError(f"{place} must be {wanted}, got {value!r}")
+            raise ConfigError(f"{path} must be {expected}, got {value!r}")
 
 
 def _make_fault(kind: FaultKind, values: Mapping[str, Any]) -> Fault:
@@ -120,7 +121,7 @@ def _make_fault(kind: FaultKind, values: Mapping[str, Any]) -> Fault:
         after_tokens=values.get("after_tokens", 0),
         every_tokens=values.get("every_tokens"),
         times=values.get("times", None if comes_again else 1),
-        lives=frozenset(values["lives"]) if "lives" in values else None,
+        incarnations=frozenset(values["incarnations"]) if "incarnations" in values else None,
         engines=frozenset(values["engines"]) if "engines" in values else None,
         for_s=values.get("for_s", 0.0),
         what=values.get("what", "batch"),
@@ -140,8 +141,8 @@ def _is_list_of(value: Any, is_right: Callable[[Any], bool]) -> bool:
     return isinstance(value, list | tuple) and all(map(is_right, cast("list[Any]", value)))
 
 
-_POINT_KEYS: Final = ("after_tokens", "every_tokens", "lives", "engines")
-# A life is killed once, and slow from its point on: those two have no `times`.
+_POINT_KEYS: Final = ("after_tokens", "every_tokens", "incarnations", "engines")
+# An incarnation is killed once, and slow from its point on: those two kinds have no `times`.
 _OWN_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
     "kill": (),
     "stop": ("times",),
@@ -163,7 +164,7 @@ _CHECKS: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     "every_tokens": (lambda v: _is_number(v) and v >= 1, "a number of at least 1"),
     "times": (lambda v: _is_whole(v, 1), "a whole number of at least 1"),
     "for_s": (lambda v: _is_number(v) and v > 0, "a number of seconds above 0"),
-    "lives": (
+    "incarnations": (
         lambda v: _is_list_of(v, lambda item: _is_whole(item, 1)),
         "a list of incarnations, such as [1, 2]",
     ),

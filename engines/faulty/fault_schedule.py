@@ -1,9 +1,9 @@
-"""Which fault comes when in one life of an engine: pure, without clock or process.
+"""Decides which fault comes when in one incarnation of an engine: pure, without clock or process.
 
     generated tokens  0 ────────●──────────●───●────────▶
                              points, known from the seed before the first token
 
-A batch of deltas that reaches a point suffers the fault; a call fails once its point is behind.
+A batch of deltas that reaches a point suffers the fault. A call fails once its point is passed.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from umbra.engines.faulty.fault import Fault
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DueFault:
-    """A fault that is to happen now.
+    """A fault that happens now.
 
     Attributes:
-        point: the tokens of this life at which it was due.
-        draw: a random number in [0, 1), to choose a part of a batch by.
+        point: token of this incarnation at which it was due.
+        draw: a random number in [0, 1) that chooses a part of a batch.
     """
 
     fault: Fault
@@ -31,13 +31,14 @@ class DueFault:
 
 
 class FaultSchedule:
-    """Counts one life's tokens and says what is due; the same arguments give the same points.
+    """Counts one incarnation's tokens and returns the faults that are due; the same arguments give
+    the same points.
 
-    Several points of one fault within one batch are one fault. Without `every_tokens` its `times`
-    are batches (or calls) that follow each other.
+    Several points of one fault within one batch count as one fault. Without `every_tokens`, the
+    fault hits its next `times` batches (or calls) in a row.
 
     Attributes:
-        num_tokens: generated in this life so far.
+        num_tokens: generated in this incarnation so far.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class FaultSchedule:
                 self._of_batches.append(timer)
 
     def on_batch(self, num_tokens: int) -> list[DueFault]:
-        """The faults that a batch of so many tokens suffers, in the order of the settings."""
+        """The faults that a batch of `num_tokens` tokens suffers, in the order of the settings."""
         self.num_tokens += num_tokens
         dues = [timer.take(self.num_tokens) for timer in self._of_batches]
         return [due for due in dues if due is not None]
@@ -71,7 +72,7 @@ class FaultSchedule:
 
 
 class _Timer:
-    """The points of one fault in one life; `key` decides all that is random."""
+    """The points of one fault in one incarnation; `key` seeds everything that is random."""
 
     def __init__(self, fault: Fault, key: str) -> None:
         self._fault = fault
@@ -81,7 +82,7 @@ class _Timer:
         self._num_left = fault.times
 
     def take(self, num_tokens: int) -> DueFault | None:
-        """The fault, if a point has been reached and it may still come."""
+        """The fault, if a point has been reached and `times` is not used up."""
         if self._num_left == 0 or self._next_point > num_tokens:
             return None
         if self._num_left is not None:
@@ -94,7 +95,7 @@ class _Timer:
 
 
 def fault_points(fault: Fault, rng: random.Random) -> Iterator[int]:
-    """Without end: `after_tokens` again and again, or points at geometric distances behind it."""
+    """Endless: `after_tokens` again and again, or points at geometric distances after it."""
     point = fault.after_tokens
     while True:
         if fault.every_tokens is not None:
@@ -103,6 +104,6 @@ def fault_points(fault: Fault, rng: random.Random) -> Iterator[int]:
 
 
 def _distance(mean: float, rng: random.Random) -> int:
-    """Geometric with that mean: 1 + the tokens that pass before one, at 1 / mean each, hits."""
+    """Geometric with that mean: 1 + the tokens that pass before one, at 1 / mean each, is hit."""
     draw = rng.random()
     return 1 if mean == 1 else 1 + int(math.log1p(-draw) / math.log1p(-1 / mean))

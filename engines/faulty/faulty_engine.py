@@ -2,8 +2,8 @@
 
 Target: `umbra.engines.faulty.faulty_engine:FaultyEngine`.
 
-For chaos tests, and for trying out agent loops and settings: with the same seed, a life of an
-engine goes wrong at the same tokens again.
+It serves chaos tests, and trials of agent loops and settings. With the same seed, an incarnation of
+an engine fails at the same tokens again.
 
     manager ◀── deltas, falsified or late ── FaultyEngine ◀── deltas ── inner engine
             ─── calls, some refused ───────▶              ─── calls ──▶
@@ -35,13 +35,13 @@ logger = logging.getLogger(__name__)
 
 
 class FaultyEngine:
-    """Owns the inner engine, which is entered, run and left with it.
+    """Owns the inner engine, and enters, runs and leaves it.
 
     Args:
         inner: the engine that does the work: a short name, or its "module:Class".
-        seed: of the points at which faults come; engines and incarnations differ anyway.
+        seed: decides the points at which faults come; engines and incarnations differ in any case.
         faults: tables, see `umbra.engines.faulty.fault.Fault`.
-        settings: the inner engine's own.
+        settings: the inner engine's.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class FaultyEngine:
     ) -> None:
         if type(seed) is not int:
             raise ConfigError(f"seed must be a whole number, got {seed!r}")
-        engine, incarnation = _own_life()
+        engine, incarnation = _actor_and_incarnation()
         self._schedule = FaultSchedule(
             parse_faults(faults), seed=seed, engine=engine, incarnation=incarnation
         )
@@ -73,7 +73,7 @@ class FaultyEngine:
         return await self._entered.__aexit__(kind, error, trace)
 
     async def run(self) -> None:
-        """As the inner engine's, where it has one."""
+        """Runs the inner engine's `run`, if it has one."""
         inner: Any = self._inner
         if hasattr(inner, "run"):
             await inner.run()
@@ -88,7 +88,7 @@ class FaultyEngine:
                     yield passed
 
     def _falsify(self, batch: DeltaColumns) -> list[DeltaColumns]:
-        """What is sent instead of the batch. One without tokens is left alone."""
+        """The batches to send instead. A batch without tokens stays as it is."""
         passed = [batch]
         if len(batch["tokens"]):
             for due in self._schedule.on_batch(len(batch["tokens"])):
@@ -194,16 +194,17 @@ class FaultyEngine:
         return await self._inner.stats()
 
     def progress(self) -> object | None:
-        """As the inner engine's, where it has one: a fault in what it sends is no stall of it."""
+        """The inner engine's progress, if it reports any: a falsified batch is no stall of the
+        engine."""
         inner: Any = self._inner
         return inner.progress() if hasattr(inner, "progress") else None
 
 
-def _own_life() -> tuple[str, int]:
-    """Name and incarnation of the actor that this is."""
+def _actor_and_incarnation() -> tuple[str, int]:
+    """Name and incarnation of the actor in this process."""
     try:
         context = actor_context()
-    except RuntimeError:  # made by hand, outside any actor
+    except RuntimeError:  # constructed outside any actor
         return "engine", 1
     return context.name, context.incarnation
 

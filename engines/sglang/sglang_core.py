@@ -1,10 +1,12 @@
-"""SGLang's Engine, started, watched and ended; what it does and its errors as umbra's.
+"""The core of the SGLang engine: starts, watches and ends SGLang's Engine, and translates calls and
+errors.
 
     this process (actor)      TokenizerManager, event loop
       ├ scheduler             one for each GPU of a tensor-parallel engine, with its worker
-      └ detokenizer           has nothing to do: tokens come straight from the first scheduler
+      └ detokenizer           idle: tokens come straight from the first scheduler
 
-All of these end with this process: it is their subreaper or child of one (`runtime.process`).
+All of these processes end with this one, which is their subreaper or the child of a subreaper
+(`runtime.process`).
 """
 
 from __future__ import annotations
@@ -42,10 +44,10 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _FIRST_ANSWER_LIMIT_S: Final = 60.0
 _END_LIMIT_S: Final = 30.0
-# For requests to end once they are told to, which takes SGLang a step or two.
+# For requests to end after an abort, which takes SGLang a step or two.
 _CANCEL_LIMIT_S: Final = 5.0
 _END_AGAIN_S: Final = 0.2
-# Between two tellings: one that comes at the wrong moment is lost.
+# Between two abort messages: one that comes at the wrong moment is lost.
 _MEMORY_TAGS: Final = ("weights", "kv_cache")
 _GIB: Final = 1 << 30
 _NOT_TAKEN: Final = object()
@@ -68,14 +70,14 @@ class SglangCore(AdapterCore):
         self._library: SglangLibrary | None = None
         self._children: list[int] = []
         self._schedulers: list[int] = []
-        self._sigquit: Any = _NOT_TAKEN  # the handler from before
+        self._sigquit: Any = _NOT_TAKEN  # the handler from before the start
         self._handling: asyncio.Task[None] | None = None
         self._live: dict[str, tuple[SglangOutput, asyncio.Task[None]]] = {}
         self._is_idle = asyncio.Event()
         self._is_idle.set()
-        self._is_frozen = False  # the schedulers do nothing until they are told to go on
+        self._is_frozen = False  # the schedulers do nothing until they are resumed
         self._released: set[str] = set()  # of _MEMORY_TAGS
-        self._is_saved = False  # the weights that sleep are in host memory
+        self._is_saved = False  # the sleeping weights are in host memory
 
     @property
     def library(self) -> SglangLibrary:
@@ -97,7 +99,7 @@ class SglangCore(AdapterCore):
 
     def _launch(self, library: SglangLibrary, options: Mapping[str, Any]) -> None:
         before = descendants.working_child_pids(os.getpid())
-        # In two steps: one that fails half way has its `shutdown` called at the exit, too.
+        # In two steps, so that SGLang's exit handler covers a start that fails half way, too.
         engine = library.Engine.__new__(library.Engine)
         try:
             with (
@@ -108,12 +110,13 @@ class SglangCore(AdapterCore):
         except Exception as error:
             raise EngineError(f"SGLang {library.version} did not start: {error}") from error
         finally:
-            atexit.unregister(engine.shutdown)  # which ends all children of this process
+            atexit.unregister(engine.shutdown)  # it would end all children of this process
             self._children = sorted(descendants.working_child_pids(os.getpid()) - before)
         self._engine = engine
 
     def _take_over_frontend(self) -> None:
-        """What SGLang would do at the first request: it would also take SIGTERM and SIGQUIT."""
+        """Does what SGLang would do at the first request, which would also take SIGTERM and
+        SIGQUIT."""
         self._frontend = self._engine.tokenizer_manager
         sglang_processes.remove_load_snapshot(self._frontend)
         watchdog = getattr(self._frontend, "_subprocess_watchdog", None)
@@ -123,7 +126,7 @@ class SglangCore(AdapterCore):
         self._frontend.event_loop = loop
         self._handling = loop.create_task(self._frontend.handle_loop())
         self._handling.add_done_callback(self._on_handling_done)
-        # A process of SGLang that fails says so this way, and may take long to end, or hang then.
+        # A process of SGLang that fails sends SIGQUIT, and may take long to end, or hang.
         loop.add_signal_handler(signal.SIGQUIT, self.died.set)
         self.vocab_size = int(self._frontend.model_config.vocab_size)
         self._stop_ids = frozenset(self._frontend.model_config.hf_eos_token_id or ())
@@ -139,7 +142,7 @@ class SglangCore(AdapterCore):
         usage: dict[str, float] = state.get("memory_usage") or {}
         self.memory = {
             "weights_nbytes": sum(report["weights_nbytes"] for report in reports),
-            # SGLang's number is of one GPU, rounded to thousandths.
+            # SGLang reports one GPU, rounded to thousandths.
             "kv_nbytes": int(usage.get("kvcache", 0.0) * _GIB) * self._settings.num_workers,
         }
         self._schedulers = [report["pid"] for report in reports]
@@ -164,7 +167,7 @@ class SglangCore(AdapterCore):
         sglang_processes.show_stacks(self._schedulers)
 
     async def _end_tasks(self) -> None:
-        """While there are sockets: a request that is cancelled tells its scheduler."""
+        """Runs while the sockets exist: a request that is cancelled notifies its scheduler."""
         tasks = [task for _, task in self._live.values()]
         if self._handling is not None:
             tasks.append(self._handling)
@@ -182,12 +185,12 @@ class SglangCore(AdapterCore):
         ]
         for socket in owned:
             if socket is not None:
-                socket.context.destroy(linger=0)  # one that SGLang made for these sockets
+                socket.context.destroy(linger=0)  # SGLang made a context for these sockets
         for path in sglang_processes.socket_files(self._engine.port_args):
             path.unlink(missing_ok=True)
 
     async def call(self, awaitable: Awaitable[_T]) -> _T:
-        """What SGLang raises comes as EngineError, umbra's own errors as they are."""
+        """Turns SGLang's exceptions into EngineError; umbra's own errors pass through."""
         try:
             return await awaitable
         except UmbraError:
@@ -213,15 +216,16 @@ class SglangCore(AdapterCore):
         return output
 
     async def _follow(self, key: str, asked: Any, output: SglangOutput) -> None:
-        """Until SGLang is done with the request."""
+        """Runs until SGLang is done with the request."""
         try:
             async with aclosing(self._frontend.generate_request(asked)) as chunks:
                 async for chunk in chunks:
                     output.feed(chunk)
-                    # The frontend looks here for each token; this task shall wake at the end only.
+                    # The frontend checks this event for each token; this task wakes at the end
+                    # only.
                     asked.stream = False
-            output.end("its answer broke off")
-        except Exception as error:  # noqa: BLE001 - it is the end of this request alone
+            output.end("SGLang stopped answering")
+        except Exception as error:  # noqa: BLE001 - ends this request alone
             output.end(f"{type(error).__name__}: {error}")
         finally:
             self.ended.set()
@@ -230,7 +234,7 @@ class SglangCore(AdapterCore):
                 self._is_idle.set()
 
     async def abort(self, keys: Iterable[str]) -> None:
-        """The tokens that SGLang has not yet sent are lost, from the end."""
+        """The last tokens, which SGLang has not yet sent, are lost."""
         await self._let_begin()
         for key in keys:
             if key in self._live:
@@ -239,7 +243,7 @@ class SglangCore(AdapterCore):
 
     @staticmethod
     async def _let_begin() -> None:
-        """Requests just added reach SGLang, which knows nothing of them before."""
+        """Lets requests that were just added reach SGLang, which ignores an abort before that."""
         await asyncio.sleep(0)
 
     # -- states --------------------------------------------------------------------------
@@ -270,10 +274,11 @@ class SglangCore(AdapterCore):
             self._is_frozen = False
 
     async def _end_all(self) -> None:
-        """SGLang's own way (pause mode "abort") looks but once a second whether all have ended."""
+        """Aborts each request: SGLang's pause mode "abort" checks only once a second for the
+        end."""
         if self._is_frozen:
             for output, _ in self._live.values():
-                output.end("abort")  # what it makes while it ends is by weights of no version
+                output.end("abort")  # later tokens would come from weights of no version
         async with within(_END_LIMIT_S, "end all requests"):
             while self._live:
                 self._frontend.abort_request(abort_all=True)
@@ -284,7 +289,7 @@ class SglangCore(AdapterCore):
         await self._unfreeze()
 
     async def sleep(self, level: int) -> None:
-        """SGLang would end where its memory is in use: an emptied cache says that none is."""
+        """Empties the cache first: SGLang would end if its memory were in use."""
         await self.reset_prefix_cache()
         if level == 1 and "weights" not in self._released:
             await self._order("save")
@@ -296,21 +301,21 @@ class SglangCore(AdapterCore):
         self.is_paused = True
 
     async def wake(self, tags: Sequence[str]) -> None:
-        wanted = [tag for tag in tags if tag in self._released]
-        if not wanted:
+        sleeping = [tag for tag in tags if tag in self._released]
+        if not sleeping:
             return
-        request = self.library.ResumeMemoryOccupationReqInput(tags=wanted)
+        request = self.library.ResumeMemoryOccupationReqInput(tags=sleeping)
         await self.call(self._frontend.resume_memory_occupation(request))
-        self._released.difference_update(wanted)
-        if "weights" in wanted and self._is_saved:
+        self._released.difference_update(sleeping)
+        if "weights" in sleeping and self._is_saved:
             await self._order("restore")
             self._is_saved = False
 
     async def reset_prefix_cache(self) -> None:
-        """Waits until SGLang has nothing to do."""
+        """Waits until SGLang is idle."""
         result = await self.call(self._frontend.flush_cache(timeout_s=_END_LIMIT_S))
         if not result.success:
-            raise EngineError(f"SGLang has not come to rest within {_END_LIMIT_S} s")
+            raise EngineError(f"SGLang is still busy after {_END_LIMIT_S} s")
 
     # -- weights -------------------------------------------------------------------------
 
@@ -322,13 +327,13 @@ class SglangCore(AdapterCore):
         if unread:
             names = sorted(unread)
             raise EngineError(
-                f"SGLang has no place for {len(names)} of the trainer's weights: "
+                f"SGLang's model lacks {len(names)} of the trainer's weights: "
                 f"{', '.join(names[:5])}"
             )
         return [report["regions"] for report in reports]
 
     async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
-        """Requests stand still meanwhile: SGLang would wait for the end of all."""
+        """Freezes requests meanwhile: SGLang would otherwise wait until all have ended."""
         was_frozen = self._is_frozen
         try:
             if self._live:
@@ -340,10 +345,10 @@ class SglangCore(AdapterCore):
         return next((report["problem"] for report in reports if report["problem"]), "")
 
     async def _order(self, action: str, **details: Any) -> list[dict[str, Any]]:
-        """Has every worker do something to the model; their reports."""
+        """Makes every worker carry out an action on the model, and returns their reports."""
         with Reports(self._settings.num_workers) as reports:
             payloads = [
-                # One worker says for all how far they are.
+                # One worker reports the progress of all.
                 self._payload(details | {"action": action, "report": path, "counts": rank == 0})
                 for rank, path in enumerate(reports.paths)
             ]
@@ -363,18 +368,19 @@ class SglangCore(AdapterCore):
             found = reports.read()
         for rank, report in enumerate(found):
             if "error" in report:
-                raise EngineError(f"SGLang failed, worker {rank}: {report['error']}")
+                raise EngineError(f"SGLang's worker {rank} failed: {report['error']}")
         return found
 
     def _payload(self, order: Mapping[str, Any]) -> bytes:
-        # Empty, so that it is sent as a value; others would be shared through a thread of torch's.
+        # Empty, so that it is sent as a value; torch would share others through a thread of its
+        # own.
         nothing = torch.empty(0, dtype=torch.uint8)
         serializer = self.library.MultiprocessingSerializer
         payload: bytes = serializer.serialize([(pack_order(order), nothing)])
         return payload
 
     async def _begin_update(self) -> None:
-        """From 0.5.23 on an update must be announced."""
+        """Announces an update, which SGLang requires from 0.5.23 on."""
         if self.library.BeginWeightUpdateReqInput is not None:
             request = self.library.BeginWeightUpdateReqInput()
             await self.call(self._frontend.begin_weight_update(request))
@@ -386,7 +392,7 @@ class SglangCore(AdapterCore):
 
 
 def _job_folder() -> Path | None:
-    """The job's socket directory, which goes with it; None for an engine outside an actor."""
+    """The job's socket directory, removed with the job; None for an engine outside an actor."""
     try:
         endpoint = actor_context().supervisor.ref.ipc_endpoint
     except RuntimeError:

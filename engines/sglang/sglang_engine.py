@@ -2,7 +2,7 @@
 
 Target: `umbra.engines.sglang.sglang_engine:SglangEngine`.
 
-Draws follow the requests' seeds only with the option `enable_deterministic_inference`.
+Sampling follows the requests' seeds only with the option `enable_deterministic_inference`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from umbra.engines.shell.adapter_engine import ConfiguredEngine
 
 
 class SglangEngine(ConfiguredEngine):
-    """Takes the fields of `SglangSettings`."""
+    """Accepts the fields of `SglangSettings`."""
 
     settings_class = SglangSettings
     core_class = SglangCore

@@ -1,6 +1,6 @@
-"""What the adapter uses of SGLang, imported late: umbra is typed, tested and run without it too.
+"""The parts of SGLang that the adapter uses, imported late, so that umbra works without SGLang.
 
-SGLang is a heavy import, and not there where types are checked, so its objects are `Any` from here.
+SGLang is a heavy import and absent where types are checked, so its objects are `Any`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ TESTED_VERSIONS: Final = ("0.5.17",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SglangLibrary:
-    """Classes of SGLang, by the names that they have there.
+    """Classes of SGLang, under the names that they have there.
 
     Attributes:
-        BeginWeightUpdateReqInput, EndWeightUpdateReqInput: None before 0.5.23, which needs them.
-        has_stream_interval: a request says after how many tokens it is sent some.
+        BeginWeightUpdateReqInput, EndWeightUpdateReqInput: None before 0.5.23, which requires them.
+        has_stream_interval: a request sets how many tokens make a message.
     """
 
     version: str
@@ -74,5 +74,5 @@ class SglangLibrary:
         )
 
     def option_names(self) -> list[str]:
-        """Of ServerArgs."""
+        """The options of ServerArgs."""
         return [field.name for field in fields(self.ServerArgs)]

@@ -1,8 +1,8 @@
-"""How the adapter talks to its code in SGLang's scheduler processes, and hears of the outcome.
+"""Orders from the adapter to its code in SGLang's scheduler processes, and reports back.
 
 SGLang hands tensors to a custom weight loader. An order travels as the name of an empty tensor.
-SGLang does not tell what a loader returned, and ends where it raises, so each worker leaves its
-report in a file of the adapter's.
+SGLang does not pass on what a loader returns, and ends if the loader raises, so each worker writes
+its report to a file of the adapter's.
 
     adapter                             worker, one for each GPU
       | -- order {action, report, ..} --> |
@@ -35,7 +35,7 @@ def write_report(path: str, report: Mapping[str, Any]) -> None:
 
 
 class Reports:
-    """Where the workers' reports of one order go; memory without a name, freed at the exit."""
+    """Files for the workers' reports on one order; memory without a name, freed at the exit."""
 
     def __init__(self, num_workers: int) -> None:
         self._fds = [os.memfd_create("umbra-report", os.MFD_CLOEXEC) for _ in range(num_workers)]
@@ -45,13 +45,13 @@ class Reports:
         return [f"/proc/{os.getpid()}/fd/{fd}" for fd in self._fds]
 
     def read(self) -> list[dict[str, Any]]:
-        """One of each worker; {"error": ...} for one that left none."""
+        """One report per worker; {"error": ...} for a worker that left none."""
         return [self._read(fd) for fd in self._fds]
 
     @staticmethod
     def _read(fd: int) -> dict[str, Any]:
         data = os.pread(fd, os.fstat(fd).st_size, 0)
-        report: dict[str, Any] = msgpack.unpackb(data) if data else {"error": "it did nothing"}
+        report: dict[str, Any] = msgpack.unpackb(data) if data else {"error": "it wrote no report"}
         return report
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""The tokens of one request as they gather in SGLang's frontend."""
+"""Collects the tokens of one request in SGLang's frontend."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from umbra.engines.shell.engine_core import NewOutput
 
 
 class SglangOutput:
-    """Reads what the frontend (TokenizerManager) makes of one request.
+    """Reads what the frontend (TokenizerManager) receives for one request.
 
-    Its first chunk brings the list to which the frontend adds all later tokens, so that no task
-    has to wake for each of them.
+    The first chunk carries the list to which the frontend appends all later tokens, so no task has
+    to wake for each token.
 
     Args:
-        interval: tokens from one of its scheduler's messages to the next.
+        interval: tokens from one message of SGLang's scheduler to the next.
     """
 
     def __init__(self, interval: int = 1) -> None:
         self._interval = interval
         self._entries: Sequence[Sequence[Any]] = ()  # (logprob, token, text or None)
         self._num_taken = 0
-        self._num_older = 0  # of all tokens
-        self._limit: int | None = None  # of tokens; what comes after them is of no interest
+        self._num_older = 0  # among all tokens
+        self._limit: int | None = None  # in tokens; later ones are ignored
         self._reason: str | None = None
         self.changed = asyncio.Event()
 
     def feed(self, chunk: Mapping[str, Any]) -> None:
-        """A chunk of SGLang's answer; only the first and the last bring anything new."""
+        """Takes a chunk of SGLang's answer; only the first and the last carry anything new."""
         if self._limit is not None:
             return
         meta = chunk["meta_info"]
@@ -40,24 +40,24 @@ class SglangOutput:
         if reason is None:
             return
         if meta.get("completion_tokens", len(self._entries)) != len(self._entries):
-            # SGLang 0.5.17 loses the first one of a request that it put back while its prompt was
-            # computed, and sends an empty message instead: so nothing has been taken yet.
+            # SGLang 0.5.17 loses the first token of a request that it preempts during prefill, and
+            # sends an empty message instead: so nothing has been taken yet.
             self._entries = ()
             reason = {"type": "abort"}
         self.end(_word(reason))
 
     def end(self, reason: str) -> None:
-        """Nothing follows what has come by now."""
+        """Ends the request after the tokens that have come by now."""
         if self._limit is None:
             self._limit = len(self._entries)
             self._reason = reason
             self.changed.set()
 
     def expect_older(self) -> None:
-        """New weights come while the request is frozen; its next tokens may be of the older ones.
+        """Notes that new weights come while the request is frozen: its next tokens may be older.
 
-        These are what has not been sent, and one more: SGLang computes a batch while it looks at
-        the one before, so of one that is done when it freezes the tokens come after it goes on.
+        These are the tokens not sent yet, and one more: SGLang computes a batch while it processes
+        the one before, so a batch that is done at the freeze delivers its tokens after the resume.
         """
         self._num_older = len(self._entries) + self._interval
 
@@ -78,7 +78,7 @@ class SglangOutput:
 
 
 def _word(reason: Mapping[str, Any]) -> str:
-    """SGLang's finish reason as one of umbra's, or what went wrong."""
+    """Translates SGLang's finish reason, or describes what went wrong."""
     kind = str(reason.get("type"))
     if kind == "stop" and not isinstance(reason.get("matched"), int):
         return str(reason.get("matched"))  # "NaN happened"

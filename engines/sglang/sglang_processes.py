@@ -1,7 +1,8 @@
-"""Keeps SGLang's habits from the process that it is started in.
+"""Confines SGLang's side effects on the process that starts it.
 
-It takes over the logging, makes files for its sockets in the folder for temporary ones, and has its
-children send SIGQUIT, on which it would kill this process; here it ends the engine alone.
+SGLang reconfigures logging, makes socket files in the temporary folder, and makes its children send
+SIGQUIT on failure. By default it would then kill this process; here the signal only ends the
+engine.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from typing import Any, Final, cast
 from umbra.runtime.process import descendants
 
 _EXIT_LIMIT_S: Final = 20.0
-# For killed processes to be gone, with their memory on the GPU.
+# For killed processes to end and free their GPU memory.
 
 
 def ignore_sigquit(signum: int, frame: object) -> None:
-    """SGLang's `custom_sigquit_handler`, until it is up: a start that fails is told otherwise."""
+    """SGLang's `custom_sigquit_handler` during the start: the exception reports a failed start."""
 
 
 @contextlib.contextmanager
 def keeping_logging() -> Generator[None]:
-    """The root logger's level and handlers afterwards are those from before."""
+    """Restores the root logger's level and handlers afterwards."""
     root = logging.getLogger()
     level, handlers = root.level, list(root.handlers)
     try:
@@ -40,7 +41,8 @@ def keeping_logging() -> Generator[None]:
 
 @contextlib.contextmanager
 def temporary_files_in(folder: Path | None) -> Generator[None]:
-    """Of this process, not of those it starts: their compilers' caches serve later runs."""
+    """Puts the temporary files of this process into `folder`. Those of its children stay elsewhere,
+    because their compiler caches serve later runs."""
     before = tempfile.tempdir
     tempfile.tempdir = before if folder is None else str(folder)
     try:
@@ -50,22 +52,23 @@ def temporary_files_in(folder: Path | None) -> Generator[None]:
 
 
 def socket_files(port_args: Any) -> list[Path]:
-    """Files that SGLang made for its sockets and leaves behind."""
+    """Files that SGLang makes for its sockets and does not remove."""
     fields = cast("dict[str, object]", vars(port_args))
     names = [value for value in fields.values() if isinstance(value, str)]
     return [Path(name.removeprefix("ipc://")) for name in names if name.startswith("ipc://")]
 
 
 def remove_load_snapshot(frontend: Any) -> None:
-    """The name in /dev/shm of what its scheduler has open and writes, which nothing here reads and
-    SGLang never removes."""
+    """Removes the name in /dev/shm of a snapshot that SGLang's scheduler keeps open and writes.
+    Nothing here reads it, and SGLang never removes it."""
     path: str | None = getattr(getattr(frontend, "load_snapshot_reader", None), "path", None)
     if path is not None:
         Path(path).unlink(missing_ok=True)
 
 
 def end_children(pids: Collection[int]) -> None:
-    """SIGKILL children of this process and all below them; blocks until they are gone."""
+    """Sends SIGKILL to children of this process and all below them; blocks until they have
+    ended."""
     for pid in pids:
         descendants.kill_tree(pid)
     for pid in pids:
@@ -74,17 +77,17 @@ def end_children(pids: Collection[int]) -> None:
             os.waitpid(pid, os.WNOHANG)
 
 
-def let_stacks_be_shown() -> None:
-    """In a scheduler: SIGUSR1 has it write where its threads are to its standard error."""
+def allow_stack_dumps() -> None:
+    """In a scheduler: makes SIGUSR1 write the threads' stacks to its standard error."""
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
 
 
 def show_stacks(pids: Collection[int]) -> None:
-    """Of schedulers that have let it."""
+    """Makes schedulers that called `allow_stack_dumps` write their stacks."""
     for pid in pids:
         descendants.send_signal(pid, signal.SIGUSR1)
 
 
 def restore_sigquit(handler: Any) -> None:
-    """`handler` as `signal.getsignal` gave it."""
+    """Restores the handler that `signal.getsignal` returned."""
     signal.signal(signal.SIGQUIT, signal.SIG_DFL if handler is None else handler)

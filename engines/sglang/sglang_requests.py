@@ -1,4 +1,4 @@
-"""From umbra's generation requests to SGLang's."""
+"""Translates umbra's generation requests to SGLang's."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from umbra.runtime.engine_api.generation_request import GenerationRequest
 
 _MESSAGES_PER_STEP: Final = 5
 _MIN_STREAM_INTERVAL: Final = 2
-# With 1, SGLang 0.5.17 sends an empty message of a request that it puts back while its prompt is
-# computed, and the logprob of its first token never.
+# With an interval of 1, SGLang 0.5.17 sends an empty message for a request that it preempts during
+# prefill, and never sends the logprob of its first token.
 _MAX_STREAM_INTERVAL: Final = 50
 
 
 def check_request(request: GenerationRequest, model_stop_ids: Collection[int]) -> None:
-    """Raises ValueError for what SGLang would do otherwise than asked.
+    """Raises ValueError for a request that SGLang would serve otherwise than asked.
 
     Args:
-        model_stop_ids: end every request that has any stop tokens.
+        model_stop_ids: tokens that end every request with stop tokens.
     """
     others = set(model_stop_ids) - set(request.stop_token_ids)
     if request.stop_token_ids and others:
@@ -31,8 +31,9 @@ def check_request(request: GenerationRequest, model_stop_ids: Collection[int]) -
 def stream_interval(num_running: int) -> int:
     """Tokens from one message of a request to its next.
 
-    SGLang's scheduler takes about 27 us for a message (0.5.17; 256 requests: 7 ms a step). Those of
-    requests that do not stream it sends each 50 tokens: here as seldom where there are 250.
+    SGLang's scheduler spends about 27 us on a message (0.5.17; 256 requests: 7 ms a step). It sends
+    a message every 50 tokens for requests that do not stream; 250 running requests get the same
+    interval here.
     """
     interval = num_running // _MESSAGES_PER_STEP
     return min(max(_MIN_STREAM_INTERVAL, interval), _MAX_STREAM_INTERVAL)
@@ -41,10 +42,10 @@ def stream_interval(num_running: int) -> int:
 def generate_fields(
     request: GenerationRequest, key: str, cache_salt: str, interval: int
 ) -> dict[str, Any]:
-    """Arguments for GenerateReqInput: the distribution as it is, logprobs of what is sampled.
+    """Arguments for GenerateReqInput: the unmodified distribution, and logprobs of sampled tokens.
 
     Args:
-        interval: 1 sends each token; more is for versions that have a `stream_interval`.
+        interval: 1 sends each token; larger values need a version with `stream_interval`.
     """
     return {
         "rid": key,
@@ -56,10 +57,10 @@ def generate_fields(
             "top_k": -1,
             "min_p": 0.0,
             "stop_token_ids": list(request.stop_token_ids),
-            # Would switch off stop_token_ids, too.
+            # True would switch off stop_token_ids, too.
             "ignore_eos": not request.stop_token_ids,
-            # Of use with enable_deterministic_inference only. A draw depends on the seed and the
-            # place in the sequence, so the rest of a cut trajectory needs no other seed.
+            # Used with enable_deterministic_inference only. A draw depends on the seed and the
+            # index in the sequence, so a resumed trajectory needs no other seed.
             "sampling_seed": request.seed,
             **({"stream_interval": interval} if interval > 1 else {}),
         },

@@ -1,4 +1,4 @@
-"""From a pool's settings to SGLang's own options."""
+"""Translates a pool's settings to SGLang's options."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from umbra.runtime.errors import ConfigError
 WEIGHT_LOADER: Final = "umbra.engines.sglang.sglang_worker.obey"
 
 _TOKENS: Final = "engines take and give tokens"
-_WEIGHTS: Final = "umbra carries the weights"
+_WEIGHTS: Final = "umbra transfers the weights"
 _ONE_NODE: Final = "an engine's workers live on one node, and pool.count gives more engines"
 _OTHER_STORE: Final = "keys and values are found there by the tokens alone, whatever the weights"
 
@@ -38,17 +38,17 @@ OPTIONS: Final = EngineOptions(
         "custom_weight_loader": _WEIGHTS,
         "weight_version": _WEIGHTS,
         "enable_memory_saver": "engines free their memory when they sleep",
-        "preferred_sampling_params": "requests say how to sample",
+        "preferred_sampling_params": "each request sets how to sample",
         "allow_auto_truncate": "a request is served whole or not at all",
-        "stream_interval": "each request has one, by the number of requests",
+        "stream_interval": "umbra sets one for each request, by the number of requests",
         "incremental_streaming_output": "the adapter reads the list that SGLang adds to",
-        "custom_sigquit_handler": "umbra minds the processes",
-        "watchdog_timeout": "pool.stall_limit_s says how long no token may be made",
+        "custom_sigquit_handler": "umbra supervises the processes",
+        "watchdog_timeout": "pool.stall_limit_s limits the time without a token",
         "dp_size": _ONE_NODE,
-        "pp_size": "the loading of weights is checked for tensor parallelism (tp_size) alone",
+        "pp_size": "loading weights is tested with tensor parallelism (tp_size) only",
         "nnodes": _ONE_NODE,
         "node_rank": _ONE_NODE,
-        "use_ray": "umbra minds the processes",
+        "use_ray": "umbra supervises the processes",
         "speculative_algorithm": "a draft model would keep its older weights",
         "disaggregation_mode": "an engine both reads prompts and generates",
         "enable_lmcache": _OTHER_STORE,
@@ -61,9 +61,9 @@ OPTIONS: Final = EngineOptions(
 
 _NEVER_S: Final = 1e8
 _SPARE_CONTEXT_LEN: Final = 8
-# SGLang (0.5.17) ends a request two tokens before its context is full.
+# SGLang (0.5.17) ends a request two tokens before its context is full,
 _SPARE_KV_NUM_TOKENS: Final = 256
-# And a page and one token before its KV cache is.
+# and a page and one token before its KV cache is full.
 _DTYPES: Final = ("bfloat16", "float16", "float32")
 
 
@@ -71,7 +71,7 @@ _DTYPES: Final = ("bfloat16", "float16", "float32")
 class SglangSettings(AdapterSettings):
     """Settings of an SGLang engine; `engine_args` are options of its ServerArgs.
 
-    Where `kv_cache_num_tokens` is None: SGLang's choice (`mem_fraction_static`).
+    If `kv_cache_num_tokens` is None, SGLang chooses (`mem_fraction_static`).
     """
 
     @property
@@ -86,7 +86,8 @@ class SglangSettings(AdapterSettings):
             known: names of the options that this SGLang has.
 
         Raises:
-            ConfigError: an option is unknown or umbra's own, or a setting is not SGLang's.
+            ConfigError: an option is unknown or set by umbra, or SGLang has no such value of a
+                setting.
             DataError: the model directory cannot be read.
         """
         OPTIONS.check(self.engine_args, known)
@@ -109,9 +110,9 @@ class SglangSettings(AdapterSettings):
             "custom_sigquit_handler": ignore_sigquit,
             "watchdog_timeout": _NEVER_S,  # it would take frozen requests for a stall
             "enable_memory_saver": True,
-            "sleep_on_idle": True,  # else its processes take a core each while the trainer works
+            "sleep_on_idle": True,  # else each process keeps a core busy while the trainer works
             "log_level": "warning",
-            # Requests bring their stop tokens; the model's own would end them, too.
+            # Requests carry their stop tokens; the model's own would end them, too.
             "json_model_override_args": _without_stop_tokens(
                 args.pop("json_model_override_args", "{}")
             ),
@@ -122,13 +123,13 @@ class SglangSettings(AdapterSettings):
 
     @staticmethod
     def environment() -> dict[str, str]:
-        """Variables for SGLang's processes, over what the user has set."""
+        """Variables for SGLang's processes, which override the user's."""
         return {
-            # Logprobs are those of the distribution that is sampled from.
+            # Logprobs are those of the distribution that tokens are sampled from.
             "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
-            # That one finds cached prefixes by their tokens alone, those of older weights, too.
+            # It finds cached prefixes by their tokens alone, including those of older weights.
             "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE": "0",
-            # For the spare tokens; _check_context_len keeps the model's limit.
+            # Leaves room for the spare tokens; _check_context_len keeps the model's limit.
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
         }
 
@@ -136,7 +137,7 @@ class SglangSettings(AdapterSettings):
         config = read_config(self.model_path)
         limit = config.get("max_position_embeddings")
         rope: dict[str, Any] = config.get("rope_scaling") or config.get("rope_parameters") or {}
-        # SGLang derives a longer limit from a scaled one.
+        # SGLang derives a longer limit from a scaled RoPE.
         is_scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
         if isinstance(limit, int) and not is_scaled and self.max_context_len > limit:
             raise ConfigError(

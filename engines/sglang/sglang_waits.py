@@ -1,4 +1,4 @@
-"""Waits for SGLang that end: with its processes, or in time."""
+"""Waits for SGLang, each with an end: the death of its processes, or a time limit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ async def until_died(died: asyncio.Event) -> AsyncGenerator[None]:
 
     async def fail() -> None:
         await died.wait()
-        raise EngineError("a process of SGLang ended at the start; the log says why")
+        raise EngineError("a process of SGLang ended during the start; the log has the reason")
 
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -28,7 +28,7 @@ async def until_died(died: asyncio.Event) -> AsyncGenerator[None]:
 
 @contextlib.asynccontextmanager
 async def within(limit_s: float, what: str) -> AsyncGenerator[None]:
-    """Raises EngineError where SGLang did not do it in time."""
+    """Raises EngineError if SGLang exceeds the limit."""
     try:
         async with asyncio.timeout(limit_s):
             yield

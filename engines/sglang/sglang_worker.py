@@ -1,4 +1,5 @@
-"""In SGLang's scheduler processes: obeys the adapter's orders. SGLang finds `obey` by its name."""
+"""Runs in SGLang's scheduler processes and carries out the adapter's orders. SGLang imports `obey`
+by name."""
 
 from __future__ import annotations
 
@@ -20,32 +21,33 @@ _saved: dict[int, Tensor] = {}  # in host memory, by address, while the weights 
 
 
 def obey(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """SGLang's custom weight loader. Never raises, for SGLang would end."""
+    """SGLang's custom weight loader. Never raises, because SGLang would end."""
     ((name, _),) = named_tensors
     order = unpack_order(name)
     try:
         _synchronize()  # a batch may still be computed
         report = _ACTIONS[order["action"]](model, order)
         _synchronize()
-    except Exception as error:  # noqa: BLE001 - whatever it is, the adapter is told
+    except Exception as error:  # noqa: BLE001 - the report carries any error to the adapter
         report = {"error": f"{type(error).__name__}: {error}"}
-    with contextlib.suppress(OSError):  # the adapter has ended, or reads no report any more
+    with contextlib.suppress(OSError):  # the adapter has ended, or no longer reads reports
         write_report(order["report"], report)
 
 
 def _settle(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
-    """Nothing is computed any more when it is done."""
+    """Returns when nothing is being computed."""
     return {}
 
 
 def _measure(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
-    sglang_processes.let_stacks_be_shown()
+    sglang_processes.allow_stack_dumps()
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
     return {"weights_nbytes": nbytes, "pid": os.getpid()}
 
 
 def _load(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
-    """Raises WeightSyncError for a parameter that gets no value; tells what has no place here."""
+    """Raises WeightSyncError for a parameter that gets no value; reports weights that the model
+    lacks."""
     device = next(model.parameters()).device
     loader: Any = model
     with (
@@ -61,7 +63,7 @@ def _load(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
 def _probe(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
     device = next(model.parameters()).device
     if device.type != "cuda":
-        return {"problem": f"its parameters are in memory of {device}, not of a GPU"}
+        return {"problem": f"its parameters are in {device} memory, not on a GPU"}
     return {"problem": probe_import(order["allocations"])}
 
 
@@ -81,8 +83,9 @@ def _restore(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _weight_memory(model: nn.Module) -> dict[int, Tensor]:
-    """The bytes of all parameters, and of what layers made of them and keep beside (such as the
-    w_kc of latent attention), by address: it stays while they sleep. Buffers SGLang keeps itself.
+    """The bytes of all parameters, and of tensors that layers derived from them (such as the w_kc
+    of latent attention), by address, which does not change during a sleep. SGLang itself keeps
+    buffers.
     """
     kept = [value for layer in model.modules() for value in vars(layer).values()]
     tensors = [*model.parameters(), *(value for value in kept if isinstance(value, Tensor))]

@@ -1,4 +1,4 @@
-"""Engines around libraries as actors, made of what the pool's settings say."""
+"""Actors around foreign engine libraries, built from the pool's settings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from umbra.engines.shell.warm_up import warm_up
 
 
 class AdapterEngine(EngineShell[AdapterCore]):
-    """The shell with all that an adapter needs but its core; arguments as of its parts."""
+    """The shell with everything that an adapter needs except its core."""
 
     def __init__(
         self,
@@ -43,11 +43,11 @@ class MakeCore(Protocol):
 
 
 class ConfiguredEngine(AdapterEngine):
-    """Takes the fields of its settings by name, which its signature says.
+    """Accepts the fields of its settings class by name; its signature lists them.
 
     Attributes:
-        settings_class: has these fields.
-        core_class: makes the core of them.
+        settings_class: the dataclass with these fields.
+        core_class: makes the core from an instance of it.
     """
 
     settings_class: ClassVar[type[AdapterSettings]]

@@ -1,4 +1,4 @@
-"""What the settings of all foreign engines share, and how a user's further options are checked."""
+"""Settings that all foreign engines share, and the check of a user's engine options."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class AdapterSettings:
     """Settings of a foreign engine.
 
     Attributes:
-        kv_cache_num_tokens: of all sequences together. None: the engine's choice.
-        tick_ms: the time between two deltas, where no request ends that the engine tells of.
-        num_threads: for the operations on the CPU.
+        kv_cache_num_tokens: for all sequences together. None: the engine's choice.
+        tick_ms: time between two deltas, unless the engine reports the end of a request earlier.
+        num_threads: threads of operations on the CPU.
         load_weights: read them from `model_path` and serve as version 0.
-        engine_args: further options of the engine's own, by name.
+        engine_args: more options of the engine, by name.
     """
 
     model_path: str
@@ -41,7 +41,7 @@ class AdapterSettings:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
 
     def num_of(self, option: str) -> int:
-        """The number that an option of the engine's own is set to, else 1."""
+        """The number that one of the engine's options is set to, else 1."""
         value = self.engine_args.get(option, 1)
         if not isinstance(value, int) or value < 1:
             raise ConfigError(f"pool.engine_args.{option} must be 1 or more, got {value!r}")
@@ -55,8 +55,8 @@ class EngineOptions:
     Attributes:
         library: its name, for messages.
         owner: the class that has the options.
-        own_settings: options that stand for a setting of umbra's, which is to be used instead.
-        fixed: options that umbra sets, and why they cannot be chosen.
+        own_settings: options that correspond to a setting of umbra's, which must be used instead.
+        fixed: options that umbra sets, and the reason.
     """
 
     library: str
@@ -65,7 +65,7 @@ class EngineOptions:
     fixed: Mapping[str, str]
 
     def check(self, engine_args: Mapping[str, Any], known: Collection[str]) -> None:
-        """Raises ConfigError naming the first option that cannot be passed on, and what to do.
+        """Raises ConfigError that names the first refused option and the remedy.
 
         Args:
             known: names of the options that the installed version has.
@@ -88,7 +88,7 @@ class EngineOptions:
 
 
 def read_config(model_path: str) -> dict[str, Any]:
-    """The model directory's config.json; of a model with several parts, that of the text."""
+    """The model directory's config.json; for a model with several parts, the text part's."""
     path = Path(model_path) / "config.json"
     try:
         raw: Any = json.loads(path.read_text())

@@ -1,10 +1,10 @@
-"""The way of token deltas from an engine to its one consumer, on the engine's event loop.
+"""Carries token deltas from an engine to its one consumer, on the engine's event loop.
 
     engine ──put──▶ [batches] ──read──▶ consumer A
-                                        consumer B comes: A's stream ends, A's requests are
+                                        consumer B attaches: A's stream ends, A's requests are
                                         dropped, B reads from an empty queue
 
-A batch never outlives its consumer: a new epoch begins when a consumer goes.
+A batch never outlives its consumer: a new epoch begins when a consumer detaches.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from umbra.runtime.engine_api.delta_buffer import DeltaColumns, empty_batch
 class DeltaStream:
     """Owned by the engine; all calls are on its loop.
 
-    The queue is bounded by what its consumer has asked for: a few bytes for every token of
-    the requests in flight.
+    The queue is bounded by the consumer's own requests: a few bytes for every token of the requests
+    in flight.
 
     Args:
-        on_consumer_gone: drops all requests; called with the epoch that begins.
+        on_consumer_gone: drops all requests; called with the new epoch.
     """
 
     def __init__(self, on_consumer_gone: Callable[[int], None]) -> None:
@@ -46,10 +46,11 @@ class DeltaStream:
         self._changed.set()
 
     async def read(self) -> AsyncGenerator[DeltaColumns, None]:
-        """Yields an empty batch at once, to say that it is attached, then what comes.
+        """Yields an empty batch at once, which confirms the attachment, then the batches that come.
 
-        Requests that came before the first consumer are its own. A second consumer ends the
-        first one's stream and starts with nothing. When the consumer goes, its requests do.
+        Requests submitted before the first consumer attaches belong to it. A second consumer ends
+        the first one's stream and starts with nothing. When the consumer detaches, its requests are
+        dropped.
         """
         if self._has_consumer:
             self._drop_requests()

@@ -1,7 +1,7 @@
-"""Calls that change an engine: one after the other, each to its end.
+"""Runs calls that change an engine one after the other, each to its end.
 
-caller A ── make ──▶ [A | B]   begins once what came before is done
-caller B ── make ──▶           B's caller is cancelled: B is done all the same, in its turn
+caller A ── make ──▶ [A | B]   begins once earlier changes are done
+caller B ── make ──▶           B's caller is cancelled: B still runs after A
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _T = TypeVar("_T")
 
 
 class Changes:
-    """Owns the tasks that make them; leaving it cancels these. Use `async with`.
+    """Owns the tasks that make the changes; leaving it cancels them. Use `async with`.
 
-    A caller that is cancelled does not cut what it asked for: the engine's processes and threads
-    would do their part all the same, and what is known of them here would be wrong. Even a change
-    that has not begun is made, because `EngineGate` counts it as made already.
+    Cancelling a caller does not cancel its change: the engine's processes and threads would do
+    their part in any case, and this side would no longer know their state. Even a change that has
+    not begun runs, because `EngineGate` counts it as made.
     """
 
     def __init__(self) -> None:
@@ -39,12 +39,12 @@ class Changes:
         await self._group.__aexit__(None, None, None)
 
     async def make(self, change: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
-        """What it returns, or raises. Not to be called within a change."""
+        """Returns or raises what the change does. Must not be called within a change."""
         outcome: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
         task = self._group.create_task(self._settle(change, outcome))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(lambda _: outcome.cancel())  # where it was cancelled itself
+        task.add_done_callback(lambda _: outcome.cancel())  # if the task itself was cancelled
         return await outcome
 
     async def _settle(
@@ -53,9 +53,9 @@ class Changes:
         try:
             async with self._order:
                 value = await change()
-        except Exception as error:  # it is the caller's
+        except Exception as error:  # raised to the caller
             if outcome.cancelled():
-                logger.warning("a change that nobody waits for failed", exc_info=error)
+                logger.warning("an engine change failed after its caller left", exc_info=error)
             else:
                 outcome.set_exception(error)
         else:

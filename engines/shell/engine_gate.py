@@ -1,4 +1,4 @@
-"""What an engine may do now: its own copy of the lifecycle that the supervisor keeps.
+"""What an engine may do now: the engine's own copy of the lifecycle that the supervisor keeps.
 
 Both sides apply the same pure state machine, so an engine driven without a supervisor, or by a
 faulty one, refuses what would corrupt it: serving without weights, overwriting weights in use.
@@ -29,7 +29,7 @@ from umbra.runtime.errors import EngineError
 
 
 class EngineGate:
-    """Starts in PENDING_WEIGHTS. Every method raises IllegalTransition where it is not allowed."""
+    """Starts in PENDING_WEIGHTS. Every method raises IllegalTransition if the state forbids it."""
 
     def __init__(self) -> None:
         self._lifecycle = EngineLifecycle().apply(EngineStarted())
@@ -42,7 +42,7 @@ class EngineGate:
 
     @property
     def version(self) -> int | None:
-        """Of the weights held for certain."""
+        """Of the weights that the engine holds for certain."""
         return self._lifecycle.version
 
     @property
@@ -59,13 +59,13 @@ class EngineGate:
         return self._is_draining
 
     def admit(self) -> None:
-        """Raises EngineError unless new requests may come in."""
+        """Raises EngineError unless new requests are allowed."""
         if not self.is_serving or self._is_draining:
             state = "draining" if self._is_draining else str(self._lifecycle)
             raise EngineError(f"the engine is {state} and takes no requests; wait until it serves")
 
     def start_serving(self, version: int) -> None:
-        """Weights came from disk: PENDING_WEIGHTS → SERVING(version)."""
+        """Weights were loaded from disk: PENDING_WEIGHTS → SERVING(version)."""
         self._apply(BeginUpdate(version), CommitUpdate(version), Resume())
 
     def drain(self) -> None:
@@ -88,20 +88,20 @@ class EngineGate:
         self._apply(Sleep(level))
 
     def wake(self, tags: Sequence[Tag]) -> frozenset[Tag]:
-        """Returns the tags that take memory now; follow with `woken`."""
+        """Returns the tags to wake now; `woken` must follow."""
         unknown = set(tags) - ALL_TAGS
         if unknown:
             raise ValueError(f"unknown wake tags {sorted(unknown)}; allowed: {sorted(ALL_TAGS)}")
-        wanted = frozenset(tags) - self.awake
-        if wanted:
-            self._apply(Wake(wanted))
-        return wanted
+        sleeping = frozenset(tags) - self.awake
+        if sleeping:
+            self._apply(Wake(sleeping))
+        return sleeping
 
     def woken(self) -> None:
         self._apply(Woken())
 
     def begin_update(self, version: int, *, is_idle: bool) -> None:
-        """A serving engine that has nothing to do needs no pause first."""
+        """A serving engine that is idle needs no pause first."""
         if is_idle:
             self.pause()
         before = self._lifecycle
@@ -109,11 +109,11 @@ class EngineGate:
         self._before_update = before
 
     def touch(self) -> None:
-        """The weights are overwritten from here on: no way back to those of before."""
+        """Marks the weights as overwritten: from here on the old version is lost."""
         self._before_update = None
 
     def commit_update(self) -> int:
-        """The version now held."""
+        """Returns the version now held."""
         version = self._lifecycle.updating_to
         self._apply(CommitUpdate(-1 if version is None else version))
         assert version is not None

@@ -12,7 +12,7 @@ from umbra.runtime.engine_api.generation_request import GenerationRequest
 
 
 class RequestCounts(TypedDict):
-    """The part of `EngineStats` that requests make."""
+    """The request counts in `EngineStats`."""
 
     running: int
     waiting: int
@@ -21,10 +21,10 @@ class RequestCounts(TypedDict):
 
 
 class EngineRequests(ABC):
-    """Knows which requests there are, and brings their tokens to the stream. Event loop only.
+    """Owns the requests, and moves their tokens to the stream. Event loop only.
 
     Attributes:
-        stream: the way of the batches to the consumer.
+        stream: carries batches to the consumer.
         all_ended: set while there is no request.
     """
 
@@ -36,31 +36,31 @@ class EngineRequests(ABC):
     @property
     @abstractmethod
     def ids(self) -> Collection[int]:
-        """Of all requests whose end is not in the stream yet."""
+        """Ids of all requests whose end is not in the stream yet."""
 
     @abstractmethod
     async def run(self) -> None:
-        """Until cancelled; raises what the engine fails with."""
+        """Runs until cancelled; raises the engine's failure."""
 
     @abstractmethod
     async def add(self, requests: Sequence[GenerationRequest]) -> None:
-        """Gives new requests, whose ids are free, to the engine: all, or with an error none."""
+        """Submits new requests, whose ids are free, to the engine: all, or on error none."""
 
     @abstractmethod
     async def abort(self, ids: Collection[int]) -> None:
-        """Ends some of `ids`; all that they have made, and their ends, are in the stream then."""
+        """Ends the requests `ids`. When it returns, their tokens and ends are in the stream."""
 
     @abstractmethod
     async def deliver(self) -> None:
-        """Returns when all that a paused engine has made is in the stream."""
+        """Returns when all tokens of a paused engine are in the stream."""
 
     @abstractmethod
     def begin_update(self) -> None:
-        """Other weights come: nothing is made until `commit_update`, or the update's end."""
+        """Other weights come: no token is made until `commit_update`, or until the update ends."""
 
     @abstractmethod
     def commit_update(self, version: int) -> None:
-        """Tokens made from here on are of `version`."""
+        """Tokens made from here on belong to `version`."""
 
     @abstractmethod
     async def counts(self) -> RequestCounts: ...
@@ -71,7 +71,7 @@ class EngineRequests(ABC):
 
     @abstractmethod
     def _forget(self, epoch: int) -> None:
-        """Drops all requests: their consumer has gone. Later ones are of `epoch`."""
+        """Drops all requests, because their consumer has detached. Later ones belong to `epoch`."""
 
     def _on_consumer_gone(self, epoch: int) -> None:
         self._forget(epoch)

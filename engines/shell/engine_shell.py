@@ -84,7 +84,7 @@ class EngineShell(Generic[_Core]):
         await self._core.stop()
 
     async def run(self) -> None:
-        """Until cancelled; raises EngineError when the engine fails."""
+        """Runs until cancelled; raises EngineError when the engine fails."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._requests.run())
@@ -98,14 +98,14 @@ class EngineShell(Generic[_Core]):
 
     async def _fail_with_core(self) -> None:
         await self._core.died.wait()
-        raise EngineError(f"a process of {self._core.name} has ended; the log says why")
+        raise EngineError(f"a process of {self._core.name} has ended; the log has the reason")
 
     # -- requests ------------------------------------------------------------------------
 
     async def submit(self, requests: Sequence[Mapping[str, Any]]) -> None:
         self._gate.admit()
         parsed = [self._parse(raw) for raw in requests]
-        epoch = self._requests.stream.epoch  # now: until its turn comes, another consumer may
+        epoch = self._requests.stream.epoch  # another consumer may attach meanwhile
         await self._changes.make(lambda: self._add(parsed, epoch))
 
     def _parse(self, raw: Mapping[str, Any]) -> GenerationRequest:
@@ -119,7 +119,7 @@ class EngineShell(Generic[_Core]):
         return request
 
     async def _add(self, requests: list[GenerationRequest], epoch: int) -> None:
-        if epoch != self._requests.stream.epoch:  # the consumer that they were for has gone
+        if epoch != self._requests.stream.epoch:  # the consumer of these requests has detached
             return
         self._gate.admit()  # it may have been paused meanwhile
         ids = {request.id for request in requests}
@@ -135,10 +135,10 @@ class EngineShell(Generic[_Core]):
 
     async def abort(self, ids: Sequence[int] | None) -> int:
         known = self._requests.ids
-        wanted = list(known) if ids is None else [i for i in dict.fromkeys(ids) if i in known]
-        if wanted:
-            await self._requests.abort(wanted)
-        return len(wanted)
+        chosen = list(known) if ids is None else [i for i in dict.fromkeys(ids) if i in known]
+        if chosen:
+            await self._requests.abort(chosen)
+        return len(chosen)
 
     async def pause(self, mode: PauseMode) -> None:
         if mode not in ("abort", "keep", "drain"):
@@ -162,7 +162,7 @@ class EngineShell(Generic[_Core]):
         await self._core.pause(keep=keep)
         await self._requests.deliver()
         if not keep:
-            await self.abort(None)  # nothing is left, whatever the core made of the pause
+            await self.abort(None)  # nothing is left, whatever the core's pause did
 
     async def resume(self) -> None:
         await self._changes.make(self._resume)
@@ -187,9 +187,9 @@ class EngineShell(Generic[_Core]):
         await self._core.sleep(level)
 
     async def wake(self, tags: Sequence[Tag]) -> None:
-        wanted = self._gate.wake(tags)
-        if wanted:
-            await self._changes.make(lambda: self._wake_core(wanted))
+        sleeping = self._gate.wake(tags)
+        if sleeping:
+            await self._changes.make(lambda: self._wake_core(sleeping))
 
     async def _wake_core(self, tags: Collection[Tag]) -> None:
         await self._core.wake(sorted(tags, reverse=True))
@@ -203,7 +203,7 @@ class EngineShell(Generic[_Core]):
     async def begin_update(
         self, version: int, manifest: Mapping[str, Any], buckets: Mapping[str, Any]
     ) -> None:
-        """Frozen requests keep their KV cache, so they go on with keys of the older weights."""
+        """Frozen requests keep their KV cache, so they continue with keys of the older weights."""
         self._gate.begin_update(version, is_idle=not self._requests.ids)
         await self._changes.make(lambda: self._begin_update(manifest, buckets))
 
@@ -250,7 +250,7 @@ class EngineShell(Generic[_Core]):
     # -- health --------------------------------------------------------------------------
 
     async def stats(self) -> EngineStats:
-        """`resident_nbytes` is of the engine's own processes, too."""
+        """`resident_nbytes` includes the engine's own processes."""
         counts = await self._requests.counts()
         version, awake = self._gate.version, self._gate.awake
         if not self._core.frees_memory_asleep:
@@ -269,7 +269,7 @@ class EngineShell(Generic[_Core]):
 
 
 def _first_error(error: Exception) -> Exception:
-    """Of a group, and of the groups in it."""
+    """The first plain exception in a group and its subgroups."""
     if not isinstance(error, ExceptionGroup):
         return error
     group = cast("ExceptionGroup[Exception]", error)

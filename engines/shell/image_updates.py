@@ -3,7 +3,8 @@
 shared memory   ranks ──buckets──▶ WeightImage ───description──▶ Core.load_weights
 CUDA IPC        ranks ──exports──▶ WeightImport ──description──▶ Core.load_weights
 
-When `load` returns, the model has the weights, whichever way they came; `finish` only verifies.
+When `load` returns, the model has the weights, whichever transport carried them; `finish` only
+verifies.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class ImageUpdates(WeightUpdates):
     def __init__(self, core: AdapterCore) -> None:
         self._core = core
         self._image = WeightImage()
-        self._import: WeightImport | None = None  # an update that takes no image
+        self._import: WeightImport | None = None  # set during an update without an image
         self._is_loaded = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weight-image")
 

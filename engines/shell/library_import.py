@@ -1,4 +1,4 @@
-"""Importing a foreign engine: late, and with errors that say what to do."""
+"""Imports a foreign engine late, with errors that state the remedy."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ _T = TypeVar("_T")
 def load_library(
     name: str, module: str, pick: Callable[[str], _T], *, tested: Sequence[str], missing: str
 ) -> _T:
-    """What `pick` makes of the library's version. Warns where it has not been tested.
+    """Returns what `pick` makes of the library's version. Warns if the version is untested.
 
     Args:
         name: for messages.
-        module: its package.
-        pick: imports what is used; ImportError and AttributeError say what a version lacks.
-        missing: what to do where it is not installed.
+        module: the library's package.
+        pick: imports the needed names; its ImportError or AttributeError names what a version
+            lacks.
+        missing: the remedy if the library is not installed.
 
     Raises:
-        ConfigError: it is not installed, cannot be imported, or lacks what is needed.
+        ConfigError: the library is not installed, cannot be imported, or lacks a needed name.
     """
     try:
         library: Any = importlib.import_module(module)

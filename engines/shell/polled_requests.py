@@ -1,6 +1,6 @@
-"""Requests whose tokens gather where the event loop finds them, such as a library's frontend.
+"""Requests whose tokens collect on the event loop, for example in a library's frontend.
 
-They are taken from all requests once a tick, so that Python runs per request and tick, not per
+One loop takes the tokens of all requests once a tick, so Python runs per request and tick, not per
 token.
 """
 
@@ -20,13 +20,13 @@ from umbra.runtime.engine_api.delta_buffer import END_TICK_S, DeltaBuffer
 from umbra.runtime.engine_api.generation_request import GenerationRequest
 
 _QUIET_PASSES = 3
-# Passes of the event loop without a token after which the engine's frontend has handled all that
-# had come: vLLM's handles a part in each.
+# Passes of the event loop without a token after which the engine's frontend has handled all earlier
+# messages: vLLM's frontend handles a part of them in each pass.
 
 
 @dataclass(slots=True, kw_only=True)
 class _Running:
-    """A request that the core has, by a key that is never used again, unlike its id."""
+    """A request that the core runs, under a key that is never reused, unlike its id."""
 
     request: GenerationRequest
     key: str
@@ -41,7 +41,7 @@ class _Running:
 class PolledRequests(EngineRequests):
     """Args:
     max_num_seqs: requests that the core runs at once.
-    tick_ms: the time between two deltas, where no request ends that the core tells of.
+    tick_ms: time between two deltas, unless the core reports the end of a request earlier.
     """
 
     def __init__(self, core: PolledCore, *, max_num_seqs: int, tick_ms: float) -> None:
@@ -54,11 +54,11 @@ class PolledRequests(EngineRequests):
         self._buffer = DeltaBuffer()
         self._serials = itertools.count()
         self._num_tokens_total = 0
-        self._version = 0  # held, or while an update is in progress the one before
+        self._version = 0  # held; the previous one while an update is in progress
         self._older_version = 0
         self._num_updates = 0  # committed
-        self._doomed: list[str] = []  # keys of those that nobody wants any more
-        self._is_doomed = asyncio.Event()
+        self._to_abort: list[str] = []  # keys of requests to abort
+        self._has_to_abort = asyncio.Event()
 
     @property
     def ids(self) -> Collection[int]:
@@ -67,7 +67,7 @@ class PolledRequests(EngineRequests):
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._take_forever())
-            tasks.create_task(self._abort_doomed_forever())
+            tasks.create_task(self._abort_forever())
 
     async def _take_forever(self) -> None:
         while True:
@@ -76,27 +76,28 @@ class PolledRequests(EngineRequests):
             self._take()
 
     async def _tick(self) -> None:
-        """Tokens gather in the core meanwhile; a request that has ended waits for few others."""
+        """Waits while tokens collect in the core; after the end of a request it waits only
+        briefly."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._tick_s):
                 await self._core.ended.wait()
                 await asyncio.sleep(END_TICK_S)
         self._core.ended.clear()
 
-    async def _abort_doomed_forever(self) -> None:
+    async def _abort_forever(self) -> None:
         while True:
-            await self._is_doomed.wait()
-            self._is_doomed.clear()
-            doomed, self._doomed = self._doomed, []
-            await self._core.abort(doomed)
+            await self._has_to_abort.wait()
+            self._has_to_abort.clear()
+            keys, self._to_abort = self._to_abort, []
+            await self._core.abort(keys)
 
     # -- tokens --------------------------------------------------------------------------
 
     def _take(self) -> int:
-        """All tokens that have come go out, under the version held; their number.
+        """Sends all tokens that have come, under the version held, and returns their number.
 
-        (Between two versions some that the older one made may come.) Raises whatever the engine
-        failed with.
+        Between two versions, some tokens of the older one may still come. Raises the engine's
+        failure.
         """
         runs, older_runs = _Runs(), _Runs()
         finishes: list[tuple[int, str]] = []
@@ -127,13 +128,13 @@ class PolledRequests(EngineRequests):
     def _reason(self, request: GenerationRequest, new: NewOutput) -> str:
         reason = new.finish_reason
         if reason == "length" and len(new.tokens) and new.tokens[-1] in request.stop_token_ids:
-            return "stop"  # it was the last that was allowed, too
+            return "stop"  # a stop token that was also the last allowed token
         if reason in ("stop", "length", "abort"):
             return reason
         return f"error: {self._core.name} ended the request with {reason!r}"
 
     async def deliver(self) -> None:
-        """Also tokens on their way through the engine's frontend."""
+        """Includes tokens on their way through the engine's frontend."""
         quiet = 0
         while quiet < _QUIET_PASSES:
             quiet = 0 if self._take() else quiet + 1
@@ -152,37 +153,37 @@ class PolledRequests(EngineRequests):
         epoch = self.stream.epoch
         added: list[_Running] = []
         num_running = min(len(self._by_id) + len(requests), self._max_num_seqs)
-        # A cached prefix of older weights is of no use to newer ones.
+        # A prefix cached under older weights must not be used with newer ones.
         cache_salt = f"weights-{self._num_updates}"
         try:
             for request in requests:
-                # No key is the beginning of another: SGLang would end both.
+                # No key is a prefix of another, because SGLang would end both.
                 key = f"{next(self._serials):012d}-{request.id}"
                 output = await self._core.add(key, request, cache_salt, num_running)
                 added.append(_Running(request=request, key=key, output=output))
         except BaseException:
-            self._doom(added)
+            self._abort_soon(added)
             raise
-        if epoch != self.stream.epoch:  # their consumer has gone meanwhile
-            self._doom(added)
+        if epoch != self.stream.epoch:  # their consumer has detached meanwhile
+            self._abort_soon(added)
             return
         self._by_id.update((running.request.id, running) for running in added)
         self._note_ends()
 
     async def abort(self, ids: Collection[int]) -> None:
-        """What the engine has sampled but not yet delivered is lost; it is the end of each."""
+        """Ends the requests; tokens sampled but not delivered by the engine are lost."""
         await self._core.abort([self._by_id[i].key for i in ids])
         self._take()
 
     def _forget(self, epoch: int) -> None:
-        self._doom(list(self._by_id.values()))
+        self._abort_soon(list(self._by_id.values()))
         self._by_id.clear()
         self._buffer.clear()
 
-    def _doom(self, requests: list[_Running]) -> None:
+    def _abort_soon(self, requests: list[_Running]) -> None:
         if requests:
-            self._doomed += [running.key for running in requests]
-            self._is_doomed.set()
+            self._to_abort += [running.key for running in requests]
+            self._has_to_abort.set()
 
     def _note_ends(self) -> None:
         super()._note_ends()
@@ -201,7 +202,7 @@ class PolledRequests(EngineRequests):
         )
 
     def progress(self) -> int | None:
-        """Tokens made, while there are requests to make them for."""
+        """Tokens made; None while there are no requests."""
         is_idle = not self._by_id or self._core.is_paused
         return None if is_idle else self._num_tokens_total
 

@@ -1,4 +1,4 @@
-"""The machine's memory, and what processes take of it."""
+"""Reads how much memory the machine has, and how much of it processes hold."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from umbra.runtime.process.process_tree import ProcessTree
 
 
 def resident_nbytes() -> int:
-    """Of this process and all below it, in bytes; memory that they share counts once."""
+    """Bytes resident in this process and all below it; memory that they share counts once."""
     tree = ProcessTree(os.getpid())
     tree.look()
     return tree.resident_nbytes()
 
 
 def physical_nbytes() -> int:
-    """Memory of this machine, in bytes."""
+    """Bytes of memory in this machine."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,4 +1,4 @@
-"""One short request at a foreign engine's start, before it is said to be up."""
+"""Sends one short request to a foreign engine when it starts, before it reports ready."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from umbra.runtime.first_of import first_of
 
 logger = logging.getLogger(__name__)
 
-_TELL_AFTER_S: Final = 60.0
+_REPORT_AFTER_S: Final = 60.0
 _REQUEST: Final = GenerationRequest(
     id=0,
     tokens=np.zeros(1, np.int32),
@@ -29,9 +29,10 @@ _REQUEST: Final = GenerationRequest(
 
 
 async def warm_up(core: AdapterCore) -> None:
-    """What an engine compiles for its first request (vLLM on the CPU: for many seconds) belongs to
-    its start: who waits for tokens, or watches for a stall, can rely on it from then on. The
-    deadline is that of the start.
+    """Runs a two-token request, so that the engine compiles during its start.
+
+    Compiling takes many seconds with vLLM on the CPU. From then on, callers and the stall watchdog
+    can rely on tokens coming promptly. The start's own deadline applies.
 
     Raises:
         EngineError: it cannot generate.
@@ -45,7 +46,7 @@ async def warm_up(core: AdapterCore) -> None:
         if core.died.is_set():
             raise EngineError(f"a process of {core.name} ended at its first request")
         try:
-            async with asyncio.timeout(_TELL_AFTER_S):
+            async with asyncio.timeout(_REPORT_AFTER_S):
                 await first_of(output.changed, core.died)
         except TimeoutError:
             took_s = time.monotonic() - started

@@ -1,6 +1,6 @@
-"""What a model's own loader reads and writes, watched from below it.
+"""Checks what a model's own loader reads and writes, by watching its tensor operations.
 
-Loaders of foreign engines skip what they do not know, or do not get, without a word.
+Loaders of foreign engines silently skip weights that they do not know or do not get.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class WeightCoverage:
         self._mode = _Recorder()
 
     def watch(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The same, for the loader; a further name of a tensor follows its first one.
+        """Passes the weights through to the loader; other names of a tensor follow its first one.
 
-        A tensor may be gone when the next one comes, and its memory be that one's.
+        A tensor may be freed before the next one comes, which may reuse its memory.
         """
         last: _Given | None = None
         for name, tensor in weights:
@@ -56,7 +56,7 @@ class WeightCoverage:
         self._mode.__exit__(kind, error, trace)
 
     def check_filled(self, engine: str) -> None:
-        """Raises WeightSyncError for parameters that got no value, or half of it."""
+        """Raises WeightSyncError for parameters that got no value, or only a part."""
         missing = [name for name, p in self._model.named_parameters() if self._lacks(name, p)]
         if missing:
             raise WeightSyncError(
@@ -65,21 +65,21 @@ class WeightCoverage:
             )
 
     def unread(self) -> list[str]:
-        """Names of tensors that nothing was read from."""
+        """Names of tensors that were never read."""
         for given in self._given.values():
-            if given.tensor() is not None:  # the loader may have come to it after the last one
+            if given.tensor() is not None:  # the loader may have read it after the last one
                 given.look(self._mode.read)
         return [name for name, given in self._given.items() if not given.is_read]
 
     def _lacks(self, name: str, parameter: nn.Parameter) -> bool:
         if _storage(parameter) != self._before.get(name):
-            return False  # the loader has put another tensor in its place
+            return False  # the loader has replaced it by another tensor
         regions = self._mode.written.get(_storage(parameter), set())
         return sum(math.prod(shape) for _, shape, _ in regions) < parameter.numel()
 
 
 class _Given:
-    """A tensor that the loader was given; `is_read` once something was read from its memory."""
+    """A tensor given to the loader; `is_read` once something was read from its memory."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = weakref.ref(tensor)
@@ -91,7 +91,7 @@ class _Given:
 
 
 class _Recorder(_Base):
-    """Regions written, by storage, and addresses at which reads began."""
+    """Records regions written, by storage, and addresses at which reads began."""
 
     def __init__(self) -> None:
         super().__init__()  # pyright: ignore[reportUnknownMemberType]

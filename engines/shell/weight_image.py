@@ -1,9 +1,9 @@
-"""The engine's end of a weight sync: into one image in shared memory, which its workers map.
+"""The engine's side of a weight sync: one image in shared memory, which the engine's workers map.
 
-    ranks ──buckets──▶ WeightImage (engine process) ──memfd──▶ every engine worker
+    ranks ──buckets──▶ WeightImage (engine process) ──▶ every engine worker
                        then compares checksums                  its own loader
 
-Nothing of the model is touched before the whole image has come.
+The model is not touched before the whole image has arrived.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.transports.shared_memory.memfd import create_buckets
 from umbra.runtime.weights.weight_receiver import WeightReceiver
 
-_MIN_NBYTES: Final = mmap.PAGESIZE  # of a mapping, also where a model has no bytes
+_MIN_NBYTES: Final = mmap.PAGESIZE  # of a mapping, even if a model has no bytes
 
 
 class WeightImage:
-    """Receives versions into a flat image of all tensors. Blocks; one thread, `stop` excepted.
+    """Receives versions into a flat image of all tensors. Calls block, from one thread except
+    `stop`.
 
-    Owns the image, which takes as much memory as the weights, from the first update until
-    `close`: the next update finds its pages there.
+    Owns the image, which takes as much memory as the weights. It lives from the first update until
+    `close`, so that the next update reuses its pages.
     """
 
     def __init__(self) -> None:
@@ -40,7 +41,7 @@ class WeightImage:
         self._receiver: WeightReceiver | None = None
 
     def begin(self, manifest: Mapping[str, Any], buckets: Mapping[str, Any]) -> None:
-        """Gets ready for one version. Raises as `WeightReceiver.begin`."""
+        """Prepares for one version. Raises the errors of `WeightReceiver.begin`."""
         if self._receiver is None or self._manifest != manifest:
             self.close()
             self._open(manifest)
@@ -49,7 +50,8 @@ class WeightImage:
         self._sync = {name: buckets[name] for name in ("fd_socket", "progress")}
 
     def load(self) -> int:
-        """Takes all buckets as they are filled; the bytes. Raises WeightSyncError if given up."""
+        """Copies all buckets as they are filled and returns the bytes. Raises WeightSyncError if
+        aborted."""
         return self._open_receiver().load()
 
     def finish(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
@@ -57,8 +59,8 @@ class WeightImage:
         return self._open_receiver().finish(regions)
 
     def describe(self) -> dict[str, Any]:
-        """For the workers on this host: where the image is, what is in it, and whether the sync
-        that brought it is still wanted."""
+        """Describes for the workers where the image is, what it holds, and where to see whether its
+        sync was aborted."""
         return {
             "path": f"/proc/{os.getpid()}/fd/{self._fd}",
             "nbytes": self._nbytes,
@@ -72,7 +74,7 @@ class WeightImage:
             self._receiver.stop()
 
     def end(self) -> None:
-        """Leaves the update, committed or given up. Idempotent."""
+        """Leaves the update, committed or aborted. Idempotent."""
         if self._receiver is not None:
             self._receiver.end()
 

@@ -1,7 +1,7 @@
-"""An update whose weights the engine's workers read from the ranks' GPUs themselves.
+"""An update whose weights the engine's workers themselves read from the ranks' GPUs.
 
 ranks ──exports──▶ supervisor ──▶ engine process ──description──▶ every worker: its own loader
-                                  compares checksums ◀──regions── what it read, and loaded
+                                  compares checksums ◀──regions── what it read and loaded
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any, Final
 from umbra.runtime.errors import WeightSyncError
 
 _MAX_MISMATCHES: Final = 32
-# Named in a report; the rest are counted.
+# Mismatches named in a report; the rest are counted.
 
 WorkerRegions = Sequence[Sequence[int | None]]
 
 
 class WeightImport:
-    """One update. Args: as they come with begin_update."""
+    """One update; the arguments are those of begin_update."""
 
     def __init__(self, manifest: Mapping[str, Any], buckets: Mapping[str, Any]) -> None:
         kept = ("exports", "fd_socket", "progress", "has_checksums")
@@ -27,10 +27,10 @@ class WeightImport:
         self._read: list[dict[int, tuple[int, int | None]]] | None = None
 
     def note(self, per_worker: Sequence[WorkerRegions]) -> int:
-        """What each worker says that it read and loaded; the bytes of the model.
+        """Takes the workers' reports of what they read and loaded; returns the bytes of the model.
 
         Raises:
-            WeightSyncError: there is no worker that says anything.
+            WeightSyncError: no worker reports anything.
         """
         if not per_worker:
             raise WeightSyncError("no worker of the engine has read the weights")
@@ -41,7 +41,8 @@ class WeightImport:
         return min(sum(nbytes for nbytes, _ in read.values()) for read in self._read)
 
     def finish(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
-        """Compares what was sent with what every worker read: count, nbytes, mismatches."""
+        """Compares what was sent with what every worker read; returns count, nbytes and
+        mismatches."""
         if self._read is None:
             raise WeightSyncError("nothing was loaded before verifying")
         mismatches: list[str] = []

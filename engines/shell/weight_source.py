@@ -1,12 +1,12 @@
-"""In an engine's worker process: where the weights of an update come from, one tensor at a time.
+"""The source of an update's weights in an engine's worker process, one tensor at a time.
 
-A description is a plain map, made by the engine's process and handed on by whatever the engine
-uses between its processes:
+A description is a plain map. The engine's process makes it, and the engine's own channels carry it
+to the workers:
 
     image     path, nbytes, manifest, fd_socket, progress             weight_image
     exports   exports, manifest, fd_socket, progress, has_checksums   weight_import
 
-Both end the load of a sync that is given up. An image that no sync has brought has neither
+Both notice while they load that the sync was aborted. An image that came without a sync has neither
 fd_socket nor progress.
 """
 
@@ -32,25 +32,25 @@ from umbra.runtime.weights.transports.shared_memory.sync_progress import EngineE
 _OPEN_TIMEOUT_S: Final = 10.0
 
 Regions = list[list[int | None]]
-"""[image offset, nbytes, checksum or None] of each."""
+"""[image offset, nbytes, checksum or None] of each region."""
 
 
 class WeightSource(Protocol):
     """The weights of one update.
 
     Attributes:
-        regions: what was read and is yet to be verified, once all of it was taken.
+        regions: what was read and must be verified, once everything was taken.
     """
 
     regions: Regions
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every name with its tensor; a tied one under each name, one after the other. Once.
+        """Yields every name with its tensor, once; a tied tensor comes under each name in a row.
 
-        A tensor may be kept as long as the source is open, and longer where it came from a GPU.
+        A tensor is valid as long as the source is open, and longer if it came from a GPU.
 
         Raises:
-            WeightSyncError: the ranks' memory cannot be read, or the sync was given up.
+            WeightSyncError: the ranks' memory cannot be read, or the sync was aborted.
         """
         ...
 
@@ -63,14 +63,14 @@ def open_weights(
     counts: bool = True,
     make_opener: MakeOpener = CudaOpener,
 ) -> Generator[WeightSource]:
-    """The source described; closed at the end of the block.
+    """Opens the described source; it is closed at the end of the block.
 
     Args:
-        device: of the tensors, where they do not come from an image.
-        counts: says how far the engine is; of its workers, one does.
+        device: of the tensors, unless they come from an image.
+        counts: whether this worker reports the engine's progress; one worker does.
 
     Raises:
-        WeightSyncError, ProtocolError: it is not what the manifest says, or cannot be read.
+        WeightSyncError, ProtocolError: it disagrees with the manifest, or cannot be read.
     """
     manifest = Manifest.from_wire(description["manifest"])
     if "progress" not in description:
@@ -94,7 +94,7 @@ class _ImageSource:
         self._manifest = manifest
         self._end = end
         fd = os.open(description["path"], os.O_RDONLY)
-        try:  # what a loader writes to its tensors stays its own: the image is yet to be verified
+        try:  # private: a loader may write to its tensors, but the image must still be verified
             self._memory = mmap.mmap(fd, description["nbytes"], access=mmap.ACCESS_COPY)
         finally:
             os.close(fd)
@@ -137,7 +137,7 @@ class _ExportSource:
 
 
 def _aliases(manifest: Manifest) -> dict[str, list[str]]:
-    """Further names of each tensor that has some."""
+    """The other names of each tensor that has some."""
     aliases: dict[str, list[str]] = {}
     for alias, name in manifest.aliases.items():
         aliases.setdefault(name, []).append(alias)

@@ -1,4 +1,4 @@
-"""The engine's end of a weight update, as the shell sees it."""
+"""The engine's side of a weight update, as the shell sees it."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import Any, Protocol
 
 
 class WeightUpdates(Protocol):
-    """Takes new weights. The shell calls one method after the other, `stop` excepted:
+    """Loads new weights. The shell calls one method after the other, except `stop`:
 
-    begin ─▶ load ─▶ finish ─▶ end          `end` alone where the update is given up
+    begin ─▶ load ─▶ finish ─▶ end          only `end` if the update is aborted
     """
 
     async def begin(self, manifest: Mapping[str, Any], buckets: Mapping[str, Any]) -> None:
-        """Gets ready for one version; arguments and errors as of `Engine.begin_update`."""
+        """Prepares for one version; arguments and errors as in `Engine.begin_update`."""
         ...
 
     async def load(self) -> int:
-        """Takes all weights as the ranks bring them; their bytes. When it returns, the engine has
-        the new weights.
+        """Loads all weights as the ranks provide them, and returns their bytes. When it returns,
+        the engine has the new weights.
 
         Raises:
-            WeightSyncError: the sync was given up, or `stop` was called.
+            WeightSyncError: the sync was aborted, or `stop` was called.
         """
         ...
 
@@ -34,13 +34,14 @@ class WeightUpdates(Protocol):
         ...
 
     async def end(self) -> None:
-        """Leaves the update, committed or given up. Idempotent."""
+        """Leaves the update, committed or aborted. Idempotent."""
         ...
 
     async def release(self) -> None:
-        """The engine goes to sleep: leaves the update, and frees what serves the next one."""
+        """Called when the engine goes to sleep: leaves the update, and frees what the next one
+        would reuse."""
         ...
 
     async def close(self) -> None:
-        """The engine ends; `load` may still be under way. Frees all. Idempotent."""
+        """Called when the engine ends, even during a `load`. Frees everything. Idempotent."""
         ...

@@ -1,10 +1,11 @@
-"""vLLM's AsyncLLM, started, watched and ended; its pause flag and its errors as umbra's.
+"""The core of the vLLM engine: starts, watches and ends AsyncLLM, and translates pauses and errors.
 
     this process (actor)          AsyncLLM, event loop
       └ EngineCore                scheduler, and the worker where there is one
           └ workers               one for each GPU of a tensor-parallel engine
 
-All of these end with this process: it is their subreaper or child of one (`runtime.process`).
+All of these processes end with this one, which is their subreaper or the child of a subreaper
+(`runtime.process`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from umbra.runtime.process.pid_watch import PidWatch
 
 _T = TypeVar("_T")
 _SHUTDOWN_TIMEOUT_S: Final = 0.2
-# For EngineCore to end by itself, which takes its workers seconds and saves nothing.
+# For EngineCore to end by itself, which takes its workers seconds and gains nothing.
 _MAX_ERROR_NUM_CHARS: Final = 1000
 _MAY_LACK_MEMORY: Final = ("Engine core initialization failed", "max_model_len", "memory")
 _MEMORY_TAGS: Final = ("weights", "kv_cache")
@@ -70,14 +71,14 @@ class VllmCore(AdapterCore):
         try:
             self._llm = library.AsyncLLM.from_engine_args(library.AsyncEngineArgs(**options))
         except Exception as error:
-            said = str(error)
-            if len(said) > _MAX_ERROR_NUM_CHARS:  # such as a list of all models that it knows
-                said = f"{said[:_MAX_ERROR_NUM_CHARS]} ..."
+            text = str(error)
+            if len(text) > _MAX_ERROR_NUM_CHARS:  # for example a list of all models that it knows
+                text = f"{text[:_MAX_ERROR_NUM_CHARS]} ..."
             raise EngineError(
-                f"vLLM {library.version} did not start: {said}{_memory_hint(said)}"
+                f"vLLM {library.version} did not start: {text}{_memory_hint(text)}"
             ) from error
         self.vocab_size = int(self._llm.model_config.get_vocab_size())
-        # The workers, too: EngineCore waits for the end of all before it says that one has ended.
+        # Watch the workers, too: EngineCore reports a dead worker only after all have ended.
         workers: list[int] = await self.call(self._llm.collective_rpc("umbra_pid"))
         for pid in (descendants.working_child_pids(os.getpid()) - before).union(workers):
             self._watches.enter_context(PidWatch(pid, self.died.set))
@@ -99,11 +100,11 @@ class VllmCore(AdapterCore):
             )
 
     async def _load_adapters(self) -> None:
-        """From their folders. An update takes those away that vLLM had."""
+        """Loads them from their folders. An update removes those that vLLM had."""
         for number, (name, path) in enumerate(self._settings.lora_adapters.items(), start=1):
-            anew = self.library.LoRARequest(name, number, path, load_inplace=True)
+            request = self.library.LoRARequest(name, number, path, load_inplace=True)
             try:
-                await self.call(self._llm.add_lora(anew))
+                await self.call(self._llm.add_lora(request))
             except (EngineError, ValueError) as error:
                 raise EngineError(f"LoRA adapter {name!r}, {path}: {error}") from error
             self._adapters[name] = self.library.LoRARequest(name, number, path)
@@ -116,7 +117,8 @@ class VllmCore(AdapterCore):
             self._llm = None
 
     async def call(self, awaitable: Awaitable[_T]) -> _T:
-        """What vLLM raises comes as EngineError, umbra's own errors and ValueError as they are."""
+        """Turns vLLM's exceptions into EngineError; umbra's own errors and ValueError pass
+        through."""
         try:
             return await awaitable
         except (UmbraError, ValueError):
@@ -139,7 +141,7 @@ class VllmCore(AdapterCore):
         return VllmOutput(await self.call(adding))
 
     async def abort(self, keys: Iterable[str]) -> None:
-        """Tokens on their way from EngineCore are lost, from the end."""
+        """The last tokens, which are on their way from EngineCore, are lost."""
         await self.call(self._llm.abort(list(keys)))
 
     # -- states --------------------------------------------------------------------------
@@ -154,19 +156,20 @@ class VllmCore(AdapterCore):
         self.is_paused = False
 
     async def sleep(self, level: int) -> None:
-        """While a part sleeps vLLM puts nothing else to sleep, and says nothing; so that wakes."""
+        """Wakes a sleeping part first: vLLM silently puts nothing more to sleep while a part
+        sleeps."""
         await self.wake(_MEMORY_TAGS)
         await self.call(self._llm.sleep(level))
         self._asleep.update(_MEMORY_TAGS)
         self.is_paused = True
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """With the last tag vLLM resumes by itself. One that does not sleep would keep the others
-        from waking."""
-        wanted = [tag for tag in tags if tag in self._asleep]
-        if wanted:
-            await self.call(self._llm.wake_up(wanted))
-            self._asleep.difference_update(wanted)
+        """Wakes only tags that sleep, because another one would keep the rest from waking. With the
+        last tag vLLM resumes by itself."""
+        sleeping = [tag for tag in tags if tag in self._asleep]
+        if sleeping:
+            await self.call(self._llm.wake_up(sleeping))
+            self._asleep.difference_update(sleeping)
             self.is_paused = bool(await self.call(self._llm.is_sleeping()))
 
     async def reset_prefix_cache(self) -> None:
@@ -174,7 +177,7 @@ class VllmCore(AdapterCore):
 
     async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
         if self.library.is_cpu:
-            return "its parameters are in memory of cpu, not of a GPU"
+            return "its parameters are in cpu memory, not on a GPU"
         asked = self._llm.collective_rpc("umbra_probe_import", args=(allocations,))
         problems: list[str] = await self.call(asked)
         return next((problem for problem in problems if problem), "")
@@ -196,9 +199,9 @@ class VllmCore(AdapterCore):
         return regions
 
 
-def _memory_hint(said: str) -> str:
-    """Which of umbra's settings to lower, where vLLM's words may be about memory."""
-    if not any(word in said for word in _MAY_LACK_MEMORY):
+def _memory_hint(text: str) -> str:
+    """Names the settings to lower if vLLM's error may be about memory."""
+    if not any(word in text for word in _MAY_LACK_MEMORY):
         return ""
     return (
         "\n(if it lacks memory, lower pool.max_context_len, which is its max_model_len, "
@@ -207,6 +210,6 @@ def _memory_hint(said: str) -> str:
 
 
 def _pids_below() -> set[int]:
-    """Of all processes; one whose parent ends meanwhile may become a child of this one's."""
+    """Pids of all processes below this one, and of those that move here when their parents end."""
     below = {pid for pid, _ in descendants.living_descendants(os.getpid())}
     return below | set(descendants.child_pids(os.getpid()))

@@ -2,7 +2,7 @@
 
 Target: `umbra.engines.vllm.vllm_engine:VllmEngine`.
 
-Draws depend on where a trajectory was cut, so only greedy ones go on token for token.
+Draws depend on where a trajectory was cut, so only greedy trajectories resume token for token.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from umbra.engines.vllm.vllm_settings import VllmSettings
 
 
 class VllmEngine(ConfiguredEngine):
-    """Takes the fields of `VllmSettings`."""
+    """Accepts the fields of `VllmSettings`."""
 
     settings_class = VllmSettings
     core_class = VllmCore

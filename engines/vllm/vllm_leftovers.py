@@ -1,6 +1,6 @@
-"""Files that vLLM's processes would leave behind where they are killed.
+"""Removes files that killed processes of vLLM would leave behind.
 
-vLLM names its shared memory, semaphores and sockets, and removes them at an orderly end only.
+vLLM names its shared memory, semaphores and sockets, and removes them only when it ends in order.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from umbra.runtime.process import descendants
 _SOCKET_NAME_NUM_CHARS: Final = 40  # vLLM's own are UUIDs
 _SHARED_FOLDER: Final = "/dev/shm"
 _SHARED_NAMES: Final = ("psm_", "sem.mp-", "vllm_dist_", "vllm_offload_", "vllm_ec_")
-# Those that multiprocessing makes, those of several workers on the CPU, and those of caches on the
+# Names that multiprocessing makes, those of several workers on the CPU, and those of caches on the
 # host (kv_offloading_size).
 
 
 def file_variables(*, is_cpu: bool) -> dict[str, str]:
-    """Variables that have vLLM put its files into the job's socket directory, which goes with it.
+    """Variables that make vLLM put its files into the job's socket directory, which is removed with
+    the job.
 
-    None for an engine outside an actor's process, or where the directory's path is too long.
+    There are none for an engine outside an actor's process, or if the directory's path is too long.
     """
     try:
         endpoint = actor_context().supervisor.ref.ipc_endpoint
@@ -35,15 +36,15 @@ def file_variables(*, is_cpu: bool) -> dict[str, str]:
     if len(folder) + 1 + _SOCKET_NAME_NUM_CHARS > MAX_SOCKET_PATH_NBYTES:
         return {}
     variables = {"VLLM_RPC_BASE_PATH": folder}
-    # On a GPU compilers keep caches there that later runs want.
+    # Not on a GPU, where compilers keep caches in that folder for later runs.
     return variables | ({"TMPDIR": folder} if is_cpu else {})
 
 
 def unlink_shared_memory() -> None:
-    """Takes the names from what this process and those below it have mapped.
+    """Removes the names of shared memory that this process and those below it have mapped.
 
-    To be called once all of them run, nobody opens anything by its name then, and before they are
-    killed. The kernel frees the memory with the last of them.
+    Call it once all of them run, because nobody opens anything by its name after that, and before
+    they are killed. The kernel frees the memory when the last of them ends.
     """
     pids = [os.getpid(), *(pid for pid, _ in descendants.living_descendants(os.getpid()))]
     ours = {inode for pid in pids for inode in _mapped_inodes(pid)}
@@ -54,7 +55,7 @@ def unlink_shared_memory() -> None:
 
 
 def _mapped_inodes(pid: int) -> Iterator[int]:
-    """Of shared memory. (The process that made a semaphore has it mapped by another name.)"""
+    """Inodes of mapped shared memory. (The maker of a semaphore maps it under another name.)"""
     try:
         with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as maps:
             for line in maps:

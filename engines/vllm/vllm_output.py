@@ -1,4 +1,4 @@
-"""The tokens of one request as they gather in vLLM's frontend."""
+"""Collects the tokens of one request in vLLM's frontend."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from umbra.engines.shell.engine_core import NewOutput
 
 
 class VllmOutput:
-    """Over vLLM's RequestOutputCollector, which merges what has not been taken yet."""
+    """Wraps vLLM's RequestOutputCollector, which merges outputs that have not been taken yet."""
 
     def __init__(self, collector: Any) -> None:
         self._collector = collector
@@ -32,10 +32,10 @@ class VllmOutput:
 
 
 def _sampled_logprobs(completion: Any) -> list[float]:
-    """One for each token: with `logprobs=0` vLLM gives those of the sampled tokens alone.
+    """One logprob per token: with `logprobs=0` vLLM returns only those of the sampled tokens.
 
-    vLLM 0.26.0 has the end of an abort, which brings no tokens, repeat all logprobs so far: they
-    follow those of the tokens that it was merged with.
+    In vLLM 0.26.0 the final output of an abort carries no tokens but repeats all logprobs so far.
+    They follow those of the tokens that it was merged with.
     """
     if not completion.token_ids:
         return []

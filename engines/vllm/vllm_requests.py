@@ -1,4 +1,4 @@
-"""From umbra's generation requests to vLLM's."""
+"""Translates umbra's generation requests to vLLM's."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from umbra.engines.vllm.vllm_library import VllmLibrary
 from umbra.runtime.engine_api.generation_request import GenerationRequest
 
 _MIN_TEMPERATURE: Final = 0.01
-# vLLM raises lower ones to this, which would make logprobs those of another distribution.
+# vLLM raises lower temperatures to this one, which would return another distribution's logprobs.
 
 
 def check_request(request: GenerationRequest) -> None:
-    """Raises ValueError for what vLLM would silently change."""
+    """Raises ValueError for a request that vLLM would silently change."""
     if 0 < request.temperature < _MIN_TEMPERATURE:
         raise ValueError(
             f"request {request.id}: temperature must be 0 (greedy) or at least "
@@ -24,12 +24,13 @@ def check_request(request: GenerationRequest) -> None:
 
 
 def sampling_params(library: VllmLibrary, request: GenerationRequest, vocab_size: int) -> Any:
-    """vLLM's parameters: the distribution as it is, logprobs of what is sampled, new tokens."""
+    """vLLM's parameters: the unmodified distribution, logprobs of sampled tokens, new tokens
+    only."""
     return library.SamplingParams(
         temperature=request.temperature,
         seed=draw_seed(request.seed, request.position),
         max_tokens=request.max_new_tokens,
-        # vLLM refuses those that cannot come.
+        # vLLM refuses stop tokens outside the vocabulary.
         stop_token_ids=[token for token in request.stop_token_ids if token < vocab_size],
         ignore_eos=True,
         logprobs=0,
@@ -39,10 +40,10 @@ def sampling_params(library: VllmLibrary, request: GenerationRequest, vocab_size
 
 
 def draw_seed(seed: int, position: int) -> int:
-    """The seed of the rest of a trajectory, in [0, 2**63).
+    """The seed for resuming a trajectory at `position`, in [0, 2**63).
 
-    vLLM draws from a generator that starts anew with each request, so with the same seed a cut
-    trajectory would go on with the draws of its beginning.
+    vLLM starts a new generator with each request, so with the same seed a resumed trajectory would
+    repeat the draws of its beginning.
     """
     if position == 0:
         return seed

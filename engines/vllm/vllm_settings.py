@@ -1,4 +1,4 @@
-"""From a pool's settings to vLLM's own options."""
+"""Translates a pool's settings to vLLM's options."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TRANSFER_BACKEND: Final = "umbra"
 
 _OTHER_STORE: Final = "keys and values kept elsewhere may be those of another engine's weights"
 _ONE_NODE: Final = "an engine is one model on one node, and pool.count gives more engines"
-_SAMPLING: Final = "requests say how to sample, and nothing else may change the distribution"
+_SAMPLING: Final = "each request sets how to sample, and nothing else may change the distribution"
 _DRAFTS: Final = "a draft model would keep its older weights"
 _ON_THE_HOST: Final = "an update does not reach weights that vLLM keeps in host memory"
 
@@ -36,8 +36,8 @@ OPTIONS: Final = EngineOptions(
         "tokenizer": "engines take and give tokens",
         "skip_tokenizer_init": "engines take and give tokens",
         "logprobs_mode": "logprobs must be those of the distribution that is sampled from",
-        "generation_config": "requests say how to sample, not the model directory",
-        "override_generation_config": "requests say how to sample",
+        "generation_config": "each request sets how to sample, not the model directory",
+        "override_generation_config": "each request sets how to sample",
         "logits_processors": _SAMPLING,
         "watermark_config": _SAMPLING,
         "speculative_config": _DRAFTS,
@@ -45,9 +45,9 @@ OPTIONS: Final = EngineOptions(
         "spec_model": _DRAFTS,
         "spec_tokens": _DRAFTS,
         "load_format": "the weights come from the trainer",
-        "weight_transfer_config": "umbra carries the weights",
-        "worker_cls": "umbra carries the weights to vLLM's own worker",
-        "worker_extension_cls": "umbra carries the weights",
+        "weight_transfer_config": "umbra transfers the weights",
+        "worker_cls": "umbra transfers the weights to vLLM's own worker",
+        "worker_extension_cls": "umbra transfers the weights",
         "cpu_offload_gb": _ON_THE_HOST,
         "offload_backend": _ON_THE_HOST,
         "offload_group_size": _ON_THE_HOST,
@@ -57,27 +57,27 @@ OPTIONS: Final = EngineOptions(
         "kv_transfer_config": _OTHER_STORE,
         "kv_offloading_backend": _OTHER_STORE,
         "kv_offloading_size": _OTHER_STORE,
-        "pipeline_parallel_size": "the loading of weights is checked for tensor parallelism "
-        "(tensor_parallel_size) alone",
+        "pipeline_parallel_size": "loading weights is tested with tensor parallelism "
+        "(tensor_parallel_size) only",
         "data_parallel_size": _ONE_NODE,
         "nnodes": _ONE_NODE,
         "node_rank": _ONE_NODE,
-        "distributed_executor_backend": "umbra minds the processes",
-        "scheduler_cls": "pauses and aborts are checked with vLLM's own scheduler alone",
+        "distributed_executor_backend": "umbra supervises the processes",
+        "scheduler_cls": "pauses and aborts are tested with vLLM's own scheduler only",
     },
 )
 
 _CPU_OPTIONS: Final = {"enforce_eager": True, "enable_chunked_prefill": False}
-# Where a step takes a part of a prompt, vLLM (0.32.0) sets back the request's generator, which one
-# of the CPU cannot do: the engine dies as soon as trajectories to be resumed exceed a step.
+# If a step takes only a part of a prompt, vLLM (0.32.0) rewinds the request's generator, which a
+# CPU generator cannot do: the engine would die as soon as the trajectories to resume exceed a step.
 _CPU_BLOCK_NUM_TOKENS: Final = 128
 _CPU_KV_SHARE_OF_MEMORY: Final = 1 / 8
-# Of the host's memory, where no size was given. vLLM takes it at once, used or not.
+# Share of the host's memory if no size is set. vLLM takes it at once, used or not.
 _LEAST_MEMORY_SHARE: Final = 0.01
-# Where a size was given it decides nothing, but vLLM ends where less of the GPU than this share of
-# it is free: a trainer that holds its model there before engines start would be in the way.
+# This share has no effect if a size is set, but vLLM refuses to start if less of the GPU is free. A
+# larger share would fail when a trainer already holds its model on the GPU.
 _LORA_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-# Those that vLLM makes room for; adapters of lower rank are padded.
+# Ranks for which vLLM has kernels; adapters of lower rank are padded.
 _ITEMSIZES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -85,12 +85,11 @@ _ITEMSIZES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 class VllmSettings(AdapterSettings):
     """Settings of a vLLM engine; `engine_args` are options of its AsyncEngineArgs.
 
-    Where `kv_cache_num_tokens` is None: on a GPU vLLM's choice (`gpu_memory_utilization`), on the
-    CPU enough for max_num_seqs sequences of max_context_len, but no more than an eighth of the
-    memory.
+    If `kv_cache_num_tokens` is None, vLLM chooses on a GPU (`gpu_memory_utilization`). On the CPU
+    it is enough for max_num_seqs sequences of max_context_len, but at most an eighth of the memory.
 
     Attributes:
-        lora_adapters: folders of adapters, by the name that requests pick them by.
+        lora_adapters: folders of adapters, by the names that requests use.
     """
 
     lora_adapters: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -102,18 +101,18 @@ class VllmSettings(AdapterSettings):
             known: names of the options that this vLLM has.
 
         Raises:
-            ConfigError: an option is unknown or umbra's own, or the device is not vLLM's.
+            ConfigError: an option is unknown or set by umbra, or vLLM lacks the device.
             DataError: the model directory, or an adapter, cannot be read.
         """
         OPTIONS.check(self.engine_args, known)
         if (self.device == "cpu") != is_cpu:
             built_for = "the CPU" if is_cpu else "GPUs"
             raise ConfigError(
-                f"device {self.device!r}: the vLLM installed here is built for {built_for}"
+                f"device {self.device!r}: the installed vLLM is built for {built_for}"
             )
         if is_cpu and self.engine_args.get("enable_chunked_prefill"):
             raise ConfigError(
-                "pool.engine_args.enable_chunked_prefill: on the CPU vLLM's engine dies where it "
+                "pool.engine_args.enable_chunked_prefill: on the CPU vLLM's engine dies if it "
                 "takes a prompt in parts; leave it out"
             )
         options: dict[str, Any] = {
@@ -139,9 +138,9 @@ class VllmSettings(AdapterSettings):
         return options | dict(self.engine_args)
 
     def environment(self, *, is_cpu: bool) -> dict[str, str]:
-        """Variables for vLLM's processes, where the user has not set them."""
+        """Variables for vLLM's processes, unless the user has set them."""
         variables = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_NO_USAGE_STATS": "1"}
-        if is_cpu:  # else it takes all cores, which trainer and other engines share
+        if is_cpu:  # else it uses all cores, which trainer and other engines share
             variables |= {
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                 "OMP_NUM_THREADS": str(self.num_threads),
@@ -149,11 +148,13 @@ class VllmSettings(AdapterSettings):
         return variables
 
     def _lora_options(self, *, is_cpu: bool) -> dict[str, Any]:
-        """Room for all adapters at a time, unless `engine_args` say otherwise."""
+        """Slots for all adapters at once, unless `engine_args` set their number."""
         if not self.lora_adapters:
             return {}
         if not is_cpu and self.dtype == "float32":
-            raise ConfigError("vLLM's LoRA kernels for GPUs know no float32: use dtype bfloat16")
+            raise ConfigError(
+                "vLLM's LoRA kernels for GPUs do not support float32: use dtype bfloat16"
+            )
         model_path = Path(self.model_path)
         adapters = [
             LoraAdapter.read(name, Path(path), model_path)
@@ -167,8 +168,9 @@ class VllmSettings(AdapterSettings):
             )
         num_slots = len(adapters)
         if is_cpu:
-            # One stays empty: vLLM (0.32.0) has requests without an adapter use the last slot where
-            # others of a batch have one, until its operations for the CPU leave index -1 out.
+            # One slot stays empty: vLLM (0.32.0) makes requests without an adapter use the last
+            # slot
+            # if others in the batch have one, until its CPU operations skip index -1.
             num_slots += 1
             if "max_loras" in self.engine_args:
                 raise ConfigError("pool.engine_args.max_loras is set by umbra on the CPU")
@@ -190,13 +192,13 @@ class VllmSettings(AdapterSettings):
         )
         if num_tokens is None:
             most = int(physical_nbytes() * _CPU_KV_SHARE_OF_MEMORY) // token_nbytes
-            wanted = self.max_num_seqs * _whole_blocks(self.max_context_len)
-            num_tokens = max(min(wanted, most), self.max_context_len)
-        # One block more, which vLLM keeps for padding.
+            full_size = self.max_num_seqs * _whole_blocks(self.max_context_len)
+            num_tokens = max(min(full_size, most), self.max_context_len)
+        # One more block, which vLLM keeps for padding.
         nbytes = (_whole_blocks(num_tokens) + _CPU_BLOCK_NUM_TOKENS) * token_nbytes
         if is_cpu and nbytes > physical_nbytes():
             raise ConfigError(
-                f"a KV cache of {num_tokens} tokens takes {nbytes / 1e9:.3g} GB, and this machine "
+                f"a KV cache of {num_tokens} tokens takes {nbytes / 1e9:.3g} GB, but this machine "
                 f"has {physical_nbytes() / 1e9:.3g} GB of memory: lower max_context_len or "
                 "kv_cache_num_tokens"
             )
@@ -204,12 +206,12 @@ class VllmSettings(AdapterSettings):
 
 
 def kv_token_nbytes(config: Mapping[str, Any], dtype: str, *, tensor_parallel_size: int = 1) -> int:
-    """Bytes of one token's keys and values in all layers, of a worker's heads.
+    """Bytes of one token's keys and values in all layers, for one worker's heads.
 
-    Each worker has its share of the heads, and one at least.
+    Each worker has its share of the heads, but at least one.
 
     Raises:
-        ConfigError: the config does not say, or the dtype is none of vLLM's.
+        ConfigError: the config lacks the sizes, or vLLM does not know the dtype.
     """
     if dtype not in _ITEMSIZES:
         raise ConfigError(f"dtype {dtype!r} is not vLLM's; allowed: {', '.join(_ITEMSIZES)}")

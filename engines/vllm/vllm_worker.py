@@ -1,8 +1,8 @@
 """In vLLM's worker processes: loads the weights of an update by vLLM's own loaders.
 
 vLLM imports this module as its worker extension before it makes the model; importing it registers
-the weight transfer engine. Layerwise reload gives each layer what it makes of its weights after
-loading (prepacked for the CPU, quantised, fused) anew.
+the weight transfer engine. After loading, layerwise reload rebuilds what each layer derives from
+its weights (prepacked for the CPU, quantised, fused).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _embedding: Any = importlib.import_module(
 
 @dataclass(frozen=True, slots=True)
 class InitInfo:
-    """There is nothing to agree on beforehand."""
+    """Empty: nothing needs to be agreed on beforehand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +60,13 @@ class SourceTransferEngine(_base):
         pass
 
     def start_weight_update(self) -> None:
-        if self._ties is None:  # later ones may find an update that failed half way
+        if self._ties is None:  # found once: a failed update may leave the model half-loaded
             self._ties = _ties(self.model)
         self._forget_half_loaded()
         _reload.initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Raises WeightSyncError where something gets no value; vLLM raises for unknown names."""
+        """Raises WeightSyncError if a parameter gets no value; vLLM raises for unknown names."""
         with open_weights(update_info.description, self.device, counts=_is_first()) as source:
             loaded: set[str] | None = self.model.load_weights(source.tensors())
         self.regions = source.regions
@@ -85,7 +85,7 @@ class SourceTransferEngine(_base):
             torch.cuda.empty_cache()  # others take turns with this engine on the GPU
 
     def _check_complete(self, loaded: set[str] | None) -> None:
-        if loaded is None:  # the model's loader does not say what it loaded
+        if loaded is None:  # the model's loader does not report what it loaded
             return
         names: list[str] = [name for name, _ in self.model.named_parameters()]
         ties = self._ties or {}
@@ -105,11 +105,12 @@ class SourceTransferEngine(_base):
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[Any], trainer_args: Any) -> None:
-        """vLLM before 0.32 asks for it; umbra's trainer publishes instead."""
+        """Required by vLLM before 0.32; umbra's trainer publishes instead."""
         raise NotImplementedError
 
     def _forget_half_loaded(self) -> None:
-        """Of an update that failed: vLLM (0.32) would go on with the tensors it had then."""
+        """Clears the tensors of a failed update, with which vLLM (0.32) would otherwise
+        continue."""
         for layer in self.model.modules():
             info: Any = _layerwise.get_layerwise_info(layer)
             if info.can_load():
@@ -118,12 +119,12 @@ class SourceTransferEngine(_base):
 
 
 def _plain(name: str) -> str:
-    """A parameter's name as in the checkpoint, also where adapters wrap its layer."""
+    """A parameter's name as in the checkpoint, even if an adapter wraps its layer."""
     return name.replace(".base_layer.", ".")
 
 
 def _is_first() -> bool:
-    """Of the engine's workers."""
+    """Whether this is the first of the engine's workers."""
     return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
 
 
@@ -142,7 +143,7 @@ def _check_whole(model: nn.Module) -> None:
 
 
 def _ties(model: nn.Module) -> dict[str, str]:
-    """Names of parameters that are another one under a second name, and the first."""
+    """Maps second names of tied parameters to the first."""
     first: dict[int, str] = {}
     ties: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -153,7 +154,7 @@ def _ties(model: nn.Module) -> dict[str, str]:
 
 
 class UmbraWorkerExtension:
-    """Mixed into vLLM's worker."""
+    """Mixed into vLLM's worker; runs in each worker process."""
 
     model_runner: Any
     weight_transfer_engine: Any
@@ -163,16 +164,16 @@ class UmbraWorkerExtension:
         return probe_import(allocations)
 
     def umbra_regions(self) -> Regions:
-        """What the last update has read."""
+        """The regions that the last update has read."""
         regions: Regions = self.weight_transfer_engine.regions
         return regions
 
     def umbra_pid(self) -> int:
-        """Of the process that the worker is in."""
+        """Pid of the worker's process."""
         return os.getpid()
 
     def umbra_memory(self) -> Mapping[str, int]:
-        """Bytes of the weights and the KV cache when awake."""
+        """Bytes of the weights and of the KV cache when awake."""
         runner = self.model_runner
         parameters: Iterator[Tensor] = runner.model.parameters()
         return {

@@ -1,9 +1,9 @@
 """The main program of an actor's process: `python -m umbra.runtime.actor.actor_host READY_FD`.
 
-Further arguments, its name and its log, are for people who look at processes. Standard input
-carries one msgpack map (the spec, the endpoints to bind, the job's keys); the outcome of the start
+Its other arguments, a name and a log path, are for people who look at processes. Standard input
+carries one msgpack map (the spec, the endpoints to bind, the job's keys). The outcome of the start
 goes to READY_FD as one msgpack map: `{"tcp_endpoint": ...}` or `{"error": type, "message": ...,
-"traceback": ...}`. End of file without either means the process died on the way.
+"traceback": ...}`. End of file without either means that the process died during the start.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from umbra.runtime.rpc.rpc_server import ActorServer
 logger = logging.getLogger(__name__)
 
 _REPORT_LIMIT_S: Final = 10.0
-"""If the supervisor has not answered by then, it is presumed unable to stop the actor, which then
-ends itself."""
+"""If the supervisor has not answered by then, the actor presumes that it cannot stop it, and ends
+itself."""
 
 
 class _Host:
@@ -57,7 +57,7 @@ class _Host:
         self._announced = False
         self._signalled = asyncio.Event()
         self._stop = asyncio.Event()
-        self.signal: signal.Signals | None = None  # the first that it got
+        self.signal: signal.Signals | None = None  # the first one received
 
     async def serve(self) -> None:
         starting = asyncio.current_task()
@@ -84,7 +84,7 @@ class _Host:
             if hasattr(target, "__aenter__"):
                 await stack.enter_async_context(target)
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-            # Not `term`, which would wait for ever for a socket whose server never ran.
+            # Not `term`, which would wait forever for a socket whose server never ran.
             stack.callback(context.destroy, linger=0)
             server = ActorServer(target, incarnation)
             tcp_endpoint = self._bind(server, context, stack)
@@ -97,7 +97,8 @@ class _Host:
             await self._run(server, ticker, target, client.handle(supervisor))
 
     def _progress_of(self, target: object) -> Callable[[], object] | None:
-        """Asked for of engines alone: elsewhere a method of that name may be anything."""
+        """Only an engine's `progress` is used: on other actors a method of that name may mean
+        anything."""
         return getattr(target, "progress", None) if self._spec.stall_limit_s else None
 
     def _bind(
@@ -117,7 +118,7 @@ class _Host:
     async def _run(
         self, server: ActorServer, ticker: LoopTicker, target: object, supervisor: Handle
     ) -> None:
-        """Until the actor is to end. Raises ActorError where one of its tasks was cancelled."""
+        """Runs until the actor must end. Raises ActorError if one of its tasks was cancelled."""
         run: Any = getattr(target, "run", None)
         async with asyncio.TaskGroup() as tasks:
             stop = tasks.create_task(self._stop.wait())
@@ -136,7 +137,7 @@ class _Host:
                 task.cancel()
 
     async def _report_signals(self, supervisor: Handle) -> None:
-        """Until one of them is to end the actor."""
+        """Runs until one of the signals must end the actor."""
         is_to_end = False
         while not is_to_end:
             await self._signalled.wait()
@@ -171,7 +172,7 @@ class _Host:
             {
                 "error": type(error).__qualname__,
                 "message": str(error),
-                # What umbra raises on purpose says it all in its message.
+                # umbra's own errors explain themselves in the message.
                 "traceback": ""
                 if isinstance(error, UmbraError)
                 else traceback.format_exc()[-16_000:],
@@ -190,8 +191,8 @@ def _unpack_config(data: bytes) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Entry point; exits with 128 + a stop signal's number, or with 1 after an error, which is in
-    the log with its traceback."""
+    """Entry point. Exits with 128 + a stop signal's number, or with 1 after an error, whose
+    traceback it logs."""
     die_with_parent(int(os.environ[PARENT_PID_VARIABLE]))
     become_subreaper()
     ready_fd = int(sys.argv[1])
@@ -211,7 +212,7 @@ def main() -> None:
 
 
 def _serve(host: _Host) -> int:
-    """Serves to the actor's end; the exit status. The log has the reason."""
+    """Serves until the actor ends, and returns the exit status. The log has the reason."""
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(host.serve())
@@ -219,7 +220,7 @@ def _serve(host: _Host) -> int:
         if host.signal is None:
             logger.exception("the actor's main task was cancelled: cancel no tasks but your own")
             return 1
-        logger.info("stopped by %s before it was up", host.signal.name)
+        logger.info("stopped by %s before it was ready", host.signal.name)
     except SystemExit as end:
         logger.exception("the actor's code called sys.exit()")
         return end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -232,8 +233,8 @@ def _serve(host: _Host) -> int:
 
 
 def _leave_at_once(status: int) -> NoReturn:
-    """The interpreter's own end takes seconds where an engine's libraries are loaded, and all wait
-    for its successor meanwhile."""
+    """Skips the interpreter's own shutdown, which takes seconds with an engine's libraries loaded,
+    while everyone waits for the successor."""
     logging.shutdown()
     sys.stdout.flush()
     os._exit(status)

@@ -1,8 +1,8 @@
-"""What an actor is, and what it knows about itself.
+"""The specification of an actor, and the context of the actor in this process.
 
 An actor is an object of any class, served in a process of its own. Its public methods are
 callable from other processes (see `umbra.runtime.rpc.rpc_server` for how each kind of method runs).
-Three optional methods take part in its life:
+Three optional methods belong to its lifetime:
 
     async __aenter__ / __aexit__   entered before the actor is announced, left at shutdown
     async run()                    runs beside the calls; if it raises, the actor dies with it
@@ -38,16 +38,17 @@ class ActorSpec:
         restart: what to do when the process ends.
         essential: its final death fails the job; otherwise only calls to it fail.
         start_timeout_s: from spawn to announced.
-        hung_limit_s: a process whose heartbeat thread is silent for so long is hung, and killed:
-            too short, and an overloaded machine loses healthy processes.
-        busy_limit_s: a loop that has not ticked for so long is hung, and the process killed.
-        stall_limit_s: for engines (0: not watched). One whose `progress()` stands still for so long
-            is killed; so is, within seconds, one of which a process is stopped.
+        hung_limit_s: a process whose heartbeat thread is silent for this long is hung, and is
+            killed. A short limit kills healthy processes on an overloaded machine.
+        busy_limit_s: a loop that has not ticked for this long is hung, and its process is killed.
+        stall_limit_s: for engines (0: not watched). An engine whose `progress()` does not change
+            for this long is killed. If one of its processes is stopped, it is killed within
+            seconds.
         grace_s: from SIGTERM to SIGKILL.
         env: added to the environment.
         sys_path: folders put in front of `sys.path`, for user code.
-        memory_limit_nbytes: resident memory of the process and all below it at which they are
-            killed; 0 means none.
+        memory_limit_nbytes: the process and all below it are killed when their resident memory
+            reaches this; 0 means no limit.
         role: what the process is, for listings and logs.
     """
 
@@ -79,7 +80,7 @@ class ActorSpec:
 
     @classmethod
     def from_wire(cls, data: Mapping[str, Any]) -> Self:
-        """Raises TypeError where a field is unknown or missing."""
+        """Raises TypeError if a field is unknown or missing."""
         fields = dict(data)
         fields["restart"] = RestartPolicy(**fields.get("restart", {}))
         fields["sys_path"] = tuple(fields.get("sys_path", ()))
@@ -88,11 +89,12 @@ class ActorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorContext:
-    """What the actor running in this process knows about itself.
+    """The name, incarnation and supervisor of the actor running in this process.
 
     Attributes:
-        num_restarts: lives that ended before this one. An actor that was spawned anew under an old
-            name (after an elastic restart) counts its incarnations on, and these from 0.
+        num_restarts: incarnations that ended before this one. An actor spawned again under an old
+            name (after an elastic restart) continues that name's incarnations, but counts restarts
+            from 0.
         supervisor: the supervisor of this node.
     """
 
@@ -104,18 +106,18 @@ class ActorContext:
     client: Client
 
     def connect(self, ref: ActorRef) -> Handle:
-        """A handle to another actor; it asks this node's supervisor when the peer is lost."""
+        """A handle to another actor; if the connection is lost, it asks this node's supervisor."""
         return self.client.handle(ref, self.successor)
 
     async def resolve(self, name: str, timeout_s: float, lost_incarnation: int = 0) -> ActorRef:
         """The live incarnation of `name`, once there is one.
 
-        `lost_incarnation`: the one whose connection was lost, if any: its end may not have been
-        noticed yet, and it is not what the caller wants.
+        `lost_incarnation`: the one whose connection was lost, if any. Its end may not have been
+        noticed yet, so it is not returned.
 
         Raises:
-            ActorNotFound, ActorDied: no such actor, or it will not come back.
-            DeadlineExceeded: not up within `timeout_s`.
+            ActorNotFound, ActorDied: no such actor, or it will not be restarted.
+            DeadlineExceeded: not ready within `timeout_s`.
         """
         ref = await self.supervisor.call(
             "resolve", name, timeout_s, lost_incarnation, timeout_s=timeout_s + 1.0

@@ -1,4 +1,4 @@
-"""Makes an object from its `module:Class`: what an actor's process serves, what wraps another."""
+"""Makes an object from its `module:Class`: an actor, or the engine inside another."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def load_target(target: str) -> type:
     """Imports `module:Class`.
 
     Raises:
-        ConfigError: the module or the class cannot be imported; says which and why.
+        ConfigError: the module or the class cannot be imported; the message names it and the cause.
     """
     module_name, _, class_name = target.partition(":")
     if not module_name or not class_name:
@@ -36,12 +36,13 @@ def make_target(target: str, kwargs: Mapping[str, Any]) -> Any:
     """An instance of `module:Class`.
 
     Raises:
-        ConfigError: it cannot be imported, or does not take these arguments; says what it takes.
+        ConfigError: it cannot be imported, or does not accept these arguments; the message lists
+            them.
     """
     kind = load_target(target)
     try:
         signature = inspect.signature(kind)
-    except ValueError:  # a class without one, such as one written in C
+    except ValueError:  # a class without a signature, such as one written in C
         return kind(**kwargs)
     try:
         signature.bind(**kwargs)

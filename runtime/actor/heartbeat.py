@@ -1,10 +1,10 @@
-"""Tells hung from busy.
+"""Distinguishes a hung actor from a busy one.
 
-A thread of each actor answers pings on a socket of its own and reports how long ago the
-actor's event loop last ticked. So three cases can be told apart from outside: no answer (the
-process is stopped or wedged in C code that holds the interpreter), an answer with an old tick
-(the loop is blocked: busy, or hung once `busy_limit_s` is passed) and all well. An actor that
-works on something else than its loop (an engine) also says whether it gets on with it.
+A thread of each actor answers pings on a socket of its own and reports how long ago the actor's
+event loop last ticked. So an observer can distinguish three cases: no answer (the process is
+stopped or stuck in C code that holds the interpreter), an answer with an old tick (the loop is
+blocked: busy, or hung after `busy_limit_s`), and a healthy loop. An actor that works outside its
+loop (an engine) also reports whether it makes progress.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ import zmq
 
 from umbra.runtime.errors import ProtocolError
 
-# The loop notes that it lives this often. Longer blurs the age, shorter wakes idle actors.
+# The loop records a tick this often. A longer interval blurs the age, a shorter one wakes idle
+# actors.
 TICK_INTERVAL_S: Final = 0.25
-# The most that a tick adds to a stall. More would blame what was stopped together with this process
-# for all of the time; less counts too little where the loop is often late.
+# The most that a tick adds to a stall. More would count time in which this process was stopped,
+# too; less counts too little if the loop is often late.
 _MOST_PER_TICK_S: Final = 1.0
 
 
@@ -46,10 +47,10 @@ class Beat(NamedTuple):
 
     @classmethod
     def decode(cls, data: bytes | memoryview) -> Beat:
-        """Raises ProtocolError where it is malformed."""
+        """Raises ProtocolError if it is malformed."""
         try:
             fields: Any = msgpack.unpackb(data)
-        except Exception as error:  # what is no msgpack fails in many ways
+        except Exception as error:  # malformed msgpack fails in many ways
             raise ProtocolError(f"undecodable heartbeat: {type(error).__name__}") from error
         match fields:
             case [int() as incarnation, float() as loop_age_s, float() as stalled_s]:
@@ -59,13 +60,13 @@ class Beat(NamedTuple):
 
 
 class LoopTicker:
-    """Notes the time whenever the loop gets a turn. Owned by the actor host.
+    """Records the time whenever the loop runs. Owned by the actor host.
 
     Args:
-        progress: None while the actor has nothing to do; else what changes as it gets on.
+        progress: None while the actor is idle; else a value that changes as it makes progress.
 
     Attributes:
-        stalled_s: for how long there has been something to do and no change.
+        stalled_s: how long there has been work and no change.
     """
 
     def __init__(self, progress: Callable[[], object] | None = None) -> None:

@@ -1,7 +1,7 @@
-"""Tells a signal that stops the whole job from one that reached a single actor.
+"""Distinguishes a signal that stops the whole job from one that reached a single actor.
 
 `scancel`, the end of a container and `kill` on a process group send their signal to every process
-of a job. Such a stop is the ranks' business: they end at a step boundary, with a checkpoint, for
+of a job. Then the ranks decide when to end: they stop at a step boundary, with a checkpoint, for
 which they need the actors. The same signal to one actor alone is that actor's failure.
 
     actor gets SIGTERM ──▶ it keeps serving, and reports the signal to its supervisor
@@ -18,8 +18,9 @@ from typing import Final
 from umbra.runtime.first_of import first_of
 
 STOP_WINDOW_S: Final = 1.0
-"""Longest time between the first and the last process receiving the same stop. Longer delays the
-restart of an actor that was signalled alone; shorter takes a slow stop for many failures."""
+"""Longest time between the first and the last process receiving the same stop. A longer window
+delays the restart of an actor that was signalled alone; a shorter one mistakes a slow stop for many
+failures."""
 
 
 class JobStop:
@@ -41,15 +42,16 @@ class JobStop:
         self._absent.set()
 
     async def settle(self, own_stop: asyncio.Event) -> None:
-        """After a signal to an actor: returns when it is known whether it is a stop of the job.
+        """Call it after a signal to an actor: returns when it is known whether the job is being
+        stopped.
 
         Args:
-            own_stop: umbra asks the actor to end, as it does at the end of each stop.
+            own_stop: set when umbra asks the actor to end, as it does at the end of each stop.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_WINDOW_S):
                 await first_of(self._requested, own_stop)
 
     async def outlast(self, own_stop: asyncio.Event) -> None:
-        """Returns when no stop of the job is under way, or `own_stop` is set."""
+        """Returns when the job is not being stopped, or `own_stop` is set."""
         await first_of(self._absent, own_stop)

@@ -1,4 +1,4 @@
-"""When a process that has ended is started again: pure, the clock is an argument."""
+"""Decides when a process that has ended is started again: pure, the clock is an argument."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ RestartMode = Literal["never", "on_failure"]
 class RestartPolicy:
     """`mode`: "on_failure" starts the process again, "never" does not.
 
-    Any end that umbra has not asked for is a failure, whatever the exit status.
+    Any end that umbra did not request is a failure, whatever the exit status.
 
-    At most `max_restarts` within any `window_s` seconds. The first waits `backoff_initial_s`, each
-    further one within the window twice as long, at most `backoff_max_s`.
+    At most `max_restarts` restarts are made within any `window_s` seconds. The first one waits for
+    `backoff_initial_s`, each later one within the window twice as long, at most `backoff_max_s`.
     """
 
     mode: RestartMode = "on_failure"
     max_restarts: int = 5
-    """More: a process that cannot start is tried for longer before the job fails. Fewer: a job of
-    days ends for a handful of crashes within one window."""
+    """With more, a process that cannot start is tried for longer before the job fails. With fewer,
+    a job of days ends after a handful of crashes within one window."""
     window_s: float = 600.0
-    """Longer: rare crashes add up. Shorter than max_restarts backoffs: a loop is never noticed."""
+    """Longer: rare crashes add up. Shorter than max_restarts backoffs: a crash loop is never
+    noticed."""
     backoff_initial_s: float = 0.1
-    """Longer: each recovery waits. Zero: a process that dies at import spins the machine."""
+    """Longer: each recovery waits. Zero: a process that dies at import restarts without pause."""
     backoff_max_s: float = 10.0
 
     def __post_init__(self) -> None:
@@ -54,8 +55,8 @@ class ScheduleRestart:
 
 
 @dataclass(frozen=True, slots=True)
-class GiveUp:
-    """Leave it ended: the job has lost something it asked to have."""
+class DeclareFailed:
+    """Do not start it again: the actor has failed for good."""
 
     reason: str
 
@@ -66,22 +67,22 @@ class RestartTracker:
     def __init__(self, policy: RestartPolicy) -> None:
         self.policy = policy
         self.num_restarts = 0
-        """Over the whole life, for statistics."""
+        """Over the whole lifetime, for statistics."""
         self._restarts_at: deque[float] = deque()  # Ascending, within the window.
 
-    def observe(self, status: ExitStatus, now: float) -> ScheduleRestart | GiveUp:
-        """Decide after an end at time `now` (seconds of a monotonic clock, never going back).
+    def observe(self, status: ExitStatus, now: float) -> ScheduleRestart | DeclareFailed:
+        """Decides after an end at time `now` (seconds of a monotonic clock, never going back).
 
-        Not for ends that umbra asked for: those are final.
+        Must not be called for ends that umbra requested: those are final.
         """
         policy = self.policy
         if policy.mode == "never":
-            return GiveUp(str(status))
+            return DeclareFailed(str(status))
         while self._restarts_at and now - self._restarts_at[0] >= policy.window_s:
             self._restarts_at.popleft()
         num_recent = len(self._restarts_at)
         if num_recent >= policy.max_restarts:
-            return GiveUp(
+            return DeclareFailed(
                 f"{status}, after {num_recent} restarts within {policy.window_s:g} s "
                 f"(allowed: {policy.max_restarts})"
             )

@@ -1,14 +1,15 @@
 """One named actor under supervision, from its first start to its final end.
 
     STARTING ──announced──▶ RUNNING ──ended──▶ (policy) ──▶ STARTING ...
-        ├──── killed from outside ───────────────▲ └─gives up─▶ FAILED
-        └──── first start fails by itself ────────────────────────▲
+        ├──── killed from outside ───────────────▲ └─stops trying─▶ FAILED
+        └──── first start fails by itself ────────────────────────────▲
     any ──stop()──▶ STOPPED
 
-Every end but that by `stop()` is a failure, whatever the exit status. While the whole job is being
-stopped (`umbra.runtime.actor.job_stop`) no engine is started, but what a checkpoint needs is.
+Every end except that by `stop()` is a failure, whatever the exit status. While the whole job is
+being stopped (`umbra.runtime.actor.job_stop`), engines are not started, but the actors that a
+checkpoint needs are.
 
-`has_run` tells whether it ever served, `ended` is set once it has ended for good.
+`has_run` is true once the actor has served. `ended` is set once it has ended for good.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import zmq
 
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.job_stop import JobStop
-from umbra.runtime.actor.restart_policy import GiveUp, RestartTracker
+from umbra.runtime.actor.restart_policy import DeclareFailed, RestartTracker
 from umbra.runtime.actor.watchdog import Watchdog
 from umbra.runtime.cluster.environment import ACTOR_VARIABLE, without_rank
 from umbra.runtime.cluster.gpu_shortage import GpuShortages, read_gpu_memory
@@ -42,19 +43,19 @@ from umbra.runtime.process.gpu_release import gpu_memory_released
 from umbra.runtime.process.orphans import end_orphans
 from umbra.runtime.rpc.actor_ref import ActorRef
 
-# How long a dead actor's children may take to end. One that hangs in a driver is left to the
-# supervisor's regular look rather than holding up the restart for ever.
+# How long a dead actor's children may take to end. The supervisor's periodic check takes over a
+# child that hangs in a driver, which would otherwise hold up the restart forever.
 _ORPHAN_DEADLINE_S: Final = 10.0
-# How long a dead engine's GPU memory may take to be free. Longer holds up a restart that might
-# work; shorter starts engines that run out of memory.
+# How long a dead engine's GPU memory may take to be free. A longer limit holds up a restart that
+# might work; a shorter one starts engines that run out of memory.
 _GPU_DEADLINE_S: Final = 30.0
-# From a lost connection to the end of its process, beyond the actor's own grace. Longer holds a
-# caller whose connection alone broke; shorter sends it back to a dying process.
-_LOST_PATIENCE_S: Final = 1.0
-# Searched for a lack of GPU memory; the tracebacks of an engine's processes follow that.
+# From a lost connection to the end of its process, beyond the actor's own grace. A longer limit
+# holds a caller whose connection alone broke; a shorter one returns the address of a dying process.
+_LOST_LIMIT_S: Final = 1.0
+# Lines searched for a lack of GPU memory; the tracebacks of an engine's processes follow it.
 _MAX_LOG_LINES: Final = 2000
-# From a child's end to the end of the pipe it wrote to, where no one else holds that.
-_LAST_WORDS_S: Final = 0.2
+# From a child's end to the end of the pipe that it wrote to, if nobody else holds the pipe.
+_OUTCOME_LIMIT_S: Final = 0.2
 
 
 class ActorState(StrEnum):
@@ -66,11 +67,11 @@ class ActorState(StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSettings:
-    """What every actor of a node is started with.
+    """Settings that every actor of a node is started with.
 
     Attributes:
         supervisor: where actors find their supervisor.
-        keys: public and secret CURVE key, or () where the job has no tcp.
+        keys: public and secret CURVE key, or () if the job has no tcp.
     """
 
     node_id: str
@@ -87,11 +88,11 @@ class SupervisedActor:
 
     Args:
         on_change: called on the loop after each change of `state`.
-        on_note: told, in one line, what an operator would want to know.
+        on_note: called with one line of news for the operator.
         num_earlier: incarnations that other actors of this name have had.
         job_stop: whether the job is being stopped.
         may_start: no process is started while it is not set.
-        describe_gpu_memory: who holds what of it now, and what to change.
+        describe_gpu_memory: reports who holds GPU memory now, and which setting to change.
     """
 
     def __init__(
@@ -124,13 +125,13 @@ class SupervisedActor:
         self._job_stop = job_stop
         self._may_start = may_start
         self._kill_reason = ""
-        self._was_killed = False  # from outside, before it was up
+        self._was_killed = False  # from outside, before it was ready
         self._stop = asyncio.Event()
-        # This incarnation got a stop signal; whether the whole job did is not yet known.
+        # This incarnation got a stop signal; whether the whole job did is not known yet.
         self._got_signal = asyncio.Event()
         self._changed = asyncio.Condition()
         self._child: ChildProcess | None = None
-        self._tree_pids: list[int] = []  # of the last incarnation, as last looked at
+        self._tree_pids: list[int] = []  # of the last incarnation, when last checked
 
     @property
     def num_restarts(self) -> int:
@@ -143,8 +144,8 @@ class SupervisedActor:
     def kill(self, reason: str) -> None:
         """SIGKILLs this incarnation; the restart policy decides what follows.
 
-        Nothing where it has ended or has been asked to, and no reason where it is ending by itself:
-        a call that broke for that is no cause. Of several reasons the first counts.
+        Does nothing if it has ended or was asked to, and ignores the reason if it is ending by
+        itself, because a broken call is then not the cause. The first of several reasons counts.
         """
         if self._child is not None and not self._child.has_ended():
             stat = process_stat(self._child.pid)
@@ -153,9 +154,10 @@ class SupervisedActor:
             self._child.kill()
 
     def signalled(self, incarnation: int) -> bool:
-        """The actor has got a stop signal. Returns whether it is to end: the signal was ours.
+        """Reports that the actor has got a stop signal. Returns whether it must end: umbra sent the
+        signal.
 
-        Otherwise it is sent another one when it is to end.
+        Otherwise it gets another signal when it must end.
         """
         if incarnation != self.incarnation or self._stop.is_set() or self._child is None:
             return True
@@ -163,14 +165,14 @@ class SupervisedActor:
         return False
 
     async def wait_running(self, timeout_s: float, lost_incarnation: int = 0) -> ActorRef:
-        """The live incarnation; `lost_incarnation` only if it turns out to live on.
+        """The live incarnation; `lost_incarnation` only if it turns out to be alive.
 
         A caller sees its connection close before the process is reaped, and one that kills the
-        actor knows even sooner, so they may ask too soon.
+        actor knows even sooner, so callers may ask too early.
 
         Raises:
-            ActorDied: it has ended for good; says how, with its last log lines.
-            DeadlineExceeded: not up in time.
+            ActorDied: it has ended for good; the message says how, with its last log lines.
+            DeadlineExceeded: not ready in time.
         """
         try:
             async with asyncio.timeout(timeout_s), self._changed:
@@ -178,7 +180,7 @@ class SupervisedActor:
                     await self._await_end_of_lost()
                 await self._changed.wait_for(lambda: self.state != ActorState.STARTING)
         except TimeoutError:
-            raise DeadlineExceeded(f"{self.spec.name} was not up in {timeout_s:.3g} s") from None
+            raise DeadlineExceeded(f"{self.spec.name} was not ready in {timeout_s:.3g} s") from None
         if self.state != ActorState.RUNNING or self.ref is None:
             raise ActorDied(self.failure or f"{self.spec.name} was stopped")
         return self.ref
@@ -188,9 +190,9 @@ class SupervisedActor:
         return self.state == ActorState.RUNNING and is_dying(self.pid)
 
     async def _await_end_of_lost(self) -> None:
-        """Until the incarnation has ended, as its lost connection tells; for its grace at most."""
+        """Waits for the end that a lost connection announces; for the actor's grace at most."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.spec.grace_s + _LOST_PATIENCE_S):
+            async with asyncio.timeout(self.spec.grace_s + _LOST_LIMIT_S):
                 await self._changed.wait_for(lambda: self.state != ActorState.RUNNING)
 
     async def run(self) -> None:
@@ -208,7 +210,7 @@ class SupervisedActor:
                 label = f"{self.spec.name}#{self.incarnation} (pid {self.pid})"
                 await self._end(
                     ActorState.FAILED,
-                    f"{label} lives on though it was killed: it hangs in a driver or file system",
+                    f"{label} was killed but does not end: it hangs in a driver or file system",
                 )
                 return
             self.has_process = False
@@ -224,31 +226,33 @@ class SupervisedActor:
                 await self._end(ActorState.FAILED, how)
                 return
             decision = tracker.observe(status, time.monotonic())
-            if isinstance(decision, GiveUp):
-                is_news = decision.reason != str(status)
-                await self._end(ActorState.FAILED, f"{how}\n{decision.reason}" if is_news else how)
+            if isinstance(decision, DeclareFailed):
+                adds_information = decision.reason != str(status)
+                await self._end(
+                    ActorState.FAILED, f"{how}\n{decision.reason}" if adds_information else how
+                )
                 return
             first_line = how.splitlines()[0].removesuffix(".")
             self._on_note(f"{first_line}; restarting it in {decision.delay_s:.2g} s")
-            self._on_change(self)  # the process is gone, which pools in turn wait for
+            self._on_change(self)  # the process has ended: pools that share its memory wait for it
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(decision.delay_s):
                     await self._stop.wait()
         await self._end(ActorState.STOPPED, f"{self.spec.name} was stopped")
 
     async def _await_leave(self) -> None:
-        """Until a process may be started, or the actor is to stop."""
+        """Waits until a process may be started, or the actor must stop."""
         gate = self._may_start
         while gate is not None and not gate.is_set() and not self._stop.is_set():
             await first_of(gate, self._stop)
 
     async def _await_job_stop(self) -> None:
-        """Nothing is generated any more, so an engine waits for the end of a stop."""
+        """Engines wait for the end of a job's stop, because nothing is generated any more."""
         if self.spec.role == "engine":
             await self._job_stop.outlast(self._stop)
 
     async def _run_incarnation(self) -> tuple[ExitStatus, str]:
-        """One process from spawn to reaped; how it ended, in words with the last log lines."""
+        """Runs one process from spawn to reaped; describes its end, with the last log lines."""
         self._kill_reason, self._was_killed = "", False
         self._got_signal.clear()
         label = f"{self.spec.name}#{self.incarnation}"
@@ -273,7 +277,7 @@ class SupervisedActor:
         async with child:
             self._child, self.pid, self._tree_pids = child, child.pid, [child.pid]
             start_error = await self._await_announcement(read_fd, child)
-            # Before it is told to end: a start that takes too long is its own fault.
+            # Before SIGTERM: a start that takes too long is its own fault.
             self._was_killed = child.status is not None and child.status.is_from_outside
             if not start_error:
                 self.has_run = True
@@ -282,10 +286,10 @@ class SupervisedActor:
                 await self._watch(child)
             if child.status is not None and child.status.stop_signal is not None:
                 self._got_signal.set()
-            self._child = None  # who misses it from here on knows no cause of its end
+            self._child = None  # reports of lost connections from here on name no cause of its end
             status = await child.terminate(self.spec.grace_s)
         if self.state == ActorState.RUNNING:
-            await self._enter(ActorState.STARTING)  # or at its end: `run` decides when all is freed
+            await self._enter(ActorState.STARTING)  # or the end: `run` decides once memory is free
         how = self._describe_end(label, child, status)
         await self._await_free_memory(label)
         if start_error:
@@ -304,7 +308,7 @@ class SupervisedActor:
         return how
 
     async def _await_free_memory(self, label: str) -> None:
-        """What it forked must be gone, and its GPU memory, before its successor needs the room."""
+        """Waits until its descendants have ended and its GPU memory is free for its successor."""
         await end_orphans(deadline_s=_ORPHAN_DEADLINE_S)
         if self.spec.role == "engine":
             problem = await gpu_memory_released(
@@ -319,7 +323,7 @@ class SupervisedActor:
             async with asyncio.timeout(self.spec.start_timeout_s):
                 outcome = await self._read_outcome(read_fd, child)
         except TimeoutError:
-            late = f"not up within start_timeout_s = {self.spec.start_timeout_s:g}"
+            late = f"not ready within start_timeout_s = {self.spec.start_timeout_s:g}"
             if self.spec.role == "engine":
                 late += " (pool.sync_timeout_s)"
             return f"{late}; last output:\n{child.log_tail() or '(none)'}"
@@ -328,17 +332,18 @@ class SupervisedActor:
                 return "it was stopped"
             return child.describe_end()
         if "error" in outcome:
-            # What an engine says of itself refers to what its own processes have printed.
+            # An engine's own error refers to the output of its processes.
             more = child.describe_errors() if outcome["error"] == "EngineError" else ""
-            said = f"{outcome['error']}: {outcome['message']}\n{outcome['traceback']}"
-            return f"{said.rstrip()}{more}"
+            text = f"{outcome['error']}: {outcome['message']}\n{outcome['traceback']}"
+            return f"{text.rstrip()}{more}"
         self.ref = dataclasses.replace(self._make_ref(), tcp_endpoint=outcome["tcp_endpoint"])
         return ""
 
     async def _read_outcome(self, read_fd: int, child: ChildProcess) -> dict[str, Any] | None:
-        """What the child announces; None where it ended, or the actor is to stop, before that.
+        """Reads what the child announces; None if it ended, or the actor must stop, before that.
 
-        The pipe's end tells nothing: what the constructor forked may hold it open.
+        The pipe's end proves nothing, because a process that the constructor forked may hold it
+        open.
         """
         async with asyncio.TaskGroup() as tasks:
             reading = tasks.create_task(_read_object(read_fd))
@@ -347,11 +352,11 @@ class SupervisedActor:
             waiting = (reading, ended, stopped)
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if ended.done():
-                # Its last words may still be on their way through the pipe.
-                await asyncio.wait((reading,), timeout=_LAST_WORDS_S)
+                # Its outcome may still be on its way through the pipe.
+                await asyncio.wait((reading,), timeout=_OUTCOME_LIMIT_S)
             outcome = reading.result() if reading.done() else None
             if outcome is None or "error" in outcome:
-                # It ends by itself; how tells more than our SIGTERM would.
+                # It ends by itself; its own end says more than one by our SIGTERM.
                 await asyncio.wait(
                     (ended, stopped),
                     timeout=self.spec.grace_s,
@@ -362,7 +367,7 @@ class SupervisedActor:
             return outcome
 
     async def _watch(self, child: ChildProcess) -> None:
-        """Until the process ends, is to end, or has to be killed."""
+        """Waits until the process ends, must stop, or must be killed."""
         watchdog = Watchdog(self._context, self._heartbeat_endpoint(), child.pid, self.spec)
         async with asyncio.TaskGroup() as tasks:
             verdict = tasks.create_task(watchdog.run())
@@ -377,7 +382,7 @@ class SupervisedActor:
                 task.cancel()
 
     async def _await_stop(self) -> None:
-        """Until this incarnation is to stop: umbra asks for it, or it alone got a signal."""
+        """Waits until this incarnation must stop: umbra asks for it, or it alone got a signal."""
         await first_of(self._stop, self._got_signal)
         await self._job_stop.settle(self._stop)
         await self._job_stop.outlast(self._stop)
@@ -433,7 +438,7 @@ class SupervisedActor:
 
 
 async def _read_object(fd: int) -> dict[str, Any] | None:
-    """One msgpack map from a pipe, without blocking the loop; None at its end. Closes it."""
+    """Reads one msgpack map from a pipe without blocking the loop; None at its end. Closes it."""
     loop = asyncio.get_running_loop()
     unpacker = msgpack.Unpacker()
     readable = asyncio.Event()

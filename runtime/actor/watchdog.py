@@ -13,21 +13,21 @@ from umbra.runtime.process.process_tree import ProcessTree
 from umbra.runtime.rpc.loop_socket import LoopSocket
 from umbra.runtime.rpc.wire import Frame
 
-# One ping a second: more often wakes idle actors, less often delays every verdict.
+# Pings come once a second: more often wakes idle actors, less often delays every verdict.
 PING_INTERVAL_S: Final = 1.0
-# A limit is measured by so many pings at least: with fewer, one late answer would decide.
+# Every limit covers at least this many pings: with fewer, one late answer would decide.
 _MIN_PINGS: Final = 4
-# For how long an engine's process may be stopped by a signal. Longer keeps its requests waiting;
-# shorter kills it for tools that stop a process to look at it.
+# How long an engine's process may be stopped by a signal. A longer limit keeps its requests
+# waiting; a shorter one kills it when a debugging tool stops it for a moment.
 _STOPPED_LIMIT_S: Final = 3.0
 # Pings between two searches for new processes, which take milliseconds where threads are many.
 _LOOK_EVERY: Final = 10
 
 
 class Watchdog:
-    """Pings one incarnation and says when it has to be killed.
+    """Pings one incarnation and decides when it must be killed.
 
-    Intervals are counted, not clock time, so a supervisor that was itself stopped for a while
+    It counts intervals, not clock time, so that a supervisor that was itself stopped for a while
     does not blame its children.
 
     Attributes:
@@ -54,7 +54,7 @@ class Watchdog:
         self._stalled_s = 0.0
 
     async def run(self) -> str:
-        """Returns, as soon as there is one, the reason why the process must be killed."""
+        """Returns the reason why the process must be killed, as soon as there is one."""
         dealer: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         socket = LoopSocket(dealer, self._on_beat, sender=f"{self._spec.name}'s heartbeat")
         looks_at_tree = self._spec.role == "engine" or self._spec.memory_limit_nbytes > 0
@@ -99,7 +99,7 @@ class Watchdog:
         if self._stalled_s > limit_s:
             return (
                 f"it has had requests for {self._stalled_s:.3g} s and made no token "
-                f"(pool.stall_limit_s = {limit_s:g}): what runs its model hangs; where a first "
+                f"(pool.stall_limit_s = {limit_s:g}): its model's process hangs; if a first "
                 "token may take longer, raise the limit"
             )
         stopped = self.tree.stopped_pids()

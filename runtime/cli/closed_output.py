@@ -1,4 +1,4 @@
-"""A command ends quietly when nobody reads its output any more, as in `umbra ledger RUN | head`."""
+"""Ends a command quietly when nobody reads its output any more, as in `umbra ledger RUN | head`."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from io import UnsupportedOperation
 from typing import Final, TextIO
 
 _STATUS: Final = 128 + signal.SIGPIPE
-"""What a shell shows of a program that SIGPIPE ended; Python ignores it, for its sockets' sake."""
+"""The status that a shell shows for a program that SIGPIPE ended; Python ignores SIGPIPE."""
 
 
 def run_until_unread(command: Callable[[], int]) -> int:
-    """The command's exit status, or 141 where its output was closed before all was written.
+    """The command's exit status, or 141 if its output was closed before all was written.
 
-    Raises: what `command` does; a pipe that broke elsewhere is an error as any.
+    Raises: what `command` raises; a pipe that broke elsewhere is an ordinary error.
     """
     try:
         try:
             return command()
         finally:
             for stream in (sys.stdout, sys.stderr):
-                if stream is not None:  # as one is that was closed from the start
+                if stream is not None:  # None if it was closed from the start
                     stream.flush()  # else it fails at the interpreter's end, with a message
     except BrokenPipeError:
         if not any([_discard_unread(sys.stdout), _discard_unread(sys.stderr)]):
@@ -33,12 +33,12 @@ def run_until_unread(command: Callable[[], int]) -> int:
 
 
 def _discard_unread(stream: TextIO | None) -> bool:
-    """Whether nobody reads the stream. What it still holds goes nowhere then."""
+    """Whether nobody reads the stream. If so, its unwritten text is discarded."""
     descriptor = _descriptor(stream)
     if descriptor is None:
         return False
     poll = select.poll()
-    poll.register(descriptor, 0)  # errors are always told
+    poll.register(descriptor, 0)  # errors are always reported
     if not poll.poll(0):
         return False
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -50,7 +50,7 @@ def _discard_unread(stream: TextIO | None) -> bool:
 
 
 def _descriptor(stream: TextIO | None) -> int | None:
-    """None where it was closed from the start, or something in this process takes it."""
+    """None if it was closed from the start, or captured by this process."""
     try:
         return None if stream is None else stream.fileno()
     except UnsupportedOperation:

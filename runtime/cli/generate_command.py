@@ -1,4 +1,5 @@
-"""`umbra generate --url`: a completion by a running server, with the standard library."""
+"""`umbra generate --url`: requests a completion from a running server, with the standard
+library."""
 
 from __future__ import annotations
 
@@ -16,18 +17,18 @@ from umbra.runtime.cluster.environment import api_key
 from umbra.runtime.errors import ConfigError, ConnectionLost, UmbraError
 
 _SILENCE_S: Final = 600.0
-"""Longest wait for the next bytes: a server whose engines are all starting says nothing."""
+"""Longest wait for the next bytes: a server sends nothing while all its engines start."""
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the text as it comes.
 
     Raises:
-        ConfigError: the server refused the request, or the URL is none.
-        UmbraError: it cannot be reached, or failed.
+        ConfigError: the server refused the request, or the URL is malformed.
+        UmbraError: the server cannot be reached, or failed.
     """
     if arguments.config or arguments.engine:
-        raise ConfigError("--url asks a running server: leave out CONFIG and --engine")
+        raise ConfigError("--url uses a running server: leave out CONFIG and --engine")
     with closing(_answer(arguments.url, _request(arguments))) as texts:
         for text in texts:
             print(text, end="", flush=True)
@@ -36,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _answer(url: str, request: urllib.request.Request) -> Generator[str]:
-    """The text of the server's answer as it comes; raises as `run`."""
+    """Yields the text of the server's answer as it comes; raises as `run` does."""
     try:
         with urllib.request.urlopen(request, timeout=_SILENCE_S) as response:
             yield from _texts(response)
@@ -70,13 +71,13 @@ def _request(arguments: argparse.Namespace) -> urllib.request.Request:
     try:
         if url.startswith(("http://", "https://")):
             return urllib.request.Request(url, json.dumps(body).encode(), headers)
-    except ValueError:  # no address
+    except ValueError:  # not an address
         pass
     raise ConfigError(f"--url {arguments.url!r}: write it as http://HOST:PORT")
 
 
 def _texts(lines: Iterable[bytes]) -> Iterator[str]:
-    """The text in a stream of server-sent events, of which other servers send further lines.
+    """Yields the text in a stream of server-sent events, and ignores other servers' extra lines.
 
     Raises:
         UmbraError: it is no such stream, or ends with an error.
@@ -90,10 +91,10 @@ def _texts(lines: Iterable[bytes]) -> Iterator[str]:
         try:
             texts = _chunk_texts(json.loads(data))
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise UmbraError(f"the server sent what is no completion: {data[:200]!r}") from None
+            raise UmbraError(f"the server's answer is not a completion: {data[:200]!r}") from None
         yield from texts
     if not has_begun:
-        raise UmbraError("the server sent no completion: is it one of the OpenAI API?")
+        raise UmbraError("the server sent no completion: does it have the OpenAI API?")
 
 
 def _chunk_texts(chunk: Any) -> list[str]:
@@ -107,13 +108,13 @@ def _chunk_texts(chunk: Any) -> list[str]:
 
 
 def _message(body: bytes) -> str:
-    """Of an error in the API's form; "" for anything else."""
+    """The message of an error in the API's form; "" for anything else."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
         return str(json.loads(body)["error"]["message"])
     return ""
 
 
 def _reason(error: Exception) -> str:
-    """Without the numbers and names that it has in Python."""
+    """The error without Python's numbers and class names."""
     inner = getattr(error, "reason", error)
     return str(getattr(inner, "strerror", None) or inner)

@@ -1,4 +1,5 @@
-"""`umbra ledger RUN_DIR`: where the samples of a job are, a list of them, or one's history."""
+"""`umbra ledger RUN_DIR`: shows where the samples of a job are, a list of them, or one's
+history."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from umbra.runtime.rollout.ledger.ledger_history import managers_of
 from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
 from umbra.runtime.rollout.ledger.sample_accounts import SampleState
 
-# More than a screen holds hides the head of the list; fewer ask for --newest too often.
+# More than fits a screen would hide the head of the list; fewer would make people use --newest
+# often.
 _DEFAULT_NEWEST: Final = 20
 _TOTALS: Final = {
     "generated_tokens": "tokens generated",
@@ -24,12 +26,12 @@ _TOTALS: Final = {
     "reset_tokens": "tokens of agent loops that started over",
     "interruptions": "interruptions",
     "resets": "agent loops that started over",
-    "restores": "times that the job went on from a checkpoint",
+    "restores": "times that the job resumed from a checkpoint",
 }
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints, also while the job runs: text, or with `--json` one object.
+    """Prints text, or with `--json` one object. Works while the job runs, too.
 
     Raises:
         ConfigError: the folder has no ledger, there is no such sample or state, or the options do
@@ -53,7 +55,7 @@ def _lists_samples(arguments: argparse.Namespace) -> bool:
     lists_samples = arguments.samples or any(value is not None for value in narrowing)
     if lists_samples and arguments.sample is not None:
         raise ConfigError(
-            "--sample tells of one sample: leave it out to list samples (--samples, --state, "
+            "--sample shows one sample: leave it out to list samples (--samples, --state, "
             "--step, --newest)"
         )
     if arguments.state is not None and arguments.state not in list(SampleState):
@@ -126,9 +128,10 @@ def _summary_text(facts: Mapping[str, Any]) -> str:
         )
     for manager in facts["managers"]:
         lives = manager["lives"]
+        noun = "incarnation" if len(lives) == 1 else "incarnations"
         newest = f", the newest since {_time(lives[-1]['time_s'])}" if lives else ""
         lines.append(
-            f"manager {manager['manager']}: {len(lives)} {'life' if len(lives) == 1 else 'lives'}"
+            f"manager {manager['manager']}: {len(lives)} {noun}"
             f"{newest}, ledger up to {manager['position']}"
         )
     return "\n".join(lines)
@@ -156,7 +159,7 @@ def _samples_text(facts: Mapping[str, Any]) -> str:
 
 
 def _escaped(facts: Any) -> Any:
-    """Ids and reasons are users' texts: no control character of theirs reaches the terminal."""
+    """Escapes ids and reasons, which are users' texts and may hold control characters."""
     match facts:
         case str():
             return escape_unprintable(facts, keep="")  # a cell is one line
@@ -181,7 +184,7 @@ def _sample_text(facts: Mapping[str, Any]) -> str:
     reward = "none" if facts["reward"] is None else f"{facts['reward']:g}"
     lines = [
         f"{facts['sample_id']}: {', '.join(state)}",
-        f"  prompt {facts['prompt_id']}, place {facts['place']} of the data, seed {facts['seed']}, "
+        f"  prompt {facts['prompt_id']}, index {facts['place']} in the data, seed {facts['seed']}, "
         f"manager {facts['manager']}",
         f"  reward {reward}, {facts['num_tokens']} tokens, {facts['interruptions']} interruptions, "
         f"{facts['resets']} resets, {facts['rolled_back_tokens']} tokens rolled back",
@@ -204,7 +207,7 @@ def _sample_text(facts: Mapping[str, Any]) -> str:
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Rows with aligned cells, indented."""
+    """Aligns the cells of rows, and indents the rows."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  "

@@ -1,4 +1,4 @@
-"""The `umbra` command. Each subcommand loads what it needs only when it is called."""
+"""The `umbra` command. Each subcommand imports what it needs only when it is called."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from umbra.runtime.escaping import escape_unprintable
 
 _LEDGER: Final = (
     "Shows where the samples of a job are (pending, running, partial, finished, scored, leased, "
-    "trained, dropped), lists them, or tells one's history, from the ledger in its run directory; "
-    "the job may be running."
+    "trained, dropped), lists them, or shows one's history, from the ledger in its run directory. "
+    "The job may be running."
 )
 
 _SERVE: Final = (
@@ -26,8 +26,8 @@ _SERVE: Final = (
     "front of them, until Ctrl-C. The config is that of a training run; [model] is enough."
 )
 _PLOT: Final = (
-    "Draws a training run's metrics over its steps: reward, KL, what a step's time goes to, and "
-    "the ranks' memory by phase. The run may be under way."
+    "Draws a training run's metrics over its steps: reward, KL, the parts of a step's time, and "
+    "the ranks' memory by phase. The run may be in progress."
 )
 _GENERATE: Final = (
     "Generates one completion and prints it as it comes: with an engine started for it, or, with "
@@ -38,21 +38,21 @@ _GENERATE: Final = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command.
 
-    The exit status is 2 for wrong use, 1 for a failure, 130 for Ctrl-C, and 141 where whoever read
-    the output reads no more, such as `head`: as of a program that SIGPIPE ended.
+    The exit status is 2 for wrong use, 1 for a failure, 130 for Ctrl-C, and 141 if the reader of
+    the output closed it, for example `head`: the status of a program that SIGPIPE ended.
     """
-    return run_until_unread(partial(_run_told, sys.argv[1:] if argv is None else argv))
+    return run_until_unread(partial(_run_reporting_errors, sys.argv[1:] if argv is None else argv))
 
 
 def umbra_version() -> str:
-    """The version that is installed; "(not installed)" where umbra runs from its sources alone."""
+    """The installed version; "(not installed)" if umbra runs from its sources."""
     try:
         return version("umbra-rl")
     except PackageNotFoundError:
         return "(not installed)"
 
 
-def _run_told(argv: Sequence[str]) -> int:
+def _run_reporting_errors(argv: Sequence[str]) -> int:
     arguments = _parse(argv)
     try:
         return _run(arguments)
@@ -73,7 +73,7 @@ def _run(arguments: argparse.Namespace) -> int:
         case "plot":
             return int(import_module("umbra.trainer.reporting.metrics_plot").run(arguments))
         case "serve":
-            # By name: nothing here imports the trainer, whose config it reads.
+            # By name, because nothing here imports the trainer, whose config it reads.
             return int(import_module("umbra.trainer.serving.serve_command").serve(arguments))
         case "generate" if arguments.url:
             from umbra.runtime.cli import generate_command
@@ -86,7 +86,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Options may stand before, between and after the settings of a command's config."""
+    """Options may come before, between and after the settings of a command's config."""
     parser, commands = _parsers()
     if not argv or argv[0] not in commands:
         return parser.parse_args(argv)
@@ -96,7 +96,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
-    """Of the command line as a whole, and of each command's own part."""
+    """The parser of the whole command line, and the parser of each command's own part."""
     parser = argparse.ArgumentParser(
         prog="umbra",
         description="Reinforcement-learning post-training of language models without Ray.",
@@ -127,14 +127,14 @@ def _add_serve_arguments(serve: argparse.ArgumentParser) -> None:
         metavar="section.key=value",
         help="settings to change; an empty value unsets one",
     )
-    serve.add_argument("--host", default="127.0.0.1", help="to listen on (default 127.0.0.1)")
+    serve.add_argument("--host", default="127.0.0.1", help="address to bind (default 127.0.0.1)")
     serve.add_argument(
-        "--port", type=_port, default=8000, help="to listen on; 0 takes a free one (default 8000)"
+        "--port", type=_port, default=8000, help="port to bind; 0 chooses a free one (default 8000)"
     )
     serve.add_argument(
         "--api-key",
         metavar="KEY",
-        help="what clients must send (default: UMBRA_API_KEY, else everybody may come in)",
+        help="key that clients must send (default: UMBRA_API_KEY, else none)",
     )
 
 
@@ -154,20 +154,20 @@ def _add_generate_arguments(generate: argparse.ArgumentParser) -> None:
         "--chat", action="store_true", help="the prompt is a user's message, for a chat template"
     )
     generate.add_argument(
-        "--max-tokens", type=_positive, metavar="N", help="default: what the context leaves"
+        "--max-tokens", type=_positive, metavar="N", help="default: the rest of the context"
     )
     generate.add_argument(
         "--temperature", type=_temperature, default=1.0, metavar="T", help="0 is greedy (default 1)"
     )
-    generate.add_argument("--seed", type=_seed, help="the same gives the same text again")
+    generate.add_argument("--seed", type=_seed, help="the same seed gives the same text again")
     generate.add_argument(
         "--pool",
         metavar="NAME",
-        help="policy (the default), or judge for [pools.judge]; with --url any model there",
+        help="policy (the default), or judge for [pools.judge]; with --url any of its models",
     )
-    generate.add_argument("--engine", help="embedded, vllm, ... (default: as the config says)")
-    generate.add_argument("--url", help="of a running server, such as http://127.0.0.1:8000")
-    generate.add_argument("--api-key", metavar="KEY", help="of the server (default: UMBRA_API_KEY)")
+    generate.add_argument("--engine", help="embedded, vllm, ... (default: the config's)")
+    generate.add_argument("--url", help="a running server, such as http://127.0.0.1:8000")
+    generate.add_argument("--api-key", metavar="KEY", help="default: UMBRA_API_KEY")
 
 
 def _add_plot_arguments(plot: argparse.ArgumentParser) -> None:
@@ -182,31 +182,29 @@ def _add_ledger_arguments(ledger: argparse.ArgumentParser) -> None:
     ledger.add_argument(
         "--sample",
         metavar="ID",
-        help="one sample's history: e0/7/3 for epoch 0, the prompt's id or row, its place there",
+        help="one sample's history: e0/7/3 for epoch 0, the prompt's id or row, sample 3",
     )
     ledger.add_argument(
         "--samples",
         action="store_true",
-        help="list samples, the last admitted first; --state, --step and --newest do so, too",
+        help="list samples, the last admitted first; --state, --step and --newest imply it",
     )
-    ledger.add_argument("--state", help="list those that are in it, such as dropped")
+    ledger.add_argument("--state", help="list samples in this state, such as dropped")
     ledger.add_argument(
         "--step",
         type=_positive,
         metavar="N",
-        help="list those handed out for optimizer step N; the first is 1, as in metrics.jsonl",
+        help="list samples of optimizer step N; the first is 1, as in metrics.jsonl",
     )
-    ledger.add_argument(
-        "--newest", type=_positive, metavar="N", help="list at most so many (default 20)"
-    )
+    ledger.add_argument("--newest", type=_positive, metavar="N", help="list at most N (default 20)")
     ledger.add_argument("--json", action="store_true", help="print one JSON object, nothing else")
 
 
 def _text(text: str) -> str:
     try:
         text.encode()
-    except UnicodeEncodeError:  # Python's own way to keep bytes of the command line that are none
-        raise argparse.ArgumentTypeError("is no text in this terminal's encoding") from None
+    except UnicodeEncodeError:  # Python keeps undecodable bytes of the command line as surrogates
+        raise argparse.ArgumentTypeError("is not text in this terminal's encoding") from None
     return text
 
 
@@ -222,7 +220,7 @@ def _positive(text: str) -> int:
 
 def _seed(text: str) -> int:
     if not text.isdecimal() or int(text) >= 1 << 63:
-        raise argparse.ArgumentTypeError(f"{text!r} is no seed: use 0 to 2**63 - 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a seed: use 0 to 2**63 - 1")
     return int(text)
 
 
@@ -232,13 +230,13 @@ def _temperature(text: str) -> float:
     except ValueError:
         number = math.nan
     if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no temperature: use 0 (greedy) or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a temperature: use 0 (greedy) or more")
     return number
 
 
 def _port(text: str) -> int:
     if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port: use 0 to 65535")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port: use 0 to 65535")
     return int(text)
 
 

@@ -1,4 +1,4 @@
-"""The one place where umbra reads environment variables.
+"""Reads environment variables; no other module of umbra does.
 
 | variable | set by | meaning |
 |---|---|---|
@@ -8,7 +8,7 @@
 | UMBRA_SOCKET_ROOT | user | folder for sockets, default /tmp/umbra-UID; must be node-local and short |
 | UMBRA_SECRET_FILE | user | file with the job's keys, default ~/.config/umbra/jobs/JOB |
 | UMBRA_LOG_LEVEL | user | level of umbra's own processes, default INFO |
-| UMBRA_API_KEY | user | what clients of `umbra serve` must know, where `--api-key` does not say |
+| UMBRA_API_KEY | user | the key that clients of `umbra serve` must send, unless `--api-key` is given |
 | UMBRA_ACTOR | supervisor | NAME#INCARNATION of the actor that a process belongs to |
 """  # noqa: E501
 
@@ -40,14 +40,14 @@ _RANK_VARIABLES: Final = frozenset(
 )
 _RANK_PREFIX: Final = "TORCHELASTIC_"
 _START_VARIABLES: Final = ("RANK", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE")
-"""No two ranks, jobs or restarts have the same: the file's folder has a random name."""
+"""Differs between ranks, jobs and restarts, because the file's folder has a random name."""
 
 
 def without_rank(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment without what torchrun gave a rank.
+    """The environment without the variables that torchrun gave a rank.
 
-    For processes that are none: a library there that makes a process group of its own (vLLM) would
-    look for its peers at the ranks' store, and wait for ever.
+    For processes that are not ranks: a library there that makes a process group of its own (vLLM)
+    would look for its peers at the ranks' store, and wait forever.
     """
     return {
         name: value
@@ -79,7 +79,7 @@ class TorchrunEnvironment:
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> Self:
-        """Raises ConfigError where a variable is missing or malformed."""
+        """Raises ConfigError if a variable is missing or malformed."""
         if "RANK" not in environ:
             return cls(
                 rank=0,
@@ -106,9 +106,9 @@ class TorchrunEnvironment:
 
 
 def bind_to_agent(environ: Mapping[str, str] = os.environ) -> TorchrunAgent | None:
-    """Has this rank end when torchrun's agent does: the first thing that a rank does.
+    """Makes this rank end when torchrun's agent does. A rank calls this first.
 
-    Ends it at once if the agent has ended. None where no launcher started this process.
+    Ends it at once if the agent has ended. Returns None if no launcher started this process.
     """
     if "RANK" not in environ:
         return None
@@ -134,14 +134,15 @@ def secret_file(job: str, environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def is_secret_file_named(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether the user, not umbra, looks after the file with the keys."""
+    """Whether the user, not umbra, manages the file with the keys."""
     return bool(environ.get("UMBRA_SECRET_FILE"))
 
 
 def api_key(given: str | None = None, environ: Mapping[str, str] = os.environ) -> str:
-    """What clients of `umbra serve` must know, unless `given` says it; "" lets everybody in.
+    """The key that clients of `umbra serve` must send, unless `given` replaces it; "" requires
+    none.
 
-    Raises ConfigError where no HTTP header can hold it.
+    Raises ConfigError if no HTTP header can hold it.
     """
     key = given or environ.get("UMBRA_API_KEY", "")
     if not (key.isascii() and key.isprintable()) or key != key.strip():
@@ -153,7 +154,7 @@ def api_key(given: str | None = None, environ: Mapping[str, str] = os.environ) -
 
 
 def log_level(environ: Mapping[str, str] = os.environ) -> int:
-    """Raises ConfigError where UMBRA_LOG_LEVEL is no level's name."""
+    """Raises ConfigError if UMBRA_LOG_LEVEL is not the name of a level."""
     name = environ.get("UMBRA_LOG_LEVEL", "INFO").upper()
     levels = logging.getLevelNamesMapping()
     if name not in levels:

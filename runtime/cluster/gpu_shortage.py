@@ -1,9 +1,10 @@
-"""An engine that finds too little GPU memory as it starts or wakes: recognised, explained, counted.
+"""An engine finds too little GPU memory as it starts or wakes: recognises, explains and counts
+that.
 
-    start or wake fails ─▶ was it for want of memory? ─▶ who holds what, and what to change
-                                                     └▶ the second time in a row is final
+    start or wake fails ─▶ was memory short? ─▶ who holds how much, and what to change
+                                             └▶ the second time in a row is final
 
-A restart frees nothing but what the engine itself held, so it does not cure the shortage.
+A restart frees only the memory that the engine itself held, so it does not cure the shortage.
 """
 
 from __future__ import annotations
@@ -38,24 +39,24 @@ _SIGNS: Final = re.compile(
     re.IGNORECASE,
 )
 _GIB: Final = 1 << 30
-_LEAST_TOLD_NBYTES: Final = _GIB // 10
-# Of what nobody known holds: the driver's own part is below a gibibyte, and no news.
+_MIN_REPORTED_NBYTES: Final = _GIB // 10
+# Memory held by unknown processes; below a gibibyte it is mostly the driver's own and not reported.
 _MAX_IN_A_ROW: Final = 2
 _NVML_LIMIT_S: Final = 2.0
 # A driver that hangs must not hold up the restart.
 
 
 def lacks_gpu_memory(text: str) -> bool:
-    """Whether an engine's error or log says that the GPU had too little memory."""
+    """Whether an engine's error or log reports that the GPU had too little memory."""
     return _SIGNS.search(text) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """What torch has of a rank's GPU.
+    """Memory that torch has on a rank's GPU.
 
     Attributes:
-        reserved_nbytes: `allocated_nbytes`, and what torch's allocator keeps beyond it.
+        reserved_nbytes: `allocated_nbytes` plus the cache of torch's allocator.
     """
 
     allocated_nbytes: int
@@ -65,11 +66,11 @@ class RankMemory:
 async def read_gpu_memory(
     roots: Mapping[int, str] = {}, ranks: Mapping[str, RankMemory] = {}
 ) -> str:
-    """As `describe_gpu_memory`, of this moment.
+    """Reads the memory now and describes it like `describe_gpu_memory`.
 
     Args:
-        roots: by pid the rank or actor; what they forked is theirs. The supervisor and its actors
-            are below a rank, so ranks come first.
+        roots: rank or actor by pid; their descendants count as theirs. The supervisor and its
+            actors are below a rank, so ranks come first.
     """
     uses: list[GpuUse] = []
     holders: dict[int, str] = {}
@@ -96,12 +97,12 @@ def _look(roots: Mapping[int, str]) -> tuple[list[GpuUse], dict[int, str]]:
 def describe_gpu_memory(
     uses: Sequence[GpuUse], holders: Mapping[int, str], ranks: Mapping[str, RankMemory]
 ) -> str:
-    """In sentences: who holds what, and what to change. One line.
+    """Describes in one line who holds how much, and which settings to change.
 
     Args:
-        uses: empty where there is no NVML.
-        holders: by pid the rank, engine or other actor that it belongs to.
-        ranks: by the rank's name, of those that have reported (as they last handed memory back).
+        uses: empty without NVML.
+        holders: the rank, engine or other actor that each pid belongs to.
+        ranks: by the rank's name, the last reports of those that have reported.
     """
     sentences = [_describe_gpu(idx, use, holders) for idx, use in enumerate(uses)]
     sentences += [
@@ -125,7 +126,7 @@ def _describe_gpu(idx: int, use: GpuUse, holders: Mapping[int, str]) -> str:
             held[holders[pid]] = held.get(holders[pid], 0) + nbytes
     unknown_nbytes = use.used_nbytes - sum(held.values())
     parts = [f"{name} holds {_gib(nbytes)}" for name, nbytes in held.items()]
-    if unknown_nbytes >= _LEAST_TOLD_NBYTES:
+    if unknown_nbytes >= _MIN_REPORTED_NBYTES:
         parts.append(f"unknown processes and the driver hold {_gib(unknown_nbytes)}")
     free = f"{_gib(use.total_nbytes - use.used_nbytes)} of {_gib(use.total_nbytes)} are free"
     return f"GPU {idx}: {', '.join([*parts, free])}."
@@ -136,10 +137,10 @@ def _gib(nbytes: int) -> str:
 
 
 class GpuShortages:
-    """Those of one engine, over its incarnations. Owned by its `SupervisedActor`.
+    """The shortages of one engine over its incarnations. Owned by its `SupervisedActor`.
 
     Args:
-        describe: who holds what now, see `describe_gpu_memory`.
+        describe: reports who holds memory now; see `describe_gpu_memory`.
     """
 
     def __init__(self, describe: Callable[[], Awaitable[str]]) -> None:
@@ -151,7 +152,7 @@ class GpuShortages:
 
     @property
     def is_final(self) -> bool:
-        """The last two starts or wakes failed for want of memory."""
+        """Whether the last two starts or wakes failed for lack of memory."""
         return self._num_at_start + self._num_at_wake >= _MAX_IN_A_ROW
 
     def started(self) -> None:
@@ -161,16 +162,16 @@ class GpuShortages:
         self._num_at_wake = 0
 
     async def failed_to_wake(self) -> None:
-        """Called before the engine is killed, while it still holds its part."""
+        """Must be called before the engine is killed, while it still holds its share."""
         self._has_failed_to_wake = True
         self._description = await self._describe()
 
     async def explain_end(self, text: str, *, is_start: bool) -> str:
-        """Why the incarnation has ended, where that is for want of memory; else "".
+        """The reason for the incarnation's end if it was a lack of memory; else "".
 
         Args:
-            text: the engine's error, and its log.
-            is_start: it was not up yet.
+            text: the engine's error and its log.
+            is_start: whether it was not ready yet.
         """
         is_wake, self._has_failed_to_wake = self._has_failed_to_wake, False
         description, self._description = self._description, ""

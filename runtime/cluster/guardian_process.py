@@ -1,4 +1,4 @@
-"""Starts a node's guardian, and with it the supervisor; called by local rank 0, blocking."""
+"""Starts a node's guardian, which starts the supervisor. Local rank 0 calls it; calls block."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAX_READY_NBYTES = 64 * 1024
 
 
 class GuardianProcess:
-    """The guardian as its starter sees it. It outlives the starter: closing leaves it running."""
+    """The guardian from its starter's side. It outlives the starter: closing leaves it running."""
 
     def __init__(self, popen: subprocess.Popen[bytes], ready_fd: int, log: ChildLog) -> None:
         """Use `start_guardian`."""
@@ -35,9 +35,10 @@ class GuardianProcess:
         self._log = log
 
     def wait_ready(self, timeout_s: float) -> dict[str, Any]:
-        """The JSON object the supervisor wrote as one line to its `--ready-fd`. Call it once.
+        """Returns the JSON object that the supervisor wrote as one line to its `--ready-fd`. Call
+        it once.
 
-        Raises UmbraError with the log's last lines where it ended, or was not ready in time.
+        Raises UmbraError with the log's last lines if it ended, or was not ready in time.
         """
         deadline = time.monotonic() + timeout_s
         line = b""
@@ -57,25 +58,25 @@ class GuardianProcess:
             self._ready_fd = -1
 
     def wait(self, timeout_s: float) -> ExitStatus | None:
-        """Reap it once it has ended; None where it still runs after `timeout_s`."""
+        """Reaps it once it has ended; None if it still runs after `timeout_s`."""
         try:
             return ExitStatus(self._popen.wait(timeout_s))
         except subprocess.TimeoutExpired:
             return None
 
     def stop(self, timeout_s: float) -> ExitStatus | None:
-        """Ask it to end everything, and wait; for a start that came to nothing."""
+        """Asks it to end everything, and waits; for a start that failed."""
         if self._popen.poll() is None:
             self._popen.terminate()
         return self.wait(timeout_s)
 
     def close(self) -> None:
-        """Let go of it. It goes on; where it has ended, it is reaped."""
+        """Stops tracking it. It continues; if it has ended, it is reaped."""
         if self._ready_fd >= 0:
             os.close(self._ready_fd)
             self._ready_fd = -1
         if self._popen.poll() is None:
-            # Ours to reap no longer: it ends with its owner, after us.
+            # This process no longer reaps it: it ends with its owner, after us.
             self._popen.returncode = 0
 
     def __enter__(self) -> GuardianProcess:
@@ -104,14 +105,14 @@ def start_guardian(
     owner_pidfd: int,
     env: Mapping[str, str] | None = None,
 ) -> GuardianProcess:
-    """Start the guardian, which starts `supervisor_argv --ready-fd N --guardian-pid PID`.
+    """Starts the guardian, which starts `supervisor_argv --ready-fd N --guardian-pid PID`.
 
     `config` is the supervisor's stdin, so secrets are neither on a command line nor in an
-    environment. `owner_pidfd`: the process that the job lives as long as; the caller closes it.
+    environment. `owner_pidfd`: the process whose end is the job's end; the caller closes it.
     `grace_s`: the supervisor's time to stop once the owner has ended. The guardian takes over
     `socket_dir` and removes it at the end.
 
-    Raises ConfigError where the log cannot be written.
+    Raises ConfigError if the log cannot be written.
     """
     log = ChildLog.begin(log_path, "guardian and supervisor")
     with contextlib.ExitStack() as stack:

@@ -1,13 +1,13 @@
 """The node-local directory of a job's Unix sockets: /tmp/umbra-UID/JOB-NODE, mode 0700.
 
-Local and short, because a socket's path is limited to 107 bytes and network file systems hold no
-sockets. It holds files only, among them `owner`, whose lock (flock) says that the job lives: the
-kernel drops it with the last process that has it open, so a directory whose lock can be had is of
-a dead job, also one of another container that shares /tmp. Rules:
+It is local and short, because a socket's path is limited to 107 bytes and network file systems hold
+no sockets. It holds files only. One of them is `owner`, whose lock (flock) shows that the job is
+alive: the kernel drops the lock with the last process that has the file open. A directory whose
+lock is free belongs to a dead job, even one of another container that shares /tmp. Rules:
 
-- Who holds the lock of DIR/owner owns DIR, and nobody else removes or renames it.
-- A new directory is made under a hidden name, locked, then renamed: nobody meets it unlocked.
-- A dead one is locked, renamed to a hidden name, then removed: nobody meets half of it.
+- The process that holds the lock of DIR/owner owns DIR, and nobody else removes or renames it.
+- A new directory is made under a hidden name, locked, then renamed: nobody sees it unlocked.
+- A dead one is locked, renamed to a hidden name, then removed: nobody sees half of it.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from types import TracebackType
 from umbra.runtime.errors import ConfigError
 
 MAX_SOCKET_PATH_NBYTES = 100
-"""Sockets' paths stay below this: the kernel's limit is 107, and a library may add to a name."""
+"""Sockets' paths stay below this length: the kernel's limit is 107, and a library may add to a
+name."""
 
 _MAX_SLUG_CHARS = 24
-"""Characters kept of a job's and of a node's name. More: little room is left for actors' names.
-Fewer: people cannot tell directories apart. What is cut off is replaced by a digest."""
+"""Characters kept of a job's and of a node's name. With more, few bytes remain for actors' names.
+With fewer, people cannot distinguish directories. A digest replaces what is cut off."""
 
 _YOUNG_S = 60.0
-"""Hidden directories are left alone for so long: their maker may not hold the lock yet."""
+"""Hidden directories are left alone this long, because their maker may not hold the lock yet."""
 
 _LOOK_S = 0.2
-"""How long another process may take to look at a dead directory, which locks it for a moment."""
+"""How long another process may inspect a dead directory, which locks it for a moment."""
 
 _OWNER, _NEW, _DEAD = "owner", ".new-", ".dead-"
 
@@ -44,7 +45,7 @@ _OWNER, _NEW, _DEAD = "owner", ".new-", ".dead-"
 class SocketDir:
     """A job's socket directory on this node, owned through its lock.
 
-    The lock lives as long as any process has `lock_fd` open: hand it to the guardian, which keeps
+    The lock is held as long as any process has `lock_fd` open: pass it to the guardian, which keeps
     it and removes the directory at the end, then `release()` it here.
     """
 
@@ -54,9 +55,9 @@ class SocketDir:
 
     @classmethod
     def create(cls, job: str, node: str, root: Path | None = None) -> SocketDir:
-        """Make the directory and lock it, after sweeping what dead jobs left.
+        """Makes the directory and locks it, after sweeping the directories of dead jobs.
 
-        Raises ConfigError where the root is unsafe or a living job of that name has the directory.
+        Raises ConfigError if the root is unsafe or a running job of that name has the directory.
         """
         root = default_root() if root is None else root
         _secure_root(root)
@@ -75,19 +76,19 @@ class SocketDir:
             os.close(lock_fd)
             shutil.rmtree(fresh, ignore_errors=True)
             raise ConfigError(
-                f"cannot have socket directory {path} ({error.strerror}); {_describe_owner(path)}: "
+                f"cannot lock socket directory {path} ({error.strerror}); {_describe_owner(path)}: "
                 "end that job, or give this one another job id"
             ) from error
         return cls(path, lock_fd)
 
     def release(self) -> None:
-        """Close this process's copy of the lock; the directory stays."""
+        """Closes this process's copy of the lock; the directory stays."""
         if self.lock_fd >= 0:
             os.close(self.lock_fd)
             self.lock_fd = -1
 
     def remove(self) -> None:
-        """Remove the directory, then let go of the lock. Harmless where it is already gone."""
+        """Removes the directory, then releases the lock. Does nothing if it is already removed."""
         shutil.rmtree(self.path, ignore_errors=True)
         self.release()
 
@@ -109,20 +110,21 @@ def default_root() -> Path:
 
 
 def socket_dir_path(job: str, node: str, root: Path | None = None) -> Path:
-    """Where the directory of `job` on `node` is: a function of the names, so all can find it."""
+    """The path of the directory of `job` on `node`: a function of the names, so everyone can find
+    it."""
     root = default_root() if root is None else root
     path = root / f"{_slug(job)}-{_slug(node)}"
     length = len(os.fsencode(path))
     if length >= MAX_SOCKET_PATH_NBYTES - 20:
         raise ConfigError(
-            f"socket root {root} is too long: {path} has {length} bytes, which leaves no room for "
+            f"socket root {root} is too long: {path} has {length} bytes, which leaves no bytes for "
             f"names below {MAX_SOCKET_PATH_NBYTES} bytes; use a shorter root, such as /tmp/umbra"
         )
     return path
 
 
 def is_in_use(path: Path) -> bool:
-    """Whether a living job owns the socket directory at `path`."""
+    """Whether a running job owns the socket directory at `path`."""
     lock_fd = _lock_dead(path)
     if lock_fd is None:
         return (path / _OWNER).exists()
@@ -131,7 +133,7 @@ def is_in_use(path: Path) -> bool:
 
 
 def sweep(root: Path) -> list[Path]:
-    """Remove the directories of dead jobs under `root`; returns those removed."""
+    """Removes the directories of dead jobs under `root`; returns those removed."""
     removed: list[Path] = []
     for path in sorted(root.iterdir()):
         is_hidden = path.name.startswith((_NEW, _DEAD))
@@ -149,14 +151,14 @@ def sweep(root: Path) -> list[Path]:
             shutil.rmtree(grave, ignore_errors=True)
             removed.append(path)
         except OSError:
-            continue  # Another sweep of this user was faster.
+            continue  # another sweep of this user was faster
         finally:
             os.close(lock_fd)
     return removed
 
 
 def _rename_when_free(fresh: Path, path: Path) -> None:
-    """Put `fresh` in place of what a dead namesake left. Raises OSError where one lives."""
+    """Replaces what a dead job of that name left by `fresh`. Raises OSError if the job is alive."""
     deadline = time.monotonic() + _LOOK_S
     while True:
         try:
@@ -165,13 +167,13 @@ def _rename_when_free(fresh: Path, path: Path) -> None:
         except OSError:
             if time.monotonic() >= deadline:
                 raise
-        # Either a job lives there, or someone just looks at or sweeps a dead one: that is short.
+        # Either that job is alive, or a process briefly inspects or sweeps its dead directory.
         time.sleep(_LOOK_S / 10)
         sweep(fresh.parent)
 
 
 def _lock_dead(path: Path) -> int | None:
-    """The lock of the directory at `path`, if no living process has it; else None."""
+    """The lock of the directory at `path` if no running process has it; else None."""
     try:
         lock_fd = os.open(path / _OWNER, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -181,13 +183,13 @@ def _lock_dead(path: Path) -> int | None:
         if os.path.samestat(os.fstat(lock_fd), os.lstat(path / _OWNER)):
             return lock_fd
     except OSError:
-        pass  # Locked by the living, or removed by another sweep meanwhile.
+        pass  # locked by a running process, or removed by another sweep meanwhile
     os.close(lock_fd)
     return None
 
 
 def _write_owner(path: Path) -> int:
-    """Make the owner file, locked; its text is for people only."""
+    """Makes the owner file, locked; its text is for people only."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     lock_fd = os.open(path, flags, 0o600)
     fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -198,7 +200,7 @@ def _write_owner(path: Path) -> int:
 
 def _describe_owner(path: Path) -> str:
     try:
-        return f"it was {(path / _OWNER).read_text()} by a job that still runs"
+        return f"it was {(path / _OWNER).read_text()} by a job that is still running"
     except OSError:
         return "its owner is unknown"
 
@@ -211,7 +213,7 @@ def _age_s(path: Path) -> float:
 
 
 def _secure_root(root: Path) -> None:
-    """Make the root, or check that nobody else can reach into it."""
+    """Makes the root, or checks that nobody else can access it."""
     try:
         root.mkdir(mode=0o700, exist_ok=True)
         status = root.lstat()

@@ -1,6 +1,6 @@
 """The shape of a Hugging Face decoder model, read from its config.json.
 
-Reads what transformers 4 and 5 write: rope settings stand in `rope_parameters` (5) or in
+It accepts the output of transformers 4 and 5: rope settings are in `rope_parameters` (5) or in
 `rope_theta` and `rope_scaling` (4).
 """
 
@@ -76,11 +76,11 @@ def load_model_config(model_path: str) -> ModelConfig:
 
 
 def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """Turns a parsed config.json into a ModelConfig; raises ConfigError naming key and remedy."""
+    """Turns a parsed config.json into a ModelConfig; raises ConfigError with key and remedy."""
     model_type = str(raw.get("model_type"))
     if model_type not in MODEL_TYPES:
         raise ConfigError(
-            f"model_type {model_type!r} is not supported by the embedded engine; it knows "
+            f"model_type {model_type!r} is not supported by the embedded engine; allowed: "
             f"{', '.join(MODEL_TYPES)} (use the vllm or sglang engine for others)"
         )
     _refuse_unsupported(raw)
@@ -93,7 +93,7 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
             f"{num_kv_heads}, and head_dim={head_dim} even"
         )
     has_bias = bool(raw.get("attention_bias", False))
-    is_qwen2 = model_type == "qwen2"  # biased q, k, v without a key that says so
+    is_qwen2 = model_type == "qwen2"  # biased q, k, v, though no key sets that
     return ModelConfig(
         model_type=model_type,
         vocab_size=_positive(raw, "vocab_size"),

@@ -33,8 +33,8 @@ class DeltaBatch:
     """One checked batch.
 
     Attributes:
-        ids, positions, versions: [S] request ids, completion offsets of each run's first token,
-            versions.
+        ids, positions, versions: [S] of each run: request id, completion offset of its first token,
+            version.
         bounds: [S + 1] offsets into tokens.
         tokens, logprobs: [N] int32, [N] float32.
         finishes: (request id, reason) of the F finished requests.
@@ -59,7 +59,7 @@ class DeltaBatch:
         for name, dtype in _DTYPES.items():
             column = item.get(name)
             if not isinstance(column, np.ndarray):
-                raise ProtocolError(f"delta column {name} is missing or no array")
+                raise ProtocolError(f"delta column {name} is missing or not an array")
             array = cast(NDArray[Any], column)
             if array.dtype != dtype or array.ndim != 1:
                 raise ProtocolError(f"delta column {name} must be 1-d {np.dtype(dtype)}")
@@ -79,21 +79,21 @@ class DeltaBatch:
             finishes=list(zip(columns["finished_ids"].tolist(), texts, strict=True)),
         )
 
-    def select(self, wanted: NDArray[np.bool_]) -> DeltaBatch:
-        """Some of its runs, and no finishes.
+    def select(self, mask: NDArray[np.bool_]) -> DeltaBatch:
+        """The selected runs, without any finishes.
 
         Args:
-            wanted: [S].
+            mask: [S].
         """
         counts = np.diff(self.bounds)
-        bounds = np.zeros(int(np.count_nonzero(wanted)) + 1, np.int64)
-        np.cumsum(counts[wanted], out=bounds[1:])
-        tokens = np.repeat(wanted, counts)
+        bounds = np.zeros(int(np.count_nonzero(mask)) + 1, np.int64)
+        np.cumsum(counts[mask], out=bounds[1:])
+        tokens = np.repeat(mask, counts)
         return DeltaBatch(
-            ids=self.ids[wanted],
-            positions=self.positions[wanted],
+            ids=self.ids[mask],
+            positions=self.positions[mask],
             bounds=bounds,
-            versions=self.versions[wanted],
+            versions=self.versions[mask],
             tokens=self.tokens[tokens],
             logprobs=self.logprobs[tokens],
             finishes=[],
@@ -102,14 +102,14 @@ class DeltaBatch:
 
 def _check_lengths(columns: dict[str, NDArray[Any]], num_reasons: int) -> None:
     num_runs, num_tokens = len(columns["ids"]), len(columns["tokens"])
-    wanted = {
+    mask = {
         "positions": num_runs,
         "versions": num_runs,
         "offsets": num_runs + 1,
         "logprobs": num_tokens,
         "finished_ids": num_reasons,
     }
-    for name, length in wanted.items():
+    for name, length in mask.items():
         if len(columns[name]) != length:
             raise ProtocolError(f"delta column {name}: {len(columns[name])} values, not {length}")
     offsets = columns["offsets"]

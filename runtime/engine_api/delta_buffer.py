@@ -1,8 +1,8 @@
-"""What an engine sends back: columnar batches of token runs, one batch a tick.
+"""The columnar batches of token runs that an engine sends back, one batch a tick.
 
-The end of a request does not wait for the tick where an engine tells it: a tool or the next turn
-waits for it. A run is a stretch of one request's tokens made under one version. S: runs in a batch,
-N: tokens in a batch, F: requests finished in a batch.
+If an engine reports the end of a request, the batch does not wait for the tick, because a tool or
+the next turn depends on it. A run is a stretch of one request's tokens made under one version. S:
+runs in a batch, N: tokens in a batch, F: requests finished in a batch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Int64Array = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
 
 END_TICK_S: Final = 0.005
-"""Requests that end within it come in one batch: many with the same budget do."""
+"""Requests that end within this time share a batch, as many with the same budget do."""
 
 
 class DeltaColumns(TypedDict):
@@ -64,7 +64,8 @@ class DeltaBuffer:
         logprobs: Float32Array,
         version: int,
     ) -> None:
-        """Adds runs that lie one after the other in `tokens` and `logprobs`; all are copies."""
+        """Adds runs that lie one after the other in `tokens` and `logprobs`; it copies all of
+        them."""
         self._ids.append(ids)
         self._positions.append(positions)
         self._counts.append(counts)
@@ -87,10 +88,10 @@ class DeltaBuffer:
             self._finished_ids,
         ):
             column.clear()
-        self._finish_reasons = []  # the old list went out with a batch
+        self._finish_reasons = []  # the old list left with a batch
 
     def take(self) -> DeltaColumns | None:
-        """All that has come since the last take, or None when nothing has."""
+        """Everything since the last take, or None."""
         if self.is_empty:
             return None
         batch = empty_batch()

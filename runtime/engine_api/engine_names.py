@@ -1,4 +1,4 @@
-"""The short names of umbra's own engines, and the actor targets that they stand for."""
+"""The short names of umbra's own engines, and their actor targets."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ ENGINE_TARGETS: Final[Mapping[str, str]] = {
 
 
 def engine_target(engine: str) -> str:
-    """The `module:Class` of an engine given by its short name or by that itself."""
+    """The `module:Class` of an engine given by its short name or as `module:Class`."""
     return ENGINE_TARGETS.get(engine, engine)

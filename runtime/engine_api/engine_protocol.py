@@ -1,15 +1,15 @@
-"""What every engine actor offers; see the methods' promises. Torch-free.
+"""The protocol that every engine actor implements. Torch-free.
 
-Life: PENDING_WEIGHTS until a first update is committed (or weights were loaded from disk), then
-as `lifecycle` says. Requests are taken while SERVING only: otherwise `submit`
-raises EngineError, and ValueError for a request that could never be served.
+An engine is in PENDING_WEIGHTS until a first update is committed (or it loaded weights from disk),
+then as `lifecycle` describes. It accepts requests only while SERVING: otherwise `submit` raises
+EngineError, and ValueError for a request that could never be served.
 
-Beside the calls below an engine may have `run()`, see `umbra.runtime.actor.actor_spec`, and
+Besides the calls below an engine may have `run()`, see `umbra.runtime.actor.actor_spec`, and
 
     def progress(self) -> object | None
 
-What changes as it gets on with its requests; None while it has nothing to do. Where that stands
-still for `ActorSpec.stall_limit_s`, the engine is killed and replaced.
+It returns a value that changes as the engine makes progress with its requests; None while it is
+idle. If the value does not change for `ActorSpec.stall_limit_s`, the engine is killed and replaced.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ PauseMode = Literal["abort", "keep", "drain"]
 
 
 class EngineStats(TypedDict):
-    """A snapshot; bytes are of this process (resident) and of what it holds now."""
+    """A snapshot. Bytes are current: resident ones of this process, and those of weights and
+    cache."""
 
     running: int
     waiting: int
@@ -37,10 +38,10 @@ class EngineStats(TypedDict):
 
 
 class Engine(Protocol):
-    """The engine protocol. Every call is made by the supervisor or the rollout manager."""
+    """The engine protocol. The supervisor and the rollout manager make all calls."""
 
     async def submit(self, requests: Sequence[Mapping[str, Any]]) -> None:
-        """Takes all requests (see `generation_request`) or, with an error, none."""
+        """Accepts all requests (see `generation_request`) or, with an error, none."""
         ...
 
     def deltas(self) -> AsyncGenerator[DeltaColumns, None]:
@@ -48,16 +49,17 @@ class Engine(Protocol):
         ...
 
     async def abort(self, ids: Sequence[int] | None) -> int:
-        """Ends requests (None: all) with reason "abort" after their sampled tokens; how many."""
+        """Ends requests (None: all) with reason "abort" after their sampled tokens; returns how
+        many."""
         ...
 
     async def pause(self, mode: PauseMode) -> None:
-        """Returns when nothing is generated any more: "abort" ends all requests, "keep" freezes
+        """Returns when nothing is generated any more. "abort" ends all requests, "keep" freezes
         them with their KV cache, "drain" first lets them finish."""
         ...
 
     async def resume(self) -> None:
-        """Goes on generating under the version held."""
+        """Continues generating under the version held."""
         ...
 
     async def sleep(self, level: SleepLevel) -> None:
@@ -65,13 +67,13 @@ class Engine(Protocol):
         ...
 
     async def wake(self, tags: Sequence[Tag]) -> None:
-        """Takes memory again for those of `tags` that sleep."""
+        """Allocates memory again for those of `tags` that sleep."""
         ...
 
     async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
         """Why the ranks' memory (`rank_exports`) cannot be read here, or "".
 
-        In any state. Where it can be, an update may bring "exports" in place of buckets.
+        Allowed in any state. If it can be read, an update may bring "exports" in place of buckets.
         """
         ...
 
@@ -82,20 +84,18 @@ class Engine(Protocol):
         ...
 
     async def load(self) -> dict[str, int]:
-        """Takes every bucket as soon as all ranks have filled it; {"nbytes": bytes taken}.
+        """Loads every bucket as soon as all ranks have filled it; returns {"nbytes": bytes loaded}.
 
-        When it returns, the model has the weights.
-
-        From here on the weights are of no version until `commit_update`. Called once an update.
-        Raises WeightSyncError when the sync is given up, with weights half written; `abort_update`
-        follows.
+        When it returns, the model has the weights. From the call on, the weights have no version
+        until `commit_update`. It may be called once per update. Raises WeightSyncError when the
+        sync is aborted, with weights half written; `abort_update` follows.
         """
         ...
 
     async def finish_update(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
         """Verifies what was loaded, and changes nothing.
 
-        {"count", "nbytes", "mismatches"} over [offset, nbytes, checksum] regions.
+        Returns {"count", "nbytes", "mismatches"} over [offset, nbytes, checksum] regions.
         """
         ...
 
@@ -104,8 +104,8 @@ class Engine(Protocol):
         ...
 
     async def abort_update(self) -> None:
-        """The update ends half way. Before `load` was called, the engine goes on with the weights
-        that it had; else another one must follow before anything is served."""
+        """Ends the update half way. If `load` was not called, the engine keeps the weights that it
+        had; else another update must follow before it serves anything."""
         ...
 
     async def stats(self) -> EngineStats:

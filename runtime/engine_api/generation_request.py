@@ -1,6 +1,6 @@
-"""What a caller asks of an engine: one generation request, checked at the door.
+"""A generation request to an engine, and its validation.
 
-Torch-free: the echo engine and tests use it as well as the embedded engine.
+Torch-free, because the echo engine and tests use it, too.
 T: tokens of a request (prompt plus tokens generated so far).
 """
 
@@ -32,15 +32,15 @@ REQUEST_KEYS: Final = frozenset(
 OPTIONAL_KEYS: Final = frozenset({"lora"})
 
 MIN_TEMPERATURE: Final = 1e-4
-# Colder than this, logits divided by it can leave the range of float32.
+# Below this, logits divided by the temperature can exceed the range of float32.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """A trajectory, or the rest of one: the next token is completion token `position`.
+    """A trajectory, or the continuation of one: the next token is completion token `position`.
 
-    Sampling depends on (`seed`, completion position) only, so the rest of a cut trajectory is
-    asked for by the tokens so far and the position reached.
+    Sampling depends on (`seed`, completion position) only, so a cut trajectory continues from the
+    tokens so far and the position reached.
 
     Attributes:
         lora: name of the engine's adapter to generate with; "" for the model as it is.
@@ -56,7 +56,7 @@ class GenerationRequest:
     lora: str = ""
 
     def resumed(self, tokens: Int32Array) -> GenerationRequest:
-        """The rest of this request once `tokens` (prompt and all tokens so far) are known."""
+        """The request that continues this one after `tokens` (prompt and all tokens so far)."""
         num_new = len(tokens) - len(self.tokens)
         return replace(
             self,
@@ -79,7 +79,7 @@ def parse_request(
         lora_names: adapters that the engine has.
 
     Raises:
-        ValueError: a key is unknown, missing or out of range; the text names id, key and limit.
+        ValueError: a key is unknown, missing or out of range; the message names id, key and limit.
     """
     unknown = sorted(set(raw) - REQUEST_KEYS - OPTIONAL_KEYS)
     if unknown:
@@ -167,7 +167,7 @@ def _lora(raw: Mapping[str, Any], known: Collection[str]) -> str:
         raise ValueError(f"request {raw.get('id')!r}: lora must be a name, got {name!r}")
     if name and name not in known:
         raise ValueError(
-            f"request {raw.get('id')!r}: there is no LoRA adapter {name!r} here; known: "
+            f"request {raw.get('id')!r}: there is no LoRA adapter {name!r}; known: "
             f"{', '.join(sorted(known)) or 'none'} (the pool's setting lora_adapters names them)"
         )
     return name

@@ -3,7 +3,7 @@
 The supervisor applies an event *before* it asks an engine for anything, so an illegal request is
 refused before an engine sees it.
 
-    DEAD <──Died── any                      the supervisor learns that the process has ended
+    DEAD <──Died── any                      the supervisor notices that the process has ended
      │
      └──Restart──> STARTING
                       │ EngineStarted; with weights of its own, EngineStarted(v) leads to SERVING(v)
@@ -22,15 +22,17 @@ refused before an engine sees it.
                  v    │
                SERVING(v)
 
-- The version is what the engine holds for certain. It is lost where weights are freed (level 2),
-  touched (UPDATING) or disowned (Invalidate), and where the engine dies. SERVING has one always.
-- Weights and KV cache wake together or one after the other, so PAUSED and PENDING_WEIGHTS say which
-  parts are `awake`: Wake is legal there for the rest; an update needs the weights awake, Resume
-  needs both. In hybrid mode: Wake(weights), update, Wake(kv_cache), Resume.
+- The version is the one that the engine holds for certain. It is lost when weights are freed (level
+  2), touched (UPDATING) or invalidated (Invalidate), and when the engine dies. SERVING always has
+  one.
+- Weights and KV cache wake together or one after the other, so PAUSED and PENDING_WEIGHTS record
+  which parts are `awake`. There Wake is legal for the other parts; an update needs the weights
+  awake, Resume needs both. In hybrid mode: Wake(weights), update, Wake(kv_cache), Resume.
 - An engine restarted while the trainer trains must free its memory too, so PENDING_WEIGHTS may
   Sleep; it then wakes to PENDING_WEIGHTS, whatever the level.
-- An engine that loads its weights itself (a judge) comes up SERVING, in every life. No update and
-  no level 2 ever takes its version from it; the pool sees to that.
+- An engine that loads its weights itself (a judge) starts SERVING in every incarnation. No update
+  and no level 2 ever takes its version from it; the pool ensures that.
+- Invalidate: the trainer that made the weights was restarted. A SERVING engine is paused first; in
 - Invalidate: the trainer that made the weights was restarted. A SERVING engine is paused first; in
   ASLEEP and WAKING only the version goes.
 """
@@ -66,12 +68,12 @@ class EngineStarted:
     """The engine answers; its parameters are allocated."""
 
     version: int | None = None
-    """Of the weights that it has loaded by itself, and serves."""
+    """Version of the weights that it has loaded by itself, and serves."""
 
 
 @dataclass(frozen=True, slots=True)
 class BeginUpdate:
-    """Its weights are about to be overwritten by those of `version`."""
+    """The weights of `version` are about to overwrite its own."""
 
     version: int
 
@@ -85,7 +87,7 @@ class CommitUpdate:
 
 @dataclass(frozen=True, slots=True)
 class AbortUpdate:
-    """The update ended half way: what it holds is unknown."""
+    """The update ended half way: its weights are unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +116,12 @@ class Wake:
 
 @dataclass(frozen=True, slots=True)
 class Woken:
-    """The wake that was asked for is done."""
+    """The requested wake is done."""
 
 
 @dataclass(frozen=True, slots=True)
 class Invalidate:
-    """Its version means nothing any more."""
+    """Its version is no longer valid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,22 +152,22 @@ Event = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLifecycle:
-    """Where one engine is; `apply` gives where it goes."""
+    """The state of one engine; `apply` returns the next one."""
 
     state: EngineState = EngineState.STARTING
     version: int | None = None
-    """The version it holds for certain."""
+    """The version that it holds for certain."""
     updating_to: int | None = None
-    """In UPDATING only: the version on its way."""
+    """In UPDATING only: the version being loaded."""
     sleep_level: SleepLevel | None = None
     """In ASLEEP only."""
     awake: frozenset[Tag] = ALL_TAGS
-    """What has memory; none in ASLEEP."""
+    """Parts that have memory; none in ASLEEP."""
     waking: frozenset[Tag] = frozenset()
-    """In WAKING only: what is taking memory."""
+    """In WAKING only: parts that are being allocated."""
 
     def apply(self, event: Event) -> EngineLifecycle:
-        """The lifecycle after `event`. Raises IllegalTransition naming both where not allowed."""
+        """The lifecycle after `event`. Raises IllegalTransition with both if it is not allowed."""
         match event:
             case Died():
                 self._require(event, *(state for state in EngineState if state != EngineState.DEAD))
@@ -233,7 +235,7 @@ class EngineLifecycle:
                 self._require(event, EngineState.WAKING)
                 return replace(
                     self,
-                    state=self._rest_state(self.version),
+                    state=self._stopped_state(self.version),
                     awake=self.awake | self.waking,
                     waking=frozenset(),
                 )
@@ -251,7 +253,7 @@ class EngineLifecycle:
         return replace(self, state=EngineState.PENDING_WEIGHTS, version=None)
 
     @staticmethod
-    def _rest_state(version: int | None) -> EngineState:
+    def _stopped_state(version: int | None) -> EngineState:
         return EngineState.PENDING_WEIGHTS if version is None else EngineState.PAUSED
 
     def _require(self, event: Event, *allowed: EngineState) -> None:
@@ -269,7 +271,7 @@ class EngineLifecycle:
             )
 
     def __str__(self) -> str:
-        """Such as PAUSED(3), ASLEEP(2), UPDATING(4), WAKING(weights)."""
+        """For example PAUSED(3), ASLEEP(2), UPDATING(4), WAKING(weights)."""
         match self.state:
             case EngineState.PAUSED | EngineState.SERVING:
                 return f"{self.state}({self.version})"
@@ -286,11 +288,12 @@ class EngineLifecycle:
 def catch_up(
     lifecycles: Mapping[str, EngineLifecycle], current_version: int | None, ranks_waiting: bool
 ) -> list[str]:
-    """Engines to bring to `current_version` by a sync of their own, in the mapping's order.
+    """Engines to update to `current_version` by a sync of their own, in the mapping's order.
 
-    Exactly those in PENDING_WEIGHTS, and only while every rank waits for a batch (`ranks_waiting`),
-    since only then the trainer's weights are still those of the version and all ranks can serve it.
-    None before a first version exists: the first sync reaches every engine anyway.
+    These are the engines in PENDING_WEIGHTS, and only while every rank waits for a batch
+    (`ranks_waiting`), because only then the trainer still has the weights of that version and all
+    ranks can publish it. There are none before a first version exists: the first sync reaches every
+    engine anyway.
     """
     if current_version is None or not ranks_waiting:
         return []

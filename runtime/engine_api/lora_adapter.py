@@ -1,4 +1,5 @@
-"""A LoRA adapter's folder, as PEFT saves it: read and checked against the model before a start."""
+"""Reads a LoRA adapter's folder as PEFT saves it, and checks it against the model before a
+start."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraAdapter:
-    """What is known of an adapter without its weights.
+    """The facts about an adapter that do not need its weights.
 
     Attributes:
         rank: of its largest matrices.
@@ -32,13 +33,14 @@ class LoraAdapter:
 
     @classmethod
     def read(cls, name: str, path: Path, model_path: Path) -> Self:
-        """Looks at the folder, and whether its matrices fit those of the model.
+        """Reads the folder, and checks whether its matrices fit those of the model.
 
         Models that are quantised, or whose checkpoint has other names than their modules, are not
         compared.
 
         Raises:
-            DataError: it is not there, no LoRA adapter, damaged, or of another model.
+            DataError: the folder is missing, holds no LoRA adapter, is damaged, or is for another
+                model.
         """
         try:
             config = _read_config(path / _CONFIG)
@@ -47,7 +49,7 @@ class LoraAdapter:
             _check_fits(shapes, _model_shapes(model_path))
         except (OSError, ValueError) as error:
             raise DataError(
-                f"LoRA adapter {name!r}: {path} cannot be used: {error} (expected is a folder as "
+                f"LoRA adapter {name!r}: {path} cannot be used: {error} (expected a folder as "
                 "PEFT's save_pretrained writes it)"
             ) from error
         return cls(name=name, path=path, rank=max(ranks))
@@ -59,7 +61,7 @@ def _read_config(path: Path) -> Mapping[str, Any]:
         raise ValueError(f"{path.name} does not hold a JSON object")
     config = cast("dict[str, Any]", raw)
     if config.get("peft_type") != "LORA":
-        raise ValueError(f"{path.name} says peft_type {config.get('peft_type')!r}, not 'LORA'")
+        raise ValueError(f"{path.name} has peft_type {config.get('peft_type')!r}, not 'LORA'")
     return config
 
 
@@ -85,7 +87,7 @@ def _read_shapes(path: Path) -> Shapes:
 
 
 def _ranks(config: Mapping[str, Any], shapes: Shapes) -> set[int]:
-    """Ranks of the matrices, each of which has both its factors."""
+    """Ranks of the matrices; checks that each has both its factors."""
     ranks: set[int] = set()
     for name, shape in shapes.items():
         if ".lora_A." not in name:
@@ -97,7 +99,7 @@ def _ranks(config: Mapping[str, Any], shapes: Shapes) -> set[int]:
     if not ranks:
         raise ValueError(f"{_WEIGHTS} holds no lora_A and lora_B")
     if not config.get("rank_pattern") and any(rank != config.get("r") for rank in ranks):
-        raise ValueError(f"{_CONFIG} says r {config.get('r')!r}, its matrices {sorted(ranks)}")
+        raise ValueError(f"{_CONFIG} has r {config.get('r')!r}, its matrices {sorted(ranks)}")
     return ranks
 
 
@@ -129,7 +131,7 @@ def _check_fits(shapes: Shapes, model: Shapes) -> None:
         if name == "lm_head":  # tied weights are not in the checkpoint
             continue
         if name not in found:
-            raise ValueError(f"the model has no {name}, so the adapter is of another one")
+            raise ValueError(f"the model has no {name}, so the adapter is for another one")
         if found[name] != shape:
             raise ValueError(
                 f"{name} is {found[name]} in the model and {shape} in the adapter, which is of "

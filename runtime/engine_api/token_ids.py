@@ -1,4 +1,4 @@
-"""Token ids as callers give them, checked before an engine sees them."""
+"""Validates token ids from callers before an engine sees them."""
 
 from __future__ import annotations
 
@@ -16,18 +16,21 @@ _NUM_IDS: Final = 1 << 31  # what int32 holds
 def token_ids(
     tokens: Sequence[int] | NDArray[Any], vocab_size: int = 0, what: str = "tokens"
 ) -> NDArray[np.int32]:
-    """[T] int32. What is int32 already is not copied.
+    """[T] int32. An int32 array is not copied.
 
     Args:
-        vocab_size: of the model; 0 where it is not known here.
-        what: the tokens are called in the error.
+        vocab_size: of the model; 0 if unknown.
+        what: names the tokens in the error.
 
     Raises:
-        RequestRefused: they are no list of integers, or one is outside the model's vocabulary.
+        RequestRefused: they are not a sequence of integers, or one is outside the model's
+            vocabulary.
     """
     array = _as_array(tokens)
     if array is None or array.ndim != 1 or (array.size and array.dtype.kind not in "iuO"):
-        raise RequestRefused(f"{what}: a list of token ids is wanted, which are integers")
+        raise RequestRefused(
+            f"{what}: expected a 1-D sequence of integer token ids, got {_describe(tokens)}"
+        )
     problem = wrong_token(array, vocab_size)
     if problem:
         raise RequestRefused(f"{what}: {problem}")
@@ -35,11 +38,11 @@ def token_ids(
 
 
 def wrong_token(array: NDArray[Any], vocab_size: int | None) -> str:
-    """What is wrong with the first token that cannot be one of the model's, or "".
+    """Describes the first token that the model cannot have, or returns "".
 
     Args:
         array: [T] of integers.
-        vocab_size: 0 or None: not known.
+        vocab_size: 0 or None: unknown.
     """
     wrong = np.flatnonzero((array < 0) | (array >= (vocab_size or _NUM_IDS)))
     if not wrong.size:
@@ -47,12 +50,20 @@ def wrong_token(array: NDArray[Any], vocab_size: int | None) -> str:
     idx = int(wrong[0])
     found = f"token {array[idx]} at index {idx}"
     if not vocab_size:
-        return f"{found} is no token id"
+        return f"{found} is not a token id"
     return f"{found} is outside the model's vocabulary of {vocab_size} (0 to {vocab_size - 1})"
 
 
+def _describe(tokens: Sequence[int] | NDArray[Any]) -> str:
+    if isinstance(tokens, np.ndarray):
+        return f"an array of {tokens.dtype} with shape {tokens.shape}"
+    kinds = {type(token).__name__ for token in tokens} if isinstance(tokens, list) else set[str]()
+    return f"a {type(tokens).__name__}" + (f" of {', '.join(sorted(kinds))}" if kinds else "")
+
+
 def _as_array(tokens: Sequence[int] | NDArray[Any]) -> NDArray[Any] | None:
-    """As they are; None for what is no list of numbers, objects for integers beyond 64 bits."""
+    """An array of the tokens; None if they are not a sequence of numbers, objects beyond 64
+    bits."""
     if isinstance(tokens, np.ndarray):
         return tokens
     given = cast("list[object]", list(tokens))

@@ -1,9 +1,9 @@
 """Pools: engines with one model and one mode, moved through their lifecycle together.
 
 An operation on a pool asks all engines at once. An engine that fails or is late is killed and
-replaced by its restart policy; the others go on. While a hybrid pool is asleep its memory is the
-trainer's: an engine that dies then is started when the pool wakes, and one whose start was under
-way is put to sleep as soon as it is up.
+replaced under its restart policy; the others continue. While a hybrid pool is asleep, its memory
+belongs to the trainer: an engine that dies then is started when the pool wakes, and one that is
+starting is put to sleep as soon as it is ready.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from umbra.runtime.weights.transports.shared_memory.memfd import FdServer
 
 logger = logging.getLogger(__name__)
 
-# State changes a watcher has not taken yet. A watcher that is this far behind is stuck.
+# State changes that a watcher has not taken yet. A watcher that is this far behind is stuck.
 _MAX_UNREAD_CHANGES: Final = 10_000
 _SETTLE_TIMEOUT_S: Final = 60.0
 # From SIGKILL to reaped: a large engine needs seconds to free its memory.
 _END_LIMIT_S: Final = 30.0
 _GONE_LIMIT_S: Final = 75.0
-# From SIGKILL to its memory verified free: its end, then that of its orphans and of what it held of
-# a GPU, each of which the supervisor gives up after a while. Shorter has the next pool wake too
-# early; longer keeps all waiting for a process that hangs in a driver.
-_REST_LEVEL: Final[SleepLevel] = 1
+# From SIGKILL until its memory is verified free: the end of the process, of its orphans, and of its
+# GPU allocations, each of which has its own limit in the supervisor. A shorter limit wakes the next
+# pool too early; a longer one keeps all pools waiting for a process that hangs in a driver.
+_SLICED_SLEEP_LEVEL: Final[SleepLevel] = 1
 
 
 class EnginePool:
     """The engines of one pool. Owned by the supervisor; all calls are on its loop.
 
-    `sync` carries weights to them; its `version` is the last one committed, which an engine
-    that restarts or joins has to be brought to. No process of the pool is started while
-    `may_start` is not set.
+    `sync` transfers weights to them; its `version` is the last one committed, to which an engine
+    that restarts or joins must be updated. No process of the pool is started while `may_start` is
+    not set.
     """
 
     def __init__(
@@ -78,21 +78,21 @@ class EnginePool:
         self.may_start = asyncio.Event()
         self.may_start.set()
         self._sleep_level: SleepLevel | None = None
-        self._resting: set[tuple[str, int]] | None = None  # those that served before
+        self._served_before: set[tuple[str, int]] | None = None  # engines that served before
         self._moved = asyncio.Event()
-        self._moves: set[asyncio.Task[None]] = set()  # of engines, under way
-        self._gathering: set[int] = set()  # ranks that publish the current version once more
-        self._returned: dict[str, int] = {}  # by engine: the last life that was told of
+        self._moves: set[asyncio.Task[None]] = set()  # of engines, in progress
+        self._gathering: set[int] = set()  # ranks that publish the current version again
+        self._returned: dict[str, int] = {}  # by engine: the last incarnation that was reported
         self._watchers: set[asyncio.Queue[dict[str, Any]]] = set()
 
     def add(self, actor: SupervisedActor) -> None:
-        """Takes an actor as an engine; its process may not be up yet."""
+        """Adds an actor as an engine; its process may not be ready yet."""
         self.engines[actor.spec.name] = PoolEngine(
             actor, self._client, self._on_engine_change, loads_weights=self.spec.load_weights
         )
 
     async def wait_running(self) -> None:
-        """Until every engine is up; raises the first one's failure, such as ActorDied."""
+        """Waits until every engine is ready; raises the first one's failure, such as ActorDied."""
         timeout_s = self.spec.start_timeout_s + self.spec.grace_s + 5.0
         try:
             async with asyncio.TaskGroup() as waiting:
@@ -110,18 +110,18 @@ class EnginePool:
                 await engine.actor.ended.wait()
 
     def on_actor_change(self, actor: SupervisedActor) -> None:
-        """A process came up or ended."""
+        """Called when a process became ready or ended."""
         engine = self.engines.get(actor.spec.name)
         if engine is None:
             return
         engine.follow_actor()
         if actor.state == ActorState.RUNNING and self._sleep_level is not None:
             level = self._sleep_level
-            self._move(engine, lambda: self._lull(engine, level))
-        self._tell_moved()
+            self._move(engine, lambda: self._put_to_sleep(engine, level))
+        self._signal_moved()
 
     async def watch(self) -> AsyncGenerator[dict[str, Any], None]:
-        """First the state of every engine, then each change (`PoolEngine.describe`)."""
+        """Yields the state of every engine, then each change (`PoolEngine.describe`)."""
         changes: asyncio.Queue[dict[str, Any]] = asyncio.Queue(_MAX_UNREAD_CHANGES)
         self._watchers.add(changes)
         try:
@@ -133,7 +133,7 @@ class EnginePool:
             self._watchers.discard(changes)
 
     def catch_up(self) -> dict[str, Any]:
-        """See `catch_up`; no engine while a sync is under way."""
+        """See `lifecycle.catch_up`; no engine while a sync is in progress."""
         lifecycles = {name: engine.lifecycle for name, engine in self.engines.items()}
         waiting = catch_up(lifecycles, self.sync.version, not self.sync.is_syncing)
         return {
@@ -148,7 +148,7 @@ class EnginePool:
     def _on_engine_change(self, engine: PoolEngine) -> None:
         state = engine.describe()
         logger.debug("%s#%d is %s", engine.name, engine.incarnation, engine.lifecycle)
-        self._tell_moved()
+        self._signal_moved()
         if (
             engine.state == EngineState.SERVING
             and engine.incarnation > 1
@@ -181,10 +181,10 @@ class EnginePool:
         await self._after_sync(timeout_s)
         if level == 2 and self.spec.load_weights:
             raise EngineError(
-                f"pool {self.spec.name}: level 2 would lose the weights, which nobody brings "
-                "again: sleep at level 1"
+                f"pool {self.spec.name}: level 2 would lose the weights, and no sync restores "
+                "them: sleep at level 1"
             )
-        self._sleep_level, self._resting = level, None
+        self._sleep_level, self._served_before = level, None
         if self.spec.mode == "hybrid":
             self.may_start.clear()
         else:
@@ -203,66 +203,68 @@ class EnginePool:
         await self._all(drowsy, lambda engine: engine.wake(tags, timeout_s))
 
     async def invalidate(self) -> None:
-        """Disowns the version: the trainer that made the weights was restarted.
+        """Invalidates the version, because the trainer that made the weights was restarted.
 
-        A sync that it left behind is undone first, which has engines serve again.
+        A sync in progress is undone first, which makes engines serve again.
         """
         if self.spec.load_weights:
             return
         await self._after_sync(_SETTLE_TIMEOUT_S)
-        self.may_start.set()  # the trainer's memory went with it
+        self.may_start.set()  # the trainer's memory was freed with it
         self.sync.version = None
         await self._pause("abort", _SETTLE_TIMEOUT_S)
         for engine in self.engines.values():
             engine.invalidate()
 
-    # -- turns with other pools, see `umbra.runtime.pools.pool_slicing` ---------------------------
+    # -- time-slicing with other pools, see `umbra.runtime.pools.pool_slicing` -------------------
 
-    async def rest(self, hurry: asyncio.Event) -> None:
-        """Frees all memory, keeps the weights on the host; until `rise`. Idempotent.
+    async def release_memory(self, hurry: asyncio.Event) -> None:
+        """Frees all memory and keeps the weights on the host, until `reclaim_memory`. Idempotent.
 
-        Engines that are being started get the time for it, unless `hurry` is set, and the others
-        serve meanwhile. Who does not give its memory back is killed. Until `rise` nothing starts.
+        Engines that are starting get the time for it, unless `hurry` is set, and the others serve
+        meanwhile. An engine that does not free its memory is killed. Nothing starts until
+        `reclaim_memory`.
 
-        One that is not even gone then, because it hangs in a driver, is told of and not waited for:
-        what it holds may be little, and nothing would ever go on.
+        A killed engine that does not end, because it hangs in a driver, is reported and not waited
+        for: it may hold little memory, and waiting could block all pools forever.
         """
         self.may_start.clear()
         await self._until(lambda engine: not engine.is_starting, self.spec.start_timeout_s, hurry)
-        self._kill_those(lambda engine: engine.is_starting, "its start kept another pool waiting")
-        self._sleep_level = _REST_LEVEL
-        self._resting = self._resting or set()
+        self._kill_where(lambda engine: engine.is_starting, "its start kept another pool waiting")
+        self._sleep_level = _SLICED_SLEEP_LEVEL
+        self._served_before = self._served_before or set()
         awake = {EngineState.SERVING, EngineState.PAUSED, EngineState.PENDING_WEIGHTS}
-        await self._all(awake, lambda engine: self._lull(engine, _REST_LEVEL))
+        await self._all(awake, lambda engine: self._put_to_sleep(engine, _SLICED_SLEEP_LEVEL))
         await self._until(lambda engine: engine.takes_no_memory, _END_LIMIT_S)
-        self._kill_those(lambda engine: not engine.takes_no_memory, "it did not free its memory")
+        self._kill_where(lambda engine: not engine.takes_no_memory, "it did not free its memory")
         await self._until(lambda engine: engine.takes_no_memory, _GONE_LIMIT_S)
         for engine in self.engines.values():
             if not engine.takes_no_memory:
                 self._note(
                     f"{engine.name}#{engine.incarnation} (pid {engine.actor.pid}) was killed "
                     f"{_GONE_LIMIT_S:.3g} s ago and still holds memory that pool {self.spec.name} "
-                    "shares with others; the next of them may run out of memory"
+                    "shares with others; the next pool to wake may run out of memory"
                 )
 
-    async def rise(self) -> None:
-        """After `rest`: all have their memory again, and who served serves. Else does nothing.
+    async def reclaim_memory(self) -> None:
+        """Undoes `release_memory`: engines get memory again, and those that served serve. Else does
+        nothing.
 
-        Where it is cancelled, the next call does the rest.
+        If it is cancelled, the next call finishes it.
         """
-        served = self._resting
+        served = self._served_before
         self.may_start.set()
         if served is None:
             return
         self._sleep_level = None
         await self._all({EngineState.ASLEEP}, lambda e: e.wake(ALL_TAGS, _SETTLE_TIMEOUT_S))
         await self._all({EngineState.PAUSED}, lambda e: self._serve_again(e, served))
-        self._resting = None
+        self._served_before = None
 
-    async def _lull(self, engine: PoolEngine, level: SleepLevel) -> None:
+    async def _put_to_sleep(self, engine: PoolEngine, level: SleepLevel) -> None:
         if engine.state == EngineState.SERVING:
-            if self._resting is not None:
-                self._resting.add((engine.name, engine.incarnation))
+            if self._served_before is not None:
+                self._served_before.add((engine.name, engine.incarnation))
             await engine.pause("abort", _SETTLE_TIMEOUT_S)
         if engine.state in (EngineState.PAUSED, EngineState.PENDING_WEIGHTS):
             await engine.sleep(level, _SETTLE_TIMEOUT_S)
@@ -277,7 +279,7 @@ class EnginePool:
         timeout_s: float,
         hurry: asyncio.Event | None = None,
     ) -> None:
-        """Until it is so of every engine, or the time is up, or there is a hurry."""
+        """Waits until the predicate holds for every engine, the time is over, or `hurry` is set."""
         hurry = hurry or asyncio.Event()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -287,23 +289,23 @@ class EnginePool:
                     self._moved.clear()
                     await first_of(self._moved, hurry)
 
-    def _kill_those(self, is_so: Callable[[PoolEngine], bool], reason: str) -> None:
+    def _kill_where(self, is_so: Callable[[PoolEngine], bool], reason: str) -> None:
         for engine in self.engines.values():
             if is_so(engine):
                 engine.kill(reason)
 
-    def _tell_moved(self) -> None:
+    def _signal_moved(self) -> None:
         self._moved.set()
 
     async def _after_sync(self, timeout_s: float) -> None:
-        """A rank may have a sync's outcome, and go on, a moment before the sync is settled."""
+        """Waits: a rank may have a sync's outcome a moment before the sync is settled."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self.sync.wait_settled()
         except TimeoutError:
             raise DeadlineExceeded(
-                f"pool {self.spec.name}: a weight sync is under way and did not end within "
-                f"{timeout_s:.3g} s; other operations wait for it"
+                f"pool {self.spec.name}: a weight sync is in progress and did not end within "
+                f"{timeout_s:.3g} s; other operations wait for its end"
             ) from None
 
     async def _pause(self, mode: str, timeout_s: float) -> None:
@@ -318,8 +320,8 @@ class EnginePool:
         await self._finish_moves()
 
     def _move(self, engine: PoolEngine, request: Callable[[], Awaitable[None]]) -> None:
-        """The engine finishes it, also when the caller stops waiting (its rank was killed): half a
-        wake is no state. The pool's next operation waits for that."""
+        """Runs to its end even if the caller stops waiting (its rank was killed), because a
+        half-finished wake is no valid state. The pool's next operation waits for it."""
         move = self._tasks.create_task(self._settle(engine, request))
         self._moves.add(move)
         move.add_done_callback(self._moves.discard)
@@ -329,9 +331,9 @@ class EnginePool:
             await asyncio.wait(self._moves)
 
     async def _settle(self, engine: PoolEngine, request: Callable[[], Awaitable[None]]) -> None:
-        """One engine's part: a failure is that engine's end, not the pool's.
+        """Runs one engine's part. A failure ends that engine, not the pool.
 
-        Its calls have their deadlines, which may be long: a drain's is up to who asks for it.
+        Its calls have their deadlines, which may be long: the caller chooses a drain's.
         """
         incarnation = engine.incarnation
         try:
@@ -339,12 +341,12 @@ class EnginePool:
         except EngineError as error:
             reason = str(error)
         except Exception as error:  # an engine must not end the supervisor
-            logger.exception("moving %s broke", engine.name)
+            logger.exception("moving %s failed unexpectedly", engine.name)
             reason = repr(error)
         else:
             return
         finally:
-            self._tell_moved()
+            self._signal_moved()
         if engine.incarnation == incarnation and engine.state != EngineState.DEAD:
             engine.kill(reason)
 
@@ -354,12 +356,12 @@ class EnginePool:
         """See `SyncCoordinator.sync_begin`. A sync wakes the pool."""
         if self.spec.load_weights:
             raise WeightSyncError(
-                f"pool {self.spec.name} takes no weights: its engines load their own "
+                f"pool {self.spec.name} accepts no weights: its engines load their own "
                 "(load_weights), and would load them again after a restart"
             )
         if self.sync.version is not None and call.version < self.sync.version:
             raise WeightSyncError(
-                f"pool {self.spec.name} has version {self.sync.version} already, got {call.version}"
+                f"pool {self.spec.name} already has version {self.sync.version}, got {call.version}"
             )
         await self._finish_moves()
         self._sleep_level = None

@@ -1,4 +1,5 @@
-"""All pools of a node: made, found by name, and moved, where they share memory in turn."""
+"""All pools of a node: creates them, finds them by name, and time-slices those that share
+memory."""
 
 from __future__ import annotations
 
@@ -26,9 +27,9 @@ class NodePools:
     """Owned by the supervisor, as are all tasks made here.
 
     Args:
-        make: a pool without engines.
+        make: makes a pool without engines.
         start: starts an engine's actor once the event is set.
-        run: gives what lives as long as the supervisor a task; `close` ends it.
+        run: runs a coroutine as a task that lives as long as the supervisor; `close` ends it.
     """
 
     def __init__(
@@ -41,9 +42,9 @@ class NodePools:
         self._start = start
         self._run = run
         self._pools: dict[str, EnginePool] = {}
-        self._turns: dict[str, PoolSlicing] = {}  # by the host's name
+        self._slicings: dict[str, PoolSlicing] = {}  # by the host's name
         self._hosts: dict[str, str] = {}  # by the guest's name
-        self._lives: list[asyncio.Task[None]] = []
+        self._background: list[asyncio.Task[None]] = []
         self._creations: dict[str, asyncio.Lock] = {}  # by the pool's name
 
     def __getitem__(self, name: str) -> EnginePool:
@@ -57,14 +58,15 @@ class NodePools:
         return list(self._pools.values())
 
     def close(self) -> None:
-        for life in self._lives:
-            life.cancel()
+        for task in self._background:
+            task.cancel()
 
     async def create(self, spec: PoolSpec) -> None:
-        """Starts the engines of a pool and waits until each is up.
+        """Starts the engines of a pool and waits until each is ready.
 
-        The same pool again (after an elastic restart) is the one whose engines are warm. One that
-        is still being created, or given up because its rank died, is waited for.
+        Creating the same pool again (after an elastic restart) returns the one whose engines are
+        warm. If it is still being created, or being ended because its rank died, the call waits for
+        that.
 
         Raises:
             ConfigError, ActorDied.
@@ -76,12 +78,12 @@ class NodePools:
         known = self._pools.get(spec.name)
         if known is not None:
             if known.spec != spec:
-                raise ConfigError(f"a pool named {spec.name!r} exists, with other settings")
+                raise ConfigError(f"a pool named {spec.name!r} already exists with other settings")
             return
         pool = self._pools[spec.name] = self._make(spec)
         sync: asyncio.Task[None] | None = None
         if not spec.load_weights:
-            sync = self._live(pool.sync.run())
+            sync = self._run_in_background(pool.sync.run())
         try:
             async with self._joining(pool):
                 await self._start_engines(pool)
@@ -89,19 +91,19 @@ class NodePools:
             del self._pools[spec.name]
             self._hosts.pop(spec.name, None)
             if sync is not None:
-                self._lives.remove(sync)
+                self._background.remove(sync)
                 sync.cancel()
             raise
 
     async def _start_engines(self, pool: EnginePool) -> None:
-        """All of them, or, where one cannot start, none."""
+        """Starts all engines or, if one cannot start, none."""
         try:
             for spec in pool.spec.engine_specs():
                 pool.add(self._start(spec, pool.may_start))
             await pool.wait_running()
         except BaseException:
-            with contextlib.suppress(TimeoutError):  # the error to see is the first
-                await pool.end()  # in their turn: then another pool may have their memory
+            with contextlib.suppress(TimeoutError):  # the first error is the one to raise
+                await pool.end()  # before another pool gets their memory
             raise
 
     @asynccontextmanager
@@ -109,73 +111,74 @@ class NodePools:
         host = pool.spec.shares_with or pool.spec.name
         if pool.spec.shares_with:
             self._hosts[pool.spec.name] = host
-            if host not in self._turns:
-                turns = self._turns[host] = PoolSlicing(host)
-                self._live(turns.run())
+            if host not in self._slicings:
+                slicing = self._slicings[host] = PoolSlicing(host)
+                self._run_in_background(slicing.run())
                 if host in self._pools and self._pools[host].engines:
-                    turns.take_host(self._pools[host])
-        turns_of_pool = self._turns.get(host)
-        if turns_of_pool is None:
+                    slicing.take_host(self._pools[host])
+        slicing = self._slicings.get(host)
+        if slicing is None:
             yield
         else:
-            async with turns_of_pool.joining(pool):
+            async with slicing.joining(pool):
                 yield
 
-    def _live(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _run_in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._run(work)
-        self._lives.append(task)
+        self._background.append(task)
         return task
 
     def report_work(self, name: str, has_work: bool) -> None:
         """See `Supervisor.pool_has_work`."""
-        self[name]  # raises where there is none
-        turns = self._turns.get(self._hosts.get(name, name))
-        if turns is not None:
-            turns.report(name, has_work)
+        self[name]  # raises if there is no such pool
+        slicing = self._slicings.get(self._hosts.get(name, name))
+        if slicing is not None:
+            slicing.report(name, has_work)
 
     async def invalidate(self) -> None:
-        """The trainer that made the weights was restarted, and who asked the pools was ended."""
+        """Called when the trainer that made the weights was restarted; callers of pools were
+        ended."""
         for name, pool in list(self._pools.items()):
             if pool.spec.load_weights:
                 continue
-            async with self._trainers_turn(name, _INVALIDATE_LIMIT_S):
+            async with self._reserved_for_trainer(name, _INVALIDATE_LIMIT_S):
                 await pool.invalidate()
-        for turns in self._turns.values():
-            turns.forget_work()
+        for slicing in self._slicings.values():
+            slicing.forget_work()
 
-    # -- what the trainer does -----------------------------------------------------------
+    # -- calls of the trainer ------------------------------------------------------------
 
     async def pause(self, name: str, mode: str, timeout_s: float) -> None:
-        async with self._trainers_turn(name, timeout_s):
+        async with self._reserved_for_trainer(name, timeout_s):
             await self[name].pause(mode, timeout_s)
 
     async def resume(self, name: str, timeout_s: float) -> None:
-        async with self._trainers_turn(name, timeout_s):
+        async with self._reserved_for_trainer(name, timeout_s):
             await self[name].resume(timeout_s)
 
     async def sleep(self, name: str, level: SleepLevel, timeout_s: float) -> None:
-        async with self._trainers_turn(name, timeout_s, sleeps=True):
+        async with self._reserved_for_trainer(name, timeout_s, sleeps=True):
             await self[name].sleep(level, timeout_s)
 
     async def wake(self, name: str, tags: list[Tag], timeout_s: float) -> None:
-        async with self._trainers_turn(name, timeout_s, sleeps=False):
+        async with self._reserved_for_trainer(name, timeout_s, sleeps=False):
             await self[name].wake(tags, timeout_s)
 
     async def sync_begin(self, call: SyncBegin) -> SyncGrant:
-        pool, turns = self[call.pool], self._turns.get(call.pool)
-        begins = contextlib.nullcontext() if turns is None else turns.sync_begins(call.left_s)
+        pool, slicing = self[call.pool], self._slicings.get(call.pool)
+        begins = contextlib.nullcontext() if slicing is None else slicing.sync_begins(call.left_s)
         async with begins:
             return await pool.sync_begin(call)
 
-    def _trainers_turn(
+    def _reserved_for_trainer(
         self, name: str, timeout_s: float, *, sleeps: bool | None = None
     ) -> contextlib.AbstractAsyncContextManager[None]:
         if name in self._hosts:
             raise ConfigError(
-                f"pool {name!r} shares memory with {self._hosts[name]!r}, and is woken and put to "
-                "sleep in turn with it: leave that to umbra"
+                f"pool {name!r} shares memory with {self._hosts[name]!r}, so umbra wakes it and "
+                "puts it to sleep. Do not do this yourself."
             )
-        turns = self._turns.get(name)
-        if turns is None:
+        slicing = self._slicings.get(name)
+        if slicing is None:
             return contextlib.nullcontext()
-        return turns.trainers_turn(timeout_s, sleeps=sleeps)
+        return slicing.reserved_for_trainer(timeout_s, sleeps=sleeps)

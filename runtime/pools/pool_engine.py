@@ -37,7 +37,7 @@ from umbra.runtime.rpc.rpc_client import Client, Handle
 logger = logging.getLogger(__name__)
 
 _OWN_VERSION: Final = 0
-"""Of weights that engines have loaded themselves."""
+"""Version of weights that engines have loaded by themselves."""
 
 
 class PoolEngine:
@@ -45,7 +45,7 @@ class PoolEngine:
 
     Args:
         on_change: called after every transition.
-        loads_weights: it serves as version 0 as soon as it is up.
+        loads_weights: it serves as version 0 as soon as it is ready.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class PoolEngine:
         self._on_change = on_change
         self._loads_weights = loads_weights
         self._handle: Handle | None = None
-        self._holds_memory = False  # in ASLEEP: it has not said yet that all is freed
+        self._holds_memory = False  # in ASLEEP: it has not reported yet that all is freed
 
     @property
     def name(self) -> str:
@@ -81,7 +81,7 @@ class PoolEngine:
         return self.lifecycle.version
 
     def describe(self) -> dict[str, Any]:
-        """The wire form of its state."""
+        """Its state as plain values."""
         return {
             "engine": self.name,
             "incarnation": self.incarnation,
@@ -93,18 +93,18 @@ class PoolEngine:
 
     @property
     def takes_no_memory(self) -> bool:
-        """Asleep, or without a process: it takes nothing of what pools share."""
+        """Whether it holds none of the memory that pools share: it is asleep or has no process."""
         if self.actor.state != ActorState.RUNNING:
             return not self.actor.has_process
         return self.state == EngineState.ASLEEP and not self._holds_memory
 
     @property
     def is_starting(self) -> bool:
-        """It has a process that does not answer yet."""
+        """Whether it has a process that does not answer yet."""
         return self.actor.has_process and self.actor.state == ActorState.STARTING
 
     def follow_actor(self) -> None:
-        """Takes over what happened to the process."""
+        """Updates the lifecycle after a change of the process."""
         if self.actor.state == ActorState.RUNNING and self.actor.ref is not None:
             self._handle = self._client.handle(self.actor.ref)
             if self.state == EngineState.DEAD:
@@ -117,12 +117,12 @@ class PoolEngine:
             self.apply(Died())
 
     def apply(self, event: Event) -> None:
-        """Raises IllegalTransition where the state does not allow the event."""
+        """Raises IllegalTransition if the state does not allow the event."""
         self.lifecycle = self.lifecycle.apply(event)
         self._on_change(self)
 
     def invalidate(self) -> None:
-        """Whatever version it holds means nothing any more."""
+        """Discards the version that it holds, because it is no longer valid."""
         if self.lifecycle.version is not None:
             self.apply(Invalidate())
 
@@ -158,12 +158,12 @@ class PoolEngine:
 
     async def wake(self, tags: Iterable[Tag], timeout_s: float) -> None:
         """Wakes those of `tags` that are asleep."""
-        wanted = frozenset(tags) - self.lifecycle.awake
-        if not wanted:
+        asleep = frozenset(tags) - self.lifecycle.awake
+        if not asleep:
             return
-        self.apply(Wake(wanted))
+        self.apply(Wake(asleep))
         try:
-            await self._request("wake", sorted(wanted), timeout_s=timeout_s)
+            await self._request("wake", sorted(asleep), timeout_s=timeout_s)
         except EngineUnhealthy:
             await self.actor.shortages.failed_to_wake()
             raise
@@ -179,11 +179,11 @@ class PoolEngine:
     async def begin_update(
         self, version: int, manifest: dict[str, Any], buckets: dict[str, Any], timeout_s: float
     ) -> None:
-        """Tells it the layout to come; its weights stay as they are until `touch`."""
+        """Sends it the layout to come; its weights stay as they are until `touch`."""
         await self._request("begin_update", version, manifest, buckets, timeout_s=timeout_s)
 
     def touch(self, version: int) -> None:
-        """→ UPDATING: from here on its weights are not those of any version."""
+        """→ UPDATING: from here on its weights have no version."""
         self.apply(BeginUpdate(version))
 
     async def load(self, timeout_s: float) -> dict[str, Any]:
@@ -194,7 +194,7 @@ class PoolEngine:
     async def finish_update(
         self, regions: list[list[int | None]], timeout_s: float
     ) -> dict[str, Any]:
-        """What it finds in its weights: count, nbytes, mismatches."""
+        """Returns what it finds in its weights: count, nbytes, mismatches."""
         found: dict[str, Any] = await self._request("finish_update", regions, timeout_s=timeout_s)
         return found
 

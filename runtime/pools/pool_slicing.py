@@ -1,12 +1,13 @@
-"""Pools that share memory have it in turn: carries out what `time_slicing` decides.
+"""Time-slices pools that share memory: carries out the decisions of `time_slicing`.
 
     host (policy)   SERVING ─pause, sleep(1)─▶ ASLEEP ..................... ─wake, resume─▶ SERVING
     guest (judge)   ASLEEP .................... ─wake, resume─▶ SERVING ─pause, sleep(1)─▶ ASLEEP
 
-The next one wakes when no engine of the last one takes memory any more: it has said so, or its
-process has ended. Engines that die wait for their pool's turn before they are started again.
+The next pool wakes when no engine of the last one holds memory any more: it reported that it freed
+the memory, or its process has ended. Engines that die wait for their pool's turn before they are
+started again.
 
-What the trainer does with the host (sleep, wake, a sync) comes first: it ends a guest's turn.
+The trainer's calls for the host (sleep, wake, a sync) have priority: they end a guest's turn.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from umbra.runtime.pools.time_slicing import TimeSlicing
 logger = logging.getLogger(__name__)
 
 _START_LIMIT_S: Final = 3600.0
-"""For a pool whose turn another one's start holds up; engines' own limits end that sooner."""
+"""Limit for a pool whose turn is delayed by another one's start; engines' own limits are
+shorter."""
 
 
 class PoolSlicing:
@@ -38,69 +40,71 @@ class PoolSlicing:
     def __init__(self, host: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._host = host
         self._clock = clock
-        self._turns = TimeSlicing(host)
+        self._slicing = TimeSlicing(host)
         self._pools: dict[str, EnginePool] = {}
         self._lock = asyncio.Lock()
         self._hurry = asyncio.Event()
         self._changed = asyncio.Event()
-        self._is_trainers = False
+        self._trainer_needs_memory = False
         self._num_claims = 0
         self._num_syncs = 0  # calls of ranks that begin one
 
     def report(self, pool: str, has_work: bool) -> None:
-        """A pool has requests to answer, or none any more."""
-        self._turns.report(pool, has_work, self._clock())
+        """Notes whether a pool has requests to answer."""
+        self._slicing.report(pool, has_work, self._clock())
         self._changed.set()
 
     def take_host(self, host: EnginePool) -> None:
-        """The host is there already; it has the memory."""
+        """Adds a host that already exists and has the memory."""
         self._pools[self._host] = host
 
     @asynccontextmanager
     async def joining(self, pool: EnginePool) -> AsyncGenerator[None]:
-        """The pool belongs here from now on; its engines are started within, in its turn."""
+        """Adds the pool; inside the block it has the memory, so its engines can start."""
         name = pool.spec.name
         async with self._locked(_START_LIMIT_S):
             self._pools[name] = pool
             if name != self._host:
-                self._turns.add(name, pool.spec.turn_rules)
+                self._slicing.add(name, pool.spec.turn_rules)
             try:
                 await self._hand_over(name)
                 yield
             except BaseException:
                 del self._pools[name]
                 if name != self._host:
-                    self._turns.remove(name)
+                    self._slicing.remove(name)
                 raise
 
     @asynccontextmanager
-    async def trainers_turn(
+    async def reserved_for_trainer(
         self, timeout_s: float, *, sleeps: bool | None = None
     ) -> AsyncGenerator[None]:
-        """The trainer moves the host: no guest is awake, nor will be before this is left.
+        """Inside the block the trainer moves the host, and no guest is awake.
 
         Args:
-            sleeps: True: nor afterwards, until a call with False or a sync; None: as before.
+            sleeps: True: no guest wakes afterwards either, until a call with False or a sync; None:
+                unchanged.
         """
         async with self._claimed(timeout_s):
-            before = self._is_trainers
+            before = self._trainer_needs_memory
             if sleeps is not None:
-                self._is_trainers = sleeps
+                self._trainer_needs_memory = sleeps
             try:
-                await self._hand_over(self._host, wakes=not self._is_trainers)
+                await self._hand_over(self._host, wakes=not self._trainer_needs_memory)
                 yield
-            except Exception:  # it was refused: nothing has moved
-                self._is_trainers = before
+            except Exception:  # the call was refused: nothing has moved
+                self._trainer_needs_memory = before
                 raise
 
     @asynccontextmanager
     async def sync_begins(self, timeout_s: float) -> AsyncGenerator[None]:
-        """A rank begins a sync within; the host then keeps the memory until it is settled."""
+        """Inside the block a rank begins a sync; the host then keeps the memory until it is
+        settled."""
         self._num_syncs += 1
         try:
             async with self._claimed(timeout_s):
-                self._is_trainers = False
-                # The sync wakes what takes part in it; what does not is woken after it.
+                self._trainer_needs_memory = False
+                # The sync wakes the engines that take part in it; others wake after it.
                 await self._hand_over(self._host, wakes=False)
             yield
         finally:
@@ -108,7 +112,7 @@ class PoolSlicing:
             self._changed.set()
 
     def forget_work(self) -> None:
-        """Those who report were ended; others will."""
+        """Resets reports, because the processes that made them have ended; new ones will report."""
         for name in self._pools:
             self.report(name, has_work=name == self._host)
 
@@ -125,32 +129,34 @@ class PoolSlicing:
                     await self._changed.wait()
 
     async def _settle(self) -> float | None:
-        """Brings things to what is decided; returns when to look again, if nothing happens."""
-        self._turns.is_reserved = self._is_trainers or self._num_syncs > 0 or self._is_syncing
-        decision = self._turns.decide(self._clock())
-        is_risen = not self._turns.is_reserved
-        if decision.holder != self._turns.holder:
-            await self._hand_over(decision.holder, wakes=is_risen)
-            return self._clock()  # meanwhile another may have waited too long
-        if is_risen and decision.holder in self._pools:
-            await self._pools[decision.holder].rise()
+        """Carries out the current decision; returns when to decide again if nothing happens."""
+        self._slicing.is_reserved = (
+            self._trainer_needs_memory or self._num_syncs > 0 or self._is_syncing
+        )
+        decision = self._slicing.decide(self._clock())
+        may_wake = not self._slicing.is_reserved
+        if decision.holder != self._slicing.holder:
+            await self._hand_over(decision.holder, wakes=may_wake)
+            return self._clock()  # another pool may have waited too long meanwhile
+        if may_wake and decision.holder in self._pools:
+            await self._pools[decision.holder].reclaim_memory()
         return decision.look_again_at
 
     async def _hand_over(self, to: str, *, wakes: bool = True) -> None:
-        """The pool `to` has the memory, and nobody else.
+        """Gives the memory to the pool `to` alone.
 
-        Cancelled or failing half way it has told nobody of a turn, and is done again.
+        If it is cancelled or fails half way, no turn has begun, and the next call repeats it.
         """
-        began_at, last = self._clock(), self._turns.holder
-        async with asyncio.TaskGroup() as resting:
+        began_at, last = self._clock(), self._slicing.holder
+        async with asyncio.TaskGroup() as releasing:
             for name, pool in self._pools.items():
                 if name != to:
-                    resting.create_task(pool.rest(self._hurry))
-        self._turns.begin(to, self._clock())
+                    releasing.create_task(pool.release_memory(self._hurry))
+        self._slicing.begin(to, self._clock())
         if to in self._pools:
             self._pools[to].may_start.set()
             if wakes:
-                await self._pools[to].rise()
+                await self._pools[to].reclaim_memory()
         if to != last:
             took_s = self._clock() - began_at
             logger.info("pool %s has the memory after %s, within %.3f s", to, last, took_s)
@@ -161,7 +167,7 @@ class PoolSlicing:
 
     @asynccontextmanager
     async def _claimed(self, timeout_s: float) -> AsyncGenerator[None]:
-        """For the trainer, who waits for nobody's start."""
+        """Gets the lock for the trainer, which does not wait for a pool that is starting."""
         self._num_claims += 1
         self._hurry.set()
         try:
@@ -179,8 +185,8 @@ class PoolSlicing:
                 await self._lock.acquire()
         except TimeoutError:
             raise DeadlineExceeded(
-                f"pool {self._turns.holder} did not give the memory that it shares with "
-                f"{self._host} back within {timeout_s:.3g} s"
+                f"pool {self._slicing.holder} did not free the memory that it shares with "
+                f"{self._host} within {timeout_s:.3g} s"
             ) from None
         try:
             yield

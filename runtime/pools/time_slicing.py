@@ -1,15 +1,16 @@
-"""Whose turn it is among pools that share memory: pure, the clock is an argument.
+"""Decides whose turn it is among pools that share memory: pure, the clock is an argument.
 
-    host   generates with a trainer's weights; has the memory when it is nobody else's turn
-    guest  a judge or the like, which has its turn when it has requests and
+    host   generates with a trainer's weights; has the memory while no guest has its turn
+    guest  for example a judge; gets its turn when it has requests and
 
-             - the host has nothing to do, or
-             - it has waited for `max_wait_s`, and the host has had the memory for as long as the
-               most impatient of those who wait allows: also between the turns of several guests
+             - the host is idle, or
+             - the guest has waited for `max_wait_s`, and the host has had the memory for the
+               shortest `max_wait_s` of all waiting guests: also between turns of several guests
 
-The holder keeps the memory as long as nobody else has a use for it. Else a guest's turn ends when
-it has no requests left, or after `max_turn_s`; it then waits anew. While the host is reserved (the
-trainer has put it to sleep, or carries weights to it), no guest gets a turn, and one ends at once.
+The holder keeps the memory as long as no other pool needs it. Otherwise a guest's turn ends when it
+has no requests left, or after `max_turn_s`; it then waits again. While the host is reserved (the
+trainer has put it to sleep, or transfers weights to it), no guest gets a turn, and a current one
+ends at once.
 """
 
 from __future__ import annotations
@@ -18,17 +19,18 @@ from dataclasses import dataclass
 from typing import Final
 
 LINGER_S: Final = 0.1
-"""A pool has nothing to do once it has had no request for so long. Longer wastes it at the end of
-each turn; shorter hands the memory over between an answer and the request that follows from it."""
+"""A pool is idle once it has had no request for this long. A longer time wastes the end of each
+turn; a shorter one hands the memory over between an answer and the request that follows from it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlicingRules:
-    """When a guest has its turn.
+    """Limits of a guest's turns.
 
     Attributes:
-        max_wait_s: so long its requests wait while the host has work; None: as long as that lasts.
-        max_turn_s: so long it keeps others waiting that have work.
+        max_wait_s: longest wait of its requests while the host has work; None: until the host is
+            idle.
+        max_turn_s: longest turn while other pools have work.
     """
 
     max_wait_s: float | None
@@ -37,7 +39,8 @@ class SlicingRules:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Who is to have the memory, and when to ask again though nothing happens (None: never)."""
+    """The pool that must have the memory, and when to decide again if nothing happens (None:
+    never)."""
 
     holder: str
     look_again_at: float | None = None
@@ -45,16 +48,16 @@ class Decision:
 
 @dataclass(slots=True)
 class _Pool:
-    """`since`: when `has_work` became what it is, or, if later, when its last turn ended."""
+    """`since`: when `has_work` last changed or, if later, when its last turn ended."""
 
     has_work: bool
     since: float
 
 
 class TimeSlicing:
-    """Decides; who carries it out tells of it by `begin`.
+    """Decides turns; its caller carries them out and reports each by `begin`.
 
-    The host counts as having work until something else is reported: not everybody reports.
+    The host counts as having work until it reports otherwise, because not every host reports.
     """
 
     def __init__(self, host: str) -> None:
@@ -70,19 +73,19 @@ class TimeSlicing:
         self._pools.setdefault(guest, _Pool(has_work=False, since=0.0))
 
     def remove(self, guest: str) -> None:
-        """Nobody holds the memory for it any more."""
+        """Removes a guest; the host gets its memory."""
         del self._rules[guest], self._pools[guest]
         if self.holder == guest:
             self.holder = self.host
 
     def report(self, pool: str, has_work: bool, now: float) -> None:
-        """A pool has requests to answer, or none any more; perhaps before it is added."""
+        """Notes whether a pool has requests to answer; it may not be added yet."""
         known = self._pools.setdefault(pool, _Pool(has_work=False, since=0.0))
         if known.has_work != has_work:
             known.has_work, known.since = has_work, now
 
     def begin(self, pool: str, now: float) -> None:
-        """The pool has the memory from now on."""
+        """Notes that the pool has the memory from now on."""
         if pool == self.holder:
             return
         last = self._pools[self.holder]

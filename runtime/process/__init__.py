@@ -1,1 +1,1 @@
-"""Processes of a node: started, watched, and ended together with all they fork."""
+"""Starts and watches processes of a node, and ends them together with everything that they fork."""

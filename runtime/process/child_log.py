@@ -20,24 +20,24 @@ _ERROR_NBYTES = 1 << 20
 """Most that is read to find the first error, from the incarnation's beginning."""
 _OR_ELSE: Final = ", or set another run directory"
 _PREFIX: Final = re.compile(r"^\([^)]*\) [A-Z]+ .*?\] ?|^\[[^]]*\] |^ *[|+] ")
-# What loggers and exception groups put before a traceback's lines: "(Worker pid=7) ERROR 11-22
-# [file:3] ", "[TP0] ", "    | ".
+# The text that loggers and exception groups put before a traceback's lines: "(Worker pid=7) ERROR
+# 11-22 [file:3] ", "[TP0] ", "    | ".
 _TRACEBACK: Final = "Traceback (most recent call last):"
-# SGLang has it in the middle: "[11-22 01:37:48 TP0] Scheduler hit an exception: Traceback ...".
+# SGLang writes it mid-line: "[11-22 01:37:48 TP0] Scheduler hit an exception: Traceback ...".
 _ERROR: Final = re.compile(r"([A-Za-z_]\w*\.)*[A-Z]\w*(Error|Exception|Interrupt)(: .*)?$")
 _NUM_BEFORE: Final = 2  # lines of a traceback that go with its error: where, and the code there
 
 
 @dataclass(frozen=True, slots=True)
 class ChildLog:
-    """A log file, and where in it this incarnation begins."""
+    """A log file, and the position at which this incarnation begins."""
 
     path: Path
     start_offset: int
 
     @classmethod
     def begin(cls, path: Path, title: str) -> ChildLog:
-        """Append a header line. Raises ConfigError where that fails (read-only, disk full)."""
+        """Appends a header line. Raises ConfigError if that fails (read-only, disk full)."""
         header = f"==== {title} ==== {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -50,11 +50,11 @@ class ChildLog:
             ) from error
 
     def open_for_child(self) -> BinaryIO:
-        """To hand to the child; appending, so that writers do not overwrite each other."""
+        """A file to pass to the child; appending, so that writers do not overwrite each other."""
         return self.path.open("ab", buffering=0)
 
     def tail(self, max_lines: int) -> str:
-        """The last lines of this incarnation, at most 64 KiB; empty where there is nothing."""
+        """The last lines of this incarnation, at most 64 KiB; empty if there are none."""
         try:
             with self.path.open("rb") as file:
                 end = file.seek(0, os.SEEK_END)
@@ -65,10 +65,10 @@ class ChildLog:
         return "\n".join(text.splitlines()[-max_lines:])
 
     def first_error(self) -> str:
-        """The first traceback's last lines; empty where there is none.
+        """The first traceback's last lines; empty if there is none.
 
-        Where several processes write, what the first one says is the cause of the others' errors,
-        and by the end of all their tracebacks it is far above the tail.
+        If several processes write, the first error caused the others, and by the end of all their
+        tracebacks it is far above the tail.
         """
         try:
             with self.path.open("rb") as file:

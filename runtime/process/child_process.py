@@ -1,12 +1,11 @@
-"""Child processes of a supervisor: started, watched, ended together with all they fork.
+"""Child processes of a supervisor: starts, watches and ends them, with everything that they fork.
 
     async with ChildProcess.spawn("engine-0#1", argv, log_path=logs / "engine-0.log") as child:
         status = await child.wait()
 
 Every child dies with this process (parent-death signal) and is the subreaper of what it forks
-(`prctl`). So whatever a *living* child's descendants do, they stay below it; a process that comes
-to this one for adoption had an ancestor that has died, and `orphans` ends it: no environment, name
-or session has to be believed.
+(`prctl`). So the descendants of a *living* child stay below it. A process that this one adopts had
+an ancestor that has died, and `orphans` ends it; no environment, name or session is trusted.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ from umbra.runtime.process.memory_file import open_memory_file
 from umbra.runtime.process.pid_watch import PidWatch
 
 PARENT_PID_VARIABLE = "UMBRA_PARENT_PID"
-"""Set for every child: the pid it passes to `prctl.die_with_parent`."""
+"""Set for every child: the pid that it passes to `prctl.die_with_parent`."""
 
 _KILL_WAIT_S = 30.0
-"""Longest wait for a SIGKILLed process: a large one needs seconds to free its memory; one that
-hangs in a driver would otherwise hold its supervisor for ever."""
+"""Longest wait for a SIGKILLed process: a large one needs seconds to free its memory, and one that
+hangs in a driver would otherwise hold its supervisor forever."""
 
 _living_pids: set[int] = set()
-# Pids are the process's own, so is this: what is neither here nor a descendant of one that is here
-# is an orphan. `spawn` adds in the call that forks; the exit callback removes.
+# Global, like pids: a process that is neither in this set nor a descendant of one in it is an
+# orphan. `spawn` adds in the call that forks; the exit callback removes.
 
 
 class ChildProcess:
@@ -57,7 +56,7 @@ class ChildProcess:
         self._log = log
         self._ended = asyncio.Event()
         _living_pids.add(popen.pid)
-        PidWatch(popen.pid, self._reap)  # Closes itself when it calls; the loop keeps it till then.
+        PidWatch(popen.pid, self._reap)  # closes itself on its call; the loop keeps it until then
 
     @classmethod
     def spawn(
@@ -72,15 +71,15 @@ class ChildProcess:
         cwd: Path | None = None,
         binds_itself: bool = False,
     ) -> ChildProcess:
-        """Start `argv` in a session of its own; takes some milliseconds of the loop.
+        """Starts `argv` in a session of its own; takes some milliseconds of the loop.
 
         `env`: the whole environment (None: ours). `log_path`: stdout and stderr are appended there,
         after a header line (None: ours). `stdin_payload`: what it reads on stdin, of any length,
-        kept in memory and off the command line (None: nothing). `binds_itself`: the program calls
-        `prctl.die_with_parent(int(os.environ["UMBRA_PARENT_PID"]))` and `prctl.become_subreaper()`
-        first thing, which saves the 10 ms of the trampoline that otherwise does so.
+        kept in memory and off the command line (None: nothing). `binds_itself`: the program itself
+        first calls `prctl.die_with_parent(int(os.environ["UMBRA_PARENT_PID"]))` and
+        `prctl.become_subreaper()`, which saves the 10 ms of the trampoline.
 
-        Raises ActorError where it cannot be started, ConfigError where the log cannot be written.
+        Raises ActorError if it cannot be started, ConfigError if the log cannot be written.
         """
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError(f"{name}: spawn from the main thread, children die with the thread")
@@ -105,7 +104,8 @@ class ChildProcess:
         return cls(name, popen, log)
 
     async def wait(self) -> ExitStatus:
-        """Until the process has ended. Any number of tasks may wait; cancelling one is harmless."""
+        """Waits until the process has ended. Any number of tasks may wait; cancelling one is
+        harmless."""
         await self._ended.wait()
         assert self.status is not None
         return self.status
@@ -113,12 +113,12 @@ class ChildProcess:
     async def terminate(self, grace_s: float) -> ExitStatus:
         """SIGTERM, up to `grace_s` seconds, then SIGKILL for it and everything below it.
 
-        Returns once it has ended, also where it was stopped or cancels slowly; raises TimeoutError
-        where even SIGKILL does not end it within 30 s.
+        Returns once it has ended, even if it was stopped or reacts slowly; raises TimeoutError if
+        even SIGKILL does not end it within 30 s.
         """
         if self.status is None and grace_s > 0:
             self.send_signal(signal.SIGTERM)
-            self.send_signal(signal.SIGCONT)  # A stopped process would not see the first.
+            self.send_signal(signal.SIGCONT)  # a stopped process would not handle SIGTERM
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(grace_s):
                     return await self.wait()
@@ -127,12 +127,12 @@ class ChildProcess:
             return await self.wait()
 
     def kill(self) -> None:
-        """SIGKILL for it and everything below it; returns at once."""
+        """Sends SIGKILL to it and everything below it; returns at once."""
         if self.status is None:
             descendants.kill_tree(self.pid)
 
     def has_ended(self) -> bool:
-        """Looks at the process itself: it may have ended without being reaped yet."""
+        """Checks the process itself, because it may have ended without being reaped yet."""
         if self.status is not None:
             return True
         try:
@@ -142,16 +142,17 @@ class ChildProcess:
         return found is not None
 
     def send_signal(self, number: int) -> None:
-        """Nothing where it has ended."""
+        """Does nothing if it has ended."""
         if self.status is None:
             descendants.send_signal(self.pid, number)
 
     def log_tail(self, max_lines: int = 20) -> str:
-        """The last lines this incarnation wrote; empty without a log."""
+        """The last lines that this incarnation wrote; empty without a log."""
         return "" if self._log is None else self._log.tail(max_lines)
 
     def describe_errors(self) -> str:
-        """The first error in this incarnation's log and where that is, to follow other words."""
+        """Text to append to an error: the first error in this incarnation's log, or the log's
+        path."""
         if self._log is None:
             return ""
         error = self._log.first_error()
@@ -179,7 +180,7 @@ class ChildProcess:
 
     def _reap(self) -> None:
         try:
-            # Only looks: `poll` would take a status that someone else reaped for success.
+            # Only checks: `poll` would report success for a status that someone else reaped.
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             self.status = ExitStatus(self._popen.poll())
         except ChildProcessError:
@@ -195,9 +196,9 @@ def living_pids() -> frozenset[int]:
 
 
 def resident_nbytes(pid: int) -> int:
-    """Resident memory of one process, shared pages included; 0 where it is gone.
+    """Resident memory of one process, shared pages included; 0 if it has ended.
 
-    What a memory limit is compared with: RLIMIT_AS would count what torch only reserves.
+    Memory limits use this number: RLIMIT_AS would count memory that torch only reserves.
     """
     try:
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])

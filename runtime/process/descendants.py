@@ -17,27 +17,29 @@ from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 _LOOK_AGAIN_S = 0.02
-"""Longest wait for deaths between two looks at the tree. Longer: a fork that slipped between two
-looks lives longer. Shorter: more reading of /proc while a large process frees its memory."""
+"""Longest wait for deaths between two scans of the tree. Longer: a fork that a scan missed lives
+longer. Shorter: more reading of /proc while a large process frees its memory."""
 
-TRACKER_PATIENCE_S = 2.0
-"""For a resource tracker to end once the others have been killed: it needs milliseconds. Shorter
-leaves names in /dev/shm on a busy machine; longer waits for one whose tree lives on elsewhere."""
+TRACKER_GRACE_S = 2.0
+"""Time for a resource tracker to end once the others have been killed: it needs milliseconds. A
+shorter limit leaves names in /dev/shm on a busy machine; a longer one waits for a tracker whose
+tree is alive elsewhere."""
 
 _MAX_LOOKS = 16
-"""Looks at a tree in one go. One is enough for what forks seldom; a process that always forks and
-ends (its zombies make each look slower) needs its root dead and its zombies reaped between looks.
+"""Scans of a tree in one call. One is enough for processes that rarely fork; a process that forks
+and ends all the time (its zombies make each scan slower) needs its root dead and its zombies reaped
+between scans.
 """
 
 _PENDING = ("SigPnd:", "ShdPnd:")
-"""Of /proc/PID/status: masks of the signals that wait for the process."""
+"""Fields of /proc/PID/status: masks of the signals that are pending for the process."""
 
 _PF_EXITING = 0x4
-"""Of include/linux/sched.h."""
+"""From include/linux/sched.h."""
 
 
 class ProcessStat(NamedTuple):
-    """Of /proc/PID/stat. `start_ticks`: start time in clock ticks since boot."""
+    """Fields of /proc/PID/stat. `start_ticks`: start time in clock ticks since boot."""
 
     state: str
     parent_pid: int
@@ -47,35 +49,35 @@ class ProcessStat(NamedTuple):
 
     @property
     def is_ending(self) -> bool:
-        """Its end has begun: before its descriptors are closed, and long before it is reaped."""
+        """Its end has begun; its descriptors close later, and it is reaped long after."""
         return bool(self.flags & _PF_EXITING)
 
     @property
     def has_ended(self) -> bool:
-        # A zombie leader with further threads lives on in them.
+        # A zombie leader with other threads is still alive in them.
         return self.state in "ZX" and self.num_threads <= 1
 
 
 class Identity(NamedTuple):
-    """A process beyond doubt, although pids are reused."""
+    """Identifies a process even though pids are reused."""
 
     pid: int
     start_ticks: int
 
 
 def kill_all_descendants(deadline_s: float) -> list[int]:
-    """SIGKILL and reap every descendant of this process, however often they fork meanwhile.
+    """Sends SIGKILL to every descendant of this process and reaps it, even while they fork.
 
     Blocks until the kernel knows of no child (for orphans to come here, be a subreaper), or until
-    the deadline: then the pids that could not be ended are returned (uninterruptible sleep). It
-    reaps every child, also those another part of this process waits for: for the very end only.
+    the deadline; then it returns the pids that could not be ended (uninterruptible sleep). It also
+    reaps children that other parts of this process wait for, so call it only at the very end.
     """
     begin = time.monotonic()
     deadline = begin + deadline_s
     signalled: set[Identity] = set()
     while True:
-        is_patient = time.monotonic() - begin < TRACKER_PATIENCE_S
-        kill_tree_below(os.getpid(), signalled, spare_trackers=is_patient)
+        is_in_grace = time.monotonic() - begin < TRACKER_GRACE_S
+        kill_tree_below(os.getpid(), signalled, spare_trackers=is_in_grace)
         if not _reap_every_zombie():
             return []
         left_s = deadline - time.monotonic()
@@ -85,11 +87,11 @@ def kill_all_descendants(deadline_s: float) -> list[int]:
 
 
 def kill_tree(pid: int) -> None:
-    """SIGKILL `pid`, a child of the caller, and all below it but resource trackers; returns before
-    they are gone.
+    """Sends SIGKILL to `pid`, a child of the caller, and all below it except resource trackers;
+    returns before they have ended.
 
-    The root is stopped first so that it does not fork between the last look and its own death.
-    What forks faster than this looks is left, and goes to the nearest subreaper.
+    The root is stopped first so that it does not fork between the last scan and its own death.
+    Processes that fork faster than the scans remain, and go to the nearest subreaper.
     """
     send_signal(pid, signal.SIGSTOP)
     kill_tree_below(pid, spare_trackers=True)
@@ -103,11 +105,11 @@ def kill_tree_below(
     *,
     spare_trackers: bool = False,
 ) -> set[Identity]:
-    """SIGKILL every descendant of `pid` but the trees of its children in `spared`, and resource
-    trackers if wanted.
+    """Sends SIGKILL to every descendant of `pid` except the trees of its children in `spared`, and
+    except resource trackers if `spare_trackers`.
 
-    Looks again until a look finds nobody new: a process with SIGKILL pending forks no more. Those
-    in `signalled` have been dealt with before. Returns `signalled` with the new ones.
+    Scans until a scan finds nobody new: a process with SIGKILL pending forks no more. Skips those
+    in `signalled`. Returns `signalled` with the new ones added.
     """
     signalled = set() if signalled is None else signalled
     for _ in range(_MAX_LOOKS):
@@ -124,9 +126,9 @@ def kill_tree_below(
 
 
 def living_descendants(pid: int, spared: Collection[int] = ()) -> Iterator[Identity]:
-    """Descendants of `pid` that have not ended, without `spared` trees, as they are found.
+    """Yields descendants of `pid` that have not ended, without `spared` trees.
 
-    Parents come before children, and young siblings before old ones: they fork soonest.
+    Parents come before children, and young siblings before old ones, because they fork soonest.
     """
     queue = [child for child in reversed(child_pids(pid)) if child not in spared]
     seen = set(queue)
@@ -141,9 +143,9 @@ def living_descendants(pid: int, spared: Collection[int] = ()) -> Iterator[Ident
 
 
 def child_pids(pid: int) -> list[int]:
-    """Children of `pid`, zombies included; empty where the process is gone.
+    """Children of `pid`, zombies included; empty if the process has ended.
 
-    The kernel may skip one while a sibling exits, so callers that need all look again.
+    The kernel may skip a child while a sibling exits, so callers that need all of them scan again.
     """
     try:
         threads = os.listdir(f"/proc/{pid}/task")
@@ -158,17 +160,18 @@ def child_pids(pid: int) -> list[int]:
             if not _HAS_CHILDREN_FILES:
                 return scan_child_pids(pid)
         except OSError:
-            continue  # The thread ended meanwhile.
+            continue  # the thread ended meanwhile
     return pids
 
 
 def working_child_pids(pid: int) -> set[int]:
-    """The same without Python's resource tracker, which outlives what it tracks for."""
+    """Like `child_pids`, without Python's resource tracker, which outlives the processes it
+    serves."""
     return {child for child in child_pids(pid) if not _is_resource_tracker(child)}
 
 
 def scan_child_pids(pid: int) -> list[int]:
-    """The same by reading every process's stat: for kernels without the listings above."""
+    """Like `child_pids`, by reading every process's stat: for kernels without those listings."""
     pids: list[int] = []
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -179,20 +182,20 @@ def scan_child_pids(pid: int) -> list[int]:
 
 
 def process_stat(pid: int) -> ProcessStat | None:
-    """None where the process is gone."""
+    """None if the process has ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
             text = stat.read()
     except OSError:
         return None
-    # The command name, in parentheses, may hold anything, also spaces and parentheses.
+    # The command name, in parentheses, may itself hold spaces and parentheses.
     fields = text[text.rindex(b")") + 2 :].split()
     state, parent_pid, flags = fields[0].decode(), int(fields[1]), int(fields[6])
     return ProcessStat(state, parent_pid, flags, int(fields[17]), int(fields[19]))
 
 
 def is_dying(pid: int) -> bool:
-    """It runs no more of its program: it has ended, is about to, or has been sent SIGKILL."""
+    """Whether it no longer runs its program: it has ended, is ending, or has been sent SIGKILL."""
     try:
         with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as status:
             pending = [int(line.split()[1], 16) for line in status if line[:7] in _PENDING]
@@ -200,20 +203,21 @@ def is_dying(pid: int) -> bool:
         return True
     if any(mask >> (signal.SIGKILL - 1) & 1 for mask in pending):
         return True
-    # Read second: the signal stops pending before the end begins.
+    # Read second: the signal stops being pending before the end begins.
     stat = process_stat(pid)
     return stat is None or stat.is_ending
 
 
 def send_signal(pid: int, number: int) -> None:
-    """Signal a child of the caller; nothing where it has ended. (An unreaped pid is not reused.)"""
-    # Not permitted: it runs as another user. Ending the others must not fail for it.
+    """Signals a child of the caller; does nothing if it has ended. (An unreaped pid is not
+    reused.)"""
+    # PermissionError: the child runs as another user. The others must still be ended.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
 
 
 def wait_for_exits(pids: Collection[int], timeout_s: float) -> None:
-    """Block until one of `pids` has ended (also before), or the time is over."""
+    """Blocks until one of `pids` has ended (also before the call), or the time is over."""
     poller = select.poll()
     pidfds: list[int] = []
     try:
@@ -231,7 +235,7 @@ def wait_for_exits(pids: Collection[int], timeout_s: float) -> None:
 
 
 def _kill(identity: Identity) -> None:
-    """SIGKILL exactly this process: a pidfd pins it, then its start time is compared."""
+    """Sends SIGKILL to exactly this process: a pidfd pins it, then its start time is compared."""
     pid, start_ticks = identity
     try:
         pidfd = os.pidfd_open(pid)
@@ -248,7 +252,7 @@ def _kill(identity: Identity) -> None:
 
 
 def _is_resource_tracker(pid: int) -> bool:
-    """A process that only says so gains nothing but the patience for one."""
+    """A process that imitates the command line gains nothing but a tracker's grace."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as cmdline:
             return b"from multiprocessing.resource_tracker import main" in cmdline.read(4096)
@@ -257,7 +261,7 @@ def _is_resource_tracker(pid: int) -> bool:
 
 
 def _reap_every_zombie() -> bool:
-    """Reap all children that have ended; False when no child is left at all."""
+    """Reaps all children that have ended; False if no child is left at all."""
     while True:
         try:
             pid, _ = os.waitpid(-1, os.WNOHANG)

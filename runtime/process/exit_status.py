@@ -1,4 +1,4 @@
-"""How a process ended, and how to say it."""
+"""How a process ended, and a description of it."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ _OWN_FAULTS: Final = frozenset(
         signal.SIGTRAP,
     }
 )
-"""What a program gets for what it does itself, and would get again."""
+"""Signals that a program raises by its own doing, and would raise again."""
 
 STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""Ask a process to end. umbra's processes then exit with 128 + the signal's number."""
+"""Signals that ask a process to end. umbra's processes then exit with 128 + the signal's number."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExitStatus:
-    """`code` as subprocess gives it: N for exit status N, -N for signal N; None: not known."""
+    """`code` as subprocess returns it: N for exit status N, -N for signal N; None: unknown."""
 
     code: int | None
 
     @property
     def signal_name(self) -> str | None:
-        """Such as SIGKILL; None where no signal ended it."""
+        """For example SIGKILL; None if no signal ended it."""
         if self.code is None or self.code >= 0:
             return None
         try:
@@ -41,7 +41,7 @@ class ExitStatus:
 
     @property
     def stop_signal(self) -> signal.Signals | None:
-        """The stop signal that it ended by: killed by it, or as an orderly reaction to it."""
+        """The stop signal that ended it: it was killed by it, or exited in reaction to it."""
         for number in STOP_SIGNALS:
             if self.code in (-number, 128 + number):
                 return number
@@ -49,7 +49,7 @@ class ExitStatus:
 
     @property
     def is_from_outside(self) -> bool:
-        """A signal that others send ended it: the kernel where memory is short, an operator."""
+        """Whether a signal from others ended it: the kernel out of memory, or an operator."""
         if self.stop_signal is not None:
             return True
         return self.signal_name is not None and -(self.code or 0) not in _OWN_FAULTS

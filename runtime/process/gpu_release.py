@@ -1,7 +1,7 @@
-"""Waits until the GPU memory of processes that have ended is free, so that a successor finds room.
+"""Waits until the GPU memory of ended processes is free, so that a successor can allocate it.
 
-The driver frees it while a process ends, as a rule before the process is reaped; it may take
-longer, and a memory check of the successor that comes too early fails its start.
+The driver frees the memory while a process ends, usually before the process is reaped. It may take
+longer, and a successor whose memory check comes too early fails to start.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import Final
 from umbra.runtime.process.nvml import LIBRARY, GpuReading, Nvml
 
 _STILL_S: Final = 0.2
-# For so long no device's use may have fallen. Longer delays every restart on a GPU; shorter takes a
-# pause of the driver for the end.
+# How long no device's use may have fallen. A longer time delays every restart on a GPU; a shorter
+# one mistakes a pause of the driver for the end.
 _LOOK_INTERVAL_S: Final = 0.05
 _FALL_NBYTES: Final = 32 << 20  # less is noise
 _ANSWER_LIMIT_S: Final = 2.0
-# Beyond the deadline, for NVML to answer. A driver that hangs must not hold up the restart.
+# Time beyond the deadline for NVML to answer. A driver that hangs must not hold up the restart.
 _GIB: Final = 1 << 30
 
 
 class ReleaseWatch:
-    """Decides from readings whether all is free: none is held by the dead, and use has stopped
-    falling (where NVML knows the dead by other pids, that alone tells). Pure.
+    """Decides from readings whether all memory is free: the dead processes hold none, and use has
+    stopped falling. If NVML knows the processes by other pids, only the second test counts. Pure.
 
     Args:
-        now: time of the end, of a monotonic clock.
+        now: time of the end, on a monotonic clock.
     """
 
     def __init__(self, now: float) -> None:
@@ -36,7 +36,7 @@ class ReleaseWatch:
         self._last: GpuReading | None = None
 
     def observe(self, reading: GpuReading, now: float) -> bool:
-        """Whether the wait is over."""
+        """Returns whether the wait is over."""
         if self._last is not None:
             pairs = zip(self._last.used_nbytes, reading.used_nbytes, strict=True)
             if any(before - after >= _FALL_NBYTES for before, after in pairs):
@@ -45,7 +45,7 @@ class ReleaseWatch:
         return not any(reading.held_nbytes) and now - self._still_since >= _STILL_S
 
     def describe(self, now: float) -> str:
-        """What is not free yet."""
+        """Describes the memory that is not free yet."""
         assert self._last is not None
         held = [
             f"{nbytes / _GIB:.1f} GiB of GPU {idx}"
@@ -68,7 +68,7 @@ async def gpu_memory_released(
     """Returns once the memory of `pids`, which have ended, is free; at once without NVML.
 
     Returns:
-        What is not free at the deadline, or "". `stop` ends the wait early.
+        The memory that is not free at the deadline, or "". `stop` ends the wait early.
     """
     stop = asyncio.Event() if stop is None else stop
     limit_s = deadline_s + _ANSWER_LIMIT_S
@@ -76,7 +76,7 @@ async def gpu_memory_released(
         async with asyncio.timeout(limit_s):
             return await _watch(pids, deadline_s, stop, library)
     except TimeoutError:
-        return f"NVML has not told within {limit_s:.3g} s of its end whether its memory is free"
+        return f"NVML did not report within {limit_s:.3g} s whether its memory is free"
 
 
 async def _watch(
@@ -85,7 +85,7 @@ async def _watch(
     clock = asyncio.get_running_loop().time
     began, problem = clock(), ""
     watch = ReleaseWatch(began)
-    # In a thread: a driver that tears something down keeps callers waiting.
+    # In a thread, because a driver that tears something down blocks callers.
     nvml = await asyncio.to_thread(Nvml.open, library)
     if nvml is None:
         return ""
@@ -98,5 +98,5 @@ async def _watch(
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LOOK_INTERVAL_S):
                 await stop.wait()
-    nvml.close()  # not where this was cancelled: it would wait for the call under way
+    nvml.close()  # skipped on cancellation: it would wait for the call in progress
     return problem

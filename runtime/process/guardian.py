@@ -1,9 +1,9 @@
-"""The guardian: parent of the supervisor, and the end of everything below it.
+"""The guardian: parent of the supervisor; it ends everything below it.
 
     python -I -S guardian.py OWNER_PIDFD READY_FD LOCK_FD SOCKET_DIR GRACE_S program [argument ...]
 
-Started by a node's local rank 0 (`launch_guardian`) in a session of its own. Standard library only,
-about 10 MB resident: it must outlive whatever takes the supervisor down.
+A node's local rank 0 starts it (`start_guardian`) in a session of its own. It uses the standard
+library only, about 10 MB resident, because it must outlive whatever kills the supervisor.
 
 It starts `program ... --ready-fd READY_FD --guardian-pid PID` as the supervisor, with the same
 stdin, stdout and stderr, and then only waits:
@@ -13,14 +13,14 @@ stdin, stdout and stderr, and then only waits:
                                         twice GRACE_S for it
     supervisor ended, or grace over ──> SIGKILL every descendant, remove SOCKET_DIR, exit
 
-While the supervisor lives, orphans below it are its own (it is a subreaper too); once it has ended
-they all come here. Where the guardian alone is killed, the supervisor sees that by a pidfd and
+While the supervisor lives, it adopts the orphans below it (it is a subreaper too); once it has
+ended, they all come here. If the guardian alone is killed, the supervisor notices by a pidfd and
 ends everything itself.
 
-Descriptors, all inherited: OWNER_PIDFD watches the process the job lives as long as (torchrun's
-agent); READY_FD is a pipe's write end that only the supervisor keeps, so that its reader gets
-either the supervisor's line or an end of file; LOCK_FD holds the socket directory's lock for as
-long as guardian or supervisor lives. Exit status: the supervisor's (128 + N for signal N).
+Descriptors, all inherited: OWNER_PIDFD watches the process whose end is the job's end (torchrun's
+agent). READY_FD is a pipe's write end that only the supervisor keeps, so that its reader gets
+either the supervisor's line or an end of file. LOCK_FD holds the socket directory's lock as long as
+guardian or supervisor lives. Exit status: the supervisor's (128 + N for signal N).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ import time
 from typing import TYPE_CHECKING
 
 _KILL_DEADLINE_S = 60.0
-"""How long to keep killing what does not die. A process in uninterruptible sleep (a hung device
-or network file system) would hold the guardian for ever; one merely freeing memory needs seconds.
+"""How long to keep killing what does not die. A process in uninterruptible sleep (a hung device or
+network file system) would hold the guardian forever; one that only frees memory needs seconds.
 """
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ else:
 
 
 def main() -> int:
-    """Guard one supervisor to its end; returns the exit status."""
+    """Guards one supervisor until its end; returns the exit status."""
     owner_pidfd, ready_fd, lock_fd = (int(field) for field in sys.argv[1:4])
     socket_dir, grace_s, program = sys.argv[4], float(sys.argv[5]), sys.argv[6:]
     os.set_inheritable(owner_pidfd, False)
@@ -67,7 +67,7 @@ def main() -> int:
     try:
         return _guard(program, ready_fd, owner_pidfd, stop_fd, grace_s)
     except OSError as error:
-        _say(f"cannot guard {program[0]}: {error}")
+        _log(f"cannot guard {program[0]}: {error}")
         return 127
     finally:
         _end_descendants()
@@ -85,21 +85,21 @@ def _guard(
         if owner_pidfd not in ended:
             number = signal.Signals(os.read(stop_fd, 1)[0])
             reason, grace_s = f"got {number.name}", 2 * grace_s
-        _say(f"{reason}: supervisor {pid} has {grace_s:g} s to stop")
+        _log(f"{reason}: supervisor {pid} has {grace_s:g} s to stop")
         signal.pidfd_send_signal(pidfd, number)
         signal.pidfd_send_signal(pidfd, signal.SIGCONT)
         _wait_for([pidfd], grace_s)
     if os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-        _say(f"supervisor {pid} is still there: killing it")
+        _log(f"supervisor {pid} is still there: killing it")
         descendants.kill_tree(pid)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if code != 0:
-        _say(f"supervisor {pid} ended with status {code}")
+        _log(f"supervisor {pid} ended with status {code}")
     return code if code >= 0 else 128 - code
 
 
 def remove_dir(path: str) -> None:
-    """Remove a directory and what it holds; a symbolic link in it is removed, not followed."""
+    """Removes a directory and its contents; a symbolic link in it is removed, not followed."""
     for folder, dirnames, filenames in os.walk(path, topdown=False):
         for name in filenames:
             _remove(os.unlink, os.path.join(folder, name))
@@ -116,7 +116,7 @@ def _start_supervisor(program: list[str], ready_fd: int) -> int:
         argv,
         os.environ,
         setsid=True,
-        # This interpreter ignores both at start, and `exec` would hand that on.
+        # This interpreter ignores both signals at start, and `exec` would pass that on.
         setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],
     )
     os.close(ready_fd)
@@ -134,7 +134,7 @@ def _catch_stop_signals() -> int:
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """The wake-up descriptor tells."""
+    """Does nothing: the wake-up descriptor reports the signal."""
 
 
 def _wait_for(fds: list[int], timeout_s: float | None) -> list[int]:
@@ -147,7 +147,7 @@ def _wait_for(fds: list[int], timeout_s: float | None) -> list[int]:
 def _end_descendants() -> None:
     survivors = descendants.kill_all_descendants(_KILL_DEADLINE_S)
     if survivors:
-        _say(f"could not end {survivors} within {_KILL_DEADLINE_S:g} s")
+        _log(f"could not end {survivors} within {_KILL_DEADLINE_S:g} s")
 
 
 def _remove(remove: Callable[[str], None], path: str) -> None:
@@ -156,11 +156,11 @@ def _remove(remove: Callable[[str], None], path: str) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        _say(f"cannot remove {path}: {error.strerror}")
+        _log(f"cannot remove {path}: {error.strerror}")
 
 
-def _say(text: str) -> None:
-    """One line to the log, which may be on a full disk or gone: that must not stop the guardian."""
+def _log(text: str) -> None:
+    """Writes one line to the log, which may be unwritable: that must not stop the guardian."""
     try:
         os.write(2, f"{time.strftime('%Y-%m-%d %H:%M:%S')} guardian: {text}\n".encode())
     except OSError:

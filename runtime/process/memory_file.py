@@ -1,4 +1,4 @@
-"""Bytes for a child to read as a file, held in memory under no name."""
+"""Bytes that a child reads as a file, held in memory without a name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import BinaryIO
 
 
 def open_memory_file(name: str, content: bytes) -> BinaryIO:
-    """An open file at its beginning. Unlike a pipe it takes any length without blocking.
+    """An open file at its beginning. Unlike a pipe it accepts any length without blocking.
 
     `name` shows in /proc/PID/fd only. The memory is freed with the last process that has it open.
     """

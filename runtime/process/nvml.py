@@ -1,4 +1,4 @@
-"""What NVIDIA's management library says about memory, by ctypes: no CUDA context, no package."""
+"""Reads GPU memory use from NVIDIA's management library by ctypes: no CUDA context, no package."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Final, Self
 
 LIBRARY: Final = "libnvidia-ml.so.1"
 
-_MAX_PROCESSES: Final = 512  # on one device; of more, NVML names none
+_MAX_PROCESSES: Final = 512  # on one device; NVML names none if there are more
 _UNKNOWN_NBYTES: Final = 2**64 - 1
 
 
@@ -22,7 +22,7 @@ class _Memory(ctypes.Structure):
 
 
 class _Process(ctypes.Structure):
-    """nvmlProcessInfo_t, of which `used` may be unknown."""
+    """nvmlProcessInfo_t, whose `used` may be unknown."""
 
     _fields_ = (
         ("pid", ctypes.c_uint),
@@ -34,12 +34,12 @@ class _Process(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuReading:
-    """One look at all devices.
+    """One reading of all devices.
 
     Attributes:
-        used_nbytes: of each device, by whomever.
-        held_nbytes: of each device, by the processes asked for. In a container NVML may know them
-            by other pids; then it is 0.
+        used_nbytes: per device, by all processes.
+        held_nbytes: per device, by the processes asked for. It is 0 in a container where NVML knows
+            them by other pids.
     """
 
     used_nbytes: tuple[int, ...]
@@ -52,7 +52,7 @@ class GpuUse:
 
     Attributes:
         used_nbytes: by all processes and the driver.
-        by_pid: of processes whose part NVML knows. In a container the pids may be the host's.
+        by_pid: per process whose share NVML knows. In a container the pids may be the host's.
     """
 
     total_nbytes: int
@@ -61,7 +61,7 @@ class GpuUse:
 
 
 class Nvml:
-    """Owned by who opened it, and closed by them. All calls may block while a device wakes."""
+    """Whoever opens it closes it. All calls may block while a device wakes."""
 
     def __init__(self, library: Any, devices: list[ctypes.c_void_p]) -> None:
         """Use `open`."""
@@ -71,7 +71,7 @@ class Nvml:
 
     @classmethod
     def open(cls, path: str = LIBRARY) -> Self | None:
-        """None where there is no library, no driver or no device."""
+        """None if there is no library, no driver or no device."""
         try:
             library: Any = ctypes.CDLL(path)
         except OSError:
@@ -95,14 +95,15 @@ class Nvml:
         self._library.nvmlShutdown()
 
     def read(self, pids: Collection[int]) -> GpuReading:
-        """What is used now, and what of it `pids` hold. A device that does not say counts as 0."""
+        """What is used now, and how much of it `pids` hold. A device that does not report counts as
+        0."""
         return GpuReading(
             used_nbytes=tuple(self._used_nbytes(device) for device in self._devices),
             held_nbytes=tuple(self._held_nbytes(device, pids) for device in self._devices),
         )
 
     def uses(self) -> list[GpuUse]:
-        """Who holds what of each device. One that does not say counts as 0."""
+        """How much each process holds of each device. A device that does not report counts as 0."""
         uses: list[GpuUse] = []
         for device in self._devices:
             memory = self._memory(device)
@@ -129,5 +130,5 @@ class Nvml:
 
     def _held_nbytes(self, device: ctypes.c_void_p, pids: Collection[int]) -> int:
         ours = [process for process in self._processes(device) if process.pid in pids]
-        # One that is listed holds something, whether NVML knows how much or not.
+        # A process that is listed holds some memory, whether NVML knows how much or not.
         return sum(max(1, p.used) if p.used != _UNKNOWN_NBYTES else 1 for p in ours)

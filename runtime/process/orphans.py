@@ -1,4 +1,4 @@
-"""Ends what dead children left behind, while the living ones go on.
+"""Ends processes that dead children left behind, while the living children continue.
 
 Every child a supervisor starts is the subreaper of its own descendants (`prctl`), and so is
 the supervisor. A process that comes to the supervisor for adoption therefore had its last
@@ -23,14 +23,14 @@ from umbra.runtime.process.pid_watch import PidWatch
 _logger = logging.getLogger(__name__)
 
 _LOOK_AGAIN_S = 0.02
-"""Longest wait between two looks: an orphan that forks meanwhile lives so much longer."""
+"""Longest wait between two scans: an orphan that forks meanwhile lives that much longer."""
 
 
 async def end_orphans(deadline_s: float, also_living: Collection[int] = ()) -> list[int]:
-    """SIGKILL and reap all orphans; returns when none is left, or the deadline's survivors.
+    """Sends SIGKILL to all orphans and reaps them; returns the pids that survive the deadline.
 
     Call it after each child's end, before its successor is started (which may need the memory), and
-    now and then besides. `also_living`: children that were not started by ChildProcess.
+    now and then besides. `also_living`: children that ChildProcess did not start.
     """
     clock = asyncio.get_running_loop().time
     begin = clock()
@@ -38,8 +38,8 @@ async def end_orphans(deadline_s: float, also_living: Collection[int] = ()) -> l
     killed = set[descendants.Identity]()
 
     def look() -> list[int]:
-        is_patient = clock() - begin < descendants.TRACKER_PATIENCE_S
-        return kill_orphans(also_living, killed, spare_trackers=is_patient)
+        is_in_grace = clock() - begin < descendants.TRACKER_GRACE_S
+        return kill_orphans(also_living, killed, spare_trackers=is_in_grace)
 
     while remaining := look():
         left_s = deadline - clock()
@@ -56,10 +56,10 @@ def kill_orphans(
     *,
     spare_trackers: bool = False,
 ) -> list[int]:
-    """One look without waiting: SIGKILL every orphan, reap those that have ended.
+    """Scans once without waiting: sends SIGKILL to every orphan, reaps those that have ended.
 
-    Those in `killed` were killed by looks before; who was now is added to it. Returns the pids of
-    those still to be reaped.
+    Those in `killed` were killed by earlier scans; new ones are added to it. Returns the pids that
+    must still be reaped.
     """
     if not prctl.is_subreaper():
         raise RuntimeError("only a subreaper gets orphans: call prctl.become_subreaper() at start")

@@ -1,4 +1,4 @@
-"""Calls back on the event loop when a process ends, whoever's child it is."""
+"""Calls back on the event loop when any process ends, child or not."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from types import TracebackType
 
 
 class PidWatch:
-    """Calls `callback` once on the running loop when process `pid` ends; at once if it is gone.
+    """Calls `callback` once on the running loop when process `pid` ends; at once if it has ended.
 
-    Owner: who made it, and closes it before the loop ends. It does not reap.
+    Whoever makes it closes it before the loop ends. It does not reap.
     """
 
     def __init__(self, pid: int, callback: Callable[[], None]) -> None:
@@ -28,16 +28,16 @@ class PidWatch:
 
     @classmethod
     def of_parent(cls, expected_pid: int, callback: Callable[[], None]) -> PidWatch:
-        """Watch our parent; also calls back where another process is our parent by now."""
+        """Watches our parent; also calls back if another process is our parent by now."""
         watch = cls(expected_pid, callback)
-        # Checked after the pidfd was opened: from here on it is surely our parent's.
+        # Checked after the pidfd was opened, which therefore is our parent's.
         if os.getppid() != expected_pid and watch._pidfd >= 0:
             watch.close()
             watch._soon = watch._loop.call_soon(callback)
         return watch
 
     def close(self) -> None:
-        """No callback from here on."""
+        """Prevents the callback from here on."""
         if self._soon is not None:
             self._soon.cancel()
             self._soon = None

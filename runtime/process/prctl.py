@@ -1,4 +1,4 @@
-"""What a process tells the kernel about its parent and its orphans (Linux `prctl`).
+"""Asks the kernel to link a process to its parent and its orphans (Linux `prctl`).
 
 Standard library only: the guardian and the trampoline load this file by its path, with no package.
 """
@@ -17,11 +17,11 @@ _PR_GET_CHILD_SUBREAPER = 37
 
 
 def die_with_parent(expected_parent_pid: int) -> None:
-    """Have the kernel SIGKILL this process when its parent ends. Call it first thing.
+    """Makes the kernel send SIGKILL to this process when its parent ends. Call it first.
 
     The signal follows the parent's *thread* that started us, so only a long-lived main thread may
-    start children. It survives `exec` (not of set-user-id programs); children do not inherit it.
-    Where the parent is already gone, as `expected_parent_pid` shows, this process exits at once.
+    start children. It survives `exec` (not of set-user-id programs); children do not inherit it. If
+    the parent has already ended, as `expected_parent_pid` shows, this process exits at once.
     """
     set_parent_death_signal(signal.SIGKILL)
     if os.getppid() != expected_parent_pid:
@@ -30,28 +30,28 @@ def die_with_parent(expected_parent_pid: int) -> None:
 
 
 def set_parent_death_signal(number: int) -> None:
-    """What the kernel sends this process when its parent ends; 0 for nothing."""
+    """Sets the signal that the kernel sends this process when its parent ends; 0 for none."""
     _prctl(_PR_SET_PDEATHSIG, number)
 
 
 def exit_as_orphan(reason: str) -> NoReturn:
-    """Status 1 at once, with a line on stderr, where anybody still reads that."""
+    """Exits at once with status 1, and writes a line to stderr if it is still open."""
     with contextlib.suppress(OSError):
         os.write(2, f"{reason}\n".encode())
     os._exit(1)
 
 
 def become_subreaper() -> None:
-    """Become the parent of every descendant whose own parent ends, whatever its session.
+    """Makes this process the parent of every descendant whose own parent ends, in any session.
 
-    So a daemonised grandchild (double fork, setsid) stays below this process while it lives. It
-    survives `exec`; children do not inherit it, and keep being adopted by the nearest subreaper.
+    So a daemonised grandchild (double fork, setsid) stays below this process while it lives. The
+    setting survives `exec`; children do not inherit it, and the nearest subreaper adopts theirs.
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def is_subreaper() -> bool:
-    """Whether orphaned descendants come to this process."""
+    """Whether this process adopts orphaned descendants."""
     flag = ctypes.c_int()
     _prctl(_PR_GET_CHILD_SUBREAPER, ctypes.addressof(flag))
     return flag.value != 0

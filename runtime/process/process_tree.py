@@ -1,4 +1,4 @@
-"""A process and all below it: who they are, whether one is stopped, what memory they take."""
+"""A process and all below it: their pids, whether one is stopped, and the memory they hold."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from umbra.runtime.process.descendants import living_descendants, process_stat
 
 
 class ProcessTree:
-    """As of the last `look`, which reads about a file per thread; the rest reads one per process.
+    """The state at the last `look`, which reads about one file per thread; other methods read one
+    per process.
 
     Ended processes stay in `pids` until the next look, and count for nothing.
     """
@@ -18,20 +19,19 @@ class ProcessTree:
         self.pids = [root_pid]
 
     def look(self) -> None:
-        """Finds the processes that have come or gone."""
+        """Finds the processes that have started or ended."""
         self.pids = [self._root_pid, *(pid for pid, _ in living_descendants(self._root_pid))]
 
     def stopped_pids(self) -> list[int]:
-        """Those below the root that a signal has stopped. (One that a debugger holds is in another
-        state.)"""
+        """Processes below the root that a signal has stopped. (A debugger uses another state.)"""
         stats = ((pid, process_stat(pid)) for pid in self.pids[1:])
         return [pid for pid, stat in stats if stat is not None and stat.state == "T"]
 
     def resident_nbytes(self) -> int:
-        """Resident memory. Of pages that may be shared it counts the most that one process has.
+        """Resident memory. Pages that may be shared count as the most that one process has.
 
-        So a weight image that all map counts once. Exact shares (PSS) would take the kernel a walk
-        over all pages.
+        So a weight image that all of them map counts once. For exact shares (PSS) the kernel would
+        have to walk all pages.
         """
         sizes = [_private_and_shared_nbytes(pid) for pid in self.pids]
         return sum(private for private, _ in sizes) + max(shared for _, shared in sizes)
@@ -43,6 +43,6 @@ def _private_and_shared_nbytes(pid: int) -> tuple[int, int]:
             fields = statm.read().split()
         resident, shared = int(fields[1]), int(fields[2])
     except (OSError, IndexError):
-        return 0, 0  # it has ended
+        return 0, 0  # the process has ended
     page_nbytes = os.sysconf("SC_PAGE_SIZE")
     return (resident - shared) * page_nbytes, shared * page_nbytes

@@ -1,6 +1,6 @@
-"""Names in /dev/shm, and the processes that use what they stand for.
+"""Names in /dev/shm, and the processes that use the memory behind them.
 
-Everyone on the machine shares that directory, and it does not tell who made a file.
+Everyone on the machine shares that directory, and it does not record who made a file.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _FOLDER: Final = "/dev/shm"
 
 
 def shared_memory_names() -> frozenset[str]:
-    """Empty where the machine has no such directory."""
+    """Empty if the machine has no such directory."""
     try:
         return frozenset(os.listdir(_FOLDER))
     except OSError:
@@ -21,7 +21,7 @@ def shared_memory_names() -> frozenset[str]:
 
 
 def may_belong_to(name: str, pids: Collection[int]) -> bool:
-    """Whether a name is this user's, and no process but those of `pids` has it open or mapped."""
+    """Whether a name is this user's, and only processes in `pids` have it open or mapped."""
     path = f"{_FOLDER}/{name}"
     try:
         status = os.lstat(path)
@@ -34,7 +34,7 @@ def may_belong_to(name: str, pids: Collection[int]) -> bool:
 
 
 def _has_open(pid: int, path: str, inode: int) -> bool:
-    # By its inode: a semaphore is mapped under another name, before it gets its own.
+    # Compared by inode: a semaphore is mapped under another name, before it gets its own.
     mapped = f" {inode} ".encode()
     try:
         with open(f"/proc/{pid}/maps", "rb") as maps:

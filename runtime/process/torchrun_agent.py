@@ -1,6 +1,6 @@
 """torchrun's agent as a rank sees it: the process that every rank of a node must end with.
 
-torchrun tells a rank nothing about its agent, so a rank looks at its parent. Where the agent was
+torchrun does not identify its agent to a rank, so a rank examines its parent. If the agent was
 killed before that look, the rank has been adopted: its parent is the nearest subreaper above it
 (`systemd --user`, slurmstepd, a test runner) or the first process of the PID namespace (init, tini,
 a container's entry point). A rank that is bound to such a process would live for ever. The kernel
@@ -15,7 +15,8 @@ certain:
   torch's agent as a library, and for wrappers.
 
 The interpreter alone proves nothing, because entry points of containers are often Python, too. Two
-cases are not told apart: a container's entry point is a torchrun with the very command line of one
+cases cannot be distinguished: a container's entry point is a torchrun with the very command line of
+one
 started beside it, or a subreaper has ceased to be one since it adopted us.
 
 A wrapper is a process between torchrun and the rank that stays there instead of becoming the rank
@@ -44,14 +45,14 @@ from umbra.runtime.process import prctl
 from umbra.runtime.process.descendants import process_stat
 
 _TORCHRUN_PROGRAMS: Final = ("torchrun", "torch.distributed.run")
-_TELL_ADOPTER: Final = """
+_PRINT_ADOPTER: Final = """
 import os
 if os.fork():
     os._exit(0)
 os.read(0, 1)
 os.write(1, b"%d" % os.getppid())
 """
-"""The process ends at once. Its child waits for the end of stdin, and then tells its parent."""
+"""The process ends at once. Its child waits for the end of stdin, and then prints its parent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,9 +110,10 @@ class TorchrunAgent:
 
     @contextlib.contextmanager
     def outlived(self) -> Generator[None]:
-        """Within the block this process outlives its parent; at the end of the block it does not.
+        """Within the block this process outlives its parent; at the end of the block it no longer
+        does.
 
-        For what must not be left half done: making a directory and handing it to the guardian.
+        For work that must not stop half done: making a directory and passing it to the guardian.
         """
         prctl.set_parent_death_signal(0)
         try:
@@ -124,24 +126,24 @@ class TorchrunAgent:
         """Whether it started us rather than adopted us: see the top of the module."""
         if self._runs_torchrun():
             return True
-        # Pid 0 stands for a process outside of our PID namespace, which cannot be watched.
+        # Pid 0 stands for a process outside our PID namespace, which cannot be watched.
         return self.pid != 0 and _adopter_pid() not in (os.getpid(), *self.lineage)
 
     def _runs_torchrun(self) -> bool:
-        """Whether it is a torchrun of our interpreter that was given our program and arguments."""
+        """Whether it is a torchrun with our interpreter, program and arguments."""
         try:
             if os.readlink(f"/proc/{self.pid}/exe") != os.readlink("/proc/self/exe"):
                 return False
             command = _command(self.pid)
             child = sys.orig_argv if len(self.lineage) == 1 else _command(self.lineage[-2])
-        except OSError:  # It has ended, or belongs to another user.
+        except OSError:  # it has ended, or belongs to another user
             return False
         words, given = _without_options(command), _without_options(child)
         is_torchrun = bool(words) and os.path.basename(words[0]) in _TORCHRUN_PROGRAMS
         return is_torchrun and bool(given) and words[-len(given) :] == given
 
     def _exit(self) -> NoReturn:
-        """As an orphan, or as what cannot be told from one."""
+        """Exits like an orphan; the parent may be one that adopted this process."""
         pid = _lineage(self.variables)[-1]
         try:
             name = _read(pid, "comm").decode(errors="replace").strip()
@@ -156,7 +158,7 @@ class TorchrunAgent:
 
 
 def _lineage(variables: Mapping[str, str]) -> tuple[int, ...]:
-    """Our parent, and as long as that is a wrapper also its parent."""
+    """Our parent, and while that is a wrapper also its parent."""
     lineage = [os.getppid()]
     while variables and _is_wrapper(lineage[-1], variables):
         stat = process_stat(lineage[-1])
@@ -179,7 +181,7 @@ def _command(pid: int) -> list[str]:
 
 
 def _without_options(command: Sequence[str]) -> list[str]:
-    """The program that an interpreter runs, and its arguments."""
+    """The program that an interpreter runs, with its arguments."""
     return list(itertools.dropwhile(lambda word: word.startswith("-"), command[1:]))
 
 
@@ -189,9 +191,9 @@ def _read(pid: int, name: str) -> bytes:
 
 
 def _adopter_pid() -> int:
-    """The process that orphans below us go to."""
+    """The process that adopts orphans below us."""
     with subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", _TELL_ADOPTER],
+        [sys.executable, "-I", "-S", "-c", _PRINT_ADOPTER],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     ) as helper:

@@ -1,9 +1,9 @@
-"""Runs a foreign program so that it dies with its parent: the first thing in the new process.
+"""Runs a foreign program so that it dies with its parent; it is the first code in the new process.
 
     python -I -S trampoline.py PARENT_PID program [argument ...]
 
-It asks for SIGKILL at its parent's death, becomes the subreaper of whatever the program forks,
-and turns into the program by `exec` (same pid). Standard library only; about 10 ms.
+It asks for SIGKILL at its parent's death, becomes the subreaper of whatever the program forks, and
+becomes the program by `exec` (same pid). Standard library only; about 10 ms.
 Exit status 127: the program cannot be executed; the reason is on stderr.
 """
 
@@ -30,7 +30,7 @@ def main() -> None:
     parent_pid, program = int(sys.argv[1]), sys.argv[2:]
     prctl.die_with_parent(parent_pid)
     prctl.become_subreaper()
-    # This interpreter ignores both at start, and `exec` would hand that on.
+    # This interpreter ignores both signals at start, and `exec` would pass that on.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     try:

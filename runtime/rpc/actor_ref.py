@@ -1,4 +1,4 @@
-"""Where an actor is: a plain value that can be stored, compared and sent."""
+"""The address of an actor: a plain value that can be stored, compared and sent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ActorRef:
         incarnation: how many times the actor has been started on this node, from 1.
         node_id: the host the actor lives on.
         ipc_endpoint: `ipc://...`, reachable on the same node.
-        tcp_endpoint: `tcp://...` under CURVE, or "" where the job has no tcp.
+        tcp_endpoint: `tcp://...` under CURVE, or "" if the job has no tcp.
     """
 
     name: str
@@ -27,7 +27,7 @@ class ActorRef:
     tcp_endpoint: str = ""
 
     def endpoint_from(self, node_id: str) -> str:
-        """The endpoint a caller on `node_id` uses: ipc at home, tcp from elsewhere."""
+        """The endpoint that a caller on `node_id` uses: ipc on the same node, else tcp."""
         return self.ipc_endpoint if node_id == self.node_id else self.tcp_endpoint
 
     def __str__(self) -> str:

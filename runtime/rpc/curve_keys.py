@@ -1,4 +1,4 @@
-"""Who may talk to this job over tcp: CURVE keys and the ZAP handler that admits only them.
+"""Restricts tcp to this job: CURVE keys and the ZAP handler that admits only them.
 
 Every process of a job holds the same key pair, from a secret that travels by file (mode 0600)
 or inherited pipe, never by environment, argument or torchrun's store. CURVE alone would admit
@@ -36,7 +36,7 @@ class CurveKeys:
         """Reads the job's keys.
 
         Raises:
-            ConfigError: no such file, others may read it, or it is no key pair.
+            ConfigError: there is no such file, others may read it, or it holds no key pair.
         """
         try:
             if path.stat().st_mode & 0o077:
@@ -49,7 +49,7 @@ class CurveKeys:
         return cls(public=public, secret=secret)
 
     def save(self, path: Path) -> None:
-        """Writes the keys to a new file of mode 0600 (FileExistsError where there is one)."""
+        """Writes the keys to a new file of mode 0600 (FileExistsError if there is one)."""
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         with os.fdopen(os.open(path, flags, 0o600), "wb") as file:

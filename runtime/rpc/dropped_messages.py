@@ -1,4 +1,4 @@
-"""Logs messages that were dropped, in few lines however many there are."""
+"""Logs dropped messages in few lines, however many there are."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from umbra.runtime.errors import ProtocolError
 logger = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S: Final = 10.0
-"""Between two lines about one socket, at least. Shorter lets a peer that sends nothing but garbage
-fill the disk; longer hides for longer that it still does."""
+"""Shortest time between two lines about one socket. A shorter one lets a peer that sends only
+garbage fill the disk; a longer one delays the report that it still does."""
 
 
 class DroppedMessages:
-    """Logs the first one at once; of further ones their number and the last, once per interval.
+    """Logs the first one at once; then, once per interval, the number of new ones and the last.
 
     Args:
         sender: where the messages come from.
@@ -35,7 +35,7 @@ class DroppedMessages:
         self._last = ""
 
     def add(self, error: Exception) -> None:
-        """One was dropped for this reason; all but ProtocolError are a bug of whoever handles it.
+        """Reports one dropped message. Any error but ProtocolError is a bug of the handler.
 
         Keeps only the error's text: its traceback would keep the message.
         """

@@ -15,7 +15,7 @@ what the caller decides by itself (deadline, cancellation, peer lost).
     [END, call_id]             a stream is exhausted
     [ERROR, call_id, type, message, traceback]
     [REFUSED, call_id, reason] never ran: stale incarnation, unknown method
-    [PING]                     actor to caller: are you still there? (a lost peer is noticed)
+    [PING]                     actor to caller: checks that the caller is still connected
 
 timeout_ms 0 means no deadline (streams only). credits 0 means a plain call.
 """
@@ -54,7 +54,7 @@ FIELD_TYPES: Final[dict[int, tuple[type, ...]]] = {
 
 
 class BadEnvelope(ProtocolError):
-    """One envelope is no good, but whose it is can be told, so its sender can be.
+    """An envelope is malformed, but its call is known, so its sender can get an error.
 
     Attributes:
         kind, call_id: the envelope's first two fields.
@@ -76,10 +76,10 @@ def check_envelope(raw: Any) -> list[Any]:
     """Returns `raw` if it is a well-formed envelope.
 
     Raises:
-        ProtocolError: unknown kind, or fields of the wrong number or type; `BadEnvelope` where the
-            sender can be told.
+        ProtocolError: unknown kind, or fields of the wrong number or type; `BadEnvelope` if the
+            call is known.
     """
-    # `type(raw) is not list` would make checkers take the items for unknown.
+    # `type(raw) is not list` would make type checkers treat the items as unknown.
     if raw.__class__ is not list or not raw:
         raise ProtocolError("an envelope must be a non-empty list")
     envelope: list[Any] = raw
@@ -96,7 +96,7 @@ def check_envelope(raw: Any) -> list[Any]:
 
 
 def _what_is_wrong(envelope: list[Any], kind: Any) -> str:
-    if type(kind) is not int:  # not shown: it may be long, or nested deeper than `repr` can go
+    if type(kind) is not int:  # not shown: it may be long, or nested too deeply for `repr`
         return f"an envelope's kind must be an integer, got a {type(kind).__name__}"
     expected = FIELD_TYPES.get(kind)
     if expected is None:
@@ -105,8 +105,8 @@ def _what_is_wrong(envelope: list[Any], kind: Any) -> str:
         return f"envelope kind {kind}: {len(envelope) - 1} fields, not {len(expected)}"
     fields = zip(envelope[1:], expected, strict=True)
     wrong = [
-        f"a {type(value).__name__} where a {wanted.__name__} belongs"
-        for value, wanted in fields
-        if wanted is not object and type(value) is not wanted
+        f"a {type(value).__name__} where a {expected.__name__} belongs"
+        for value, expected in fields
+        if expected is not object and type(value) is not expected
     ]
     return f"envelope kind {kind}: {', '.join(wrong)}"

@@ -4,8 +4,8 @@
 `on_message`, and messages queued in one loop iteration leave together, which is what makes
 tens of thousands of small calls a second possible.
 
-Backpressure is not the socket's business: its high-water marks are 0 (ZMQ drops silently at
-them) and callers bound what they send (deadlines, credits).
+The socket applies no backpressure: its high-water marks are 0 (ZMQ drops silently at them), and
+callers limit what they send (deadlines, credits).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import zmq
 from umbra.runtime.rpc.dropped_messages import DroppedMessages
 from umbra.runtime.rpc.wire import FRAME_MIN_NBYTES, Frame
 
-# Messages handled before the loop gets a turn: higher starves timers, lower costs wake-ups.
+# Messages handled before the loop runs other work: more starves timers, fewer costs wake-ups.
 _DRAIN_LIMIT: Final = 256
 # Largest single ZMQ frame taken from a peer; a weight tensor never travels here.
 _MAX_FRAME_NBYTES: Final = 1 << 31
@@ -33,7 +33,7 @@ OnMessage = Callable[[list[Frame]], None]
 class LoopSocket:
     """Owns one ZMQ socket; the loop that created it is its only reader and writer.
 
-    `close()` is immediate: what is still unsent is dropped (linger 0), unless `linger_ms`.
+    `close()` is immediate: unsent messages are dropped (linger 0), unless `linger_ms` is set.
     """
 
     def __init__(
@@ -46,9 +46,9 @@ class LoopSocket:
     ) -> None:
         """
         Args:
-            on_message: raises ProtocolError for a message that is malformed: it is dropped.
-            sender: whom messages come from, for the log.
-            delivers: whether messages are handed over from now on, or from `deliver()` on.
+            on_message: may raise ProtocolError for a malformed message, which is then dropped.
+            sender: names the peers in the log.
+            delivers: whether messages are delivered from now on, or only after `deliver()`.
         """
         self._socket = socket
         # A ROUTER's messages begin with the peer's identity.
@@ -74,10 +74,10 @@ class LoopSocket:
         return self._socket
 
     def deliver(self) -> None:
-        """Begins to hand over messages; until then they wait in the socket."""
+        """Begins to deliver messages; until then they wait in the socket."""
         self._delivers = True
         self._loop.add_reader(self._fd, self._drain)
-        # The descriptor announces nothing until a first look has found the socket empty.
+        # The descriptor signals nothing until a first read has found the socket empty.
         self._drain_scheduled = True
         self._loop.call_soon(self._drain)
 
@@ -85,7 +85,7 @@ class LoopSocket:
         """Sends now, or as soon as a peer is connected. Order is kept.
 
         Raises:
-            zmq.ZMQError: EHOSTUNREACH where a ROUTER's peer is gone.
+            zmq.ZMQError: EHOSTUNREACH if a ROUTER's peer is gone.
         """
         if self._closed:
             return
@@ -94,12 +94,12 @@ class LoopSocket:
             return
         if not self._try_send(frames):
             self._unsent.append(frames)
-        # A send may swallow the edge that announces input.
+        # A send may consume the edge that signals input.
         self._schedule_drain()
 
     def _try_send(self, frames: Sequence[Frame]) -> bool:
         try:
-            # ZMQ takes a whole message or none of it: only the first frame can be refused.
+            # ZMQ accepts a whole message or none of it: only the first frame can be refused.
             for frame in frames[:-1]:
                 self._socket.send(frame, _SEND_MORE, copy=len(frame) < FRAME_MIN_NBYTES)
             frame = frames[-1]
@@ -129,8 +129,8 @@ class LoopSocket:
             self._unsent.popleft()
         self._schedule_drain()
 
-    def drain_rest(self) -> None:
-        """Handles whatever has arrived, before a peer that was lost is given up."""
+    def drain_remaining(self) -> None:
+        """Handles the messages that have arrived, before a lost peer is dropped."""
         while not self._closed and self._handle_one():
             pass
 
@@ -141,12 +141,12 @@ class LoopSocket:
             return False
         try:
             self._on_message(frames)
-        except Exception as error:  # noqa: BLE001 -- raised, it would leave input unread
+        except Exception as error:  # noqa: BLE001 -- propagating would leave input unread
             self._dropped.add(error)
         return True
 
     def _receive(self) -> list[Frame]:
-        """One whole message; frames behind the header are views of ZMQ's own memory."""
+        """Reads one whole message; frames after the header are views of ZMQ's own memory."""
         socket = self._socket
         frames: list[Frame] = [socket.recv(zmq.NOBLOCK)]
         while socket.getsockopt(zmq.RCVMORE):

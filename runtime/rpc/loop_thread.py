@@ -1,6 +1,6 @@
-"""An event loop on a background thread, for code that is not asynchronous (SPMD trainers).
+"""Runs an event loop on a background thread, for code that is not asynchronous (SPMD trainers).
 
-A failure posted with `fail()` ends every blocked `run()`, now and later, with `JobFailed`: so
+A failure posted with `fail()` ends every blocked `run()`, now and later, with `JobFailed`, so that
 no rank waits for a job that is lost.
 """
 
@@ -57,10 +57,11 @@ class LoopThread:
         return self._failure
 
     def run(self, coroutine: Coroutine[Any, Any, T], *, even_if_failed: bool = False) -> T:
-        """Runs `coroutine` on the loop and waits for it; a signal handler's exception ends it.
+        """Runs `coroutine` on the loop and waits for it; an exception of a signal handler ends the
+        wait.
 
         Args:
-            even_if_failed: go on after `fail()`, for farewells.
+            even_if_failed: run even after `fail()`, for farewells.
 
         Raises:
             JobFailed: another rank or an essential process failed meanwhile.
@@ -69,9 +70,9 @@ class LoopThread:
         job = _Job(coroutine, essential=not even_if_failed)
         try:
             self._call(self._begin, job)
-        except RuntimeError:  # The loop is closed.
+        except RuntimeError:  # the loop is closed
             coroutine.close()
-            raise MailboxClosed("this session was left: nothing can be called any more") from None
+            raise MailboxClosed("this session is closed: nothing can be called any more") from None
         try:
             return job.result.result()
         except concurrent.futures.CancelledError:
@@ -88,11 +89,12 @@ class LoopThread:
         """
         try:
             self._call(self._begin, _Job(coroutine, essential=False))
-        except RuntimeError:  # The loop is closed.
+        except RuntimeError:  # the loop is closed
             coroutine.close()
 
     def fail(self, failure: JobFailed) -> None:
-        """Ends what is blocked and what would block. Called on the loop; the first one counts."""
+        """Ends blocked calls, and calls that would block. Called on the loop; the first failure
+        counts."""
         if self._failure is None:
             self._failure = failure
             for job in self._jobs:
@@ -120,7 +122,7 @@ class LoopThread:
     async def _settle(job: _Job[Any]) -> None:
         try:
             job.result.set_result(await job.coroutine)
-        except Exception as error:  # noqa: BLE001 -- the calling thread gets it
+        except Exception as error:  # noqa: BLE001 -- raised in the calling thread
             job.result.set_exception(error)
 
     def _finish(self, job: _Job[Any]) -> None:

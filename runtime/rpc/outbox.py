@@ -1,4 +1,4 @@
-"""Gathers the envelopes of one loop iteration into few messages per peer.
+"""Collects the envelopes of one loop iteration into few messages per peer.
 
 The first envelope of an iteration leaves at once, for latency; those behind it share one
 message at the iteration's end, for throughput.
@@ -35,7 +35,7 @@ class Outbox:
         """
         header, frames = self._encoder.encode(envelope)
         if frames or len(header) >= _FLUSH_NBYTES:
-            # Alone, so that a batch stays far below what a receiver accepts as one header.
+            # Sent alone, so that a batch stays far below what a receiver accepts as one header.
             self.flush()
             self._send([header, *frames])
             return

@@ -33,11 +33,12 @@ from umbra.runtime.rpc.rpc_connection import Connection, ItemStream
 
 # (the lost ref, seconds left) -> the incarnation that replaces it
 Resolver = Callable[[ActorRef, float], Awaitable[ActorRef]]
-# Between two questions for a lost actor's new address: shorter burns CPU while the supervisor
-# has not noticed the death yet, longer adds to the recovery.
+# Between two requests for a lost actor's new address: a shorter delay burns CPU while the
+# supervisor has not noticed the death yet, a longer one adds to the recovery.
 _RESOLVE_INTERVAL_S: Final = 0.02
 _MAX_TIMEOUT_S: Final = 1e9
-# For the last cancellations to leave. Longer delays the end of a process whose peer is stopped.
+# For the last cancellations to be sent. A longer one delays the end of a process whose peer is
+# stopped.
 _CLOSE_LINGER_MS: Final = 100
 
 
@@ -68,21 +69,22 @@ class Client:
         for connection in self._connections.values():
             connection.close(MailboxClosed("this client was closed"))
         self._connections.clear()
-        # Not `term`, which would wait for ever for a socket that was left open by mistake.
+        # Not `term`, which would wait forever for a socket that was left open by mistake.
         self._context.destroy(linger=_CLOSE_LINGER_MS)
 
     def handle(
         self, ref: ActorRef, resolver: Resolver | None = None, *, awaits_start: bool = False
     ) -> Handle:
-        """A handle that re-resolves its actor by name once the peer is lost, if it can.
+        """A handle that looks its actor up again by name once the peer is lost, if it can.
 
         Args:
-            awaits_start: the actor may not listen yet; otherwise one that does not is lost.
+            awaits_start: the actor may not listen yet; otherwise an actor that does not listen is
+                lost.
         """
         return Handle(self, ref, resolver, awaits_start)
 
     def connection(self, ref: ActorRef, awaits_start: bool = False) -> Connection:
-        """The live connection to `ref`, opened if need be.
+        """The live connection to `ref`; opens it if necessary.
 
         Raises:
             ActorNotFound: the actor has no endpoint that this node can reach.
@@ -148,7 +150,7 @@ class Handle:
                 return await future
             except ConnectionLost:
                 retry = method in connection.idempotent and self._resolver is not None
-                # Not lost: the callee raised it, about a peer of its own.
+                # The connection is not lost: the callee raised the error about a peer of its own.
                 if not (retry and connection.lost) or time.monotonic() >= deadline:
                     raise
             finally:
@@ -170,7 +172,7 @@ class Handle:
             except TimeoutError:
                 raise DeadlineExceeded(f"{self.ref}.{method}: not connected in time") from None
             except ConnectionLost:
-                # Nothing has been sent, so trying again is safe whatever the method does.
+                # Nothing has been sent, so a retry is safe whatever the method does.
                 if self._resolver is None:
                     raise
                 lost = True
@@ -192,7 +194,7 @@ class Handle:
         """Opens a stream of items; leaving the block cancels the callee's generator.
 
         Args:
-            timeout_s: longest wait for the next item; None waits for ever.
+            timeout_s: longest wait for the next item; None waits forever.
             credits: items in flight at most; the callee stops when they are used up.
 
         Raises (while iterating):

@@ -1,4 +1,4 @@
-"""One connection to one incarnation of an actor: what has been sent on it and not been answered.
+"""One connection to one incarnation of an actor: its sent and unanswered calls.
 
 `umbra.runtime.rpc.rpc_client` opens connections and follows an actor to its next incarnation.
 """
@@ -43,10 +43,10 @@ from umbra.runtime.rpc.loop_socket import LoopSocket
 from umbra.runtime.rpc.outbox import Outbox
 from umbra.runtime.rpc.wire import Decoder, Frame
 
-# Reconnect attempts while a peer starts: shorter burns CPU, longer adds to start-up.
+# Interval of reconnects while a peer starts: a shorter one burns CPU, a longer one delays start-up.
 _RECONNECT_INTERVAL_MS: Final = 10
-# Refused attempts to connect after which an actor counts as gone: its address is announced only
-# once it listens. One alone may be a full backlog; each more adds a reconnect interval.
+# Refused attempts to connect after which an actor counts as lost: its address is announced only
+# once it listens. A single refusal may be a full backlog; each attempt adds a reconnect interval.
 _MAX_REFUSALS: Final = 5
 _MONITORED: Final = (
     zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_CONNECT_RETRIED
@@ -54,7 +54,7 @@ _MONITORED: Final = (
 
 
 class ItemStream:
-    """Items of one streaming call that have arrived and not been taken."""
+    """Items of one streaming call that have arrived and were not taken yet."""
 
     __slots__ = ("arrived", "ended", "error", "items")
 
@@ -66,10 +66,10 @@ class ItemStream:
 
 
 class Connection:
-    """One DEALER to one incarnation of an actor: opening, open, and then lost for ever.
+    """One DEALER to one incarnation of an actor: first opening, then open, then lost forever.
 
-    Calls are sent only while it is open (the actor has said WELCOME), so one that waits for its
-    peer in vain has never been sent.
+    Calls are sent only while it is open (the actor has sent WELCOME), so a call that waits in vain
+    for its peer has never been sent.
     """
 
     def __init__(
@@ -93,8 +93,8 @@ class Connection:
         self._error: UmbraError | None = None
         self._num_refusals_left = math.inf if awaits_start else _MAX_REFUSALS
         socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-        # Not IMMEDIATE: with it libzmq 4.3.5 drops answers that have arrived and not been read
-        # when the peer goes. Nothing but HELLO is sent before the peer is there.
+        # Not IMMEDIATE: with it libzmq 4.3.5 drops answers that have arrived but were not read when
+        # the peer disconnects. Nothing but HELLO is sent before the peer is connected.
         socket.reconnect_ivl = _RECONNECT_INTERVAL_MS
         socket.heartbeat_ivl = 2000
         socket.heartbeat_timeout = 10_000
@@ -108,7 +108,8 @@ class Connection:
         self.outbox.put((HELLO,))
 
     async def wait_open(self) -> None:
-        """Raises what ended it, `ConnectionLost` or `MailboxClosed`, if it never opens."""
+        """Raises the error that ended it, `ConnectionLost` or `MailboxClosed`, if it never
+        opens."""
         await self._settled.wait()
         if self._error is not None:
             raise _copy(self._error)
@@ -116,7 +117,7 @@ class Connection:
     def begin_call(
         self, method: str, args: tuple[object, ...], kwargs: dict[str, object], timeout_s: float
     ) -> tuple[int, asyncio.Future[Any]]:
-        """Sends a call. Its future gets the outcome; `end_call` must follow, whatever happens."""
+        """Sends a call. Its future gets the outcome; `end_call` must always follow."""
         call_id = next(self._call_ids)
         timeout_ms = math.ceil(timeout_s * 1000)
         self.outbox.put((CALL, call_id, self.ref.incarnation, method, args, kwargs, timeout_ms, 0))
@@ -126,7 +127,7 @@ class Connection:
         return call_id, future
 
     def end_call(self, call_id: int) -> None:
-        """Cancels the call at the callee, unless there has been an answer."""
+        """Cancels the call at the callee, unless it was answered."""
         pending = self._calls.pop(call_id, None)
         if pending is not None:
             pending[1].cancel()
@@ -174,8 +175,8 @@ class Connection:
             if self._num_refusals_left <= 0:
                 self.close(ConnectionLost(f"{self.ref} is gone: nothing listens at its address"))
         elif event & zmq.EVENT_DISCONNECTED:
-            # It may have answered before it went.
-            self._socket.drain_rest()
+            # It may have answered before it disconnected.
+            self._socket.drain_remaining()
             self.close(ConnectionLost(f"{self.ref} went away before it answered"))
         elif event & zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             self.close(ConnectionLost(f"{self.ref} refused this job's key"))
@@ -234,7 +235,7 @@ class Connection:
 
 
 def _revive(remote: RemoteError) -> UmbraError:
-    """One of umbra's own errors is raised as itself at the caller, from the remote one."""
+    """Turns a remote error into umbra's own class if it is one, raised from the remote error."""
     module, _, name = remote.remote_type.rpartition(".")
     kind = getattr(errors, name, None) if module == errors.__name__ else None
     if not (isinstance(kind, type) and issubclass(kind, UmbraError)) or kind is RemoteError:
@@ -245,7 +246,8 @@ def _revive(remote: RemoteError) -> UmbraError:
 
 
 def _copy(error: UmbraError) -> UmbraError:
-    """One each: an exception raised in several tasks would collect all their tracebacks."""
+    """Makes one per task: an exception raised in several tasks would collect all their
+    tracebacks."""
     return type(error)(*error.args)
 
 

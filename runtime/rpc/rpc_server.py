@@ -44,11 +44,11 @@ from umbra.runtime.rpc.wire import Decoder, Frame
 
 logger = logging.getLogger(__name__)
 
-# How soon a caller that vanished is noticed while its calls run. Shorter costs wake-ups.
+# Interval of checks for callers that vanished while their calls run. A shorter one costs wake-ups.
 PEER_CHECK_INTERVAL_S: Final = 1.0
-# Idle callers are looked at only every so many checks; until then a vanished one costs 1 KB.
+# Idle callers are checked only every so many checks; until then a vanished one costs 1 KB.
 _IDLE_PEER_CHECKS: Final = 30
-# Calls of one caller at a time. A caller that has more in flight has lost count of them.
+# Concurrent calls of one caller. A caller that has more in flight has a bug.
 _MAX_CALLS_PER_PEER: Final = 100_000
 _TRACEBACK_MAX_CHARS: Final = 16_000
 
@@ -73,7 +73,7 @@ class _Running:
         self.task: asyncio.Task[None] | None = None
 
     def cancel(self) -> None:
-        """The caller no longer waits: there will be no answer."""
+        """Cancels the task, because the caller no longer waits: there will be no answer."""
         self.deadline = math.inf
         if self.task is not None:
             self.task.cancel()
@@ -154,7 +154,8 @@ class ActorServer:
                 socket.close(linger_ms=200)
 
     def _check_peers(self, look_at_idle: bool) -> None:
-        """Cancels calls past their deadline, in case their callers are stopped; finds lost ones."""
+        """Cancels calls past their deadline, because their callers may be stopped; finds lost
+        callers."""
         now = asyncio.get_running_loop().time()
         for peer in list(self._peers.values()):
             for running in peer.calls.values():
@@ -247,7 +248,7 @@ class ActorServer:
             work = self._finish(peer, call_id, coroutine)
         elif isinstance(outcome, AsyncGeneratorType):
             if credits <= 0:
-                _put_error(peer.outbox, call_id, TypeError(f"{name} gives a stream, not a value"))
+                _put_error(peer.outbox, call_id, TypeError(f"{name} returns a stream, not a value"))
                 return
             running = _Running(credits, math.inf)
             items = cast("AsyncGenerator[Any, Any]", outcome)
@@ -262,7 +263,7 @@ class ActorServer:
             del task
             peer.calls.pop(call_id, None)
             if isinstance(outcome, CoroutineType):
-                outcome.close()  # It never began if it was cancelled at once.
+                outcome.close()  # it never began if it was cancelled at once
 
         running.task.add_done_callback(on_done)
 
@@ -304,12 +305,12 @@ class ActorServer:
         finally:
             try:
                 await items.aclose()
-            except Exception:  # the caller has its answer, or wants none any more
+            except Exception:  # the caller has its answer, or needs none any more
                 logger.exception("a stream's clean-up failed")
 
 
 def _is_being_cancelled() -> bool:
-    """Whether somebody cancelled this task; else a CancelledError is the callee's own doing."""
+    """Whether somebody cancelled this task; else the callee itself raised CancelledError."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
@@ -317,7 +318,7 @@ def _is_being_cancelled() -> bool:
 def _put_result(outbox: Outbox, envelope: tuple[Any, ...], call_id: int) -> bool:
     try:
         outbox.put(envelope)
-    except Exception as error:  # noqa: BLE001 -- it has no wire form: the caller is told
+    except Exception as error:  # noqa: BLE001 -- it has no wire form: the caller gets the error
         _put_error(outbox, call_id, error)
         return False
     return True
@@ -328,7 +329,7 @@ def _put_error(outbox: Outbox, call_id: int, error: BaseException) -> None:
     try:
         message = str(error)
     except Exception:  # noqa: BLE001 -- user code
-        message = "(its message cannot be made)"
+        message = "(its message cannot be formatted)"
     text = "".join(traceback.format_exception(error))[-_TRACEBACK_MAX_CHARS:]
     fields = (f"{kind.__module__}.{kind.__qualname__}", message[:_TRACEBACK_MAX_CHARS], text)
     # Text about undecodable file names has lone surrogates, which have no wire form.

@@ -1,4 +1,4 @@
-"""What a session gives to plain code: an actor, and a pool's engines."""
+"""Blocking handles that a session gives to plain code: an actor, and a pool's engines."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ class SyncHandle:
 
 
 class Pool:
-    """The engines of one pool, from the trainer's side. Any one rank calls; not collective."""
+    """The engines of one pool, from the trainer's side. One rank alone may call it; not
+    collective."""
 
     def __init__(self, supervisor_call: Callable[..., Any], name: str) -> None:
         self._supervisor_call = supervisor_call
@@ -77,7 +78,7 @@ class Pool:
         self._call("pool_sleep", level, timeout_s=timeout_s)
 
     def wake(self, tags: list[str], timeout_s: float = 60.0) -> None:
-        """Takes memory again: `weights`, `kv_cache`."""
+        """Allocates memory again: `weights`, `kv_cache`."""
         self._call("pool_wake", tags, timeout_s=timeout_s)
 
     def _call(self, method: str, *args: object, timeout_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Bytes on the wire: msgpack values with bounded sizes; numpy arrays travel as raw frames.
+"""The wire format: msgpack values with bounded sizes; numpy arrays travel as raw frames.
 
 One ZMQ message is `[header, frame 0, frame 1, ...]`. The header is one or more msgpack
 objects, each an envelope (see `umbra.runtime.rpc.envelopes`). An array of at least
@@ -27,13 +27,13 @@ Frame: TypeAlias = bytes | memoryview
 
 # Below this an array is cheaper to copy into the header; far above it, copying costs latency.
 FRAME_MIN_NBYTES: Final = 16 * 1024
-# One header holds a batch of calls. Larger is almost certainly a peer gone wrong; smaller would
-# refuse honest batches of prompts.
+# One header holds a batch of calls. A larger one almost certainly comes from a faulty peer; a
+# smaller limit would refuse legitimate batches of prompts.
 HEADER_MAX_NBYTES: Final = 64 * 1024 * 1024
 # A single value in a header (string, binary, list, map).
 ITEM_MAX_LEN: Final = 32 * 1024 * 1024
 
-# Errors may quote what they are about.
+# Errors may quote the value that they refer to.
 _REASON_MAX_LEN: Final = 300
 
 _EXT_REF: Final = 1
@@ -105,7 +105,7 @@ class Encoder:
 
 
 class Decoder:
-    """Unpacks headers. Nothing of one header lives on to the next. Not thread-safe."""
+    """Unpacks headers. Headers share no state. Not thread-safe."""
 
     def __init__(self) -> None:
         self._frames: Sequence[Frame] = ()
@@ -115,12 +115,12 @@ class Decoder:
 
         Raises:
             ProtocolError: the bytes are truncated, too large, too deep or not msgpack; values
-                yielded before are good. `BadEnvelope` where the sender can be told.
+                yielded before are valid. `BadEnvelope` if the call is known.
         """
         self._frames = frames
         position = 0
         try:
-            # A fresh one each time: what a truncated header leaves in an unpacker would become
+            # A new one each time: bytes that a truncated header leaves in an unpacker would become
             # the beginning of the next message, which may be another peer's.
             unpacker = self._unpacker(header)
             while position < len(header):
@@ -129,10 +129,10 @@ class Decoder:
                 yield value
         except Exception as error:
             message = f"undecodable message: {_reason(error)}"
-            whose = _first_two_integers(header, position)
-            if whose is None:
+            call = _first_two_integers(header, position)
+            if call is None:
                 raise ProtocolError(message) from error
-            raise BadEnvelope(message, *whose) from error
+            raise BadEnvelope(message, *call) from error
         finally:
             self._frames = ()
 
@@ -179,18 +179,18 @@ class Decoder:
 def _reason(error: Exception) -> str:
     if isinstance(error, msgpack.OutOfData):
         return "truncated"
-    # Not `repr`, which for text that is no UTF-8 has all of its bytes.
+    # Not `repr`, which would include all bytes of text that is not UTF-8.
     return f"{type(error).__name__}: {error}"[:_REASON_MAX_LEN]
 
 
 def _first_two_integers(header: Frame, position: int) -> tuple[int, int] | None:
-    """What an undecodable envelope begins with, if that much is good."""
+    """Reads the first two fields of an undecodable envelope, if they are valid."""
     unpacker = msgpack.Unpacker()
     unpacker.feed(header[position : position + 32])
     try:
         unpacker.read_array_header()
         kind, call_id = unpacker.unpack(), unpacker.unpack()
-    except Exception:  # noqa: BLE001 -- the bytes are bad already; how bad is of no interest
+    except Exception:  # noqa: BLE001 -- the bytes are known to be malformed; details do not matter
         return None
     if type(kind) is int and type(call_id) is int:
         return kind, call_id

@@ -30,15 +30,15 @@ from umbra.runtime.process import descendants
 from umbra.runtime.process.exit_status import ExitStatus
 from umbra.runtime.testing.world_call import WorldCall, WorldOutcome
 
-# From the first rank's failure to the end of the others, which mostly fail with it, and whose
-# errors tell more than a kill would. Longer makes a failing test slow.
+# Time from the first rank's failure to the end of the others, which mostly fail with it. Their
+# errors are more useful than a kill. A longer time makes a failing test slow.
 _OTHERS_GRACE_S: Final = 2.0
 _STACK_DUMP_WAIT_S: Final = 0.5
 _OUTPUT_MAX_CHARS: Final = 4000
 
 
 class RankFailed(UmbraError):
-    """A rank raised, died or was late; the message brings its traceback and its last output.
+    """A rank raised, died or was late; the message has its traceback and its last output.
 
     Attributes:
         rank: the first one that failed.
@@ -73,7 +73,7 @@ class _Rank:
             )
 
     def poll(self) -> bool:
-        """Whether it has ended."""
+        """Returns whether it has ended."""
         if self.ended_at is None and self.popen.poll() is not None:
             self.ended_at = time.monotonic()
         return self.ended_at is not None
@@ -84,7 +84,7 @@ class _Rank:
             self.popen.wait(30.0)
 
     def outcome(self) -> WorldOutcome:
-        """What the function did; says so where the process ended without telling."""
+        """The function's outcome; an error if the process ended without one."""
         if self._outcome_path.exists():
             return WorldOutcome.decode(self._outcome_path.read_bytes())
         return WorldOutcome(error=f"its process {ExitStatus(self.popen.returncode)}")
@@ -117,12 +117,12 @@ class DistributedWorld:
         """Runs `function(*args, **kwargs)` on every rank.
 
         Args:
-            timeout_s: for everything, imports included; also the process group's own limit.
+            timeout_s: for everything, imports included; also the process group's limit.
             env: added to the environment of the ranks.
 
         Raises:
-            RankFailed: a rank raised, died, or was not done in time; all have ended by then.
-            ValueError: the function cannot be imported by name, such as a lambda.
+            RankFailed: a rank raised, died, or was late; all ranks have ended by then.
+            ValueError: the function cannot be imported by name, for example a lambda.
         """
         folder = self._folder / f"world{next(self._numbers)}"
         folder.mkdir()
@@ -142,7 +142,7 @@ class DistributedWorld:
 
 
 def _wait(ranks: Sequence[_Rank], deadline: float) -> list[_Rank]:
-    """Until all have ended, or soon after one has failed; returns those that were late."""
+    """Waits until all have ended, or soon after one has failed; returns the late ones."""
     while True:
         running = [member for member in ranks if not member.poll()]
         failed = [member for member in ranks if member.popen.returncode]
@@ -156,7 +156,7 @@ def _wait(ranks: Sequence[_Rank], deadline: float) -> list[_Rank]:
 
 
 def _dump_stacks(late: Sequence[_Rank]) -> None:
-    """Has the ranks write the stacks of all their threads to their output."""
+    """Makes the ranks write the stacks of all their threads to their output."""
     for member in late:
         descendants.send_signal(member.popen.pid, signal.SIGUSR1)
     pids = [member.popen.pid for member in late]
@@ -170,7 +170,7 @@ def _collect(ranks: Sequence[_Rank], late: set[int], timeout_s: float) -> list[A
         return [outcome.value for outcome in outcomes]
     for rank in late:
         outcomes[rank] = WorldOutcome(error=f"was not done within {timeout_s:g} s")
-    # Who was killed with the others comes last; who failed first is the cause.
+    # Ranks that were killed with the others come last; the first failure is the cause.
     failed.sort(key=lambda member: (member.popen.returncode == -9, member.ended_at))
     texts = [member.describe(outcomes[member.rank]) for member in failed]
     raise RankFailed(failed[0].rank, "\n\n".join(texts))
@@ -179,7 +179,7 @@ def _collect(ranks: Sequence[_Rank], late: set[int], timeout_s: float) -> list[A
 def _environment(rank: int, num_ranks: int, extra: Mapping[str, str]) -> dict[str, str]:
     return {
         "OMP_NUM_THREADS": "1",
-        # A host's own name may not resolve; all ranks are on this one.
+        # A host's own name may not resolve; all ranks are on this host.
         "GLOO_SOCKET_IFNAME": "lo",
         **os.environ,
         "RANK": str(rank),

@@ -12,7 +12,7 @@ from umbra.runtime.session import Session
 
 
 class EngineFactory:
-    """Starts embedded engines in a session, which ends them."""
+    """Starts embedded engines in a session; the session ends them."""
 
     def __init__(self, session: Session, model_dir: Path) -> None:
         self._session = session
@@ -22,10 +22,10 @@ class EngineFactory:
     def __call__(
         self, model_dir: Path | None = None, *, name: str = "", **kwargs: Any
     ) -> SyncHandle:
-        """An engine with the weights of `model_dir` (the tiny model by default), on the CPU.
+        """Starts an engine with the weights of `model_dir` (default: the tiny model), on the CPU.
 
-        `kwargs` are the engine's own, such as `max_num_seqs`. For a pool, whose engines get
-        their weights by a sync, use `session.create_pool`.
+        `kwargs` are the engine's, such as `max_num_seqs`. For a pool, whose engines get their
+        weights by a sync, use `session.create_pool`.
         """
         settings: dict[str, Any] = {
             "model_path": str(model_dir or self._model_dir),

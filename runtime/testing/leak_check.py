@@ -1,13 +1,13 @@
-"""What a test leaves behind: processes, descriptors, threads, shared memory.
+"""Finds what a test leaves behind: processes, descriptors, threads, shared memory.
 
     check = LeakCheck()
     ...
     for leak in check.finish(grace_s=2.0):
         print(leak)
 
-Both ends are one look at /proc, below a millisecond in a plain process and two to three where
-torch is loaded. Only where the looks differ is there a second, patient one: it collects garbage,
-waits for what ends by itself (exits, joins) and then names what is left.
+Both checks look at /proc once, which takes less than a millisecond in a plain process and two to
+three where torch is loaded. Only if the looks differ is there a second, slower one: it collects
+garbage, waits for what ends by itself (exits, joins) and then reports what remains.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from umbra.runtime.process.descendants import Identity
 from umbra.runtime.process.prctl import become_subreaper
 from umbra.runtime.process.shared_memory import may_belong_to, shared_memory_names
 
-# Between two looks while waiting for descriptors and shared memory, for which there is no event.
+# Interval while waiting for descriptors and shared memory, for which there is no event.
 _LOOK_AGAIN_S: Final = 0.02
 _KILL_WAIT_S: Final = 5.0
-# Opened once by a library and kept for the life of the process: not the test's doing.
+# Opened once by a library and kept until the process ends: not the test's doing.
 _PERMANENT_FILES: Final = ("/dev/urandom", "/dev/random", "/dev/nvidia", "/dev/kfd", "/dev/dri/")
-# Memory that libraries keep: for code they generate (ctypes callbacks, oneDNN kernels), and
+# Memory that libraries keep: for code that they generate (ctypes callbacks, oneDNN kernels), and
 # semaphores (tqdm has a lock for all processes).
 _PERMANENT_MEMORY: Final = ("/memfd:libffi", "/memfd:xbyak", "/dev/shm/sem.")
 
 
 def prepare() -> None:
-    """Makes what the process keeps for ever before the first test can be blamed for it."""
-    # A daemonised grandchild then comes to us, and is seen, instead of vanishing to init.
+    """Creates what the process keeps forever before the first test can be blamed for it."""
+    # Otherwise init would adopt a daemonised grandchild, and the check would miss it.
     become_subreaper()
     # libuv opens a pipe with the first loop of a process and never closes it.
     uvloop.new_event_loop().close()
@@ -54,8 +54,8 @@ class Look:
 
     Attributes:
         processes: all living descendants.
-        descriptors: (number, what it points to); a number that points elsewhere is another one.
-        mappings: (what, inode) of mapped anonymous files and of shared memory.
+        descriptors: (number, target); a number with another target is another descriptor.
+        mappings: (name, inode) of mapped anonymous files and of shared memory.
         shared_memory: names in /dev/shm.
     """
 
@@ -76,7 +76,7 @@ class Look:
         )
 
     def since(self, before: Look) -> Look:
-        """What is here and was not then."""
+        """What is here now and was not before."""
         return Look(
             processes=self.processes - before.processes,
             descriptors=self.descriptors - before.descriptors,
@@ -105,10 +105,10 @@ class LeakCheck:
         self._before = Look.take()
 
     def finish(self, grace_s: float) -> list[str]:
-        """One line for each thing left; empty where all is as before.
+        """Returns one line for each leak; empty if nothing was left.
 
         Waits up to `grace_s` seconds for what is ending. Leaked processes are killed once they are
-        named, so that they do not disturb the next test.
+        reported, so that they do not disturb the next test.
         """
         if not self._new():
             return []
@@ -125,7 +125,7 @@ class LeakCheck:
         return lines
 
     def _new(self) -> Look:
-        """What is new and somebody's fault."""
+        """What is new and not exempt."""
         self._reap_adopted()
         new = Look.take().since(self._before)
         if not new:
@@ -133,7 +133,7 @@ class LeakCheck:
         helpers = self._helpers | _helper_pids()
         pipes = _helper_pipes()
         if _has_cuda() and not self._has_cuda:
-            # The first test that uses CUDA gets its context, which stays with the process.
+            # The first test that uses CUDA creates its context, which the process keeps.
             pipes |= {number for number, _ in new.descriptors}
         ours = {os.getpid(), *(pid for pid, _ in descendants.living_descendants(os.getpid()))}
         return Look(
@@ -145,7 +145,7 @@ class LeakCheck:
         )
 
     def _reap_adopted(self) -> None:
-        """Reaps new zombies: as a subreaper we inherit what others forked, and no one waits."""
+        """Reaps new zombies: as a subreaper we adopt what others forked, and nobody else waits."""
         for pid in descendants.child_pids(os.getpid()):
             stat = descendants.process_stat(pid)
             if (
@@ -160,13 +160,15 @@ class LeakCheck:
                 continue
 
     def _kill(self, leaked: frozenset[Identity]) -> None:
-        """Kills those that are not minded by a process from before the test."""
+        """Kills those that no process from before the test supervises."""
         before = {identity.pid for identity in self._before.processes}
-        doomed = [pid for pid, ticks in leaked if not _is_below(pid, before) and _lives(pid, ticks)]
-        for pid in doomed:
+        killed = [
+            pid for pid, ticks in leaked if not _is_below(pid, before) and _is_alive(pid, ticks)
+        ]
+        for pid in killed:
             descendants.send_signal(pid, signal.SIGKILL)
         deadline = time.monotonic() + _KILL_WAIT_S
-        for pid in doomed:
+        for pid in killed:
             descendants.wait_for_exits([pid], max(0.0, deadline - time.monotonic()))
         self._reap_adopted()
 
@@ -176,8 +178,8 @@ def _descriptors() -> Iterator[tuple[int, str]]:
         try:
             target = os.readlink(f"/proc/self/fd/{name}")
         except OSError:
-            continue  # The listing's own descriptor.
-        # A library's own data: matplotlib keeps its fonts open.
+            continue  # the listing's own descriptor
+        # A library's own files: matplotlib keeps its fonts open.
         if not target.startswith(_PERMANENT_FILES) and "/site-packages/" not in target:
             yield int(name), target
 
@@ -240,7 +242,7 @@ def _has_cuda() -> bool:
 
 
 def _is_permanent_thread(thread: threading.Thread) -> bool:
-    # Dummies stand for threads that native code made; tqdm keeps one monitor for ever.
+    # Dummies represent threads that native code made; tqdm keeps one monitor forever.
     kind = type(thread)
     return kind.__name__ == "_DummyThread" or kind.__module__.startswith("tqdm")
 
@@ -248,7 +250,7 @@ def _is_permanent_thread(thread: threading.Thread) -> bool:
 def _end_zmq_collector() -> None:
     """Ends the thread that pyzmq starts with the first message it does not copy, and then keeps.
 
-    It has descriptors of its own, which tell nobody whose they are; it starts again when needed.
+    Its descriptors do not show whose they are. The thread starts again when needed.
     """
     garbage = sys.modules.get("zmq.utils.garbage")
     if garbage is not None and not garbage.gc.refs:
@@ -256,9 +258,9 @@ def _end_zmq_collector() -> None:
 
 
 def _wait_for_an_end(new: Look, timeout_s: float) -> None:
-    """Until a process or thread may have ended; a short while where there is none."""
+    """Waits until a process or thread may have ended; a short while if there is none."""
     if new.processes:
-        # In slices: a leaked thread's or descriptor's end should be seen as well.
+        # In slices, because a leaked thread's or descriptor's end should be noticed as well.
         descendants.wait_for_exits([pid for pid, _ in new.processes], min(timeout_s, 0.25))
     elif new.threads:
         next(iter(new.threads)).join(min(timeout_s, 0.25))
@@ -297,7 +299,7 @@ def _command(pid: int) -> str:
 
 
 def _where(thread: threading.Thread) -> str:
-    """The innermost frame, which tells whose thread it is."""
+    """The innermost frame, which shows what the thread runs."""
     frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
     frame = frames.get(thread.ident or 0)
     if frame is None:
@@ -317,6 +319,6 @@ def _is_below(pid: int, ancestors: set[int]) -> bool:
     return False
 
 
-def _lives(pid: int, start_ticks: int) -> bool:
+def _is_alive(pid: int, start_ticks: int) -> bool:
     stat = descendants.process_stat(pid)
     return stat is not None and not stat.has_ended and stat.start_ticks == start_ticks

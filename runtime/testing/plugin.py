@@ -1,7 +1,7 @@
 """pytest plugin: supervised sessions, engines, an n-rank world, and a check for leaks.
 
-It comes with umbra (entry point `pytest11`) and costs a project nothing until a fixture is used:
-nothing heavy is imported here. The check that tests leave nothing behind is off unless asked for:
+It comes with umbra (entry point `pytest11`) and costs a project nothing until a fixture is used,
+because it imports nothing heavy. The check that tests leave nothing behind is off by default:
 
     [tool.pytest.ini_options]
     umbra_check_leaks = true
@@ -40,10 +40,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type="bool",
         default=False,
     )
-    # Shorter blames honest tests on a busy machine; longer only delays the report of a leak.
+    # A shorter grace blames correct tests on a busy machine; a longer one delays reports of leaks.
     parser.addini(
         "umbra_leak_grace_s",
-        "longest wait for what ends by itself after a test, in seconds",
+        "longest wait, in seconds, for leftovers of a test to end by themselves",
         default="2.0",
     )
 
@@ -85,8 +85,8 @@ def umbra_session_factory(
 ) -> Iterator[SessionFactory]:
     """Opens sessions with options: `umbra_session_factory(tcp_host="127.0.0.1")`.
 
-    They are closed in reverse order after the test, which then fails if a supervisor is still
-    there or a socket directory was left.
+    They are closed in reverse order after the test, which then fails if a supervisor still runs or
+    a socket directory was left.
     """
     from umbra.runtime.testing.session_factory import SessionFactory
 

@@ -1,9 +1,9 @@
-"""An agent loop's `ctx` for tests without engines: its models say what the test wants.
+"""An agent loop's `ctx` for tests without engines: its models answer from a script.
 
     ctx = ScriptedContext(sample, ["?", "24"], pools={"judge": ["right"]})
     assert asyncio.run(my_loops.run(ctx, sample)) == 0.5
 
-Everything else is as in a run: a loop that leaves its trajectory gets the same error.
+Everything else works as in a run: a loop that leaves its trajectory gets the same error.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _MANY: Final = 1 << 20
 
 
 class ScriptedContext(AgentContext):
-    """What a loop gets. A token is a character.
+    """The context that a loop gets. A token is a character.
 
     Attributes:
-        trajectory: with what the loop has made of it, such as its `segments()`.
+        trajectory: what the loop has made so far, such as its `segments()`.
 
     Args:
         sample: the data set's row; its "prompt" is the prompt.
-        answers: what `generate` comes to, one after the other, those with `lora` too; one that is
-            longer than asked for is cut.
-        pools: the same of auxiliary pools, by their names.
-        budget: tokens that may be generated in all, as `rollout.max_new_tokens`.
+        answers: results of `generate`, in order, with or without `lora`; answers longer than the
+            requested limit are cut.
+        pools: answers of auxiliary pools, by pool name.
+        budget: limit on all generated tokens, like `rollout.max_new_tokens`.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class ScriptedContext(AgentContext):
             max_context_len=_MANY,
         )
         self._answers = _script("the policy", answers)
-        asked = {name: ScriptedPool(name, said) for name, said in (pools or {}).items()}
+        asked = {name: ScriptedPool(name, replies) for name, replies in (pools or {}).items()}
         kept: dict[str, Any] = {}
 
         async def recall(key: str) -> list[Any]:
@@ -78,18 +78,18 @@ class ScriptedContext(AgentContext):
         trajectory = self.trajectory
         if not lora:
             trajectory.extend_context(context)
-        room = _MANY if lora else trajectory.room()
-        limit = room if max_new_tokens is None else min(room, max_new_tokens)
-        said = token_ids(_encode(next(self._answers) if limit else ""))
-        tokens = said[:limit]
+        num_left = _MANY if lora else trajectory.room()
+        limit = num_left if max_new_tokens is None else min(num_left, max_new_tokens)
+        reply = token_ids(_encode(next(self._answers) if limit else ""))
+        tokens = reply[:limit]
         if not lora:
             trajectory.append_generated(tokens, np.zeros(len(tokens), np.float32), 0)
-        is_cut = not limit or len(said) > limit
+        is_cut = not limit or len(reply) > limit
         return {"tokens": tokens, "finish_reason": "length" if is_cut else "stop"}
 
 
 class ScriptedPool:
-    """An auxiliary pool, such as a judge, as `AuxiliaryPool`."""
+    """An auxiliary pool, such as a judge, with the interface of `AuxiliaryPool`."""
 
     def __init__(self, name: str, answers: Sequence[str]) -> None:
         self.name = name
@@ -101,13 +101,13 @@ class ScriptedPool:
         self, tokens: Sequence[int], max_new_tokens: int | None = None, **_how: Any
     ) -> PoolAnswer:
         token_ids(tokens)
-        said = _encode(next(self._answers))
-        answer = said[:max_new_tokens]
+        reply = _encode(next(self._answers))
+        answer = reply[:max_new_tokens]
         return PoolAnswer(
             text=_decode(answer),
             tokens=answer,
             logprobs=[0.0] * len(answer),
-            finish_reason="stop" if answer == said else "length",
+            finish_reason="stop" if answer == reply else "length",
         )
 
     async def complete(
@@ -136,7 +136,7 @@ def _pool_of(pools: Mapping[str, ScriptedPool]) -> Callable[[str], Any]:
 
 def _script(who: str, answers: Sequence[str]) -> Iterator[str]:
     yield from answers
-    raise AssertionError(f"{who} is asked once more; the script has {len(answers)} answers")
+    raise AssertionError(f"{who} got one more request; the script has {len(answers)} answers")
 
 
 def _encode(text: str) -> list[int]:

@@ -19,7 +19,7 @@ _TORCHRUN_VARIABLES: Final = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK",
     "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS",
 )  # fmt: skip
-# A supervisor that is told to stop needs its actors' grace; one that hangs is a failure.
+# A stopping supervisor needs its actors' grace; one that exceeds this hangs, which is a failure.
 _EMPTY_WAIT_S: Final = 10.0
 
 
@@ -27,9 +27,9 @@ class SessionFactory:
     """Opens sessions, closes them in reverse order, and checks that their sockets are gone.
 
     Attributes:
-        sessions: those opened so far.
-        run_dirs: theirs, in the same order.
-        notes: what the supervisors told, one line each.
+        sessions: sessions opened so far.
+        run_dirs: their run directories, in the same order.
+        notes: lines that supervisors showed to the operator.
     """
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,7 +38,7 @@ class SessionFactory:
         self.notes: list[str] = []
         self._folder = folder
         self._monkeypatch = monkeypatch
-        # Not below pytest's folder: a socket's path may have 100 bytes.
+        # Not below pytest's folder: a socket's path may have at most 100 bytes.
         self._root = Path(tempfile.mkdtemp(prefix="umbra-test-", dir="/tmp"))
         self._stack = contextlib.ExitStack()
 
@@ -60,7 +60,7 @@ class SessionFactory:
         self.run_dirs.append(run_dir)
         for name in _TORCHRUN_VARIABLES:
             self._monkeypatch.delenv(name, raising=False)
-        # A root each: the directory is named after the process, which all of them share.
+        # Each has its own root: the directory is named after the process, which all share.
         self._monkeypatch.setenv("UMBRA_SOCKET_ROOT", str(self._root / str(idx)))
         self._monkeypatch.setenv("UMBRA_SECRET_FILE", str(self._folder / "job-keys"))
         for name, value in (environ or {}).items():
@@ -72,7 +72,7 @@ class SessionFactory:
         return session
 
     def close(self) -> None:
-        """Closes what is open now; the factory can go on."""
+        """Closes what is open now; the factory can be used again."""
         self._stack.close()
 
     def __enter__(self) -> Self:
@@ -92,7 +92,7 @@ class SessionFactory:
             shutil.rmtree(self._root, ignore_errors=True)
 
     def _wait_until_empty(self) -> list[str]:
-        """Socket directories that are still there; the guardian removes them as its last act."""
+        """Socket directories that still exist; removing them is the guardian's last action."""
         deadline = time.monotonic() + _EMPTY_WAIT_S
         while True:
             left = [str(path) for root in self._root.iterdir() for path in root.iterdir()]

@@ -16,28 +16,28 @@ import pytest
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-# Part of the folder's name: a change below makes a new one.
+# Part of the folder's name: increase it with every change below.
 _RECIPE: Final = "qwen3-1"
 _SPECIALS: Final = ("<pad>", "<eos>", "<unk>")
 
 
 def make_tiny_model(parent: Path, seed: int = 0) -> Path:
-    """A Hugging Face directory below `parent`: Qwen3 of 0.1 M parameters, a token a character.
+    """A Hugging Face directory below `parent`: Qwen3 of 0.1 M parameters; a token is a character.
 
-    Made once a seed; skips the test where transformers is missing.
+    Made once per seed; skips the test if transformers is missing.
     """
     path = parent / f"{_RECIPE}-seed{seed}"
     if path.exists():
         return path
     pytest.importorskip("transformers")
-    # Under another name first: processes that test in parallel never see half of it.
+    # Under another name first, so that parallel test processes never see half of it.
     fresh = Path(tempfile.mkdtemp(dir=parent))
     try:
         _save(fresh, seed)
         if not path.exists():
             fresh.rename(path)
     except FileExistsError:
-        pass  # Another process was faster.
+        pass  # another process was faster
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     return path
@@ -58,7 +58,7 @@ def _save(folder: Path, seed: int) -> None:
         head_dim=16,
         max_position_embeddings=512,
         tie_word_embeddings=True,
-        # Logits far from uniform, so that greedy decoding has no near-ties.
+        # Logits are far from uniform, so that greedy decoding has no near-ties.
         initializer_range=0.15,
         eos_token_id=_SPECIALS.index("<eos>"),
         pad_token_id=_SPECIALS.index("<pad>"),
@@ -80,7 +80,7 @@ def _make_tokenizer() -> PreTrainedTokenizerFast:
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     inner.decoder = decoders.Fuse()
-    make: Any = PreTrainedTokenizerFast  # It has no annotations.
+    make: Any = PreTrainedTokenizerFast  # it has no annotations
     tokenizer: PreTrainedTokenizerFast = make(
         tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
     )

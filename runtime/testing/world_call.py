@@ -1,4 +1,4 @@
-"""What goes into a rank of a test's world, and what comes out: plain data, in files."""
+"""The input and the outcome of one rank of a test's world: plain data, in files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class WorldCall:
         timeout_s: float,
         backend: str,
     ) -> Self:
-        """Raises ValueError where the function cannot be imported by name."""
+        """Raises ValueError if the function cannot be imported by name."""
         name = function.__qualname__
         if "<" in name or function.__module__ == "__main__":
             raise ValueError(

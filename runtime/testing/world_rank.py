@@ -21,7 +21,7 @@ from umbra.runtime.testing.world_call import WorldCall, WorldOutcome
 
 
 def main() -> None:
-    """Entry point; exits 1 where the function raised."""
+    """Entry point; exits with status 1 if the function raised."""
     die_with_parent(int(sys.argv[1]))
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -30,7 +30,7 @@ def main() -> None:
     try:
         data = WorldOutcome(value=_run(call)).encode()
         failed = False
-    except Exception as error:  # noqa: BLE001 -- the test's process gets it
+    except Exception as error:  # noqa: BLE001 -- passed to the test's process
         text = f"{type(error).__name__}: {error}"
         data = WorldOutcome(error=text, traceback=traceback.format_exc()).encode()
         failed = True
@@ -39,7 +39,7 @@ def main() -> None:
     partial.write_bytes(data)
     partial.rename(path)
     if failed:
-        # No orderly end: a process group in disarray may wait in its destructor.
+        # No orderly end: a broken process group may block in its destructor.
         sys.stdout.flush()
         os._exit(1)
 
@@ -57,7 +57,7 @@ def _run(call: WorldCall) -> object:
         timeout=timedelta(seconds=call.timeout_s),
     )
     value = call.run()
-    # A rank that leaves early would break the connections others still use.
+    # A rank that leaves early would break connections that others still use.
     dist.barrier()
     dist.destroy_process_group()
     return value

@@ -12,18 +12,19 @@ import torch
 import xxhash
 from torch import Tensor
 
-# What is summed, then copied while it is still in the core's cache.
+# Bytes that are summed, then copied while they are still in the core's cache.
 _CHUNK_NBYTES: Final = 1 << 18
 _STAGING_NBYTES: Final = 16 << 20
-# Page-locked memory that a GPU's bytes come through. Less waits more often for a copy to begin;
-# more falls out of the core's cache before it is summed.
+# Page-locked memory through which a GPU's bytes are copied. Less waits more often for a copy to
+# begin; more leaves the core's cache before it is summed.
 
 
 def checksum_of(data: Tensor) -> int:
     """The checksum of `data`: uint8 [N], contiguous, on any device."""
     if data.device.type == "cpu":
         return xxhash.xxh3_64_intdigest(data.numpy().data)
-    # A copy to ordinary memory is many times slower, most of all to memory not used before.
+    # A copy to pageable memory is many times slower, most of all to memory that was not used
+    # before.
     staging = torch.empty(min(len(data), _STAGING_NBYTES), dtype=torch.uint8, pin_memory=True)
     digest = xxhash.xxh3_64()
     for start in range(0, len(data), _STAGING_NBYTES):
@@ -34,10 +35,11 @@ def checksum_of(data: Tensor) -> int:
 
 
 def copy_with_checksum(source: Tensor, destination: Tensor) -> int:
-    """Copies `source` to `destination` (both uint8 [N], on the CPU); the checksum of `source`.
+    """Copies `source` to `destination` (both uint8 [N], on the CPU); returns the checksum of
+    `source`.
 
-    Chunk by chunk, so that the source is read from memory once; by way of numpy, whose views cost
-    less than half of what tensors do.
+    It works in chunks, so that the source is read from memory once, and uses numpy, whose views
+    cost less than half of tensor views.
     """
     digest = xxhash.xxh3_64()
     data, target = source.numpy(), destination.numpy()

@@ -1,4 +1,4 @@
-"""Do the regions that the ranks sent make up every tensor, each byte exactly once?"""
+"""Checks that the regions sent by the ranks cover every tensor, each byte exactly once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def find_gap(manifest: Manifest, regions: Iterable[tuple[int, int, int | None]])
             if idx == len(ordered) or ordered[idx][0] != cursor:
                 found = ordered[idx][0] if idx < len(ordered) else "nothing more"
                 return (
-                    f"the ranks' shards do not make up tensor {entry.name!r}: expected a region "
+                    f"the ranks' shards do not cover tensor {entry.name!r}: expected a region "
                     f"at image byte {cursor}, got {found}; do all ranks publish the same model?"
                 )
             cursor += ordered[idx][1]

@@ -1,7 +1,8 @@
-"""One engine in a sync: makes the requests that the transaction wants, one after the other.
+"""One engine in a sync: makes the requests that the transaction decides on, one after the other.
 
 So a revert never overtakes a load that is still copying. While an engine loads, its word in the
-control block is watched: one that stands still though there are buckets to load has failed.
+control block is watched: an engine that makes no progress although there are buckets to load has
+failed.
 """
 
 from __future__ import annotations
@@ -40,28 +41,30 @@ from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncPro
 logger = logging.getLogger(__name__)
 
 _SETTLE_TIMEOUT_S: Final = 10.0
-# For each call after the decision (commit, resume, revert), whatever is left of the lease: too
-# short kills engines that were only slow, too long holds back the next sync. Also how much longer
-# than the lease a load may take to hear that the sync is given up.
-_GIVEN_UP_LIMIT_S: Final = 40.0
-# For what an engine was asked when the sync is given up. Longer: an elastic restart, which gives
-# the pool 60 s, ends the job. Shorter: engines that drain or finish loading a model are killed.
+# Limit of each call after the decision (commit, resume, revert), whatever is left of the lease: a
+# short one kills engines that were only slow, a long one delays the next sync. Also how much longer
+# than the lease a load may take to notice that the sync was aborted.
+_ABORTED_LIMIT_S: Final = 40.0
+# Limit of an engine's request in progress when the sync is aborted. Longer: an elastic restart,
+# which gives the pool 60 s, ends the job. Shorter: engines that drain or finish loading a model are
+# killed.
 _ENGINE_SHARE: Final = 0.75
-# The part of what is left of the sync's time that an engine has for a request, or for a load that
-# stands still. More leaves too little for the others when it fails; less replaces slow engines.
+# Share of the sync's remaining time that an engine has for a request, or for a load without
+# progress. A larger share leaves too little for the others when it fails; a smaller one replaces
+# slow engines.
 _WATCH_INTERVAL_S: Final = 0.1
-_LEAST_PATIENCE_S: Final = 3 * _WATCH_INTERVAL_S
+_MIN_TIMEOUT_S: Final = 3 * _WATCH_INTERVAL_S
 
 
 class SyncEngine(Protocol):
-    """An engine as the supervisor sees it. Calls raise `UmbraError` where they fail.
+    """An engine as the supervisor sees it. Calls raise `UmbraError` if they fail.
 
-    `begin_update` leaves the weights as they are; `touch` is told, before `load`, that they are
-    about to be those of no version (lifecycle BeginUpdate). `load` returns when the model has
-    the weights, and fails soon after the sync's control block says that the sync is given up.
-    `finish_update` verifies what was loaded, and changes nothing.
-    `abort_update` ends the update; the lifecycle loses the version only if it was touched.
-    `probe_import` says why allocations (`rank_exports`) cannot be opened, or "".
+    `begin_update` does not change the weights. `touch` announces, before `load`, that they will
+    have no version (lifecycle BeginUpdate). `load` returns when the model has the weights, and
+    fails soon after the sync's control block reports an abort. `finish_update` verifies what was
+    loaded, and changes nothing. `abort_update` ends the update; the lifecycle loses the version
+    only if it was touched. `probe_import` returns why allocations (`rank_exports`) cannot be
+    opened, or "".
     """
 
     @property
@@ -90,12 +93,12 @@ class SyncEngine(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedImage:
-    """What the coordinator provides once the layout is known.
+    """The part of a sync that the coordinator provides once the layout is known.
 
     Attributes:
         buckets: for engines: transport, fd_socket, names, bucket_nbytes, progress (name, num_ranks,
-            num_engines); engines are numbered as they stand in `engines`. Where the transport is
-            cuda_ipc no names, but has_checksums, and exports: those of each rank.
+            num_engines). Engines are numbered in the order of `engines`. With cuda_ipc there are no
+            names, but has_checksums and exports, those of each rank.
         progress: the control block, mapped; the host closes it after the run.
         num_buckets: with cuda_ipc the number of tensors, which are loaded one by one.
     """
@@ -108,7 +111,7 @@ class OpenedImage:
 
 
 class Lease:
-    """The time a sync may take. It never has an end later than one it had before."""
+    """The time that a sync may take. Its end never moves to a later time."""
 
     def __init__(self) -> None:
         self.length_s = float("inf")
@@ -120,7 +123,7 @@ class Lease:
         return max(0.0, self._end - time.monotonic())
 
     def shorten(self, length_s: float) -> None:
-        """It ends `length_s` from now, or earlier as before."""
+        """Ends it `length_s` from now, unless it ends earlier."""
         end = time.monotonic() + length_s
         if end < self._end:
             self._end, self.length_s = end, length_s
@@ -128,11 +131,11 @@ class Lease:
 
 
 class EngineSync:
-    """Feeds what comes of every request to the transaction, by `feed`.
+    """Passes the outcome of every request to the transaction, by `feed`.
 
     Args:
-        number: the engine's in the control block.
-        lease: the time that the ranks have set for the sync; it limits what the engine may take.
+        number: the engine's index in the control block.
+        lease: the time that the ranks set for the sync; it limits the engine.
     """
 
     def __init__(
@@ -158,20 +161,20 @@ class EngineSync:
         self._feed = feed
         self._pause_mode = pause_mode
         self._requests: asyncio.Queue[Action] = asyncio.Queue()
-        self._patience: asyncio.Timeout | None = None  # of the request under way
+        self._request_timeout: asyncio.Timeout | None = None  # of the request in progress
 
     def request(self, action: Action) -> None:
         """Queues a request; `Close` ends `run`."""
         self._requests.put_nowait(action)
 
-    def give_up(self) -> None:
-        """The sync is given up: the request under way has little time left; the revert follows."""
-        patience, limit = self._patience, asyncio.get_running_loop().time() + _GIVEN_UP_LIMIT_S
-        if patience is not None and not patience.expired():
-            patience.reschedule(min(patience.when() or limit, limit))
+    def abort(self) -> None:
+        """Shortens the request in progress, because the sync was aborted; the revert follows."""
+        timeout, limit = self._request_timeout, asyncio.get_running_loop().time() + _ABORTED_LIMIT_S
+        if timeout is not None and not timeout.expired():
+            timeout.reschedule(min(timeout.when() or limit, limit))
 
     def discard(self, reason: str) -> None:
-        """Kills the engine that took part, and has the ranks go on without it."""
+        """Kills the engine that took part, and lets the ranks continue without it."""
         self.request(Close())
         engine = self._engine
         is_same = engine.incarnation == self.incarnation
@@ -189,37 +192,37 @@ class EngineSync:
         timeout_s = self._timeout_s()
         try:
             self._check_incarnation()
-            async with asyncio.timeout(timeout_s) as self._patience:
+            async with asyncio.timeout(timeout_s) as self._request_timeout:
                 try:
-                    event = await self._perform(request, timeout_s, self._patience)
+                    event = await self._perform(request, timeout_s, self._request_timeout)
                 finally:
-                    self._patience = None
+                    self._request_timeout = None
         except TimeoutError:
             reason = f"no answer or no progress within {timeout_s:.3g} s"
             if self._image.progress.is_aborted:
-                reason = "it did not end in time after the sync was given up"
+                reason = "it did not stop in time after the sync was aborted"
             elif timeout_s != _SETTLE_TIMEOUT_S:
                 reason += f", {_ENGINE_SHARE:.0%} of what was left of pool.sync_timeout_s"
         except UmbraError as error:
             if isinstance(request, Load) and self._image.progress.is_aborted:
-                return  # it was told to stop; the revert that follows finds out how it is
+                return  # the abort stopped it; the revert that follows finds its state
             reason = str(error)
         except Exception as error:  # an engine must not end the supervisor
-            logger.exception("%s of %s broke", what, name)
+            logger.exception("%s of %s failed unexpectedly", what, name)
             reason = repr(error)
         else:
             self._feed(event)
             return
         self._feed(EngineFailed(name, f"{what.lower()}: {reason}"))
 
-    async def _perform(self, request: Action, timeout_s: float, patience: asyncio.Timeout) -> Event:
+    async def _perform(self, request: Action, timeout_s: float, timeout: asyncio.Timeout) -> Event:
         engine = self._engine
         match request:
             case Prepare():
                 await self._prepare(timeout_s)
                 return EnginePrepared(engine.name)
             case Load():
-                return await self._load(patience)
+                return await self._load(timeout)
             case Verify():
                 regions: list[list[int | None]] = [list(r) for r in self._transaction.regions]
                 found = await engine.finish_update(regions, timeout_s)
@@ -249,18 +252,19 @@ class EngineSync:
         await engine.begin_update(version, manifest, buckets, timeout_s)
         self.prepared_at = time.monotonic()
 
-    async def _load(self, patience: asyncio.Timeout) -> Event:
+    async def _load(self, timeout: asyncio.Timeout) -> Event:
         engine = self._engine
         engine.touch(self._transaction.version)
         begun_at = time.monotonic()
-        with self._watching(patience):
+        with self._watching(timeout):
             loaded = await engine.load(self._lease.left_s + _SETTLE_TIMEOUT_S)
         self.load_s = time.monotonic() - begun_at
         return EngineLoaded(engine.name, _integer(loaded, "nbytes"))
 
     @contextmanager
-    def _watching(self, patience: asyncio.Timeout) -> Generator[None]:
-        """Sets the timeout of a load anew whenever it moves; while it waits for ranks, to never."""
+    def _watching(self, timeout: asyncio.Timeout) -> Generator[None]:
+        """Resets a load's timeout whenever it makes progress; sets none while it waits for
+        ranks."""
         loop, num_buckets = asyncio.get_running_loop(), self._image.num_buckets
         progress, num_seen = self._image.progress, 0
         timer: asyncio.TimerHandle | None = None
@@ -268,20 +272,20 @@ class EngineSync:
         def look() -> None:
             nonlocal num_seen, timer
             num_loaded, num_filled = progress.num_loaded(self.number), min(progress.num_filled())
-            ends_at = patience.when()
-            limit_s = max(_LEAST_PATIENCE_S, self._timeout_s())
+            ends_at = timeout.when()
+            limit_s = max(_MIN_TIMEOUT_S, self._timeout_s())
             if progress.is_aborted:
-                # Having loaded all, it may be in the library's own last work, which nothing stops.
+                # All buckets are loaded: the library's own final work cannot be stopped.
                 all_came = num_loaded == num_buckets
-                limit = loop.time() + (_GIVEN_UP_LIMIT_S if all_came else _SETTLE_TIMEOUT_S)
+                limit = loop.time() + (_ABORTED_LIMIT_S if all_came else _SETTLE_TIMEOUT_S)
                 ends_at = limit if ends_at is None else min(ends_at, limit)
             elif num_loaded == num_filled < num_buckets:
                 ends_at = None
             elif ends_at is None or num_loaded != num_seen:
                 ends_at = loop.time() + limit_s
             num_seen = num_loaded
-            if not patience.expired():
-                patience.reschedule(ends_at)
+            if not timeout.expired():
+                timeout.reschedule(ends_at)
                 timer = loop.call_later(_WATCH_INTERVAL_S, look)
 
         look()
@@ -299,12 +303,12 @@ class EngineSync:
         engine = self._engine
         if engine.incarnation != self.incarnation:
             raise WeightSyncError(
-                f"incarnation {self.incarnation} of {engine.name} took part, "
-                f"now there is {engine.incarnation}"
+                f"incarnation {self.incarnation} of {engine.name} took part, but "
+                f"incarnation {engine.incarnation} is running"
             )
 
     def _timeout_s(self) -> float:
-        """How long an engine may take: never so long that the others would fail with it."""
+        """Limit for an engine, short enough that the others do not fail with it."""
         if self._transaction.phase >= Phase.COMMITTING:
             return _SETTLE_TIMEOUT_S
         return self._lease.left_s * _ENGINE_SHARE
@@ -326,7 +330,7 @@ def _read_verification(engine: str, found: object) -> EngineVerified:
 def _integer(answer: object, key: str) -> int:
     value = _fields(answer).get(key)
     if not isinstance(value, int):
-        raise ProtocolError(f"an engine answered {key}={value!r} where a number belongs")
+        raise ProtocolError(f"an engine answered {key}={value!r}, expected a number")
     return value
 
 

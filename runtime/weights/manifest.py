@@ -1,8 +1,8 @@
-"""What a sync carries: names, dtypes, shapes and places of tensors in one flat image.
+"""The contents of a sync: names, dtypes, shapes and offsets of tensors in one flat image.
 
-The image is virtual: nobody holds it whole. Every tensor starts at a multiple of `ALIGNMENT`, in
-row-major order, without strides; buckets are windows into the image (see `image`). Torch-free,
-because the supervisor checks manifests too.
+The image is virtual: no process holds all of it. Every tensor starts at a multiple of `ALIGNMENT`,
+in row-major order, without strides; buckets are windows into the image (see `bucket_grid`).
+Torch-free, because the supervisor checks manifests too.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from umbra.runtime.errors import ProtocolError
 
 ALIGNMENT: Final = 256
 # A multiple of every item size, so that neither a bucket nor a shard edge ever splits an element,
-# and of a GPU's memory transaction. Larger wastes image bytes on small tensors.
+# and of a GPU's memory transaction. A larger value wastes image bytes on small tensors.
 
 MAX_TENSORS: Final = 1 << 20
 MAX_NAME_NBYTES: Final = 1024
 MAX_DIMS: Final = 64
 MAX_IMAGE_NBYTES: Final = 1 << 50
-# Bounds of what is accepted from another process; far above any real model.
+# Bounds of values accepted from another process; far above any real model.
 
 ITEMSIZES: Final[Mapping[str, int]] = {
     "bool": 1,
@@ -72,11 +72,11 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """The layout of an image. Says nothing of versions: a layout serves many.
+    """The layout of an image. It has no version: one layout serves many.
 
     Attributes:
         entries: ordered by offset, disjoint.
-        aliases: further names of tied tensors -> the name in `entries` that carries the bytes.
+        aliases: other names of tied tensors -> the name in `entries` that has the bytes.
         nbytes: length of the image, padding included.
     """
 
@@ -93,7 +93,7 @@ class Manifest:
         """Places (name, dtype, shape) triples one after the other.
 
         Raises:
-            ValueError: a repeated name, an unknown dtype, an alias of nothing.
+            ValueError: a name is repeated, a dtype is unknown, or an alias has no target.
         """
         entries: list[TensorEntry] = []
         cursor = 0
@@ -129,7 +129,7 @@ class Manifest:
         """Checks and reads what `to_wire` made.
 
         Raises:
-            ProtocolError: anything that is not a well-formed layout within the bounds.
+            ProtocolError: it is not a well-formed layout within the bounds.
         """
         fields = _typed(raw, dict, "manifest")
         tensors = _typed(fields.get("tensors"), list, "manifest tensors")

@@ -1,9 +1,9 @@
-"""Which bytes of the image a rank holds.
+"""Determines which bytes of the image a rank holds.
 
 Legend: N rows of dim 0, world size W, rank r.
 
-FSDP2 cuts dim 0 as torch.chunk does: ceil(N / W) rows a rank, the last ones fewer or none. Rows of
-a row-major tensor are one byte range, so no rank needs another's part.
+FSDP2 cuts dim 0 like torch.chunk: ceil(N / W) rows per rank, the last ranks get fewer or none. Rows
+of a row-major tensor are one byte range, so no rank needs another's part.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from umbra.runtime.weights.transports.shared_memory.bucket_grid import Extent
 
 
 def find_aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Names of tied tensors -> the first name that has the same storage, place and shape.
+    """Names of tied tensors -> the first name with the same storage, offset and shape.
 
-    Works on local shards, also where a shard is empty, since those keep a storage of their own.
+    It compares local shards, and works even for empty shards, because those keep a storage of their
+    own.
     """
     first: dict[tuple[object, ...], str] = {}
     aliases: dict[str, str] = {}
@@ -44,13 +45,13 @@ def find_aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of `tensor`, detached; shares memory with it."""
+    """The part of `tensor` on this rank, detached; shares memory with it."""
     detached = tensor.detach()
     return detached.to_local() if isinstance(detached, DTensor) else detached
 
 
 def rows_held(name: str, tensor: Tensor, rank: int) -> tuple[int, int] | None:
-    """The rows [start, stop) of dim 0 that this rank contributes; None for all dims, no cut.
+    """The rows [start, stop) of dim 0 that this rank contributes; None for the whole tensor.
 
     A plain or replicated tensor comes whole from its first holder; the others contribute (0, 0).
 
@@ -83,7 +84,7 @@ def held_extent(key: int, entry: TensorEntry, tensor: Tensor, rank: int) -> Exte
     """The byte range of the image that this rank fills for `tensor`; None if it fills nothing.
 
     Raises:
-        ValueError: an unusable placement, or a local part that is not what the placement says.
+        ValueError: the placement is unusable, or the local part contradicts it.
     """
     rows = rows_held(entry.name, tensor, rank)
     if rows is None:
@@ -108,10 +109,10 @@ def wire_manifest(
     wire_dtype: torch.dtype | None,
     keep_dtype: frozenset[str],
 ) -> Manifest:
-    """The layout that every rank derives alike from global names, shapes and dtypes."""
+    """The layout, which every rank derives identically from global names, shapes and dtypes."""
 
     def dtype_on_wire(name: str, tensor: Tensor) -> torch.dtype:
-        # Floats of one byte are codes of a quantised format: converting them changes meaning.
+        # One-byte floats are codes of a quantised format: a conversion would change their meaning.
         is_cast = tensor.is_floating_point() and tensor.dtype.itemsize > 1
         if wire_dtype is None or not is_cast or name in keep_dtype:
             return tensor.dtype

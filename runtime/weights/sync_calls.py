@@ -1,4 +1,4 @@
-"""The calls of a weight sync, which each rank makes and the supervisor answers. Torch-free.
+"""The calls of a weight sync, from each rank to the supervisor. Torch-free.
 
     rank                                      supervisor
     sync_begin  ──SyncBegin──▶   SyncGrant    all ranks have joined, engines get ready
@@ -6,8 +6,8 @@
     sync_end    ──SyncEnd──▶     SyncReport   the version is committed, engines serve it
     sync_abort  ──SyncAbort──▶                the sync ends for every rank
 
-A call is one object from the rank's publisher to the `SyncCoordinator` of the pool. Its deadline is
-on the monotonic clock of the process that holds it; what crosses processes is the time left.
+A rank's publisher passes each call as one object to the `SyncCoordinator` of the pool. Its deadline
+is on the monotonic clock of the process that holds it; between processes it travels as time left.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from umbra.runtime.weights.transports.cuda_ipc.rank_exports import (
 )
 
 Region = tuple[int, int, int | None]
-"""Image offset, nbytes and checksum of bytes that one rank has sent."""
+"""Image offset, nbytes and checksum of bytes that one rank sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class _Call:
 
     @property
     def left_s(self) -> float:
-        """Raises DeadlineExceeded where nothing is left."""
+        """Raises DeadlineExceeded if nothing is left."""
         return remaining_s(self.deadline)
 
     def to_wire(self) -> dict[str, Any]:
@@ -51,7 +51,7 @@ class SyncBegin(_Call):
 
     Attributes:
         manifest: the wire form of a `Manifest`, from rank 0; the coordinator reads it.
-        offer: what the rank exports of its GPU.
+        offer: the GPU memory that the rank exports.
     """
 
     pool: str
@@ -126,7 +126,7 @@ class SyncFilled(_LaterCall):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncEnd(_LaterCall):
-    """A rank waits for the outcome. It keeps no memory that engines need."""
+    """A rank waits for the outcome. It holds no memory that engines need."""
 
     @classmethod
     def from_wire(cls, raw: object) -> Self:
@@ -140,7 +140,7 @@ class SyncEnd(_LaterCall):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncAbort(_LaterCall):
-    """A rank stops half way."""
+    """A rank aborts the sync."""
 
     reason: str
 
@@ -165,14 +165,14 @@ SyncCall = SyncBegin | SyncFilled | SyncEnd | SyncAbort
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncGrant:
-    """What a rank needs to hand over its tensors.
+    """The information that a rank needs to hand over its tensors.
 
     Attributes:
         transport: "memfd" or "cuda_ipc".
-        buckets: names of their memory at `fd_socket`; none with cuda_ipc.
+        buckets: names of the buckets at `fd_socket`; none with cuda_ipc.
         progress: name and sizes of the control block, see `SyncProgress.receive`.
         num_buckets: with cuda_ipc the number of tensors.
-        has_checksums: the ranks take them.
+        has_checksums: whether the ranks compute checksums.
     """
 
     sync_id: str
@@ -194,13 +194,13 @@ class SyncGrant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncReport:
-    """How a sync went, or all waves of a rolling update.
+    """The outcome of a sync, or of all waves of a rolling update.
 
     Attributes:
-        engines: name -> {"nbytes": bytes loaded, "load_s": seconds that took, waits included}.
+        engines: name -> {"nbytes": bytes loaded, "load_s": seconds, waits included}.
         failed: name -> why this engine did not get the version; it is being replaced.
-        remaining: engines that serve an older version, and get this one by the next wave.
-        transport: "memfd" or "cuda_ipc"; of a rolling update, that of the last wave.
+        remaining: engines that serve an older version, and get this one in the next wave.
+        transport: "memfd" or "cuda_ipc"; for a rolling update, the last wave's.
         prepare_s, transfer_s, verify_s, resume_s: seconds of each phase, over all waves.
     """
 
@@ -222,7 +222,7 @@ class SyncReport:
         return cls(**_answered(raw, cls.__slots__))
 
     def joined(self, later: SyncReport) -> SyncReport:
-        """With what the next wave reports."""
+        """Adds the report of the next wave."""
         return SyncReport(
             version=self.version,
             transport=later.transport,
@@ -239,12 +239,12 @@ class SyncReport:
 class SyncSupervisor(Protocol):
     """The supervisor as a rank's publisher sees it: blocking calls.
 
-    Each raises `WeightSyncError` on all ranks when the sync failed, and DeadlineExceeded when the
-    call's time is used up.
+    Each raises `WeightSyncError` on all ranks if the sync fails, and DeadlineExceeded if the call's
+    time is used up.
     """
 
     def check(self) -> None:
-        """Raises where the job is lost; called while a rank waits for buckets."""
+        """Raises if the job is lost; called while a rank waits for buckets."""
         ...
 
     def sync_begin(self, call: SyncBegin) -> SyncGrant: ...
@@ -254,7 +254,7 @@ class SyncSupervisor(Protocol):
 
 
 def remaining_s(deadline: float) -> float:
-    """Until the deadline of a sync; raises DeadlineExceeded where nothing is left."""
+    """Seconds until the deadline of a sync; raises DeadlineExceeded if none are left."""
     left_s = deadline - time.monotonic()
     if left_s <= 0:
         raise DeadlineExceeded("the time for this sync is used up")

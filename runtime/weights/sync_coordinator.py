@@ -1,9 +1,9 @@
-"""The supervisor's end of weight syncs: one coordinator per pool.
+"""The supervisor's side of weight syncs: one coordinator per pool.
 
     rank 0 ──sync_begin──┐                                     ┌── begin_update ──> engine a
     rank 1 ──sync_begin──┴─> SyncCoordinator ── one SyncRun ───┴── begin_update ──> engine b
 
-The four `sync_*` calls are those of the ranks, see `sync_calls`. Torch-free.
+Ranks make the four `sync_*` calls, see `sync_calls`. Torch-free.
 """
 
 from __future__ import annotations
@@ -43,26 +43,26 @@ from umbra.runtime.weights.update_waves import able_engines, choose_wave, remain
 logger = logging.getLogger(__name__)
 
 _ANSWER_SHARE: Final = 0.9
-# The lease ends this part into a rank's patience, so that the rank hears why instead of timing out.
+# The lease ends this share before a rank's own deadline, so that the rank gets the reason.
 _ENDED_KEPT: Final = 8
-# Ended syncs whose outcome late callers can still ask for.
+# Ended syncs whose outcome is kept for late callers.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncSettings:
-    """How a pool's syncs are done.
+    """Settings of a pool's syncs.
 
     Attributes:
-        bucket_nbytes: size of each of the NUM_BUFFERS buffers. All together should stay in the
-            last-level cache, so that only the tensors themselves go through memory; smaller ones
-            spend the time in waking each other.
-        verify_every: checksums of the first version and of every so-manieth after it, and whenever
-            an engine takes part for the first time. Counts and bytes are verified always.
+        bucket_nbytes: size of each of the NUM_BUFFERS buffers. All together should fit the
+            last-level cache, so that only the tensors themselves go through memory; smaller buffers
+            spend the time in wake-ups.
+        verify_every: checksums are verified for the first version, for every n-th after it, and
+            whenever an engine takes part for the first time. Counts and bytes are always verified.
         pause_mode: what happens to running generation: abort, keep or drain.
-        require_engine: a sync that reaches no engine fails. If False it commits the version, with
-            a warning, for engines to catch up with.
-        update_waves: a new version reaches the pool in so many syncs, one after the other, each
-            with a part of the engines; see `umbra.runtime.weights.update_waves`.
+        require_engine: a sync that reaches no engine fails. If False, it commits the version with a
+            warning, and engines catch up with it later.
+        update_waves: number of syncs, one after the other, in which a new version reaches the pool,
+            each with a part of the engines; see `umbra.runtime.weights.update_waves`.
         transport: see `umbra.runtime.weights.transport_choice`.
     """
 
@@ -77,14 +77,14 @@ class SyncSettings:
 class SyncCoordinator:
     """Serves the syncs of one pool, one after the other. `run()` lives until cancelled.
 
-    The supervisor keeps other operations on the pool (sleep, wake, pause) apart from syncs.
-    Owns their memory: made when `run` begins (engines need longer to start), freed when it ends.
-    `version` is the last committed one.
+    The supervisor keeps other operations on the pool (sleep, wake, pause) apart from syncs. The
+    coordinator owns the memory of the syncs: `run` makes it when it begins (engines take longer to
+    start) and frees it when it ends. `version` is the last committed one.
 
     Args:
-        engines: all engines of the pool, in whatever state.
-        fd_server: where the buckets' descriptors are offered; it listens at `fd_socket`.
-        on_commit: told the version at the point of no return.
+        engines: all engines of the pool, in any state.
+        fd_server: offers the buckets' descriptors at `fd_socket`.
+        on_commit: called with the version when it is committed.
     """
 
     def __init__(
@@ -108,9 +108,9 @@ class SyncCoordinator:
         self._sync_ids = itertools.count(1)
         self._num_versions = 0  # committed
         self._num_waves = 0  # committed syncs of `version`
-        self._layout: tuple[object, Manifest] | None = None  # the last, on the wire and read
-        self._verified: dict[str, int] = {}  # by engine: the last life whose checksums were
-        self._discarded: dict[str, int] = {}  # the same: killed, and perhaps not reaped yet
+        self._layout: tuple[object, Manifest] | None = None  # the last one, raw and parsed
+        self._verified: dict[str, int] = {}  # by engine: last incarnation with verified checksums
+        self._discarded: dict[str, int] = {}  # by engine: last incarnation that was killed
         self._current: SyncRun | None = None
         self._ended: collections.OrderedDict[str, SyncRun] = collections.OrderedDict()
         self._to_start: asyncio.Queue[SyncRun] = asyncio.Queue()
@@ -124,17 +124,17 @@ class SyncCoordinator:
         return self._current is not None
 
     async def wait_settled(self) -> None:
-        """Until no sync is under way."""
+        """Waits until no sync is in progress."""
         while self._current is not None:
             await self._current.over.wait()
 
     async def run(self) -> None:
-        """Drives syncs until cancelled; an open one then fails at its ranks."""
+        """Runs syncs until cancelled; then an open one fails at its ranks."""
         try:
             await self._memory.make()
             while True:
                 run = await self._to_start.get()
-                await self._memory.make()  # where there was none, there may be some now
+                await self._memory.make()  # retried after a failure: memory may be free now
                 try:
                     await run.run()
                 finally:
@@ -147,7 +147,7 @@ class SyncCoordinator:
         finally:
             self._memory.close()
 
-    # -- what ranks call -----------------------------------------------------------------
+    # -- calls of ranks ------------------------------------------------------------------
 
     async def sync_begin(self, call: SyncBegin) -> SyncGrant:
         """Returns once all ranks have called it; engines get ready while the ranks fill.
@@ -156,7 +156,7 @@ class SyncCoordinator:
 
         Raises:
             WeightSyncError: a rank is missing or disagrees, or no engine can take part.
-            ProtocolError: a malformed manifest.
+            ProtocolError: the manifest is malformed.
         """
         layout = None if call.manifest is None else self._read_manifest(call.manifest)
         run = await self._joinable_run(call.version, call.left_s)
@@ -184,7 +184,8 @@ class SyncCoordinator:
         )
 
     async def sync_filled(self, call: SyncFilled) -> None:
-        """A rank has written its part of every bucket; returns once every engine has loaded all.
+        """Called by a rank that wrote its part of every bucket; returns once every engine has
+        loaded.
 
         Raises:
             WeightSyncError: the sync failed.
@@ -193,7 +194,7 @@ class SyncCoordinator:
             await self._find(call.sync_id).fill(RankFilled(call.rank, call.regions))
 
     async def sync_end(self, call: SyncEnd) -> SyncReport:
-        """The report, once the version is committed and the engines serve it.
+        """Returns the report once the version is committed and the engines serve it.
 
         Raises:
             WeightSyncError: the sync failed.
@@ -202,19 +203,20 @@ class SyncCoordinator:
             return await self._find(call.sync_id).end(call.rank)
 
     def sync_abort(self, call: SyncAbort) -> None:
-        """A rank gives up: engines go back, the other ranks get an error. Too late: no effect."""
+        """Called by a rank that aborts: engines revert, other ranks get an error. No effect if too
+        late."""
         with suppress(WeightSyncError):
-            self._find(call.sync_id).feed(Aborted(f"rank {call.rank} gave up: {call.reason}"))
+            self._find(call.sync_id).feed(Aborted(f"rank {call.rank} aborted: {call.reason}"))
 
     def rank_lost(self, rank: int, reason: str = "its process ended") -> None:
-        """A rank is gone: an open sync aborts."""
+        """Called when a rank's process ended: an open sync aborts."""
         if self._current is not None:
             self._current.feed(Aborted(f"rank {rank} is lost: {reason}"))
 
-    # -- what a run asks for -------------------------------------------------------------
+    # -- calls of a run ------------------------------------------------------------------
 
     async def choose_transport(self, offers: Sequence[Offer], timeout_s: float) -> TransportPlan:
-        """Raises WeightSyncError where the one that is set cannot be had."""
+        """Raises WeightSyncError if the configured transport is unavailable."""
         return await self._transports.choose(offers, self._able_engines(), timeout_s)
 
     def open_image(
@@ -247,7 +249,7 @@ class SyncCoordinator:
         )
 
     def commit_version(self, version: int, run: SyncRun) -> None:
-        """The engines hold `version` for certain; from here on the sync cannot be undone."""
+        """Records that engines hold `version`; from here on the sync cannot be undone."""
         assert run.opened is not None
         engines = run.transaction.live_engines
         if run.opened.has_checksums:
@@ -275,13 +277,13 @@ class SyncCoordinator:
         return remaining(self._able_engines(), version)
 
     def on_discarded(self, engine: str, incarnation: int) -> None:
-        """That life of an engine takes part in nothing any more."""
+        """Excludes that incarnation of an engine from all later syncs."""
         self._discarded[engine] = incarnation
 
     # -- private -------------------------------------------------------------------------
 
     def _choose_engines(self, version: int, plan: TransportPlan) -> list[SyncEngine]:
-        # Others may have come since it was chosen.
+        # Others may have become ready since the transport was chosen.
         chosen = [engine for engine in self._able_engines() if plan.can_reach(engine)]
         num_waves_left = self._settings.update_waves
         if version == self.version:
@@ -299,13 +301,13 @@ class SyncCoordinator:
         return [e for e in able if self._discarded.get(e.name) != e.incarnation]
 
     def _read_manifest(self, raw: object) -> Manifest:
-        """Most syncs have the layout of the one before: comparing is a tenth of reading."""
+        """Reuses the last layout, which most syncs repeat: comparing takes a tenth of parsing."""
         if self._layout is None or self._layout[0] != raw:
             self._layout = raw, Manifest.from_wire(raw)
         return self._layout[1]
 
     async def _joinable_run(self, version: int, timeout_s: float) -> SyncRun:
-        """The run that gathers ranks now; a new one once the previous has settled."""
+        """The run that ranks can join now; a new one once the previous one has settled."""
         try:
             async with asyncio.timeout(timeout_s * _ANSWER_SHARE):
                 while self._current is not None and self._current.transaction.phase in (
@@ -318,7 +320,7 @@ class SyncCoordinator:
                 return run
         except TimeoutError:
             raise WeightSyncError(
-                f"pool {self._pool}: an earlier sync is still being undone after {timeout_s:.3g} s"
+                f"pool {self._pool}: an earlier sync is not undone yet after {timeout_s:.3g} s"
             ) from None
 
     def _new_run(self, version: int) -> SyncRun:
@@ -332,5 +334,5 @@ class SyncCoordinator:
             return self._current
         run = self._ended.get(sync_id)
         if run is None:
-            raise WeightSyncError(f"pool {self._pool} knows no sync {sync_id!r}")
+            raise WeightSyncError(f"pool {self._pool} has no sync {sync_id!r}")
         return run

@@ -1,4 +1,4 @@
-"""What happens to a sync, and what is to be done about it: the alphabet of `SyncTransaction`."""
+"""The events and actions of `SyncTransaction`."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from umbra.runtime.weights.transports.cuda_ipc.rank_exports import Offer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankJoined:
-    """A rank called sync_begin. Rank 0 brings the layout; each says what memory it exports."""
+    """A rank called sync_begin. Rank 0 sends the layout; each offers the memory that it exports."""
 
     rank: int
     world_size: int
     version: int
     manifest: Manifest | None
-    offer: Offer = "it offers no memory of a GPU"
+    offer: Offer = "it offers no GPU memory"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """After `Open`: these engines take part.
+    """The answer to `Open`: these engines take part.
 
-    `reads_exports`: they read the ranks' own memory, so nothing else may use it before they have.
+    `reads_exports`: they read the ranks' own memory, so nothing else may use it before they are
+    done.
     """
 
     engines: Sequence[str]
@@ -44,21 +45,21 @@ class RankFilled:
 
 @dataclass(frozen=True, slots=True)
 class RankReleased:
-    """Nothing of this rank is in the way of engines that take memory for their KV cache."""
+    """This rank holds nothing that prevents engines from allocating their KV cache."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class EnginePrepared:
-    """It is paused, its weights have memory, and it accepts the layout."""
+    """The engine is paused, its weights have memory, and it accepts the layout."""
 
     engine: str
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLoaded:
-    """It has taken what it wants from all buckets."""
+    """The engine has read what it needs from all buckets."""
 
     engine: str
     nbytes: int
@@ -66,7 +67,7 @@ class EngineLoaded:
 
 @dataclass(frozen=True, slots=True)
 class EngineVerified:
-    """What it found in its own parameters."""
+    """The engine's findings in its own parameters."""
 
     engine: str
     count: int
@@ -91,7 +92,7 @@ class EngineReverted:
 
 @dataclass(frozen=True, slots=True)
 class EngineFailed:
-    """It raised, was late, or died."""
+    """The engine raised an error, was late, or died."""
 
     engine: str
     reason: str
@@ -99,14 +100,14 @@ class EngineFailed:
 
 @dataclass(frozen=True, slots=True)
 class Aborted:
-    """A rank gave up or is gone, or the supervisor cannot go on."""
+    """A rank aborted or died, or the supervisor cannot continue."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseExpired:
-    """`progress` says who has come how far in the transfer, for the message."""
+    """`progress` describes the progress of each participant, for the message."""
 
     lease_s: float
     progress: str
@@ -156,7 +157,7 @@ class GrantFilled:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Load all buckets. From here on the engine's weights are those of no version."""
+    """Load all buckets. From here on the engine's weights have no version."""
 
     engine: str
 
@@ -183,7 +184,7 @@ class ResumeEngine:
 
 @dataclass(frozen=True, slots=True)
 class Revert:
-    """Give up the update. Untouched engines serve on as before."""
+    """Undo the update. Untouched engines continue serving."""
 
     engine: str
     is_touched: bool
@@ -191,7 +192,7 @@ class Revert:
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """Kill and replace the engine; the ranks wait for it no more."""
+    """Kill and replace the engine; the ranks no longer wait for it."""
 
     engine: str
     reason: str
@@ -199,7 +200,7 @@ class Discard:
 
 @dataclass(frozen=True, slots=True)
 class FailRanks:
-    """Every call of every rank, waiting or to come, raises `WeightSyncError(reason)`.
+    """Every call of every rank, pending or later, raises `WeightSyncError(reason)`.
 
     Nobody fills or loads any more.
     """
@@ -209,12 +210,12 @@ class FailRanks:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """sync_end returns."""
+    """Let sync_end return."""
 
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Nothing is left to do."""
+    """Nothing remains to be done."""
 
 
 Action = (

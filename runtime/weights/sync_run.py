@@ -1,8 +1,8 @@
 """Drives one sync: carries out what `SyncTransaction` decides.
 
-Ranks wait on futures, every engine has a task (`umbra.runtime.weights.engine_sync`). All on the
-supervisor's loop. The transfer itself goes through shared memory, and is ended there when the
-transaction gives up (`umbra.runtime.weights.transports.shared_memory.sync_progress`).
+Ranks wait on futures, and every engine has a task (`umbra.runtime.weights.engine_sync`), all on the
+supervisor's loop. The transfer itself goes through shared memory, and is stopped there when the
+transaction aborts (`umbra.runtime.weights.transports.shared_memory.sync_progress`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 class SyncHost(Protocol):
-    """What a run needs from its coordinator."""
+    """The interface that a run needs from its coordinator."""
 
     @property
     def pause_mode(self) -> str: ...
@@ -65,7 +65,7 @@ class SyncHost(Protocol):
 
 
 class SyncRun:
-    """One sync from the first rank that joins to the last engine that is settled."""
+    """One sync, from the first rank that joins to the last engine that settles."""
 
     def __init__(self, sync_id: str, version: int, host: SyncHost, require_engine: bool) -> None:
         self.sync_id = sync_id
@@ -89,24 +89,25 @@ class SyncRun:
         return self.transaction.version
 
     async def run(self) -> None:
-        """Lives until the sync is over; cancelling it fails the ranks and leaves engines as is."""
+        """Runs until the sync is over. Cancelling it fails the ranks and leaves engines as they
+        are."""
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 self.started.set()
                 await self._watch_lease()
                 if self._opening is not None:
-                    self._opening.cancel()  # an engine may hang in what it is asked there
+                    self._opening.cancel()  # an engine may hang while it is probed
                 for worker in self._workers.values():
                     worker.request(Close())
         finally:
             self._fail_ranks("the supervisor is shutting down")
 
     def shorten_lease(self, lease_s: float) -> None:
-        """The sync ends by itself `lease_s` from now; the earliest end holds."""
+        """Ends the sync `lease_s` from now, unless it ends earlier."""
         self._lease.shorten(lease_s)
 
     def feed(self, event: Event) -> None:
-        """Takes an event and carries out what follows from it."""
+        """Processes an event and carries out the resulting actions."""
         phase = self.transaction.phase
         actions = self.transaction.observe(event)
         if self.transaction.phase != phase:
@@ -117,15 +118,15 @@ class SyncRun:
     # -- ranks ---------------------------------------------------------------------------
 
     async def join(self, event: RankJoined) -> None:
-        """Until all ranks have joined and engines are chosen."""
+        """Waits until all ranks have joined and engines are chosen."""
         await self._wait("begin", event.rank, event)
 
     async def fill(self, event: RankFilled) -> None:
-        """Until every rank has filled and every engine has loaded everything."""
+        """Waits until every rank has filled and every engine has loaded everything."""
         await self._wait("filled", event.rank, event)
 
     async def end(self, rank: int) -> SyncReport:
-        """The report, once engines serve the version. The rank keeps no memory for them."""
+        """Returns the report once engines serve the version. The rank holds no memory for them."""
         if "end" not in self._granted:
             await self._wait("end", rank, RankReleased(rank))
         assert self._report is not None
@@ -134,14 +135,14 @@ class SyncRun:
     async def _wait(self, what: str, rank: int, event: Event) -> None:
         """Feeds the rank's event and waits until `what` is granted.
 
-        A rank that stops waiting (its call was cancelled, it died) aborts the sync.
-        Raises WeightSyncError when the sync fails.
+        A rank that stops waiting (its call was cancelled, it died) aborts the sync. Raises
+        WeightSyncError if the sync fails.
         """
         key = (what, rank)
         if self._failure is not None:
             raise WeightSyncError(self._failure)
         if key in self._waiting:
-            raise ProtocolError(f"rank {rank} waits for {what} of {self.sync_id} already")
+            raise ProtocolError(f"rank {rank} already waits for {what} of {self.sync_id}")
         future = asyncio.get_running_loop().create_future()
         self._waiting[key] = future
         try:
@@ -193,7 +194,7 @@ class SyncRun:
                 logger.warning("sync of version %d aborted: %s", self.version, action.reason)
                 self._fail_ranks(action.reason)
                 for worker in self._workers.values():
-                    worker.give_up()
+                    worker.abort()
             case Report():
                 self._make_report()
                 self._grant("end")
@@ -207,7 +208,7 @@ class SyncRun:
         try:
             plan = await self._host.choose_transport(action.offers, self._lease.left_s / 2)
             if self.transaction.phase != Phase.OPENING:
-                return  # given up meanwhile
+                return  # aborted meanwhile
             self.opened = self._host.open_image(self.version, action.manifest, action.offers, plan)
         except UmbraError as error:
             self.feed(Aborted(str(error)))
@@ -251,7 +252,7 @@ class SyncRun:
         )
 
     async def _watch_lease(self) -> None:
-        """Until the sync is over; at the end of the lease it is aborted."""
+        """Aborts the sync at the end of the lease; returns when the sync is over."""
         lease, is_expired = self._lease, False
         while self.transaction.phase != Phase.CLOSED:
             lease.changed.clear()

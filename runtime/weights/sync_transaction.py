@@ -1,6 +1,7 @@
-"""The sync transaction: all engines of a pool get a version, or keep what they had.
+"""The sync transaction: all engines of a pool get a version, or keep the one that they had.
 
-Pure: no clock, task or socket. `umbra.runtime.weights.sync_run` feeds it and does what it says.
+Pure: no clock, task or socket. `umbra.runtime.weights.sync_run` feeds it events and carries out its
+actions.
 
     GATHERING ──all ranks joined──> OPENING ──Opened──> TRANSFERRING ──all done────┐
                                                                                    v
@@ -8,11 +9,11 @@ Pure: no clock, task or socket. `umbra.runtime.weights.sync_run` feeds it and do
 
     any state before COMMITTING ──Aborted, LeaseExpired, no engine left──> ABORTING ──> CLOSED
 
-Where engines read the ranks' own memory, COMMITTING waits for all ranks, too, which may have had
-something to do as soon as their memory was read: an engine that commits takes more for itself.
-An engine that fails is discarded and the rest go on. In TRANSFERRING an engine is told to load as
-soon as it is prepared. Which bucket may be filled or loaded next, ranks and engines tell each other
-(`sync_progress`); here arrives that one of them is done with all.
+If engines read the ranks' own memory, COMMITTING also waits until all ranks are ready, because an
+engine that commits allocates more memory, and a rank may first have work to do once its memory was
+read. An engine that fails is discarded and the others continue. In TRANSFERRING an engine loads as
+soon as it is prepared. Ranks and engines tell each other directly which bucket to fill or load next
+(`sync_progress`); events only report who is done with all of them.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Phase(IntEnum):
 
 
 class Stage(StrEnum):
-    """How far one engine has come."""
+    """The progress of one engine."""
 
     PREPARING = "preparing"
     LOADING = "loading"
@@ -90,8 +91,7 @@ class SyncTransaction:
     """One sync of one version.
 
     Args:
-        require_engine: fail when no engine is left; else the version is committed for engines
-            to come.
+        require_engine: fail when no engine is left; else commit the version for later engines.
     """
 
     def __init__(self, version: int, require_engine: bool = True) -> None:
@@ -116,7 +116,7 @@ class SyncTransaction:
         return self._engines[engine].nbytes
 
     def observe(self, event: Event) -> list[Action]:
-        """Takes one event; what is to be done now, in order."""
+        """Processes one event; returns the actions to carry out now, in order."""
         if self.phase == Phase.CLOSED:
             return []
         match event:
@@ -153,17 +153,17 @@ class SyncTransaction:
 
     def _on_joined(self, event: RankJoined) -> list[Action]:
         if self.phase != Phase.GATHERING:
-            return self._abort(f"rank {event.rank} came to a sync that is under way")
+            return self._abort(f"rank {event.rank} joined a sync that is already in progress")
         expected_size = self._world_size or event.world_size
         if event.version != self.version or event.world_size != expected_size:
             return self._abort(
                 f"rank {event.rank} publishes version {event.version} as one of "
-                f"{event.world_size} ranks, the others version {self.version} "
+                f"{event.world_size} ranks, the others publish version {self.version} "
                 f"as {expected_size}"
             )
         if event.rank in self._joined or not 0 <= event.rank < expected_size:
             return self._abort(
-                f"rank {event.rank} of {expected_size} came twice or is none of them"
+                f"rank {event.rank} of {expected_size} joined twice or is not one of them"
             )
         self._world_size = expected_size
         self._joined[event.rank] = event.offer
@@ -171,7 +171,7 @@ class SyncTransaction:
         if len(self._joined) < expected_size:
             return []
         if self.manifest is None:
-            return self._abort("no rank brought a manifest; rank 0 must")
+            return self._abort("no rank sent a manifest; rank 0 must")
         self.phase = Phase.OPENING
         return [Open(self.manifest, [self._joined[rank] for rank in range(expected_size)])]
 
@@ -233,7 +233,7 @@ class SyncTransaction:
         return [Discard(event.engine, event.reason), *self._advance()]
 
     def _find_mismatch(self, event: EngineVerified) -> str:
-        """What is wrong with it, or ""."""
+        """Describes the mismatch, or returns ""."""
         expected_nbytes = sum(nbytes for _, nbytes, _ in self.regions)
         if event.mismatches:
             return f"corrupted on arrival: {'; '.join(event.mismatches)}"
@@ -247,9 +247,9 @@ class SyncTransaction:
     # -- progress ------------------------------------------------------------------------
 
     def _advance(self) -> list[Action]:
-        """Goes on as far as what is known allows."""
+        """Moves to the next phases as far as known progress allows."""
         if self._require_engine and not self._engines and self.phase < Phase.ABORTING:
-            return self._give_up()
+            return self._abort_without_engines()
         if self.phase == Phase.TRANSFERRING and self._is_transferred():
             return self._finish_transfer()
         if self.phase == Phase.VERIFYING and self._is_verified():
@@ -287,9 +287,9 @@ class SyncTransaction:
 
     # -- the end -------------------------------------------------------------------------
 
-    def _give_up(self) -> list[Action]:
+    def _abort_without_engines(self) -> list[Action]:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in self.failed.items())
-        reason = f"no engine is left to get version {self.version}: {reasons or 'none can take it'}"
+        reason = f"no engine is left for version {self.version}: {reasons or 'none can take part'}"
         if self.phase == Phase.COMMITTING:
             self.phase = Phase.CLOSED
             return [FailRanks(reason), Close()]
@@ -297,7 +297,7 @@ class SyncTransaction:
 
     def _abort(self, reason: str) -> list[Action]:
         if self.phase >= Phase.COMMITTING:
-            return []  # too late: the engines hold the version, and will say so
+            return []  # too late: the engines hold the version, and will report it
         self.phase = Phase.ABORTING
         reverts = [
             Revert(name, is_touched=engine.stage != Stage.PREPARING)

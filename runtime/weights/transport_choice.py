@@ -1,4 +1,4 @@
-"""Which transport the weights of a sync take: the first that can be used. Torch-free."""
+"""Chooses the transport of a sync: the first one that can be used. Torch-free."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TransportChooser:
 
     Args:
         plans: of all transports, the fastest first; the last one works everywhere.
-        setting: "auto" tries them in this order; else that one alone.
+        setting: "auto" tries them in this order; else only that one may be used.
     """
 
     def __init__(
@@ -43,10 +43,10 @@ class TransportChooser:
         """
         Args:
             offers: of all ranks.
-            engines: those that may take part.
+            engines: engines that may take part.
 
         Raises:
-            WeightSyncError: the one that is set cannot be used.
+            WeightSyncError: the configured transport cannot be used.
         """
         faster: Problem | None = None
         for plan in self._plans:
@@ -57,15 +57,15 @@ class TransportChooser:
             faster = problem
         assert faster is not None
         raise WeightSyncError(
-            f"pool {self._pool}: transport {self._setting!r} cannot be had: {faster.text}; "
-            "'auto' would send these weights through host memory"
+            f"pool {self._pool}: transport {self._setting!r} is unavailable: {faster.text}. "
+            "Set pool.transport = 'auto' to fall back to shared memory."
         )
 
     def _log(self, name: TransportName, faster: Problem | None) -> None:
-        """Logs the choice where it is another one than before."""
+        """Logs the choice if it differs from the last one."""
         reason = "all ranks and engines can" if faster is None else faster.text
         if self._setting == name:
-            reason = "it is set"
+            reason = "pool.transport sets it"
         if self._logged == (name, reason):
             return
         self._logged = name, reason

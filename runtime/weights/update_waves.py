@@ -1,12 +1,12 @@
-"""Rolling updates: which engines of a pool get a version now, and which generate on meanwhile.
+"""Rolling updates: which engines of a pool get a version now, and which generate meanwhile.
 
     publish(v)   sync of v: wave 1      sync of v: wave 2      remaining: none
     engine a     update to v            serves v               serves v
     engine b     serves v - 1           update to v            serves v
 
-Every wave is a sync of its own. The first commits the version; each report says which engines have
-yet to get it, and the ranks, who all get the same report, publish the version again until none has.
-Pure: no clock, task or socket.
+Every wave is a sync of its own. The first one commits the version. Each report lists the engines
+that still lack it, and the ranks, which all get the same report, publish the version again until
+none does. Pure: no clock, task or socket.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ E = TypeVar("E", bound=SyncEngine)
 
 
 def able_engines(engines: Iterable[E]) -> list[E]:
-    """Those that can take part in a sync."""
+    """Engines that can take part in a sync."""
     return [engine for engine in engines if engine.lifecycle.state in _ABLE_STATES]
 
 
 def choose_wave(lacking: Sequence[E], num_waves_left: int) -> list[E]:
-    """Whom of the engines that lack a version to update next: about an even share of them.
+    """The engines to update next among those that lack a version: about an even share of them.
 
-    First, and all at once, those that do not serve: their update stops nobody. Then those with the
-    oldest weights, which an update that was not finished has left behind. The last wave takes all,
-    so that waves come to an end whatever happens between them.
+    Engines that do not serve come first, and all at once, because their update stops nobody. Then
+    come those with the oldest weights, left behind by an unfinished update. The last wave takes
+    all, so that waves end whatever happens between them.
     """
     size = math.ceil(len(lacking) / max(1, num_waves_left))
     num_idle = sum(not _is_serving(engine) for engine in lacking)
@@ -44,9 +44,9 @@ def choose_wave(lacking: Sequence[E], num_waves_left: int) -> list[E]:
 
 
 def remaining(able: Iterable[SyncEngine], version: int) -> list[str]:
-    """Engines that hold an older version than `version`, and serve it or may come to do so.
+    """Engines that hold an older version than `version`, and serve it or may serve it again.
 
-    Those without any (PENDING_WEIGHTS) make no tokens; they wait for a catch-up sync.
+    Engines without any version (PENDING_WEIGHTS) make no tokens; they wait for a catch-up sync.
     """
     return [engine.name for engine in able if engine.lifecycle.version not in (None, version)]
 

@@ -1,7 +1,7 @@
-"""The trainer's end of a sync: every rank hands its own shards over, by the transport granted.
+"""The trainer's side of a sync: every rank hands over its own shards, by the granted transport.
 
-Who is how far is in shared memory (`sync_progress`); the supervisor is told once,
-when this rank has handed over everything.
+Progress is in shared memory (`sync_progress`). The supervisor gets one call, when this rank has
+handed over everything.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from umbra.runtime.weights.transports.shared_memory.bucket_grid import Extent
 from umbra.runtime.weights.transports.shared_memory.ring_sender import RingSender
 
 _ABORT_TIMEOUT_S: Final = 5.0
-# How long a failing rank tries to tell the supervisor; after that the lease ends the sync anyway.
+# How long a failing rank tries to reach the supervisor; after that the lease ends the sync anyway.
 
 
 class WeightPublisher:
     """Publishes one set of tensors. Every rank has one and calls `publish` with the others.
 
     Plain tensors (buffers, unsharded modules) come from rank 0; DTensors from the rank that holds
-    the shard. The tensors are read in `publish` only, and must not change while it runs.
+    the shard. Only `publish` reads the tensors; they must not change while it runs.
 
     Args:
         tensors: name -> parameter or buffer, plain or DTensor; the same names, shapes and order on
             every rank. Updated in place between calls, never replaced.
-        wire_dtype: floating-point tensors travel in this dtype; None keeps each one's own.
-        aliases: further name -> name in `tensors` for tied parameters; None finds them by storage.
+        wire_dtype: floating-point tensors travel in this dtype; None keeps each tensor's own.
+        aliases: other name -> name in `tensors` for tied parameters; None finds them by storage.
         keep_dtype: names exempt from `wire_dtype`, such as rotary frequencies.
         locate: a tensor's part on this rank, for tensors whose memory may be elsewhere.
-        on_read: called when the tensors of this rank have been read, by itself or by the engines:
-            they take memory for their KV cache only after it has returned on every rank.
+        on_read: called when the tensors of this rank have been read, by itself or by the engines.
+            The engines allocate their KV cache only after it has returned on every rank.
         export: see `Export`.
     """
 
@@ -92,15 +92,15 @@ class WeightPublisher:
         self._wire = self.manifest.to_wire()
 
     def publish(self, pool: str, version: int, timeout_s: float) -> SyncReport:
-        """Carries the tensors to the engines of `pool`; returns when they serve `version`.
+        """Transfers the tensors to the engines of `pool`; returns when they serve `version`.
 
-        Collective: all ranks. If `version` is the one the pool already has, only the engines that
-        lack it take part. Where the pool is updated in waves, that is one sync for each of them.
-        Any failure here aborts the sync for every rank.
+        Collective: all ranks call it. If the pool already has `version`, only the engines that lack
+        it take part. If the pool is updated in waves, there is one sync for each wave. Any failure
+        here aborts the sync for every rank.
 
         Raises:
-            WeightSyncError: no engine got the version, or a rank did not come or failed.
-            DeadlineExceeded: `timeout_s` seconds went by.
+            WeightSyncError: no engine got the version, or a rank did not join or failed.
+            DeadlineExceeded: `timeout_s` seconds have passed.
         """
         deadline = time.monotonic() + timeout_s
         report = self._publish_wave(pool, version, deadline)
@@ -131,10 +131,10 @@ class WeightPublisher:
                 supervisor.sync_filled(filled)
                 if sender.is_read_by_engines:
                     self._on_read()
-            # Of a sync that was given up, this raises the reason.
+            # If the sync was aborted, this raises the reason.
             return supervisor.sync_end(SyncEnd(sync_id=sync_id, rank=rank, deadline=deadline))
         except BaseException as error:
-            # The first error is the one to see; the lease covers a supervisor out of reach.
+            # The first error is the one to raise; the lease ends the sync if no supervisor answers.
             reason = f"{type(error).__name__}: {error}"
             until = time.monotonic() + _ABORT_TIMEOUT_S
             with suppress(UmbraError):
@@ -144,10 +144,10 @@ class WeightPublisher:
             raise
 
     def close(self) -> None:
-        """Unmaps the buckets, which `publish` keeps mapped and would map anew. Idempotent."""
+        """Unmaps the buckets, which `publish` keeps mapped; it maps them again. Idempotent."""
         for sender in self._senders.values():
             sender.close()
 
 
 def _nothing() -> None:
-    """For publishers whose memory nobody waits for."""
+    """Default of `on_read`: nobody waits for the tensors' memory."""

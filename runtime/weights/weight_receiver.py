@@ -1,8 +1,8 @@
-"""The engine's end of syncs: buckets into parameters, and the proof that they arrived.
+"""The engine's side of syncs: copies buckets into parameters, and verifies that they arrived.
 
-Where the ranks' GPUs can be read, parameters are filled from there, without buckets.
+If the ranks' GPUs can be read, parameters are filled from there, without buckets.
 
-begin -> load -> finish -> end         once for each version; `end` alone where it is given up
+begin -> load -> finish -> end         once for each version; only `end` if it is aborted
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _Opener = Callable[[Destinations, Mapping[str, Any], Mapping[str, Any]], Receive
 
 
 class WeightReceiver:
-    """Receives versions into one engine's parameters. Lives as long as these.
+    """Receives versions into one engine's parameters. Lives as long as they do.
 
-    Blocks; an engine calls it from the thread that owns the parameters, `stop` excepted. Owns the
-    mapping of the buckets and what it has worked out about a layout: both serve the next version.
+    Calls block. An engine makes them from the thread that owns the parameters, except `stop`. It
+    owns the mapping of the buckets and what it derived from a layout: the next version reuses both.
 
     Args:
-        parameters: name -> parameter or buffer of this engine, any strides. They may move to other
-            memory between updates, by their storages.
-        timeout_s: for the supervisor to hand over the buckets.
-        make_opener: opens what ranks export.
+        parameters: name -> parameter or buffer of this engine, any strides. Their storages may move
+            to other memory between updates.
+        timeout_s: limit for the supervisor to pass the buckets.
+        make_opener: makes what opens the ranks' exports.
     """
 
     def __init__(
@@ -60,18 +60,18 @@ class WeightReceiver:
         }
 
     def begin(self, manifest: Mapping[str, Any], buckets: Mapping[str, Any]) -> None:
-        """Gets ready for one version; an update that was open is given up.
+        """Prepares for one version; aborts an update that was open.
 
         Args:
-            manifest: the wire form that came with begin_update.
+            manifest: the wire form from begin_update.
             buckets: {"transport", "fd_socket": path, "names": [...], "bucket_nbytes": int} from
-                there, with what `EngineEnd` wants; with cuda_ipc also "exports" of the ranks.
+                there, with what `EngineEnd` needs; with cuda_ipc also "exports" of the ranks.
 
         Raises:
-            WeightSyncError: names, shapes or dtypes are not those of the parameters: the
-                manifest's names must be exactly theirs, of tied ones any one, several sharing
-                memory, or copies. Nothing was touched.
-            ProtocolError: a malformed manifest.
+            WeightSyncError: names, shapes or dtypes differ from the parameters'. The manifest must
+                have exactly their names; of tied parameters it may have any one name, several that
+                share memory, or copies. Nothing was touched.
+            ProtocolError: the manifest is malformed.
         """
         self.end()
         destinations = self._destinations_for(manifest, buckets["bucket_nbytes"])
@@ -92,12 +92,13 @@ class WeightReceiver:
         return ExportReceiver(destinations, image, EngineEnd(buckets, self._timeout_s))
 
     def load(self) -> int:
-        """Copies all buckets into the parameters as ranks fill them; the bytes copied. Once.
+        """Copies all buckets into the parameters as ranks fill them, once; returns the bytes
+        copied.
 
         When it returns, the parameters have their values.
 
         Raises:
-            WeightSyncError: the sync was given up; the parameters are half written.
+            WeightSyncError: the sync was aborted; the parameters are half written.
         """
         return self._open_update().load()
 
@@ -114,19 +115,19 @@ class WeightReceiver:
         tensor, byte range and both checksums.
 
         Raises:
-            WeightSyncError: not every bucket was loaded.
+            WeightSyncError: a bucket was not loaded.
             ProtocolError: a region is not inside one tensor.
         """
         return self._open_update().verify(regions)
 
     def end(self) -> None:
-        """Leaves the sync, committed or given up. Idempotent."""
+        """Leaves the sync, committed or aborted. Idempotent."""
         update, self._update = self._update, None
         if update is not None:
             update.close()
 
     def close(self) -> None:
-        """As `end`, and unmaps the buckets, which `begin` would map anew. Idempotent."""
+        """Like `end`, and unmaps the buckets, which `begin` maps again. Idempotent."""
         self.end()
         self._mappings.close()
 

@@ -1,4 +1,4 @@
-"""What a benchmark ran on."""
+"""The hardware that a benchmark ran on."""
 
 from __future__ import annotations
 

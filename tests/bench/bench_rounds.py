@@ -75,7 +75,7 @@ def compare(
 
 
 def median_of(rows: Sequence[Facts]) -> Facts:
-    """Of each number over the rounds; of texts, the commonest."""
+    """The median of each number over the rounds; the most frequent of each text."""
     keys = dict.fromkeys(key for row in rows for key in row)
     medians: Facts = {}
     for key in keys:

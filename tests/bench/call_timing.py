@@ -15,7 +15,7 @@ Call = Callable[[], Awaitable[object]]
 Batch = Callable[[int], Awaitable[int]]
 
 PAYLOAD: Final = b"x" * 100
-"""What is echoed."""
+"""The echoed value."""
 _NUM_WARM_UP_CALLS: Final = 200
 _MIN_LATENCY_CALLS: Final = 100
 _TRIAL_SHARE: Final = 0.2
@@ -50,7 +50,7 @@ async def measure_throughput(
 ) -> dict[str, float | str]:
     """Calls a second of whichever candidate is fastest here: each system at its best.
 
-    A candidate's name says how it keeps calls in flight, such as `gather of 1000`.
+    The name of a candidate describes how it keeps calls in flight, such as `gather of 1000`.
     """
     best, best_rate = "", 0.0
     for name, batch in candidates.items():

@@ -121,7 +121,7 @@ class _Load:
 
 
 class _Window:
-    """What happened between two moments."""
+    """The work done between two moments."""
 
     def __init__(self, dispatcher: _TimedDispatcher) -> None:
         self._dispatcher = dispatcher

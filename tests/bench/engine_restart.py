@@ -1,4 +1,4 @@
-"""What umbra adds to an engine's own start-up when it is killed while it generates.
+"""The time that umbra adds to an engine's own start-up when it is killed while it generates.
 
 A pool of one engine, 32 trajectories in flight, and a rank that publishes the weights again as soon
 as the new engine waits for them. Printed as JSON, medians of the kills, in seconds:
@@ -124,7 +124,7 @@ def start(session: Session, given: argparse.Namespace, folder: Path) -> SyncHand
 def kill_once(
     session: Session, manager: SyncHandle, publisher: WeightPublisher, life: int
 ) -> dict[str, float]:
-    """Ends life number `life` and sees the next one generate."""
+    """Kills incarnation number `life` and waits until the next one generates."""
 
     def pid() -> int:
         rows = session.supervisor_call("list_actors")

@@ -54,7 +54,7 @@ class GapManager:
         await self._fleet.run(lambda: None)
 
     def keep_in_flight(self, count: int) -> None:
-        """Follows the pool, which must be there, and gives it `count` trajectories for ever."""
+        """Follows the pool, which must exist, and gives it `count` trajectories forever."""
         self._wanted.set()
         for _ in range(count):
             self._submit()

@@ -107,7 +107,7 @@ async def _write(
 
 
 def _trajectories(first_uid: int) -> list[list[Event]]:
-    """The life of `_TICK_SAMPLES` trajectories, as the batches of events that a manager appends."""
+    """The events of `_TICK_SAMPLES` trajectories, in the batches that a manager appends."""
     seeds = np.arange(_GROUP_SIZE, dtype=np.int64)
     groups: list[Event] = [
         Admitted(uid, f"e0/prompt{uid}", f"prompt{uid}", 0, uid, seeds)

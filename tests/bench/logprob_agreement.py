@@ -128,7 +128,7 @@ def make_requests(vocab_size: int, temperature: float, given: argparse.Namespace
 
 
 async def generate(engine: Any, requests: Sequence[Mapping[str, Any]]) -> RankBatch:
-    """What the manager hands to a rank."""
+    """The batch that the manager hands to a rank."""
     tokens: list[list[int]] = [[] for _ in requests]
     logprobs: list[list[float]] = [[] for _ in requests]
     num_finished = 0

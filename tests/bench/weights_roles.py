@@ -69,7 +69,7 @@ def model_tensors(total_nbytes: int) -> dict[str, Tensor]:
 
 
 def qwen3_tensors(dtype: torch.dtype) -> dict[str, Tensor]:
-    """Those of a Qwen3-0.6B, on the GPU."""
+    """Tensors with the names and shapes of a Qwen3-0.6B, on the GPU."""
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens": (151936, 1024)}
     for idx in range(28):
         rows = {"q_proj": 2048, "k_proj": 1024, "v_proj": 1024, "gate_proj": 3072, "up_proj": 3072}
@@ -121,7 +121,7 @@ class BenchEngine:
 
 
 async def serve(target: object, name: str, folder: Path) -> None:
-    """Serves until cancelled; says "ready" on standard output."""
+    """Serves until cancelled; prints "ready" on standard output."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     server = ActorServer(target, 1)
     server.bind(context.socket(zmq.ROUTER), ref(name, folder).ipc_endpoint)

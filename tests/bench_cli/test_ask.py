@@ -1,4 +1,4 @@
-"""`umbra generate --url` asks any server that speaks the API, and says what is wrong with a URL."""
+"""`umbra generate --url` queries any server that has the API, and explains a wrong URL."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def test_lines_that_are_no_text_are_passed_over(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        (b"<html></html>", "sent no completion: is it one of the OpenAI API?"),
-        (b'data: {"id": 3}', "sent what is no completion"),
-        (b"data: [3]", "sent what is no completion"),
-        (b"data: 42<", "sent what is no completion"),
+        (b"<html></html>", "sent no completion: does it have the OpenAI API?"),
+        (b'data: {"id": 3}', "answer is not a completion"),
+        (b"data: [3]", "answer is not a completion"),
+        (b"data: 42<", "answer is not a completion"),
         (b'data: {"error": {"message": "no engine"}}', "the server failed: no engine"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The `umbra` command tells wrong use from failure, and says what to do."""
+"""The `umbra` command distinguishes wrong use from failure, and names the remedy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         (["ledger", "runs/a", "--newest", "0"], "'0' is not a positive whole number"),
         (["serve"], "required: CONFIG\n"),
         (["serve", "a.toml", "--prot", "8", "pool.count=2"], "unrecognized arguments: --prot"),
-        (["generate", "--prompt", "\udcff"], "--prompt: is no text"),
+        (["generate", "--prompt", "\udcff"], "--prompt: is not text"),
     ],
 )
 def test_wrong_use_exits_with_2_and_names_the_cause(

@@ -61,7 +61,7 @@ class DeathNotes:
 
     def crashes(self) -> list[str]:
         """Ends that nothing explains: not killed, by whomever."""
-        explained = ("SIGKILL", " was killed: ", "not up within")
+        explained = ("SIGKILL", " was killed: ", "not ready within")
         return [
             f"{label} {how}"
             for label, how in self.how.items()

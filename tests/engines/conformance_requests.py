@@ -34,7 +34,7 @@ def test_requests_come_back_whole(make_engine: MakeEngine) -> None:
     run_async(body)
 
 
-def test_the_first_batch_is_empty_and_says_that_the_stream_is_attached(
+def test_the_first_batch_is_empty_and_confirms_that_the_stream_is_attached(
     make_engine: MakeEngine,
 ) -> None:
     async def body() -> None:

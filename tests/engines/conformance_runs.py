@@ -1,4 +1,4 @@
-"""What the tests of the conformance suite ask of an engine, and how."""
+"""The requests of the conformance suite, and how it sends them."""
 
 from __future__ import annotations
 

@@ -46,5 +46,5 @@ def frees_memory_asleep() -> bool:
 
 @pytest.fixture(scope="session")
 def model_kind() -> str:
-    """Of the model that the engine under test has (see model_factory)."""
+    """The kind of model of the engine under test (see model_factory)."""
     return "qwen3"

@@ -32,7 +32,7 @@ DEADLINE_S = 60.0
 
 @dataclass
 class Completion:
-    """What came back for one request; runs are checked to follow each other without gaps."""
+    """The results of one request; checks that runs follow each other without gaps."""
 
     next_position: int | None = None
     tokens: list[int] = field(default_factory=list[int])
@@ -164,7 +164,7 @@ Engine: TypeAlias = EchoEngine | EmbeddedEngine | FaultyEngine | AdapterEngine
 
 @asynccontextmanager
 async def running(engine: Engine) -> AsyncGenerator[None]:
-    """What the actor host does: enters the engine and runs it."""
+    """Enters the engine and runs it, like the actor host."""
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(engine)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())

@@ -1,4 +1,4 @@
-"""What every engine on a GPU keeps besides the protocol: logprobs, updates, memory.
+"""Requirements on every engine on a GPU besides the protocol: logprobs, updates, memory.
 
 A module imports the tests and gives `make_engine`, and `reference`, a fixture that makes the same
 model from a seed, and what logprobs may differ from its own by.
@@ -97,7 +97,7 @@ def test_an_update_brings_logprobs_of_the_new_weights(
 
 @pytest.fixture(scope="session")
 def cuda_context() -> None:
-    """Of every device, before any test: descriptors of theirs are not what a test left behind."""
+    """Opens every device before any test, so that its descriptors do not count as left behind."""
     for idx in range(torch.cuda.device_count()):
         torch.cuda.mem_get_info(idx)
 

@@ -93,7 +93,7 @@ class TestSupervisor:
 
 
 class Rank:
-    """What the test tells it to do."""
+    """Carries out the test's commands."""
 
     def __init__(self, connection: Connection, rank: int, world_size: int, store: str) -> None:
         self._supervisor = TestSupervisor(connection)
@@ -185,7 +185,7 @@ class Rank:
 
 
 def _to_device(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """As they are: strides kept, and what shares a storage goes on doing so."""
+    """Keeps strides and shared storages."""
     storages: dict[int, Tensor] = {}
     moved: dict[str, Tensor] = {}
     for name, tensor in tensors.items():

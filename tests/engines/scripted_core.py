@@ -1,4 +1,4 @@
-"""A foreign engine's core that does as a test says: what it is asked for may wait, or fail."""
+"""The core of a foreign engine under the test's control: its calls may wait, or fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starts SGLang as the GPU tests do and says how long each step takes, as it goes; no pytest.
+"""Starts SGLang like the GPU tests and prints how long each step takes; no pytest.
 
     python -X faulthandler tests/engines/sglang_probe.py [--plain] [--model FOLDER] 2>&1 | tee log
 

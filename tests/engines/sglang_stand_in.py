@@ -263,7 +263,7 @@ class StandInModel(nn.Module):
         self.made_of_weights = self.make()
 
     def make(self) -> Tensor:
-        """Of the weights, anew."""
+        """Derives the tensor from the weights again."""
         first = next(self.inner.parameters()).detach()
         return first.flip(0) * 2
 

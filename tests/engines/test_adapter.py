@@ -1,4 +1,4 @@
-"""What the adapter keeps of its core when calls fail, or are cancelled, half way."""
+"""The adapter's view of its core after calls that fail, or are cancelled, half way."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_a_change_that_fails_fails_its_caller_alone(caplog: pytest.LogCaptureFix
             assert await changes.make(succeed) == 7
 
     run_async(body)
-    assert "a change that nobody waits for failed" in caplog.text
+    assert "an engine change failed after its caller left" in caplog.text
 
 
 def test_leaving_ends_what_is_under_way_and_who_waits_for_it() -> None:

@@ -1,4 +1,4 @@
-"""A policy and a judge in turn: only one has its KV cache, and both say the same as before."""
+"""A policy and a judge in turn: only one has its KV cache, and both generate the same as before."""
 
 from __future__ import annotations
 

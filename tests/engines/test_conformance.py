@@ -18,7 +18,7 @@ from umbra.engines.faulty.faulty_engine import FaultyEngine
 
 @pytest.fixture(params=["echo", "embedded", "faulty"])
 def make_engine(request: pytest.FixtureRequest, model_folder: Callable[[str], Path]) -> MakeEngine:
-    """Makes an engine that serves version 0 unless told otherwise, slow enough to interrupt."""
+    """Makes an engine that serves version 0 by default, slow enough to interrupt."""
 
     def make(**settings: Any) -> Engine:
         settings = {"max_context_len": 512, "tick_ms": 2.0, "load_weights": True} | settings

@@ -140,7 +140,7 @@ def test_the_rank_s_memory_is_free_again_once_it_has_been_read(tmp_path: Path) -
     assert left <= 100  # what CUDA loads on first use
 
 
-def test_a_rank_that_gives_up_leaves_the_engine_waiting_for_weights(tmp_path: Path) -> None:
+def test_a_rank_that_aborts_leaves_the_engine_waiting_for_weights(tmp_path: Path) -> None:
     tensors = mixed_tensors(0)
     destinations = in_device_memory(tensors)
     engine = TensorsOnly(destinations)

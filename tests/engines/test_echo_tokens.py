@@ -25,7 +25,7 @@ def tokens_of(seed: int, context: list[int], position: int = 0) -> EchoTokens:
 
 
 @pytest.mark.parametrize("cut", [1, 2, 17, LENGTH - 1])
-def test_the_rest_of_a_cut_trajectory_is_the_same_from_its_context(cut: int) -> None:
+def test_a_cut_trajectory_continues_with_the_same_tokens_from_its_context(cut: int) -> None:
     whole = tokens_of(7, CONTEXT).draw(LENGTH)
 
     rest = tokens_of(7, [*CONTEXT, *whole.tokens[:cut].tolist()], position=cut).draw(LENGTH - cut)

@@ -81,7 +81,7 @@ def test_a_single_wrong_byte_shows_in_every_logprob(tmp_path: Path) -> None:
     run_async(body)
 
 
-def test_an_update_that_is_given_up_leaves_weights_of_no_version(tmp_path: Path) -> None:
+def test_an_aborted_update_leaves_weights_of_no_version(tmp_path: Path) -> None:
     async def body() -> None:
         engine = make_engine(verify_checksums=True)
 

@@ -88,7 +88,11 @@ async def outcome_of(running_forever: Any) -> BaseException | None:
         ({"max_num_seqs": 0}, ConfigError, "max_num_seqs"),
         ({"kv_cache_num_tokens": 10}, ConfigError, "cannot hold one sequence"),
         ({"max_context_len": 1 << 50}, ConfigError, "max_position_embeddings=512"),
-        ({"kv_cache_num_tokens": 1 << 40}, ConfigError, r"GB of cpu memory are there: lower it"),
+        (
+            {"kv_cache_num_tokens": 1 << 40},
+            ConfigError,
+            r"GB of cpu memory are available: lower it",
+        ),
         ({"max_num_seqs": 1 << 50}, ConfigError, "not enough memory .*: lower max_context_len"),
         ({"num_threads": 0}, ConfigError, "num_threads"),
     ],
@@ -162,7 +166,7 @@ def test_broken_weights_end_requests_with_an_error_not_the_engine(
 def test_a_request_that_has_ended_is_delivered_before_the_next_tick(
     model_folder: Callable[[str], Path],
 ) -> None:
-    """A tool or the next turn of an agent waits for it, while other requests go on."""
+    """A tool or the next turn of an agent waits for it, while other requests continue."""
 
     async def body() -> None:
         engine = EmbeddedEngine(

@@ -14,7 +14,7 @@ Run = tuple[int, int, list[int]]  # id, position, tokens
 
 
 def make_batch(lengths: list[int]) -> DeltaColumns:
-    """Run r is of request 10 + r, starts at r, and ends it; token and logprob say which it is."""
+    """Run r belongs to request 10 + r, starts at r, and ends it; token and logprob encode r."""
     buffer = DeltaBuffer()
     for run, length in enumerate(lengths):
         tokens = np.arange(length, dtype=np.int32) + 100 * run

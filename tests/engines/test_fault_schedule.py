@@ -45,7 +45,7 @@ def test_the_same_seed_gives_the_same_points() -> None:
 
 
 @pytest.mark.parametrize("change", [{"seed": 8}, {"engine": "policy-1"}, {"life": 2}])
-def test_another_seed_engine_or_life_has_other_points(change: dict[str, Any]) -> None:
+def test_another_seed_engine_or_incarnation_has_other_points(change: dict[str, Any]) -> None:
     assert points_hit(schedule(DROPS, **change), BATCHES) != points_hit(schedule(DROPS), BATCHES)
 
 
@@ -117,8 +117,8 @@ def test_the_mean_distance_is_kept(mean: float) -> None:
     assert last / 4000 == pytest.approx(mean, rel=0.1)
 
 
-def test_lives_and_engines_limit_a_fault() -> None:
-    kill = fault(kind="kill", after_tokens=0, lives=[1, 3], engines=["policy-0"])
+def test_incarnations_and_engines_limit_a_fault() -> None:
+    kill = fault(kind="kill", after_tokens=0, incarnations=[1, 3], engines=["policy-0"])
 
     hits = {
         (engine, life): bool(schedule(kill, engine=engine, life=life).on_batch(1))
@@ -189,8 +189,8 @@ def test_how_often_by_default() -> None:
         ([{"kind": "drop", "after_tokens": 1, "times": 0}], "times must be a whole number"),
         ([{"kind": "stall", "after_tokens": 1, "for_s": 0}], "for_s must be a number of seconds"),
         (
-            [{"kind": "kill", "after_tokens": 1, "lives": 1}],
-            "faults[0].lives must be a list of incarnations, such as [1, 2], got 1",
+            [{"kind": "kill", "after_tokens": 1, "incarnations": 1}],
+            "faults[0].incarnations must be a list of incarnations, such as [1, 2], got 1",
         ),
         (
             [{"kind": "kill", "after_tokens": 1, "engines": "policy-0"}],

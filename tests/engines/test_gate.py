@@ -1,4 +1,4 @@
-"""An engine's own lifecycle: what becomes of an update that is given up."""
+"""An engine's own lifecycle, and the outcome of an aborted update."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def updating(version: int) -> EngineGate:
     return gate
 
 
-def test_an_update_given_up_before_its_load_leaves_the_version() -> None:
+def test_an_update_aborted_before_its_load_leaves_the_version() -> None:
     gate = updating(4)
 
     gate.abort_update()
@@ -25,7 +25,7 @@ def test_an_update_given_up_before_its_load_leaves_the_version() -> None:
     assert (gate.is_serving, gate.version) == (True, 3)
 
 
-def test_an_update_given_up_after_that_leaves_none() -> None:
+def test_an_update_aborted_after_that_leaves_none() -> None:
     gate = updating(4)
     gate.touch()
 

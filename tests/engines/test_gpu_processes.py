@@ -70,7 +70,7 @@ def spec(engine: str, folder: Path, num_workers: int) -> ActorSpec:
 
 
 def free_nbytes() -> list[int]:
-    """Of each device."""
+    """Free memory of each device."""
     return [torch.cuda.mem_get_info(idx)[0] for idx in range(torch.cuda.device_count())]
 
 

@@ -48,7 +48,7 @@ def test_an_adapter_of_the_model_is_read(
     assert adapter == LoraAdapter(name="a", path=path, rank=6)
 
 
-def test_ranks_may_differ_where_the_adapter_says_so(
+def test_ranks_may_differ_if_the_adapter_allows_it(
     model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
     larger = {f"{Q_PROJ}.lora_A.weight": ones(9, 48), f"{Q_PROJ}.lora_B.weight": ones(128, 9)}
@@ -58,7 +58,7 @@ def test_ranks_may_differ_where_the_adapter_says_so(
 
     assert LoraAdapter.read("a", path, model_folder("qwen3")).rank == 9
     change(tmp_path / "a", {}, larger)
-    with pytest.raises(DataError, match=r"says r 4, its matrices \[4, 9\]"):
+    with pytest.raises(DataError, match=r"has r 4, its matrices \[4, 9\]"):
         LoraAdapter.read("a", path, model_folder("qwen3"))
 
 
@@ -66,8 +66,8 @@ def test_ranks_may_differ_where_the_adapter_says_so(
     ("config", "tensors", "text"),
     [
         ({"peft_type": "IA3"}, {}, "peft_type 'IA3', not 'LORA'"),
-        ({"r": 8}, {}, r"says r 8, its matrices \[4\]"),
-        ({"r": [4]}, {}, r"says r \[4\], its matrices \[4\]"),
+        ({"r": 8}, {}, r"has r 8, its matrices \[4\]"),
+        ({"r": [4]}, {}, r"has r \[4\], its matrices \[4\]"),
         ({}, None, "holds no lora_A and lora_B"),
         ({}, {f"{Q_PROJ}.lora_B.weight": None}, "lora_B is not there"),
         (

@@ -1,4 +1,4 @@
-"""Requests are checked at the door, with a text that says what to do."""
+"""Requests are validated, with errors that name the remedy."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_wire_request_becomes_a_value() -> None:
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"stop_token_ids": ["a"]}, "stop_token_ids"),
         ({"lora": 3}, "lora must be a name"),
-        ({"lora": "c"}, "no LoRA adapter 'c' here; known: a, b"),
+        ({"lora": "c"}, "no LoRA adapter 'c'; known: a, b"),
     ],
 )
 def test_a_wrong_request_is_refused_by_name(change: dict[str, Any], text: str) -> None:
@@ -69,7 +69,7 @@ def test_a_missing_key_is_named() -> None:
         parse(raw)
 
 
-def test_the_rest_of_a_request_continues_its_count() -> None:
+def test_a_resumed_request_continues_its_count() -> None:
     request = parse(wire_request(1, [1, 2, 3], position=4, max_new_tokens=10))
 
     rest = request.resumed(np.array([1, 2, 3, 8, 9], np.int32))

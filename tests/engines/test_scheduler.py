@@ -79,7 +79,7 @@ def test_a_prefill_batch_is_bounded_with_its_padding_but_never_empty() -> None:
     assert admit(bounds, [400, 1], capacity=512)[0] == 1
 
 
-def test_rows_shrink_only_to_let_somebody_in() -> None:
+def test_rows_shrink_only_to_admit_a_request() -> None:
     bounds = limits(1024)
 
     assert admit(bounds, [10], running=2, longest=20, capacity=256) == (1, 256)

@@ -74,7 +74,7 @@ def without_norm(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (with_unknown, "has no place for 1 of the trainer's weights: model.layers.1.unknown"),
+        (with_unknown, "model lacks 1 of the trainer's weights: model.layers.1.unknown"),
         (without_norm, "do not fill 1 of SGLang's parameters: model.norm.weight"),
     ],
 )
@@ -135,7 +135,7 @@ def test_an_update_and_both_sleeps_leave_the_model_with_the_right_weights(
             assert_holds(core, 2)
 
     async def publish_asleep(engine: Any, folder: Path) -> None:
-        """As in hybrid mode: the KV cache wakes after the update."""
+        """The KV cache wakes after the update, as in hybrid mode."""
         await publish(Waking(engine), weights("qwen3", 2), 2, folder)  # pyright: ignore[reportArgumentType]
 
     run_async(body)
@@ -213,7 +213,7 @@ def test_what_is_frozen_ends_before_a_sleep_with_the_tokens_it_had(
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_an_engine_at_work_is_asked_what_it_can_import_and_goes_on(
+def test_an_engine_at_work_is_asked_what_it_can_import_and_continues(
     make_engine: MakeEngine, core: SglangCore, frozen: bool
 ) -> None:
     async def body() -> None:
@@ -225,7 +225,7 @@ def test_an_engine_at_work_is_asked_what_it_can_import_and_goes_on(
                 collector.apply(await anext(batches))
             if frozen:
                 await engine.pause("keep")
-            assert "not of a GPU" in await engine.probe_import([])
+            assert "not on a GPU" in await engine.probe_import([])
             assert frontend_of(core).is_pause == frozen
             await engine.resume()
             while collector.num_finished() < 3:
@@ -275,10 +275,10 @@ def test_the_engine_fails_when_a_process_of_sglang_ends(
 
 
 @pytest.mark.process
-def test_the_engine_fails_when_a_process_of_sglang_says_that_it_failed_and_does_not_end(
+def test_the_engine_fails_when_a_process_of_sglang_reports_a_failure_and_does_not_end(
     stand_in: None, model_folder: Callable[[str], Path]
 ) -> None:
-    """As run_scheduler_process does: it sends SIGQUIT, and ends when its threads let it."""
+    """Sends SIGQUIT, and ends when its threads let it, like run_scheduler_process."""
 
     async def body() -> None:
         engine = SglangEngine(
@@ -389,7 +389,7 @@ def test_what_is_no_token_fails_the_start(
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_what_sglangs_processes_said_at_a_failed_start_is_told(
+def test_a_failed_start_reports_the_errors_of_sglangs_processes(
     umbra_session: Session, model_folder: Callable[[str], Path]
 ) -> None:
     spec = ActorSpec(

@@ -152,7 +152,7 @@ def test_sglang_leaves_no_name_in_shared_memory(core: SglangCore) -> None:
 
 
 def test_an_answer_of_sglang_without_its_first_token_is_made_again() -> None:
-    """What SGLang 0.5.17 does of a request that it retracts while its prompt is computed."""
+    """SGLang 0.5.17's message for a request that it retracts during prefill."""
     output = SglangOutput()
     output.feed({"meta_info": {"output_token_logprobs": [], "completion_tokens": 0}})
     entries = [(-1.0, 7, None), (-1.0, 8, None)]  # of three tokens

@@ -1,4 +1,4 @@
-"""What of a pool's settings and requests reaches SGLang, and what is read of its answers."""
+"""The settings and requests that reach SGLang, and the reading of its answers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def chunk(entries: list[Any], reason: dict[str, Any] | None = None) -> dict[str,
     return {"meta_info": {"output_token_logprobs": entries, "finish_reason": reason}}
 
 
-def test_options_say_what_umbra_needs_of_sglang(tmp_path: Path) -> None:
+def test_options_are_what_umbra_needs_of_sglang(tmp_path: Path) -> None:
     engine_args = {"tp_size": 2, "log_level": "info", "json_model_override_args": '{"a": 1}'}
 
     options = settings(tmp_path, engine_args=engine_args, device="cuda:3").options(
@@ -73,7 +73,7 @@ def test_cached_prefixes_are_looked_for_by_their_salts_whatever_the_user_has_set
     assert settings(tmp_path).environment()["SGLANG_EXPERIMENTAL_CPP_RADIX_TREE"] == "0"
 
 
-def test_a_chosen_kv_cache_has_room_for_what_sglang_keeps_free(tmp_path: Path) -> None:
+def test_a_chosen_kv_cache_includes_what_sglang_keeps_free(tmp_path: Path) -> None:
     options = settings(tmp_path, kv_cache_num_tokens=1000).options(KNOWN)
 
     assert 1000 < options["max_total_tokens"] < 1500
@@ -220,7 +220,7 @@ def test_the_first_token_after_new_weights_may_be_of_the_older_ones() -> None:
         ({"type": "stop", "matched": "NaN happened"}, "NaN happened"),
     ],
 )
-def test_finish_reasons_are_umbra_s_words_or_what_went_wrong(
+def test_finish_reasons_are_umbra_s_or_describe_what_went_wrong(
     reason: dict[str, Any], word: str
 ) -> None:
     output = SglangOutput()
@@ -239,7 +239,7 @@ def test_an_order_and_its_report_come_as_they_were_sent() -> None:
     assert unpack_order(pack_order(order)) == order
     with Reports(2) as reports:
         write_report(reports.paths[1], {"unread": ["a"]})
-        assert reports.read() == [{"error": "it did nothing"}, {"unread": ["a"]}]
+        assert reports.read() == [{"error": "it wrote no report"}, {"unread": ["a"]}]
 
 
 def test_a_report_that_nobody_waits_for_does_not_end_sglang() -> None:
@@ -248,7 +248,9 @@ def test_a_report_that_nobody_waits_for_does_not_end_sglang() -> None:
     obey(torch.nn.Linear(1, 1), [(pack_order(order), torch.empty(0))])
 
 
-def test_without_sglang_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_sglang_the_error_names_the_package_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "sglang", None)
 
     with pytest.raises(ConfigError, match="needs SGLang, which is not installed here"):

@@ -1,4 +1,4 @@
-"""What an adapter does in which phase of an update: the same whichever way the weights travel."""
+"""The phases of an adapter's update: the same with every transport."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_model_is_loaded_from_exports_before_anything_is_verified() -> None:
     run_async(body)
 
 
-def test_a_worker_stops_loading_an_image_whose_sync_is_given_up(tmp_path: Path) -> None:
+def test_a_worker_stops_loading_an_image_whose_sync_is_aborted(tmp_path: Path) -> None:
     manifest = Manifest.layout([("a", "float32", (3,)), ("b", "float32", (2,))])
     fds = create_buckets(["image"], 4096)
     fds |= create_buckets(["progress"], SyncProgress.nbytes_needed(1, 1))
@@ -101,7 +101,7 @@ def test_a_worker_stops_loading_an_image_whose_sync_is_given_up(tmp_path: Path) 
             tensors = source.tensors()
             assert next(tensors)[0] == "a"
             progress.abort()
-            with pytest.raises(WeightSyncError, match="given up before the model was loaded"):
+            with pytest.raises(WeightSyncError, match="aborted before the model was loaded"):
                 next(tensors)
 
     async def body() -> None:

@@ -91,7 +91,7 @@ def test_logprobs_are_those_of_transformers(make_engine: MakeEngine, temperature
 
 
 def test_prompts_of_more_tokens_than_a_step_takes_are_served(make_engine: MakeEngine) -> None:
-    """As trajectories that are resumed after a death: all at once, long, with seeds."""
+    """Requests like those resumed after a death: all at once, long, with seeds."""
     draw = random.Random(0)
     prompts = [draw.choices(range(VOCAB_SIZE), k=480) for _ in range(MAX_NUM_SEQS)]
     asked = [wire_request(i, p, max_new_tokens=4) for i, p in enumerate(prompts)]
@@ -176,7 +176,7 @@ def test_weights_that_do_not_fit_are_never_served_and_spoil_no_later_update(
 
 
 async def failure_of(publishing: Coroutine[Any, Any, object]) -> str:
-    """What vLLM said; nothing is kept of the error, whose frames hold on to the weights."""
+    """vLLM's error text; the error itself is dropped, because its frames hold the weights."""
     try:
         await publishing
     except ExceptionGroup as group:

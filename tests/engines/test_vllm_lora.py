@@ -119,7 +119,7 @@ def test_an_unknown_adapter_is_refused(make_engine: MakeEngine) -> None:
     async def body() -> None:
         engine = make_engine()
         async with running(engine):
-            with pytest.raises(ValueError, match="no LoRA adapter 'other' here; known: all, some"):
+            with pytest.raises(ValueError, match="no LoRA adapter 'other'; known: all, some"):
                 await engine.submit([wire_request(0, [1], lora="other")])
 
     run_async(body)

@@ -72,7 +72,7 @@ def test_adapters_are_their_own_and_outlive_a_nap(
     asyncio.run(body())
 
 
-def test_new_weights_come_beneath_adapters_or_the_start_says_that_they_cannot(
+def test_new_weights_come_beneath_adapters_or_the_start_is_refused(
     model_folder: Callable[[str], Path], adapters: dict[str, Path], tmp_path: Path
 ) -> None:
     async def body() -> None:

@@ -1,4 +1,4 @@
-"""What the adapter reads of vLLM's outputs, which vLLM merges until they are read."""
+"""The adapter's reading of vLLM's outputs, which vLLM merges until they are read."""
 
 # pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 

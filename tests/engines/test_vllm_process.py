@@ -132,7 +132,7 @@ def test_vllm_whose_scheduler_is_stopped_or_hangs_is_replaced(
         resolve(2, timeout_s=START_TIMEOUT_S + 1.0)
 
 
-def test_vllm_that_cannot_start_says_why(
+def test_vllm_that_cannot_start_reports_the_reason(
     umbra_session: Session, model_folder: Callable[[str], Path]
 ) -> None:
     spec = vllm_spec(model_folder("qwen3"), NEVER, engine_args={"tensor_parallel_sice": 2})
@@ -141,7 +141,7 @@ def test_vllm_that_cannot_start_says_why(
         umbra_session.spawn(spec)
 
 
-def test_what_vllms_processes_said_at_a_failed_start_is_told_and_not_printed(
+def test_a_failed_start_reports_the_errors_of_vllms_processes_and_does_not_print_them(
     umbra_session: Session,
     model_folder: Callable[[str], Path],
     tmp_path: Path,

@@ -1,4 +1,4 @@
-"""What of a pool's settings reaches vLLM; vLLM itself is not needed."""
+"""The settings of a pool that reach vLLM; vLLM itself is not needed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def settings(folder: Path, **changes: Any) -> VllmSettings:
     return VllmSettings(**(values | changes))
 
 
-def test_options_say_what_umbra_needs_of_vllm(tmp_path: Path) -> None:
+def test_options_are_what_umbra_needs_of_vllm(tmp_path: Path) -> None:
     options = settings(tmp_path, engine_args={"tensor_parallel_size": 2}).options(
         KNOWN, is_cpu=True
     )
@@ -69,7 +69,7 @@ def test_the_kv_cache_on_the_cpu_holds_whole_blocks_for_all_sequences(tmp_path: 
 
 
 @pytest.mark.parametrize("change", [{"max_context_len": 1 << 40}, {"kv_cache_num_tokens": 1 << 40}])
-def test_a_kv_cache_beyond_the_machine_s_memory_is_told_before_a_start(
+def test_a_kv_cache_beyond_the_machine_s_memory_is_refused_before_a_start(
     tmp_path: Path, change: dict[str, int]
 ) -> None:
     beyond = settings(tmp_path, **change)
@@ -121,7 +121,7 @@ def test_the_workers_of_a_tensor_parallel_engine_share_the_kv_heads() -> None:
         ("kv_transfer_config", "is set by umbra: .*another engine's weights"),
         ("kv_offloading_backend", "is set by umbra: .*another engine's weights"),
         ("data_parallel_size", "is set by umbra: .*pool.count"),
-        ("distributed_executor_backend", "is set by umbra: umbra minds the processes"),
+        ("distributed_executor_backend", "is set by umbra: umbra supervises the processes"),
         ("kv_offloading_size", "is set by umbra: .*another engine's weights"),
         ("speculative_config", "is set by umbra: a draft model would keep its older weights"),
         ("spec_method", "is set by umbra: a draft model would keep its older weights"),
@@ -181,7 +181,7 @@ def with_adapters(folder: Path, *ranks: int, **changes: Any) -> VllmSettings:
     return settings(folder, lora_adapters=adapters, **changes)
 
 
-def test_there_is_room_for_all_adapters_at_a_time(tmp_path: Path) -> None:
+def test_there_are_slots_for_all_adapters_at_a_time(tmp_path: Path) -> None:
     given = with_adapters(tmp_path, 3, 9)
     on_cpu = given.options(KNOWN, is_cpu=True)
     on_gpu = with_adapters(tmp_path, 3, 9, device="cuda", dtype="bfloat16").options(
@@ -195,10 +195,10 @@ def test_there_is_room_for_all_adapters_at_a_time(tmp_path: Path) -> None:
     assert "enable_lora" not in settings(tmp_path).options(KNOWN, is_cpu=True)
 
 
-def test_adapters_that_vllm_has_no_room_or_kernels_for_are_refused(tmp_path: Path) -> None:
+def test_adapters_that_vllm_has_no_slots_or_kernels_for_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"'rank-600' has rank 600; vLLM's limit is 512"):
         with_adapters(tmp_path, 4, 600).options(KNOWN, is_cpu=True)
-    with pytest.raises(ConfigError, match="know no float32"):
+    with pytest.raises(ConfigError, match="do not support float32"):
         with_adapters(tmp_path, 4, device="cuda").options(KNOWN, is_cpu=False)
     with pytest.raises(ConfigError, match="max_loras is set by umbra on the CPU"):
         with_adapters(tmp_path, 4, engine_args={"max_loras": 2}).options(
@@ -223,7 +223,9 @@ def test_a_cut_trajectory_goes_on_with_draws_of_its_own() -> None:
     assert all(0 <= seed < 1 << 63 for seed in seeds)
 
 
-def test_without_vllm_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_vllm_the_error_names_the_package_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
 
     with pytest.raises(ConfigError, match=r"pip install -e '\.\[vllm\]' in your clone"):

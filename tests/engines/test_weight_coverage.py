@@ -1,4 +1,4 @@
-"""What a loader leaves out is seen, whatever way it writes."""
+"""Weights that a loader leaves out are noticed, however it writes."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
@@ -75,7 +75,7 @@ def test_a_parameter_without_its_value_is_named(left_out: str, text: str) -> Non
     assert left_out in coverage.unread()
 
 
-def test_a_tensor_put_in_a_parameter_s_place_fills_it() -> None:
+def test_a_tensor_that_replaces_a_parameter_fills_it() -> None:
     model, weights = fused_model(), sources()
 
     with WeightCoverage(model) as coverage:
@@ -85,7 +85,7 @@ def test_a_tensor_put_in_a_parameter_s_place_fills_it() -> None:
     coverage.check_filled("SGLang")
 
 
-def test_tensors_that_come_one_at_a_time_are_told_apart_though_they_share_memory() -> None:
+def test_tensors_that_come_one_at_a_time_are_distinguished_though_they_share_memory() -> None:
     model, weights = fused_model(), sources()
     memory = torch.empty(24, dtype=torch.float64)
 

@@ -143,7 +143,7 @@ class TransformersCore(AdapterCore):
     # -- weights -------------------------------------------------------------------------
 
     async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
-        return "its parameters are in memory of cpu, not of a GPU"
+        return "its parameters are in cpu memory, not on a GPU"
 
     async def load_weights(self, description: Mapping[str, Any]) -> Sequence[WorkerRegions]:
         return [await asyncio.to_thread(self._load_weights, description)]

@@ -82,9 +82,9 @@ def test_a_killed_rollout_manager_goes_on_with_what_the_ledger_has(folder: Path)
 
 def test_a_run_goes_on_through_injected_faults(folder: Path) -> None:
     faults = (
-        '{kind="kill", after_tokens=100, lives=[1]}, '
-        '{kind="drop", what="run", every_tokens=40, times=2, lives=[1]}, '
-        '{kind="error", call="load", after_tokens=150, lives=[2]}'
+        '{kind="kill", after_tokens=100, incarnations=[1]}, '
+        '{kind="drop", what="run", every_tokens=40, times=2, incarnations=[1]}, '
+        '{kind="error", call="load", after_tokens=150, incarnations=[2]}'
     )
     arguments = f'pool.engine_args={{inner="echo", vocab_size=42, faults=[{faults}]}}'
 

@@ -174,8 +174,8 @@ def test_the_newest_samples_are_listed_with_what_one_wants_to_know(
     ("wrong", "said"),
     [
         (["--state", "droped"], "no state 'droped': there are pending, running, partial,"),
-        (["--sample", "e0/a/0", "--samples"], "--sample tells of one sample"),
-        (["--sample", "e0/a/0", "--step", "1"], "--sample tells of one sample"),
+        (["--sample", "e0/a/0", "--samples"], "--sample shows one sample"),
+        (["--sample", "e0/a/0", "--step", "1"], "--sample shows one sample"),
     ],
 )
 def test_wrong_use_of_the_list_is_told(
@@ -213,7 +213,7 @@ def test_text_for_people(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> N
     text = capsys.readouterr().out
     assert "  trained   4" in text
     assert "  too old  2" in text
-    assert "manager m0: 2 lives, the newest since 2023-11-1" in text
+    assert "manager m0: 2 incarnations, the newest since 2023-11-1" in text
 
     assert main(["ledger", str(run_dir), "--sample", "e0/b/0"]) == 0
     text = capsys.readouterr().out

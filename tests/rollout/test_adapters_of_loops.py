@@ -54,4 +54,4 @@ def test_an_unknown_adapter_fails_the_loop_with_those_that_are_there(
 
     errors = live.call_as_ranks(lambda rank: live.failure_of_next_batch(rank, 0))
 
-    assert all("no LoRA adapter 'nobody' here; known: none" in str(error) for error in errors)
+    assert all("no LoRA adapter 'nobody'; known: none" in str(error) for error in errors)

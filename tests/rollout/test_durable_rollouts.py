@@ -248,7 +248,7 @@ def test_nobody_is_sent_after_ranks_that_publish_another_version(
 
     with ThreadPoolExecutor(1) as side:
         ahead = side.submit(publish_as, live, 0, version)
-        with pytest.raises(DeadlineExceeded, match="a weight sync is under way"):
+        with pytest.raises(DeadlineExceeded, match="a weight sync is in progress"):
             pause_again_and_again(umbra_session)
         assert umbra_session.supervisor_call("catch_up", "policy")["ranks"] == ranks
         publish_as(live, 1, version)

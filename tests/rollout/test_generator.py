@@ -226,7 +226,7 @@ def test_what_cannot_be_asked_is_refused(umbra_session: Session) -> None:
         with pytest.raises(RemoteError, match=problem) as caught:
             judge.call("generate", *arguments)
         assert caught.value.remote_type == "builtins.ValueError"
-    with pytest.raises(RequestRefused, match="prompt: token -1 at index 1 is no token id"):
+    with pytest.raises(RequestRefused, match="prompt: token -1 at index 1 is not a token id"):
         judge.call("generate", np.asarray([2, -1], np.int32), 5)
 
 

@@ -195,7 +195,7 @@ def test_the_batch_is_that_of_an_undisturbed_run(
     name: str,
 ) -> None:
     case = CASES[name]
-    fault = {"after_tokens": 100, "engines": ["policy-0"], "lives": [1], **case.fault}
+    fault = {"after_tokens": 100, "engines": ["policy-0"], "incarnations": [1], **case.fault}
     session = umbra_session_factory()
     live = start_live(session, tmp_path, tiny_model_dir, fault, config=case.config, **case.pool)
     live.publish(1)
@@ -332,7 +332,7 @@ def test_an_engine_that_fails_on_its_way_through_a_step_is_replaced(
     undisturbed: list[Completions],
     call: str,
 ) -> None:
-    place = {"after_tokens": 0, "engines": ["policy-0"], "lives": [1]}
+    place = {"after_tokens": 0, "engines": ["policy-0"], "incarnations": [1]}
     error = {"kind": "error", "call": call, **place}
     live = start_live(
         umbra_session, tmp_path, tiny_model_dir, error, config=PATIENT, pool_mode="hybrid"
@@ -359,11 +359,11 @@ def test_faults_of_all_kinds_at_random_points_change_nothing(
     seed: int,
 ) -> None:
     faults = [
-        {"kind": "kill", "every_tokens": 700, "lives": [1, 2]},
+        {"kind": "kill", "every_tokens": 700, "incarnations": [1, 2]},
         {"kind": "repeat", "every_tokens": 90},
         {"kind": "repeat", "what": "earlier", "every_tokens": 110},
         # A turn that engines fail three times is taken for the cause: two of these at most.
-        {"kind": "drop", "every_tokens": 400, "times": 1, "lives": [1]},
+        {"kind": "drop", "every_tokens": 400, "times": 1, "incarnations": [1]},
         {"kind": "stall", "for_s": 0.3, "every_tokens": 500},
         {"kind": "error", "call": "submit", "every_tokens": 300, "times": 3},
         {"kind": "error", "call": "deltas", "every_tokens": 900, "times": 1},

@@ -368,7 +368,7 @@ def test_a_pool_is_left_alone_while_a_sync_is_under_way(
 
     with ThreadPoolExecutor(1) as side:
         waiting = side.submit(first.publish, "policy", 1, 20.0)
-        with pytest.raises(DeadlineExceeded, match="a weight sync is under way"):
+        with pytest.raises(DeadlineExceeded, match="a weight sync is in progress"):
             pause_again_and_again(umbra_session)
         second.publish("policy", 1, 20.0)
         waiting.result(10.0)

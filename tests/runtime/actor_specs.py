@@ -21,7 +21,7 @@ _numbers = itertools.count()
 def actor(class_name: str, name: str = "", **fields: Any) -> ActorSpec:
     """A spec of one of the test actors, by default with a name that no other has.
 
-    Restarts come quickly unless told otherwise.
+    Restarts come quickly by default.
     """
     fields.setdefault("restart", SOON)
     fields.setdefault("start_timeout_s", 20.0)

@@ -55,7 +55,7 @@ class Shared:
         self.session.create_pool(spec("policy", **(policy or {})))
 
     def publish(self, version: int) -> None:
-        """As the trainer does."""
+        """Publishes a version, like the trainer."""
         weights = {"w": torch.zeros(10)}
         WeightPublisher(SessionSync(self.session), 0, 1, weights).publish("policy", version, 20.0)
 

@@ -63,7 +63,7 @@ class Ranks:
         return read_events(self._outputs, name)
 
     def wait_for(self, name: str, num_ranks: int) -> dict[int, dict[str, Any]]:
-        """Until so many ranks had the event."""
+        """Waits until `num_ranks` ranks had the event."""
         return poll(lambda: self.events(name), num_ranks, f"{num_ranks} ranks said {name!r}")
 
     def wait(self, within_s: float = DEADLINE_S) -> list[int]:

@@ -9,7 +9,7 @@ import time
 
 import pytest
 from actor_specs import NEVER, actor
-from watched_actors import Spawn, told, wait_for_incarnation
+from watched_actors import Spawn, wait_for_incarnation, was_reported
 from watching import all_end, kill
 
 from umbra.runtime.errors import ActorDied, ConnectionLost
@@ -30,7 +30,7 @@ def test_a_stopped_actor_counts_as_hung_and_is_replaced(
         kill(pid, signal.SIGSTOP)
 
     assert wait_for_incarnation(session, 2, echo.ref.name) != pid
-    assert told(shared, echo, "no heartbeat for")
+    assert was_reported(shared, echo, "no heartbeat for")
 
 
 @pytest.mark.slow
@@ -51,7 +51,7 @@ def test_a_loop_blocked_for_too_long_is_replaced(
         echo.call("block", 60.0, timeout_s=20.0)
 
     assert wait_for_incarnation(session, 2, echo.ref.name)
-    assert told(shared, echo, "busy_limit_s = 0.3")
+    assert was_reported(shared, echo, "busy_limit_s = 0.3")
 
 
 @pytest.mark.slow
@@ -64,7 +64,7 @@ def test_an_actor_above_its_memory_limit_is_replaced_and_the_limit_named(
         echo.call("take_memory", 400 * 2**20)
     wait_for_incarnation(session, 2, echo.ref.name)
 
-    assert told(shared, echo, "above its memory limit of 200 MiB")
+    assert was_reported(shared, echo, "above its memory limit of 200 MiB")
 
 
 @pytest.mark.slow
@@ -80,7 +80,7 @@ def test_memory_of_children_counts_and_what_they_share_counts_once(
     with contextlib.suppress(ConnectionLost):
         echo.call("take_memory_in_a_child", 600 * 2**20, timeout_s=20.0)
     wait_for_incarnation(session, 2, echo.ref.name)
-    assert told(shared, echo, "above its memory limit of 500 MiB")
+    assert was_reported(shared, echo, "above its memory limit of 500 MiB")
 
 
 @pytest.mark.slow
@@ -94,7 +94,7 @@ def test_an_engine_that_gets_nowhere_is_replaced_and_one_that_is_slow_or_idle_is
     stuck.call("work", is_stuck=True)
 
     wait_for_incarnation(session, 2, stuck.ref.name)
-    assert told(shared, stuck, "made no token (pool.stall_limit_s = 0.6)")
+    assert was_reported(shared, stuck, "made no token (pool.stall_limit_s = 0.6)")
     assert slow.call("who")["incarnation"] == idle.call("who")["incarnation"] == 1
 
 
@@ -112,7 +112,7 @@ def test_an_engine_with_a_stopped_process_is_replaced_and_other_actors_are_not(
 
     with all_end(children[:1], within_s=10.0):
         wait_for_incarnation(session, 2, engine.ref.name)
-    assert told(shared, engine, f"its process {children[0]} was stopped by a signal")
+    assert was_reported(shared, engine, f"its process {children[0]} was stopped by a signal")
     assert other.call("who")["incarnation"] == 1
 
 

@@ -1,4 +1,4 @@
-"""Actors that end: replaced or given up, with all they leave behind."""
+"""Actors that end: replaced or failed, and cleaned up."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from actor_specs import NEVER, SOON, actor
-from watched_actors import Spawn, told, wait_for_incarnation
+from watched_actors import Spawn, wait_for_incarnation, was_reported
 from watching import all_end, kill
 
 from umbra.runtime.errors import ActorDied, ActorNotFound, ConnectionLost, JobFailed
@@ -44,12 +44,12 @@ def test_an_actor_that_is_killed_in_its_first_start_is_started_again(
     assert echo.call("who")["incarnation"] == 3
     for incarnation in (1, 2):
         name = f"{echo.ref.name}#{incarnation}"
-        assert told(shared, echo, f"{name} failed to start: {name} (pid ")
-        assert told(shared, echo, "killed by SIGKILL (9); restarting it in")
+        assert was_reported(shared, echo, f"{name} failed to start: {name} (pid ")
+        assert was_reported(shared, echo, "killed by SIGKILL (9); restarting it in")
 
 
 @pytest.mark.slow
-def test_an_actor_that_is_killed_in_every_start_is_given_up(spawn: Spawn) -> None:
+def test_an_actor_that_is_killed_in_every_start_fails(spawn: Spawn) -> None:
     ends = r"#3 failed to start(.|\n)*SIGKILL(.|\n)*start 3(.|\n)*after 2 restarts within"
     with pytest.raises(ActorDied, match=ends):
         spawn(actor("KilledAtStart", kwargs={"signum": signal.SIGKILL, "times": 9}))
@@ -129,8 +129,8 @@ def test_an_end_that_nobody_asked_for_is_reported_and_the_actor_replaced(
         echo.call(method, *(() if argument is None else (argument,)))
     wait_for_incarnation(session, 2, echo.ref.name)
 
-    assert told(shared, echo, f"{echo.ref.name}#1 (pid ")
-    assert told(shared, echo, f"{status}; restarting it in ")
+    assert was_reported(shared, echo, f"{echo.ref.name}#1 (pid ")
+    assert was_reported(shared, echo, f"{status}; restarting it in ")
 
 
 def test_an_end_that_nobody_asked_for_is_final_where_nothing_is_restarted(
@@ -202,7 +202,7 @@ def test_a_stale_reference_is_refused(session: Session, spawn: Spawn) -> None:
         asking.call("ask", stale, "who")
 
 
-def test_restarts_are_told(session: Session, shared: SessionFactory, spawn: Spawn) -> None:
+def test_restarts_are_reported(session: Session, shared: SessionFactory, spawn: Spawn) -> None:
     echo = spawn(actor("Echo"))
 
     kill(echo.call("who")["pid"])

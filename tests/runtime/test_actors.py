@@ -51,7 +51,7 @@ def test_an_actor_answers_streams_and_stops(session: Session, spawn: Spawn) -> N
         session.actor(echo.ref.name, timeout_s=0.2)
 
 
-def test_command_lines_tell_whose_processes_they_are(shared: SessionFactory, spawn: Spawn) -> None:
+def test_command_lines_identify_the_processes(shared: SessionFactory, spawn: Spawn) -> None:
     run_dir = str(shared.run_dirs[0])
     echo = spawn(actor("Echo"))
 
@@ -119,10 +119,10 @@ def test_an_actor_is_no_rank(
     session = umbra_session_factory()
 
     plain = session.spawn(actor("Echo"))
-    told = session.spawn(actor("Echo", env={"MASTER_PORT": "2"}))
+    configured = session.spawn(actor("Echo", env={"MASTER_PORT": "2"}))
 
     assert [plain.call("variable", name) for name in torchruns] == [None, None, None]
-    assert told.call("variable", "MASTER_PORT") == "2"
+    assert configured.call("variable", "MASTER_PORT") == "2"
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,9 @@ def test_an_actor_is_no_rank(
         ("actors", r"'actors' must be written module:Class"),
     ],
 )
-def test_an_actor_that_cannot_be_imported_says_so(spawn: Spawn, target: str, message: str) -> None:
+def test_an_actor_that_cannot_be_imported_is_an_error(
+    spawn: Spawn, target: str, message: str
+) -> None:
     spec = replace(actor("Echo"), target=target)
 
     with pytest.raises(ActorDied, match=message):
@@ -147,7 +149,7 @@ def test_an_actor_that_raises_at_start_brings_its_traceback(spawn: Spawn) -> Non
     assert "in __init__" in str(caught.value)
 
 
-def test_an_actor_that_dies_at_start_brings_its_status_and_last_words(
+def test_an_actor_that_dies_at_start_reports_its_status_and_last_output(
     spawn: Spawn,
 ) -> None:
     with pytest.raises(ActorDied, match=r"exited with status 7(.|\n)*last words"):
@@ -155,7 +157,7 @@ def test_an_actor_that_dies_at_start_brings_its_status_and_last_words(
 
 
 @pytest.mark.slow
-def test_an_actor_that_never_comes_up_is_given_up(spawn: Spawn) -> None:
+def test_an_actor_that_is_never_ready_fails(spawn: Spawn) -> None:
     spec = actor("SlowStart", start_timeout_s=2.0, grace_s=0.5)
 
     with pytest.raises(ActorDied, match=r"start_timeout_s = 2(.|\n)*starting for ever"):
@@ -174,7 +176,7 @@ def test_a_failed_start_leaves_the_name_free_and_the_job_alive(spawn: Spawn) -> 
 def test_a_name_that_is_taken_is_refused(spawn: Spawn) -> None:
     spawn(actor("Echo", "taken"))
 
-    with pytest.raises(ConfigError, match="'taken' exists already"):
+    with pytest.raises(ConfigError, match="'taken' already exists"):
         spawn(actor("Echo", "taken"))
 
 

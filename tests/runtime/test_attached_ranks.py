@@ -1,4 +1,4 @@
-"""What the ranks of a node are told."""
+"""The events that the ranks of a node receive."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 from umbra.runtime.cluster.attached_ranks import AttachedRank, AttachedRanks
 
 
-def signals_told(rank: AttachedRank) -> list[int]:
+def signals_sent(rank: AttachedRank) -> list[int]:
     """Takes what it has not read."""
     events = [rank.events.get_nowait() for _ in range(rank.events.qsize())]
     return [event["number"] for event in events if event["kind"] == "signal"]
@@ -20,7 +20,7 @@ def test_a_signal_of_one_rank_is_passed_on_to_all_once() -> None:
     for sender in (1, 0):
         ranks.pass_on_signal(f"rank {sender}", 1, signal.SIGTERM)
 
-    assert [signals_told(rank) for rank in attached] == [[signal.SIGTERM]] * 2
+    assert [signals_sent(rank) for rank in attached] == [[signal.SIGTERM]] * 2
 
 
 def test_the_signal_that_ends_the_ranks_of_a_lost_job_is_not_passed_on() -> None:
@@ -30,7 +30,7 @@ def test_the_signal_that_ends_the_ranks_of_a_lost_job_is_not_passed_on() -> None
 
     ranks.pass_on_signal("rank 0", 1, signal.SIGTERM)
 
-    assert signals_told(attached) == []
+    assert signals_sent(attached) == []
 
 
 def test_a_signal_to_ranks_before_a_restart_does_not_reach_those_after_it() -> None:
@@ -40,8 +40,8 @@ def test_a_signal_to_ranks_before_a_restart_does_not_reach_those_after_it() -> N
     attached = ranks.add(0, pid=2)
 
     ranks.pass_on_signal("rank 1", 1, signal.SIGTERM)
-    told_of_the_old = signals_told(attached)
+    events_of_the_old = signals_sent(attached)
     ranks.pass_on_signal("rank 0", 2, signal.SIGINT)
 
-    assert told_of_the_old == []
-    assert signals_told(attached) == [signal.SIGINT]
+    assert events_of_the_old == []
+    assert signals_sent(attached) == [signal.SIGINT]

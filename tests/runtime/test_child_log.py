@@ -1,4 +1,4 @@
-"""What children write: one log over incarnations, its tail, and the first error in it."""
+"""The log of children: one over all incarnations, its tail, and the first error in it."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ RuntimeError: Rank 0 scheduler died during initialization
 """
 
 
-def test_an_error_whose_traceback_follows_other_words_is_found(tmp_path: Path) -> None:
+def test_an_error_whose_traceback_follows_other_text_is_found(tmp_path: Path) -> None:
     path = tmp_path / "child.log"
     log = ChildLog.begin(path, "a life")
 
@@ -94,7 +94,7 @@ def test_an_error_whose_traceback_follows_other_words_is_found(tmp_path: Path) -
     assert "pool.py" in log.first_error()
 
 
-def test_the_first_error_in_a_log_is_found_with_its_place(tmp_path: Path) -> None:
+def test_the_first_error_in_a_log_is_found_with_its_location(tmp_path: Path) -> None:
     path = tmp_path / "child.log"
     path.write_text("Traceback (most recent call last):\nValueError: of an earlier life\n")
     log = ChildLog.begin(path, "a life")
@@ -110,7 +110,7 @@ def test_the_first_error_in_a_log_is_found_with_its_place(tmp_path: Path) -> Non
     ]
 
 
-def test_a_log_that_cannot_be_written_is_told(run: Run, tmp_path: Path) -> None:
+def test_a_log_that_cannot_be_written_is_reported(run: Run, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
 
     async def body() -> None:

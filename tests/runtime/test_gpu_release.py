@@ -77,7 +77,7 @@ def test_the_wait_is_over_once_nothing_is_held_and_use_has_stopped_falling() -> 
     assert end_of([*falling, *[reading(5.0)] * 5]) == 5
 
 
-def test_what_is_held_or_still_falls_is_told() -> None:
+def test_memory_that_is_held_or_still_falls_is_reported() -> None:
     assert end_of([reading(60.0, 55.0)] * 100) is None
     watch = ReleaseWatch(now=0.0)
     watch.observe(reading(60.0, 55.0), 30.0)
@@ -101,7 +101,7 @@ def test_without_nvml_there_is_no_wait() -> None:
 
 @pytest.fixture(scope="module")
 def fake_nvml(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """A library with one device, and the file that says what is used, held, and by whom."""
+    """A library with one device, and a file that holds its used and held memory."""
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("needs a C compiler")
@@ -113,7 +113,7 @@ def fake_nvml(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     return str(library), state
 
 
-def test_nvml_tells_used_memory_and_what_is_held_by_whom(fake_nvml: tuple[str, Path]) -> None:
+def test_nvml_reports_used_memory_and_its_holders(fake_nvml: tuple[str, Path]) -> None:
     library, state = fake_nvml
     state.write_text(f"{60 * GIB} {55 * GIB} 4711")
 
@@ -129,7 +129,9 @@ def test_nvml_tells_used_memory_and_what_is_held_by_whom(fake_nvml: tuple[str, P
         nvml.close()
 
 
-def test_memory_that_is_never_freed_is_told_at_the_deadline(fake_nvml: tuple[str, Path]) -> None:
+def test_memory_that_is_never_freed_is_reported_at_the_deadline(
+    fake_nvml: tuple[str, Path],
+) -> None:
     library, state = fake_nvml
     state.write_text(f"{60 * GIB} {55 * GIB} 4711")
 
@@ -192,7 +194,7 @@ def test_a_driver_that_hangs_does_not_hold_up_the_restart(fake_nvml: tuple[str, 
     writer.join(10.0)
     state.unlink()
 
-    assert found.startswith("NVML has not told within 2.1 s")
+    assert found.startswith("NVML did not report within 2.1 s")
 
 
 @pytest.mark.slow
@@ -223,7 +225,7 @@ def test_an_engine_is_not_restarted_before_the_memory_of_the_last_is_free(
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_an_engine_that_lacks_memory_at_its_first_start_says_who_holds_it(
+def test_an_engine_that_lacks_memory_at_its_first_start_reports_who_holds_it(
     fake_nvml: tuple[str, Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -1,4 +1,4 @@
-"""Engines that lack GPU memory: recognised, explained, and not restarted for ever."""
+"""Engines that lack GPU memory: recognised, explained, and not restarted forever."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ GIB = 1 << 30
         "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.",
     ],
 )
-def test_what_engines_say_of_too_little_memory_is_recognised(text: str) -> None:
+def test_errors_of_engines_about_too_little_memory_are_recognised(text: str) -> None:
     assert lacks_gpu_memory(f"policy-0#1 failed at wake: {text}\nmore")
 
 
@@ -56,7 +56,7 @@ def test_what_engines_say_of_too_little_memory_is_recognised(text: str) -> None:
     "text",
     [
         "RuntimeError: CUDA error: an illegal memory access was encountered",
-        "its process went away without a word: it was killed (out of memory?) or crashed",
+        "its process ended without a report: it was killed (out of memory?) or crashed",
         "[torch_memory_saver.cpp] CUresult error: 1 (invalid argument)",
         "RuntimeError: [enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate "
         "memory: you tried to allocate 9 bytes",
@@ -66,7 +66,7 @@ def test_other_failures_are_not_taken_for_it(text: str) -> None:
     assert not lacks_gpu_memory(text)
 
 
-def test_who_holds_what_is_told_with_what_to_change() -> None:
+def test_the_report_names_holders_of_memory_and_settings_to_change() -> None:
     use = GpuUse(
         total_nbytes=140 * GIB,
         used_nbytes=139 * GIB,
@@ -96,7 +96,7 @@ def test_in_a_container_that_hides_pids_all_holders_are_unknown() -> None:
 
 
 def is_final_after(*events: str) -> bool:
-    """Those in small letters fail for want of memory, `crash` at neither start nor wake."""
+    """Engines in small letters fail for lack of memory; `crash` at neither start nor wake."""
 
     async def describe() -> str:
         return "GPU 0: full."
@@ -144,7 +144,7 @@ def short_pool(**kwargs: Any) -> PoolSpec:
 
 
 def train_steps(session: Session, num_steps: int) -> None:
-    """As a trainer in hybrid mode: a sync, which wakes the engine; it serves, and sleeps."""
+    """Acts like a trainer in hybrid mode: a sync wakes the engine; it serves, and sleeps."""
     pool = session.pool("policy")
     for version in range(1, num_steps + 1):
         publish(session, version)

@@ -78,7 +78,7 @@ class Job:
 
 @pytest.fixture
 def root() -> Iterator[Path]:
-    """Short: a temporary path of pytest's may leave no room for sockets."""
+    """A short path, because one of pytest's may be too long for sockets."""
     with tempfile.TemporaryDirectory(prefix="umbra-") as folder:
         yield Path(folder) / "root"
 
@@ -172,7 +172,7 @@ def test_the_socket_directory_is_in_use_while_the_job_lives(job: Job) -> None:
 
     assert is_in_use(job.socket_dir.path)
     assert job.socket_dir.lock_fd == -1
-    with pytest.raises(ConfigError, match="still runs"):
+    with pytest.raises(ConfigError, match="still running"):
         SocketDir.create("job", "node", job.root)
 
 

@@ -1,4 +1,4 @@
-"""What an actor's heartbeat tells of its loop."""
+"""An actor's heartbeat reports the state of its loop."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_an_actor_whose_heartbeats_are_malformed_counts_as_silent(
 
 
 @pytest.mark.slow
-def test_heartbeats_tell_idle_blocked_and_stopped_apart(actor: ActorProcess) -> None:
+def test_heartbeats_distinguish_idle_blocked_and_stopped(actor: ActorProcess) -> None:
     async def main() -> None:
         context = zmq.asyncio.Context()
         socket = context.socket(zmq.DEALER)

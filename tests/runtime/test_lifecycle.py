@@ -219,7 +219,7 @@ def test_a_hybrid_step_sleeps_syncs_and_serves_the_new_version() -> None:
     ]
 
 
-def test_an_engine_with_weights_of_its_own_serves_them_in_every_life() -> None:
+def test_an_engine_with_weights_of_its_own_serves_them_in_every_incarnation() -> None:
     sleeps_and_wakes = [Pause(), Sleep(1), Wake(BOTH), Woken(), Resume()]
 
     first = after([EngineStarted(0), *sleeps_and_wakes])
@@ -278,7 +278,7 @@ def test_catch_up_waits_for_the_ranks_and_a_first_version() -> None:
 
 
 class NaiveEngine:
-    """What an engine physically has: bytes of some version or junk, and memory for parts."""
+    """The physical state of an engine: bytes of some version or junk, and memory for parts."""
 
     def __init__(self) -> None:
         self.content: int | None = None  # The version in its weights; None: junk.

@@ -66,7 +66,7 @@ def test_a_failure_in_the_moment_a_call_begins_ends_the_call(loop: LoopThread) -
         loop.run(asyncio.sleep(60))
 
 
-def test_leaving_ends_what_still_runs_and_refuses_the_rest() -> None:
+def test_leaving_ends_what_still_runs_and_refuses_what_waits() -> None:
     with LoopThread("test-loop") as loop:
         loop.start(asyncio.sleep(60))
 

@@ -1,4 +1,4 @@
-"""The end of any process is told by its pidfd."""
+"""A pidfd reports the end of any process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from umbra.runtime.process.pid_watch import PidWatch
 pytestmark = pytest.mark.process
 
 
-def test_a_watch_tells_the_end_of_any_process(run: Run, stranger: subprocess.Popen[bytes]) -> None:
+def test_a_watch_reports_the_end_of_any_process(
+    run: Run, stranger: subprocess.Popen[bytes]
+) -> None:
     async def body() -> None:
         ended = asyncio.Event()
         with PidWatch(stranger.pid, ended.set):
@@ -26,7 +28,7 @@ def test_a_watch_tells_the_end_of_any_process(run: Run, stranger: subprocess.Pop
     stranger.wait(DEADLINE_S)
 
 
-def test_a_watch_of_a_process_that_is_gone_tells_at_once(
+def test_a_watch_of_an_ended_process_calls_back_at_once(
     run: Run, stranger: subprocess.Popen[bytes]
 ) -> None:
     stranger.kill()
@@ -42,14 +44,14 @@ def test_a_watch_of_a_process_that_is_gone_tells_at_once(
 
 def test_a_closed_watch_is_silent(run: Run, stranger: subprocess.Popen[bytes]) -> None:
     async def body() -> None:
-        told: list[str] = []
+        calls: list[str] = []
         last = asyncio.Event()
-        with PidWatch(stranger.pid, lambda: told.append("closed")):
+        with PidWatch(stranger.pid, lambda: calls.append("closed")):
             pass
         with PidWatch(stranger.pid, last.set):
             stranger.kill()
             await last.wait()
-        assert told == []
+        assert calls == []
 
     run(body())
 

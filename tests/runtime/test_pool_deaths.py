@@ -1,4 +1,4 @@
-"""Engines of a pool that are killed: what is said of it is how they ended."""
+"""Engines of a pool that are killed: the notes describe how they ended."""
 
 from __future__ import annotations
 

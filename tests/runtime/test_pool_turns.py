@@ -162,7 +162,7 @@ def slow_starts(folder: Path, start_s: float) -> dict[str, Any]:
     return slow(start_s=start_s, marker=str(folder / "marker"))
 
 
-def give_up_at(session: Session, method: str, *args: object, after_s: float) -> None:
+def abort_at(session: Session, method: str, *args: object, after_s: float) -> None:
     """A call to the supervisor whose caller goes before it is answered."""
     with pytest.raises(DeadlineExceeded):
         session.supervisor_call(method, *args, timeout_s=after_s)
@@ -173,7 +173,7 @@ def test_an_engine_wakes_though_who_asked_it_to_is_gone(umbra_session: Session) 
     pool = umbra_session.pool("policy")
     pool.sleep(1)
 
-    give_up_at(umbra_session, "pool_wake", "policy", ["weights", "kv_cache"], 30.0, after_s=0.3)
+    abort_at(umbra_session, "pool_wake", "policy", ["weights", "kv_cache"], 30.0, after_s=0.3)
 
     assert pool.states()[0]["state"] == "WAKING"
     pool.resume(timeout_s=30)  # which waits for that
@@ -188,7 +188,7 @@ def test_a_policy_gets_the_memory_back_though_who_took_it_for_it_is_gone(
     shared.has_work("judge", True)
     shared.wait_for("ASLEEP", "SERVING")
 
-    give_up_at(shared.session, "pool_resume", "policy", 30.0, after_s=0.5)
+    abort_at(shared.session, "pool_resume", "policy", 30.0, after_s=0.5)
 
     shared.has_work("policy", True)
     shared.has_work("judge", False)
@@ -260,10 +260,10 @@ def test_an_engine_that_dies_asleep_is_started_only_in_its_turn(
     shared.check_never_both_awake()
 
 
-def test_a_judge_that_does_not_give_its_memory_back_is_killed(
+def test_a_judge_that_does_not_free_its_memory_is_killed(
     umbra_session_factory: SessionFactory,
 ) -> None:
-    """It is stopped, so it is given up as hung, and the policy goes on after that."""
+    """It is stopped, so it is killed as hung, and the policy continues after that."""
     shared = Shared(umbra_session_factory, hung_limit_s=1.0)
     shared.has_work("policy", False)
     shared.has_work("judge", True)
@@ -318,7 +318,7 @@ def test_what_does_not_fit_a_shared_pool_is_refused(umbra_session: Session) -> N
     umbra_session.create_pool(judge_spec())
     umbra_session.create_pool(spec("other"))
 
-    with pytest.raises(UmbraError, match="leave that to umbra"):
+    with pytest.raises(UmbraError, match="umbra wakes it and puts it to sleep"):
         umbra_session.pool("judge").sleep(1)
     with pytest.raises(EngineError, match="sleep at level 1"):
         umbra_session.pool("other").sleep(2)
@@ -343,7 +343,7 @@ def test_a_pool_whose_creator_died_meanwhile_is_created_for_the_next(
 ) -> None:
     settings = spec("policy", **slow(end_s=1.0))
 
-    give_up_at(umbra_session, "create_pool", settings.to_wire(), after_s=0.1)
+    abort_at(umbra_session, "create_pool", settings.to_wire(), after_s=0.1)
     pool = umbra_session.create_pool(settings)
 
     assert pool.states()[0]["state"] == "SERVING"
@@ -368,7 +368,7 @@ def test_a_sleep_that_was_refused_keeps_nobody_from_a_turn(
     assert shared.state("judge") == "ASLEEP"
 
 
-def test_work_for_a_judge_that_waits_to_be_started_is_heard_of(umbra_session: Session) -> None:
+def test_work_for_a_judge_that_waits_to_be_started_is_noted(umbra_session: Session) -> None:
     names = ("judge", "second")
     sharing = {"mode": "colocated", "shares_with": "policy", "max_wait_s": 0.1, "max_turn_s": 0.3}
     with ThreadPoolExecutor(len(names)) as threads:

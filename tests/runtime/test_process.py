@@ -1,4 +1,4 @@
-"""Children of a supervisor: started and ended with all they fork; their ends are told."""
+"""Children of a supervisor: started, ended with all they fork, and their ends reported."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.process
         ("import os; os.abort()", ExitStatus(-signal.SIGABRT)),
     ],
 )
-def test_the_exit_status_is_told(
+def test_the_exit_status_is_reported(
     run: Run, code: str, status: ExitStatus, binds_itself: bool
 ) -> None:
     async def body() -> None:
@@ -150,7 +150,7 @@ _IGNORED_BY_PYTHON = (1 << signal.SIGPIPE - 1) | (1 << signal.SIGXFSZ - 1)
 
 
 def ignored_signals(status: str) -> int:
-    """As a bit mask, from the text of /proc/PID/status."""
+    """Reads a bit mask from the text of /proc/PID/status."""
     return next(int(line[7:], 16) for line in status.splitlines() if line.startswith("SigIgn:"))
 
 
@@ -194,7 +194,7 @@ def test_a_payload_of_any_length_is_read_as_stdin(run: Run, tmp_path: Path) -> N
     run(body())
 
 
-def test_a_program_that_cannot_be_executed_is_told(run: Run, tmp_path: Path) -> None:
+def test_a_program_that_cannot_be_executed_is_reported(run: Run, tmp_path: Path) -> None:
     async def body() -> None:
         missing = ["/does/not/exist"]
         with pytest.raises(ActorError, match=r"cannot start x \(/does/not/exist\).*No such file"):

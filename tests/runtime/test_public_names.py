@@ -1,4 +1,4 @@
-"""What programs import from the package itself."""
+"""The names that programs import from the package itself."""
 
 from __future__ import annotations
 

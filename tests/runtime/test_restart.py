@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from umbra.runtime.actor.restart_policy import (
-    GiveUp,
+    DeclareFailed,
     RestartPolicy,
     RestartTracker,
     ScheduleRestart,
@@ -24,11 +24,11 @@ CLEAN = ExitStatus(0)
 POLICY = RestartPolicy(max_restarts=3, window_s=100.0, backoff_initial_s=1.0, backoff_max_s=3.0)
 
 
-def test_never_gives_up_at_the_first_end() -> None:
+def test_never_declares_failure_at_the_first_end() -> None:
     tracker = RestartTracker(replace(POLICY, mode="never"))
 
-    assert tracker.observe(CRASH, 0.0) == GiveUp("killed by SIGKILL (9)")
-    assert tracker.observe(CLEAN, 0.0) == GiveUp("exited with status 0")
+    assert tracker.observe(CRASH, 0.0) == DeclareFailed("killed by SIGKILL (9)")
+    assert tracker.observe(CLEAN, 0.0) == DeclareFailed("exited with status 0")
 
 
 @pytest.mark.parametrize("code", [0, 1, -signal.SIGTERM, 128 + signal.SIGTERM, None])
@@ -44,7 +44,7 @@ def test_backoff_doubles_up_to_its_maximum_then_the_tracker_gives_up() -> None:
     decisions = [tracker.observe(CRASH, float(now)) for now in range(4)]
 
     assert decisions[:3] == [ScheduleRestart(1.0), ScheduleRestart(2.0), ScheduleRestart(3.0)]
-    assert decisions[3] == GiveUp(
+    assert decisions[3] == DeclareFailed(
         "killed by SIGKILL (9), after 3 restarts within 100 s (allowed: 3)"
     )
     assert tracker.num_restarts == 3
@@ -55,7 +55,7 @@ def test_old_restarts_leave_the_window_and_backoff_starts_again() -> None:
     for now in (0.0, 1.0, 2.0):
         tracker.observe(CRASH, now)
 
-    assert isinstance(tracker.observe(CRASH, 99.9), GiveUp)
+    assert isinstance(tracker.observe(CRASH, 99.9), DeclareFailed)
     assert tracker.observe(CRASH, 100.0) == ScheduleRestart(3.0)
     assert tracker.observe(CRASH, 1000.0) == ScheduleRestart(1.0)
     assert tracker.num_restarts == 5
@@ -64,7 +64,7 @@ def test_old_restarts_leave_the_window_and_backoff_starts_again() -> None:
 def test_no_restarts_allowed_means_none() -> None:
     tracker = RestartTracker(replace(POLICY, max_restarts=0))
 
-    assert isinstance(tracker.observe(CRASH, 0.0), GiveUp)
+    assert isinstance(tracker.observe(CRASH, 0.0), DeclareFailed)
 
 
 def test_a_long_crash_loop_does_not_overflow() -> None:
@@ -109,7 +109,7 @@ def test_no_window_ever_holds_more_restarts_than_allowed(
             assert decision == ScheduleRestart(min(1.0 * 2 ** len(recent), 3.0))
             granted.append(now)
         else:
-            assert isinstance(decision, GiveUp)
+            assert isinstance(decision, DeclareFailed)
 
 
 @pytest.mark.parametrize(
@@ -126,5 +126,5 @@ def test_no_window_ever_holds_more_restarts_than_allowed(
         (None, "ended with unknown status"),
     ],
 )
-def test_an_exit_status_says_how_a_process_ended(code: int | None, text: str) -> None:
+def test_an_exit_status_describes_how_a_process_ended(code: int | None, text: str) -> None:
     assert str(ExitStatus(code)) == text

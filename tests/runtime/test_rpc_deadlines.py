@@ -1,4 +1,4 @@
-"""Calls that are given up, by their deadline or their caller, end at the callee too."""
+"""Calls that their deadline or their caller ends early end at the callee too."""
 
 from __future__ import annotations
 

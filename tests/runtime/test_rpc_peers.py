@@ -253,7 +253,7 @@ def test_a_call_that_arrives_before_the_server_runs_is_answered(folder: Path) ->
     run(main())
 
 
-def test_a_call_given_up_before_its_peer_listens_never_runs(folder: Path) -> None:
+def test_a_call_that_ends_before_its_peer_listens_never_runs(folder: Path) -> None:
     recorder = Recorder()
 
     async def main() -> None:

@@ -1,4 +1,4 @@
-"""Who may talk to a job: two nodes of it over tcp, and nobody else."""
+"""Only a job's own nodes may talk to it: two nodes over tcp, and nobody else."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_rank_calls_an_actor_of_another_node(nodes: tuple[Session, ActorRef]) 
     assert here.connect(remote).call("who", timeout_s=10.0)["node_id"] == "b"
 
 
-def test_an_actor_without_tcp_says_so(remote: ActorRef, keys: CurveKeys) -> None:
+def test_an_actor_without_tcp_is_an_error(remote: ActorRef, keys: CurveKeys) -> None:
     with pytest.raises(ActorNotFound, match="no endpoint reachable from node a"):
         call_from_node_a(keys, replace(remote, tcp_endpoint=""))
 
@@ -130,7 +130,7 @@ def test_another_key_is_refused(remote: ActorRef, keys: CurveKeys) -> None:
     assert call_from_node_a(keys, remote)
 
 
-def test_a_stranger_that_knows_the_public_key_is_told_that_it_is_refused(
+def test_a_stranger_that_knows_the_public_key_gets_a_refusal(
     remote: ActorRef, keys: CurveKeys
 ) -> None:
     class Impostor(CurveKeys):

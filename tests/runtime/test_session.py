@@ -1,4 +1,4 @@
-"""A session's life: what it starts, says and leaves, and what ends with whom."""
+"""The lifetime of a session: what it starts, reports and leaves, and what ends with it."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ HEAVY = ["torch", "pydantic", "transformers"]
 
 
 def guardian_of(session: Session) -> int:
-    """The one of this process's children that was told the session's directory."""
+    """The one of this process's children that got the session's directory as an argument."""
     for pid in descendants.child_pids(os.getpid()):
         if str(session.socket_dir) in Path(f"/proc/{pid}/cmdline").read_text():
             return pid
     raise AssertionError(f"no guardian of {session.socket_dir}")
 
 
-# -- what it starts and says ---------------------------------------------------------------
+# -- what it starts and reports ------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -79,7 +79,7 @@ def test_without_torchrun_the_process_is_rank_0_of_1(session: Session) -> None:
     assert session.incarnation == 1
 
 
-def test_processes_json_says_who_is_who(umbra_session_factory: SessionFactory) -> None:
+def test_processes_json_describes_the_processes(umbra_session_factory: SessionFactory) -> None:
     session = umbra_session_factory()
     echo = session.spawn(actor("Echo", "judge"))
 
@@ -116,7 +116,7 @@ def test_leaving_ends_everything_at_once(umbra_session_factory: SessionFactory) 
     assert not session.socket_dir.exists()
 
 
-def test_calls_on_a_session_that_was_left_say_so(umbra_session_factory: SessionFactory) -> None:
+def test_calls_on_a_closed_session_are_errors(umbra_session_factory: SessionFactory) -> None:
     session = umbra_session_factory()
     echo = session.spawn(actor("Echo"))
     items = echo.stream("count", 100, credits=2)
@@ -164,7 +164,9 @@ def test_a_supervisor_that_was_stopped_does_not_blame_its_actors(
     assert session.actor(echo.ref.name).call("who")["incarnation"] == 1
 
 
-def test_a_pool_whose_engines_cannot_start_says_why_and_leaves_nothing(session: Session) -> None:
+def test_a_pool_whose_engines_cannot_start_reports_the_reason_and_leaves_nothing(
+    session: Session,
+) -> None:
     pool = PoolSpec(name="pool", engine="umbra.engines.echo.echo_engine:NoSuchEngine", count=2)
 
     with pytest.raises(ActorDied, match="has no class 'NoSuchEngine'"):

@@ -41,7 +41,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def root() -> Iterator[Path]:
-    """Short: a temporary path of pytest's may leave no room for sockets."""
+    """A short path, because one of pytest's may be too long for sockets."""
     with tempfile.TemporaryDirectory(prefix="umbra-") as folder:
         yield Path(folder) / "root"
 
@@ -80,7 +80,7 @@ def test_a_living_owner_is_left_alone_and_a_killed_one_swept(root: Path) -> None
 
         assert is_in_use(path)
         assert sweep(root) == []
-        with pytest.raises(ConfigError, match=f"made by pid {holder.pid} .* still runs"):
+        with pytest.raises(ConfigError, match=f"made by pid {holder.pid} .* still running"):
             SocketDir.create("held", "node", root)
         assert [entry.name for entry in root.iterdir()] == ["held-node"]
         holder.kill()
@@ -91,7 +91,7 @@ def test_a_living_owner_is_left_alone_and_a_killed_one_swept(root: Path) -> None
         assert not path.exists()
 
 
-def test_a_job_takes_the_place_of_its_dead_namesake(root: Path) -> None:
+def test_a_job_replaces_its_dead_namesake(root: Path) -> None:
     path = make_dead(root, "job")
 
     with SocketDir.create("job", "node", root) as made:

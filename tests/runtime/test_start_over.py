@@ -1,4 +1,4 @@
-"""What a supervisor does when torchrun restarts the ranks, and restarts them again."""
+"""A supervisor when torchrun restarts the ranks, once and again."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def attach(
     before: Sequence[Any] = ("list_actors",),
     meanwhile: Callable[[], None] = lambda: None,
 ) -> list[str]:
-    """As rank 0 of each incarnation, at once; what each is told first.
+    """Attaches as rank 0 of each incarnation at once; returns the first event that each gets.
 
     Args:
         before: a call to the supervisor right before that.
@@ -124,9 +124,9 @@ def test_engines_of_a_sync_that_is_being_undone_stay_warm(
 
 
 async def restart_before_the_last_has_gone(supervisor: ActorRef, last_pid: int) -> list[str]:
-    """Rank 1 of the first incarnation ends once rank 0 of the second is attached; what the latter
-    is told until its farewell."""
-    told: list[str] = []
+    """Rank 1 of the first incarnation ends once rank 0 of the second is attached. Returns the kinds
+    of events that the latter gets until its farewell."""
+    kinds: list[str] = []
     async with Client(supervisor.node_id) as client, asyncio.timeout(20.0):
         handle = client.handle(supervisor)
         old = handle.stream("attach", 1, 2, last_pid, 1, True, timeout_s=None)
@@ -134,13 +134,13 @@ async def restart_before_the_last_has_gone(supervisor: ActorRef, last_pid: int) 
         async with old as old_events:
             await anext(old_events)
             async with new as events:
-                told.append((await anext(events))["kind"])
+                kinds.append((await anext(events))["kind"])
                 os.kill(last_pid, signal.SIGKILL)
                 async for _ in old_events:
                     pass
                 await handle.call("detach", 0)
-                told += [event["kind"] async for event in events]
-    return told
+                kinds += [event["kind"] async for event in events]
+    return kinds
 
 
 def test_a_rank_that_goes_after_the_restart_does_not_fail_the_next_ones(
@@ -148,9 +148,9 @@ def test_a_rank_that_goes_after_the_restart_does_not_fail_the_next_ones(
 ) -> None:
     session = umbra_session_factory()
     with subprocess.Popen(["sleep", "60"]) as last:
-        told = asyncio.run(restart_before_the_last_has_gone(supervisor_of(session), last.pid))
+        kinds = asyncio.run(restart_before_the_last_has_gone(supervisor_of(session), last.pid))
 
-    assert told == ["attached"]
+    assert kinds == ["attached"]
 
 
 async def spawn_once_it_is_over(supervisor: ActorRef) -> None:

@@ -39,7 +39,7 @@ def actor_that_never_ends(folder: Path, context: zmq.Context[zmq.Socket[bytes]])
     return actor
 
 
-def test_a_killed_engine_that_is_not_gone_is_told_of(
+def test_a_killed_engine_that_does_not_end_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notes: list[str] = []
@@ -60,14 +60,14 @@ def test_a_killed_engine_that_is_not_gone_is_told_of(
             hurry = asyncio.Event()
             hurry.set()
 
-            await pool.rest(hurry)
+            await pool.release_memory(hurry)
             (note,) = notes
             actor.has_process = False
-            await pool.rest(hurry)
+            await pool.release_memory(hurry)
 
         assert note == (
             "judge-0#3 (pid 4711) was killed 0.02 s ago and still holds memory that pool judge "
-            "shares with others; the next of them may run out of memory"
+            "shares with others; the next pool to wake may run out of memory"
         )
         assert notes == [note]
 

@@ -48,7 +48,7 @@ async def run_to_its_end(folder: Path, undo: Callable[[], None]) -> SupervisedAc
 
 
 def hang(_child: ChildProcess, _signal: int = 0) -> None:
-    """As a driver does."""
+    """Does nothing, like a hanging driver."""
 
 
 @pytest.mark.process
@@ -63,4 +63,4 @@ def test_a_process_that_cannot_be_ended_fails_its_actor_alone(
 
     assert ended.state == ActorState.FAILED
     assert ended.has_process
-    assert "lives on though it was killed" in ended.failure
+    assert "was killed but does not end" in ended.failure

@@ -60,7 +60,7 @@ def test_a_rank_that_is_killed_is_named_to_the_others_within_seconds(
         failed = ranks.events("failed")
         assert len(failed) == 2
         for event in failed.values():
-            assert f"rank {chosen} failed: its process (pid {pid}) went away" in event["message"]
+            assert f"rank {chosen} failed: its process (pid {pid}) ended" in event["message"]
             assert event["at"] - begin < 3.0
     assert_all_gone(socket_root)
 

@@ -42,7 +42,7 @@ def write(path: Path, text: str) -> str:
 
 
 def adopter(kind: str, folder: Path, program: Sequence[str]) -> list[str]:
-    """A program that runs for ever, and whose command line may look like torchrun's."""
+    """A program that runs forever, and whose command line may look like torchrun's."""
     python, shell = sys.executable, str(shutil.which("bash"))
     match kind:
         case "the same interpreter":

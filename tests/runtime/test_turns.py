@@ -55,7 +55,7 @@ def test_a_turn_ends_when_the_judge_has_answered_everything() -> None:
     assert turns.decide(13.0 + LINGER_S) == Decision("policy")
 
 
-def test_a_turn_without_an_end_ends_after_max_turn_and_the_judge_waits_anew() -> None:
+def test_a_turn_without_an_end_ends_after_max_turn_and_the_judge_waits_again() -> None:
     turns = shared(max_wait_s=5.0, max_turn_s=20.0)
     turns.report("judge", True, 0.0)
     turns.begin("judge", 10.0)
@@ -137,7 +137,7 @@ def test_a_busy_policy_has_its_time_between_the_turns_of_two_busy_judges() -> No
     assert turns.decide(30.0) == Decision("b")
 
 
-def test_a_patient_judge_comes_first_where_it_waited_longer_than_an_impatient_one() -> None:
+def test_the_judge_that_waited_longest_comes_first_whatever_its_max_wait() -> None:
     turns = shared(max_wait_s=10.0, max_turn_s=20.0)
     turns.add("hasty", SlicingRules(max_wait_s=1.0, max_turn_s=20.0))
     turns.report("judge", True, 0.0)

@@ -1,4 +1,4 @@
-"""The wire carries what it says it carries, and survives whatever else arrives."""
+"""Values survive the wire, and decoders survive whatever else arrives."""
 
 from __future__ import annotations
 
@@ -314,7 +314,7 @@ def test_an_array_cannot_refer_to_a_frame_that_is_not_there() -> None:
         list(Decoder().decode(header, [bytes(frames[0])[:-1]]))
 
 
-def test_whose_a_bad_envelope_is_can_be_told() -> None:
+def test_the_call_of_a_bad_envelope_is_known() -> None:
     with pytest.raises(BadEnvelope) as bad:
         list(Decoder().decode(msgpack.packb([RESULT, 4711, {1: "one"}])))
 

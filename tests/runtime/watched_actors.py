@@ -1,4 +1,4 @@
-"""What a test sees of supervised actors: their incarnations, and what operators are told."""
+"""Supervised actors as a test sees them: their incarnations, and the notes to operators."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ def wait_for_incarnation(session: Session, incarnation: int, name: str) -> int:
     raise AssertionError(f"{name} did not reach incarnation {incarnation}")
 
 
-def told(factory: SessionFactory, handle: SyncHandle, text: str) -> bool:
-    """Whether an operator was told this of that actor."""
+def was_reported(factory: SessionFactory, handle: SyncHandle, text: str) -> bool:
+    """Whether an operator got this note about that actor."""
     return any(handle.ref.name in note and text in note for note in factory.notes)

@@ -1,4 +1,4 @@
-"""What tests of processes need: watch pids by pidfd, kill, wait, with deadlines."""
+"""Helpers for tests of processes: watch pids by pidfd, kill, wait, with deadlines."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def tree(pid: int) -> list[int]:
 
 
 def processes(run_dir: Path) -> dict[str, dict[str, object]]:
-    """What RUN_DIR/processes.json says."""
+    """The contents of RUN_DIR/processes.json."""
     rows: dict[str, dict[str, object]] = json.loads((run_dir / "processes.json").read_text())
     return rows
 

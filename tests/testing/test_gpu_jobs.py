@@ -33,7 +33,9 @@ def test_every_module_with_tests_for_gpus_is_in_a_job() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the second job would succeed")
-def test_jobs_of_a_chain_run_one_after_the_other_and_a_failed_one_is_told(tmp_path: Path) -> None:
+def test_jobs_of_a_chain_run_one_after_the_other_and_a_failed_one_is_reported(
+    tmp_path: Path,
+) -> None:
     done = run("--seconds", "90", "--logs", str(tmp_path), "0:versions,weights")
 
     first, second = done.stdout.splitlines()

@@ -1,4 +1,4 @@
-"""What a run leaves behind is found, whatever it is, and told from what others leave."""
+"""Everything that a run leaves behind is found, and nothing that others leave."""
 
 from __future__ import annotations
 

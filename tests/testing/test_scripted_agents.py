@@ -1,4 +1,4 @@
-"""The `ctx` for tests of agent loops says what it is told to, and checks what a run would."""
+"""The `ctx` for tests of agent loops answers from its script, and checks what a run would."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run(ctx: ScriptedContext, loop: Loop) -> object:
     return asyncio.run(call())
 
 
-def test_turns_and_what_is_given_between_them_are_told_apart() -> None:
+def test_turns_and_given_text_between_them_are_distinguished() -> None:
     ctx = ScriptedContext(SAMPLE, ["6", "5"])
 
     async def loop(ctx: ScriptedContext) -> None:
@@ -62,13 +62,15 @@ def test_answers_are_cut_by_what_is_asked_for_and_by_the_budget() -> None:
     assert said == [("56", "stop"), ("123", "length"), ("", "length")]
 
 
-def test_a_script_that_is_over_says_whose() -> None:
+def test_a_script_that_is_over_names_its_pool() -> None:
     async def asks_a_judge(ctx: ScriptedContext) -> None:
         judge = ctx.pool("judge")
         assert (await judge.complete("5?", 2)).text == "ye"
         await judge.chat([{"role": "user", "content": "really?"}])
 
-    with pytest.raises(AssertionError, match="the pool 'judge' is asked once more; the script has"):
+    with pytest.raises(
+        AssertionError, match="the pool 'judge' got one more request; the script has"
+    ):
         run(ScriptedContext(SAMPLE, [], pools={"judge": ["yes"]}), asks_a_judge)
 
 
@@ -81,7 +83,7 @@ def test_there_are_no_other_pools_and_tokens_are_integers() -> None:
 
     with pytest.raises(RolloutError, match="no pool 'jduge' to ask; there are: judge"):
         run(ScriptedContext(SAMPLE, [], pools={"judge": []}), asks_nobody)
-    with pytest.raises(RequestRefused, match="a list of token ids"):
+    with pytest.raises(RequestRefused, match="1-D sequence of integer token ids"):
         run(ScriptedContext(SAMPLE, ["5"]), gives_text)
 
 

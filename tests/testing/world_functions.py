@@ -1,4 +1,4 @@
-"""What the ranks of test_distributed_world.py run: importable by name."""
+"""Functions that the ranks of test_distributed_world.py run: importable by name."""
 
 from __future__ import annotations
 

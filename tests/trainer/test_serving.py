@@ -241,7 +241,7 @@ def test_what_is_not_possible_is_refused_in_the_apis_own_form(server: Server) ->
         (COMPLETIONS, {"prompt": [True]}, 400, "prompt", "must be a text or a list of token ids"),
         (COMPLETIONS, {**prompt, "stop": 7}, 400, "stop", "must be a text or a list of up to 16"),
         (COMPLETIONS, {**prompt, "stop_token_ids": [3, -1]}, 400, "stop_token_ids",
-         "token -1 at index 1 is no token id"),
+         "token -1 at index 1 is not a token id"),
         (COMPLETIONS, {**prompt, "model": "gpt"}, 404, "model", "there are: 'tiny'"),
         (COMPLETIONS, {"prompt": ["1"] * 40, "n": 128}, 429, None, "5120 choices are too many"),
         (CHAT, {"messages": []}, 400, "messages", "at least 1"),

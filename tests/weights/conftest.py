@@ -1,4 +1,4 @@
-"""What the tests of exported weights share."""
+"""Fixtures for the tests of exported weights."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ class ThreadEngine:
             await self._has_died.wait()
             raise EngineUnhealthy(f"{self.name}: its process ended")
         if what == self.fail_at:
-            raise EngineUnhealthy(f"{self.name} failed at {what}, as told")
+            raise EngineUnhealthy(f"{self.name} failed at {what}, as the test demands")
 
 
 class LocalSupervisor:

@@ -79,7 +79,7 @@ def test_exchanged_chunks_are_noticed(extra_nbytes: int) -> None:
 
 
 @given(st.binary(max_size=64), st.integers(0, 15))
-def test_the_place_in_memory_does_not_matter(content: bytes, offset: int) -> None:
+def test_the_address_in_memory_does_not_matter(content: bytes, offset: int) -> None:
     data = torch.zeros(offset + len(content), dtype=torch.uint8)
     data[offset:] = torch.tensor(list(content), dtype=torch.uint8)
 

@@ -104,7 +104,7 @@ def test_one_rank_without_a_gpu_sends_all_through_host_memory(
     assert raw_bytes(engine.destinations["a"]) == raw_bytes(tensors["a"])
     said = [record.getMessage() for record in caplog.records if "travel by" in record.getMessage()]
     assert len(said) == 2
-    assert "memory of cpu" in said[1]
+    assert "cpu memory" in said[1]
 
 
 def test_an_engine_that_cannot_open_falls_back_with_one_warning(
@@ -128,11 +128,11 @@ def test_an_engine_that_cannot_open_falls_back_with_one_warning(
         assert raw_bytes(engine.destinations["a"]) == raw_bytes(tensors["a"])
 
 
-def test_a_transport_that_cannot_be_had_is_an_error_that_says_why(ipc: FakeIpc) -> None:
+def test_an_unavailable_transport_is_an_error_with_the_reason(ipc: FakeIpc) -> None:
     tensors = {"a": torch.randn(100)}
     engine = make_engine(ipc, tensors)
     with local_pool([engine], replace(SMALL, transport="cuda_ipc")) as supervisor:
-        with pytest.raises(WeightSyncError, match=r"'cuda_ipc' cannot be had: rank 0: .*of cpu"):
+        with pytest.raises(WeightSyncError, match=r"'cuda_ipc' is unavailable: rank 0: .*in cpu"):
             publish(supervisor, tensors)
         assert engine.log == []
         report = publish(supervisor, tensors, 2, export=ipc.export)
@@ -232,7 +232,7 @@ def test_memory_that_cannot_be_opened_after_all_costs_the_engine(ipc: FakeIpc) -
     assert engine.killed is not None
 
 
-def test_a_rank_that_gives_up_leaves_the_engine_waiting_for_weights(ipc: FakeIpc) -> None:
+def test_a_rank_that_aborts_leaves_the_engine_waiting_for_weights(ipc: FakeIpc) -> None:
     tensors = {"a": torch.randn(1000)}
     engine = make_engine(ipc, tensors)
 
@@ -268,7 +268,7 @@ class Dying(FakeOpener):
         return super().open(allocation)
 
 
-def test_an_engine_reads_no_further_once_a_rank_has_died(ipc: FakeIpc) -> None:
+def test_an_engine_stops_reading_once_a_rank_has_died(ipc: FakeIpc) -> None:
     tensors = {f"t{idx}": torch.randn(50) for idx in range(6)}
     reads: list[bytes] = []
     with local_pool(engines := list[ThreadEngine](), SMALL) as supervisor:

@@ -22,7 +22,7 @@ from umbra.runtime.weights.transports.shared_memory.sync_progress import EngineE
 NUM_RANKS, NUM_ENGINES = 2, 2
 FAR_S = 20.0
 
-# Fills as rank 0 whatever the engines have room for, two buckets ahead of them, 200 in all.
+# Acts as rank 0: fills ahead of the engines by two buckets, 200 in all.
 FILLING_RANK = """
 import sys, time
 from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncProgress
@@ -201,7 +201,7 @@ class TestEngineEnd:
     def test_what_ends_it(self, block: Block, tmp_path: Path) -> None:
         with (
             self.made(block, tmp_path, timeout_s=0.1) as hasty,
-            pytest.raises(WeightSyncError, match="bucket 0 of 3 was not filled in the time"),
+            pytest.raises(WeightSyncError, match="bucket 0 of 3 was not filled within the time"),
         ):
             next(hasty.buckets(3))
 
@@ -213,5 +213,5 @@ class TestEngineEnd:
 
         with self.made(block, tmp_path) as given_up:
             later(0.1, block.progress.abort)
-            with pytest.raises(WeightSyncError, match="given up"):
+            with pytest.raises(WeightSyncError, match="aborted"):
                 next(given_up.buckets(3))

@@ -50,7 +50,7 @@ class Seeing(ThreadEngine):
 
 
 class Interrupted(Exception):
-    """What a signal raises in a rank."""
+    """Raised by a signal in a rank."""
 
 
 class Between(LocalSupervisor):
@@ -137,7 +137,7 @@ def test_an_engine_that_lacks_weights_is_in_the_first_wave() -> None:
 
 
 @pytest.mark.parametrize("is_reaped_at_once", [True, False])
-def test_the_update_goes_on_after_a_wave_whose_engines_all_died(is_reaped_at_once: bool) -> None:
+def test_the_update_continues_after_a_wave_whose_engines_all_died(is_reaped_at_once: bool) -> None:
     engines = make_engines(2)
     with local_pool(engines, TWO_WAVES) as supervisor:
         publish(supervisor, 1)
@@ -272,7 +272,7 @@ def test_waves_end_reach_all_and_spare_as_many_as_they_can(
         ({"update_waves": 0}, "update_waves 0 is not possible"),
     ],
 )
-def test_a_pool_that_cannot_be_updated_in_waves_says_so(
+def test_a_pool_that_cannot_be_updated_in_waves_is_an_error(
     changes: dict[str, Any], problem: str
 ) -> None:
     settings: dict[str, Any] = {"mode": "standalone", "update_waves": 2} | changes

@@ -171,7 +171,7 @@ def test_an_engine_has_most_of_the_time_of_the_sync_for_each_request(
     assert all(limit_s > 1800.0 for limit_s in engine.limits_s.values())
 
 
-def test_an_engine_that_fails_in_one_life_after_the_other_leaves_one_note(
+def test_an_engine_that_fails_in_each_incarnation_leaves_one_note(
     sources: dict[str, Tensor],
 ) -> None:
     engine = ThreadEngine("broken", empty_like(sources))
@@ -273,11 +273,11 @@ def test_a_rank_that_waits_hears_that_the_job_is_lost(sources: dict[str, Tensor]
 
 
 @pytest.mark.parametrize("hangs_at", ["begin_update", "finish_update"])
-def test_an_engine_that_hangs_does_not_hold_a_sync_that_is_given_up(
+def test_an_engine_that_hangs_does_not_hold_an_aborted_sync(
     sources: dict[str, Tensor], hangs_at: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An elastic restart waits for it."""
-    monkeypatch.setattr(engine_sync, "_GIVEN_UP_LIMIT_S", 0.2)
+    monkeypatch.setattr(engine_sync, "_ABORTED_LIMIT_S", 0.2)
     engine = ThreadEngine("engine", empty_like(sources))
     engine.hang_at = hangs_at
     with local_pool([engine], SMALL) as supervisor:
@@ -287,10 +287,10 @@ def test_an_engine_that_hangs_does_not_hold_a_sync_that_is_given_up(
 
     assert settled_after_s < 5.0, "the rank had set 20 s"
     assert engine.killed is not None
-    assert "after the sync was given up" in engine.killed
+    assert "after the sync was aborted" in engine.killed
 
 
-def test_a_rank_cannot_say_twice_that_it_is_done(sources: dict[str, Tensor]) -> None:
+def test_a_rank_cannot_report_twice_that_it_is_done(sources: dict[str, Tensor]) -> None:
     class Twice(LocalSupervisor):
         def sync_filled(self, call: SyncFilled) -> None:
             super().sync_filled(call)

@@ -80,7 +80,7 @@ def supervisor(engine: ThreadEngine) -> Iterator[LocalSupervisor]:
 
 @pytest.fixture(autouse=True)
 def unmapped(engine: ThreadEngine) -> Iterator[None]:
-    """What an engine keeps mapped between syncs ends with the test."""
+    """Closes with the test the mappings that an engine keeps between syncs."""
     yield
     engine.unmap()
     gc.collect()  # a view that is part of a cycle keeps the memory mapped

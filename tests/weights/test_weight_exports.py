@@ -38,7 +38,7 @@ from umbra.runtime.weights.weight_receiver import WeightReceiver
 
 
 def export_rows(ipc: FakeIpc, tensors: dict[str, Tensor], num_ranks: int) -> list[RankExports]:
-    """As FSDP2 cuts them: runs of rows, some ranks without any."""
+    """Cuts tensors like FSDP2: runs of rows, some ranks without any."""
     manifest = manifest_of(tensors)
     per_rank: list[list[tuple[int, Tensor]]] = [[] for _ in range(num_ranks)]
     for entry in manifest.entries:
@@ -91,7 +91,7 @@ def test_exports_that_are_not_the_whole_model_are_refused(
     exports = export_rows(ipc, tensors, 2)
     damage(exports)
 
-    with pytest.raises(WeightSyncError, match="do not make up tensor"):
+    with pytest.raises(WeightSyncError, match="do not cover tensor"):
         ExportedImage(manifest_of(tensors), [e.to_wire() for e in exports])
 
 
@@ -144,7 +144,7 @@ def test_an_offer_is_exports_or_a_reason(raw: object) -> None:
 async def offered(
     tmp_path: Path, wire: Sequence[object], manifest: Manifest
 ) -> AsyncGenerator[tuple[dict[str, Any], SyncProgress]]:
-    """What begin_update brings for exports that are ready to be read."""
+    """The arguments of begin_update for exports that are ready to be read."""
     fds = create_buckets(["progress"], SyncProgress.nbytes_needed(1, 1))
     progress = SyncProgress(fds["progress"], 1, 1)
     progress.set_filled(0, len(manifest.entries))

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from umbra.runtime.disk import check_room, sync
+from umbra.runtime.disk import check_free_space, sync
 from umbra.runtime.errors import ConfigError, UmbraError
 from umbra.trainer.checkpoint.trainer_state import (
     COMPLETE,
@@ -139,7 +139,7 @@ class CheckpointStore:
                 if path == target or not is_complete(path):
                     _remove(path)
         with writing(_WRITE, target, nbytes):
-            check_room(self.folder, nbytes)
+            check_free_space(self.folder, nbytes)
             target.mkdir()
 
     def _complete(self, target: Path, state: TrainerState) -> None:

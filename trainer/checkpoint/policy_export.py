@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from umbra.runtime.disk import check_room
+from umbra.runtime.disk import check_free_space
 from umbra.trainer.model.policy import Policy
 from umbra.trainer.run_files import replacing_folder, writing
 from umbra.trainer.world import World, barrier, from_lead
@@ -73,7 +73,7 @@ def _write(
     model: Any = policy.model
     needed_nbytes = sum(tensor.nbytes for tensor in {id(t): t for t in tensors.values()}.values())
     with writing("export the model to", target, needed_nbytes), replacing_folder(target) as folder:
-        check_room(folder, needed_nbytes)
+        check_free_space(folder, needed_nbytes)
         model.save_pretrained(folder, state_dict=tensors, safe_serialization=True)
         _set_dtype(folder / "config.json", dtype)
         for name in _TOKENIZER_FILES:

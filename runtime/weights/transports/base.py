@@ -1,10 +1,10 @@
-"""What a transport is: one way for the bytes of a sync. A folder here for each.
+"""The interface of a transport: one way for the bytes of a sync. Each has a folder here.
 
     plan       supervisor   find_problem, lay_out      whether it can be used, and where things are
     sender     rank         send                       writes the rank's shards, or exports them
     receiver   engine       load, verify               reads them into the engine's parameters
 
-Plans are chosen in `weights/transport_choice.py`. Torch-free, as are all plans.
+`weights/transport_choice.py` chooses between plans. Torch-free, as are all plans.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ TransportName = Literal["memfd", "cuda_ipc"]
 
 
 class ProbedEngine(Protocol):
-    """An engine that can be asked whether it can read what ranks export.
+    """An engine that can check whether it can read what ranks export.
 
-    `probe_import` says why allocations (`rank_exports`) cannot be opened, or "".
+    `probe_import` returns why allocations (`rank_exports`) cannot be opened, or "".
     """
 
     @property
@@ -35,7 +35,8 @@ class ProbedEngine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Why a transport cannot be used. A warning: it was expected to work."""
+    """Why a transport cannot be used. It is logged as a warning if the transport was expected to
+    work."""
 
     text: str
     is_warning: bool = False
@@ -43,12 +44,12 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Where the tensors of one sync are.
+    """The location of the tensors of one sync.
 
     Attributes:
-        names: of the buckets, for ranks and engines; none where there are no buckets.
-        details: what engines need besides.
-        num_buckets: steps that are counted in the control block.
+        names: names of the buckets, for ranks and engines; empty without buckets.
+        details: other facts that engines need.
+        num_buckets: steps that the control block counts.
     """
 
     names: Sequence[str]
@@ -57,11 +58,11 @@ class Layout:
 
 
 class TransportPlan(Protocol):
-    """The supervisor's part, one for each pool. Checks and decides; no bytes go through it.
+    """The supervisor's part, one for each pool. It checks and decides; no bytes go through it.
 
     Attributes:
         reads_exports: engines read the ranks' own memory, so nothing else may use it before they
-            have.
+            are done.
     """
 
     name: TransportName
@@ -70,11 +71,12 @@ class TransportPlan(Protocol):
     async def find_problem(
         self, offers: Sequence[Offer], engines: Sequence[ProbedEngine], timeout_s: float
     ) -> Problem | None:
-        """What prevents its use now, with what all ranks offer and by these engines."""
+        """Why it cannot be used now with the offers of all ranks and these engines; None if it
+        can."""
         ...
 
     def can_reach(self, engine: ProbedEngine) -> bool:
-        """Whether this life of an engine can take part."""
+        """Whether this incarnation of an engine can take part."""
         ...
 
     def lay_out(
@@ -85,25 +87,26 @@ class TransportPlan(Protocol):
         *,
         has_checksums: bool,
     ) -> Layout:
-        """Raises WeightSyncError where the system has no memory or descriptors for it."""
+        """Raises WeightSyncError if the system has no memory or descriptors for it."""
         ...
 
 
 class Sender(Protocol):
-    """A rank's part. Owned by its publisher, over all syncs.
+    """A rank's part. Its publisher owns it, over all syncs.
 
     Attributes:
-        is_read_by_engines: they read the tensors until all have loaded; else `send` has read them.
+        is_read_by_engines: engines read the tensors until all have loaded; else `send` itself reads
+            them.
     """
 
     is_read_by_engines: bool
 
     def send(self, grant: SyncGrant, deadline: float) -> list[Region] | None:
-        """Hands the rank's shards over; what was sent, or None where the sync was given up.
+        """Hands over the rank's shards; returns what was sent, or None if the sync was aborted.
 
         Raises:
             ProtocolError: the ranks publish different tensors.
-            DeadlineExceeded: on the monotonic clock.
+            DeadlineExceeded: `deadline`, on the monotonic clock, has passed.
         """
         ...
 
@@ -113,15 +116,16 @@ class Sender(Protocol):
 
 
 class Receiver(Protocol):
-    """An engine's part in one sync. Blocks; one thread, `stop` excepted."""
+    """An engine's part in one sync. Calls block, from one thread except `stop`."""
 
     def load(self) -> int:
-        """Fills the engine's parameters; the bytes. Raises WeightSyncError where given up."""
+        """Fills the engine's parameters and returns the bytes. Raises WeightSyncError if
+        aborted."""
         ...
 
     def verify(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
-        """{"count", "nbytes", "mismatches"} of the regions; raises WeightSyncError before all is
-        loaded."""
+        """Returns {"count", "nbytes", "mismatches"} of the regions; raises WeightSyncError before
+        everything is loaded."""
         ...
 
     def stop(self) -> None:

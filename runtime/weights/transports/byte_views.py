@@ -17,7 +17,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def flatten(tensor: Tensor) -> Tensor:
     """The elements of a contiguous tensor as [N] with stride 1; shares memory with it.
 
-    reshape(-1) keeps odd strides where there is at most one element, and those cannot be viewed
+    reshape(-1) keeps odd strides if there is at most one element, and such tensors cannot be viewed
     as bytes.
     """
     return tensor.detach().as_strided((tensor.numel(),), (1,))
@@ -26,7 +26,7 @@ def flatten(tensor: Tensor) -> Tensor:
 def bucket_bytes(bucket: MappedBucket) -> Tensor:
     """The bucket's memory, uint8 [bucket_nbytes]; it stays mapped while the view lives.
 
-    By way of numpy, which holds on to the mapping. torch.frombuffer does not (2.13): closing the
-    mapping under it ends in a segmentation fault.
+    It uses numpy, which keeps the mapping alive. torch.frombuffer does not (2.13): closing the
+    mapping under it causes a segmentation fault.
     """
     return torch.as_tensor(np.frombuffer(bucket.memory, dtype=np.uint8))

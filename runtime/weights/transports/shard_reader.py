@@ -1,4 +1,4 @@
-"""What one rank holds of the image, and its bytes in the dtype in which they travel."""
+"""Reads the part of the image that one rank holds, in the dtype in which it travels."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class ShardSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankShards:
-    """All that one rank sends; the tensors change between syncs.
+    """Everything that one rank sends; the tensors' contents change between syncs.
 
     Attributes:
-        extents: where each of `sources` is in the image; the key is its index there.
+        extents: position of each of `sources` in the image; the key is its index there.
         locate: a tensor's part on this rank.
     """
 
@@ -43,12 +43,12 @@ class RankShards:
         return [(extent.offset, self.locate(source.tensor)) for extent, source in shards]
 
     def reader(self) -> ShardReader:
-        """For one sync: it reads each shard once."""
+        """A reader for one sync: it reads each shard once."""
         return ShardReader(self)
 
 
 class ShardReader:
-    """Reads pieces of shards as bytes of the wire dtype. Holds one contiguous copy at most."""
+    """Reads pieces of shards as bytes of the wire dtype. Holds at most one contiguous copy."""
 
     def __init__(self, shards: RankShards) -> None:
         self._shards = shards
@@ -58,8 +58,8 @@ class ShardReader:
     def read_into(self, piece: BucketPiece, target: Tensor, has_checksums: bool) -> int | None:
         """Writes the piece to `target`: uint8 [piece.nbytes].
 
-        Returns the checksum of the bytes as they are in the source, never of `target`: whatever
-        goes wrong in between shall show. None unless `has_checksums`.
+        Returns the checksum of the source's bytes, never of `target`, so that it detects any
+        corruption in between. None unless `has_checksums`.
         """
         dtype = self._shards.sources[piece.key].wire_dtype
         flat = self._flat_shard(piece.key)
@@ -75,7 +75,7 @@ class ShardReader:
         return checksum_of(data)
 
     def checksum(self, extent: Extent) -> int:
-        """Of a whole shard, in the dtype in which it travels."""
+        """The checksum of a whole shard, in the dtype in which it travels."""
         data = self._flat_shard(extent.key).to(self._shards.sources[extent.key].wire_dtype)
         return checksum_of(data.view(torch.uint8))
 

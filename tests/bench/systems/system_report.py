@@ -28,7 +28,7 @@ _KILL_DEADLINE_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What this program was asked to measure."""
+    """The measurement that this program was asked for."""
 
     spawned_at: float
     duration_s: float

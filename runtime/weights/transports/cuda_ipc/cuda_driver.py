@@ -1,8 +1,9 @@
-"""The few calls of CUDA's driver that exporting memory takes, by ctypes. Torch-free.
+"""The calls of CUDA's driver that exporting memory needs, by ctypes. Torch-free.
 
-torch's own way (`UntypedStorage._share_cuda_`) wraps the storage anew at every call and counts its
-readers in files of /dev/shm; here the sync says when everybody has read. Calls work on the context
-that is current in the thread: see `umbra.runtime.weights.transports.cuda_ipc.ipc_memory`.
+torch's own method (`UntypedStorage._share_cuda_`) wraps the storage again at every call and counts
+its readers in files of /dev/shm. Here the sync itself determines when everybody has read. Calls
+work on the context that is current in the thread: see
+`umbra.runtime.weights.transports.cuda_ipc.ipc_memory`.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.weights.transports.cuda_ipc.rank_exports import HANDLE_NBYTES, UUID_NBYTES
 
 _LAZY_ENABLE_PEER_ACCESS: Final = 1
-# Memory of a GPU that another one of this process reaches directly is mapped for it, too.
+# Memory of a GPU that another GPU of this process reaches directly is mapped for that one, too.
 
 
 class _Handle(ctypes.Structure):
-    """CUipcMemHandle, which is passed by value."""
+    """CUipcMemHandle; it is passed by value."""
 
     _fields_ = (("data", ctypes.c_char * HANDLE_NBYTES),)
 
@@ -28,7 +29,8 @@ class CudaDriver:
     """libcuda, initialised.
 
     Raises (everywhere):
-        WeightSyncError: there is no driver, or it refuses; says which call and why.
+        WeightSyncError: there is no driver, or it refuses; the message names the call and the
+            reason.
     """
 
     def __init__(self) -> None:
@@ -44,13 +46,13 @@ class CudaDriver:
         self._call("cuInit", 0)
 
     def device_uuids(self) -> list[bytes]:
-        """Of the GPUs that this process may use, by index."""
+        """UUIDs of the GPUs that this process may use, by index."""
         count = ctypes.c_int()
         self._call("cuDeviceGetCount", ctypes.byref(count))
         return [self._device_uuid(idx) for idx in range(count.value)]
 
     def address_range(self, pointer: int) -> tuple[int, int]:
-        """First address and bytes of the allocation that `pointer` is in."""
+        """First address and bytes of the allocation that contains `pointer`."""
         base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
         self._call(
             "cuMemGetAddressRange_v2",
@@ -65,7 +67,7 @@ class CudaDriver:
         return bytes(handle)
 
     def open(self, handle: bytes) -> int:
-        """Maps another process's allocation; its address here. Each is to be closed."""
+        """Maps another process's allocation; returns its address here. Each must be closed."""
         pointer = ctypes.c_uint64()
         self._call(
             "cuIpcOpenMemHandle_v2",
@@ -76,7 +78,7 @@ class CudaDriver:
         return pointer.value
 
     def close(self, pointer: int) -> None:
-        """Unmaps what `open` has mapped; nothing may be reading it."""
+        """Unmaps what `open` mapped; nothing may be reading it."""
         self._call("cuIpcCloseMemHandle", ctypes.c_uint64(pointer))
 
     def _device_uuid(self, idx: int) -> bytes:
@@ -96,5 +98,5 @@ class CudaDriver:
 
 @cache
 def cuda_driver() -> CudaDriver:
-    """This process's. Raises WeightSyncError where there is none."""
+    """The driver of this process. Raises WeightSyncError if there is none."""
     return CudaDriver()

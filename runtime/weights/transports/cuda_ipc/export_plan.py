@@ -1,7 +1,7 @@
 """CUDA IPC, the supervisor's part: whether engines can read the ranks' GPUs. Torch-free.
 
-They can where every rank exports its memory and every engine has opened some of it, as it proves
-once in each life.
+They can if every rank exports its memory and every engine has opened some of it, which each
+incarnation proves once.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from umbra.runtime.weights.transports.cuda_ipc.rank_exports import (
 logger = logging.getLogger(__name__)
 
 _PROBE_TIMEOUT_S: Final = 20.0
-# The first one may have to make a context on another GPU.
+# The first probe may have to create a context on another GPU.
 
 
 class ExportPlan:
-    """Remembers which engines have proved themselves."""
+    """Remembers which engines have passed the probe."""
 
     name: TransportName = "cuda_ipc"
     reads_exports = True
@@ -39,7 +39,7 @@ class ExportPlan:
     async def find_problem(
         self, offers: Sequence[Offer], engines: Sequence[ProbedEngine], timeout_s: float
     ) -> Problem | None:
-        """See `TransportPlan.find_problem`; an engine is asked the first time that it may come."""
+        """See `TransportPlan.find_problem`; each engine is probed once, before it may take part."""
         for rank, offer in enumerate(offers):
             if isinstance(offer, str):
                 return Problem(f"rank {rank}: {offer}")
@@ -61,7 +61,7 @@ class ExportPlan:
         *,
         has_checksums: bool,
     ) -> Layout:
-        """Tensors are loaded one by one, so that is what is counted."""
+        """Tensors are loaded one by one, so the control block counts tensors."""
         exports = [exported.to_wire() for exported in _exports(offers)]
         details = {"exports": exports, "has_checksums": has_checksums}
         return Layout(names=[], details=details, num_buckets=len(manifest.entries))
@@ -69,7 +69,7 @@ class ExportPlan:
     async def _probe(
         self, exports: Sequence[RankExports], engines: Sequence[ProbedEngine], timeout_s: float
     ) -> str:
-        """What is wrong with the first engine that cannot open the ranks' memory, or ""."""
+        """Why the first failing engine cannot open the ranks' memory, or ""."""
         allocations = probe_allocations(exports)
         async with asyncio.TaskGroup() as tasks:
             asked = [
@@ -92,11 +92,11 @@ class ExportPlan:
             async with asyncio.timeout(timeout_s):
                 problem = await engine.probe_import(wire, timeout_s)
         except TimeoutError:
-            return f"no answer within {timeout_s:.3g} s"  # asked anew next time
+            return f"no answer within {timeout_s:.3g} s"  # probed again next time
         except UmbraError as error:
             return str(error)
         except Exception as error:  # an engine must not end the supervisor
-            logger.exception("probing %s broke", engine.name)
+            logger.exception("probing %s failed unexpectedly", engine.name)
             return repr(error)
         self._problems = {
             other: found for other, found in self._problems.items() if other[0] != engine.name

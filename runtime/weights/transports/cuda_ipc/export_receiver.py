@@ -13,7 +13,7 @@ from umbra.runtime.weights.transports.shared_memory.sync_progress import EngineE
 
 
 class ExportReceiver:
-    """One version under way. The ranks' memory is open while `load` runs."""
+    """One version being loaded. The ranks' memory is open while `load` runs."""
 
     def __init__(
         self, destinations: Destinations, image: ExportedImage, end_of_sync: EngineEnd

@@ -14,12 +14,12 @@ from umbra.runtime.weights.transports.shard_reader import RankShards
 from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncProgress
 
 Export = Callable[[Sequence[tuple[int, Tensor]]], Offer]
-"""Offers tensors, each with its offset in the image, to engines on the same GPUs; or says why it
+"""Offers tensors, each with its offset in the image, to engines on the same GPUs, or returns why it
 cannot."""
 
 
 class ExportSender:
-    """The rank's tensors keep their memory until the engines have loaded."""
+    """Sends by exporting: the tensors stay in their memory until the engines have loaded."""
 
     is_read_by_engines = True
 
@@ -32,7 +32,7 @@ class ExportSender:
 
     @torch.no_grad()
     def send(self, grant: SyncGrant, deadline: float) -> list[Region] | None:
-        """Says that all tensors are there, as they have been since the offer."""
+        """Reports that all tensors are ready, as they have been since the offer."""
         shards = self._shards
         num_entries = len(shards.manifest.entries)
         if num_entries != grant.num_buckets:
@@ -55,4 +55,4 @@ class ExportSender:
             progress.close()
 
     def close(self) -> None:
-        """Nothing is kept between syncs."""
+        """Does nothing: nothing is kept between syncs."""

@@ -1,4 +1,4 @@
-"""The tensors of an image, read from what the ranks export: no buckets in between.
+"""Reads the tensors of an image from the ranks' exports, without buckets.
 
 manifest entry   |------------ w ------------|
 parts            | rank 0    | rank 1  | r 2 |    each in memory of its rank, in its dtype
@@ -27,7 +27,7 @@ MakeOpener = Callable[[], Opener]
 
 
 class Values(NamedTuple):
-    """A part of one entry, opened: values [elements] go to its elements from `start` on."""
+    """A part of one entry, opened: values [elements] belong to its elements from `start` on."""
 
     start: int
     values: Tensor
@@ -37,10 +37,10 @@ class ExportedImage:
     """One version as the ranks hold it. Owns the memory that it has opened, until `close`.
 
     Args:
-        exports: of all ranks, by rank, on the wire.
+        exports: of all ranks, by rank, in their wire form.
 
     Raises:
-        ProtocolError: malformed exports.
+        ProtocolError: the exports are malformed.
         WeightSyncError: they are not, byte for byte, the tensors of the manifest.
     """
 
@@ -56,7 +56,7 @@ class ExportedImage:
         return cls(Manifest.from_wire(manifest), exports)
 
     def read(self, idx: int) -> list[Values]:
-        """Entry `idx` where it lies; to be copied, and let go, before `close`.
+        """Entry `idx` in the exported memory; must be copied and released before `close`.
 
         Raises:
             WeightSyncError: memory cannot be opened.
@@ -85,26 +85,26 @@ class ExportedImage:
         return [(part.offset, _numel(part) * itemsize) for part, _ in self._parts[idx]]
 
     def close(self) -> None:
-        """Waits for copies under way, and closes the ranks' memory. Idempotent."""
+        """Waits for copies in progress, and closes the ranks' memory. Idempotent."""
         self._opener.close()
 
 
 def _by_entry(
     manifest: Manifest, exports: Sequence[RankExports]
 ) -> list[list[tuple[TensorPart, Allocation]]]:
-    """The parts of each entry in their order.
+    """The parts of each entry, in order.
 
-    Raises WeightSyncError unless they make up every byte of it, once.
+    Raises WeightSyncError unless they cover every byte of it once.
     """
     found: list[list[tuple[TensorPart, Allocation]]] = [[] for _ in manifest.entries]
     payloads = [idx for idx, entry in enumerate(manifest.entries) if entry.nbytes]
     offsets = [manifest.entries[idx].offset for idx in payloads]
     for exported in exports:
         for part in exported.parts:
-            place = bisect.bisect_right(offsets, part.offset) - 1
-            if place < 0:
+            idx = bisect.bisect_right(offsets, part.offset) - 1
+            if idx < 0:
                 raise ProtocolError(f"a part at image byte {part.offset} belongs to no tensor")
-            found[payloads[place]].append((part, exported.allocations[part.allocation]))
+            found[payloads[idx]].append((part, exported.allocations[part.allocation]))
     for entry, parts in zip(manifest.entries, found, strict=True):
         parts.sort(key=lambda item: item[0].offset)
         cursor = entry.offset
@@ -114,7 +114,7 @@ def _by_entry(
             cursor += _numel(part) * ITEMSIZES[entry.dtype]
         if cursor != entry.end:
             raise WeightSyncError(
-                f"the ranks' exports do not make up tensor {entry.name!r}: bytes [{entry.offset}, "
+                f"the ranks' exports do not cover tensor {entry.name!r}: bytes [{entry.offset}, "
                 f"{entry.end}) of the image, and parts at {[part.offset for part, _ in parts][:8]}"
             )
     return found

@@ -1,7 +1,8 @@
-"""Memory of one process's GPU, read by another: exporting it, and opening what was exported.
+"""Exports GPU memory of one process, and opens it in another.
 
-A rank exports the allocations that its tensors lie in; who opens one maps it whole and closes it
-before the rank goes on. Nothing counts readers: the sync itself says when all have read.
+A rank exports the allocations that contain its tensors. A process that opens one maps it whole and
+closes it before the rank continues. Nothing counts readers: the sync itself determines when all
+have read.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Opener(Protocol):
     """Opens exported memory and owns it until `close`."""
 
     def open(self, allocation: Allocation) -> Tensor:
-        """All of it: uint8 [nbytes], not to be written to. The same tensor for the same one.
+        """The whole allocation: uint8 [nbytes], not to be written to. The same tensor each time.
 
         Raises:
             WeightSyncError: it cannot be opened here.
@@ -36,21 +37,21 @@ class Opener(Protocol):
         ...
 
     def close(self) -> None:
-        """Waits for what reads it, and unmaps it. Idempotent."""
+        """Waits for its readers, and unmaps it. Idempotent."""
         ...
 
 
 def export_tensors(tensors: Sequence[tuple[int, Tensor]]) -> Offer:
-    """Exports tensors as parts, each with its offset in the image; or says why it cannot be.
+    """Exports tensors as parts, each with its offset in the image; or returns why it cannot.
 
-    All that was queued on their GPUs is done then. They must stay where they are, and as they are,
-    until the sync is over.
+    Work queued on their GPUs is done by then. The tensors must keep their memory and contents until
+    the sync is over.
     """
     for _, tensor in tensors:
         if not tensor.is_cuda:
-            return f"its tensors are in memory of {tensor.device.type}, not of a GPU"
+            return f"its tensors are in {tensor.device.type} memory, not on a GPU"
         if tensor.is_conj() or tensor.is_neg():
-            return "a tensor of it is a view that negates or conjugates"
+            return "one of its tensors is a view that negates or conjugates"
     try:
         return _Exporter().export(tensors)
     except WeightSyncError as error:
@@ -92,7 +93,7 @@ class _Exporter:
 
 
 class CudaOpener:
-    """Maps each allocation once, on the GPU that it is on. One thread at a time."""
+    """Maps each allocation once, on the GPU that holds it. One thread at a time."""
 
     def __init__(self) -> None:
         self._opened: dict[Allocation, tuple[int, int, Tensor]] = {}  # device, address, memory
@@ -120,7 +121,7 @@ class CudaOpener:
 
 
 class _DeviceMemory:
-    """Bytes on a GPU, in the form in which torch takes them without a copy."""
+    """Bytes on a GPU, in the form that torch accepts without a copy."""
 
     def __init__(self, pointer: int, nbytes: int) -> None:
         self.__cuda_array_interface__: dict[str, Any] = {
@@ -133,7 +134,7 @@ class _DeviceMemory:
 
 
 def probe_import(raw: Sequence[object]) -> str:
-    """Whether allocations on the wire can be opened in this process: "", or why not."""
+    """Why allocations, in wire form, cannot be opened in this process, or ""."""
     opener = CudaOpener()
     try:
         for allocation in raw:
@@ -160,7 +161,7 @@ def _index_of(uuid: bytes) -> int:
 
 @contextmanager
 def _context_of(device: int) -> Generator[None]:
-    """The driver's calls work on that GPU: torch enters its context with the first call."""
+    """Makes the driver's calls work on that GPU: torch enters its context with the first call."""
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()
         yield

@@ -1,8 +1,8 @@
-"""What a rank exports of its GPUs' memory, as it crosses processes. Torch-free.
+"""The GPU memory that a rank exports, in the form that crosses processes. Torch-free.
 
     rank ──exports──▶ supervisor ──those of all ranks──▶ engine ──▶ its workers
 
-Plain numbers and bytes: the supervisor checks their bounds and does not know what they mean.
+Plain numbers and bytes: the supervisor checks their bounds and does not interpret them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _MAX_PROBLEM_LEN: Final = 500
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Memory of a GPU that another process can open, whole.
+    """GPU memory that another process can open, as a whole.
 
     Attributes:
-        device: the GPU's UUID; its index may be another one in every process.
-        handle: CUDA's, valid while the exporter lives and keeps the memory.
+        device: the GPU's UUID; its index may differ between processes.
+        handle: CUDA's handle, valid while the exporter lives and keeps the memory.
     """
 
     device: bytes
@@ -50,13 +50,13 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True)
 class TensorPart:
-    """What a rank holds of one tensor: a strided view of an allocation.
+    """A rank's part of one tensor: a strided view of an allocation.
 
     Attributes:
-        offset: first byte in the image that it makes up, in the dtype of the manifest.
-        allocation: number of the allocation among the rank's.
-        start: byte of the allocation where the first element is.
-        dtype: as the rank holds it; engines cast.
+        offset: first byte in the image, in the dtype of the manifest.
+        allocation: index of the allocation among the rank's.
+        start: byte of the allocation at which the first element is.
+        dtype: the rank's; engines cast.
         strides: in elements.
     """
 
@@ -69,7 +69,7 @@ class TensorPart:
 
     @property
     def span_nbytes(self) -> int:
-        """From its first byte to its last in the allocation."""
+        """Bytes from its first to its last in the allocation."""
         steps = sum((n - 1) * step for n, step in zip(self.shape, self.strides, strict=True))
         return (steps + 1) * ITEMSIZES[self.dtype]
 
@@ -103,7 +103,7 @@ class TensorPart:
 
 @dataclass(frozen=True, slots=True)
 class RankExports:
-    """All that one rank holds of the tensors to be published."""
+    """Everything that one rank holds of the published tensors."""
 
     allocations: tuple[Allocation, ...]
     parts: tuple[TensorPart, ...]
@@ -128,7 +128,7 @@ class RankExports:
 
 
 Offer = RankExports | str
-"""What a rank exports, or why it does not."""
+"""The exports of a rank, or why it has none."""
 
 
 def offer_to_wire(offer: Offer) -> dict[str, Any]:
@@ -136,10 +136,10 @@ def offer_to_wire(offer: Offer) -> dict[str, Any]:
 
 
 def offer_from_wire(raw: object) -> Offer:
-    """Raises ProtocolError where it is neither exports nor a reason."""
+    """Raises ProtocolError if it is neither exports nor a reason."""
     match raw:
         case None:
-            return "it offers no memory of a GPU"
+            return "it offers no GPU memory"
         case {"problem": str(problem)} if 0 < len(problem) <= _MAX_PROBLEM_LEN:
             return problem
         case _:
@@ -147,7 +147,7 @@ def offer_from_wire(raw: object) -> Offer:
 
 
 def probe_allocations(exports: Sequence[RankExports]) -> list[Allocation]:
-    """One of every rank and GPU: what an engine tries to open before it takes part."""
+    """One allocation of every rank and GPU: an engine tries to open them before it takes part."""
     first: dict[tuple[int, bytes], Allocation] = {}
     for rank, exported in enumerate(exports):
         for allocation in exported.allocations:
@@ -158,14 +158,14 @@ def probe_allocations(exports: Sequence[RankExports]) -> list[Allocation]:
 def _numbers(raw: object, least: int) -> tuple[int, ...]:
     values = _list(raw, MAX_DIMS)
     if not all(type(v) is int and least <= v <= MAX_IMAGE_NBYTES for v in values):
-        raise ProtocolError(f"not a shape or strides of an exported part: {str(raw)[:200]}")
+        raise ProtocolError(f"not the shape or strides of an exported part: {str(raw)[:200]}")
     return tuple(values)
 
 
 def _list(raw: object, limit: int) -> list[Any]:
     if not isinstance(raw, list):
-        raise ProtocolError(f"not a list, as exports have it: {str(raw)[:200]}")
+        raise ProtocolError(f"expected a list in exports, got: {str(raw)[:200]}")
     values = cast("list[Any]", raw)
     if len(values) > limit:
-        raise ProtocolError(f"exports have a list of {len(values)}, at most {limit} are allowed")
+        raise ProtocolError(f"exports hold a list of {len(values)}; at most {limit} are allowed")
     return values

@@ -1,8 +1,8 @@
-"""Cutting the flat image into buckets.
+"""Cuts the flat image into buckets.
 
 Bucket i is the window [i * bucket_nbytes, (i + 1) * bucket_nbytes) of the image; it travels in
-memfd i % NUM_BUFFERS. An extent is a byte range of the image that one side holds in one piece of
-its own memory: a whole parameter in an engine, a shard in a rank. A piece is the part of an
+buffer i % NUM_BUFFERS. An extent is a byte range of the image that one process holds in one piece
+of its own memory: a whole parameter in an engine, a shard in a rank. A piece is the part of an
 extent that falls into one bucket.
 
     image    |--- w0 ---|.|---------------- w1 ----------------|...|- w2 -|
@@ -19,8 +19,8 @@ from typing import Final
 from umbra.runtime.weights.manifest import ALIGNMENT
 
 NUM_BUFFERS: Final = 4
-# Two would let filling overlap loading; the others give a process that was put off its core time to
-# come back before the other runs out of buckets. More would leave the cache.
+# With two, filling and loading could overlap; the others give a process that lost its core time to
+# come back before the other side runs out of buckets. More would not fit the cache.
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class BucketPiece:
-    """What an extent puts into one bucket.
+    """The part of an extent in one bucket.
 
     Attributes:
         key: the extent's.
@@ -50,7 +50,8 @@ class BucketPiece:
 
 @dataclass(frozen=True, slots=True)
 class BucketGrid:
-    """How an image of `image_nbytes` is cut. Always at least one bucket, maybe an empty one."""
+    """How an image of `image_nbytes` is cut. There is always at least one bucket, maybe an empty
+    one."""
 
     image_nbytes: int
     bucket_nbytes: int
@@ -71,7 +72,7 @@ class BucketGrid:
         buckets: list[list[BucketPiece]] = [[] for _ in range(self.num_buckets)]
         for extent in extents:
             if extent.offset < 0 or extent.offset + extent.nbytes > self.image_nbytes:
-                raise ValueError(f"{extent} leaves the image of {self.image_nbytes} bytes")
+                raise ValueError(f"{extent} exceeds the image of {self.image_nbytes} bytes")
             start = 0
             while start < extent.nbytes:
                 idx, bucket_start = divmod(extent.offset + start, self.bucket_nbytes)

@@ -1,4 +1,4 @@
-"""Where the bytes of an image go in an engine: its parameters, matched with a manifest."""
+"""The destinations of an image's bytes in an engine: its parameters, matched with a manifest."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from umbra.runtime.weights.transports.shared_memory.bucket_grid import (
 from umbra.runtime.weights.transports.shared_memory.pages import populate_range
 
 MAX_MISMATCHES: Final = 32
-# Reported by name; a wrong layout would otherwise list every tensor of the model.
+# Names in an error; a wrong layout would otherwise list every tensor of the model.
 _VERIFY_THREADS: Final = 4
-# A core sums faster than it reads from memory; beyond four little is gained.
+# A core sums faster than it reads from memory; more than four threads gain little.
 
 
 class Destinations:
-    """All parameters of an engine, with the bytes of each bucket that go to them.
+    """All parameters of an engine, with the bytes of each bucket that belong to them.
 
-    Holds the parameters' tensors, never their addresses: they may move between updates. One thread
-    at a time.
+    It holds the parameters' tensors, never their addresses, because they may move between updates.
+    One thread at a time.
 
     Raises:
         WeightSyncError: names, shapes or dtypes disagree.
@@ -52,7 +52,7 @@ class Destinations:
         return len(self._plan)
 
     def write(self, idx: int, memory: Tensor) -> int:
-        """Copies bucket `idx` from `memory`, uint8 [bucket_nbytes]; the bytes that it carried."""
+        """Copies bucket `idx` from `memory`, uint8 [bucket_nbytes]; returns the bytes copied."""
         nbytes = 0
         for piece in self._plan[idx]:
             self._targets[piece.key].write(piece, memory)
@@ -61,24 +61,23 @@ class Destinations:
 
     def write_values(self, key: int, start: int, values: Tensor) -> int:
         """Copies `values` [elements], of any device and dtype, to the entry's elements from `start`
-        on; the bytes that they are there."""
+        on; returns the bytes written."""
         return self._targets[key].write_values(start, values)
 
     def settle(self) -> None:
-        """Once all is written: strided parameters get their values."""
+        """Call it once all is written: strided parameters get their values."""
         for target in self._targets:
             target.settle()
 
     def drop_staging(self) -> None:
-        """Frees what an update needed besides the parameters."""
+        """Frees memory that only an update needs."""
         for target in self._targets:
             target.drop_staging()
 
     def verify(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
         """Compares regions [image offset, nbytes, checksum or None] with the parameters.
 
-        Returns {"count": regions, "nbytes": their bytes, "mismatches": a text for each that is
-        wrong}.
+        Returns {"count": regions, "nbytes": their bytes, "mismatches": a text for each wrong one}.
 
         Raises:
             ProtocolError: a region is not inside one tensor.
@@ -105,7 +104,7 @@ class Destinations:
 
 
 class _Target:
-    """The parameters that one manifest entry goes to; more than one for unshared tied names."""
+    """The parameters of one manifest entry; several if tied names do not share memory."""
 
     def __init__(self, entry: TensorEntry, tensors: list[Tensor]) -> None:
         self.entry = entry
@@ -140,7 +139,8 @@ class _Target:
         self._staging = None
 
     def check(self, start: int, nbytes: int, checksum: int) -> str | None:
-        """None, or what is wrong with bytes [start, start + nbytes) of the parameters."""
+        """Describes a mismatch in bytes [start, start + nbytes) of the parameters, or returns
+        None."""
         for tensor in self._tensors:
             found = checksum_of(_as_bytes(tensor.contiguous())[start : start + nbytes])
             if found != checksum:
@@ -151,7 +151,7 @@ class _Target:
         return None
 
     def _stage(self) -> Tensor:
-        """Where strided parameters are assembled first, in row-major order."""
+        """Memory in which strided parameters are first assembled in row-major order."""
         if self._staging is None:
             like = self._strided[0]
             self._staging = torch.empty(self.entry.shape, dtype=like.dtype, device=like.device)
@@ -159,10 +159,10 @@ class _Target:
 
 
 def populate(tensors: Iterable[Tensor]) -> None:
-    """Makes the memory of fresh CPU tensors present, in huge pages where the system allows.
+    """Makes the memory of new CPU tensors present, in huge pages if the system allows.
 
-    An engine calls this when it allocates parameters (start, wake). Without it the first sync
-    pays for the page faults: 25 times the time of a copy on a virtual machine. Contents are kept.
+    An engine calls this when it allocates parameters (start, wake). Otherwise the first sync pays
+    for the page faults: 25 times the time of a copy on a virtual machine. Contents are kept.
     """
     storages = {
         t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if not t.is_cuda
@@ -200,7 +200,7 @@ def _match(
 
 
 def _verify(checks: list[tuple[_Target, int, int, int]]) -> list[str]:
-    """The mismatches, found by a few threads (the sums run without the interpreter lock)."""
+    """The mismatches, found by a few threads (checksums run without the interpreter lock)."""
     num_threads = max(1, min(_VERIFY_THREADS, os.cpu_count() or 1, len(checks)))
 
     def check_every_nth(first: int) -> list[tuple[int, str]]:

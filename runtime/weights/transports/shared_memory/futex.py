@@ -1,10 +1,10 @@
-"""Waiting for a 32-bit word of shared memory to change, across processes: Linux futexes.
+"""Waits for a 32-bit word of shared memory to change, across processes: Linux futexes.
 
-Memory order. A writer stores data, then a word that says so; a reader that sees the word must see
-the data. x86 keeps stores in order and loads in order, so there is nothing to do. Elsewhere both
-sides put a full barrier between the two (`order`): a FUTEX_WAKE, which has one in the kernel
-(`smp_mb` before it looks for waiters). `wait` loses no wake: the kernel compares and sleeps in
-one step.
+Memory order. A writer stores data, then a word that announces it; a reader that sees the word must
+see the data. x86 keeps stores in order and loads in order, so nothing is needed there. On other
+machines both sides put a full barrier between the two (`order`): a FUTEX_WAKE, which has one in the
+kernel (`smp_mb` before it looks for waiters). `wait` loses no wake: the kernel compares and sleeps
+in one step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Final
 
 _MACHINE: Final = platform.machine()
 _SYS_FUTEX: Final = 202 if _MACHINE == "x86_64" else 98  # 98: every newer architecture
-_FUTEX_WAIT: Final = 0  # not the private kind, which is for threads of one process
+_FUTEX_WAIT: Final = 0  # not the private kind, which only works between threads
 _FUTEX_WAKE: Final = 1
 _EVERYBODY: Final = 0x7FFFFFFF
 
@@ -36,9 +36,9 @@ _libc.syscall.argtypes = (
 
 
 def wait(address: int, seen: int, timeout_s: float) -> None:
-    """Sleeps while the word is `seen`, at most `timeout_s`; may return early for no reason.
+    """Sleeps while the word is `seen`, at most `timeout_s`; may return early without a reason.
 
-    Other threads of the interpreter run meanwhile. A signal ends it, so its handler runs.
+    Other threads of the interpreter run meanwhile. A signal ends the wait, so its handler runs.
     """
     seconds = int(timeout_s)
     timeout = _Timespec(seconds, int((timeout_s - seconds) * 1e9))
@@ -46,11 +46,11 @@ def wait(address: int, seen: int, timeout_s: float) -> None:
 
 
 def wake(address: int) -> None:
-    """Wakes everybody who waits for this word."""
+    """Wakes everybody waiting for this word."""
     _libc.syscall(_SYS_FUTEX, address, _FUTEX_WAKE, _EVERYBODY, None)
 
 
 def order(address: int) -> None:
-    """What this thread read and wrote before comes before what it reads and writes after."""
+    """Orders this thread's earlier reads and writes before its later ones."""
     if _MACHINE != "x86_64":
         wake(address)

@@ -1,12 +1,12 @@
-"""Shared memory without a name: memfds, handed over a Unix socket.
+"""Shared memory without a name: memfds whose descriptors are passed over a Unix socket.
 
-The supervisor creates the buckets and serves their descriptors; ranks and engines ask for one by
-name and map it. Nothing here has an entry in a file system but the socket, so memory is freed when
-the last process closes or dies.
+The supervisor creates the buckets and serves their descriptors; ranks and engines request one by
+name and map it. Only the socket has an entry in a file system, so the memory is freed when the last
+process closes it or dies.
 
     client                       server
       | -- "bucket-0" (1 packet) -> |   peer's uid must be the server's (SO_PEERCRED)
-      | <- "ok" + SCM_RIGHTS fd --- |   or a text saying why not
+      | <- "ok" + SCM_RIGHTS fd --- |   or a text with the reason of a refusal
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ logger = logging.getLogger(__name__)
 
 _MAX_PACKET_NBYTES: Final = 512
 _ANSWER_TIMEOUT_S: Final = 5.0
-# A client that connects and says nothing is dropped after this; longer lets it pin a descriptor.
+# A client that connects and sends nothing is dropped after this; longer lets it pin a descriptor.
 _BACKLOG: Final = 128
 
 
 def create_buckets(names: Sequence[str], nbytes: int) -> dict[str, int]:
-    """Memfds of `nbytes` each, close-on-exec, sealed so that nobody can change their size.
+    """Creates memfds of `nbytes` each, close-on-exec, sealed so that nobody can change their size.
 
-    Unsealed, a peer that truncates one would kill every process that has it mapped (SIGBUS); so
-    would memory that is not there when it is first touched, hence it is allocated now. Blocks for
-    that: 160 ms for 64 MiB of memory that a virtual machine has never used. The caller owns the
+    Without seals, a peer that truncates one would kill every process that has it mapped (SIGBUS).
+    Memory that is missing at its first use would do the same, so it is allocated now. That blocks:
+    160 ms for 64 MiB of memory that a virtual machine has never used. The caller owns the
     descriptors.
 
     Raises:
@@ -82,13 +82,13 @@ class MappedBucket:
         populate_mapping(self.memory)
 
     def close(self) -> None:
-        # A traceback somewhere may still hold a view: then the mapping goes when the view does.
+        # A traceback may still hold a view: then the mapping is freed with the view.
         with suppress(BufferError):
             self.memory.close()
 
 
 class BucketMappings:
-    """Keeps the buckets of the last sync mapped: mapping 64 MiB again would cost each sync 5 ms.
+    """Keeps the buckets of the last sync mapped, because mapping 64 MiB again costs 5 ms per sync.
 
     One thread at a time. The memory is shared; it counts as resident in every process.
     """
@@ -100,7 +100,7 @@ class BucketMappings:
     def open(
         self, socket_path: str, names: Sequence[str], nbytes: int, timeout_s: float
     ) -> list[MappedBucket]:
-        """The first `nbytes` of the named buckets, which stay this object's. A name is for ever.
+        """The first `nbytes` of the named buckets, owned by this object. Names are never reused.
 
         Raises:
             ConnectionLost, DeadlineExceeded, WeightSyncError.
@@ -140,12 +140,12 @@ def _open_buckets(
 
 
 def receive_fd(socket_path: str, name: str, timeout_s: float) -> int:
-    """Asks the server at `socket_path` for a descriptor; the caller owns it. Blocks.
+    """Requests a descriptor from the server at `socket_path`; the caller owns it. Blocks.
 
     Raises:
-        ConnectionLost: nobody serves there, or it went away.
+        ConnectionLost: no server listens there, or it disconnected.
         DeadlineExceeded: no answer in time.
-        WeightSyncError: the server knows no such name or refuses.
+        WeightSyncError: the server has no such name or refuses.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
         client.settimeout(timeout_s)
@@ -171,7 +171,7 @@ def receive_fd(socket_path: str, name: str, timeout_s: float) -> int:
 
 
 class FdServer:
-    """Hands out descriptors by name. Offer and withdraw at any time; `serve_fds` runs it.
+    """Serves descriptors by name. They may be offered and withdrawn at any time.
 
     Does not own the descriptors.
     """
@@ -187,7 +187,7 @@ class FdServer:
             self._fds.pop(name, None)
 
     async def run(self, listener: socket.socket) -> None:
-        """Accepts until cancelled. A client that misbehaves is dropped; the server lives on."""
+        """Accepts until cancelled. A client that misbehaves is dropped; the server continues."""
         loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as clients:
             while True:
@@ -224,7 +224,7 @@ class FdServer:
 async def serve_fds(
     socket_path: str, fds: Mapping[str, int] | None = None
 ) -> AsyncGenerator[FdServer]:
-    """Serves descriptors at `socket_path` (mode 0600) while the block runs; removes it after."""
+    """Serves descriptors at `socket_path` (mode 0600) inside the block; removes it afterwards."""
     server = FdServer()
     server.offer(fds or {})
     with _listen(socket_path) as listener:
@@ -244,8 +244,8 @@ def _listen(socket_path: str) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         listener.setblocking(False)
-        # Linux takes the mode of a bound Unix socket from the descriptor's, less the umask: there
-        # is no moment at which others could connect, unlike with a chmod after bind.
+        # Linux derives the mode of a bound Unix socket from the descriptor's, less the umask. So
+        # others can never connect, not even for a moment, unlike with a chmod after bind.
         os.fchmod(listener.fileno(), 0o600)
         listener.bind(socket_path)
         listener.listen(_BACKLOG)

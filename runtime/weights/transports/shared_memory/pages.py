@@ -1,4 +1,4 @@
-"""Making memory present before it is copied to, and giving back what is free.
+"""Makes memory present before data is copied to it, and returns free memory.
 
 The first write to a fresh page traps into the kernel, which finds and zeroes it: on a virtual
 machine a copy to 512 MB of fresh memory took 1290 ms, to the same memory again 54 ms.
@@ -18,9 +18,9 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def populate_mapping(memory: mmap.mmap) -> None:
-    """Makes every page of a shared mapping present. Contents are kept, also while others write.
+    """Makes every page of a shared mapping present. Contents are kept, even while others write.
 
-    Reading is enough, since pages of shared memory are mapped writable at once: 2 ms for 32 MiB
+    Reading is enough, because pages of shared memory are mapped writable at once: 2 ms for 32 MiB
     that exist already, where populating for writing takes 7 ms.
     """
     try:
@@ -33,7 +33,7 @@ def populate_mapping(memory: mmap.mmap) -> None:
 def populate_range(address: int, nbytes: int) -> None:
     """Makes the whole pages within private memory present, as huge pages where allowed.
 
-    Best effort: where the kernel declines, the pages come on first use as ever.
+    Best effort: if the kernel declines, the pages come at first use.
     """
     start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     length = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
@@ -43,7 +43,7 @@ def populate_range(address: int, nbytes: int) -> None:
 
 
 def trim_heap() -> None:
-    """Gives freed heap pages back to the operating system where the C library can (glibc)."""
+    """Returns freed heap pages to the operating system if the C library can do that (glibc)."""
     trim = getattr(_libc, "malloc_trim", None)
     if trim is not None:
         trim(0)

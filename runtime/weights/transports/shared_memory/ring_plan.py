@@ -12,7 +12,7 @@ from umbra.runtime.weights.transports.shared_memory.sync_memory import SyncMemor
 
 
 class RingPlan:
-    """Args: memory: which has the buckets, owned by the pool's coordinator."""
+    """Args: memory: holds the buckets; the pool's coordinator owns it."""
 
     name: TransportName = "memfd"
     reads_exports = False

@@ -14,7 +14,7 @@ from umbra.runtime.weights.transports.shared_memory.sync_progress import EngineE
 
 
 class RingReceiver:
-    """One version under way. Owns its end of the control block."""
+    """One version being loaded. Owns its side of the control block."""
 
     def __init__(
         self, destinations: Destinations, buckets: list[MappedBucket], end_of_sync: EngineEnd

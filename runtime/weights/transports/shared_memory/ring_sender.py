@@ -2,7 +2,7 @@
 
 rank 0  fill 0 | fill 1 | wait | fill 2 ...      each rank fills its own bytes of a bucket,
 rank 1  fill 0 | fill 1 | wait | fill 2 ...      no rank sees another's
-engine         | load 0        | load 1 ...      with two buffers; bucket i + 2 has that of i
+engine         | load 0        | load 1 ...      with two buffers; bucket i + 2 reuses that of i
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class RingSender:
     """Keeps the buckets mapped until `close`.
 
     Args:
-        check: called while the rank waits for buckets; raises where the job is lost.
+        check: called while the rank waits for buckets; raises if the job is lost.
     """
 
     is_read_by_engines = False

@@ -1,4 +1,4 @@
-"""The memory that a pool's syncs travel through: buckets for all of them, a control block each."""
+"""The shared memory of a pool's syncs: one set of buckets, and a control block for each sync."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncPro
 
 
 class SyncMemory:
-    """Owned by a pool's coordinator, which makes and closes it. Names are for ever: peers keep what
-    they have mapped.
+    """Owned by a pool's coordinator, which makes and closes it. Names are never reused, because
+    peers keep what they have mapped.
 
     Args:
-        bucket_nbytes: of each of the NUM_BUFFERS buckets; it is rounded up.
-        fd_server: where the descriptors are offered.
+        bucket_nbytes: size of each of the NUM_BUFFERS buckets, before rounding up.
+        fd_server: offers the descriptors.
     """
 
     def __init__(self, pool: str, bucket_nbytes: int, fd_server: FdServer) -> None:
@@ -32,7 +32,7 @@ class SyncMemory:
         self._why_none = ""
 
     async def make(self) -> None:
-        """Makes the buckets, in a thread, unless they are there. Failing is told by `names`."""
+        """Makes the buckets, in a thread, unless they exist. `names` reports a failure."""
         if self._fds:
             return
         token = secrets.token_hex(4)
@@ -51,7 +51,7 @@ class SyncMemory:
         self._fd_server.offer(self._fds)
 
     def names(self) -> list[str]:
-        """The buckets.
+        """The names of the buckets.
 
         Raises:
             WeightSyncError: the system had no memory or descriptors for them.
@@ -61,7 +61,7 @@ class SyncMemory:
         return list(self._fds)
 
     def open_progress(self, num_ranks: int, num_engines: int) -> tuple[str, SyncProgress]:
-        """A control block for the sync that is open, offered until `close_progress`.
+        """A control block for the open sync, offered until `close_progress`.
 
         Raises:
             WeightSyncError: the system has no memory or descriptors for it.
@@ -82,7 +82,7 @@ class SyncMemory:
             os.close(fd)
 
     def close(self) -> None:
-        """The buckets are freed once nobody has them mapped. Idempotent."""
+        """Closes the buckets, which are freed once nobody has them mapped. Idempotent."""
         self._fd_server.withdraw(list(self._fds))
         close_fds(self._fds)
         self._fds = {}

@@ -1,17 +1,17 @@
-"""How far a sync has come, in shared memory: ranks and engines tell each other, bucket by bucket.
+"""The progress of a sync in shared memory: ranks and engines notify each other, bucket by bucket.
 
-A message to the supervisor and on takes milliseconds where cores are busy, longer than a bucket
-that stays in the cache takes to copy. So the control block of a sync, a memfd of its own, holds
-32-bit words, each written by one process only:
+A message through the supervisor takes milliseconds on busy cores, longer than copying a bucket that
+stays in the cache. So the control block of a sync, a memfd of its own, holds 32-bit words, each
+written by one process only:
 
     word                written by      means
-    abort               supervisor      1: the sync is given up
+    abort               supervisor      1: the sync was aborted
     filled[rank]        that rank       buckets it has filled
     loaded[engine]      that engine     buckets it has loaded
-    dismissed[engine]   supervisor      1: it is gone, nobody waits for it
+    dismissed[engine]   supervisor      1: the engine is lost, nobody waits for it
 
-Each sync has a new one, so whoever is late from an earlier sync disturbs nobody. Every wait is
-made of short ones: a wake that was missed costs one of these. Torch-free.
+Each sync has a new control block, so a process that is late from an earlier sync disturbs nobody.
+Every wait consists of short ones: a missed wake costs one of these. Torch-free.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ _WORD_NBYTES: Final = 4
 _STRIDE: Final = 16  # words: each one has a cache line of its own
 _LONGEST_WAIT_S: Final = 0.05
 _SPIN_S: Final = 0.001
-# A wait begins with this much of polling, which lets others run: a thread that only ever sleeps is
-# woken on the core of the one that wakes it, and the two copy in turn instead of at once.
+# A wait begins with this much polling, during which others run: a thread that only sleeps is woken
+# on the core of its waker, and then the two copy in turn instead of at once.
 
 
 def _nothing() -> None:
-    """For waits that nothing but the control block can end."""
+    """Default of `while_waiting`: only the control block ends the wait."""
 
 
 class SyncProgress:
-    """One control block, mapped. Owns the mapping; after `close` it is cut off from the others.
+    """One mapped control block. Owns the mapping; `close` disconnects it from the others.
 
     Args:
-        fd: a memfd of `nbytes_needed`, all zero at first. Not kept.
+        fd: a memfd of `nbytes_needed`, all zero at first. It is not kept.
     """
 
     def __init__(self, fd: int, num_ranks: int, num_engines: int) -> None:
@@ -60,7 +60,7 @@ class SyncProgress:
 
     @classmethod
     def create(cls, name: str, num_ranks: int, num_engines: int) -> tuple[int, Self]:
-        """A new control block: its descriptor, which the caller owns, and the mapping.
+        """Creates a control block: returns its descriptor, which the caller owns, and the mapping.
 
         Raises:
             WeightSyncError: the system has no memory or descriptors for it.
@@ -70,10 +70,11 @@ class SyncProgress:
 
     @classmethod
     def receive(cls, socket_path: str, wire: Mapping[str, Any], timeout_s: float) -> Self:
-        """The one that the supervisor offers; `wire` is its {"name", "num_ranks", "num_engines"}.
+        """Maps the one that the supervisor offers; `wire` is its {"name", "num_ranks",
+        "num_engines"}.
 
         Raises:
-            ConnectionLost, DeadlineExceeded, WeightSyncError: as `receive_fd`.
+            ConnectionLost, DeadlineExceeded, WeightSyncError: see `receive_fd`.
         """
         fd = receive_fd(socket_path, wire["name"], timeout_s)
         try:
@@ -85,7 +86,7 @@ class SyncProgress:
     def receive_open(
         cls, socket_path: str, wire: Mapping[str, Any], timeout_s: float
     ) -> Self | None:
-        """As `receive`; None where it is offered no more, because the sync was given up."""
+        """Like `receive`; None if it is no longer offered, because the sync was aborted."""
         try:
             return cls.receive(socket_path, wire, timeout_s)
         except WeightSyncError:
@@ -96,8 +97,8 @@ class SyncProgress:
         return (1 + num_ranks + 2 * num_engines) * _STRIDE * _WORD_NBYTES
 
     def close(self) -> None:
-        """Unmaps it. Idempotent. What is written later reaches nobody, and what others write is not
-        seen any more: a thread that waits does so until its deadline or `while_waiting` ends it.
+        """Unmaps it. Idempotent. Later writes reach nobody, and others' writes are not seen any
+        more: a waiting thread waits until its deadline, or until `while_waiting` ends it.
         """
         self._words = type(self._words)(*self._words)
         self._mapping.close()
@@ -109,21 +110,22 @@ class SyncProgress:
         return self._words[0] != 0
 
     def set_filled(self, rank: int, num_buckets: int) -> None:
-        """The rank has filled so many buckets; what it wrote to them is seen by all."""
+        """Notes that the rank has filled this many buckets; everyone sees their contents."""
         self._publish(self._filled(rank), num_buckets)
 
     def set_loaded(self, engine: int, num_buckets: int) -> None:
-        """The engine has loaded so many buckets and reads them no more."""
+        """Notes that the engine has loaded this many buckets and no longer reads them."""
         self._publish(self._loaded(engine), num_buckets)
 
     def wait_filled(
         self, num_buckets: int, deadline: float, while_waiting: Callable[[], None] = _nothing
     ) -> bool:
-        """Until every rank has filled so many buckets; False where the sync is given up.
+        """Waits until every rank has filled this many buckets; returns False if the sync is
+        aborted.
 
         Args:
             deadline: on the clock of `time.monotonic`.
-            while_waiting: called about every 50 ms in which nothing happens; may raise.
+            while_waiting: called about every 50 ms without progress; may raise.
 
         Raises:
             DeadlineExceeded: the deadline has passed.
@@ -137,7 +139,7 @@ class SyncProgress:
     def wait_loaded(
         self, num_buckets: int, deadline: float, while_waiting: Callable[[], None] = _nothing
     ) -> bool:
-        """As `wait_filled`, until every engine that is not dismissed has loaded so many."""
+        """Like `wait_filled`, for every engine that is not dismissed to load this many."""
         for engine in range(self._num_engines):
             word, gone = self._loaded(engine), self._dismissed(engine)
             if not self._wait(word, num_buckets, gone, deadline, while_waiting):
@@ -147,7 +149,7 @@ class SyncProgress:
     # -- the supervisor ------------------------------------------------------------------
 
     def abort(self) -> None:
-        """The sync is given up: every wait ends."""
+        """Aborts the sync: every wait ends."""
         self._words[0] = 1
         for rank in range(self._num_ranks):
             futex.wake(self._address(self._filled(rank)))
@@ -155,12 +157,12 @@ class SyncProgress:
             futex.wake(self._address(self._loaded(engine)))
 
     def dismiss(self, engine: int) -> None:
-        """Nobody waits for this engine any more; it must not be loading."""
+        """Makes nobody wait for this engine any more; it must not be loading."""
         self._words[self._dismissed(engine)] = 1
         futex.wake(self._address(self._loaded(engine)))
 
     def num_filled(self) -> list[int]:
-        """Of each rank."""
+        """Buckets filled by each rank."""
         return [self._words[self._filled(rank)] for rank in range(self._num_ranks)]
 
     def num_loaded(self, engine: int) -> int:
@@ -182,7 +184,7 @@ class SyncProgress:
 
     def _publish(self, word: int, value: int) -> None:
         address = self._address(word)
-        futex.order(address)  # what the value stands for comes before it
+        futex.order(address)  # the data comes before the value that announces it
         self._words[word] = value
         futex.wake(address)
 
@@ -194,13 +196,13 @@ class SyncProgress:
         deadline: float,
         while_waiting: Callable[[], None],
     ) -> bool:
-        """Until the word is at least `least` or the word `gone` is set; False when aborted."""
+        """Waits until the word is at least `least` or the word `gone` is set; False if aborted."""
         address = self._address(word)
         sleeps_from = time.monotonic() + _SPIN_S
         while not self.is_aborted:
             value = self._words[word]
             if value >= least or (gone is not None and self._words[gone]):
-                futex.order(address)  # what the value stands for is read or overwritten after it
+                futex.order(address)  # the data is read or overwritten after the value
                 return True
             now = time.monotonic()
             left_s = deadline - now
@@ -218,13 +220,13 @@ class SyncProgress:
 
 
 class EngineEnd:
-    """One engine's end of the control block. Blocks in `buckets`. Owns the mapping until `close`.
+    """One engine's side of the control block. Blocks in `buckets`. Owns the mapping until `close`.
 
     Args:
-        wire: what came with begin_update: "fd_socket", and "progress" with the control block's
-            name and sizes, the "engine" number of this engine and "timeout_s", the seconds that
-            the sync may still take.
-        counts: says what is loaded. Of the workers of one engine, one does.
+        wire: the arguments of begin_update: "fd_socket", and "progress" with the control block's
+            name and sizes, the "engine" number of this engine and "timeout_s", the seconds that the
+            sync may still take.
+        counts: whether it reports what is loaded; one of an engine's workers does.
     """
 
     def __init__(self, wire: Mapping[str, Any], timeout_s: float, *, counts: bool = True) -> None:
@@ -237,10 +239,11 @@ class EngineEnd:
         self.num_loaded = 0
 
     def buckets(self, num_buckets: int) -> Iterator[int]:
-        """Every bucket once all ranks have filled it. Asking for the next says it is loaded.
+        """Yields every bucket once all ranks have filled it. Taking the next one marks it as
+        loaded.
 
         Raises:
-            WeightSyncError: the sync was given up, its time is over, or `stop` was called.
+            WeightSyncError: the sync was aborted, its time is over, or `stop` was called.
         """
         if self.num_loaded:
             raise WeightSyncError("the buckets of this update were loaded before")
@@ -249,22 +252,22 @@ class EngineEnd:
                 is_filled = self._progress.wait_filled(idx + 1, self._deadline, self._check_stop)
             except DeadlineExceeded:
                 raise WeightSyncError(
-                    f"bucket {idx} of {num_buckets} was not filled in the time of the sync"
+                    f"bucket {idx} of {num_buckets} was not filled within the time of the sync"
                 ) from None
             if not is_filled:
-                raise WeightSyncError(f"the sync was given up before bucket {idx} was filled")
+                raise WeightSyncError(f"the sync was aborted before bucket {idx} was filled")
             yield idx
             self.num_loaded = idx + 1
             if self._counts:
                 self._progress.set_loaded(self._engine, self.num_loaded)
 
     def check_not_aborted(self) -> None:
-        """Raises WeightSyncError where the sync was given up."""
+        """Raises WeightSyncError if the sync was aborted."""
         if self._progress.is_aborted:
-            raise WeightSyncError("the sync was given up before the model was loaded")
+            raise WeightSyncError("the sync was aborted before the model was loaded")
 
     def check_all_loaded(self, num_buckets: int) -> None:
-        """Raises WeightSyncError unless so many were loaded."""
+        """Raises WeightSyncError unless this many were loaded."""
         if self.num_loaded != num_buckets:
             raise WeightSyncError(
                 f"{self.num_loaded} of {num_buckets} buckets were loaded before verifying"
@@ -275,7 +278,7 @@ class EngineEnd:
         self._is_stopped = True
 
     def close(self) -> None:
-        """As `stop`; cut off from the others from here on. Idempotent."""
+        """Stops waits and unmaps the control block. Idempotent."""
         self.stop()
         self._progress.close()
 
