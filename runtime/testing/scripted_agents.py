@@ -78,7 +78,7 @@ class ScriptedContext(AgentContext):
         trajectory = self.trajectory
         if not lora:
             trajectory.extend_context(context)
-        room = _MANY if lora else trajectory.room()
+        room = _MANY if lora else trajectory.num_tokens_left()
         limit = room if max_new_tokens is None else min(room, max_new_tokens)
         said = token_ids(_encode(next(self._answers) if limit else ""))
         tokens = said[:limit]

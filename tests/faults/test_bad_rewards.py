@@ -67,7 +67,7 @@ def test_a_failed_evaluation_says_so_and_where_more_is_found(
     with start_run(folder, setting, held_out, "rollout.max_failed_share=0.9", num_ranks=0) as run:
         ended = run.wait(BAD_INPUT_LIMIT_S)
 
-    ended.check_failed(*words, "for sample", "eval/", "logs/rollouts.log has what failed before")
+    ended.check_failed(*words, "for sample", "eval/", "logs/rollouts.log has the earlier failures")
     assert "the evaluation after step 0 failed" in (run.run_dir / "logs/rollouts.log").read_text()
 
 
@@ -104,7 +104,7 @@ def test_steps_without_a_token_of_the_policy_are_warned_of_once(folder: Path) ->
         (
             0,
             "rollout.agent=failing_rewards:zero",
-            ["rollout.agent", "zero is no async function; write `async def zero`"],
+            ["rollout.agent", "zero is not async; write `async def zero`"],
         ),
     ],
 )
@@ -125,6 +125,6 @@ def test_a_reward_that_ends_its_process_each_time_is_named_as_the_cause(folder: 
         ended = run.wait(BAD_INPUT_LIMIT_S)
 
     assert ended.status == 1
-    ended.check_failed("the reward of group e0/", "saw 4 rollout actors die")
+    ended.check_failed("the reward of group e0/", "saw 4 rollout workers die")
     note = r"worker-0#1 \(pid \d+\) exited with status 3; restarting it in [\d.]+ s$"
     assert re.search(note, ended.output, re.MULTILINE), ended.output

@@ -23,7 +23,7 @@ ALL = ("torchrun", "rank 0", "rank 1", "guardian", "supervisor", *ACTORS)
         ("rank 0", [1], ["JobFailed: rank 0 failed", "killed (out of memory?) or crashed"]),
         ("rank 1", [0], ["JobFailed: rank 1 failed", "killed (out of memory?) or crashed"]),
         ("guardian", [0, 1], ["JobFailed: the guardian failed", "went away"]),
-        ("supervisor", [0, 1], ["the supervisor of this node went away", "logs/supervisor.log"]),
+        ("supervisor", [0, 1], ["the supervisor of this node ended", "logs/supervisor.log"]),
     ],
 )
 def test_a_killed_process_is_named_by_every_rank_that_lives(

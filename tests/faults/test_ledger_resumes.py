@@ -67,7 +67,7 @@ def test_another_group_size_than_that_of_open_groups_is_an_error(
 
     resumed.check_failed(
         "LedgerError: place ",
-        "with 3 samples, and the ledger has ",
+        "with 3 samples, but the ledger has ",
         f"with {GROUP_SIZE} there",
         "rollout.group_size was changed; change it back",
     )
@@ -81,7 +81,7 @@ def test_a_killed_job_without_a_checkpoint_goes_on_with_what_was_generated(
     resumed = run_to_end(folder, "run.resume=auto")
 
     assert resumed.status == 0, resumed.output
-    assert "the rollout manager goes on with" in resumed.output
+    assert "the rollout manager resumes with" in resumed.output
     with LedgerIndex.build(folder / "run") as index:
         rows = index.rows("SELECT step, count(*) AS n FROM samples WHERE step <= 2 GROUP BY step")
         counts = {row["step"]: row["n"] for row in rows}
@@ -128,6 +128,6 @@ def test_a_checkpoint_of_a_history_that_was_given_up_is_not_gone_on_from(folder:
 
     resumed.check_failed(
         "LedgerError: the checkpoint after 4 steps was made at 1-0-",
-        "the job went back to step 2 after that",
+        "the job later went back to step 2",
         "remove the checkpoint",
     )

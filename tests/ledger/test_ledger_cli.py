@@ -117,7 +117,7 @@ def test_one_samples_story(run_dir: Path, capsys: pytest.CaptureFixture[str]) ->
     assert found["segments"] == [{"start": 0, "stop": 3, "version": 1}]
     story = [(row["event"], row["detail"], row["time_s"] - BEGAN_S) for row in found["history"]]
     assert story == [
-        ("admitted", "place 2 of the data", 3),
+        ("admitted", "index 2 in the data", 3),
         ("started", "", 3),
         ("tokens", "0 to 3, version 1, in 1.000 s", 4),
         ("cut", "sync", 6),

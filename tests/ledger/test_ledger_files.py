@@ -40,7 +40,7 @@ def test_events_of_all_lives_come_back_in_order(tmp_path: Path) -> None:
 
     assert before == [wire(event) for event in [Version(0, 0), *first]]
     assert events_in(history) == [*before, *map(wire, second)]
-    assert [(header.life, header.job_id) for header in history.headers()] == [
+    assert [(header.incarnation, header.job_id) for header in history.headers()] == [
         (1, "job-1"),
         (2, "job-2"),
     ]
@@ -54,7 +54,7 @@ def test_parts_rotate_and_are_read_as_one(tmp_path: Path) -> None:
     history = read_history(tmp_path)
 
     assert versions_in(tmp_path) == list(range(52))
-    assert len({part.part for part in history.parts if part.life == 1}) > 3
+    assert len({part.part for part in history.parts if part.incarnation == 1}) > 3
     assert len(list(history.headers())) == len(history.parts)
 
 
@@ -71,7 +71,7 @@ def test_positions_order_and_survive_as_text(tmp_path: Path) -> None:
     assert all(history.covers(position) for position in found[:-1])
     assert not history.covers(found[-1])
     assert read_history(tmp_path).end == found[-1]
-    with pytest.raises(LedgerError, match="'1-2' is no position"):
+    with pytest.raises(LedgerError, match="'1-2' is not a ledger position"):
         Position.parse("1-2")
 
 
@@ -99,9 +99,9 @@ def test_a_writer_that_wakes_late_changes_nothing(tmp_path: Path) -> None:
     write_events(old, [Version(0, 0)])
     new = LedgerLog.open(tmp_path, "job")
 
-    with pytest.raises(LedgerError, match="life 2 of this ledger has begun"):
+    with pytest.raises(LedgerError, match="incarnation 2 of this ledger has begun"):
         write_events(old, [Version(666, 0)])
-    with pytest.raises(LedgerError, match="life 2 of this ledger has begun"):
+    with pytest.raises(LedgerError, match="incarnation 2 of this ledger has begun"):
         write_events(old, [Version(667, 0)])
     write_events(new, [Version(1, 0)])
 
@@ -145,7 +145,7 @@ def test_a_life_that_died_before_its_header_takes_nothing_with_it(tmp_path: Path
     assert versions_in(tmp_path) == [0, 1, 2]
     write_life(tmp_path, 3)
     assert versions_in(tmp_path) == [0, 1, 2, 3]
-    assert [part.life for part in read_history(tmp_path).parts] == [1, 3, 5]
+    assert [part.incarnation for part in read_history(tmp_path).parts] == [1, 3, 5]
 
 
 def test_reading_while_a_writer_lives(tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_a_contradiction_is_named_with_its_position(tmp_path: Path) -> None:
     with LedgerLog.open(tmp_path, "job") as log:
         positions = write_events(log, [Version(0, 0)], [Version(0, 0)])
 
-    with pytest.raises(LedgerError, match=f"the ledger at {positions[0]}: version 0 after"):
+    with pytest.raises(LedgerError, match=f"the ledger at {positions[0]}: version 0 follows"):
         replay(read_history(tmp_path).entries)
 
 

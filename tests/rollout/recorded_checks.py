@@ -21,7 +21,7 @@ def check_accounts(state: LedgerState, life: Life) -> None:
         if states <= {SampleState.TRAINED, SampleState.DROPPED}:
             continue
         num_held += 1
-        live = life.groups[account.place]
+        live = life.groups[account.order_idx]
         for sample, held in zip(live.trajectories, account.samples, strict=True):
             check_sample(sample, held)
             num_open += not sample.is_finished

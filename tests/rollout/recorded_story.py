@@ -167,7 +167,7 @@ class Story:
         if not workers.queue:
             return
         job = workers.queue.pop(self.chance.randrange(len(workers.queue)))
-        if not job.is_wanted():
+        if not job.is_active():
             return
         self.note(f"work on {job.label}")
         arguments: Any = job.make_arguments()
@@ -182,7 +182,7 @@ class Story:
             return
         job, count = self.life.workers.scoring.pop(0)
         self.note(f"result of {job.label}")
-        if job.is_wanted():
+        if job.is_active():
             job.on_result([float(self.chance.randrange(3)) for _ in range(count)])
 
     async def lose_score(self) -> None:
@@ -201,7 +201,7 @@ class Story:
             await self._go_on(loop)
         except RolloutError as error:
             self.note(f"loop {loop.sample_id}: {error}")
-            if loop.job.is_wanted():
+            if loop.job.is_active():
                 raise  # it did nothing wrong
             self._forget(loop)
 
@@ -213,8 +213,8 @@ class Story:
             self.note(f"loop {loop.sample_id} got {tokens}")
             if answer["finish_reason"] == "stop":
                 assert tokens[-1] == STOP
-            elif loop.job.is_wanted():  # else there is another trajectory of that name
-                is_full = self.life.sample(loop.sample_id).room() == 0
+            elif loop.job.is_active():  # else there is another trajectory of that name
+                is_full = self.life.sample(loop.sample_id).num_tokens_left() == 0
                 assert len(tokens) == loop.limit or is_full, "less than it asked for"
             loop.heard(tokens)
         elif loop.task is not None:
@@ -250,7 +250,7 @@ class Story:
         if self.chance.random() < 0.5:
             await self._cancel(loop)
         self._forget(loop)
-        if loop.job.is_wanted():
+        if loop.job.is_active():
             sample = self.life.sample(loop.sample_id)
             loop.job.on_result(reward)
             if loop.seen:
@@ -380,7 +380,7 @@ class Story:
             await self.attach()
         if restored is None and self.chance.random() < 0.7:
             self.note("it goes on before the ranks ask")
-            self.life.flow.go_on()
+            self.life.flow.resume()
 
     async def go_back(self) -> None:
         """The job begins anew from a checkpoint, with this manager or another."""

@@ -119,7 +119,7 @@ class Workers:
 
     def fail(self, job: WorkerJob) -> None:
         """As WorkerPool does."""
-        if not job.is_wanted():
+        if not job.is_active():
             return
         if job.retries > 0:
             job.retries -= 1
@@ -168,7 +168,7 @@ class Life:
     def __init__(self, folder: Path, config: RolloutConfig) -> None:
         self.config = config
         self.failures: list[UmbraError] = []
-        self.groups: dict[int, Group] = {}  # by place, the latest made
+        self.groups: dict[int, Group] = {}  # by order_idx, the latest made
         self.engines: list[Engine] = []
         self.loops: list[Loop] = []
         self.ghosts: list[Loop] = []  # given up for dead
@@ -199,23 +199,23 @@ class Life:
     # as Admission
     num_prompts = 1
 
-    def training_group(self, place: int) -> Group:
+    def training_group(self, order_idx: int) -> Group:
         config = self.config
-        prompt = Prompt(f"p{place}", "", np.asarray([2000 + place, 1, 2], np.int32), {})
+        prompt = Prompt(f"p{order_idx}", "", np.asarray([2000 + order_idx, 1, 2], np.int32), {})
         samples = [
             Trajectory(
-                f"e0/p{place}/{k}",
+                f"e0/p{order_idx}/{k}",
                 prompt,
-                place * 10 + k,
+                order_idx * 10 + k,
                 budget=config.max_new_tokens,
                 max_context_len=config.max_context_len,
             )
             for k in range(config.group_size)
         ]
-        self.groups[place] = Group(f"e0/p{place}", samples)
-        return self.groups[place]
+        self.groups[order_idx] = Group(f"e0/p{order_idx}", samples)
+        return self.groups[order_idx]
 
-    def epoch_of(self, place: int) -> int:
+    def epoch_of(self, order_idx: int) -> int:
         return 0
 
     def sample(self, sample_id: str) -> Trajectory:

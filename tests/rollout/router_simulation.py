@@ -239,7 +239,7 @@ class RoundRobin(Router):
     _last: EngineId | None = None
 
     def choose(self, cost: int, prefer: object = ()) -> EngineId | None:
-        free = [engine for engine in self.serving if self.room(engine) > 0]
+        free = [engine for engine in self.serving if self.capacity_left(engine) > 0]
         later = [engine for engine in free if self._last is not None and engine > self._last]
         self._last = next(iter(later or free), None)
         return self._last
@@ -249,8 +249,8 @@ class LeastRequests(Router):
     """The engine that holds the fewest requests."""
 
     def choose(self, cost: int, prefer: object = ()) -> EngineId | None:
-        free = [engine for engine in self.serving if self.room(engine) > 0]
-        return min(free, key=lambda engine: (-self.room(engine), engine), default=None)
+        free = [engine for engine in self.serving if self.capacity_left(engine) > 0]
+        return min(free, key=lambda engine: (-self.capacity_left(engine), engine), default=None)
 
 
 class LeastTokens(Router):

@@ -169,7 +169,7 @@ def test_an_unknown_pool_is_named_with_those_that_are_there(
 
     errors = live.call_as_ranks(lambda rank: live.failure_of_next_batch(rank, 0))
 
-    assert all("no pool 'jury' to ask; there are: judge" in str(error) for error in errors)
+    assert all("no pool 'jury'; there are: judge" in str(error) for error in errors)
 
 
 def test_a_plain_function_cannot_take_the_context() -> None:
@@ -183,15 +183,15 @@ def test_a_plain_function_cannot_take_the_context() -> None:
 
 def test_a_pause_does_not_count_for_patience() -> None:
     async def wait() -> None:
-        async with ExtendableDeadline(0.05) as patience:
-            with patience.paused():
-                with patience.paused():
+        async with ExtendableDeadline(0.05) as deadline:
+            with deadline.paused():
+                with deadline.paused():
                     await asyncio.sleep(0.06)
                 await asyncio.sleep(0.06)
-        assert not patience.expired
+        assert not deadline.expired
 
-        async with ExtendableDeadline(0.02) as patience:
-            with patience.paused():
+        async with ExtendableDeadline(0.02) as deadline:
+            with deadline.paused():
                 await asyncio.sleep(0.01)
             await asyncio.sleep(5.0)
 

@@ -83,7 +83,7 @@ def test_a_loop_that_kills_its_process_is_told_from_those_beside_it(
 
     assert groups == {f"e0/p{idx}" for idx in range(NUM_PROMPTS)} - {BAD_GROUP}
     num_deaths = max_worker_deaths + 1
-    assert f"saw {num_deaths} rollout actors die" in cause_of_the_drop(tmp_path)
+    assert f"saw {num_deaths} rollout workers die" in cause_of_the_drop(tmp_path)
     # Though each of the group's four loops kills its process.
     assert live.processes()["rewards-0"]["num_restarts"] == num_deaths or num_workers > 1
 

@@ -264,7 +264,7 @@ def test_requests_that_an_engine_will_not_take_wait_for_one_that_serves() -> Non
     bench.dispatcher.check_integrity()
 
 
-class ListJournal(Recorder):
+class ListRecorder(Recorder):
     """Keeps what it is told, as (uid, start, tokens, version) runs."""
 
     def __init__(self) -> None:
@@ -286,8 +286,8 @@ class ListJournal(Recorder):
 
 
 def test_a_journal_is_told_what_was_really_appended() -> None:
-    journal = ListJournal()
-    bench = Bench(journal=journal)
+    recorder = ListRecorder()
+    bench = Bench(recorder=recorder)
     bench.serve(A)
     for idx in range(4):
         bench.submit(f"s{idx}", seed=idx, budget=3, uid=10 + idx)
@@ -308,7 +308,7 @@ def test_a_journal_is_told_what_was_really_appended() -> None:
         ),
     )
 
-    assert sorted(journal.runs) == [
+    assert sorted(recorder.runs) == [
         (10, 0, [7, 8], 0),
         (11, 0, [7], 0),
         (11, 1, [8], 1),

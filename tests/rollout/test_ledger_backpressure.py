@@ -110,7 +110,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def fill(life: Life, nbytes: int) -> None:
     """What a tool's answer in `ctx.once` does."""
-    life.recorder.kept(life.groups[0].trajectories[0], "page", b"x" * nbytes)
+    life.recorder.value_kept(life.groups[0].trajectories[0], "page", b"x" * nbytes)
 
 
 def test_admission_waits_for_the_disk_and_goes_on_by_itself(tmp_path: Path, disk: Disk) -> None:
@@ -128,7 +128,7 @@ def test_admission_waits_for_the_disk_and_goes_on_by_itself(tmp_path: Path, disk
 
             await asyncio.sleep(0.05)
 
-            assert not life.recorder.has_room
+            assert not life.recorder.has_capacity
             assert life.flow.num_admitted == 4
             assert life.flow.metrics([])["ledger_queued_mib"] > MAX_QUEUED_NBYTES / 2**20
             disk.release()
@@ -212,17 +212,17 @@ def test_whatever_happens_meanwhile_nothing_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_held = 0
-    when_room = Recorder.when_room
+    on_capacity = Recorder.on_capacity
 
     def count(self: Recorder, resume: Callable[[], None]) -> None:
         nonlocal num_held
         num_held += 1
-        when_room(self, resume)
+        on_capacity(self, resume)
 
     def slow_sync(_descriptor: int) -> None:
         time.sleep(0.005)
 
-    monkeypatch.setattr(Recorder, "when_room", count)
+    monkeypatch.setattr(Recorder, "on_capacity", count)
     monkeypatch.setattr(os, "fsync", slow_sync)
     set_bound(monkeypatch, 1, stall_timeout_s=30.0)
 

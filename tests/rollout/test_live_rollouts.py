@@ -232,7 +232,7 @@ def test_a_killed_rollout_worker_costs_nothing(umbra_session: Session, tmp_path:
         ("raises", r"reward function user_rewards:raises raised KeyError: 'no such answer'"),
         ("nan_for_the_last", r"returned nan for sample e0/p\d/3; rewards must be finite"),
         ("too_few", r"returned 3 rewards for 4 completions"),
-        ("dies_always", r"the reward of group e0/p\d saw 2 rollout actors die"),
+        ("dies_always", r"the reward of group e0/p\d saw 2 rollout workers die"),
     ],
 )
 def test_a_bad_reward_fails_every_rank(
@@ -335,7 +335,10 @@ def test_an_agent_loop_whose_process_dies_runs_again(
     ("agent", "message"),
     [
         ("raises", r"agent loop user_agents:raises raised LookupError: the tool is gone \(.*"),
-        ("retokenises", r"leave the trajectory at position 0 of 6: append each turn's tokens"),
+        (
+            "retokenises",
+            r"differ from the trajectory at position 0 of 6: append each turn's tokens",
+        ),
     ],
 )
 def test_a_failing_agent_loop_fails_every_rank(

@@ -230,11 +230,11 @@ class CheckedRouter:
 
     def _request(self, cost: int, prefer: EngineId) -> None:
         chosen = self.router.choose(cost, (None, prefer))
-        has_room = {e for e in self.serving if len(self.held[e]) < self.max_inflight}
+        has_capacity = {e for e in self.serving if len(self.held[e]) < self.max_inflight}
         if chosen is None:
-            assert not has_room
+            assert not has_capacity
             return
-        assert chosen in has_room
+        assert chosen in has_capacity
         self.router.charge(chosen, cost)
         self.held[chosen].append(cost)
 
@@ -243,7 +243,7 @@ class CheckedRouter:
         assert self.router.serving == sorted(self.serving)
         for engine, held in self.held.items():
             assert self.router.outstanding_tokens(engine) == sum(held)
-            assert self.router.room(engine) == self.max_inflight - len(held)
+            assert self.router.capacity_left(engine) == self.max_inflight - len(held)
         shares = [self.router.fair_share(engine) for engine in self.serving]
         assert sum(shares) == pytest.approx(1.0 if shares else 0.0)
         assert all(share > 0 for share in shares)

@@ -127,5 +127,7 @@ def test_the_samples_of_a_group_go_where_its_prompt_is() -> None:
 
     simulation.run()
 
-    homes = [len({sample.home for sample in group.trajectories}) for group in simulation.groups]
+    homes = [
+        len({sample.last_engine for sample in group.trajectories}) for group in simulation.groups
+    ]
     assert np.mean(homes) < 1.5

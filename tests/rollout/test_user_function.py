@@ -110,8 +110,8 @@ LOOPS = ["good", "all_of_it", "more", "with_db", "gives_db", "an_object"]
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("plain", r"plain is no async function; write `async def plain`$"),
-        ("yields", r"yields is no async function"),
+        ("plain", r"plain is not async; write `async def plain`$"),
+        ("yields", r"yields is not async"),
         (
             "one",
             r".*test_user_function.py:\d+: one\(ctx.* is called as one\(ctx, sample\): too many",

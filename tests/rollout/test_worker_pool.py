@@ -66,7 +66,7 @@ def test_a_job_that_nobody_wants_any_more_does_not_run_when_its_worker_is_back()
                 timeout_s=5.0,
                 on_result=lambda _: done.set(),
                 on_failure=refuse_failure,
-                is_wanted=lambda: name in wanted,
+                is_active=lambda: name in wanted,
                 group_retries=GroupRetries(0),
             )
 

@@ -107,7 +107,7 @@ def test_a_pool_that_is_not_there_is_named_with_those_that_are(config: Path) -> 
         output, _ = process.communicate(timeout=120)
 
     assert process.returncode != 0
-    assert "there is no pool 'jduge' to ask; there are: judge" in output
+    assert "there is no pool 'jduge'; there are: judge" in output
 
 
 @pytest.mark.parametrize("victim", ["judge-0", "policy-0"])
