@@ -1,4 +1,4 @@
-"""Data sets and tokenizers that cannot be used. Rank 0 reads them; every rank says why it ends."""
+"""Data sets and tokenizers that cannot be used. Rank 0 reads them; every rank reports the error."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
 EMBEDDED = ("pool.engine=embedded", "pool.engine_args={}")
 
 
-def test_every_rank_says_that_the_engine_cannot_be_imported(folder: Path) -> None:
+def test_every_rank_reports_that_the_engine_cannot_be_imported(folder: Path) -> None:
     with start_run(folder, "pool.engine=nope.module:Engine") as run:
         ended = run.wait(BAD_INPUT_LIMIT_S)
 
@@ -48,7 +48,7 @@ def test_every_rank_says_that_the_engine_cannot_be_imported(folder: Path) -> Non
         ),
     ],
 )
-def test_an_engine_that_cannot_start_says_why(
+def test_an_engine_that_cannot_start_is_named_with_its_cause(
     folder: Path, num_ranks: int, settings: list[str], words: list[str]
 ) -> None:
     with start_run(folder, *settings, num_ranks=num_ranks) as run:
@@ -69,7 +69,7 @@ def test_an_engine_that_dies_in_every_sync_fails_the_run_on_every_rank(folder: P
         "exited with status 6",
         "after 1 restarts within 600 s (allowed: 1)",
     )
-    # An end of its own, whatever the sync made of it.
+    # The engine's end is reported as such, not as an error of the sync.
     note = r"policy-0#1 \(pid \d+\) exited with status 6; restarting it in [\d.]+ s$"
     assert re.search(note, ended.output, re.MULTILINE), ended.output
 

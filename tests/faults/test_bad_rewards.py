@@ -11,7 +11,7 @@ from whole_runs import BAD_INPUT_LIMIT_S, start_run
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
 
 
-def test_every_rank_says_what_the_reward_raised_and_where(folder: Path) -> None:
+def test_every_rank_reports_what_the_reward_raised_and_where(folder: Path) -> None:
     with start_run(folder, "reward.function=failing_rewards:raises") as run:
         ended = run.wait(BAD_INPUT_LIMIT_S)
 
@@ -59,7 +59,7 @@ def test_an_unusable_reward_is_explained(
         ),
     ],
 )
-def test_a_failed_evaluation_says_so_and_where_more_is_found(
+def test_a_failed_evaluation_is_named_with_the_log_that_has_more(
     folder: Path, assets: Path, setting: str, words: list[str]
 ) -> None:
     held_out = f"data.eval={assets}/train.jsonl"
@@ -81,7 +81,7 @@ def test_steps_without_a_token_of_the_policy_are_warned_of_once(folder: Path) ->
     assert "step 3/3 " in ended.output
     said = "step 1 trained on nothing: the policy generated no token in any of its 8 completions"
     assert ended.output.count("trained on nothing") == 1, ended.output
-    assert f"{said}; see that rollout.agent {loop} awaits ctx.generate" in ended.output
+    assert f"{said}; check that rollout.agent {loop} awaits ctx.generate" in ended.output
 
 
 @pytest.mark.parametrize(

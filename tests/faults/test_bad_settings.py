@@ -1,4 +1,4 @@
-"""What is wrong before anything starts: said at once, by every rank, and nothing is made."""
+"""Errors before anything starts: every rank reports them at once, and no file is written."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_wrong_setting_is_named_with_what_is_allowed(
     assert not run.run_dir.exists()
 
 
-def test_every_rank_says_that_the_model_directory_is_missing(folder: Path) -> None:
+def test_every_rank_reports_that_the_model_directory_is_missing(folder: Path) -> None:
     with start_run(folder, "model.path=/nowhere/model") as run:
         ended = run.wait(BAD_INPUT_LIMIT_S)
 

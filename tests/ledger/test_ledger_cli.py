@@ -178,7 +178,7 @@ def test_the_newest_samples_are_listed_with_what_one_wants_to_know(
         (["--sample", "e0/a/0", "--step", "1"], "--sample tells of one sample"),
     ],
 )
-def test_wrong_use_of_the_list_is_told(
+def test_wrong_use_of_the_list_is_an_error(
     run_dir: Path, capsys: pytest.CaptureFixture[str], wrong: list[str], said: str
 ) -> None:
     assert main(["ledger", str(run_dir), *wrong]) == 2
@@ -278,7 +278,7 @@ def test_a_folder_without_a_ledger_is_wrong_use(
     assert said in capsys.readouterr().err
 
 
-def test_damage_is_a_failure_that_names_the_place(
+def test_damage_is_a_failure_that_names_its_position(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = ledger_folder(run_dir, "m0") / "000001-0000.log"

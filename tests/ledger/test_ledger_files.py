@@ -28,7 +28,7 @@ def write_life(folder: Path, *versions: int, part_nbytes: int = 10**6) -> None:
         write_events(log, *[[Version(version, version)] for version in versions])
 
 
-def test_events_of_all_lives_come_back_in_order(tmp_path: Path) -> None:
+def test_events_of_all_incarnations_come_back_in_order(tmp_path: Path) -> None:
     first, second = life_of_a_group(0, "a", 0, 0), life_of_a_group(2, "b", 1, 0)
     with LedgerLog.open(tmp_path / "m", "job-1") as log:
         write_events(log, [Version(0, 0)], first)
@@ -113,7 +113,7 @@ def test_a_writer_that_wakes_late_changes_nothing(tmp_path: Path) -> None:
     assert versions_in(tmp_path) == [0, 1, 2]
 
 
-def test_parts_that_an_old_life_begins_late_do_not_count(tmp_path: Path) -> None:
+def test_parts_that_an_old_incarnation_begins_late_do_not_count(tmp_path: Path) -> None:
     old = LedgerLog.open(tmp_path, "job", part_nbytes=1)
     write_life(tmp_path, 1)
 
@@ -125,7 +125,9 @@ def test_parts_that_an_old_life_begins_late_do_not_count(tmp_path: Path) -> None
     assert versions_in(tmp_path) == [1]
 
 
-def test_what_is_acknowledged_before_the_next_life_looks_is_in_its_history(tmp_path: Path) -> None:
+def test_what_is_acknowledged_before_the_next_incarnation_reads_is_in_its_history(
+    tmp_path: Path,
+) -> None:
     old = LedgerLog.open(tmp_path, "job")
     write_events(old, [Version(0, 0)])
     new = LedgerLog.open(tmp_path, "job")
@@ -135,7 +137,7 @@ def test_what_is_acknowledged_before_the_next_life_looks_is_in_its_history(tmp_p
     new.close()
 
 
-def test_a_life_that_died_before_its_header_takes_nothing_with_it(tmp_path: Path) -> None:
+def test_an_incarnation_that_died_before_its_header_takes_nothing_with_it(tmp_path: Path) -> None:
     write_life(tmp_path, 0, 1)
     (tmp_path / "000002-0000.log").write_bytes(b"")
     assert versions_in(tmp_path) == [0, 1]
@@ -148,7 +150,7 @@ def test_a_life_that_died_before_its_header_takes_nothing_with_it(tmp_path: Path
     assert [part.incarnation for part in read_history(tmp_path).parts] == [1, 3, 5]
 
 
-def test_reading_while_a_writer_lives(tmp_path: Path) -> None:
+def test_reading_while_a_writer_is_active(tmp_path: Path) -> None:
     with LedgerLog.open(tmp_path, "job") as log:
         write_events(log, [Version(0, 0)])
         found = read_history(tmp_path)
@@ -189,7 +191,7 @@ def swap_files(folder: Path) -> None:
         (swap_files, r"000001-000\d.log was written as"),
     ],
 )
-def test_damage_is_refused_with_its_place(
+def test_damage_is_refused_with_its_position(
     tmp_path: Path, harm: Callable[[Path], None], complaint: str, lives: int
 ) -> None:
     write_life(tmp_path, *range(40), part_nbytes=200)
@@ -289,7 +291,7 @@ def test_managers_of_a_run(tmp_path: Path) -> None:
     assert managers_of(tmp_path) == ["rollouts-0", "rollouts-1"]
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "ledger").write_text("in the way")
 
     with pytest.raises(LedgerError, match=rf"cannot write to {tmp_path}/ledger/m"):

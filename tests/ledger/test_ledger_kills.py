@@ -123,7 +123,9 @@ def small_disk(mount_disk: Callable[[str], Path]) -> Path:
 
 
 @pytest.mark.process
-def test_a_full_disk_keeps_what_was_acknowledged_and_a_new_life_goes_on(small_disk: Path) -> None:
+def test_a_full_disk_keeps_what_was_acknowledged_and_a_new_incarnation_resumes(
+    small_disk: Path,
+) -> None:
     folder = small_disk / "m"
     ballast = small_disk / "ballast"
     ballast.write_bytes(b"x" * 300_000)

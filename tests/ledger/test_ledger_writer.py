@@ -98,7 +98,7 @@ def test_appends_are_flushed_without_anybody_waiting(tmp_path: Path) -> None:
     asyncio.run(body())
 
 
-def test_there_is_room_again_once_the_disk_has_caught_up(
+def test_there_is_capacity_again_once_the_disk_has_caught_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def body() -> None:
@@ -119,7 +119,7 @@ def test_there_is_room_again_once_the_disk_has_caught_up(
     asyncio.run(body())
 
 
-def test_a_disk_that_stands_still_without_room_is_an_error_in_time(
+def test_a_full_queue_on_a_stalled_disk_is_an_error_in_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def body() -> None:

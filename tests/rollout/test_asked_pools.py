@@ -181,7 +181,7 @@ def test_a_plain_function_cannot_take_the_context() -> None:
     asyncio.run(load())
 
 
-def test_a_pause_does_not_count_for_patience() -> None:
+def test_a_pause_does_not_count_against_the_deadline() -> None:
     async def wait() -> None:
         async with ExtendableDeadline(0.05) as deadline:
             with deadline.paused():

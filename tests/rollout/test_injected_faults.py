@@ -237,7 +237,7 @@ def test_a_late_engine_is_waited_for(
 
 
 @pytest.mark.slow
-def test_a_pool_that_stalls_as_a_whole_goes_on_once_it_can(
+def test_a_pool_that_stalls_as_a_whole_continues_once_it_can(
     umbra_session: Session, tmp_path: Path, tiny_model_dir: Path, undisturbed: list[Completions]
 ) -> None:
     stall = {"kind": "stall", "for_s": 5.0, "after_tokens": 100}

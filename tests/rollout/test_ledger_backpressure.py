@@ -113,7 +113,7 @@ def fill(life: Life, nbytes: int) -> None:
     life.recorder.value_kept(life.groups[0].trajectories[0], "page", b"x" * nbytes)
 
 
-def test_admission_waits_for_the_disk_and_goes_on_by_itself(tmp_path: Path, disk: Disk) -> None:
+def test_admission_waits_for_the_disk_and_resumes_by_itself(tmp_path: Path, disk: Disk) -> None:
     async def body() -> None:
         async with living(tmp_path, disk) as (life, engine):
             life.flow.advance(0)
@@ -188,7 +188,7 @@ def test_a_disk_that_is_full_fails_the_job_where_nobody_appends(
     asyncio.run(body())
 
 
-def test_a_flow_that_was_given_up_admits_nothing_when_there_is_room(
+def test_an_abandoned_flow_admits_nothing_when_there_is_capacity(
     tmp_path: Path, disk: Disk
 ) -> None:
     async def body() -> None:

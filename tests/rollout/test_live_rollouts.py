@@ -180,7 +180,7 @@ def test_a_pause_in_mid_generation_is_waited_for(umbra_session: Session, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_stopped_engine_is_given_up_and_its_work_moved(
+def test_a_stopped_engine_is_lost_and_its_work_moves(
     umbra_session: Session, tmp_path: Path
 ) -> None:
     live = LiveRollouts(

@@ -68,7 +68,7 @@ def test_ranks_that_disagree_fail_together() -> None:
     asyncio.run(main())
 
 
-def test_a_rank_that_goes_away_leaves_the_round() -> None:
+def test_a_rank_that_goes_away_leaves_the_call() -> None:
     async def main() -> None:
         ranks = RankRendezvous(2, timeout_s=5)
         async with asyncio.TaskGroup() as tasks:
@@ -137,7 +137,7 @@ def test_an_engine_without_weights_is_asked_for_once_until_its_state_changes() -
     assert requests.take_new([first, second]) == [first]
 
 
-def test_a_new_life_of_an_engine_is_asked_for_anew() -> None:
+def test_a_new_incarnation_of_an_engine_is_reported_again() -> None:
     requests = SyncRequests()
     requests.take_new([EngineId("a", 1)])
 

@@ -138,7 +138,7 @@ def test_an_engine_not_measured_yet_counts_as_the_mean_of_the_others() -> None:
     router.check_integrity()
 
 
-def test_the_next_life_of_an_engine_inherits_its_speed() -> None:
+def test_the_next_incarnation_of_an_engine_inherits_its_speed() -> None:
     router = make_router(A, B)
     measure(router, {A: 100, B: 300})
 

@@ -90,7 +90,7 @@ async def _life_that_is_lost_while_it_generates(*, caller_leaves_first: bool) ->
 
 
 @pytest.mark.parametrize("caller_leaves_first", [True, False])
-def test_a_lost_life_adds_nothing_to_the_next_one(caller_leaves_first: bool) -> None:
+def test_a_lost_incarnation_adds_nothing_to_the_next_one(caller_leaves_first: bool) -> None:
     asyncio.run(_life_that_is_lost_while_it_generates(caller_leaves_first=caller_leaves_first))
 
 
@@ -122,7 +122,7 @@ def test_a_loop_generates_one_thing_at_a_time() -> None:
     asyncio.run(run())
 
 
-def test_a_loop_that_runs_again_gets_what_it_had_and_then_goes_on() -> None:
+def test_a_loop_that_runs_again_gets_what_it_had_and_then_continues() -> None:
     async def run() -> None:
         loop = Loop()
         session = loop.open()
@@ -165,7 +165,7 @@ def test_a_turn_that_was_lost_before_its_first_token_is_no_other_path() -> None:
     asyncio.run(run())
 
 
-def test_where_it_takes_another_path_the_rest_is_given_up() -> None:
+def test_if_its_context_differs_later_tokens_are_discarded() -> None:
     async def run() -> None:
         loop = Loop()
         session = loop.open()

@@ -287,7 +287,7 @@ def test_by_default_the_first_failure_of_a_small_job_ends_it() -> None:
     )
 
 
-def test_a_token_that_breaks_the_bound_is_never_handed_out() -> None:
+def test_a_token_that_breaks_the_bound_is_never_delivered() -> None:
     bound = StalenessBound(max_staleness=1, groups_per_step=2)
 
     bound.check([4, 5], 5, "group g")

@@ -101,7 +101,7 @@ def test_request_ids_are_found_while_they_are_there_and_never_again() -> None:
     assert found == [request % 50 + 1 for request in live] + [NO_ROW] * 7
 
 
-def test_only_runs_that_simply_go_on_are_applied_at_once() -> None:
+def test_only_runs_that_simply_extend_their_rows_are_applied_at_once() -> None:
     store = TokenStore()
     for request_id in range(1, 9):
         store.open(request_id, 0, 100 + request_id, length=10, capacity=4)

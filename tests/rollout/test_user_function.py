@@ -35,14 +35,16 @@ def said_of(function: Callable[[], object]) -> str:
         lambda: importlib.import_module("umbra_knows_no_such_module"),
     ],
 )
-def test_the_place_of_an_error_is_the_user_s_innermost_line(function: Callable[[], object]) -> None:
+def test_the_location_of_an_error_is_the_user_s_innermost_line(
+    function: Callable[[], object],
+) -> None:
     said = said_of(function)
 
     line = function.__code__.co_firstlineno
     assert said.endswith(f" ({__file__}:{line} in <lambda>)")
 
 
-def test_an_error_without_a_line_of_the_user_s_has_no_place(
+def test_an_error_without_a_line_of_the_user_s_has_no_location(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError, match=r"raised ModuleNotFoundError: No module named '\w+'\."):

@@ -56,7 +56,7 @@ def random_tokens(seed: int = 0, num_tokens: int = 60) -> Tokens:
 
 def inputs_of(tokens: Tokens) -> LossInputs:
     return LossInputs(
-        old_logprobs=tokens.behaviour,
+        rollout_logprobs=tokens.behaviour,
         proximal_logprobs=tokens.proximal,
         advantages=tokens.advantages,
         weights=tokens.weights,

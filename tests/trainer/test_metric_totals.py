@@ -48,5 +48,7 @@ def test_other_metrics_in_a_later_micro_batch_are_refused() -> None:
     weights = torch.ones(1)
     totals.add({"ratio": LossMetric(weights)}, weights)
 
-    with pytest.raises(UmbraError, match=r"metrics \['extra', 'ratio'\], the ones before \['ratio"):
+    with pytest.raises(
+        UmbraError, match=r"metrics \['extra', 'ratio'\], and earlier ones \['ratio"
+    ):
         totals.add({"ratio": LossMetric(weights), "extra": LossMetric(weights)}, weights)

@@ -70,7 +70,7 @@ def test_mlflow_gets_every_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert run.info.status == "FINISHED"
 
 
-def test_a_logger_that_fails_is_given_up_and_named(
+def test_a_logger_that_fails_is_named_and_no_longer_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if importlib.util.find_spec("mlflow"):

@@ -112,7 +112,7 @@ def test_models_are_described_together_and_each_by_its_names(server: Server) -> 
     ("path", "body"),
     [(COMPLETIONS, {"prompt": PROMPT, "model": "jduge"}), ("/v1/models/some/jduge", None)],
 )
-def test_a_model_that_is_not_there_is_told_those_that_are(
+def test_an_unknown_model_is_an_error_that_lists_the_known_ones(
     server: Server, path: str, body: object
 ) -> None:
     status, answer = server.ask(path, body)
@@ -122,7 +122,7 @@ def test_a_model_that_is_not_there_is_told_those_that_are(
     assert answer["error"]["message"].endswith("there are: 'tiny', 'judge', 'referee'")
 
 
-def test_a_stream_is_interrupted_for_the_judge_and_goes_on(server: Server) -> None:
+def test_a_stream_is_interrupted_for_the_judge_and_continues(server: Server) -> None:
     body = {"prompt": PROMPT, "max_tokens": LONG, "temperature": 0}
     text = server.complete(**body)["choices"][0]["text"]
     question = {"model": "judge", "prompt": PROMPT, "max_tokens": 20, "temperature": 0}
@@ -219,7 +219,7 @@ def test_one_prompt_can_be_asked_of_either(server: Server, folder: Path, tmp_pat
         assert (alone.returncode, alone.stdout) == (0, texts[model] + "\n"), alone.stderr
 
 
-def test_what_cannot_be_served_is_said_before_anything_is_started(
+def test_a_config_that_cannot_be_served_is_an_error_before_anything_starts(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = folder / "serve.toml"

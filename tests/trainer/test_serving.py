@@ -111,7 +111,7 @@ def test_a_chat_is_rendered_by_the_models_own_template(server: Server, model_dir
     assert answer["usage"]["prompt_tokens"] == len(tokens)
 
 
-def test_a_stream_says_what_the_whole_answer_says(server: Server) -> None:
+def test_a_stream_adds_up_to_the_whole_answer(server: Server) -> None:
     body = {"prompt": [PROMPT, "7"], "max_tokens": 60, "seed": 5, "n": 2, "logprobs": 1}
     whole = server.complete(**body)
 
@@ -268,7 +268,7 @@ def test_what_changes_nothing_is_taken(server: Server) -> None:
     assert answer["usage"]["completion_tokens"] == 4
 
 
-def test_what_is_no_request_is_told_so(server: Server) -> None:
+def test_a_malformed_request_is_an_error(server: Server) -> None:
     assert server.ask(COMPLETIONS, raw=b"{")[0] == 400
     assert server.ask(COMPLETIONS, raw=b"[" * 100_000)[0] == 400
     assert server.ask(COMPLETIONS, {"prompt": "\ud800", "max_tokens": 2})[0] == 400

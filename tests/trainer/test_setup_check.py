@@ -105,7 +105,7 @@ def test_how_long_a_context_may_be_is_left_to_an_engine_that_may_know_better(
     check_models(config_of(values, "pool", max_context_len=513, **pool))
 
 
-def test_stop_tokens_of_a_model_that_does_not_say_its_vocabulary_are_not_judged(
+def test_stop_tokens_of_a_model_without_vocabulary_size_are_not_checked(
     values: dict[str, Any],
 ) -> None:
     Path("model/config.json").write_text("{}")

@@ -139,7 +139,7 @@ def test_a_step_longer_than_the_grace_is_cut() -> None:
         assert process.returncode == 128 + signal.SIGTERM
 
 
-def test_a_signal_is_told_once_and_one_that_was_passed_in_is_not() -> None:
+def test_a_signal_is_passed_on_once_and_one_that_was_passed_in_is_not() -> None:
     code = """
         for passed_in in (False, True):
             with StopSignals(grace_s=20) as stop:

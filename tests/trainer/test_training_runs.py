@@ -108,7 +108,7 @@ def check_idle_shares(steps: Sequence[Mapping[str, float]]) -> None:
     assert sum(asleep) > 0
 
 
-def test_a_run_learns_and_goes_on_with_another_number_of_ranks(folder: Path) -> None:
+def test_a_run_learns_and_resumes_with_another_number_of_ranks(folder: Path) -> None:
     config = write_config(folder, engines=2)
 
     output = run(config, 2)
@@ -146,7 +146,7 @@ def test_a_run_learns_and_goes_on_with_another_number_of_ranks(folder: Path) -> 
     assert versions == sorted(set(versions))
 
 
-def test_a_run_with_the_decoupled_loss_goes_on_from_its_checkpoint(folder: Path) -> None:
+def test_a_run_with_the_decoupled_loss_resumes_from_its_checkpoint(folder: Path) -> None:
     config = write_config(folder)
     decoupled = ["train.loss=decoupled", "train.updates_per_batch=2", "train.eval_every=0"]
 
@@ -193,7 +193,7 @@ def test_a_run_of_the_same_seed_is_the_same_run(folder: Path) -> None:
     assert losses("one") == pytest.approx(losses("two"), abs=1e-6)
 
 
-def test_an_offloading_run_is_the_same_run_and_goes_on_from_its_checkpoint(folder: Path) -> None:
+def test_an_offloading_run_is_the_same_run_and_resumes_from_its_checkpoint(folder: Path) -> None:
     config = write_config(folder)
 
     def losses(name: str, offload: str) -> list[float]:
@@ -233,7 +233,7 @@ def test_a_signal_to_torchrun_ends_the_run_with_a_checkpoint(
     assert (checkpoint / "COMPLETE").exists()
 
 
-def test_an_error_of_the_reward_is_said_by_every_rank(folder: Path) -> None:
+def test_an_error_of_the_reward_is_raised_by_every_rank(folder: Path) -> None:
     (folder / "bad.py").write_text("def bad(prompts, completions, **columns): return [0.0]\n")
 
     process = start(write_config(folder), 2, "reward.function=bad:bad")
