@@ -101,7 +101,7 @@ def _run(
         contextlib.ExitStack() as stack,
     ):
         console.log_losses(
-            config.run.dir / "logs" / "supervisor.log", who=f"rank {environment.rank}"
+            config.run.dir / "logs" / "supervisor.log", name=f"rank {environment.rank}"
         )
         try:
             starter: ServiceStarter | None = None

@@ -53,7 +53,7 @@ class StopNow(SystemExit):
 
     def __str__(self) -> str:
         assert isinstance(self.code, int)
-        return f"it was told to stop ({signal.Signals(self.code - 128).name})"
+        return f"stopped by a signal ({signal.Signals(self.code - 128).name})"
 
 
 class StopSignals:

@@ -1,4 +1,4 @@
-"""Prompts of a data set, tokenised, in one file.
+"""Prompts of a data set, tokenized, in one file.
 
 A prompt file is a stream of msgpack maps {"id": str, "prompt": str, "tokens": bytes (int32,
 little endian), "row": map of the data set's columns}. It is written once and read by offset,
@@ -36,7 +36,7 @@ class Prompt:
 
     Attributes:
         prompt_id: unique in its file.
-        text: what was tokenised.
+        text: the text that was tokenized.
         tokens: [P] int32.
         row: the data set's columns, for the reward function and agent loops.
     """

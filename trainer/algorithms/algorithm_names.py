@@ -18,13 +18,13 @@ LOSSES: Final[Mapping[str, str]] = {
     "gspo": f"{_FOLDER}.gspo:gspo_loss",
     "cispo": f"{_FOLDER}.cispo:cispo_loss",
 }
-"""What `train.loss` may be, besides the "module:function" of a user's own `PolicyLoss`."""
+"""Values of `train.loss`; it may also be the "module:function" of a user's own `PolicyLoss`."""
 
 ADVANTAGE_ESTIMATORS: Final[Mapping[str, str]] = {
     "grpo": f"{_FOLDER}.advantage_estimators:grpo_advantages",
     "dr_grpo": f"{_FOLDER}.advantage_estimators:dr_grpo_advantages",
 }
-"""What `train.advantage` may be, besides the "module:function" of a user's own
+"""Values of `train.advantage`; it may also be the "module:function" of a user's own
 `AdvantageEstimator`."""
 
 

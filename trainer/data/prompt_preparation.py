@@ -127,7 +127,7 @@ def _read_prompts(
     num_rows = num_dropped = 0
     names: set[str] = set()
     for num_rows, (where, row) in enumerate(read_rows(path), 1):
-        text, tokens = _tokenise(data, tokenizer, where, row)
+        text, tokens = _tokenize(data, tokenizer, where, row)
         if len(tokens) > budget.max_prompt_len:
             if data.overlong == "error":
                 raise DataError(_overlong_message(where, len(tokens), budget))
@@ -151,7 +151,7 @@ def _empty(path: Path, cause: str) -> DataError:
     return DataError(f"data set {path} is empty: {cause}")
 
 
-def _tokenise(
+def _tokenize(
     data: DataSection, tokenizer: PromptTokenizer, where: str, row: Mapping[str, Any]
 ) -> tuple[str, list[int]]:
     """The prompt's text and tokens."""

@@ -26,7 +26,7 @@ class Console:
 
     def __init__(self) -> None:
         self._log: Path | None = None
-        self._who = ""
+        self._name = ""
         self._files = [_LossyFile(descriptor, self._report) for descriptor in _NAMES]
 
     @classmethod
@@ -44,13 +44,13 @@ class Console:
         )
         return console
 
-    def log_losses(self, path: Path, who: str) -> None:
+    def log_losses(self, path: Path, name: str) -> None:
         """Logs the first failed write of each stream to a file, even if it was before this call.
 
         Args:
-            who: names this process in the line.
+            name: names this process in the line.
         """
-        self._who = who
+        self._name = name
         self._log = path
         for file in self._files:
             if file.failure:
@@ -60,7 +60,7 @@ class Console:
         if self._log is None:
             return
         line = (
-            f"{time.strftime('%Y-%m-%d %H:%M:%S')} {self._who}: {_NAMES[file.fileno()]} cannot be "
+            f"{time.strftime('%Y-%m-%d %H:%M:%S')} {self._name}: {_NAMES[file.fileno()]} cannot be "
             f"written ({file.failure}): its text is dropped, and nothing else is affected\n"
         )
         # The disk may be full, and there is no other place to report it.

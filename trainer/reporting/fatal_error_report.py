@@ -36,7 +36,7 @@ class FatalErrorReporter:
     """
 
     def __init__(self, rank: int, limit_s: float) -> None:
-        self._who = f"rank {rank}" if rank >= 0 else "umbra"
+        self._name = f"rank {rank}" if rank >= 0 else "umbra"
         self._rank = rank
         self._limit_s = limit_s
         self._is_reported = False
@@ -66,7 +66,7 @@ class FatalErrorReporter:
             if self._is_reported:
                 return
             self._is_reported = True
-            message = f"{self._who}: {escape_unprintable(_describe(error))}"
+            message = f"{self._name}: {escape_unprintable(_describe(error))}"
             # One write: ranks share stderr, and print() may write the line's end apart.
             sys.stderr.write(f"{message}\n")
             sys.stderr.flush()

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Final, Self, TextIO
 
-# Number of recent steps whose mean duration predicts the rest. Fewer make the prediction jump, more
+# Recent steps whose mean duration predicts the remaining time. Fewer make the prediction jump, more
 # make it lag behind changes.
 _ETA_WINDOW: Final = 20
 
@@ -91,9 +91,9 @@ def format_step(step: int, total: int, row: Mapping[str, float], eta_s: float) -
 
 def format_duration(seconds: float) -> str:
     """`0:52`, `12:07` or `3:25:00`."""
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, seconds_left = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    return f"{hours}:{minutes:02d}:{seconds_left:02d}" if hours else f"{minutes}:{seconds_left:02d}"
 
 
 def _make_bar(stream: TextIO) -> Any:

@@ -82,8 +82,8 @@ class RewardFunction:
         rows: Sequence[Mapping[str, Any]],
     ) -> list[float]:
         """[G] the rewards."""
-        who = _name(sample_ids)
-        columns = self._columns(rows, who)
+        samples = _name(sample_ids)
+        columns = self._columns(rows, samples)
         deadline = ExtendableDeadline(self._timeout_s)
         if self._takes_context and self._pools is not None:
             columns[_CONTEXT] = RewardContext(self._pools, deadline)
@@ -94,10 +94,10 @@ class RewardFunction:
             if deadline.expired:
                 raise RewardError(
                     f"reward function {self.target} took longer than {self._timeout_s:.3g} s for "
-                    f"{who}; make it faster or raise timeout_s of [reward]"
+                    f"{samples}; make it faster or raise timeout_s of [reward]"
                 ) from None
             raise RewardError(
-                f"reward function {self.target} raised {describe(error)} for {who}"
+                f"reward function {self.target} raised {describe(error)} for {samples}"
                 f"{advice(error, _LET_IT_RETURN)}"
             ) from error
         return self._checked(result, sample_ids)
@@ -116,7 +116,7 @@ class RewardFunction:
             return await self._thread.run_async(call, label)
         return await self._thread.run_sync(call)
 
-    def _columns(self, rows: Sequence[Mapping[str, Any]], who: str) -> dict[str, Any]:
+    def _columns(self, rows: Sequence[Mapping[str, Any]], samples: str) -> dict[str, Any]:
         """The data set's columns that the function takes, each as a list."""
         given = {"prompts", "completions", *([_CONTEXT] if self._takes_context else [])}
         present = set[str]().union(*rows) - given
@@ -124,7 +124,7 @@ class RewardFunction:
         if missing:
             raise RewardError(
                 f"reward function {self.target} takes {sorted(missing)}, which the "
-                f"data set lacks for {who}; its columns are {sorted(present)}"
+                f"data set lacks for {samples}; its columns are {sorted(present)}"
             )
         if not self._takes_any:
             present &= self._accepted

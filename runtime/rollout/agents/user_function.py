@@ -109,7 +109,7 @@ def describe(error: BaseException) -> str:
 
 
 def is_mistake_in_code(error: BaseException) -> bool:
-    """Whether to fix the code rather than catch the error: it does not depend on any output."""
+    """Whether the error does not depend on any output, so that it must be fixed, not caught."""
     if isinstance(error, RolloutError | NameError | ImportError | SyntaxError):
         return True
     frames = traceback.extract_tb(error.__traceback__)

@@ -1,4 +1,4 @@
-"""How old training data may be: a hard bound, enforced in three places. Pure.
+"""Bounds the age of training data; the bound is hard, and enforced in three places. Pure.
 
 s: optimizer steps that the trainer has done; a batch for s is what it trains on next.
 The age of a token in a batch for s is s less the steps that were done in the weights that sampled
@@ -55,8 +55,8 @@ class StalenessBound:
 
     @property
     def max_open_groups(self) -> int:
-        wanted = self.groups_per_step * (self.max_staleness + 1) * self.over_sampling
-        return math.ceil(wanted)
+        max_open = self.groups_per_step * (self.max_staleness + 1) * self.over_sampling
+        return math.ceil(max_open)
 
     def num_admissible(self, num_open: int) -> int:
         """Number of groups that may be admitted now."""

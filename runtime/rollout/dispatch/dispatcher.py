@@ -1,4 +1,4 @@
-"""Where each turn is, and what a delta, a finish or an engine's death does to it.
+"""Tracks where each turn is, and handles deltas, finishes and the deaths of engines.
 
     submit -> waiting -> in flight on one engine -> on_end("stop" | "length")
                  ^              |
@@ -43,7 +43,7 @@ _REPORTED_COUNTERS: Final = ("engines_lost", "lost_tokens")
 
 
 class RequestCarrier(Protocol):
-    """What an engine link offers; both return at once."""
+    """The dispatcher's view of an engine link; both methods return at once."""
 
     def send(self, request: dict[str, Any]) -> None: ...
 
@@ -69,7 +69,7 @@ class TokenRecorder(Protocol):
 
 
 class Moved(NamedTuple):
-    """What an engine held when it was lost."""
+    """Counts of what a lost engine held."""
 
     num_trajectories: int
     num_tokens: int

@@ -1,4 +1,4 @@
-"""Which engine takes a request. Pure: no clock, socket or task inside."""
+"""Chooses an engine for a request. Pure: no clock, socket or task inside."""
 
 from __future__ import annotations
 

@@ -50,18 +50,18 @@ class Runs(NamedTuple):
 
     def recorded(self) -> Runs:
         """The runs of trajectories that have a uid."""
-        wanted = self.uids >= 0
-        if wanted.all():
+        is_recorded = self.uids >= 0
+        if is_recorded.all():
             return self
         counts = np.diff(self.offsets)
-        offsets = np.zeros(int(np.count_nonzero(wanted)) + 1, np.int64)
-        np.cumsum(counts[wanted], out=offsets[1:])
-        tokens = np.repeat(wanted, counts)
+        offsets = np.zeros(int(np.count_nonzero(is_recorded)) + 1, np.int64)
+        np.cumsum(counts[is_recorded], out=offsets[1:])
+        tokens = np.repeat(is_recorded, counts)
         return Runs(
-            self.uids[wanted],
-            self.starts[wanted],
+            self.uids[is_recorded],
+            self.starts[is_recorded],
             offsets,
-            self.versions[wanted],
+            self.versions[is_recorded],
             self.tokens[tokens],
             self.logprobs[tokens],
         )

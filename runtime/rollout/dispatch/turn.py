@@ -81,7 +81,7 @@ class Turn:
         return len(self.trajectory) + self.num_tokens_left()
 
     def request(self) -> dict[str, Any]:
-        """What is left to generate, in the form of the engine protocol."""
+        """The engine protocol's request for the tokens that are left."""
         request: dict[str, Any] = {
             "id": self.request_id,
             "tokens": self.trajectory.context(),

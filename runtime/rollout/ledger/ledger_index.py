@@ -176,14 +176,14 @@ class LedgerIndex:
         import difflib
 
         group_id, _, _ = sample_id.rpartition("/")
-        kin = self._column(
+        siblings = self._column(
             "SELECT sample_id FROM samples WHERE group_id IN (?, ?) ORDER BY uid LIMIT ?",
             group_id,
             sample_id,
             limit,
         )
-        if kin:
-            return kin
+        if siblings:
+            return siblings
         # Comparing is slow, and the newest few thousand groups are enough for a hint.
         groups = self._column("SELECT DISTINCT group_id FROM samples ORDER BY uid DESC LIMIT 5000")
         close = difflib.get_close_matches(group_id or sample_id, groups, limit)

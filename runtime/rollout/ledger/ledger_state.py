@@ -410,8 +410,8 @@ class LedgerState:
     def _find_one(self, event: Event, uid: int, allowed: frozenset[SampleState]) -> SampleAccount:
         sample = self._samples.get(uid)
         if sample is None:
-            fate = "was settled before" if 0 <= uid < self.next_uid else "was never admitted"
-            raise LedgerError(f"{type(event).__name__}: uid {uid} {fate}")
+            problem = "was settled before" if 0 <= uid < self.next_uid else "was never admitted"
+            raise LedgerError(f"{type(event).__name__}: uid {uid} {problem}")
         if sample.state not in allowed:
             raise LedgerError(
                 f"{type(event).__name__}: {sample.sample_id} is {sample.state}, not "

@@ -107,7 +107,7 @@ class BatchRendezvous:
         self._starving.watch(False)
 
     def progress(self) -> dict[str, Any]:
-        """For `stats()`."""
+        """Counts for `stats()`."""
         return {
             "round": str(self._call) if self._call else None,
             "evaluation": self._evaluation.progress() if self._evaluation else None,

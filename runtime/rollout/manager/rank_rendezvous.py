@@ -15,7 +15,7 @@ in vain, longer leaves engines idle."""
 
 
 class CollectiveCall(NamedTuple):
-    """What the ranks ask for together; only calls for batches have a version."""
+    """A call that all ranks make together; only calls for batches have a version."""
 
     call: str
     step: int
