@@ -46,7 +46,7 @@ def token_of(uid: int, position: int) -> int:
 
 
 class Job:
-    """One life of the job."""
+    """One incarnation of the job."""
 
     def __init__(self, folder: Path, state: LedgerState, writer: LedgerWriter, seed: int) -> None:
         self.folder = folder

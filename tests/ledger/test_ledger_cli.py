@@ -1,4 +1,4 @@
-"""`umbra ledger` on a made ledger: counts, one sample's story, and what it says of bad ones."""
+"""`umbra ledger` on an artificial ledger: counts, one sample's history, and errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BEGAN_S = 1_700_000_000.0
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """Two managers; the first had two lives, its second one went back to the checkpoint."""
+    """Two managers; the first had two incarnations, the second went back to the checkpoint."""
     with LedgerLog.open(ledger_folder(tmp_path, "m0"), "job-a", clock=lambda: BEGAN_S) as log:
         for idx, batch in enumerate([
             [Version(0, 0), Evaluated(0, 0.0, {"accuracy": 0.25})],

@@ -1,4 +1,4 @@
-"""A ledger's files: lives, parts, torn ends, damage, and writers that wake up late."""
+"""A ledger's files: incarnations, parts, torn ends, damage, and writers that wake up late."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Frames: what is whole is read, what is torn is left out, what is damaged is refused."""
+"""Frames: whole ones are read, torn ones are left out, damaged ones are refused."""
 
 from __future__ import annotations
 

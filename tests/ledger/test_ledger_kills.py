@@ -28,7 +28,7 @@ SEED = 20_260_801
 
 
 def run_and_kill(program: str, *arguments: object, after_s: float | None) -> list[str]:
-    """What the program said until it was killed, `after_s` after its first line; None: its end."""
+    """The program's output until it was killed, `after_s` after its first line; None: its end."""
     command = [sys.executable, str(HERE / program), *map(str, arguments)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -89,7 +89,7 @@ def test_every_sample_is_trained_once_or_dropped_however_often_the_job_is_killed
 
 
 def check_tokens(folder: Path) -> None:
-    """Each token is the one that belongs to its place: none lost, none twice."""
+    """Each token is the one for its position: none lost, none twice."""
     num_tokens = 0
     for entry in read_history(folder).entries():
         for event in entry.batch.events:

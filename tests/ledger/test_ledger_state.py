@@ -1,4 +1,4 @@
-"""What events make of samples, beside a naive model, and what is refused."""
+"""The effect of events on samples, compared with a naive model, and refused events."""
 
 from __future__ import annotations
 
@@ -392,7 +392,7 @@ class Ledgers(RuleBasedStateMachine):
         step = data.draw(st.sampled_from(sorted(self.checkpoints)))
         version = self.checkpoints[step]
         self.restores.append(step)
-        # a new life: the ledger is read again by one who knows where it goes on
+        # a new incarnation reads the ledger, and knows the step that it resumes from
         self.state = LedgerState(self.restores)
         for event in self.events:
             self.state.apply(event)

@@ -1,4 +1,4 @@
-"""Random moves of engines, agent loops, rewards and ranks, over several lives of a manager."""
+"""Random moves of engines, agent loops, rewards and ranks, over incarnations of a manager."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Kept(NamedTuple):
 
 
 class Story:
-    """Random moves on one folder, over the lives of its managers. All chance is the seed's."""
+    """Random moves on one folder, over incarnations of its managers. The seed decides them."""
 
     def __init__(self, seed: int, folder: Path) -> None:
         self.chance = random.Random(seed)
@@ -57,7 +57,7 @@ class Story:
         self.lives_of_engines = 0
         self.version = self.step = 0
         self.phase = "publish"
-        self.is_current = False  # what engines have is of this history
+        self.is_current = False  # the engines' weights belong to this history
         self.version_steps: dict[int, int] = {}
         self.kept = [Kept()]
         self.delivered: dict[int, dict[str, Taken]] = {}
@@ -115,7 +115,7 @@ class Story:
             await self.serve()
 
     async def serve(self) -> None:
-        """Also while the ranks train, and until they have brought what they announced."""
+        """Also true while the ranks train, and until they have published the announced version."""
         if self.is_current:
             for engine in self.life.engines:
                 self.life.dispatcher.set_serving(engine.engine_id, True)
@@ -275,7 +275,7 @@ class Story:
             self.life.workers.fail(loop.job)
 
     async def ghost(self) -> None:
-        """A loop that was given up for dead calls once more."""
+        """A loop that counts as dead makes another call."""
         loop = self.life.ghosts.pop()
         self.note(f"ghost of {loop.sample_id} generates {loop.limit}")
         context = np.asarray(loop.context, np.int32)
@@ -362,7 +362,7 @@ class Story:
                 await self.life.recorder.durable()
 
     async def lose_manager(self, restored: Restored | None = None, needs: str = "") -> None:
-        """It stops in order or at once: then what is not on disk yet is lost."""
+        """Stops the manager in order, or at once, which loses what is not on disk yet."""
         old, self.life = self.life, Life(self.folder, self.config)
         is_sudden = self.chance.random() < 0.7
         self.note(f"the manager {'is killed' if is_sudden else 'ends'}")
@@ -383,7 +383,7 @@ class Story:
             self.life.flow.resume()
 
     async def go_back(self) -> None:
-        """The job begins anew from a checkpoint, with this manager or another."""
+        """Restores the job from a checkpoint, with this manager or another."""
         while len(self.kept) > 1 and self.chance.random() < 0.3:
             self.kept.pop()
         kept = self.kept[-1]
@@ -398,13 +398,13 @@ class Story:
             self.life.dispatcher.set_serving(engine.engine_id, False)
         await self.life.recover(restored, kept.position)
 
-    # -- what must hold ------------------------------------------------------------------
+    # -- invariants ----------------------------------------------------------------------
 
     async def check(self) -> None:
         recorder = self.life.recorder
         await recorder.durable()
         await asyncio.sleep(0)
-        while recorder.queued_nbytes:  # when there was room again, groups were admitted
+        while recorder.queued_nbytes:  # groups were admitted when there was capacity
             await recorder.durable()
             await asyncio.sleep(0)
         history = read_history(self.folder)

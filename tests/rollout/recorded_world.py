@@ -54,7 +54,7 @@ class Taken(NamedTuple):
 
 
 class Engine:
-    """Generates what it was asked; what it sends arrives in order, when the test says so."""
+    """Generates for requests; its deltas arrive in order, when the test delivers them."""
 
     def __init__(self, engine_id: EngineId, version: int) -> None:
         self.engine_id = engine_id
@@ -118,7 +118,7 @@ class Workers:
         self.queue.append(job)
 
     def fail(self, job: WorkerJob) -> None:
-        """As WorkerPool does."""
+        """Does the same as WorkerPool."""
         if not job.is_active():
             return
         if job.retries > 0:
@@ -152,7 +152,7 @@ class Loop:
 
     @property
     def limit(self) -> int | None:
-        """Of the next generation; the same whenever the loop runs again."""
+        """The context of the next generation; the same whenever the loop runs again."""
         return (4, 3, None)[self.num_turns % 3]
 
     def heard(self, tokens: list[int]) -> None:
@@ -171,7 +171,7 @@ class Life:
         self.groups: dict[int, Group] = {}  # by order_idx, the latest made
         self.engines: list[Engine] = []
         self.loops: list[Loop] = []
-        self.ghosts: list[Loop] = []  # given up for dead
+        self.ghosts: list[Loop] = []  # count as dead
         self.tasks: list[asyncio.Task[dict[str, Any]]] = []
         self.workers = Workers()
         self.evaluation: Evaluated | None = None  # the last outcome
@@ -223,7 +223,7 @@ class Life:
         return next(sample for sample in held if sample.sample_id == sample_id)
 
     async def recover(self, restored: Restored | None, needs: str) -> None:
-        """As RolloutManager does."""
+        """Does the same as RolloutManager."""
         self.flow.abandon()
         state = await self.recorder.recover(restored, needs)
         assert state is not None
@@ -247,5 +247,5 @@ class Life:
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
-        with contextlib.suppress(LedgerError):  # a later life has begun
+        with contextlib.suppress(LedgerError):  # a later incarnation has begun
             await self.recorder.__aexit__(None, None, None)

@@ -46,7 +46,7 @@ class EngineKind:
 
 @dataclass(frozen=True)
 class Result:
-    """Of one simulated run. Idle: the share of the engines' time without a request."""
+    """Results of one simulated run. Idle: the share of the engines' time without a request."""
 
     makespan_s: float
     idle_share: float
@@ -155,7 +155,7 @@ class SimulatedEngine:
         self._simulation = simulation
         self._waiting: deque[dict[str, Any]] = deque()
         self._running: list[_Running] = []
-        self._ended: list[_Running] = []  # and not yet told
+        self._ended: list[_Running] = []  # and not yet reported
         self._is_stepping = False
         self._is_gone = False
         self._next_flush_s = 0.0

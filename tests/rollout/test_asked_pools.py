@@ -100,7 +100,7 @@ def test_an_agent_loop_asks_a_judge(
             said = sample["completion"][5:9]
             asked = EchoTokens(3, sample["tokens"][: 3 + 5], vocab_size=VOCAB_SIZE)
             assert said == asked.draw(4).tokens.tolist()
-            assert sum(sample["mask"]) == 24  # what the judge says is not trained on
+            assert sum(sample["mask"]) == 24  # the judge's tokens are not trained on
 
 
 @pytest.mark.process

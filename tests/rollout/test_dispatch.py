@@ -265,7 +265,7 @@ def test_requests_that_an_engine_will_not_take_wait_for_one_that_serves() -> Non
 
 
 class ListRecorder(Recorder):
-    """Keeps what it is told, as (uid, start, tokens, version) runs."""
+    """Keeps recorded tokens, as (uid, start, tokens, version) runs."""
 
     def __init__(self) -> None:
         super().__init__(None, lambda error: None)

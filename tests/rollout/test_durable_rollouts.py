@@ -1,4 +1,4 @@
-"""What outlives the rollout manager, a rollback, and the processes of agent loops."""
+"""The state that survives the rollout manager, rollbacks, and the processes of agent loops."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_killed_manager_resumes_where_it_was(umbra_session: Session, tmp_path:
     assert completions(samples) == expected_completions(0)
     assert all(set(sample["versions"]) == {1} for sample in samples.values())
     assert live.processes()["rollouts"]["incarnation"] == 2
-    # what the first life had and the disk had not is at most what comes in a flush
+    # the first incarnation lost at most the tokens of one flush
     assert tokens_made(live) < 16 * 64 + 300
     state = ledger_of(live)
     assert state.counts[SampleState.LEASED] == 16
@@ -160,7 +160,7 @@ def test_a_rank_that_lost_its_answer_gets_it_alone(umbra_session: Session, tmp_p
         again = lost(rank, "next_batch", 0, 0)
         assert again["sample_ids"] == batches[rank]["sample_ids"]
         assert again["tokens"].tolist() == batches[rank]["tokens"].tolist()
-        live.signal("rollouts", signal.SIGKILL)  # what it was is in the ledger
+        live.signal("rollouts", signal.SIGKILL)  # the ledger has its state
     evaluation = live.evaluate(0)
     assert lost(1, "evaluate", 0) == evaluation[1]
 

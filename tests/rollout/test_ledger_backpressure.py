@@ -104,12 +104,12 @@ async def finish_all(life: Life, engine: Engine) -> None:
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(10.0):
-        while not condition():  # noqa: ASYNC110 - the manager must not be told to look
+        while not condition():  # noqa: ASYNC110 - waiting must not wake the manager
             await asyncio.sleep(0.001)
 
 
 def fill(life: Life, nbytes: int) -> None:
-    """What a tool's answer in `ctx.once` does."""
+    """Records a value, like a tool's answer in `ctx.once`."""
     life.recorder.value_kept(life.groups[0].trajectories[0], "page", b"x" * nbytes)
 
 
@@ -121,7 +121,7 @@ def test_admission_waits_for_the_disk_and_resumes_by_itself(tmp_path: Path, disk
             disk.hold()
             fill(life, MAX_QUEUED_NBYTES)
             await finish_all(life, engine)
-            assert life.flow.progress()["groups_ready"] == 4  # what was open is not held up
+            assert life.flow.progress()["groups_ready"] == 4  # open groups are not held up
             assert life.flow.take(0) is not None
             life.learn(2, 1)
             life.flow.advance(1)

@@ -32,7 +32,7 @@ class Expected(NamedTuple):
     prompt: list[int]
 
     def tokens_after(self, completion: list[int], count: int) -> list[int]:
-        """What the echo engine makes of it when nothing interrupts it."""
+        """The echo engine's completion without interruptions."""
         context = [*self.prompt, *completion]
         position = len(completion)
         rest = EchoTokens(self.seed, context, vocab_size=VOCAB_SIZE, position=position)
@@ -56,7 +56,7 @@ def expected_samples(step: int) -> dict[str, Expected]:
 
 
 def expected_completions(step: int, budget: int = 64) -> dict[str, list[int]]:
-    """What has to come of a step's samples, whatever interrupts them."""
+    """The expected samples of a step, with or without interruptions."""
     samples = expected_samples(step)
     return {name: sample.tokens_after([], budget) for name, sample in samples.items()}
 

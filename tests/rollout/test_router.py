@@ -192,13 +192,13 @@ def test_affinity_is_worth_less_on_a_slow_engine() -> None:
 
 
 class CheckedRouter:
-    """A router, and what it was told, counted anew each time."""
+    """A router beside a naive model that counts everything from scratch."""
 
     def __init__(self, max_inflight: int) -> None:
         self.router = Router(max_inflight)
         self.max_inflight = max_inflight
         self.now = 0.0
-        self.held: dict[EngineId, list[int]] = {}  # what is left of each request
+        self.held: dict[EngineId, list[int]] = {}  # the unspent cost of each request
         self.serving: set[EngineId] = set()
 
     def do(self, what: str, engine: EngineId, amount: int) -> None:

@@ -1,4 +1,4 @@
-"""Runs of agent loops: what one that is lost leaves to the next, which replays it."""
+"""Runs of agent loops: a lost run leaves its records to the next one, which replays them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Loop:
         return task
 
     def stream(self, request: int, num_tokens: int) -> None:
-        """What the engine sends for the request that it got as number `request`."""
+        """Delivers the engine's tokens for its request number `request`."""
         asked = self.inbox.requests[request]
         at = asked["position"]
         tokens = range(10 + at, 10 + at + num_tokens)
@@ -261,7 +261,7 @@ def test_a_new_manager_replays_what_the_ledger_has_kept() -> None:
         tokens = np.arange(10, 20, dtype=np.int32)
         loop.trajectory.append_generated(tokens, np.zeros(10, np.float32), 0)
         records = {"turn/1": [0, 5, "stop"], "once/pay": 3, "turn/2": [5, 9, "stop"]}
-        # the second was given up in a later run, and a token of the third came after a checkpoint
+        # The second was discarded in a later run, and a token of the third came after a checkpoint.
         later = {"turn/3": [5, 8, "length"], "turn/4": [8, 12, "stop"]}
         loop.sessions.remember(loop.trajectory, records | later)
 

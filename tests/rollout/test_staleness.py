@@ -1,4 +1,4 @@
-"""The bound on age, as a pure rule and as what the flow of groups makes of it."""
+"""The staleness bound, as a pure rule and in the flow of groups."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ UNIFORM = ((0.0, 0.0), (1.0, 1.0))
 
 
 class World:
-    """Groups that generate when they are told to; stands where engines and rewards would.
+    """Groups that generate and are scored when the test says; replaces engines and rewards.
 
     Version v is that of the weights after v - 100 steps.
     """
@@ -371,7 +371,7 @@ def test_whatever_happens_the_bound_holds(
                 assert ((ages >= 0) & (ages <= max_staleness)).all()
         trained += [group.group_id for group in batch]
         for _ in range(data.draw(st.integers(0, 3), "meanwhile")):
-            if world.running:  # while the ranks train, engines go on
+            if world.running:  # while the ranks train, engines continue
                 world.generate(data.draw(st.sampled_from(list(world.running))))
         world.learn(world.step + 101, world.step + 1)
         for _ in range(data.draw(st.integers(0, 4), "during a rolling update")):

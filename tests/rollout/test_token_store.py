@@ -1,4 +1,4 @@
-"""The store of tokens in flight, against lists; and what a batch of every kind of run becomes."""
+"""The store of tokens in flight, compared with lists; and batches with every kind of run."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_only_runs_that_simply_extend_their_rows_are_applied_at_once() -> None:
         0,
         batch_of(
             [
-                (1, 11, [6, 7], 3),  # goes on
+                (1, 11, [6, 7], 3),  # extends its row
                 (2, 11, [6], 4),  # another version
                 (3, 10, [], 3),  # nothing
                 (4, 10, [1, 2, 3, 4, 5], 3),  # too much
@@ -120,9 +120,9 @@ def test_only_runs_that_simply_extend_their_rows_are_applied_at_once() -> None:
                 (6, 9, [1, 2], 3),  # a repeat
                 (7, 10, [1], 3),  # several runs of one
                 (7, 11, [2], 4),
-                (8, 10, [8, 8, 8, 8], 4),  # goes on
+                (8, 10, [8, 8, 8, 8], 4),  # extends its row
                 (9, 10, [1], 3),  # of another engine
-                (77, 0, [1], 3),  # of nobody
+                (77, 0, [1], 3),  # unknown request
             ]
         ),
     )

@@ -1,4 +1,4 @@
-"""What is said of a user's function that cannot be used, and of an error in it."""
+"""Messages about a user's function that cannot be used, and about errors in it."""
 
 from __future__ import annotations
 

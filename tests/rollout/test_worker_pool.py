@@ -12,7 +12,7 @@ from umbra.runtime.rpc.actor_ref import ActorRef
 
 
 class LostWorker:
-    """Context of a manager whose worker is lost in its first call, and back when the test says so.
+    """Context of a manager whose worker is lost in its first call, and back when the test allows.
 
     Attributes:
         calls: the first argument of each.

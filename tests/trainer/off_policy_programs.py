@@ -1,4 +1,4 @@
-"""What ranks do in tests of off-policy training; imported by name in each rank."""
+"""Programs of the ranks in tests of off-policy training; imported by name in each rank."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.patient]
 
 @dataclass(frozen=True)
 class Ran:
-    """What two ranks did in `folder`, and then one. Results by rank and name of the call."""
+    """Results of calls of two ranks in `folder`, then of one, by rank and name of the call."""
 
     folder: Path
     two: list[dict[str, Any]]

@@ -1,4 +1,4 @@
-"""Data sets: what is read, and what is said about a bad one."""
+"""Reading data sets, and the errors about bad ones."""
 
 from __future__ import annotations
 

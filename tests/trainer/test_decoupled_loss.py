@@ -33,7 +33,7 @@ NO_LIMITS = train_settings(importance_cap=1e9)
 
 
 class Tokens(NamedTuple):
-    """Of random tokens, [M] float64 each."""
+    """Logprobs of random tokens, [M] float64 each."""
 
     logprobs: Tensor
     proximal: Tensor

@@ -1,4 +1,4 @@
-"""Disks that are full: each writer says so, with what is free, and leaves what was there."""
+"""Full disks: each writer reports the free space, and leaves earlier files unchanged."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ROW = {"rollout/reward_mean": 0.5, "train/loss": -0.01}
 
 
 def is_full(disk: Path, free: str = "0 bytes") -> str:
-    """A pattern of what is said."""
+    """A pattern of the error."""
     return rf"the disk is full \({free} free on {disk}\): free some space"
 
 

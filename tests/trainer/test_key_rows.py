@@ -1,4 +1,4 @@
-"""Keys laid out for a varlen kernel: what is gathered, and the gradient of rows that are shared."""
+"""Keys laid out for a varlen kernel: the gathered rows, and the gradient of shared rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What losses log, added up over micro-batches. Over ranks: test_distributed_training.py."""
+"""Metrics of losses, added up over micro-batches. Over ranks: test_distributed_training.py."""
 
 from __future__ import annotations
 

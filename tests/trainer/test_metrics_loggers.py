@@ -24,7 +24,7 @@ ROWS = [{"train/loss": 0.5, "rollout/reward_mean": 0.25}, {"train/loss": 0.25}]
 
 
 def write_rows(name: str, folder: Path) -> list[str]:
-    """Logs the rows as steps 1 and 2; what the person who runs the job was told."""
+    """Logs the rows as steps 1 and 2; returns the notes to the operator."""
     notes: list[str] = []
     run = LoggedRun(folder=folder, name="run-name", settings={"train": {"steps": 2}})
     with MetricsLoggers([name], run, notes.append) as loggers:

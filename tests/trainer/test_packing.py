@@ -64,7 +64,7 @@ def random_samples(
 
 
 def reference_logprobs(model: Any, batch: RankBatch) -> dict[int, Tensor]:
-    """Target place in the batch's tokens -> logprob, each sample alone, with eager attention."""
+    """Logprobs by index in the batch's tokens, each sample alone, with eager attention."""
     found: dict[int, Tensor] = {}
     for idx in range(len(batch.prompt_lens)):
         start, stop = batch.offsets[idx], batch.offsets[idx + 1]

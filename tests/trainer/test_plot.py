@@ -1,4 +1,4 @@
-"""What is drawn of a run's metrics, by `umbra plot` and at the run's end."""
+"""Plots of a run's metrics, by `umbra plot` and at the run's end."""
 
 from __future__ import annotations
 

@@ -347,7 +347,7 @@ def test_ranks_restarted_after_a_named_checkpoint_resume_from_newer_ones(
     tmp_path: Path,
 ) -> None:
     named = write_checkpoint(tmp_path, step=2, version=3)
-    write_checkpoint(tmp_path, step=9, version=10)  # of the history that is given up
+    write_checkpoint(tmp_path, step=9, version=10)  # of the discarded history
     (tmp_path / "versions.jsonl").write_text('{"version": 11, "step": 10}\n')
     run = RunSection(dir=tmp_path, resume=str(named))
 

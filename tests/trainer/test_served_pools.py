@@ -70,7 +70,7 @@ def server(folder: Path) -> Generator[Server]:
 
 
 def greedy_text(folder: Path, model: str, prompt: list[int], num_tokens: int) -> str:
-    """What transformers generates."""
+    """The completion that transformers generates."""
     made: Any = make_model(seed=SEEDS[model], **SHAPE)
     with torch.no_grad():
         tokens = made.generate(torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False)
@@ -180,7 +180,7 @@ def test_a_front_that_dies_while_a_pool_is_asked_serves_both_again(server: Serve
     long = {"model": "judge", "prompt": PROMPT, "max_tokens": LONG, "seed": 1, "logprobs": 0}
 
     with server.streaming(COMPLETIONS, long) as events:
-        next(events)  # the supervisor has been told of it
+        next(events)  # the supervisor knows of it
         os.kill(server.pids()["front"], signal.SIGKILL)
     wait_for_front(server)
 

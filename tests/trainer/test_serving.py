@@ -66,7 +66,7 @@ def server(model_dir: Path) -> Generator[Server]:
 
 
 def greedy_text(model_dir: Path, prompt: list[int], num_tokens: int) -> str:
-    """What transformers generates."""
+    """The completion that transformers generates."""
     model: Any = make_model(max_position_embeddings=4096)
     with torch.no_grad():
         tokens = model.generate(torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False)[

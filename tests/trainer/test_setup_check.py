@@ -1,4 +1,4 @@
-"""What a training run's config says that cannot be, found before anything is started."""
+"""Impossible settings of a training run are found before anything is started."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def config_of(values: dict[str, Any], section: str = "", **settings: object) -> 
 
 
 def environment(num_ranks: int = 2, num_local_ranks: int = 2) -> TorchrunEnvironment:
-    """Of the first rank on a node."""
+    """The environment of the first rank on a node."""
     names = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": num_ranks}
     names["LOCAL_WORLD_SIZE"] = num_local_ranks
     return TorchrunEnvironment.read({name: str(value) for name, value in names.items()})

@@ -1,4 +1,4 @@
-"""The config file and what is said about a wrong one."""
+"""The config file, and the errors about a wrong one."""
 
 from __future__ import annotations
 
