@@ -229,10 +229,10 @@ class LiveRollouts:
             return error
         raise AssertionError(f"rank {rank} got {answer['kind']} instead of an error")
 
-    def wait_for_round(self, name: str) -> None:
+    def wait_for_call(self, name: str) -> None:
         """Returns once a rank waits for it."""
         deadline = time.monotonic() + 20.0
-        while (found := self.manager.call("stats")["round"]) != name:
+        while (found := self.manager.call("stats")["call"]) != name:
             assert time.monotonic() < deadline, found
 
     def wait_for_tokens(self, num_tokens: int) -> None:

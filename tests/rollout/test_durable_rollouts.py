@@ -176,7 +176,7 @@ def test_an_evaluation_that_some_ranks_lack_is_given_to_them_by_the_next_manager
     live.replace_manager()
     with ThreadPoolExecutor(1) as side:  # rank 0 has its answer
         ahead = side.submit(live.manager.call, "next_batch", 0, 0, 0, timeout_s=20.0)
-        live.wait_for_round("next_batch for step 1")
+        live.wait_for_call("next_batch for step 1")
         again = live.manager.call("evaluate", 1, 0, timeout_s=20.0)
         batch = [live.manager.call("next_batch", 1, 0, 0, timeout_s=20.0), ahead.result(20.0)]
 

@@ -109,7 +109,7 @@ class BatchRendezvous:
     def progress(self) -> dict[str, Any]:
         """Counts for `stats()`."""
         return {
-            "round": str(self._call) if self._call else None,
+            "call": str(self._call) if self._call else None,
             "evaluation": self._evaluation.progress() if self._evaluation else None,
             "batches_delivered": self._num_delivered,
         }
@@ -188,8 +188,8 @@ class BatchRendezvous:
 
     def _watch_engines(self) -> None:
         """Limits how long work may wait for engines; without work, other deadlines apply."""
-        is_wanted = self._call is not None and self._has_work and self.failure is None
-        self._starving.watch(is_wanted and not self._fleet.is_serving)
+        is_waiting = self._call is not None and self._has_work and self.failure is None
+        self._starving.watch(is_waiting and not self._fleet.is_serving)
 
     def answer(self) -> None:
         """Answers the ranks if all are waiting and the outcome is complete."""
