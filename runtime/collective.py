@@ -1,8 +1,8 @@
-"""What SPMD trainer code calls on all ranks together: weight syncs and batches.
+"""Calls that SPMD trainer code makes on all ranks together: weight syncs and batches.
 
-`SessionSync` is the way a `WeightPublisher` reaches the supervisor. `Rollouts` asks the rollout
-manager for batches, and serves catch-up syncs while it waits: an engine that was restarted
-holds no weights, and a batch that needs it would otherwise wait for a sync that waits for it.
+`SessionSync` connects a `WeightPublisher` to the supervisor. `Rollouts` asks the rollout manager
+for batches. While it waits, it also serves catch-up syncs: a restarted engine has no weights, and
+the batch may depend on that engine.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from umbra.runtime.weights.sync_calls import (
 ServeSync = Callable[[int], None]
 
 _LEDGER_TIMEOUT_S: Final = 90.0
-"""Longer than the manager itself waits for the disk, and than its restart takes."""
+"""Longer than the manager waits for the disk, and than its restart takes."""
 
 
 class SessionSync:
-    """`umbra.runtime.weights.sync_calls.SyncSupervisor` over a session."""
+    """Implements `umbra.runtime.weights.sync_calls.SyncSupervisor` with a session."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -52,7 +52,7 @@ class SessionSync:
         self._call("sync_abort", call)
 
     def _call(self, method: str, call: SyncCall) -> Any:
-        # The supervisor's own deadline comes first: its error says which rank or engine is late.
+        # The supervisor's own deadline comes first: its error names the late rank or engine.
         wait_s = call.left_s + 2.0
         return self._session.supervisor_call(method, call.to_wire(), timeout_s=wait_s)
 
@@ -65,17 +65,19 @@ class Rollouts:
         self._manager: SyncHandle = session.actor(manager, timeout_s)
 
     def begin(self, step: int, version: int, position: str, timeout_s: float) -> Mapping[str, int]:
-        """Goes on from the checkpoint after `step` steps. One rank, before the others ask.
+        """Starts or resumes training from the checkpoint after `step` steps.
+
+        One rank calls it, before the others ask.
 
         Args:
             version: the newest when the checkpoint was made.
-            position: of the ledger, as `position()` gave it for the checkpoint; "" for none.
+            position: of the ledger, as `position()` returned it for the checkpoint; "" for none.
 
-        Returns {"groups", "tokens", "version"}: what need not be generated again, and the newest
-        version that was ever announced.
+        Returns {"groups", "tokens", "version"}: groups and tokens that need not be generated again,
+        and the newest version that was ever announced.
 
         Raises:
-            LedgerError: the ledger and the checkpoint do not fit.
+            LedgerError: the ledger and the checkpoint do not match.
         """
         kept: Mapping[str, int] = self._manager.call(
             "begin", step, version, position, timeout_s=timeout_s
@@ -83,16 +85,19 @@ class Rollouts:
         return kept
 
     def announce(self, version: int, step: int) -> None:
-        """The weights after `step` steps will be `version`. One rank, before publishing them."""
+        """Records that the weights after `step` steps will be `version`.
+
+        One rank calls it, before it publishes them.
+        """
         self._manager.call("announce", version, step, timeout_s=_LEDGER_TIMEOUT_S)
 
     def position(self) -> str:
-        """Of the ledger, for a checkpoint to keep. One rank."""
+        """The ledger's position, for a checkpoint to store. One rank calls it."""
         position: str = self._manager.call("position", timeout_s=_LEDGER_TIMEOUT_S)
         return position
 
     def checkpointed(self, step: int, version: int) -> None:
-        """A complete checkpoint after `step` steps exists. One rank."""
+        """Records a complete checkpoint after `step` steps. One rank calls it."""
         self._manager.call("checkpointed", step, version, timeout_s=_LEDGER_TIMEOUT_S)
 
     def next_batch(
@@ -101,20 +106,20 @@ class Rollouts:
         """This rank's part of the next batch of whole groups.
 
         Args:
-            step: optimizer steps done; says that earlier batches have been trained on.
-            version: of the weights after these, which were published last.
-            serve_sync: publishes the current weights again, to the engines that lack them; called
-                on all ranks or none with the version that is current.
+            step: optimizer steps done; reports that earlier batches have been trained on.
+            version: of the weights after these steps, which were published last.
+            serve_sync: publishes the given, current version again to the engines that lack it;
+                called on all ranks or on none.
 
         Raises:
             DeadlineExceeded: no batch in `timeout_s` seconds.
-            RewardError, RolloutError: why there can be none.
+            RewardError, RolloutError: the manager cannot make a batch.
             JobFailed: another rank or an essential process failed.
         """
         return self._collect("next_batch", "batch", (step, version), serve_sync, timeout_s)
 
     def evaluate(self, step: int, serve_sync: ServeSync, timeout_s: float) -> Mapping[str, Any]:
-        """Greedy accuracy over the held-out prompts, through the engines."""
+        """Greedy accuracy over the held-out prompts, generated by the engines."""
         return self._collect("evaluate", "eval", (step,), serve_sync, timeout_s)
 
     def _collect(

@@ -6,11 +6,10 @@
         echo = session.actor("echo")
         print(echo.call("echo", "hello", timeout_s=5.0))
 
-Entering attaches this rank to its node's supervisor, which local rank 0 starts; leaving
-detaches, and once every local rank has left, the supervisor ends all it owns. A rank that
-leaves by an exception, or dies, makes every blocked call on the others of its node raise
-`JobFailed`.
-Calls run on a background event-loop thread, so the caller's code stays plain.
+Entering attaches this rank to its node's supervisor, which local rank 0 starts. Leaving detaches
+it; once every local rank has left, the supervisor ends all processes it owns. If a rank leaves by
+an exception or dies, every blocked call on the other ranks of its node raises `JobFailed`.
+Calls run on a background event-loop thread, so the caller's code stays synchronous.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from umbra.runtime.supervisor_host import SupervisorConfig, supervisor_ref
 
 logger = logging.getLogger(__name__)
 
-# For the supervisor to pass a signal on. Later the time that a signal leaves is over.
+# Deadline for the supervisor to pass a signal on. Later the grace period of the signal is over.
 _PASS_ON_LIMIT_S: Final = 10.0
 
 
@@ -59,11 +58,11 @@ class SessionConfig:
     """Settings of a session.
 
     Attributes:
-        run_dir: logs and `processes.json` go here; made if missing.
+        run_dir: holds logs and `processes.json`; created if missing.
         node_id: this host's name among the job's nodes; the host name by default.
-        tcp_host: address that other nodes reach this one by; "" where the job has one node.
+        tcp_host: address at which other nodes reach this one; "" for a job of one node.
         attach_timeout_s: longest wait for the supervisor.
-        shutdown_grace_s: from the end of the job to SIGKILL of what is left.
+        shutdown_grace_s: time from the end of the job to SIGKILL of its remaining processes.
     """
 
     run_dir: Path
@@ -117,20 +116,20 @@ class Session:
 
         From here on the rank ends with torchrun's agent (at once if the agent has ended already).
         In a job of several nodes each node has a supervisor of its own, with actors and pools that
-        only its own ranks find by name. Actors of another node are called by reference (`connect`),
-        where `tcp_host` is set and all nodes have the same UMBRA_SECRET_FILE. A rank's failure is
-        not told to other nodes, and a pool's weights can be updated only where all of the job's
-        ranks are.
+        only its own ranks find by name. Actors of another node are called by reference (`connect`);
+        this requires `tcp_host` and the same UMBRA_SECRET_FILE on all nodes. A rank's failure is
+        not reported to other nodes. A pool's weights can be updated only if all ranks of the job
+        are on its node.
 
         Args:
-            on_note: gets what an operator should see (engine died, restarted, caught up), one
-                line each, on the session's thread; logged by default.
-            on_failed: told, on the session's thread, that the job is lost; logged by default. What
-                waits in a call of the session gets the same error; a rank that is elsewhere has
-                only this.
-            on_signal: gets, on the session's thread, the number of a stop signal that another
-                process of the job got: a rank that passed it on (`pass_on_signal`), the supervisor
-                or the guardian. By default the job fails.
+            on_note: called with each line for the operator (engine died, restarted, caught up), on
+                the session's thread; logged by default.
+            on_failed: called, on the session's thread, when the job is lost; logged by default. A
+                blocked call of the session raises the same error; a rank that is elsewhere learns
+                it only from this callback.
+            on_signal: called, on the session's thread, with the number of a stop signal that
+                another process of the job got: a rank that passed it on (`pass_on_signal`), the
+                supervisor or the guardian. By default the job fails.
 
         Raises:
             ConfigError: torchrun's environment is incomplete.
@@ -158,7 +157,7 @@ class Session:
     def socket_dir(self) -> Path:
         return self._socket_dir
 
-    # -- life ----------------------------------------------------------------------------
+    # -- lifecycle -----------------------------------------------------------------------
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
@@ -184,11 +183,11 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, _: object
     ) -> None:
         try:
-            # An exit status of 0 is an orderly end, whatever it interrupts here.
+            # An exit status of 0 is an orderly end, even if it interrupts something here.
             is_exit = isinstance(error, SystemExit) and not error.code
             if error is not None and not is_exit and not isinstance(error, JobFailed):
-                self._farewell("fail_job", f"rank {self.rank}", f"{type(error).__name__}: {error}")
-            self._farewell("detach", self.rank)
+                self._send_last("fail_job", f"rank {self.rank}", f"{type(error).__name__}: {error}")
+            self._send_last("detach", self.rank)
         finally:
             self._stack.close()
 
@@ -217,7 +216,7 @@ class Session:
                 grace_s=config.shutdown_grace_s,
                 owner_pidfd=owner_pidfd,
             )
-            stack.pop_all()  # It looks after the directory from here on.
+            stack.pop_all()  # the guardian owns the directory from here on
         with contextlib.ExitStack() as stack:
             stack.enter_context(guardian)
             stack.callback(guardian.stop, config.shutdown_grace_s + 5.0)
@@ -227,7 +226,10 @@ class Session:
 
     @contextlib.contextmanager
     def _owner_pidfd(self) -> Generator[int]:
-        """The process that the job lives as long as; this rank outlives it within the block."""
+        """Yields a pidfd of the process whose end ends the job.
+
+        Within the block this rank may outlive that process.
+        """
         agent = self._agent
         pidfd = os.pidfd_open(os.getpid()) if agent is None else agent.open_pidfd()
         try:
@@ -243,13 +245,13 @@ class Session:
         return path
 
     def _forget_keys(self) -> None:
-        """Removes a file that only this job knew of."""
+        """Removes the secret file if only this job used it."""
         if self._config.tcp_host and not is_secret_file_named() and not self._is_outlived:
             secret_file(self._job).unlink(missing_ok=True)
 
     @property
     def _is_outlived(self) -> bool:
-        """Whether the supervisor stays, for the ranks that torchrun starts in our place."""
+        """Whether the supervisor stays for the ranks that torchrun starts next."""
         return self._loop.failure is not None and self._environment.may_restart
 
     async def _open_client(self) -> Client:
@@ -268,7 +270,7 @@ class Session:
             self._guardian.wait(self._config.shutdown_grace_s + 5.0)
 
     async def _follow_events(self) -> None:
-        """Holds the attachment and acts on what the supervisor says."""
+        """Holds the attachment and acts on the supervisor's events."""
         environment = self._environment
         arguments = (
             environment.rank,
@@ -290,8 +292,8 @@ class Session:
                         self._on_signal(event["number"])
         except ConnectionLost:
             self._fail(self._supervisor_loss())
-        except Exception as error:  # noqa: BLE001 -- nobody else would hear of it, and all wait
-            if not self._is_closing:  # else our own end came before the stream's
+        except Exception as error:  # noqa: BLE001 -- nothing else would report it, and all wait
+            if not self._is_closing:  # otherwise our own end came before the stream's
                 self._fail(JobFailed(f"rank {self.rank} lost its supervisor: {error!r}"))
         finally:
             self._attached.set()
@@ -306,7 +308,7 @@ class Session:
 
     def _log_failure(self, failure: JobFailed) -> None:
         if not str(failure).startswith(f"rank {self.rank} failed"):
-            # Said at once: torchrun may end this rank before its traceback is out.
+            # Logged at once: torchrun may end this rank before its traceback is out.
             logger.error("rank %d: %s", self.rank, failure)
 
     def _await_attached(self) -> None:
@@ -324,12 +326,12 @@ class Session:
         self._supervisor_lost = True
         logs = self._config.run_dir / "logs" / "supervisor.log"
         return JobFailed(
-            f"the supervisor of this node went away, and with it all processes it ran: it was "
-            f"killed (out of memory?) or crashed; {logs} has its last words"
+            f"the supervisor of this node ended, and with it all processes that it owned: it was "
+            f"killed (out of memory?) or crashed; see the end of {logs}"
         )
 
-    def _farewell(self, method: str, *args: object) -> None:
-        """Says something to a supervisor that may be gone already."""
+    def _send_last(self, method: str, *args: object) -> None:
+        """Makes a call to a supervisor that may have ended already."""
         if self._supervisor_lost:
             return
         with contextlib.suppress(UmbraError):
@@ -350,27 +352,27 @@ class Session:
             raise self._supervisor_loss() from error
 
     def raise_if_lost(self, within_s: float = 0.0) -> None:
-        """Raises JobFailed where the job is lost, or gets known to be within so many seconds.
+        """Raises JobFailed if the job is lost, or is reported lost within `within_s` seconds.
 
-        For a rank that meets a consequence (a collective broke, an actor does not answer) and
-        wants to name the cause, of which the supervisor tells in a moment.
+        For a rank that sees only a consequence (a collective broke, an actor does not answer) and
+        should name the cause, which the supervisor reports shortly afterwards.
         """
         self._loop.run(asyncio.sleep(within_s))
 
     def report_gpu_memory(self, allocated_nbytes: int, reserved_nbytes: int) -> None:
-        """Tells the supervisor what torch has of this rank's GPU, for engines that lack memory."""
+        """Reports torch's memory on this rank's GPU, for errors of engines that lack memory."""
         self.supervisor_call("note_gpu_memory", self.rank, allocated_nbytes, reserved_nbytes)
 
     def pass_on_signal(self, number: int) -> None:
-        """Tells every rank that this one got a signal; see `on_signal`. Returns at once.
+        """Passes a signal that this rank got to every rank; see `on_signal`. Returns at once.
 
-        For a signal handler: a rank that stops for a signal that reached it alone would wait in its
-        next collective call for others that know of nothing.
+        Signal handlers call it: a rank that stopped alone would wait in its next collective call
+        for ranks that did not get the signal.
         """
         self._loop.start(self._pass_on_signal(number))
 
     async def _pass_on_signal(self, number: int) -> None:
-        with contextlib.suppress(UmbraError):  # nobody is there any more who has to know
+        with contextlib.suppress(UmbraError):  # then no rank is left to be informed
             await self._supervisor.call(
                 "pass_on_signal", self.rank, self.incarnation, number, timeout_s=_PASS_ON_LIMIT_S
             )
@@ -379,32 +381,32 @@ class Session:
         """Starts an actor and waits until it serves. One rank calls it.
 
         Raises:
-            RemoteError: ConfigError or ActorDied of the supervisor, with the actor's traceback.
+            RemoteError: the supervisor's ConfigError or ActorDied, with the actor's traceback.
         """
         wait_s = spec.start_timeout_s + spec.grace_s + 10.0
         ref = self.supervisor_call("spawn", spec.to_wire(), timeout_s=wait_s)
         return self._sync_handle(ref)
 
     def actor(self, name: str, timeout_s: float = 60.0) -> SyncHandle:
-        """The actor of that name, once it is up. Any rank calls it."""
+        """The actor of that name, once it serves. Any rank calls it."""
         return self._sync_handle(self._loop.run(self._resolve(name, timeout_s)))
 
     def connect(self, ref: ActorRef) -> SyncHandle:
-        """An actor whose reference came from elsewhere, such as another node."""
+        """An actor whose reference was received from elsewhere, such as another node."""
         return self._sync_handle(ref)
 
     def create_pool(self, spec: PoolSpec, *, others_s: float = 0.0) -> Pool:
-        """Starts a pool's engines and waits until they are up. One rank calls it.
+        """Starts a pool's engines and waits until all have started. One rank calls it.
 
         Args:
-            others_s: how long other pools may take that share its memory and start first.
+            others_s: time that other pools which share its memory may take to start first.
         """
         wait_s = others_s + spec.start_timeout_s + 20.0
         self.supervisor_call("create_pool", spec.to_wire(), timeout_s=wait_s)
         return Pool(self.supervisor_call, spec.name)
 
     def pool(self, name: str) -> Pool:
-        """A pool that some rank has created."""
+        """A pool that a rank has created."""
         return Pool(self.supervisor_call, name)
 
     def _sync_handle(self, ref: ActorRef) -> SyncHandle:
@@ -418,7 +420,7 @@ class Session:
             "resolve", name, timeout_s, lost_incarnation, timeout_s=timeout_s + 1.0
         )
         if not isinstance(ref, ActorRef):
-            raise ConfigError(f"the supervisor knows no address of {name}")
+            raise ConfigError(f"the supervisor has no address for {name}")
         return ref
 
 

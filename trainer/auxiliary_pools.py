@@ -1,4 +1,4 @@
-"""The processes of auxiliary pools, such as a judge, and what user code knows of them."""
+"""The processes of auxiliary pools, such as a judge, and their settings for rollout workers."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from umbra.trainer.data.prompt_tokenizer import (
 
 T = TypeVar("T")
 _BUSY_WAIT_S: Final = 10.0
-"""A judge's requests wait so long for a policy that never runs dry, where nothing else is said."""
+"""Default of `max_wait_s` if the policy always has work, so that the judge gets its time."""
 
 
 def auxiliary_pool_specs(
-    config: TrainerConfig | ServeConfig, device_type: str, host: str, *, is_host_dry: bool
+    config: TrainerConfig | ServeConfig, device_type: str, host: str, *, host_gets_idle: bool
 ) -> list[PoolSpec]:
-    """The pools.
+    """The specifications of all auxiliary pools.
 
     Args:
         device_type: the trainer's.
-        host: name of the pool that colocated ones take turns with.
-        is_host_dry: it has nothing to generate every now and then.
+        host: name of the pool whose GPUs colocated pools share.
+        host_gets_idle: whether the host is idle from time to time.
     """
-    return [_pool_spec(name, config, device_type, host, is_host_dry) for name in config.pools]
+    return [_pool_spec(name, config, device_type, host, host_gets_idle) for name in config.pools]
 
 
 def _pool_spec(
@@ -45,7 +45,7 @@ def _pool_spec(
     config: TrainerConfig | ServeConfig,
     device_type: str,
     host: str,
-    is_host_dry: bool,
+    host_gets_idle: bool,
 ) -> PoolSpec:
     pool = config.pools[name]
     cores = len(os.sched_getaffinity(0))
@@ -63,7 +63,7 @@ def _pool_spec(
     }
     is_colocated = pool.mode == "colocated"
     max_wait_s = pool.max_wait_s
-    if max_wait_s is None and not is_host_dry:
+    if max_wait_s is None and not host_gets_idle:
         max_wait_s = _BUSY_WAIT_S
     return PoolSpec(
         name=name,
@@ -84,7 +84,7 @@ def _pool_spec(
 
 
 def generator_spec(name: str, config: TrainerConfig) -> ActorSpec:
-    """The actor that user code's requests to a pool go through."""
+    """The actor that handles user code's requests to a pool."""
     return ActorSpec(
         name=_generator_name(name),
         target="umbra.runtime.rollout.dispatch.generator_service:GeneratorService",
@@ -100,14 +100,14 @@ def auxiliary_generator_settings(name: str, pool: AuxiliaryPoolSection) -> dict[
         "max_context_len": auxiliary_context_len(name, pool),
         "vocab_size": _read(vocab_size, name, pool),
         "max_inflight_per_engine": pool.max_num_seqs,
-        # Asleep or not: requests have their own deadline, which is not reached by waiting alone.
+        # Requests have deadlines of their own, and waiting for a sleeping pool is not a failure.
         "engine_timeout_s": pool.request_timeout_s,
         "shares_memory": pool.mode == "colocated",
     }
 
 
-def asked_pools(config: TrainerConfig) -> dict[str, dict[str, Any]]:
-    """What rollout workers know of the pools: `AuxiliaryPoolConfig` by name."""
+def worker_pool_configs(config: TrainerConfig) -> dict[str, dict[str, Any]]:
+    """The pools' settings for rollout workers: `AuxiliaryPoolConfig` by name."""
     return {
         name: {
             "generator": _generator_name(name),
@@ -124,17 +124,17 @@ def _generator_name(pool: str) -> str:
 
 
 def auxiliary_context_len(name: str, pool: AuxiliaryPoolSection) -> int:
-    """Longest prompt + answer."""
+    """Longest prompt + answer in tokens."""
     return pool.max_context_len or _read(default_context_len, name, pool)
 
 
 def auxiliary_model_config(name: str, pool: AuxiliaryPoolSection) -> dict[str, Any]:
-    """config.json of its model. Raises DataError where there is none."""
+    """config.json of the pool's model. Raises DataError if there is none."""
     return _read(read_model_config, name, pool)
 
 
 def _read(read: Callable[[Path], T], name: str, pool: AuxiliaryPoolSection) -> T:
-    """What the model directory says; errors name the setting that it comes from."""
+    """Reads a model directory; errors name the pool's setting."""
     try:
         return read(pool.model_path)
     except DataError as error:
@@ -142,5 +142,5 @@ def _read(read: Callable[[Path], T], name: str, pool: AuxiliaryPoolSection) -> T
 
 
 def path_setting(name: str) -> str:
-    """Where the config says which model a pool has."""
+    """Name of the setting that has the pool's model directory."""
     return f"pools.{name}.model_path"

@@ -32,42 +32,44 @@ _LIBRARIES: Final = ("torch", "transformers", "matplotlib", "tensorboard")
 def main(console: Console) -> None:
     """Runs one rank; exits with 0, with 1 after an error, or with 128 + signal."""
     arguments = _parse(sys.argv[1:])
-    words = FatalErrorReporter(-1, 0.0)
+    fatal_errors = FatalErrorReporter(-1, 0.0)
     try:
         environment = TorchrunEnvironment.read()
-        words = FatalErrorReporter(environment.rank, 0.0)
+        fatal_errors = FatalErrorReporter(environment.rank, 0.0)
         _configure_logging(environment.rank)
-        config = _read_settings(arguments, environment, words)
-        words = FatalErrorReporter(environment.rank, config.train.shutdown_grace_s)
-        code = _run(config, environment, words, console)
+        config = _read_settings(arguments, environment, fatal_errors)
+        fatal_errors = FatalErrorReporter(environment.rank, config.train.shutdown_grace_s)
+        code = _run(config, environment, fatal_errors, console)
     except UmbraError as error:
-        words.tell(error)
+        fatal_errors.report(error)
         code = 1
     sys.exit(code)
 
 
 def _read_settings(
-    arguments: argparse.Namespace, environment: TorchrunEnvironment, words: FatalErrorReporter
+    arguments: argparse.Namespace,
+    environment: TorchrunEnvironment,
+    fatal_errors: FatalErrorReporter,
 ) -> TrainerConfig:
     try:
         check_one_node(environment)
         config = load_config(arguments.config, arguments.overrides)
         check_setup(config, environment)
     except UmbraError as error:
-        words.tell(error)
+        fatal_errors.report(error)
         if environment.world_size > 1:
-            # The others are about to find the same, unless torchrun ends them because this rank
-            # left. They started together: they need about as long, however busy the machine.
+            # The others are about to find the same error, unless torchrun ends them because this
+            # rank exits. They started together, so they need about as long on a busy machine.
             time.sleep(min(process_age_s(), _MAX_WAIT_FOR_OTHERS_S))
         raise
     return config
 
 
 def run_program() -> NoReturn:
-    """`main()` for a process of its own, which ends at once when all is done.
+    """`main()` for a process of its own, which exits at once afterwards.
 
-    With torch loaded the interpreter takes a second of processor time to take itself down, which
-    is much of what a signal leaves.
+    With torch loaded, the interpreter takes a second of processor time to shut down, which is much
+    of the grace period of a signal.
     """
     code = 0
     try:
@@ -83,34 +85,34 @@ def run_program() -> NoReturn:
 def _run(
     config: TrainerConfig,
     environment: TorchrunEnvironment,
-    words: FatalErrorReporter,
+    fatal_errors: FatalErrorReporter,
     console: Console,
 ) -> int:
     notes = NoteBoard(is_shown=environment.rank == 0)
     grace_s = config.train.shutdown_grace_s
     settings = SessionConfig(run_dir=config.run.dir, shutdown_grace_s=grace_s)
     with (
-        words,
+        fatal_errors,
         RunLock(config.run.dir) if environment.rank == 0 else contextlib.nullcontext(),
         StopSignals(grace_s) as stop,
         Session.from_torchrun(
-            settings, on_note=notes.put, on_failed=words.job_failed, on_signal=stop.pass_in
+            settings, on_note=notes.put, on_failed=fatal_errors.job_failed, on_signal=stop.pass_in
         ) as session,
         contextlib.ExitStack() as stack,
     ):
         console.log_losses(
-            config.run.dir / "logs" / "supervisor.log", who=f"rank {environment.rank}"
+            config.run.dir / "logs" / "supervisor.log", name=f"rank {environment.rank}"
         )
         try:
             starter: ServiceStarter | None = None
             if environment.rank == 0:
                 starter = stack.enter_context(ServiceStarter.open(session, config))
-            # Loads torch, while the supervisor and the rollout workers start.
+            # Imports torch, while the supervisor and the rollout workers start.
             from umbra.trainer.train import Trainer
 
-            Trainer(config, session, environment, stop, notes, words, starter).run()
+            Trainer(config, session, environment, stop, notes, fatal_errors, starter).run()
         except UmbraError as error:
-            words.tell(error)
+            fatal_errors.report(error)
             raise
         return 128 + int(stop.received) if stop.received is not None else 0
 
@@ -119,7 +121,7 @@ def _configure_logging(rank: int) -> None:
     logging.basicConfig(
         level=log_level(), format=f"%(asctime)s rank {rank} %(name)s %(levelname)s: %(message)s"
     )
-    # Libraries say at INFO what only their authors want to know.
+    # At INFO, libraries log what matters to their authors only.
     for name in _LIBRARIES:
         logging.getLogger(name).setLevel(logging.WARNING)
 
@@ -127,7 +129,7 @@ def _configure_logging(rank: int) -> None:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m umbra.trainer",
-        description="Train a model by RL as a TOML config says; start it with torchrun.",
+        description="Train a model by RL as configured in a TOML file; start it with torchrun.",
         epilog="Sections: " + ", ".join(f"[{name}]" for name in TrainerConfig.model_fields),
     )
     parser.add_argument("config", help="the TOML file")

@@ -2,13 +2,14 @@
 
     publish(v) -> [evaluate] -> next_batch -> sleep the pool -> train -> v + 1 -> [checkpoint]
 
-In a hybrid pool engines and trainer take turns: engines sleep while the trainer computes, and get
-the new weights when they wake. With `train.offload` a rank's memory goes to the host as soon as it
-has read its weights for the sync, and comes back when the engines sleep. In a standalone pool they
-go on, as far ahead as `rollout.max_staleness` lets them, and are updated in the middle of it.
+In a hybrid pool, engines and trainer use the GPUs in turn: engines sleep while the trainer
+computes, and get the new weights when they wake. With `train.offload`, a rank's memory moves to the
+host as soon as the engines have read its weights, and comes back when the engines sleep. In a
+standalone pool, engines generate all the time, as far ahead as `rollout.max_staleness` allows, and
+are updated while they do.
 
-The ranks agree on stopping where they meet anyway: before training on a batch, and after a step. A
-signal that one of them gets ends the waits of all (`umbra.trainer.signals`).
+The ranks agree on stopping where they synchronise anyway: before training on a batch, and after a
+step. A signal to one of them ends the waits of all (`umbra.trainer.signals`).
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ T = TypeVar("T")
 
 
 class TrainingLoop:
-    """Owns nothing: every part is made and closed by its caller.
+    """Owns nothing: its caller creates and closes every part.
 
     Args:
-        estimate: what `train.advantage` names.
+        estimate: the function of `train.advantage`.
         step: optimizer steps done so far.
     """
 
@@ -64,7 +65,7 @@ class TrainingLoop:
         offload: HostOffload,
         checkpoints: CheckpointStore,
         versions: VersionCounter,
-        journal: RunReporter,
+        reporter: RunReporter,
         stop: StopSignals,
         step: int,
     ) -> None:
@@ -81,7 +82,7 @@ class TrainingLoop:
         self._offload = offload
         self._checkpoints = checkpoints
         self._versions = versions
-        self._journal = journal
+        self._reporter = reporter
         self._stop = stop
         self._memory = MemoryAccount(world.device)
         self._first_step = step
@@ -89,12 +90,12 @@ class TrainingLoop:
         self.step = step
 
     def run(self) -> None:
-        """Trains until `train.steps`, or until the ranks agree to stop; checkpoints the end."""
+        """Trains until `train.steps`, or until the ranks agree to stop; saves a checkpoint."""
         while self.step < self._train.steps:
             row = self._do_step()
             if row is None:
                 break
-            self._journal.step_done(self.step, row)
+            self._reporter.step_done(self.step, row)
             if self._is_due(self._train.checkpoint_every):
                 self.save()
             if any_rank(self._stop.requested):
@@ -106,7 +107,7 @@ class TrainingLoop:
         self.save()
 
     def _do_step(self) -> dict[str, float] | None:
-        """One step; its metrics, or None where the ranks agreed to stop instead."""
+        """Does one step; returns its metrics, or None if the ranks agreed to stop instead."""
         started = time.perf_counter()
         with self._memory.phase("sync"):
             row = self._publish()
@@ -136,9 +137,9 @@ class TrainingLoop:
         return row
 
     def _publish(self) -> dict[str, float] | None:
-        """Gives the engines the weights as they are, under a new version; returns its metrics.
+        """Publishes the weights to the engines under a new version; returns its metrics.
 
-        None where a signal to any rank ended it: nothing would be generated with these weights.
+        None if a signal to any rank ended it: nothing would be generated with these weights.
         """
         version = self._versions.next(self.step)
         started = time.perf_counter()
@@ -159,16 +160,16 @@ class TrainingLoop:
 
     def _sync(self, version: int) -> SyncReport:
         if self._config.pool.mode == "hybrid":
-            # Engines wake once every rank has joined the sync, so all have done this by then.
+            # Engines wake once every rank has joined the sync, when all have released their cache.
             self._offload.release_cache()
         return self._publisher.publish(POOL, version, self._config.pool.sync_timeout_s)
 
     def _serve_sync(self, version: int) -> None:
-        """An engine came up while this rank waits: the current version once more, for it."""
+        """Publishes the current version again, to an engine that came up while this rank waits."""
         self._sync(version)
 
     def _next_batch(self) -> Mapping[str, Any] | None:
-        """This rank's columns; None where a signal ended the wait."""
+        """This rank's columns; None if a signal ended the wait."""
         return self._wait(
             lambda: self._rollouts.next_batch(
                 self.step,
@@ -179,9 +180,9 @@ class TrainingLoop:
         )
 
     def _wait(self, ask: Callable[[], T]) -> T | None:
-        """What `ask` returns; None where a signal ended the wait."""
+        """The result of `ask`; None if a signal ended the wait."""
         try:
-            # A rank that a signal reaches in a sync fails that sync for all.
+            # A signal that reaches one rank during a sync fails the sync on all ranks.
             with self._stop.interruptible(WeightSyncError):
                 return ask()
         except StopRequested:
@@ -192,10 +193,10 @@ class TrainingLoop:
             return
         if self._world.is_lead:
             self._pool.sleep(2)
-        any_rank(False)  # no rank takes memory before the engines gave theirs back
+        any_rank(False)  # a barrier: no rank takes memory before the engines have released theirs
 
     def _take_memory_back(self) -> None:
-        if any_rank(self._offload.is_away):  # a signal may have reached one rank before the rest
+        if any_rank(self._offload.is_away):  # a signal may have reached only some ranks
             self._sleep_engines()
             self._offload.bring_back()
 
@@ -206,13 +207,13 @@ class TrainingLoop:
         limit_s = self._config.rollout.timeout_s
         result = self._wait(lambda: self._rollouts.evaluate(self.step, self._serve_sync, limit_s))
         if result is not None:
-            self._journal.evaluated(self.step, result, is_last=is_last)
+            self._reporter.evaluated(self.step, result, is_last=is_last)
 
     def _is_due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
 
     def save(self) -> None:
-        """Checkpoints the state after the last step, unless that has been done. Collective."""
+        """Checkpoints the state after the last step, unless that was done. Collective."""
         if self.step == self._saved_step:
             return
         self._take_memory_back()

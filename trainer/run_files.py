@@ -1,4 +1,4 @@
-"""Writing into the run directory: all or nothing, and with errors that name what to do."""
+"""Writes into the run directory: all or nothing, and with errors that name the remedy."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _RENAME_EXCHANGE: Final = 2
 
 
 class RunDirectoryError(UmbraError):
-    """Something cannot be written to, or read from, the run directory."""
+    """A file of the run directory cannot be written or read."""
 
 
 def describe_os_error(
     what: str, path: Path, error: OSError, otherwise: str = "", *, needed_nbytes: int = 0
 ) -> RunDirectoryError:
-    """The same error in words: what was attempted, where, why, and the remedy.
+    """Describes an OSError: what was attempted, where, why, and the remedy.
 
     Args:
-        otherwise: the remedy, with what goes before it, where the error itself tells none.
-        needed_nbytes: size of what was to be written; 0 where it is small.
+        otherwise: text with the remedy, for errors that do not suggest one.
+        needed_nbytes: size of what was to be written; 0 if it is small.
     """
     or_else = ", or point run.dir to a place that can be written"
     if error.errno == errno.ENOSPC:
@@ -51,10 +51,10 @@ def describe_os_error(
 def writing(what: str, path: Path, needed_nbytes: int = 0) -> Generator[None]:
     """Turns an OSError inside the block into a RunDirectoryError about `path`.
 
-    Also one that a library has put an error of its own over.
+    An OSError that a library has wrapped in another error counts, too.
 
     Args:
-        needed_nbytes: size of what is written; 0 where it is small.
+        needed_nbytes: size of what is written; 0 if it is small.
     """
     try:
         yield
@@ -69,11 +69,11 @@ def writing(what: str, path: Path, needed_nbytes: int = 0) -> Generator[None]:
 
 @contextmanager
 def replacing_folder(path: Path) -> Generator[Path]:
-    """An empty folder that takes the place of `path` when the block ends, complete and synced.
+    """An empty folder that replaces `path` when the block ends, complete and synced.
 
-    A reader sees the old folder or the new one, at every moment and after a kill at any point.
-    Only where the file system cannot exchange two names at once, as NFS and Lustre, there is none
-    between two renames; a kill just there leaves it to `restore_folder` to bring the old one back.
+    Readers see the old folder or the new one at any time, even after a kill. If the file system
+    cannot exchange two names atomically, such as NFS and Lustre, there is no folder between two
+    renames; after a kill at that moment, `restore_folder` brings the old one back.
     """
     path = path.resolve()
     restore_folder(path)
@@ -81,35 +81,35 @@ def replacing_folder(path: Path) -> Generator[Path]:
     try:
         scratch.mkdir(parents=True)
         yield scratch
-        for place in (*scratch.rglob("*"), scratch):
-            sync(place)
-        _take_place(scratch, path)
+        for entry in (*scratch.rglob("*"), scratch):
+            sync(entry)
+        _swap_in(scratch, path)
         sync(path.parent)
     finally:
-        with contextlib.suppress(OSError):  # the new folder is there, or an error under way
+        with contextlib.suppress(OSError):  # the new folder is in place, or an error is raised
             remove(scratch)
 
 
 def restore_folder(path: Path) -> None:
-    """Removes what a killed `replacing_folder` has left, and brings back what it had moved away."""
+    """Cleans up after a killed `replacing_folder`, and restores a folder that it moved away."""
     path = path.resolve()
     old, scratch = _moved_away(path), scratch_path(path)
     remove(scratch)
-    if old.exists():  # complete: it is removed under the other name
+    if old.exists():  # renamed first, so that it is removed under the scratch name
         old.rename(scratch if path.exists() else path)
         remove(scratch)
 
 
 def remove(path: Path) -> None:
-    """Removes a file, or a folder and all that is in it, if it is there."""
+    """Removes a file, or a folder with its contents, if it exists."""
     if path.is_dir():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
 
 
-def _take_place(scratch: Path, path: Path) -> None:
-    """Gives `scratch` the name of `path`; what had it before has that of `scratch` then."""
+def _swap_in(scratch: Path, path: Path) -> None:
+    """Renames `scratch` to `path`; the former `path`, if any, becomes `scratch`."""
     if not path.exists():
         scratch.rename(path)
     elif not _exchange(scratch, path):
@@ -124,7 +124,7 @@ def _moved_away(path: Path) -> Path:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Lets two names change places at once; False where the file system, or libc, cannot."""
+    """Exchanges two names atomically; False if the file system or libc cannot."""
     libc = ctypes.CDLL(None, use_errno=True)
     names = os.fsencode(one), os.fsencode(other)
     try:
@@ -138,10 +138,10 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def check_writable(folder: Path) -> None:
-    """Makes `folder` and a file in it; raises RunDirectoryError where that fails."""
+    """Creates `folder` and a file in it; raises RunDirectoryError if that fails."""
     with writing("write to", folder):
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as probe:  # a kill leaves nothing of it
+        with tempfile.TemporaryFile(dir=folder) as probe:  # nameless, so a kill leaves nothing
             probe.write(b"umbra")
 
 

@@ -19,9 +19,9 @@ from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rollout.ledger.ledger_history import ledger_folder
 from umbra.runtime.session import Session
 from umbra.trainer.auxiliary_pools import (
-    asked_pools,
     auxiliary_pool_specs,
     generator_spec,
+    worker_pool_configs,
 )
 from umbra.trainer.config.config_section import engine_settings, lora_settings
 from umbra.trainer.config.trainer_config import ServeConfig, TrainerConfig
@@ -30,26 +30,26 @@ from umbra.trainer.data.prompt_tokenizer import default_context_len, vocab_size
 
 POOL: Final = "policy"
 MANAGER: Final = "rollouts"
-# Tokens of a micro-batch where the config says nothing. On a CPU more falls out of its caches and
-# less pays for Python; on a GPU more takes memory and less leaves it idle.
+# Tokens per micro-batch if the config does not set it. On a CPU, more do not fit its caches, and
+# fewer pay more for Python; on a GPU, more take memory, and fewer leave it idle.
 _DEFAULT_TOKENS: Final = {"cpu": 2048, "cuda": 16384}
-# A worker runs user code, which may crash it for reasons that pass.
-# User code ends them, which `max_failed_share` bounds; one bad prompt costs four lives.
+# A worker runs user code, which may crash it for transient reasons. `max_failed_share` bounds how
+# often bad prompts may end it; one bad prompt costs four incarnations.
 _WORKER_RESTARTS: Final = RestartPolicy(
     mode="on_failure", max_restarts=50, window_s=600.0, backoff_max_s=2.0
 )
-# From the time at which its supervisor kills an engine that makes no token until the manager gives
-# it up: without that it would go on with an engine that hangs.
-_DELTA_PATIENCE_S: Final = 20.0
-# A new manager goes on with what the ledger has.
+# How much later than the supervisor, which kills an engine that makes no tokens, the manager gives
+# up its link to the engine: until then the manager waits for the engine's death.
+_DELTA_MARGIN_S: Final = 20.0
+# A new manager resumes from the ledger.
 _MANAGER_RESTARTS: Final = RestartPolicy(mode="on_failure", max_restarts=5, window_s=600.0)
 
 
 class ServiceStarter:
     """Starts the processes in the background while the ranks load the model. Rank 0 only.
 
-    The rollout workers come first. They import the user's functions, and one that cannot be used
-    ends the run before an engine is started or a model is loaded.
+    The rollout workers come first. They import the user's functions, so a function that cannot be
+    used ends the run before an engine is started or a model is loaded.
 
     Each `start_*` returns at once; `wait()` raises the first error, if any.
     """
@@ -68,9 +68,9 @@ class ServiceStarter:
     @classmethod
     @contextmanager
     def open(cls, session: Session, config: TrainerConfig) -> Generator[ServiceStarter]:
-        """Starts the workers; owns the threads that wait for processes to come up.
+        """Starts the workers; owns the threads that wait for processes to start.
 
-        The threads are not joined: what they wait for ends with the session at the latest.
+        The threads are not joined: their waits end with the session at the latest.
         """
         num_starts = 2 + config.rollout.workers + len(config.pools)
         executor = ThreadPoolExecutor(num_starts, "umbra-start")
@@ -80,20 +80,20 @@ class ServiceStarter:
             executor.shutdown(wait=False, cancel_futures=True)
 
     def wait_for_workers(self) -> None:
-        """Returns when all workers serve; raises what went wrong first."""
+        """Returns when all workers serve; raises the first error."""
         for future in self._workers:
             future.result()
 
     def start_engines(self, device_type: str) -> None:
-        """They start once the workers serve. Pools that share memory start one after the other.
+        """Starts engines once the workers serve; pools that share memory start one by one.
 
         Args:
             device_type: the trainer's.
         """
         config = self._config
         in_turn: list[PoolSpec] = []
-        is_host_dry = config.pool.mode != "standalone"
-        for spec in auxiliary_pool_specs(config, device_type, POOL, is_host_dry=is_host_dry):
+        host_gets_idle = config.pool.mode != "standalone"
+        for spec in auxiliary_pool_specs(config, device_type, POOL, host_gets_idle=host_gets_idle):
             if spec.mode == "colocated":
                 in_turn.append(spec)
             else:
@@ -119,14 +119,14 @@ class ServiceStarter:
         self._started.append(future)
 
     def _on_started(self, future: Future[object]) -> None:
-        """A process that cannot start is every rank's end, whatever they are busy with."""
+        """Fails the job on every rank if a process could not be started."""
         error = None if future.cancelled() else future.exception()
         if error is not None:
             with contextlib.suppress(UmbraError):
                 self._session.supervisor_call("fail_job", "starting the run", str(error))
 
     def wait(self) -> None:
-        """Returns when all that was started serves; raises what went wrong first."""
+        """Returns when all processes serve; raises the first error."""
         for future in self._started:
             future.result()
 
@@ -138,7 +138,7 @@ def engine_pool_spec(
 
     Args:
         device_type: the trainer's.
-        load_weights: engines load the model's weights themselves: no trainer brings any.
+        load_weights: whether engines load the model's weights themselves, without a trainer.
     """
     pool = config.pool
     cores = len(os.sched_getaffinity(0))
@@ -181,9 +181,9 @@ def worker_specs(config: TrainerConfig) -> list[ActorSpec]:
         "sys_path": user_folders(config),
         "agent": config.rollout.agent,
         "reward_timeout_s": config.reward.timeout_s,
-        # else the innocent would reach their own deadlines while they are kept waiting
+        # Otherwise the other loops would reach their own deadlines while one blocks them.
         "block_limit_s": min(config.rollout.block_limit_s, config.rollout.agent_timeout_s / 2),
-        "pools": asked_pools(config),
+        "pools": worker_pool_configs(config),
     }
     return [
         ActorSpec(
@@ -198,7 +198,7 @@ def worker_specs(config: TrainerConfig) -> list[ActorSpec]:
 
 
 def user_folders(config: TrainerConfig) -> list[str]:
-    """Searched for the user's functions, before Python's own path."""
+    """Folders searched for the user's functions, before Python's own path."""
     return [*(str(path.absolute()) for path in config.reward.python_path), str(Path.cwd())]
 
 
@@ -243,13 +243,13 @@ def manager_spec(
         "agent": rollout.agent is not None,
         "accuracy_threshold": config.reward.accuracy_threshold,
         "engine_timeout_s": config.pool.sync_timeout_s,
-        "delta_timeout_s": config.pool.stall_limit_s + _DELTA_PATIENCE_S,
+        "delta_timeout_s": config.pool.stall_limit_s + _DELTA_MARGIN_S,
         "reward_timeout_s": config.reward.timeout_s,
         "agent_concurrency": rollout.agent_concurrency,
         "agent_timeout_s": rollout.agent_timeout_s,
         "agent_retries": rollout.agent_retries,
         "shares_memory": any(pool.mode == "colocated" for pool in config.pools.values()),
-        # the longest that anybody waits for a batch, and so for what it is made of
+        # The longest that ranks wait for a batch, and so for anything that it needs.
         "pools_timeout_s": rollout.timeout_s if config.pools else 0.0,
         "max_inflight_per_engine": config.pool.max_num_seqs,
     }
@@ -268,7 +268,7 @@ def max_context_len(config: TrainerConfig | ServeConfig) -> int:
 
 
 def prompt_budget(config: TrainerConfig) -> PromptBudget:
-    """How long a prompt may be."""
+    """The limits of a prompt's length."""
     return PromptBudget(
         max_context_len=max_context_len(config), max_new_tokens=config.rollout.max_new_tokens
     )

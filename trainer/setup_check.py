@@ -1,8 +1,8 @@
-"""What can be known to be wrong with a run before anything is started for it.
+"""Checks a run's setup before anything is started for it.
 
-Cheap enough for every start: files are looked at, no model or tokenizer is loaded and no code of
-the user's is run. What only these tell is told later, by the process that does it; the user's
-functions by the rollout workers, which start first.
+The checks are cheap enough for every start: they look at files, but load no model or tokenizer and
+run no user code. Problems that only these would show are reported later by the process that loads
+them. The rollout workers start first and check the user's functions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from umbra.trainer.services import prompt_budget
 
 
 def check_setup(config: TrainerConfig, environment: TorchrunEnvironment) -> None:
-    """Every rank checks it.
+    """Checks a training run's setup. Every rank calls it.
 
     Raises:
         ConfigError, DataError, RunDirectoryError.
@@ -40,7 +40,7 @@ def check_setup(config: TrainerConfig, environment: TorchrunEnvironment) -> None
 
 
 def check_one_node(environment: TorchrunEnvironment) -> None:
-    """Raises ConfigError where some of the job's ranks are on other nodes."""
+    """Raises ConfigError if some of the job's ranks are on other nodes."""
     if environment.local_world_size < environment.world_size:
         raise ConfigError(
             f"torchrun starts {environment.world_size} ranks, {environment.local_world_size} of "
@@ -50,10 +50,10 @@ def check_one_node(environment: TorchrunEnvironment) -> None:
 
 
 def check_models(config: TrainerConfig | ServeConfig, only: str = "") -> None:
-    """Raises DataError where a model directory is none, and ConfigError where the embedded engine
-    does not know the model's architecture, or the context is too long for it.
+    """Raises DataError if a path is not a model directory, and ConfigError if the embedded engine
+    does not support the model's architecture, or the context is too long for it.
 
-    Other engines tell what they know once they are started: their libraries take long to import.
+    Other engines report problems when they start: their libraries take long to import.
 
     Args:
         only: the section of one pool, such as "pools.judge"; "": all.
@@ -92,7 +92,7 @@ def _check_embedded(
 
 
 def check_stop_tokens(config: TrainerConfig) -> None:
-    """Raises ConfigError where the model does not have all those that the config names."""
+    """Raises ConfigError if a configured stop token is outside the model's vocabulary."""
     size = vocab_size(config.model.path)
     beyond = [token for token in config.rollout.stop_token_ids if token >= size]
     if size and beyond:
@@ -103,7 +103,7 @@ def check_stop_tokens(config: TrainerConfig) -> None:
 
 
 def check_batch_size(config: TrainerConfig, world_size: int) -> None:
-    """Raises ConfigError where a step has fewer completions than there are ranks."""
+    """Raises ConfigError if a step has fewer completions than there are ranks."""
     if config.samples_per_step < world_size:
         raise ConfigError(
             f"rollout.groups_per_step x rollout.group_size is {config.samples_per_step} "

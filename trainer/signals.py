@@ -1,18 +1,18 @@
-"""Signals stop a run at a step boundary, or at once where waiting longer is pointless.
+"""Signals stop a run at a step boundary, or at once if waiting longer is pointless.
 
     first signal ──▶ `requested` is set; an `interruptible()` block (waiting for rollouts) ends
         │                 with StopRequested, and the ranks agree to stop at the next boundary
         ├─ second signal, at least a second later ──▶ StopNow in the main thread
         ├─ shutdown_grace_s later                 ──▶ StopNow in the main thread
-        │     └─ and if even that does nothing    ──▶ the process ends
-        └─ the other ranks are told, and do as if it had reached them too (`pass_in`)
+        │     └─ if StopNow does not end it       ──▶ the process ends
+        └─ it is passed on to the other ranks, which act as if they had got it (`pass_in`)
 
-torchrun passes a signal on to its ranks, and a terminal sends it to all of them too: what comes
-within a second of the first is the same request. A rank that a signal reaches alone ends its wait
-for rollouts and then waits for the others to agree, whose wait only the same request can end: so
-they are told. Python runs handlers between bytecodes only, so a rank that hangs in a collective is
-ended by a thread that the interpreter wakes in any case. And what a handler raises is lost where it
-runs inside a destructor, so it is raised again and again.
+torchrun passes a signal on to its ranks, and a terminal sends it to all of them, too: signals
+within a second of the first are the same request. If a signal reaches only one rank, that rank ends
+its wait for rollouts and then waits for the others to agree. Their waits only end by a signal, so
+it is passed on. Python runs handlers between bytecodes only, so a thread that the interpreter wakes
+in any case ends a rank that hangs in a collective. An exception from a handler is lost if the
+handler runs inside a destructor, so it is raised repeatedly.
 
 The signals are SIGINT, SIGTERM and SIGHUP, which a closed terminal sends. A process that nohup
 started ignores SIGHUP, and still does.
@@ -33,11 +33,11 @@ from typing import Final, Self
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SAME_REQUEST_S: Final = 1.0
-# From StopNow, which a call into C may hold up, to the end of the process.
+# Time from StopNow, which a call into C may delay, to the end of the process.
 _LAST_RESORT_S: Final = 2.0
-# Between two attempts to end a wait that a signal is to end.
-_AGAIN_S: Final = 0.5
-# From another rank's signal to its news here, which takes milliseconds.
+# Interval of attempts to end a wait after a signal.
+_REPEAT_S: Final = 0.5
+# Time for another rank's signal to be passed on to this one; it takes milliseconds.
 _NEWS_LIMIT_S: Final = 1.0
 
 
@@ -49,18 +49,18 @@ class StopRequested(Exception):
 
 
 class StopNow(SystemExit):
-    """Raised in the main thread wherever it is; carries 128 + the signal's number."""
+    """Raised in the main thread, wherever it is; carries 128 + the signal's number."""
 
     def __str__(self) -> str:
         assert isinstance(self.code, int)
-        return f"it was told to stop ({signal.Signals(self.code - 128).name})"
+        return f"stopped by a signal ({signal.Signals(self.code - 128).name})"
 
 
 class StopSignals:
-    """Handles these signals while entered; restores the former handlers on exit. Main thread only.
+    """Handles stop signals while entered; restores former handlers on exit. Main thread only.
 
     Until `defer()` is called there is nothing to save, and a signal ends the process at once.
-    Owns the thread of the last resort.
+    Owns the thread that ends the process as a last resort.
     """
 
     def __init__(self, grace_s: float) -> None:
@@ -70,7 +70,7 @@ class StopSignals:
         self._is_interruptible = False
         self._received_at = 0.0
         self._passed_in: signal.Signals | None = None
-        self._tell: Callable[[signal.Signals], None] | None = None
+        self._pass_on: Callable[[signal.Signals], None] | None = None
         self._main_thread = 0
         self._stack = contextlib.ExitStack()
         self._disarmed = threading.Event()
@@ -93,12 +93,12 @@ class StopSignals:
         self._stack.close()
 
     def disarm(self) -> None:
-        """Nothing is left that a deadline should cut short."""
+        """Cancels all deadlines: nothing is left to be cut short."""
         signal.setitimer(signal.ITIMER_REAL, 0)
         self._disarmed.set()
 
     def _watch_wakeups(self, stack: contextlib.ExitStack) -> None:
-        """Starts the last resort: the interpreter writes a signal's number to a socket at once."""
+        """Starts the last resort: the interpreter writes signal numbers to a socket at once."""
         reader, writer = socket.socketpair()
         writer.setblocking(False)
         thread = threading.Thread(
@@ -131,31 +131,31 @@ class StopSignals:
         """The signal's name, or ""."""
         return self.received.name if self.received is not None else ""
 
-    def defer(self, tell: Callable[[signal.Signals], None] | None = None) -> None:
-        """From now on a first signal waits for the step boundary.
+    def defer(self, pass_on: Callable[[signal.Signals], None] | None = None) -> None:
+        """Makes a first signal wait for the step boundary from now on.
 
         Args:
-            tell: passes it on to the other ranks. Called in the handler: returns at once and
-                raises nothing.
+            pass_on: passes the signal on to the other ranks. Called in the handler: must return at
+                once and raise nothing.
         """
-        self._tell = tell
+        self._pass_on = pass_on
         self._is_deferring = True
 
     def pass_in(self, number: int) -> None:
-        """Another rank got this signal. Called on any thread, while this is entered.
+        """Takes a signal that another rank got. Called on any thread, while this is entered.
 
-        It is no second request, whenever it comes: the main thread learns of it by SIGALRM.
+        It never counts as a second request. SIGALRM makes the main thread handle it.
         """
         self._passed_in = signal.Signals(number)
         signal.pthread_kill(self._main_thread, signal.SIGALRM)
 
     @contextmanager
     def interruptible(self, *consequences: type[Exception]) -> Generator[None]:
-        """A wait that a signal may end, with StopRequested.
+        """A block with a wait that a signal may end, with StopRequested.
 
         Args:
-            consequences: what a wait of this rank ends with where a signal ends another's. Its
-                news may come after them, so they are raised where there are none for a moment.
+            consequences: errors with which this rank's wait ends when a signal ends another rank's.
+                The signal may arrive after them, so they are raised only if none follows shortly.
         """
         try:
             with self._interruptible():
@@ -167,7 +167,7 @@ class StopSignals:
 
     @contextmanager
     def _interruptible(self) -> Generator[None]:
-        self._is_interruptible = True  # before the question: a signal may come in between
+        self._is_interruptible = True  # set before the check: a signal may come in between
         try:
             if self.requested:
                 raise StopRequested
@@ -177,8 +177,8 @@ class StopSignals:
 
     @contextmanager
     def uninterruptible(self) -> Generator[None]:
-        """What must not be left half done inside an `interruptible()` block: StopRequested waits
-        for its end."""
+        """Protects work that must not be left half done inside an `interruptible()` block:
+        StopRequested is delayed until it is done."""
         former, self._is_interruptible = self._is_interruptible, False
         try:
             yield
@@ -205,12 +205,12 @@ class StopSignals:
         self._received_at = time.monotonic()
         if not self._is_deferring:
             self._stop_now()
-        if self._tell is not None and self._passed_in is None:
-            self._tell(received)
-        signal.setitimer(signal.ITIMER_REAL, min(_AGAIN_S, self._grace_s), _AGAIN_S)
+        if self._pass_on is not None and self._passed_in is None:
+            self._pass_on(received)
+        signal.setitimer(signal.ITIMER_REAL, min(_REPEAT_S, self._grace_s), _REPEAT_S)
         if self._is_interruptible:
             raise StopRequested
 
     def _stop_now(self) -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0)  # what cleans up now is not to be interrupted
+        signal.setitimer(signal.ITIMER_REAL, 0)  # cleaning up must not be interrupted
         raise StopNow(128 + int(self.received or signal.SIGTERM))

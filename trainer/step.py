@@ -1,4 +1,4 @@
-"""One optimizer step (or a few) from one batch: forward, backward, clip, step."""
+"""Does one optimizer step (or a few) on one batch: forward, backward, clip, step."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from umbra.trainer.model.policy import Policy
 
 @dataclass(slots=True)
 class _Part:
-    """A micro-batch, and its tokens under other policies; logprobs are [M], without gradient.
+    """A micro-batch and its tokens' logprobs under other policies: [M], without gradient.
 
     Attributes:
         reference_logprobs: under the starting model; None without a KL term.
-        proximal_logprobs: under the policy at the beginning of the step. The first update computes
-            them anyway, for all of the batch before it changes a parameter: None until then.
+        proximal_logprobs: under the policy at the beginning of the step; None before the first
+            update, which computes them for the whole batch before it changes a parameter.
     """
 
     micro_batch: MicroBatch
@@ -39,8 +39,8 @@ class TrainStep:
     """Turns a rank's batch into updated parameters. Every rank has one; `run` is collective.
 
     Args:
-        loss: what `train.loss` names.
-        reference: frozen starting model for the KL term; None where `kl_coef` is 0.
+        loss: the function of `train.loss`.
+        reference: frozen starting model for the KL term; None if `kl_coef` is 0.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class TrainStep:
         """Trains on `batch` as step `step` (from 0); returns `train/...` and `time/...` metrics.
 
         Raises:
-            UmbraError: the gradient is not finite, on every rank; parameters are as before.
+            UmbraError: the gradient is not finite, on every rank; parameters are unchanged.
         """
         started = time.perf_counter()
         parts = [
@@ -87,7 +87,7 @@ class TrainStep:
         return metrics
 
     def _accumulate(self, parts: Sequence[_Part]) -> MetricTotals:
-        """Gradients of the whole batch; this rank's part of what is logged."""
+        """Computes the gradients of the whole batch; returns this rank's part of the metrics."""
         totals = MetricTotals()
         for idx, part in enumerate(parts, 1):
             self._policy.expect_backward(is_last=idx == len(parts))
@@ -95,7 +95,7 @@ class TrainStep:
         return totals
 
     def _backward(self, part: _Part, totals: MetricTotals) -> None:
-        """Keeps nothing of the graph, which the next micro-batch needs the memory of."""
+        """Frees the graph when it returns: the next micro-batch needs the memory."""
         output = self._evaluate(part)
         torch.autograd.backward(output.loss)
         totals.add(output.metrics, part.micro_batch.weights)
@@ -107,7 +107,7 @@ class TrainStep:
         if part.proximal_logprobs is None:
             part.proximal_logprobs = scores.logprobs.detach()
         inputs = LossInputs(
-            old_logprobs=micro_batch.old_logprobs,
+            rollout_logprobs=micro_batch.rollout_logprobs,
             proximal_logprobs=part.proximal_logprobs,
             advantages=micro_batch.advantages,
             weights=micro_batch.weights,
@@ -115,7 +115,7 @@ class TrainStep:
         )
         output = self._loss(scores.logprobs, inputs, train)
         loss, metrics = output.loss, dict(output.metrics)
-        behaviour_kl = kl_terms(micro_batch.old_logprobs, scores.logprobs.detach(), "k3")
+        behaviour_kl = kl_terms(micro_batch.rollout_logprobs, scores.logprobs.detach(), "k3")
         metrics["behaviour_kl"] = LossMetric(behaviour_kl)
         if scores.entropy is not None:
             metrics["entropy"] = LossMetric(scores.entropy)

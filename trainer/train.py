@@ -1,4 +1,4 @@
-"""Puts a training run together: processes, data, model, loop, and what is left at the end."""
+"""Assembles a training run: processes, data, model, loop, and the results at the end."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ from umbra.trainer.step import TrainStep
 from umbra.trainer.waits import collective_timeout_s
 from umbra.trainer.world import World, agree_on_signal, from_lead, pick_device
 
-# How long a rank that lost another one waits to be told which rank or process failed first. The
-# supervisor knows in milliseconds; a rank's own errors are announced so much later.
-_BLAME_TIMEOUT_S: Final = 1.0
+# How long a rank that lost another one waits for the supervisor to report which rank or process
+# failed first. The supervisor knows within milliseconds; a rank's own errors are delayed this long.
+_CAUSE_TIMEOUT_S: Final = 1.0
 
 
 class Trainer:
     """One rank's run. `run()` is collective and returns when training has ended.
 
     Args:
-        starter: rank 0's alone. The rollout workers are being started by then.
+        starter: on rank 0 only. It has begun to start the rollout workers.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Trainer:
         environment: TorchrunEnvironment,
         stop: StopSignals,
         notes: NoteBoard,
-        words: FatalErrorReporter,
+        fatal_errors: FatalErrorReporter,
         starter: ServiceStarter | None,
     ) -> None:
         self._config = config
@@ -69,13 +69,13 @@ class Trainer:
         self._environment = environment
         self._stop = stop
         self._notes = notes
-        self._words = words
+        self._fatal_errors = fatal_errors
         self._starter = starter
-        self._place = RunDir(config.run.dir)
+        self._run_dir = RunDir(config.run.dir)
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
 
     def run(self) -> None:
-        """Trains as configured. Raises UmbraError on every rank where it cannot."""
+        """Trains as configured. Raises UmbraError on every rank if that is not possible."""
         config = self._config
         folders = user_folders(config)
         loss = load_loss(config.train.loss, folders)
@@ -96,19 +96,19 @@ class Trainer:
             policy, reference = self._load_policies(world)
             optimizer = PolicyOptimizer(policy.parameters, config.train)
             checkpoints = CheckpointStore(
-                self._place.checkpoints, world, config.train.keep_checkpoints
+                self._run_dir.checkpoints, world, config.train.keep_checkpoints
             )
             state = TrainerState(step=0, version=0, world_size=world.world_size, seed=0)
             if resumed_from is not None:
                 state = checkpoints.load(resumed_from, policy.parameters, optimizer.adamw)
             step = state.step
             offload = self._offload(world, policy, reference, optimizer)
-            offload.release_cache()  # loading has left some, and the engines are being started
+            offload.release_cache()  # loading filled it, and engines are starting
             from_lead(world, lambda: starter.wait() if starter else None)
             rollouts = Rollouts(self._session, MANAGER)
             newest = from_lead(world, lambda: self._begin_rollouts(rollouts, state, resumed_from))
-            versions = VersionCounter(self._place.versions, newest, writes=world.is_lead)
-            journal = self._open_journal(stack, world, step)
+            versions = VersionCounter(self._run_dir.versions, newest, writes=world.is_lead)
+            reporter = self._open_reporter(stack, world, step)
             loop = TrainingLoop(
                 config,
                 world,
@@ -134,17 +134,17 @@ class Trainer:
                 offload=offload,
                 checkpoints=checkpoints,
                 versions=versions,
-                journal=journal,
+                reporter=reporter,
                 stop=self._stop,
                 step=step,
             )
             self._stop.defer(self._session.pass_on_signal)
             loop.run()
             self._stop.disarm()
-            self._leave_results(world, policy, journal, loop.step)
+            self._leave_results(world, policy, reporter, loop.step)
 
     def _send_away(self, offload: HostOffload) -> None:
-        with self._stop.uninterruptible():  # else a checkpoint would lack what is on its way
+        with self._stop.uninterruptible():  # otherwise a checkpoint could miss tensors in transit
             offload.send_away()
 
     def _announce_failure(
@@ -153,18 +153,18 @@ class Trainer:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Tells the other ranks why, before they notice that their collectives break.
+        """Reports the cause to the other ranks, before they notice that their collectives break.
 
-        What breaks because another rank or process went away is that one's failure; then raises
-        JobFailed, which names it.
+        An error that is only the consequence of another rank's or process's end becomes JobFailed,
+        which names that one.
         """
         if isinstance(error, RuntimeError | ActorError | TransportError):
             try:
-                self._session.raise_if_lost(_BLAME_TIMEOUT_S)
+                self._session.raise_if_lost(_CAUSE_TIMEOUT_S)
             except JobFailed as failure:
                 raise failure from error
         if isinstance(error, UmbraError):
-            self._words.tell(error)
+            self._fatal_errors.report(error)
         if isinstance(error, Exception) and not isinstance(error, JobFailed):
             with contextlib.suppress(UmbraError):
                 self._session.supervisor_call(
@@ -175,7 +175,7 @@ class Trainer:
                 )
 
     def _start_rollouts(self, starter: ServiceStarter | None, world: World) -> None:
-        """Tokenises the data and starts the manager. Rank 0."""
+        """Tokenizes the data and starts the manager. Called by rank 0."""
         assert starter is not None
         config = self._config
         tokenizer = PromptTokenizer(
@@ -195,18 +195,18 @@ class Trainer:
     def _begin_rollouts(
         self, rollouts: Rollouts, state: TrainerState, resumed_from: Path | None
     ) -> int:
-        """Takes the ledger back to the checkpoint, which may be another run's. Rank 0.
+        """Takes the ledger back to the checkpoint, which may be another run's. Called by rank 0.
 
-        Returns the newest version that was ever given: a number is not used again.
+        Returns the newest version that was ever used, because numbers are not reused.
         """
-        is_own = resumed_from is not None and self._place.holds(resumed_from)
+        is_own = resumed_from is not None and self._run_dir.holds(resumed_from)
         position = state.ledger if is_own else ""
         timeout_s = self._config.pool.sync_timeout_s
         kept = rollouts.begin(state.step, state.version, position, timeout_s)
-        return max(kept["version"], state.version, newest_version(self._place.versions))
+        return max(kept["version"], state.version, newest_version(self._run_dir.versions))
 
     def _load_policies(self, world: World) -> tuple[Policy, Policy | None]:
-        """The policy, and the frozen model it started from where a KL term needs it."""
+        """The policy, and the frozen starting model if a KL term needs it."""
         policy = self._load_policy(world)
         if self._config.train.kl_coef == 0.0:
             return policy, None
@@ -251,7 +251,7 @@ class Trainer:
             skips_neutral=self._config.train.kl_coef == 0.0 and self._config.train.loss in LOSSES,
         )
 
-    def _open_journal(self, stack: contextlib.ExitStack, world: World, step: int) -> RunReporter:
+    def _open_reporter(self, stack: contextlib.ExitStack, world: World, step: int) -> RunReporter:
         config = self._config
         if not world.is_lead:
             return RunReporter(config, None, None, steps_before=step)
@@ -261,40 +261,44 @@ class Trainer:
             folder=config.run.dir, name=config.run_name, settings=config.model_dump(mode="json")
         )
         loggers = MetricsLoggers(logger_names(config.run.loggers), logged, progress.note)
-        journal = RunReporter(config, log, progress, stack.enter_context(loggers), step)
-        stack.push(self._announce_failure)  # before the loggers' ends, which may wait for servers
-        stack.enter_context(self._notes.shown_by(journal.note))
-        if self._place.replaced.exists():
-            journal.note(f"the earlier run is kept in {self._place.replaced} until a step is done")
+        reporter = RunReporter(config, log, progress, stack.enter_context(loggers), step)
+        stack.push(self._announce_failure)  # before closing loggers, which may wait for servers
+        stack.enter_context(self._notes.shown_by(reporter.note))
+        if self._run_dir.replaced.exists():
+            reporter.note(
+                f"the earlier run is kept in {self._run_dir.replaced} until a step is done"
+            )
         if step:
-            journal.note(f"goes on after step {step}")
+            reporter.note(f"resuming from step {step}")
             if step >= config.train.steps:
-                journal.note(f"train.steps is {config.train.steps}: no step is left to do")
+                reporter.note(f"train.steps is {config.train.steps}: no step is left to do")
         elif config.run.resume == "auto":
-            journal.note(f"no complete checkpoint in {self._place.checkpoints}: starts anew")
-        return journal
+            reporter.note(
+                f"no complete checkpoint in {self._run_dir.checkpoints}: starting from scratch"
+            )
+        return reporter
 
     def _leave_results(
-        self, world: World, policy: Policy, journal: RunReporter, steps: int
+        self, world: World, policy: Policy, reporter: RunReporter, steps: int
     ) -> None:
-        """Export, summary, plot and report."""
+        """Writes export, summary, plot and report."""
         config = self._config
         stopped_by = agree_on_signal(self._stop.received)
         if config.train.export and not stopped_by:
             export_policy(
-                policy, self._place.export, world, source=config.model.path, dtype=self._dtype
+                policy, self._run_dir.export, world, source=config.model.path, dtype=self._dtype
             )
-        from_lead(world, lambda: self._report(journal, steps, stopped_by))
+        from_lead(world, lambda: self._report(reporter, steps, stopped_by))
 
-    def _report(self, journal: RunReporter, steps: int, stopped_by: str) -> None:
+    def _report(self, reporter: RunReporter, steps: int, stopped_by: str) -> None:
         pools = [self._session.pool(name) for name in (POOL, *self._config.pools)]
         states = [state for pool in pools for state in pool.states()]
         summary = finish(
             self._config,
-            journal,
+            reporter,
             steps=steps,
             engine_restarts=sum(int(state["num_restarts"]) for state in states),
             stopped_by=stopped_by,
         )
         for line in closing_lines(summary):
-            journal.note(line)
+            reporter.note(line)

@@ -1,4 +1,4 @@
-"""torch.distributed for the trainer: the ranks, their devices, and the few things they agree on."""
+"""torch.distributed for the trainer: the ranks, their devices, and what they agree on."""
 
 from __future__ import annotations
 
@@ -44,23 +44,23 @@ class World:
         device: Literal["auto", "cpu", "cuda"],
         timeout_s: float,
     ) -> Generator[World]:
-        """Connects this rank to the others; every rank enters. Leaves the group on exit.
+        """Connects this rank to the others; collective. Leaves the process group on exit.
 
         Args:
             timeout_s: longest wait of a rank for the others in a collective.
         """
-        place = pick_device(device, environment.local_rank)
+        torch_device = pick_device(device, environment.local_rank)
         limit_threads(environment.local_world_size)
-        backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if torch_device.type == "cuda" else "gloo"
         arguments: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s)}
-        if place.type == "cuda":
-            torch.cuda.set_device(place)
-            # cuDNN's attention plans anew for every shape, and packed shapes differ every step.
+        if torch_device.type == "cuda":
+            torch.cuda.set_device(torch_device)
+            # cuDNN's attention makes a plan for every shape, and packed shapes differ every step.
             torch.backends.cuda.enable_cudnn_sdp(False)
-            arguments["device_id"] = place
+            arguments["device_id"] = torch_device
         if environment.under_torchrun:
-            # torchrun's store lives on over an elastic restart: without a prefix, a rank may read
-            # where a rank of the life before was listening.
+            # torchrun's store outlives elastic restarts: without a prefix, a rank could read an
+            # address from the previous incarnation.
             store, rank, world_size = next(_dist.rendezvous("env://"))
             store = _dist.PrefixStore(f"umbra-{environment.incarnation}", store)
             arguments |= {"store": store, "rank": rank, "world_size": world_size}
@@ -69,20 +69,20 @@ class World:
         _dist.init_process_group(backend, **arguments)
         try:
             world_size = environment.world_size
-            mesh = init_device_mesh(place.type, (world_size,))
-            yield cls(rank=environment.rank, world_size=world_size, device=place, mesh=mesh)
+            mesh = init_device_mesh(torch_device.type, (world_size,))
+            yield cls(rank=environment.rank, world_size=world_size, device=torch_device, mesh=mesh)
         finally:
             _dist.destroy_process_group()
 
 
-def pick_device(wanted: Literal["auto", "cpu", "cuda"], local_rank: int) -> torch.device:
+def pick_device(setting: Literal["auto", "cpu", "cuda"], local_rank: int) -> torch.device:
     """This rank's device.
 
     Raises:
-        ConfigError: cuda is wanted, and there is no GPU for this rank.
+        ConfigError: the setting is cuda, and there is no GPU for this rank.
     """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if wanted == "cpu" or (wanted == "auto" and num_gpus == 0):
+    if setting == "cpu" or (setting == "auto" and num_gpus == 0):
         return torch.device("cpu")
     if local_rank >= num_gpus:
         raise ConfigError(
@@ -93,7 +93,7 @@ def pick_device(wanted: Literal["auto", "cpu", "cuda"], local_rank: int) -> torc
 
 
 def limit_threads(local_world_size: int) -> None:
-    """Shares the node's cores among its ranks; more threads than cores cost more than they give.
+    """Shares the node's cores among its ranks, since more threads than cores slow them down.
 
     Denormal numbers are flushed to zero: gradients are full of them, and each costs a hundred
     times an ordinary multiplication on most CPUs.
@@ -104,28 +104,28 @@ def limit_threads(local_world_size: int) -> None:
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """In place. Collective; does nothing where there is no process group."""
+    """Sums in place. Collective; does nothing without a process group."""
     if _dist.is_initialized():
         _dist.all_reduce(values)
     return values
 
 
 def max_over_ranks(values: Tensor) -> Tensor:
-    """In place. Collective; does nothing where there is no process group."""
+    """Takes the maximum in place. Collective; does nothing without a process group."""
     if _dist.is_initialized():
         _dist.all_reduce(values, op=_dist.ReduceOp.MAX)
     return values
 
 
 def any_rank(flag: bool) -> bool:
-    """Whether any rank says so. Collective."""
+    """Whether the flag is set on any rank. Collective."""
     vote = torch.tensor([int(flag)])
     return bool(sum_over_ranks(vote))
 
 
 def agree_on_signal(received: signal.Signals | None) -> str:
-    """The name of a signal that any rank has received, or "". Collective: it may have reached one
-    rank alone, or reach them while they ask."""
+    """The name of a signal that any rank has received, or "". Collective, because a signal may
+    reach one rank alone, or ranks at different times."""
     number = int(max_over_ranks(torch.tensor(int(received or 0))))
     return signal.Signals(number).name if number else ""
 
@@ -136,9 +136,9 @@ def barrier() -> None:
 
 
 def from_lead(world: World, make: Callable[[], T]) -> T:
-    """What rank 0's `make()` returns, on every rank. Collective.
+    """Returns rank 0's `make()` on every rank. Collective.
 
-    Where it raises, every rank raises: the same UmbraError, or JobFailed for any other error.
+    If it raises, every rank raises: the same UmbraError, or JobFailed for any other error.
     The value travels by torch.distributed's own object broadcast between the ranks of this job.
     """
     outcome: list[Any] = [None, None]

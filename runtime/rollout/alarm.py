@@ -15,7 +15,7 @@ class Alarm:
         self._timer: asyncio.TimerHandle | None = None
 
     def watch(self, holds: bool) -> None:
-        """Says whether the condition holds now; the time runs from the first True on."""
+        """Reports whether the condition holds now; the time runs from the first True on."""
         if not holds and self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -1,4 +1,4 @@
-"""Lines for the person who runs the job, by way of the supervisor."""
+"""Sends lines to the operator, the person who runs the job, through the supervisor."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ logger = logging.getLogger(__name__)
 
 
 class OperatorMessages:
-    """Takes lines at any time; `run()` hands them on."""
+    """Accepts lines at any time; `run()` sends them to the supervisor."""
 
     def __init__(self, supervisor: Handle) -> None:
         self._supervisor = supervisor
-        # one a lost engine: bounded by the restart policy
+        # One line per lost engine, so the restart policy bounds the queue.
         self._lines: asyncio.Queue[str] = asyncio.Queue()
 
     def put(self, text: str) -> None:
@@ -24,10 +24,10 @@ class OperatorMessages:
         self._lines.put_nowait(text)
 
     async def run(self) -> None:
-        """Lives until cancelled."""
+        """Runs until cancelled."""
         while True:
             text = await self._lines.get()
             try:
                 await self._supervisor.call("note", text, timeout_s=5.0)
             except UmbraError as error:
-                logger.warning("the supervisor did not take a note: %s", error)
+                logger.warning("the supervisor did not accept an operator message: %s", error)

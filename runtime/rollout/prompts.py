@@ -1,4 +1,4 @@
-"""Prompts of a data set, tokenised, in one file.
+"""Prompts of a data set, tokenized, in one file.
 
 A prompt file is a stream of msgpack maps {"id": str, "prompt": str, "tokens": bytes (int32,
 little endian), "row": map of the data set's columns}. It is written once and read by offset,
@@ -25,8 +25,8 @@ TOO_DEEP: Final = (
     "nested deeper than can be read (about 1000 levels): flatten it, or write a part of it as text"
 )
 _MESSAGE_DEPTH: Final = 16
-"""Levels of a message to the actor that scores, around the row. Fewer could let rows through that
-cannot be sent; more refuses rows that could."""
+"""Levels that the message to a rollout worker adds around a row. Fewer could accept rows that
+cannot be sent; more would refuse rows that can."""
 _FIELDS: Final = {"id", "prompt", "tokens", "row"}
 
 
@@ -36,7 +36,7 @@ class Prompt:
 
     Attributes:
         prompt_id: unique in its file.
-        text: what was tokenised.
+        text: the text that was tokenized.
         tokens: [P] int32.
         row: the data set's columns, for the reward function and agent loops.
     """
@@ -54,7 +54,8 @@ def write_prompts(path: str | os.PathLike[str], records: Iterable[Mapping[str, A
         records: maps {"id", "prompt", "tokens", "row"} as above.
 
     Raises:
-        DataError: no prompts, an empty one, one id twice, or a row value without wire form.
+        DataError: there are no prompts, one is empty, an id occurs twice, or a row value cannot be
+            encoded.
     """
     target = Path(path)
     seen: set[str] = set()
@@ -82,22 +83,22 @@ def _encode(record: Mapping[str, Any]) -> bytes:
 
 
 def row_problem(row: Mapping[str, Any]) -> str:
-    """Why a row cannot be written to a prompt file and sent, and the remedy; "" where it can."""
+    """Why a row cannot be encoded, with the remedy; "" if it can."""
     message: object = row
     for _ in range(_MESSAGE_DEPTH):
         message = [message]
     error = _refusal(message)
     if error is None:
         return ""
-    value, place = row, ""
+    value, where = row, ""
     while not _is_too_deep(error) and (part := _refused_part(value)):
         key, value, error = part
-        place += f"[{key!r}]" if place else f"column {key!r}"
-    return f"{place:.200} {_describe(value, error)}".strip()
+        where += f"[{key!r}]" if where else f"column {key!r}"
+    return f"{where:.200} {_describe(value, error)}".strip()
 
 
 def _refused_part(value: Any) -> tuple[object, Any, Exception] | None:
-    """The first part of a list or map that cannot be written, and where it is in it."""
+    """The first part of a list or map that cannot be encoded: its key, value and error."""
     parts: Iterable[tuple[object, Any]] = ()
     if isinstance(value, dict):
         items = cast("dict[Any, Any]", value).items()
@@ -131,7 +132,7 @@ def _describe(value: Any, error: Exception) -> str:
     if _is_too_deep(error):
         return TOO_DEEP
     return (
-        f"holds a {type(value).__name__} that cannot travel ({error}); convert it to text, a "
+        f"holds a {type(value).__name__}, which cannot be encoded ({error}): convert it to text, a "
         "number, a list or a map"
     )
 
@@ -140,7 +141,7 @@ class PromptSet:
     """Prompts of one file, by index. Owns a read-only mapping of the file.
 
     Raises (on `open` and on access):
-        DataError: no such file, no prompts in it, or a damaged one.
+        DataError: the file is missing, damaged, or has no prompts.
     """
 
     def __init__(self, path: Path, data: mmap.mmap, offsets: NDArray[np.int64]) -> None:
@@ -151,15 +152,15 @@ class PromptSet:
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> PromptSet:
         """Maps a prompt file and finds its records."""
-        place = Path(path)
+        target = Path(path)
         try:
-            with place.open("rb") as file:
-                if place.stat().st_size == 0:
-                    raise DataError(f"{place}: no prompts in it")
+            with target.open("rb") as file:
+                if target.stat().st_size == 0:
+                    raise DataError(f"{target}: no prompts in it")
                 data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
-            raise DataError(f"prompt file {place} cannot be read: {error.strerror}") from error
-        return cls(place, data, _record_offsets(place, data))
+            raise DataError(f"prompt file {target} cannot be read: {error.strerror}") from error
+        return cls(target, data, _record_offsets(target, data))
 
     def __len__(self) -> int:
         return len(self._offsets) - 1

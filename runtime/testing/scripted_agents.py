@@ -78,7 +78,7 @@ class ScriptedContext(AgentContext):
         trajectory = self.trajectory
         if not lora:
             trajectory.extend_context(context)
-        num_left = _MANY if lora else trajectory.room()
+        num_left = _MANY if lora else trajectory.num_tokens_left()
         limit = num_left if max_new_tokens is None else min(num_left, max_new_tokens)
         reply = token_ids(_encode(next(self._answers) if limit else ""))
         tokens = reply[:limit]

@@ -90,7 +90,7 @@ async def _write(
                 writer.append(*events)
                 append_max_s = max(append_max_s, time.perf_counter() - before)
                 await asyncio.sleep(0)  # an engine's next batch of deltas
-            while not writer.has_room:
+            while not writer.has_capacity:
                 progressed.clear()
                 await asyncio.wait_for(progressed.wait(), _TIMEOUT_S)
             await asyncio.sleep(max(0.0, began + first_uid / pace_per_s - time.perf_counter()))

@@ -102,7 +102,7 @@ class Scorer:
             max_new_tokens=1,
         )
         pairs = [
-            (policy.reference_logprobs(micro_batch), micro_batch.old_logprobs)
+            (policy.reference_logprobs(micro_batch), micro_batch.rollout_logprobs)
             for micro_batch in builder.build(batch)
         ]
         scored, given = zip(*pairs, strict=True)

@@ -1,15 +1,16 @@
 """Chaos: rollouts while their processes are killed and stopped, and an account of every token.
 
-Trajectories in groups, on four engine processes that get new weights after every batch, with an
-asynchronous pool; meanwhile SIGKILL and SIGSTOP come at random points to engines, the rollout
-manager and rollout workers, some of them in a weight update, and engines lose, repeat and refuse
-things by themselves. Nothing may be lost, come twice or be torn, among what the ranks get and in
-the ledger; each token has to be the right one, made by the weights that it says (see
-`chaos_oracle`), and no older than the bound.
+An asynchronous pool of four engine processes generates trajectories in groups, and gets new weights
+after every batch. Meanwhile SIGKILL and SIGSTOP hit engines, the rollout manager and rollout
+workers at random points, some of them in a weight update, and engines drop, repeat and refuse
+things by themselves. Neither the batches nor the ledger may lose, repeat or tear anything. Each
+token must be the right one, made by the weights of its version (see `chaos_oracle`), and no older
+than the staleness bound.
 
     python tests/chaos/chaos.py [--seed N] [--trajectories 10000] [--kills 100] [--updates 20]
 
-Exit status 1 where anything is wrong, with what; RUN_DIR/summary.json has the numbers.
+The exit status is 1 if anything is wrong, and stderr has the problems. RUN_DIR/summary.json has the
+results.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ from umbra.runtime.errors import ConfigError, UmbraError
 from umbra.runtime.session import Session, SessionConfig
 
 _GRACE_S: Final = 5.0
-"""From the end of the session to that of all its processes."""
+"""Time from the end of the session to the end of all its processes."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0 where all is right, 1 where not, 2 for sizes that do not fit."""
+    """Returns 0 if all checks passed, 1 if not, 2 for sizes that do not fit."""
     arguments = _parser().parse_args(argv)
-    # As an exception, so that the processes are ended too.
+    # Raises, so that the processes are ended, too.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         plan = ChaosPlan.of_size(
@@ -79,7 +80,7 @@ class ChaosRun:
     """One run in a directory.
 
     Attributes:
-        problems: what is not as it should be.
+        problems: the failed checks.
     """
 
     def __init__(self, plan: ChaosPlan, run_dir: Path) -> None:
@@ -94,7 +95,7 @@ class ChaosRun:
         self._seen: dict[str, Any] = {}
 
     def run(self) -> None:
-        """Raises UmbraError where it cannot be gone on with."""
+        """Runs the plan. Raises UmbraError if the run cannot continue."""
         plan, run_dir = self._plan, self._run_dir
         run_dir.mkdir(parents=True, exist_ok=True)
         for stale in (*run_dir.glob("logs/*.log"), run_dir / "summary.json"):
@@ -115,7 +116,7 @@ class ChaosRun:
                 self._seen["counters"] = world.stats()["counters"]
                 self._seen["dropped_groups"] = world.stats()["training"]["groups_dropped"]
             finally:
-                self._look(world, saboteur)
+                self._record(world, saboteur)
 
     def _train(self, world: ChaosWorld, saboteur: Saboteur) -> None:
         for step, version in enumerate(self._oracle.versions[1:]):
@@ -135,8 +136,8 @@ class ChaosRun:
             )
         saboteur.finish()
 
-    def _look(self, world: ChaosWorld, saboteur: Saboteur) -> None:
-        """Takes down what has been seen."""
+    def _record(self, world: ChaosWorld, saboteur: Saboteur) -> None:
+        """Records what happened, for the report."""
         self._seen |= saboteur.summary()
         self._seen["catch_up_syncs"] = world.num_catch_ups
         self._seen["interruptions"] = world.interruptions
@@ -147,7 +148,7 @@ class ChaosRun:
     # -- the account ---------------------------------------------------------------------
 
     def report(self) -> int:
-        """Prints the account and writes it; the exit status."""
+        """Prints the account and writes it; returns the exit status."""
         self._check_enough()
         summary = self._summary()
         path = self._run_dir / "summary.json"
@@ -162,7 +163,7 @@ class ChaosRun:
         return 1 if self.problems else 0
 
     def _check_enough(self) -> None:
-        """A run that was spared proves nothing."""
+        """Checks that enough happened: otherwise the run proves nothing."""
         self.problems += self._account.problems()
         for name, seen, wanted in (
             ("trajectories", self._account.num_trajectories, self._plan.num_trajectories),
@@ -170,7 +171,7 @@ class ChaosRun:
             ("updates", self._num_updates, self._plan.num_updates),
         ):
             if seen < wanted:
-                self.problems.append(f"{seen} {name} came about, {wanted} were wanted")
+                self.problems.append(f"only {seen} {name} happened, {wanted} were planned")
         if self._seen.get("dropped_groups"):
             self.problems.append(f"{self._seen['dropped_groups']} groups were dropped")
 

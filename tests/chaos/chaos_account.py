@@ -1,4 +1,4 @@
-"""Holds what came back against what had to come: counts what is lost, twice, torn or wrong."""
+"""Compares results with expected ones: counts what is lost, duplicated, torn or wrong."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ VIOLATIONS: Final[Sequence[str]] = (
     "wrong_rewards",
     "wrong_in_ledger",
 )
-"""Counted by name; all have to be 0. Trajectories, but for `broken_groups`, and for `..._tokens`,
-`wrong_logprobs` and `wrong_version`, which are tokens."""
+"""Counted by name; all must be 0. They count trajectories, except `broken_groups`, and except
+`..._tokens`, `wrong_logprobs` and `wrong_version`, which count tokens."""
 
 _SURE: Final = 4
-"""Tokens by which a place of a completion is recognised. Fewer are equal by chance."""
+"""Tokens that identify a position in a completion. Fewer may be equal by chance."""
 _SURE_AT_END: Final = 2
-"""The last of them is a stop token, whatever was before."""
+"""The same at the end: the last token is always a stop token."""
 
 
 class Account:
-    """Takes every batch, in order.
+    """Checks every batch, in order.
 
     Attributes:
         counts: of `VIOLATIONS`.
-        ages: tokens by their age in optimizer steps when they were handed out.
-        num_resumed: trajectories whose tokens are of several versions.
+        ages: number of tokens by age, in optimizer steps at delivery.
+        num_resumed: trajectories with tokens of several versions.
     """
 
     def __init__(self, plan: ChaosPlan, oracle: Oracle) -> None:
         self._plan = plan
         self._oracle = oracle
-        self._batches: dict[str, int] = {}  # in which a trajectory came first
+        self._batches: dict[str, int] = {}  # the batch in which a trajectory came first
         self._examples: dict[str, str] = {}
         self.counts: Counter[str] = Counter(dict.fromkeys(VIOLATIONS, 0))
         self.ages: Counter[int] = Counter()
@@ -59,11 +59,11 @@ class Account:
 
     @property
     def num_trajectories(self) -> int:
-        """Different ones that came."""
+        """Number of different trajectories so far."""
         return len(self._batches)
 
     def observe(self, step: int, answers: Sequence[Mapping[str, Any]]) -> None:
-        """The batch of `step`, as every rank got its part."""
+        """Checks the batch of `step`, from the parts of all ranks."""
         expected = self._oracle.batch(step)
         members: Counter[str] = Counter()
         for answer in answers:
@@ -87,7 +87,7 @@ class Account:
                 self._note("broken_groups", f"{group_id} has {count} members in batch {step}")
 
     def observe_ledger(self, ledger: LedgerState) -> None:
-        """What the ledger says at the end, where no checkpoint has folded anything."""
+        """Checks the ledger at the end, when no checkpoint has folded anything."""
         accounts = {held.sample_id: held for group in ledger.groups() for held in group.samples}
         for step in range(self._plan.num_updates):
             for sample_id, sample in self._oracle.batch(step).items():
@@ -96,7 +96,7 @@ class Account:
                     self._note("wrong_in_ledger", f"{sample_id}, of batch {step}, {flaw}")
 
     def problems(self) -> list[str]:
-        """One line for each kind of violation; empty where all is right."""
+        """One line for each kind of violation; empty if there is none."""
         found = [
             f"{name} is {count}, such as: {self._examples[name]}"
             for name, count in self.counts.items()
@@ -145,7 +145,7 @@ class Account:
                 count = int((versions == version).sum())
                 self._note("wrong_version", f"{sample_id}: no version {version}", count)
         self.num_resumed += len(different) > 1
-        # In a rolling update, what an updated engine loses may go on where the older version is.
+        # In a rolling update, a lost trajectory may resume on an engine with the older version.
         if self._plan.update_waves == 1 and len(versions) and (np.diff(versions) < 0).any():
             self._note("versions_going_back", f"{sample_id}: {different}")
 
@@ -156,7 +156,7 @@ class Account:
         versions: npt.NDArray[np.int64],
         logprobs: npt.NDArray[np.float32],
     ) -> None:
-        """Whether each token was made by the weights that it says, and has its own logprob."""
+        """Checks that each token has its own logprob, from the weights of its version."""
         for version in np.unique(versions).tolist():
             if self._oracle.step_of(version) is None:
                 continue
@@ -167,10 +167,10 @@ class Account:
     def _wrong_maker(
         self, sample_id: str, sample: Sample, version: int, at: int, logprob: np.float32
     ) -> tuple[str, str]:
-        """The violation, and how to say it."""
+        """The name and the text of the violation."""
         for other in self._oracle.versions:
             if self._oracle.logprobs(other, sample.keys[at : at + 1])[0] == logprob:
-                text = f"{sample_id}: token {at} says version {version}, version {other} made it"
+                text = f"{sample_id}: token {at} has version {version}, version {other} made it"
                 return "wrong_version", text
         whole = self._oracle.logprobs(version, sample.keys)
         owners = np.flatnonzero(whole == logprob).tolist()
@@ -191,7 +191,7 @@ class Account:
 
 
 class Flaw(NamedTuple):
-    """Where a completion is not what it should be: so many tokens from `position` on."""
+    """A difference from the expected completion: `num_tokens` from `position` on."""
 
     name: str
     position: int
@@ -199,7 +199,7 @@ class Flaw(NamedTuple):
 
 
 def find_flaw(got: npt.NDArray[np.int32], expected: npt.NDArray[np.int32]) -> Flaw | None:
-    """The first; lost and repeated tokens are told by what follows them."""
+    """The first difference; the tokens after it show whether tokens were lost or repeated."""
     shared = min(len(got), len(expected))
     differs = np.flatnonzero(got[:shared] != expected[:shared])
     at = int(differs[0]) if len(differs) else shared
@@ -221,13 +221,13 @@ def _is_same_place(left: npt.NDArray[np.int32], right: npt.NDArray[np.int32]) ->
 
 
 def num_different(got: npt.NDArray[np.int32], wanted: npt.NDArray[np.int32]) -> int:
-    """Places at which two sequences differ; what only one of them has counts too."""
+    """Number of positions at which two sequences differ; missing tokens count, too."""
     shared = min(len(got), len(wanted))
     return int((got[:shared] != wanted[:shared]).sum()) + abs(len(got) - len(wanted))
 
 
 def _flaw_in_ledger(held: SampleAccount | None, sample: Sample, step: int) -> str:
-    """Empty where the sample is leased or trained for that step, with its own tokens."""
+    """What is wrong with a sample in the ledger; "" if it is leased or trained as expected."""
     if held is None:
         return "is not there"
     if held.state not in (SampleState.LEASED, SampleState.TRAINED) or held.step != step:

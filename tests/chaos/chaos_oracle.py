@@ -1,8 +1,8 @@
-"""What a run must give, worked out without it: every prompt, token, reward and logprob.
+"""Computes the expected results of a run without it: every prompt, token, reward and logprob.
 
-Each token of the echo engine follows from the seed and all tokens before it; its logprobs, with
-`weights_in_logprobs`, from the weights too. So each version's bytes tell what a token's logprob has
-to be if that version made it.
+Each token of the echo engine follows from the seed and all tokens before it. Its logprob, with
+`weights_in_logprobs`, follows from the weights, too. The bytes of each version therefore determine
+the logprob that a token must have if that version made it.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
 
 _SHAPES: Final = {"embed": (64, 1024), "up": (700, 1024), "norm": (7,), "down": (300, 511)}
-"""4 MB in several buckets, some of them shared; sizes that fill none."""
+"""4 MB in several buckets, some of them shared; no size fills a bucket exactly."""
 _PROMPT_LENS: Final = (3, 12)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What has to come back for one trajectory.
+    """The expected result of one trajectory.
 
     Attributes:
         prompt, tokens: [P] and [C].
-        keys: [C] what the tokens' logprobs follow from, beside the weights.
+        keys: [C] what the tokens' logprobs follow from, besides the weights.
         reward: the sum of the completion's tokens, see `chaos_reward`.
     """
 
@@ -46,7 +46,7 @@ class Sample:
 
 
 class Oracle:
-    """Knows the run of a plan."""
+    """Computes the expected results of a plan."""
 
     def __init__(self, plan: ChaosPlan) -> None:
         self._plan = plan
@@ -65,11 +65,11 @@ class Oracle:
         ]
 
     def batch(self, step: int) -> dict[str, Sample]:
-        """The samples of a batch by their ids: groups are handed out in the data's order."""
+        """The samples of a batch by id: groups are delivered in the data's order."""
         first = step * self._plan.groups_per_batch
         samples: dict[str, Sample] = {}
-        for place in range(first, first + self._plan.groups_per_batch):
-            epoch, idx = self._order.at(place)
+        for order_idx in range(first, first + self._plan.groups_per_batch):
+            epoch, idx = self._order.at(order_idx)
             group_id = f"e{epoch}/{prompt_id(idx)}"
             for member in range(self._plan.group_size):
                 seed = trajectory_seed(self._plan.seed, epoch, idx, member)
@@ -91,7 +91,7 @@ class Oracle:
     # -- weights -------------------------------------------------------------------------
 
     def step_of(self, version: int) -> int | None:
-        """Optimizer steps in the weights of a version; None for one that never was."""
+        """Optimizer steps in the weights of a version; None if there was no such version."""
         return self.versions.index(version) if version in self.versions else None
 
     def weights(self, version: int) -> dict[str, Float32Array]:
@@ -100,7 +100,7 @@ class Oracle:
         return {name: rng.random(shape, np.float32) for name, shape in _SHAPES.items()}
 
     def logprobs(self, version: int, keys: npt.NDArray[np.uint64]) -> Float32Array:
-        """Of the tokens with these keys, had they been made under that version."""
+        """The logprobs of tokens with these keys if made under that version."""
         if version not in self._fingerprints:
             tensors: list[Any] = [tensor.data for tensor in self.weights(version).values()]
             self._fingerprints[version] = weights_fingerprint(tensors)

@@ -1,4 +1,4 @@
-"""What a chaos run does, and how often it breaks what: known from the seed before it starts."""
+"""The plan of a chaos run and its faults, which follow from the seed before the run starts."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ MAX_NEW_TOKENS: Final = 256
 MAX_CONTEXT_LEN: Final = 288
 
 HUNG_LIMIT_S: Final = 2.0
-"""From SIGSTOP to the replacement. Longer: a run takes longer. Shorter: a busy machine's processes
-are taken for stopped ones."""
+"""From SIGSTOP to the replacement. Longer makes a run longer; shorter mistakes processes of a busy
+machine for stopped ones."""
 _PAUSES_S: Final = (0.1, 0.6 * HUNG_LIMIT_S)
-"""How long a stopped process stays so before SIGCONT: it is not to be replaced."""
+"""How long a process is stopped before SIGCONT; too short for it to be replaced."""
 
 FaultKind = Literal["kill", "stop", "pause"]
 Role = Literal["engine", "manager", "worker"]
@@ -38,21 +38,21 @@ _ROLES: Final[Sequence[Role]] = (
     "engine",
     "engine",
 )
-"""Repeated, each beside the other: their lengths have no common divisor, so all pairs occur."""
+"""Both are repeated side by side. Their lengths have no common divisor, so all pairs occur."""
 Phase = Literal["generation", "training", "update"]
 TRAINING_S: Final = 0.3
-"""Between a batch and the update after it. Shorter: faults in it come too late. Longer: a run takes
+"""Time between a batch and the update after it. With less, faults come too late; more makes a run
 longer."""
 _STEP_PHASES: Final[Sequence[tuple[Phase, float, tuple[float, float]]]] = (
     ("update", 0.25, (0.0, 0.02)),
     ("training", 0.15, (0.0, 0.2)),
 )
-"""The share of faults that come in each, and the seconds from its beginning, for it takes a bit
-longer, to a fault in it."""
+"""Share of faults in each phase, and their delay in seconds from its beginning. A fault takes a bit
+longer than its delay."""
 _ANY_SHARE: Final = 0.2
-"""Of the others: those that may hit a process that starts, or an engine that waits for weights."""
+"""Share of the other faults that may hit a process that starts, or an engine without weights."""
 _LATEST: Final = 0.97
-"""Of the run: what is later finds no trajectories to disturb."""
+"""Share of the run: later faults would find no trajectories to disturb."""
 
 INJECTED: Final[Sequence[Mapping[str, Any]]] = (
     {"kind": "repeat", "every_tokens": 6_000},
@@ -62,20 +62,20 @@ INJECTED: Final[Sequence[Mapping[str, Any]]] = (
     {"kind": "error", "call": "deltas", "every_tokens": 60_000},
     {"kind": "error", "call": "load", "every_tokens": 60_000},
 )
-"""What engines get wrong by themselves meanwhile (engine `faulty`)."""
+"""Faults that engines inject by themselves (engine `faulty`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """A signal to a process of that role, chosen at random when it is due.
+    """A signal to a random process of a role.
 
     Attributes:
         kind: kill is SIGKILL, stop is SIGSTOP for good, pause is SIGSTOP and later SIGCONT.
         phase: while the ranks wait for a batch, train on it, or publish the weights after it.
-        after_finished: trajectories that are finished by then; in generation.
-        step: in whose training or update it comes, `delay_s` after its beginning.
-        lasts_s: of a pause.
-        hits_any: also a process that is not at work, but starts, or waits for weights.
+        after_finished: in generation, the number of finished trajectories at which it comes.
+        step: of the training or update in which it comes, `delay_s` after its beginning.
+        lasts_s: duration of a pause.
+        hits_any: whether it may hit a process that is starting or waiting for weights.
     """
 
     kind: FaultKind
@@ -90,7 +90,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChaosPlan:
-    """Sizes of a run. Batch s is trained on with s optimizer steps done.
+    """Sizes of a run. Batch s is trained on after s optimizer steps.
 
     Attributes:
         num_updates: weight updates after the first weights: one after each batch.
@@ -114,7 +114,7 @@ class ChaosPlan:
     def of_size(
         cls, *, seed: int, trajectories: int, kills: int, updates: int, group_size: int, **rest: Any
     ) -> Self:
-        """Raises ConfigError where the trajectories do not make whole groups and batches."""
+        """Raises ConfigError if the trajectories do not make whole groups and batches."""
         unit = updates * group_size
         if min(trajectories, updates, group_size) < 1 or trajectories % unit:
             raise ConfigError(
@@ -137,7 +137,7 @@ class ChaosPlan:
 
     @property
     def num_prompts(self) -> int:
-        """So many that a run goes through them several times."""
+        """Few enough for a run to use each prompt several times."""
         return max(1, self.num_updates * self.groups_per_batch // 4)
 
     @property
@@ -146,7 +146,7 @@ class ChaosPlan:
 
     @property
     def victims(self) -> dict[str, Role]:
-        """The roles of all processes that may be hit, by their names."""
+        """The roles of all processes that may be hit, by name."""
         roles: dict[str, Role] = {MANAGER: "manager"}
         for name in self.engines:
             roles[name] = "engine"
@@ -155,7 +155,7 @@ class ChaosPlan:
         return roles
 
     def versions(self) -> list[int]:
-        """The version after each number of optimizer steps. Some are skipped, as by rollbacks."""
+        """The version after each number of optimizer steps; some are skipped, as by rollbacks."""
         rng = self.rng("versions")
         versions = [rng.randrange(3)]
         while len(versions) <= self.num_updates:
@@ -163,7 +163,7 @@ class ChaosPlan:
         return versions
 
     def faults(self) -> list[Fault]:
-        """Those in updates, those in trainings, and the others in the order in which they come."""
+        """The faults in updates, then those in trainings, then the others in order."""
         rng = self.rng("faults")
         hits: list[tuple[FaultKind, Role]] = [
             (_KINDS[idx % len(_KINDS)], _ROLES[idx % len(_ROLES)]) for idx in range(self.num_faults)

@@ -1,4 +1,4 @@
-"""The reward of a chaos run: the sum of the completion's tokens, read off its text."""
+"""The reward of a chaos run: the sum of the completion's tokens, parsed from its text."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import time
 from typing import Any, Final
 
 _TAKES_S: Final = 0.02
-"""Long enough for a worker to be killed in the middle; short enough to keep up with the engines."""
+"""Long enough to kill a worker during a call; short enough to keep up with the engines."""
 
 
 def reward(prompts: list[str], completions: list[str], **columns: list[Any]) -> list[float]:
-    """Token i reads `t<i>`."""
+    """Scores completions whose token i reads `t<i>`."""
     time.sleep(_TAKES_S)
     return [float(sum(int(word[1:]) for word in text.split())) for text in completions]

@@ -1,4 +1,4 @@
-"""Breaks processes as the plan says, from beside the run, and tells what it has seen of that."""
+"""Disturbs processes as planned, from outside the run, and records the effects."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from umbra.runtime.engine_api.lifecycle import EngineState
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.session import Session
 
-_LOOK_AGAIN_S: Final = 0.02
-"""Between two looks at how far the run is, and for an engine that can be struck."""
+_POLL_S: Final = 0.02
+"""Interval of asking for the run's progress, and for an engine that can be hit."""
 _AIM_TIMEOUT_S: Final = 60.0
 _SIGNAL_TIMEOUT_S: Final = 10.0
-"""For the kernel to end or stop a process: machines that are busy take long."""
+"""Deadline for the kernel to end or stop a process: busy machines take long."""
 _MAX_AT_ONCE: Final = 8
 
 _DEATH: Final = re.compile(r"(?P<label>\S+#\d+) (?P<how>.+); restarting it in ")
@@ -40,17 +40,17 @@ _IN_UPDATE: Final = frozenset(
 
 
 class ChaosError(UmbraError):
-    """The run could not be carried out as planned; says what it waited for."""
+    """The run could not be carried out as planned; the message has what it waited for."""
 
 
 class DeathNotes:
-    """How each life of a process ended, as the supervisor tells it."""
+    """How each incarnation of a process ended, as reported by the supervisor."""
 
     def __init__(self) -> None:
         self.how: dict[str, str] = {}
 
     def observe(self, text: str) -> None:
-        """Takes one note; from any thread."""
+        """Reads one note; callable from any thread."""
         found = _DEATH.match(text)
         if found:
             self.how[found["label"]] = found["how"]
@@ -60,7 +60,7 @@ class DeathNotes:
         return sum("no heartbeat" in how for how in self.how.values())
 
     def crashes(self) -> list[str]:
-        """Ends that nothing explains: not killed, by whomever."""
+        """Ends of processes that nobody killed."""
         explained = ("SIGKILL", " was killed: ", "not ready within")
         return [
             f"{label} {how}"
@@ -74,7 +74,7 @@ class Strike:
     """A fault that happened.
 
     Attributes:
-        label: the life of the process that it hit.
+        label: the incarnation of the process that it hit.
         state: an engine's in its lifecycle; any other process's under its supervisor.
     """
 
@@ -85,7 +85,7 @@ class Strike:
 
 
 class _Aim(NamedTuple):
-    """A life that may be hit, and the state that it is in."""
+    """An incarnation that may be hit, and its state."""
 
     role: Role
     label: str
@@ -97,13 +97,13 @@ class Saboteur:
     """Carries out faults while its block runs. Owns its threads.
 
     Args:
-        victims: roles of the actors that may be hit, by their names.
-        faults: as `ChaosPlan.faults` gives them.
-        num_finished: tells how many trajectories are; called from another thread.
+        victims: roles of the actors that may be hit, by name.
+        faults: from `ChaosPlan.faults`.
+        num_finished: returns the number of finished trajectories; called from another thread.
 
     Attributes:
-        strikes: the faults that happened: a killed process was gone, a stopped one stood still.
-        continued: the lives that went on after a pause.
+        strikes: faults that had an effect: the killed process ended, or the stopped one stopped.
+        continued: the incarnations that continued after a pause.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Saboteur:
         self._rng = rng
         self._num_finished = num_finished
         self._is_over = threading.Event()
-        self._hitting = threading.Lock()  # so that an end, or a stop, is counted once
+        self._hitting = threading.Lock()  # so that an end or a stop is counted only once
         self._executor = ThreadPoolExecutor(1 + _MAX_AT_ONCE, "saboteur")
         self._futures: list[Future[None]] = []
 
@@ -140,26 +140,26 @@ class Saboteur:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Raises what went wrong in a thread, where nothing else has."""
+        """Raises the error of a thread, if there is no other."""
         self._is_over.set()
         self._executor.shutdown(cancel_futures=error is not None)
         if error is None:
             self.check()
 
     def check(self) -> None:
-        """Raises what went wrong so far."""
+        """Raises the first error of a thread so far."""
         for future in list(self._futures):
             if future.done():
                 future.result()
 
     def finish(self) -> None:
-        """Until every fault has happened; the run has given all that it should."""
-        for future in self._futures:  # grows meanwhile: its first carries out the others
+        """Waits until every fault has happened; called when all batches are complete."""
+        for future in self._futures:  # grows meanwhile: the first one submits the others
             future.result()
 
     @contextmanager
     def during(self, phase: Phase, step: int) -> Generator[None]:
-        """The block is the training or the weight update of that step."""
+        """Applies the faults of a step's training or weight update during the block."""
         is_under_way = threading.Event()
         is_under_way.set()
         for fault in self._by_step.pop((phase, step), []):
@@ -170,17 +170,17 @@ class Saboteur:
         finally:
             is_under_way.clear()
 
-    # -- in threads of its own -----------------------------------------------------------
+    # -- in its threads ------------------------------------------------------------------
 
     def _follow_progress(self) -> None:
         for fault in self._by_progress:
             while self._num_finished() < fault.after_finished:
-                if self._is_over.wait(_LOOK_AGAIN_S):
+                if self._is_over.wait(_POLL_S):
                     return
             self._futures.append(self._executor.submit(self._strike, fault))
 
     def _strike_during(self, fault: Fault, is_under_way: threading.Event) -> None:
-        """As soon as somebody can be hit there; elsewhere where all is too quick."""
+        """Hits a victim during the block, or afterwards if the block was too short."""
         self._is_over.wait(fault.delay_s)
         is_updated = fault.phase == "update" and fault.role == "engine"
         states = _IN_UPDATE if is_updated else _AT_WORK
@@ -193,14 +193,14 @@ class Saboteur:
         deadline = time.monotonic() + _AIM_TIMEOUT_S
         while not self._is_over.is_set():
             if time.monotonic() > deadline:
-                raise ChaosError(f"nobody could be hit by {fault} for {_AIM_TIMEOUT_S:g} s")
+                raise ChaosError(f"{fault} found no victim for {_AIM_TIMEOUT_S:g} s")
             if self._try_to_strike(fault, _ANY if fault.hits_any else _AT_WORK):
                 return
-            self._is_over.wait(_LOOK_AGAIN_S)
+            self._is_over.wait(_POLL_S)
 
     def _try_to_strike(self, fault: Fault, states: Collection[str]) -> bool:
-        """Hits one victim of the fault's role in such a state, if it lives and does not stand
-        still already."""
+        """Hits a victim of the fault's role in one of these states, unless it has ended or is
+        stopped already."""
         fit = [aim for aim in self._aims() if aim.role == fault.role and aim.state in states]
         if not fit:
             return False
@@ -219,11 +219,11 @@ class Saboteur:
                     victim.send(signal.SIGCONT)
                     self.continued.append(aim.label)
         except ProcessLookupError:
-            pass  # It ended before it was hit, or while it stood still.
+            pass  # it ended before it was hit, or while it was stopped
         return is_hit
 
     def _aims(self) -> list[_Aim]:
-        """The victims as they are now."""
+        """The current states of all victims."""
         engines: list[dict[str, Any]] = self._session.supervisor_call("pool_states", POOL)
         states = {row["engine"]: str(row["state"]) for row in engines}
         actors: list[dict[str, Any]] = self._session.supervisor_call("list_actors")
@@ -239,7 +239,7 @@ class Saboteur:
         ]
 
     def _hit(self, fault: Fault, victim: Victim) -> bool:
-        """Whether the signal had its effect, as the kernel tells of the process."""
+        """Sends the signal; returns whether it had its effect, according to the kernel."""
         if victim.has_ended():
             return False
         if fault.kind == "kill":
@@ -253,7 +253,7 @@ class Saboteur:
     # -- afterwards ----------------------------------------------------------------------
 
     def summary(self) -> dict[str, Any]:
-        """How often what happened to whom, and in which state of the process."""
+        """Counts of faults by kind, role and state of the victim."""
         kinds = Counter(strike.kind for strike in self.strikes)
         return {
             "kills": len(self.strikes),
@@ -266,5 +266,5 @@ class Saboteur:
         }
 
     def fatal_labels(self) -> set[str]:
-        """Lives that cannot have gone on."""
+        """Incarnations that cannot have continued."""
         return {strike.label for strike in self.strikes if strike.kind != "pause"}

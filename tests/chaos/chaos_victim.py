@@ -1,4 +1,4 @@
-"""One life of an engine's process, which is surely the one that is meant when it is struck."""
+"""One incarnation of a process, identified so that a signal cannot hit another process."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Final, Self
 from umbra.runtime.cluster.environment import ACTOR_VARIABLE
 from umbra.runtime.process.descendants import process_stat
 
-_LOOK_AGAIN_S: Final = 0.005
-"""Between two looks at /proc, which tells nobody when a process has stopped."""
+_POLL_S: Final = 0.005
+"""Interval of reading /proc: a process that stops cannot be awaited."""
 
 
 class Victim:
@@ -24,7 +24,7 @@ class Victim:
         label: NAME#INCARNATION.
 
     Raises:
-        ProcessLookupError: no such process, or it belongs to another life.
+        ProcessLookupError: no such process, or it is another incarnation.
     """
 
     def __init__(self, label: str, pid: int) -> None:
@@ -36,7 +36,7 @@ class Victim:
             raise ProcessLookupError(f"process {pid} is not {label}")
 
     def _is_itself(self) -> bool:
-        """Looked at with the pidfd open: what was read is of that process or of none."""
+        """Called with the pidfd open, so that what is read belongs to that process or to none."""
         try:
             environment = Path(f"/proc/{self._pid}/environ").read_bytes().split(b"\0")
         except OSError:
@@ -44,7 +44,7 @@ class Victim:
         return f"{ACTOR_VARIABLE}={self.label}".encode() in environment and not self.has_ended()
 
     def send(self, signum: signal.Signals) -> None:
-        """Raises ProcessLookupError where it has ended."""
+        """Raises ProcessLookupError if it has ended."""
         signal.pidfd_send_signal(self._pidfd, signum)
 
     def has_ended(self, within_s: float = 0.0) -> bool:
@@ -59,7 +59,7 @@ class Victim:
                 return True
             if time.monotonic() >= deadline:
                 return False
-            time.sleep(_LOOK_AGAIN_S)
+            time.sleep(_POLL_S)
         return False
 
     def __enter__(self) -> Self:

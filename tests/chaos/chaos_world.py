@@ -1,4 +1,4 @@
-"""The processes of a chaos run, and its ranks: they ask for batches and publish weights."""
+"""The processes of a chaos run, and its ranks, which ask for batches and publish weights."""
 
 from __future__ import annotations
 
@@ -49,30 +49,31 @@ _BATCH_TIMEOUT_S: Final = 120.0
 _SYNC_TIMEOUT_S: Final = 60.0
 _SETTLE_TIMEOUT_S: Final = 60.0
 _LEDGER_TIMEOUT_S: Final = 60.0
-_LOOK_AGAIN_S: Final = 0.1
+_POLL_S: Final = 0.1
 _START_TIMEOUT_S: Final = 10.0
-"""Also from SIGSTOP to the replacement of an engine that has not begun to serve."""
+"""Also the time from SIGSTOP to the replacement of an engine that has not begun to serve."""
 _RESTARTS: Final = RestartPolicy(
     mode="on_failure", max_restarts=100_000, backoff_initial_s=0.05, backoff_max_s=0.2
 )
-"""Processes die as often as the plan wants: that is no crash loop here."""
+"""Processes die as often as planned, which must not count as a crash loop."""
 _ENGINE: Final[dict[str, Any]] = {
     "inner": "echo",
     "vocab_size": VOCAB_SIZE,
     "weights_in_logprobs": True,
-    # Slow enough for a trajectory to take half a second: most faults hit some in the middle.
+    # A trajectory takes half a second, so most faults hit some of them halfway.
     "tokens_per_s": 120.0,
     "max_num_seqs": 32,
     "tick_ms": 20.0,
     "max_context_len": MAX_CONTEXT_LEN,
 }
 _BUCKET_NBYTES: Final = 256 << 10
-"""The weights take more buckets than there are buffers, so a sync goes round the ring."""
+"""The weights take more buckets than there are buffers, so a sync reuses buffers."""
 
 
 class ChaosWorld:
-    """Starts everything in a session and plays the ranks, each in a thread of its own. One thread
-    at a time may call, but for `num_finished`.
+    """Starts everything in a session, and runs the ranks, each in a thread of its own.
+
+    Only one thread at a time may call it, except for `num_finished`.
 
     Attributes:
         num_catch_ups: syncs that waiting ranks were asked for.
@@ -87,7 +88,7 @@ class ChaosWorld:
         self._folder = folder
         self._ledger_path = ledger_folder(folder.absolute(), MANAGER)
         self._version = -1
-        # Not joined: what its threads wait for ends with the session at the latest.
+        # Not joined: the threads' waits end with the session at the latest.
         self._threads = ThreadPoolExecutor(plan.num_ranks, "rank")
         self._tensors = {
             name: torch.zeros(tensor.shape) for name, tensor in oracle.weights(0).items()
@@ -170,7 +171,7 @@ class ChaosWorld:
     # -- as the ranks --------------------------------------------------------------------
 
     def publish(self, version: int, step: int) -> None:
-        """Brings the pool to a version, that of the weights after `step` steps."""
+        """Publishes a version: the weights after `step` steps."""
         self._manager.call("announce", version, step, timeout_s=_LEDGER_TIMEOUT_S)
         for name, tensor in self._oracle.weights(version).items():
             self._tensors[name].copy_(torch.as_tensor(tensor))
@@ -178,7 +179,7 @@ class ChaosWorld:
         self._as_ranks(self._publish)
 
     def next_batch(self, step: int) -> list[dict[str, Any]]:
-        """Every rank's part; serves the syncs that are asked for on the way."""
+        """All ranks' parts of a batch; serves syncs that are requested meanwhile."""
         answers = self._as_ranks(lambda rank: self._batch_of(rank, step))
         self.interruptions += int(answers[0]["metrics"]["interruptions"])
         return answers
@@ -187,7 +188,7 @@ class ChaosWorld:
         return list(self._threads.map(act, range(self._plan.num_ranks)))
 
     def _batch_of(self, rank: int, step: int) -> dict[str, Any]:
-        # As a rank of a training: what one is told may not reach the other, where the manager dies.
+        # Each rank asks separately: an answer may reach only one of them if the manager dies.
         while True:
             arguments = (rank, step, self._version)
             answer = self._manager.call("next_batch", *arguments, timeout_s=_BATCH_TIMEOUT_S)
@@ -199,13 +200,13 @@ class ChaosWorld:
             self._publish(rank)
 
     def _publish(self, rank: int) -> None:
-        """The current version, to those engines that lack it."""
+        """Publishes the current version to the engines that lack it."""
         self._publishers[rank].publish(POOL, self._version, _SYNC_TIMEOUT_S)
 
-    # -- looking -------------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------
 
     def num_finished(self) -> int:
-        """Trajectories that are generated to their end, delivered or not."""
+        """Number of trajectories that are finished, delivered or not."""
         training = self.stats()["training"]
         return training["groups_admitted"] * self._plan.group_size - training["trajectories_open"]
 
@@ -214,40 +215,40 @@ class ChaosWorld:
         return stats
 
     def ledger(self) -> LedgerState:
-        """As it is on disk, once all that has happened is."""
+        """The ledger's state on disk, once everything so far is durable."""
         self._manager.call("position", timeout_s=_LEDGER_TIMEOUT_S)
         return replay(read_history(self._ledger_path).entries)
 
     def settle(self, deaths: DeathNotes, fatal: Collection[str]) -> None:
-        """Until the supervisor has told of these deaths and every engine serves the weights.
+        """Waits until these deaths were reported and every engine serves the current weights.
 
         Raises:
-            ChaosError: what is missing.
+            ChaosError: with what is missing.
         """
         deadline = time.monotonic() + _SETTLE_TIMEOUT_S
         while True:
-            untold = sorted(set(fatal) - deaths.how.keys())
+            unreported = sorted(set(fatal) - deaths.how.keys())
             states = self._session.pool(POOL).states()
             serving = [
                 row["engine"]
                 for row in states
                 if row["state"] == EngineState.SERVING and row["version"] == self._version
             ]
-            if not untold and len(serving) == self._plan.num_engines:
+            if not unreported and len(serving) == self._plan.num_engines:
                 return
             if time.monotonic() > deadline:
                 raise ChaosError(
-                    f"{_SETTLE_TIMEOUT_S:g} s after the last fault the deaths of {untold} are not "
-                    f"told, and of {self._plan.engines} only {serving} serve version "
+                    f"{_SETTLE_TIMEOUT_S:g} s after the last fault the deaths of {unreported} are "
+                    f"not reported, and of {self._plan.engines} only {serving} serve version "
                     f"{self._version}"
                 )
             if any(row["state"] == EngineState.PENDING_WEIGHTS for row in states):
                 self._as_ranks(self._publish)
-            time.sleep(_LOOK_AGAIN_S)
+            time.sleep(_POLL_S)
 
 
 def injected_faults(log_dir: Path, engines: Sequence[str]) -> dict[str, int]:
-    """What engines say that they got wrong by themselves, by kind."""
+    """Faults that engines report to have injected, by kind."""
     found: Counter[str] = Counter()
     for name in engines:
         text = (log_dir / f"{name}.log").read_text(errors="replace")
@@ -258,7 +259,7 @@ def injected_faults(log_dir: Path, engines: Sequence[str]) -> dict[str, int]:
 
 
 def write_tokenizer(path: Path) -> None:
-    """A tokenizer whose token i reads `t<i>`."""
+    """Writes a tokenizer whose token i reads `t<i>`."""
     vocabulary = {f"t{i}": i for i in range(VOCAB_SIZE)}
     tokenizer: Any = Tokenizer(WordLevel(vocabulary, unk_token="t0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()

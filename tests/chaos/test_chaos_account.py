@@ -220,7 +220,7 @@ def test_the_report_names_the_version_that_made_a_token() -> None:
 
     (problem,) = account_of(answer).problems()
 
-    assert f"token 0 says version {ORACLE.versions[1]}, version {newest} made it" in problem
+    assert f"token 0 has version {ORACLE.versions[1]}, version {newest} made it" in problem
 
 
 def test_a_completion_of_another_context_has_wrong_tokens() -> None:

@@ -54,7 +54,7 @@ def test_a_victim_is_seen_to_stop_go_on_and_end(sleeper: subprocess.Popen[bytes]
 
 
 @pytest.mark.parametrize("label", ["sleeper#2", "sleeper#33", "sleep"])
-def test_another_life_is_not_a_victim(sleeper: subprocess.Popen[bytes], label: str) -> None:
+def test_another_incarnation_is_not_a_victim(sleeper: subprocess.Popen[bytes], label: str) -> None:
     with pytest.raises(ProcessLookupError, match=f"is not {label}"):
         Victim(label, sleeper.pid)
 

@@ -1,9 +1,9 @@
-"""The drill: engines are killed during training, which must end as well as if they were not.
+"""The drill: engines are killed during training, which must reach the same accuracy.
 
     python tests/drill/drill.py CONFIG [section.key=value ...] [--run-dir runs/drill] [--seed N]
 
-Trains twice, with several engines and with a single one. Exit status 1 where anything is wrong,
-with what; RUN_DIR/summary.json has the numbers.
+Trains twice, with several engines and with a single one. The exit status is 1 if anything is wrong,
+and stderr has the problems. RUN_DIR/summary.json has the results.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _PASSES: Final = {"two-engines": ["pool.count=2"], "one-engine": ["pool.count=1"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0 where every run passed, 1 where one did not, with the reasons on stderr."""
+    """Returns 0 if every run passed, else 1, with the reasons on stderr."""
     arguments = _parser().parse_intermixed_args(argv)
-    # As an exception, so that the training is ended too.
+    # Raises, so that the training is ended, too.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     print(f"drill: seed {arguments.seed}", flush=True)
     rng = random.Random(arguments.seed)
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def summarise(runs: Sequence[DrilledRun], seed: int) -> dict[str, Any]:
-    """The keys of a run's summary.json: accuracies of the worse run, the others added up."""
+    """The keys of a run's summary.json: accuracies of the worse run, sums of the others."""
     summaries = [run.summary for run in runs]
     return {
         "accuracy_before": max(summary["accuracy_before"] for summary in summaries),
@@ -78,7 +78,7 @@ def summarise(runs: Sequence[DrilledRun], seed: int) -> dict[str, Any]:
 
 
 def _account(run_dir: Path) -> str:
-    """What `umbra ledger RUN_DIR` prints."""
+    """The output of `umbra ledger RUN_DIR`."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         run_umbra(["ledger", str(run_dir)])
@@ -107,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--run-dir", type=Path, default=Path("runs/drill"))
     parser.add_argument("--bar", type=float, default=0.8, help="accuracy to reach (default 0.8)")
     parser.add_argument(
-        "--seed", type=int, default=secrets.randbelow(2**31), help="of when and whom to kill"
+        "--seed", type=int, default=secrets.randbelow(2**31), help="decides the kills"
     )
     return parser
 

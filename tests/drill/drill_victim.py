@@ -20,25 +20,25 @@ from umbra.trainer.reporting.metrics_log import read_metrics
 
 Found = TypeVar("Found")
 
-_LOOK_AGAIN_S: Final = 0.02
-"""Between two looks at a file or at /proc, which tell nobody when they change."""
+_POLL_S: Final = 0.02
+"""Interval of reading a file or /proc, whose changes cannot be awaited."""
 
 _BUSY_SHARE: Final = 0.3
-"""Of one core: an engine that uses more of it is generating or loading weights; one that sleeps
-uses none."""
+"""Share of one core. An engine that uses more of it is generating or loading weights; one that
+sleeps uses none."""
 
 _BUSY_WITHIN_S: Final = 60.0
 _STEPS_WITHIN_S: Final = 300.0
 _LOOK_S: Final = 0.01
-"""How long an engine is watched for that. Longer: a short generation is over before it is noticed.
-Shorter than the scheduler's tick (1 to 10 ms): the processor time used has not been counted yet."""
+"""How long an engine is watched for that. Longer misses short generations. Shorter than the
+scheduler's tick (1 to 10 ms) would miss processor time that has not been counted yet."""
 
 _LATEST_IN_GENERATION: Final = 0.4
-"""Of the time a generation takes: killed later, the engine might have finished just before."""
+"""Share of a generation's duration. Later, the engine might finish just before the kill."""
 
 
 class DrillError(UmbraError):
-    """The drill could not be carried out; says what it waited for."""
+    """The drill could not be carried out; the message has what it waited for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class Kill:
     Attributes:
         engine: its name.
         step: the training step during which it was killed.
-        log_offset: length of the supervisor's log then, in bytes: what follows tells the rest.
+        log_offset: length of the supervisor's log in bytes at the kill.
     """
 
     engine: str
@@ -63,7 +63,7 @@ def kill_an_engine(
     """Waits until `after_step` steps are done, then sends SIGKILL to an engine that generates.
 
     Raises:
-        DrillError: training ended or did not come so far in time, or no engine generated.
+        DrillError: training ended or took too long, or no engine generated.
     """
 
     def look() -> dict[str, float] | None:
@@ -86,7 +86,7 @@ def kill_an_engine(
 
 
 def lines_about(run_dir: Path, kill: Kill) -> list[str]:
-    """What the supervisor logged about the engine's lives (NAME#INCARNATION) from its death on."""
+    """The supervisor's log lines about the engine (NAME#INCARNATION) since its death."""
     with supervisor_log(run_dir).open("rb") as log:
         log.seek(kill.log_offset)
         lines = log.read().decode(errors="replace").splitlines()
@@ -101,13 +101,13 @@ def _wait_for(what: str, look: Callable[[], Found | None], timeout_s: float) -> 
     """The first value of `look` that is not None.
 
     Raises:
-        DrillError: none came in time.
+        DrillError: there was none in time.
     """
     deadline = time.monotonic() + timeout_s
     while (found := look()) is None:
         if time.monotonic() > deadline:
             raise DrillError(f"waited {timeout_s:g} s for {what}")
-        time.sleep(_LOOK_AGAIN_S)
+        time.sleep(_POLL_S)
     return found
 
 
@@ -117,7 +117,7 @@ def _row_of(run_dir: Path, step: int) -> dict[str, float] | None:
 
 
 def _engines(run_dir: Path) -> dict[str, int]:
-    """Pids of the engines that are up."""
+    """Pids of the running engines."""
     processes: dict[str, dict[str, Any]] = json.loads((run_dir / "processes.json").read_text())
     return {
         name: process["pid"]
@@ -141,7 +141,7 @@ def _is_busy(pid: int) -> bool:
 
 
 def _cpu_s(pid: int) -> float:
-    """Processor time of all threads so far, to the nanosecond where /proc/PID/stat has ticks."""
+    """Processor time of all threads so far, to the nanosecond; /proc/PID/stat only has ticks."""
     total_ns = 0
     for thread in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended

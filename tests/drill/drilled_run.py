@@ -23,19 +23,19 @@ _NUM_RANKS: Final = 2
 _END_TIMEOUT_S: Final = 300.0
 _STOP_GRACE_S: Final = 15.0
 _GRACE_S: Final = 5.0
-"""From the end of torchrun to that of all else."""
+"""Time from the end of torchrun to the end of all other processes."""
 
 _KILL_BETWEEN: Final = (0.1, 0.4)
-"""Shares of the run: later, the run might be over before the engine's successor serves."""
+"""Shares of the run. Later, the run might end before the engine's successor serves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrilledRun:
-    """What came of a run.
+    """The result of a run.
 
     Attributes:
         summary: its summary.json.
-        log_lines: what the supervisor logged about the killed engine.
+        log_lines: the supervisor's log lines about the killed engine.
         leftovers: one line for each process, folder or name of shared memory left behind.
     """
 
@@ -46,7 +46,7 @@ class DrilledRun:
     leftovers: list[str]
 
     def problems(self, bar: float) -> list[str]:
-        """What is not as it should be; empty where the drill was passed."""
+        """The failed checks; empty if the drill was passed."""
         accuracy, restarts = self.summary["accuracy_after"], self.summary["engine_restarts"]
         found = [f"left behind: {leftover}" for leftover in self.leftovers]
         if accuracy is None or accuracy < bar:
@@ -62,10 +62,10 @@ class DrilledRun:
 def run_drilled(
     name: str, config_path: Path, overrides: Sequence[str], run_dir: Path, rng: random.Random
 ) -> DrilledRun:
-    """Trains in `run_dir`, kills an engine on the way and waits for the end.
+    """Trains in `run_dir`, kills an engine during the run and waits for the end.
 
     Raises:
-        DrillError: the training did not come so far.
+        DrillError: no engine could be killed.
         subprocess.CalledProcessError, subprocess.TimeoutExpired: it failed or did not end.
     """
     arguments = [*overrides, f"run.dir={run_dir}", "run.overwrite=true"]
@@ -96,7 +96,7 @@ def run_drilled(
 
 @contextlib.contextmanager
 def _running(command: Sequence[str], traces: RunTraces) -> Generator[subprocess.Popen[bytes]]:
-    """A process that is ended with the block, gently if it takes the hint."""
+    """Runs a process in the block, and ends it afterwards: by SIGTERM, then by SIGKILL."""
     with subprocess.Popen(command, env={**os.environ, **traces.environment}) as process:
         try:
             yield process

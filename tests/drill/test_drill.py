@@ -18,7 +18,7 @@ pytestmark = pytest.mark.process
 
 
 def run_python(*arguments: str, folder: Path, timeout_s: float) -> str:
-    """Output of a Python command that has to succeed."""
+    """Output of a Python command that must succeed."""
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,
@@ -35,7 +35,7 @@ def run_python(*arguments: str, folder: Path, timeout_s: float) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An empty folder away from the repository, with the quickstart's files made in it."""
+    """An empty folder outside the repository with the quickstart's files."""
     folder = tmp_path_factory.mktemp("drill")
     make_assets = ("-m", "umbra.trainer.quickstart", "runs/quickstart-assets")
     run_python(*make_assets, folder=folder, timeout_s=LIMIT_S)

@@ -1,4 +1,4 @@
-"""An agent loop and a reward of which a few prompts are bad, each in a way of its own."""
+"""An agent loop and a reward that fail for a few prompts, for each in a different way."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from umbra.runtime.rollout.agents.agent_loop import AgentContext
 
-HANGS, RAISES, REWARD_RAISES, DIES_ONCE, BLOCKS = "3", "7", "11", "15", "19"  # answers of prompts
+HANGS, RAISES, REWARD_RAISES, DIES_ONCE, BLOCKS = "3", "7", "11", "15", "19"  # prompts' answers
 
 
 async def run(ctx: AgentContext, sample: dict[str, Any]) -> None:

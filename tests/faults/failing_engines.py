@@ -1,4 +1,4 @@
-"""Engines that fail as a whole, at several points of their lives."""
+"""Engines that fail as a whole, at several points of their lifecycle."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from umbra.runtime.actor.actor_spec import actor_context
 
 
 class DiesAtStart:
-    """Its constructor ends the process, as a driver that aborts does."""
+    """Ends the process in its constructor, like a driver that aborts."""
 
     def __init__(self, **settings: Any) -> None:
         print("CUDA driver version is insufficient", flush=True)
@@ -20,7 +20,7 @@ class DiesAtStart:
 
 
 class KilledInFirstStart(EchoEngine):
-    """Its first life is killed before it is up, as by the kernel where memory is short."""
+    """Its first incarnation is killed during its start, as by the kernel when memory is short."""
 
     def __init__(self, **settings: Any) -> None:
         if actor_context().incarnation == 1:
@@ -30,14 +30,14 @@ class KilledInFirstStart(EchoEngine):
 
 
 class DiesInSync(EchoEngine):
-    """Comes up, and ends whenever it gets weights: a crash in a loop."""
+    """Starts, and ends its process whenever it gets weights: a crash in a loop."""
 
     async def load(self) -> dict[str, int]:
         os._exit(6)
 
 
 class DiesAtWork(EchoEngine):
-    """Takes weights, and ends with its first request: a crash in a loop."""
+    """Takes weights, and ends its process at the first request: a crash in a loop."""
 
     async def submit(self, requests: Sequence[Mapping[str, Any]]) -> None:
         os._exit(7)

@@ -1,4 +1,4 @@
-"""Reward functions as users write them, on bad days."""
+"""Reward functions with the mistakes that users make."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def one_too_few(prompts: list[str], completions: list[str], **columns: Column) -
 
 
 def needs_solution(prompts: list[str], completions: list[str], *, solution: Column) -> list[float]:
-    """Wants a column that the data set does not have."""
+    """Takes a column that the data set does not have."""
     return [0.0 for _ in solution]
 
 
 def exits(prompts: list[str], completions: list[str], **columns: Column) -> list[float]:
-    """Ends the worker's process without a word, as a crash in native code does."""
+    """Ends the worker's process without a message, like a crash in native code."""
     os._exit(3)
 
 
@@ -70,7 +70,7 @@ def leaves_a_daemon(prompts: list[str], completions: list[str], **columns: Colum
 
 
 def _start_daemon(pid_file: str) -> None:
-    """Returns once its pid is in the file."""
+    """Starts the daemon; returns once its pid is in the file."""
     read_fd, write_fd = os.pipe()
     middle = os.fork()
     if middle == 0:
@@ -83,5 +83,5 @@ def _start_daemon(pid_file: str) -> None:
         os._exit(0)
     os.close(write_fd)
     os.waitpid(middle, 0)
-    os.read(read_fd, 1)  # until the daemon, too, has closed its end, by its exec
+    os.read(read_fd, 1)  # until the daemon has closed its end, too, by its exec
     os.close(read_fd)

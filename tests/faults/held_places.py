@@ -1,11 +1,11 @@
-"""Places in a training run where a test has it wait, to do something while it does.
+"""Points in a training run at which a test can hold it.
 
     places = HeldPlaces(folder)              HELD_IN=folder in the run's environment
-    places.hold("batch")                     the next who comes to await_release("batch") stays
+    places.hold("batch")                     the next caller of await_release("batch") waits
     run.wait_for("it", lambda: places.is_reached("batch") or None, 30.0)
     places.release("batch")
 
-`torchrun -m held_places CONFIG ...` is a training whose ranks can be held in their step ("step").
+`torchrun -m held_places CONFIG ...` runs a training whose ranks can be held in their step ("step").
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 
 from umbra.engines.echo.echo_engine import EchoEngine
 
-_LOOK_AGAIN_S = 0.02
+_POLL_S = 0.02
 
 
 class HeldPlaces:
-    """A file for each place that is held, and one beside it once somebody came there."""
+    """A file for each point that is held, and one beside it once the point was reached."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -42,7 +42,7 @@ class HeldPlaces:
         return (self._folder / f"{place}.reached").exists()
 
     def keeps(self, place: str) -> bool:
-        """Whether who is there has to stay."""
+        """Whether a process that reached this point must wait."""
         if not (self._folder / place).exists():
             return False
         (self._folder / f"{place}.reached").touch()
@@ -51,20 +51,20 @@ class HeldPlaces:
 
 async def await_release(place: str) -> None:
     places = HeldPlaces.of_this_run()
-    while places.keeps(place):  # noqa: ASYNC110  for what another process does
-        await asyncio.sleep(_LOOK_AGAIN_S)
+    while places.keeps(place):  # noqa: ASYNC110  waits for another process
+        await asyncio.sleep(_POLL_S)
 
 
 async def held_reward(
     prompts: list[str], completions: list[str], **columns: list[Any]
 ) -> list[float]:
-    """Different for different completions. Held as "evaluation" or "batch"."""
+    """Returns different rewards for different completions. Held as "evaluation" or "batch"."""
     await await_release("evaluation" if prompts[0].startswith("held out") else "batch")
     return [len(set(text)) / max(1, len(text)) for text in completions]
 
 
 class HeldEngine(EchoEngine):
-    """Held while it takes weights ("sync")."""
+    """An engine that is held while it takes weights ("sync")."""
 
     async def load(self) -> dict[str, int]:
         await await_release("sync")
@@ -72,7 +72,7 @@ class HeldEngine(EchoEngine):
 
 
 def _hold_ranks() -> None:
-    """In their step, at its beginning."""
+    """Makes ranks wait at the beginning of their step."""
     from umbra.trainer.step import TrainStep
 
     run = TrainStep.run
@@ -80,7 +80,7 @@ def _hold_ranks() -> None:
     def held_run(self: TrainStep, *args: Any) -> dict[str, float]:
         places = HeldPlaces.of_this_run()
         while places.keeps("step"):
-            time.sleep(_LOOK_AGAIN_S)
+            time.sleep(_POLL_S)
         return run(self, *args)
 
     TrainStep.run = held_run  # pyright: ignore[reportAttributeAccessIssue]

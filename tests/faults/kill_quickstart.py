@@ -1,11 +1,11 @@
-"""SIGKILL of the whole quickstart at random moments, resumed each time; used by `make kills`.
+"""Kills the whole quickstart at random moments and resumes it each time; used by `make kills`.
 
     python tests/faults/kill_quickstart.py ASSETS --run-dir runs/kills
 
-Two jobs, each killed N times: "hybrid", on-policy in float64, is compared step by step and token
-for token with a run that nothing disturbs; "standalone" trains on data of up to two steps ago. The
-history of each by its ranks' own records is compared with the ledger. RUN_DIR/summary.json has the
-numbers.
+There are two jobs, each killed N times. "hybrid" trains on-policy in float64 and is compared step
+by step and token for token with an undisturbed run. "standalone" trains on data of up to two steps
+ago. The history of each, from its ranks' own records, is compared with the ledger.
+RUN_DIR/summary.json has the results.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _MODES: Final[dict[str, tuple[str, ...]]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """An AssertionError says what was lost, repeated or different."""
+    """Raises an AssertionError with what was lost, repeated or different."""
     arguments = _parser().parse_args(argv)
     print(f"kills: seed {arguments.seed}", flush=True)
     shutil.rmtree(arguments.run_dir, ignore_errors=True)
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _train(
     name: str, settings: Sequence[str], num_kills: int, arguments: argparse.Namespace
 ) -> tuple[History, dict[str, Any]]:
-    """One job, killed so many times; its history, checked, and its numbers."""
+    """Runs one job with so many kills; returns its checked history, and its summary."""
     rng = random.Random(f"{arguments.seed} {name}")
     folder = (arguments.run_dir / name).absolute()
     folder.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""A training job whose every process is killed at random moments, and which is resumed each time.
+"""A training job whose processes are all killed at random moments, and which resumes each time.
 
     job = KilledJob(folder, SMALL, rng=random.Random(seed))
     job.run_through(plan_kills(2, steps=12, rng=rng))
@@ -29,22 +29,22 @@ from umbra.trainer.reporting.metrics_log import read_metrics
 Moment = Literal["start", "step", "checkpoint"]
 _MOMENTS: Final[tuple[Moment, ...]] = ("checkpoint", "step", "step", "checkpoint", "start")
 _LAST_SHARE: Final = 0.8
-"""Of the steps: a kill planned later might find the job done."""
+"""Share of the steps in which kills are planned: a later kill might find the job done."""
 _SAVE_S: Final = 0.04
-"""About what a checkpoint of a small model takes."""
-_STEP_S: Final = 0.3  # before the first is done
-_LOOK_AGAIN_S: Final = 0.001
+"""Duration of a checkpoint of a small model, about."""
+_STEP_S: Final = 0.3  # before the first step is done
+_POLL_S: Final = 0.001
 _RUN_LIMIT_S: Final = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedKill:
-    """When to kill.
+    """The moment of a kill.
 
     Attributes:
-        moment: "start": before the first batch, if it takes as long as the time before; "step": at
+        moment: "start": before the first batch, estimated from the previous incarnation; "step": at
             any point of a step; "checkpoint": while one is written.
-        after_step: not before the job has the batch of this step.
+        after_step: the job must have the batch of this step first.
         share: in [0, 1), of the start, the step or the save.
     """
 
@@ -54,7 +54,7 @@ class PlannedKill:
 
 
 def plan_kills(num_kills: int, steps: int, rng: random.Random) -> list[PlannedKill]:
-    """Kills in the order in which they are to come."""
+    """Plans kills, in the order in which they will be done."""
     moments: list[Moment] = [_MOMENTS[idx % len(_MOMENTS)] for idx in range(num_kills)]
     rng.shuffle(moments)
     last = max(1, int(steps * _LAST_SHARE))
@@ -65,10 +65,11 @@ def plan_kills(num_kills: int, steps: int, rng: random.Random) -> list[PlannedKi
 
 
 class KilledJob:
-    """All lives of a job in `folder`, whose config.toml is there. A context manager.
+    """All incarnations of a job in `folder`, which has a config.toml. A context manager.
 
     Attributes:
-        num_kills, num_torn: kills so far; those that left a checkpoint without its end.
+        num_kills: kills so far.
+        num_torn: kills that left an incomplete checkpoint.
     """
 
     def __init__(
@@ -82,8 +83,8 @@ class KilledJob:
         self._rng = rng
         self._num_ranks = num_ranks
         self._records = folder / "records"
-        self._life = 0
-        self._start_s = 8.0  # of the life before
+        self._incarnation = 0
+        self._start_s = 8.0  # of the previous incarnation
         self._socket_root = Path(tempfile.mkdtemp(prefix="umbra-f-", dir="/tmp"))
 
     def __enter__(self) -> Self:
@@ -100,25 +101,29 @@ class KilledJob:
 
     @contextlib.contextmanager
     def begin(self, *settings: str, num_ranks: int | None = None) -> Generator[Run]:
-        """Another life, which goes on from the newest checkpoint. Dead ones' sockets are swept."""
-        self._life += 1
+        """Starts another incarnation from the newest checkpoint; it sweeps dead ones' sockets."""
+        self._incarnation += 1
         with start_run(
             self._folder,
             *self._settings,
             "run.resume=auto",
             *settings,
             num_ranks=self._num_ranks if num_ranks is None else num_ranks,
-            environ={"RECORDED_IN": str(self._records), "RECORDED_LIFE": str(self._life)},
+            environ={
+                "RECORDED_IN": str(self._records),
+                "RECORDED_INCARNATION": str(self._incarnation),
+            },
             program="recorded_trainer",
             socket_root=self._socket_root,
         ) as run:
             try:
                 yield run
             finally:
-                shutil.copy(self._folder / "output.txt", self._folder / f"output-{self._life}.txt")
+                saved = self._folder / f"output-{self._incarnation}.txt"
+                shutil.copy(self._folder / "output.txt", saved)
 
     def run_through(self, kills: Sequence[PlannedKill]) -> Ended:
-        """One life for each kill, and a last one that comes to the end of the training."""
+        """Runs one incarnation for each kill, and a last one to the end of the training."""
         for kill in kills:
             with self.begin() as run:
                 self.kill(run, kill)
@@ -147,19 +152,19 @@ class KilledJob:
         self.num_torn += bool(self._unfinished_saves(run))
 
     def last_batch(self) -> int:
-        """The step whose batch rank 0 got last in this life; -1 before the first."""
-        lines = read_lines(self._records / f"{self._life:03}-0.jsonl")
+        """The step whose batch rank 0 got last in this incarnation; -1 before the first."""
+        lines = read_lines(self._records / f"{self._incarnation:03}-0.jsonl")
         return max((int(line["step"]) for line in lines if "step" in line), default=-1)
 
     def wait_for_batch(self, run: Run, step: int) -> None:
-        """Until rank 0 has the batch of this step or of a later one."""
+        """Waits until rank 0 has the batch of this step or of a later one."""
         run.wait_for("its first batch", lambda: self.last_batch() >= 0 or None, START_LIMIT_S)
         self._start_s = time.time() - run.started_s
         what = f"the batch of step {step}"
         run.wait_for(what, lambda: self.last_batch() >= step or None, _RUN_LIMIT_S)
 
     def step_s(self) -> float:
-        """What the newest step took."""
+        """Duration of the newest step."""
         rows = read_metrics(self.run_dir / "metrics.jsonl")
         return rows[-1].get("time/step_s", _STEP_S) if rows else _STEP_S
 
@@ -171,7 +176,7 @@ class KilledJob:
             "a checkpoint",
             lambda: self._unfinished_saves(run) or None,
             _RUN_LIMIT_S,
-            every_s=_LOOK_AGAIN_S,
+            every_s=_POLL_S,
         )
 
     def _unfinished_saves(self, run: Run) -> list[str]:

@@ -1,4 +1,4 @@
-"""A reward that needs no training to differ between completions."""
+"""Rewards that differ between completions without any training."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from umbra.runtime.rollout.agents.auxiliary_pool import RewardContext
 
 
 def distinct(prompts: list[str], completions: list[str], **columns: list[Any]) -> list[float]:
-    """The share of different characters."""
+    """Returns the share of different characters."""
     return [len(set(text)) / max(1, len(text)) for text in completions]
 
 
 def distinct_after_a_while(
     prompts: list[str], completions: list[str], **columns: list[Any]
 ) -> list[float]:
-    """The same; a step takes long enough for a test to do something in it."""
+    """Like `distinct`, but slow enough for a test to act within a step."""
     time.sleep(0.05)
     return distinct(prompts, completions)
 
@@ -24,7 +24,7 @@ def distinct_after_a_while(
 async def distinct_by_judge(
     prompts: list[str], completions: list[str], ctx: RewardContext, **columns: list[Any]
 ) -> list[float]:
-    """The same, once a judge has answered."""
+    """Like `distinct`, after a judge has answered."""
     answers = [await ctx.pool("judge").complete("all 0=", 2) for _ in completions]
     assert all(answer.tokens for answer in answers)
     return distinct(prompts, completions)

@@ -1,12 +1,12 @@
-"""`torchrun -m recorded_trainer CONFIG ...`: a training whose ranks write down what they train on.
+"""`torchrun -m recorded_trainer CONFIG ...`: a training whose ranks record what they train on.
 
-Each rank of each life of a job appends lines to RECORDED_IN/LIFE-RANK.jsonl:
+Each rank of each incarnation of a job appends lines to RECORDED_IN/INCARNATION-RANK.jsonl:
 
-    {"began": step}                          rank 0: the checkpoint it goes on from, 0 for none
+    {"began": step}                          rank 0: the checkpoint it resumes from, 0 for none
     {"step": s, "world_size": n, "samples": [...]}   the batch that it trains on as step s
 
-Those of later steps than the checkpoint that the next life goes on from are part of no history;
-see `trained_history`.
+Lines of later steps than the checkpoint that the next incarnation resumes from are not part of the
+history; see `trained_history`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from umbra.trainer.command_line import run_program
 
 
 class RecordedRollouts(collective.Rollouts):
-    """Owns the rank's file, for as long as the process lives."""
+    """Records the rank's batches; owns its file for as long as the process lives."""
 
     def __init__(self, session: Session, manager: str, timeout_s: float = 60.0) -> None:
         super().__init__(session, manager, timeout_s)
-        life = int(os.environ["RECORDED_LIFE"])
-        self._path = Path(os.environ["RECORDED_IN"]) / f"{life:03}-{session.rank}.jsonl"
+        number = int(os.environ["RECORDED_INCARNATION"])
+        self._path = Path(os.environ["RECORDED_IN"]) / f"{number:03}-{session.rank}.jsonl"
 
     def begin(self, step: int, version: int, position: str, timeout_s: float) -> Mapping[str, int]:
         kept = super().begin(step, version, position, timeout_s)
@@ -39,7 +39,7 @@ class RecordedRollouts(collective.Rollouts):
         self, step: int, version: int, serve_sync: collective.ServeSync, timeout_s: float
     ) -> Mapping[str, Any]:
         columns = super().next_batch(step, version, serve_sync, timeout_s)
-        # What is in no micro-batch is not trained on, and what is in two is trained on twice.
+        # Samples in no micro-batch are not trained on, and those in two are trained on twice.
         members = [idx for part in columns["micro_batches"] for idx in part]
         samples = [_sample(columns, idx) for idx in members]
         world_size = int(os.environ["WORLD_SIZE"])

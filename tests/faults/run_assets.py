@@ -1,4 +1,4 @@
-"""What the runs that are to fail train on: a model of 20 k parameters, its tokenizer, prompts."""
+"""The assets of runs that are to fail: a model of 20 k parameters, its tokenizer, prompts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NUM_PROMPTS = 32
 
 
 def write_assets(folder: Path) -> None:
-    """`folder`/model and `folder`/train.jsonl with NUM_PROMPTS rows (prompt, answer)."""
+    """Writes `folder`/model and `folder`/train.jsonl with NUM_PROMPTS rows (prompt, answer)."""
     from umbra.trainer.quickstart.quickstart_model import TOKEN_IDS, VOCABULARY, write_tokenizer
 
     model_dir = folder / "model"

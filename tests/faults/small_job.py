@@ -1,4 +1,4 @@
-"""A job that starts fast and runs for ever: each rank opens a session, rank 0 spawns an actor."""
+"""A job that starts fast and runs forever: each rank opens a session, rank 0 spawns an actor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever user code does to a run, the ledger says of each prompt what became of it, and why."""
+"""The ledger has the outcome of each prompt and its cause, whatever user code does to a run."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def test_an_argument_that_the_engine_does_not_take_is_named(folder: Path) -> Non
     )
 
 
-def test_every_rank_says_why_an_engine_cannot_start(folder: Path) -> None:
+def test_every_rank_reports_why_an_engine_cannot_start(folder: Path) -> None:
     with start_run(folder, "pool.engine=failing_engines:DiesAtStart") as run:
         ended = run.wait(BAD_INPUT_LIMIT_S)
 
@@ -44,7 +44,7 @@ def test_an_engine_that_dies_in_every_sync_fails_the_run_on_every_rank(folder: P
         "exited with status 6",
         "after 1 restarts within 600 s (allowed: 1)",
     )
-    # An end of its own, whatever the sync made of it.
+    # The engine's end is reported as such, not as an error of the sync.
     note = r"policy-0#1 \(pid \d+\) exited with status 6; restarting it in [\d.]+ s$"
     assert re.search(note, ended.output, re.MULTILINE), ended.output
 

@@ -22,7 +22,7 @@ needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can mount a 
 
 @contextlib.contextmanager
 def mounted(place: Path, options: str, *, leave_nbytes: int | None = None) -> Generator[None]:
-    """A file system of its own at `place`, filled up except for `leave_nbytes`."""
+    """Mounts a file system at `place`, filled up except for `leave_nbytes`."""
     place.mkdir()
     mount = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", options, "tmpfs", place], check=False, capture_output=True
@@ -63,7 +63,7 @@ def test_a_run_directory_that_is_read_only_is_named(folder: Path) -> None:
 
 
 @needs_root
-def test_every_rank_says_that_a_checkpoint_fills_the_disk(folder: Path) -> None:
+def test_every_rank_reports_that_a_checkpoint_fills_the_disk(folder: Path) -> None:
     with mounted(folder / "run", "size=160k"), start_run(folder, "train.checkpoint_every=1") as run:
         ended = run.wait(BAD_INPUT_LIMIT_S)
         checkpoints = list(run.run_dir.glob("checkpoints/*"))
@@ -77,7 +77,7 @@ def test_every_rank_says_that_a_checkpoint_fills_the_disk(folder: Path) -> None:
 
 @needs_root
 def test_every_rank_ends_when_the_disk_fills_up_in_the_middle(folder: Path) -> None:
-    """Whichever file is written next: the ledger, the metrics, TensorBoard's or the versions."""
+    """Any file may be written next: the ledger, the metrics, TensorBoard's or the versions."""
     with mounted(folder / "run", "size=8m"), start_run(folder, "train.steps=100000") as run:
         run.wait_for_step(2)
         with contextlib.suppress(OSError):
@@ -102,7 +102,7 @@ def test_a_disk_that_is_full_from_the_start_is_named(folder: Path) -> None:
 
 @needs_root
 def test_a_disk_that_the_prompts_fill_is_named(folder: Path) -> None:
-    """The logs are elsewhere: which write fails first is then no matter of luck."""
+    """The logs are elsewhere, so that the prompts are always the first write to fail."""
     answer = "9" * 65536
     rows = [{"prompt": f"all {idx:05d}=", "answer": answer} for idx in range(NUM_PROMPTS)]
     write_rows(folder / "long.jsonl", rows)

@@ -11,7 +11,7 @@ from whole_runs import BAD_INPUT_LIMIT_S, start_run
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 
-def test_every_rank_says_what_the_reward_raised_and_where(folder: Path) -> None:
+def test_every_rank_reports_what_the_reward_raised_and_where(folder: Path) -> None:
     with start_run(folder, "reward.function=failing_rewards:raises") as run:
         ended = run.wait(BAD_INPUT_LIMIT_S)
 
@@ -24,7 +24,7 @@ def test_every_rank_says_what_the_reward_raised_and_where(folder: Path) -> None:
     assert "RewardError: reward function failing_rewards:raises" in by_torchrun
 
 
-def test_a_failed_evaluation_says_so_and_where_more_is_found(folder: Path, assets: Path) -> None:
+def test_a_failed_evaluation_is_named_with_the_log_that_has_more(folder: Path, assets: Path) -> None:
     reward = "reward.function=failing_rewards:raises_for_5"
     held_out = f"data.eval={assets}/train.jsonl"
 
@@ -36,7 +36,7 @@ def test_a_failed_evaluation_says_so_and_where_more_is_found(folder: Path, asset
         "raised ValueError: no digit",
         "for sample",
         "eval/",
-        "logs/rollouts.log has what failed before",
+        "logs/rollouts.log has the earlier failures",
     )
     assert "the evaluation after step 0 failed" in (run.run_dir / "logs/rollouts.log").read_text()
 
@@ -51,7 +51,7 @@ def test_steps_without_a_token_of_the_policy_are_warned_of_once(folder: Path) ->
     assert "step 3/3 " in ended.output
     said = "step 1 trained on nothing: the policy generated no token in any of its 8 completions"
     assert ended.output.count("trained on nothing") == 1, ended.output
-    assert f"{said}; see that rollout.agent {loop} awaits ctx.generate" in ended.output
+    assert f"{said}; check that rollout.agent {loop} awaits ctx.generate" in ended.output
 
 
 def test_a_function_that_cannot_be_imported_ends_the_run_before_an_engine_starts(
@@ -75,6 +75,6 @@ def test_a_reward_that_ends_its_process_each_time_is_named_as_the_cause(folder: 
         ended = run.wait(BAD_INPUT_LIMIT_S)
 
     assert ended.status == 1
-    ended.check_failed("the reward of group e0/", "saw 4 rollout actors die")
+    ended.check_failed("the reward of group e0/", "saw 4 rollout workers die")
     note = r"worker-0#1 \(pid \d+\) exited with status 3; restarting it in [\d.]+ s$"
     assert re.search(note, ended.output, re.MULTILINE), ended.output

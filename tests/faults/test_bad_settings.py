@@ -1,4 +1,4 @@
-"""What is wrong before anything starts: said at once, by every rank, and nothing is made."""
+"""Errors before anything starts: every rank reports them at once, and no file is written."""
 
 from __future__ import annotations
 

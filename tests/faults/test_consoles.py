@@ -1,5 +1,5 @@
 """A console that goes away: a dead reader and closed streams end nothing, a closed terminal stops
-the run with a checkpoint, and after nohup not even that does."""
+the run with a checkpoint, and after nohup the run continues even then."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAUNCH_SCRIPT = Path(__file__).parents[2] / "launch" / "torchrun_single_node.sh"
 
 
 def in_shell(line: str) -> list[str]:
-    """A prefix: runs `line`, in which "$@" is the command."""
+    """A prefix that runs `line` in a shell, in which "$@" is the command."""
     return ["bash", "-o", "pipefail", "-c", line, "bash"]
 
 
@@ -36,7 +36,7 @@ def check_finished(run: Run, steps: int, *, names_loss: bool) -> None:
 
 
 def check_hung_up(run: Run) -> None:
-    """The run has ended as by SIGTERM."""
+    """Asserts that the run has ended as by SIGTERM."""
     summary = json.loads((run.run_dir / "summary.json").read_text())
     assert (summary["steps"], summary["stopped_by"]) == (run.num_steps(), "SIGHUP")
     complete = [path.parent.name for path in run.run_dir.glob("checkpoints/*/COMPLETE")]
@@ -72,7 +72,7 @@ def test_a_closed_terminal_stops_the_run_with_a_checkpoint(folder: Path, num_ran
         terminal.close_window()
         ended = run.wait()
 
-    # torchrun has statuses of its own for whatever ends its ranks.
+    # torchrun has exit statuses of its own for signals to its ranks.
     assert ended.status != 0 if num_ranks else ended.status == 128 + signal.SIGHUP
     check_hung_up(run)
 

@@ -1,4 +1,4 @@
-"""SIGKILL of torchrun's agent while a job starts: nothing of the job is left, whenever it comes."""
+"""SIGKILL of torchrun's agent while a job starts: no process of the job is left afterwards."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from whole_runs import GONE_WITHIN_S, start_run
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
-# In seconds after the first rank is there. Ranks bind themselves to the agent first, and then start
-# guardian and supervisor. The small job's actor starts at once, the trainer's load torch before.
+# Seconds after the first rank was seen. Ranks bind themselves to the agent first, and then start
+# guardian and supervisor. The small job's actor starts at once; the trainer loads torch first.
 _OF_A_SMALL_JOB = (
     *(0.0, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2),
     *(0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 1.0, 1.25, 1.5),
@@ -45,7 +45,7 @@ def test_nothing_is_left_of_a_job_whose_agent_was_killed_as_it_started(
 
 
 def kind_of(line: str, program: str) -> str:
-    """What a process of the job is, from its command line."""
+    """The kind of a process of the job, from its command line."""
     kinds = {
         "torch.distributed.run": "torchrun",
         "guardian.py": "guardian",

@@ -57,7 +57,7 @@ def job(folder: Path, rng: random.Random) -> Generator[KilledJob]:
 
 @pytest.fixture(scope="module")
 def undisturbed(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> History:
-    """What the same job is trained on where nothing is killed."""
+    """The history of the same job without kills."""
     folder = tmp_path_factory.mktemp("undisturbed")
     write_config(folder, assets)
     with KilledJob(folder, SMALL, rng=random.Random(0)) as job:
@@ -111,7 +111,7 @@ def test_the_ranks_do_not_notice_that_the_manager_was_killed(
 
 
 def kill_managers(job: KilledJob, rng: random.Random) -> None:
-    # The run goes on for a step or two until a kill has come: none may come after its last batch.
+    # The run continues for a step or two until a kill arrives: none may come after its last batch.
     targets = sorted(rng.sample(range(1, STEPS - 4), NUM_MANAGER_KILLS))
 
     with job.begin() as run:
@@ -126,7 +126,7 @@ def kill_managers(job: KilledJob, rng: random.Random) -> None:
 
 
 def kill_manager(run: Run, incarnation: int, after_s: float) -> None:
-    """Kills this incarnation, so long after it serves, and waits for its successor."""
+    """Kills this incarnation `after_s` seconds after it serves, and waits for its successor."""
 
     def serves(wanted: int) -> bool | None:
         actor = run.actors()["rollouts"]

@@ -1,4 +1,4 @@
-"""SIGKILL of each process that a run cannot do without: it ends, says why, and leaves nothing."""
+"""SIGKILL of each essential process: the run ends, reports why, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ ALL = ("torchrun", "rank 0", "rank 1", "guardian", "supervisor", *ACTORS)
             [0, 1],
             ["JobFailed: the guardian failed", "without it nothing would clean up"],
         ),
-        ("supervisor", [0, 1], ["the supervisor of this node went away", "logs/supervisor.log"]),
+        ("supervisor", [0, 1], ["the supervisor of this node ended", "logs/supervisor.log"]),
     ],
 )
-def test_a_killed_process_is_named_by_every_rank_that_lives(
+def test_a_killed_process_is_named_by_every_surviving_rank(
     folder: Path, victim: str, witnesses: list[int], words: list[str]
 ) -> None:
     with start_run(folder, LONG) as run:

@@ -1,4 +1,4 @@
-"""Going on where ledger, checkpoint and settings do not fit, and starting over an old ledger."""
+"""Resuming when ledger, checkpoint and settings do not match, and starting over an old ledger."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EVERY_STEP = "train.checkpoint_every=1"
 
 @pytest.fixture(scope="module")
 def ended(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run directory of a job that came to its end. Tests work on copies."""
+    """The run directory of a job that has finished. Tests work on copies."""
     folder = tmp_path_factory.mktemp("ended")
     write_config(folder, assets)
     assert run_to_end(folder).status == 0
@@ -42,13 +42,13 @@ def run_to_end(folder: Path, *settings: str) -> Ended:
         return run.wait()
 
 
-def test_a_checkpoint_without_its_ledger_is_an_error_that_names_both_places(
+def test_a_checkpoint_without_its_ledger_is_an_error_that_names_both_positions(
     folder: Path, ended: Path
 ) -> None:
     shutil.copytree(ended, folder / "run")
     shutil.rmtree(folder / "run" / "ledger")
 
-    for _ in range(2):  # the first attempt makes a ledger, which does not help the second
+    for _ in range(2):  # the first attempt creates a ledger, which must not help the second
         resumed = run_to_end(folder, "run.resume=auto", "train.steps=4")
 
         resumed.check_failed(
@@ -66,14 +66,14 @@ def test_another_group_size_than_that_of_open_groups_is_an_error(
     resumed = run_to_end(folder, "run.resume=auto", "rollout.group_size=3")
 
     resumed.check_failed(
-        "LedgerError: place ",
-        "with 3 samples, and the ledger has ",
+        "LedgerError: index ",
+        "with 3 samples, but the ledger has ",
         f"with {GROUP_SIZE} there",
         "rollout.group_size was changed; change it back",
     )
 
 
-def test_a_killed_job_without_a_checkpoint_goes_on_with_what_was_generated(
+def test_a_killed_job_without_a_checkpoint_keeps_what_was_generated(
     folder: Path, killed: Path
 ) -> None:
     shutil.copytree(killed, folder / "run")
@@ -81,7 +81,7 @@ def test_a_killed_job_without_a_checkpoint_goes_on_with_what_was_generated(
     resumed = run_to_end(folder, "run.resume=auto")
 
     assert resumed.status == 0, resumed.output
-    assert "the rollout manager goes on with" in resumed.output
+    assert "the rollout manager resumes with" in resumed.output
     with LedgerIndex.build(folder / "run") as index:
         rows = index.rows("SELECT step, count(*) AS n FROM samples WHERE step <= 2 GROUP BY step")
         counts = {row["step"]: row["n"] for row in rows}
@@ -89,7 +89,7 @@ def test_a_killed_job_without_a_checkpoint_goes_on_with_what_was_generated(
 
 
 def test_a_fresh_run_over_an_old_one_has_a_ledger_of_its_own(folder: Path, ended: Path) -> None:
-    """The old one is kept until there is a step of the new one."""
+    """The old ledger is kept until the new run has done a step."""
     shutil.copytree(ended, folder / "run")
 
     failed = run_to_end(folder, "run.overwrite=true", "pool.engine_args.bogus=1")
@@ -110,7 +110,7 @@ def test_a_fresh_run_over_an_old_one_has_a_ledger_of_its_own(folder: Path, ended
     assert counts["trained"] == sum(counts.values()) == GROUPS_PER_STEP * GROUP_SIZE
 
 
-def test_a_run_with_no_step_left_says_so(folder: Path, ended: Path) -> None:
+def test_a_run_with_no_step_left_is_reported(folder: Path, ended: Path) -> None:
     shutil.copytree(ended, folder / "run")
 
     again = run_to_end(folder, "run.resume=auto", "train.steps=1")
@@ -119,7 +119,7 @@ def test_a_run_with_no_step_left_says_so(folder: Path, ended: Path) -> None:
     assert "train.steps is 1: no step is left to do" in again.output
 
 
-def test_a_checkpoint_of_a_history_that_was_given_up_is_not_gone_on_from(folder: Path) -> None:
+def test_a_checkpoint_of_a_discarded_history_is_not_resumed_from(folder: Path) -> None:
     assert run_to_end(folder, "train.steps=4", "train.keep_checkpoints=4").status == 0
     older = "run.resume=run/checkpoints/step-000002"
     assert run_to_end(folder, older, "train.steps=3", "train.keep_checkpoints=4").status == 0
@@ -128,6 +128,6 @@ def test_a_checkpoint_of_a_history_that_was_given_up_is_not_gone_on_from(folder:
 
     resumed.check_failed(
         "LedgerError: the checkpoint after 4 steps was made at 1-0-",
-        "the job went back to step 2 after that",
+        "the job later went back to step 2",
         "remove the checkpoint",
     )

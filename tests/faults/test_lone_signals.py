@@ -1,4 +1,4 @@
-"""A signal that reaches one rank alone ends the run as one to all of them does."""
+"""A signal that reaches only one rank ends the run like a signal to all of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REACH_LIMIT_S = 30.0
 
 @contextmanager
 def held_run(folder: Path, *settings: str) -> Generator[tuple[Run, HeldPlaces]]:
-    """Evaluates before the first step and after each second one."""
+    """A run that evaluates before the first step and after every second one."""
     places = HeldPlaces(folder / "held")
     held_out = write_rows(folder / "held_out.jsonl", [{"prompt": "held out 1="}] * 2)
     always = [
@@ -43,13 +43,13 @@ def held_run(folder: Path, *settings: str) -> Generator[tuple[Run, HeldPlaces]]:
 
 
 def hold(run: Run, places: HeldPlaces, place: str) -> None:
-    """Until somebody came there, and stays."""
+    """Waits until a process has reached this point, and holds it there."""
     places.hold(place)
     run.wait_for(place, lambda: places.is_reached(place) or None, REACH_LIMIT_S)
 
 
 def stop_in(run: Run, places: HeldPlaces, place: str, number: signal.Signals, rank: int) -> None:
-    """Sends one rank a signal while the run is held in this place."""
+    """Sends one rank a signal while the run is held at this point."""
     hold(run, places, place)
     os.kill(run.pid_of(f"rank {rank}"), number)
 
@@ -61,7 +61,7 @@ def check_stopped(run: Run, number: signal.Signals) -> None:
     assert [ended.error_of(rank) for rank in (0, 1)] == ["", ""]
     complete = [path.parent.name for path in run.run_dir.glob("checkpoints/*/COMPLETE")]
     assert complete == [f"step-{num_steps:06d}"], ended.output
-    # torchrun tells how each rank ended that did not end with 0.
+    # torchrun prints the exit code of each rank that did not end with 0.
     assert f"exitcode  : {128 + number}" in ended.output, ended.output
 
 
@@ -86,7 +86,7 @@ def test_a_signal_to_one_rank_lets_the_ranks_end_what_they_do_together(
 
 
 def test_a_signal_to_one_rank_ends_the_sync_that_all_serve_while_they_wait(folder: Path) -> None:
-    """The rank gives that sync up, which fails it on the other."""
+    """The rank aborts that sync, which fails it on the other rank."""
     with held_run(folder) as (run, places):
         run.wait_for_step(1)
         hold(run, places, "batch")
@@ -101,7 +101,7 @@ def test_a_signal_to_one_rank_ends_the_sync_that_all_serve_while_they_wait(folde
 def test_signals_that_follow_each_other_leave_the_ranks_what_they_need_to_stop(
     folder: Path,
 ) -> None:
-    """As systemd sends them: SIGTERM, and SIGHUP at once. The ranks are in a step meanwhile."""
+    """systemd sends SIGTERM and then SIGHUP at once. The ranks are in a step meanwhile."""
     with held_run(folder, "train.shutdown_grace_s=12") as (run, places):
         run.wait_for_step(1)
         hold(run, places, "step")
@@ -117,7 +117,7 @@ def test_signals_that_follow_each_other_leave_the_ranks_what_they_need_to_stop(
         check_stopped(run, signal.SIGTERM)
 
 
-def test_a_run_that_a_signal_to_one_rank_ended_goes_on(folder: Path) -> None:
+def test_a_run_that_a_signal_to_one_rank_ended_resumes(folder: Path) -> None:
     with held_run(folder) as (run, places):
         run.wait_for_step(1)
         stop_in(run, places, "batch", signal.SIGTERM, 1)

@@ -1,4 +1,4 @@
-"""Processes that a run can do without for a moment: they come back, and training goes on."""
+"""Processes that a run can lose for a moment: they come back, and training continues."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KILLED = r"killed by SIGKILL \(9\); restarting it in [\d.]+ s$"
 
 
 def check_goes_on(run: Run) -> None:
-    """Asserts that further steps follow; then the run is ended in good order."""
+    """Asserts that further steps follow; then stops the run."""
     run.wait_for_step(run.num_steps() + 3, timeout_s=30.0)
     os.kill(run.process.pid, signal.SIGTERM)
     ended = run.wait()
@@ -69,7 +69,7 @@ def test_an_engine_that_is_killed_in_its_first_start_is_started_again(folder: Pa
     assert "loading the model" in (run.run_dir / "logs" / "policy-0.log").read_text()
 
 
-def test_a_killed_rollout_manager_goes_on_with_what_the_ledger_has(folder: Path) -> None:
+def test_a_killed_rollout_manager_resumes_from_the_ledger(folder: Path) -> None:
     with start_run(folder, LONG, num_ranks=0) as run:
         run.wait_for_step(3)
         killed = run.pid_of("rollouts")
@@ -80,7 +80,7 @@ def test_a_killed_rollout_manager_goes_on_with_what_the_ledger_has(folder: Path)
     assert _says(run, rf"rollouts#1 \(pid {killed}\) {KILLED}"), run.output
 
 
-def test_a_run_goes_on_through_injected_faults(folder: Path) -> None:
+def test_a_run_continues_through_injected_faults(folder: Path) -> None:
     faults = (
         '{kind="kill", after_tokens=100, incarnations=[1]}, '
         '{kind="drop", what="run", every_tokens=40, times=2, incarnations=[1]}, '
@@ -111,7 +111,7 @@ def test_a_stopped_engine_counts_as_hung_and_is_replaced(folder: Path) -> None:
         run.wait_for("its end", lambda: _is_gone(stopped_pid), timeout_s=10.0)
         assert time.monotonic() - stopped > 1.0
         run.wait_for_restart("policy-0")
-        # The limit holds for its successors as well: on a busy machine it need not be the second.
+        # The limit holds for its successors, too, so a busy machine may replace several.
         again = r"policy-0#([2-9]|\d{2,}) serves again"
         run.wait_for("news of it", lambda: _says(run, again), timeout_s=30.0)
         check_goes_on(run)
@@ -177,7 +177,7 @@ def _is_gone(pid: int) -> bool | None:
 
 
 def _has_ended(pid: int) -> bool | None:
-    """Gone, or a zombie that its parent, which lives on, has not reaped."""
+    """Whether a process is gone, or a zombie that its living parent has not reaped."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

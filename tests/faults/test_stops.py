@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: everything ends within 5 s, and nothing that was done is lost."""
+"""SIGINT and SIGTERM: everything ends within 5 s, and no completed work is lost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LONG = "train.steps=1000"
 
 
 def stop(run: Run, number: signal.Signals, *names: str) -> Ended:
-    """Sends a signal to these, which are alive, and sees to the end of everything."""
+    """Sends a signal to these processes and waits for the end of the run."""
     pids = [run.pid_of(name) for name in names]
     sent = time.monotonic()
     for pid in pids:
@@ -38,7 +38,7 @@ def checkpoints(run: Run) -> list[str]:
     return sorted(path.parent.name for path in run.run_dir.glob("checkpoints/*/COMPLETE"))
 
 
-def test_sigterm_to_torchrun_leaves_a_checkpoint_from_which_the_run_goes_on(folder: Path) -> None:
+def test_sigterm_to_torchrun_leaves_a_checkpoint_from_which_the_run_resumes(folder: Path) -> None:
     with start_run(folder, LONG) as run:
         run.wait_for_step(2)
         ended = stop(run, signal.SIGTERM, "torchrun")
@@ -72,7 +72,7 @@ ACTORS = ("rollouts", "worker-0", "policy-0")
 def test_a_signal_is_one_stop_whichever_processes_it_reaches(
     folder: Path, number: signal.Signals, names: tuple[str, ...], others: tuple[str, ...]
 ) -> None:
-    """`others`: those that it reaches half a second later."""
+    """`others` get the signal half a second later."""
     with start_run(folder, LONG) as run:
         run.wait_for_step(1)
         pids = [run.pid_of(name) for name in others]
@@ -119,7 +119,7 @@ def test_a_stop_that_gets_lost_in_a_destructor_is_repeated() -> None:
                 print("ready", flush=True)
                 time.sleep(60)  # what a handler raises here is only printed
 
-        with StopSignals(grace_s=60) as stop:
+                time.sleep(60)  # an exception from a handler is only printed here
             stop.defer()
             try:
                 with stop.interruptible():

@@ -1,8 +1,8 @@
-"""What a job that was killed and resumed was trained on, by its ranks' own records.
+"""The training history of a job that was killed and resumed, from its ranks' own records.
 
-A life of the job goes on from a checkpoint, so of the lives before it only the steps that the
-checkpoint covers survive. This is compared with the ledger, with the order of the data, and with
-another job's history.
+Each incarnation of the job resumes from a checkpoint. Of earlier incarnations, only the steps that
+the checkpoint covers survive. The history is compared with the ledger, with the order of the data,
+and with another job's history.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from umbra.runtime.rollout.prompts import PromptSet
 from umbra.trainer.reporting.metrics_log import read_metrics
 
 LOGPROB_TOLERANCE = 1e-6
-"""Of float32 logprobs that were computed in float64, in batches of other shapes."""
+"""Tolerance of float32 logprobs that were computed in float64, in batches of other shapes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,23 +41,24 @@ class TrainedSample:
 
 
 History = dict[int, dict[str, TrainedSample]]
-"""By step and by sample id."""
+"""Samples by step and by sample id."""
 
 
 def surviving_history(records: Path) -> History:
     """The steps that were trained in the end, from the files of `recorded_trainer`."""
     history: History = {}
-    partial: set[int] = set()  # a kill came before every rank had its part
-    for life in sorted({path.name.partition("-")[0] for path in records.iterdir()}):
-        began, batches = _read_life(records, life)
+    partial: set[int] = set()  # steps in which a kill came before every rank had its part
+    for number in sorted({path.name.partition("-")[0] for path in records.iterdir()}):
+        who = f"incarnation {number}"
+        began, batches = _read_records(records, number)
         if began is None:
-            assert not batches, f"life {life} has batches and never began"
+            assert not batches, f"{who} has batches and never began"
             continue
-        assert began <= len(history), f"life {life} goes on after {began} of {len(history)} steps"
+        assert began <= len(history), f"{who} resumes after {began} of {len(history)} steps"
         history = {step: history[step] for step in range(began)}
         for step in sorted(batches):
-            assert step == len(history), f"life {life} trained on step {step}, not {len(history)}"
-            history[step] = _merged(batches[step], f"life {life}, step {step}")
+            assert step == len(history), f"{who} trained on step {step}, not {len(history)}"
+            history[step] = _merged(batches[step], f"{who}, step {step}")
             partial.discard(step)
             if any(len(batches[step]) != line["world_size"] for line in batches[step].values()):
                 partial.add(step)
@@ -66,27 +67,29 @@ def surviving_history(records: Path) -> History:
 
 
 def check_exactly_once(history: History) -> None:
-    """No sample stands in two steps."""
+    """Asserts that no sample is in two steps."""
     counts = Counter(sample_id for batch in history.values() for sample_id in batch)
     twice = [sample_id for sample_id, count in counts.items() if count > 1]
     assert not twice, f"trained more than once: {twice}"
 
 
 def check_order(history: History, run_dir: Path, *, group_size: int, seed: int = 0) -> None:
-    """All of the history together is the beginning of the data order, whole groups, none lost."""
+    """Asserts that the history is the beginning of the data order: whole groups, none lost."""
     prompts = PromptSet.open(run_dir / "prompts.msgpack")
     order = PromptOrder(len(prompts), seed)
     trained = {sample_id for batch in history.values() for sample_id in batch}
-    places = [order.at(place) for place in range(len(trained) // group_size)]
+    trained_prompts = [order.at(idx) for idx in range(len(trained) // group_size)]
     expected = {
-        f"e{epoch}/{prompts[idx].prompt_id}/{k}" for epoch, idx in places for k in range(group_size)
+        f"e{epoch}/{prompts[idx].prompt_id}/{k}"
+        for epoch, idx in trained_prompts
+        for k in range(group_size)
     }
     prompts.close()
     assert trained == expected, (sorted(trained - expected), sorted(expected - trained))
 
 
 def check_ledger(history: History, run_dir: Path) -> None:
-    """The ledger says the same: which samples, in which step, with which tokens and versions."""
+    """Asserts that the ledger has the same samples, steps, tokens and versions."""
     trained = {sample_id: step for step, batch in history.items() for sample_id in batch}
     with LedgerIndex.build(run_dir) as index:
         rows = index.rows("SELECT sample_id, step FROM samples WHERE state = 'trained'")
@@ -103,7 +106,7 @@ def check_ledger(history: History, run_dir: Path) -> None:
 
 
 def check_ages(history: History, run_dir: Path, max_staleness: int) -> Counter[int]:
-    """Every token is between 0 and `max_staleness` steps old; how many there are of each age."""
+    """Asserts that every token is 0 to `max_staleness` steps old; returns counts by age."""
     lines = (run_dir / "versions.jsonl").read_text().splitlines()
     steps = {int(row["version"]): int(row["step"]) for row in map(json.loads, lines)}
     ages = Counter(
@@ -118,14 +121,14 @@ def check_ages(history: History, run_dir: Path, max_staleness: int) -> Counter[i
 
 
 def check_metrics(history: History, run_dir: Path) -> None:
-    """metrics.jsonl has each step once."""
+    """Asserts that metrics.jsonl has each step once."""
     rows = read_metrics(run_dir / "metrics.jsonl")
     steps = [int(row["step"]) for row in rows if "time/step_s" in row]
     assert steps == [step + 1 for step in sorted(history)]
 
 
 def check_same(history: History, reference: History) -> None:
-    """Step by step the same samples, token for token; versions may differ."""
+    """Asserts equal samples step by step, token for token; versions may differ."""
     assert history.keys() == reference.keys()
     for step, batch in history.items():
         others = reference[step]
@@ -138,11 +141,13 @@ def check_same(history: History, reference: History) -> None:
             assert all(abs(a - b) < LOGPROB_TOLERANCE for a, b in pairs), where
 
 
-def _read_life(records: Path, life: str) -> tuple[int | None, dict[int, dict[int, dict[str, Any]]]]:
-    """The step that it goes on from, and its batches by step and rank."""
+def _read_records(
+    records: Path, incarnation: str
+) -> tuple[int | None, dict[int, dict[int, dict[str, Any]]]]:
+    """The step that an incarnation resumes from, and its batches by step and rank."""
     began: int | None = None
     batches: dict[int, dict[int, dict[str, Any]]] = {}
-    for path in records.glob(f"{life}-*.jsonl"):
+    for path in records.glob(f"{incarnation}-*.jsonl"):
         rank = int(path.stem.partition("-")[2])
         for line in read_lines(path):
             if "began" in line:
@@ -156,7 +161,7 @@ def _read_life(records: Path, life: str) -> tuple[int | None, dict[int, dict[int
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Lines of a record; one that a kill tore was not trained on."""
+    """Lines of a record; a line that a kill tore was not trained on."""
     if path.exists():
         for text in path.read_text().splitlines():
             with contextlib.suppress(ValueError):
@@ -175,7 +180,7 @@ def _merged(ranks: Mapping[int, Mapping[str, Any]], where: str) -> dict[str, Tra
 
 
 def _leased_tokens(run_dir: Path) -> dict[str, tuple[list[int], list[int], float]]:
-    """Tokens, versions and reward of each sample when it was last handed out."""
+    """Tokens, versions and reward of each sample when it was leased last."""
     held: dict[str, tuple[list[int], list[int], float]] = {}
 
     def on_event(entry: Entry, event: Event, state: LedgerState) -> None:

@@ -1,4 +1,4 @@
-"""Real training runs that are to go wrong: started with a deadline, watched, and searched for.
+"""Real training runs that are to fail: starts them with a deadline, watches and inspects them.
 
     with start_run(folder, "train.steps=3") as run:
         run.wait_for_step(1)
@@ -6,7 +6,7 @@
         ended = run.wait(30.0)  # also asserts that nothing is left behind
     assert ended.status == 0
 
-`RunTraces` tells what a run leaves behind from what others run.
+`RunTraces` distinguishes what a run leaves behind from other processes.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ HERE = Path(__file__).parent
 START_LIMIT_S = 90.0
 """From the start to the first step: some eight seconds on two idle cores."""
 BAD_INPUT_LIMIT_S = 30.0
-"""From the start to the end for bad input: under nine seconds on two idle cores, most of which go
-into torch's import."""
+"""From the start to the end for bad input: under nine seconds on two idle cores, most of them for
+importing torch."""
 END_LIMIT_S = 10.0
-"""From a fault in a running training to the end of it all: a second or two on idle cores."""
+"""From a fault in a running training to its end: a second or two on idle cores."""
 GONE_WITHIN_S = 5.0
-"""What is left of a run must be gone so soon after torchrun has ended, or was killed."""
-_LOOK_AGAIN_S = 0.02
+"""From the end or the kill of torchrun until all traces of a run must be gone."""
+_POLL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """How a run ended.
+    """The end of a run.
 
     Attributes:
-        status: exit status of torchrun; -N where signal N ended it.
+        status: exit status of torchrun; -N if signal N ended it.
         output: of torchrun and all ranks.
-        gone_at: `time.monotonic()` when nothing was left of it, for durations.
+        gone_at: `time.monotonic()` when nothing was left of the run.
         num_ranks: as given to `start_run`.
     """
 
@@ -63,30 +63,30 @@ class Ended:
     num_ranks: int
 
     def check_failed(self, *words: str, ranks: Sequence[int] | None = None) -> None:
-        """Asserts that each rank named cause and remedy, in `words`, and that none printed a stack.
+        """Asserts that ranks reported cause and remedy, in `words`, and printed no stack.
 
         Args:
-            ranks: those that have to say so; None: all.
+            ranks: those that must report it; None for all.
         """
         assert self.status != 0, self.output
         for rank in range(max(1, self.num_ranks)) if ranks is None else ranks:
             error = self.error_of(rank)
             for word in words:
-                assert word in error, f"rank {rank} does not say {word!r}:\n{self.output}"
+                assert word in error, f"rank {rank} does not report {word!r}:\n{self.output}"
         torchruns = re.findall(_STACK_OF_TORCHRUN, self.output, re.MULTILINE)
         assert len(torchruns) <= min(1, self.num_ranks), self.output
         assert self.output.count("Traceback") == len(torchruns), self.output
 
     def error_of(self, rank: int) -> str:
-        """What a rank said went wrong; empty where it said nothing."""
+        """The error that a rank reported; empty if it reported none."""
         found = re.findall(_ERROR_OF.format(rank=rank), self.output, re.MULTILINE)
-        assert len(found) <= 1, f"rank {rank} said more than one thing:\n{self.output}"
+        assert len(found) <= 1, f"rank {rank} reported more than one error:\n{self.output}"
         return str(found[0]) if found else ""
 
 
-# From the rank's name to the next rank's words or torchrun's own log lines.
+# From the rank's name to the next rank's report or torchrun's own log lines.
 _ERROR_OF = r"^rank {rank}: ((?:.|\n)*?)(?=^rank \d|^[WEI]\d{{4}} |^Traceback|\Z)"
-# What torchrun prints of itself where a rank has failed; a rank's own stack begins otherwise.
+# torchrun's own stack when a rank has failed; a rank's stack begins differently.
 _STACK_OF_TORCHRUN = (
     r'^Traceback \(most recent call last\):\n(?:  File "<frozen runpy>", .*\n)*'
     r'  File ".*/torch/distributed/run\.py", '
@@ -136,13 +136,13 @@ class Run:
         return self._output.read_text(errors="replace")
 
     def wait(self, timeout_s: float = START_LIMIT_S) -> Ended:
-        """The end of torchrun, which has to come in time and to leave nothing behind."""
+        """Waits for the end of torchrun, which must come in time and leave nothing behind."""
         try:
             status = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             listing = "\n".join(self.living())
             raise AssertionError(
-                f"the run goes on after {timeout_s:g} s:\n{listing}\n{self.output}"
+                f"the run did not end within {timeout_s:g} s:\n{listing}\n{self.output}"
             ) from None
         left = self._traces.find(GONE_WITHIN_S)
         assert not left, "left behind:\n" + "\n".join(left)
@@ -156,7 +156,7 @@ class Run:
         what: str,
         look: Callable[[], T | None],
         timeout_s: float,
-        every_s: float = _LOOK_AGAIN_S,
+        every_s: float = _POLL_S,
     ) -> T:
         """The first value of `look` that is not None; the run must not end meanwhile."""
         deadline = time.monotonic() + timeout_s
@@ -168,7 +168,7 @@ class Run:
         return found
 
     def wait_for_a_rank(self) -> None:
-        """Until torchrun has started the first rank, and as soon as that."""
+        """Waits until torchrun has started the first rank, and returns as soon as possible."""
         self.wait_for(
             "a rank",
             lambda: any(self._is_rank(pid) for pid in self._traces.pids()) or None,
@@ -177,7 +177,7 @@ class Run:
         )
 
     def wait_for_step(self, step: int, timeout_s: float = START_LIMIT_S) -> None:
-        """Until that many steps are in metrics.jsonl."""
+        """Waits until that many steps are in metrics.jsonl."""
         self.wait_for(f"step {step}", lambda: self.num_steps() >= step or None, timeout_s)
 
     def num_steps(self) -> int:
@@ -185,7 +185,7 @@ class Run:
         return max((int(row["step"]) for row in rows), default=0)
 
     def actors(self) -> dict[str, dict[str, Any]]:
-        """What processes.json says."""
+        """The content of processes.json."""
         try:
             found: dict[str, dict[str, Any]] = json.loads(
                 (self.run_dir / "processes.json").read_text()
@@ -195,7 +195,7 @@ class Run:
         return found
 
     def wait_for_restart(self, name: str, timeout_s: float = 30.0) -> None:
-        """Until a later incarnation of an actor than the first serves."""
+        """Waits until a later incarnation of an actor than the first serves."""
 
         def is_back() -> bool | None:
             actor = self.actors()[name]
@@ -204,7 +204,7 @@ class Run:
         self.wait_for(f"a successor of {name}#1", is_back, timeout_s)
 
     def pid_of(self, name: str) -> int:
-        """Of "torchrun", a rank ("rank 1"), "guardian", "supervisor", or an actor by its name."""
+        """Pid of "torchrun", a rank ("rank 1"), "guardian", "supervisor", or an actor by name."""
         if name == "torchrun":
             return self.process.pid
         if name.startswith("rank "):
@@ -212,7 +212,7 @@ class Run:
             return self._only(lambda pid: self._is_rank(pid) and wanted in environment_of(pid))
         if name in ("guardian", "supervisor"):
             word = {"guardian": "guardian.py", "supervisor": "umbra.runtime.supervisor_host"}[name]
-            # The supervisor's command line stands in the guardian's, too.
+            # The guardian's command line contains the supervisor's.
             is_guardian = name == "guardian"
             return self._only(
                 lambda pid: (
@@ -230,7 +230,7 @@ class Run:
     # -- afterwards ----------------------------------------------------------------------
 
     def living(self) -> list[str]:
-        """A line for each process of the run that is there."""
+        """A line for each living process of the run."""
         return [f"{pid}: {' '.join(command_of(pid))}" for pid in self._traces.pids()]
 
     def _is_rank(self, pid: int) -> bool:
@@ -241,7 +241,7 @@ class Run:
         )
 
     def kill_all(self, rng: random.Random) -> None:
-        """SIGKILL of every process there is, in any order. What has a name in /tmp stays."""
+        """Kills every process of the run, in random order. Files in /tmp stay."""
         while pids := self._traces.pids():
             rng.shuffle(pids)
             for pid in pids:
@@ -250,16 +250,16 @@ class Run:
         self.process.wait()
 
     def close(self) -> None:
-        """Ends what is there, whatever it is."""
+        """Ends all processes of the run."""
         self.process.kill()
         self._traces.close()
         self.process.wait()
 
 
 class Terminal:
-    """A terminal window: a process holds its other end, and the kernel hangs it up when that ends.
+    """A terminal window: a process holds its other end, and its end hangs up the terminal.
 
-    The session of the process that takes it gets SIGHUP then, as by a closed window or a lost ssh.
+    The session of the process that takes it then gets SIGHUP, as when a window or ssh is closed.
     """
 
     def __init__(self) -> None:
@@ -298,15 +298,15 @@ def start_run(
     launcher: Sequence[str] = (),
     terminal: Terminal | None = None,
 ) -> Generator[Run]:
-    """A run whose config is `folder`/config.toml (see `write_config`), changed by `settings`.
+    """Starts a run whose config is `folder`/config.toml (see `write_config`) plus `settings`.
 
     Args:
         num_ranks: 0 is one rank without torchrun, which starts faster.
         program: the module that every rank runs.
-        socket_root: the caller's, which outlives the run; None: a folder of its own.
+        socket_root: the caller's, which outlives the run; None for a folder of its own.
         prefix: a program that runs the command line that follows it, such as a shell.
-        launcher: what is run with the config and settings instead of torchrun and `program`.
-        terminal: where the run is started, and shows its output; None: it has none.
+        launcher: a command that gets config and settings instead of torchrun and `program`.
+        terminal: controls the run and shows its output; None for no terminal.
     """
     run = Run(
         folder,
@@ -327,7 +327,7 @@ def start_run(
 
 
 def write_config(folder: Path, assets: Path) -> None:
-    """`folder`/config.toml: the smallest run there is, on the engine without a model."""
+    """Writes `folder`/config.toml: the smallest possible run, on the engine without a model."""
     (folder / "config.toml").write_text(_CONFIG.format(assets=assets, here=HERE))
 
 

@@ -1,4 +1,4 @@
-"""Appends versions 0, 1, ... and says on stdout which are durable.
+"""Appends versions 0, 1, ... and prints which are durable.
 
 `ledger_appender.py FOLDER [MAX_FILE_NBYTES]`; goes on where the ledger ends, until killed or until
 it cannot write, and then says why.

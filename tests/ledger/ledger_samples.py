@@ -72,7 +72,7 @@ def events_in(history: History) -> list[bytes]:
 
 
 def versions_in(folder: Path) -> list[int]:
-    """The numbers of all `Version` events: a short way to say what is in a ledger."""
+    """The numbers of all `Version` events: a short summary of a ledger."""
     return [
         event.version
         for entry in read_history(folder).entries()
@@ -82,7 +82,7 @@ def versions_in(folder: Path) -> list[int]:
 
 
 def account_of(sample: Any) -> dict[str, Any]:
-    """What is public of an account, as plain values."""
+    """The public attributes of an account, as plain values."""
     return {
         "state": str(sample.state),
         "tokens": sample.tokens.tolist(),

@@ -1,4 +1,4 @@
-"""`umbra ledger` on a made ledger: counts, one sample's story, and what it says of bad ones."""
+"""`umbra ledger` on an artificial ledger: counts, one sample's history, and errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BEGAN_S = 1_700_000_000.0
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """Two managers; the first had two lives, its second one went back to the checkpoint."""
+    """Two managers; the first had two incarnations, the second went back to the checkpoint."""
     with LedgerLog.open(ledger_folder(tmp_path, "m0"), "job-a", clock=lambda: BEGAN_S) as log:
         for idx, batch in enumerate([
             [Version(0, 0), Evaluated(0, 0.0, {"accuracy": 0.25})],
@@ -117,7 +117,7 @@ def test_one_samples_story(run_dir: Path, capsys: pytest.CaptureFixture[str]) ->
     assert found["segments"] == [{"start": 0, "stop": 3, "version": 1}]
     story = [(row["event"], row["detail"], row["time_s"] - BEGAN_S) for row in found["history"]]
     assert story == [
-        ("admitted", "place 2 of the data", 3),
+        ("admitted", "index 2 in the data", 3),
         ("started", "", 3),
         ("tokens", "0 to 3, version 1, in 1.000 s", 4),
         ("cut", "sync", 6),
@@ -178,7 +178,7 @@ def test_the_newest_samples_are_listed_with_what_one_wants_to_know(
         (["--sample", "e0/a/0", "--step", "1"], "--sample shows one sample"),
     ],
 )
-def test_wrong_use_of_the_list_is_told(
+def test_wrong_use_of_the_list_is_an_error(
     run_dir: Path, capsys: pytest.CaptureFixture[str], wrong: list[str], said: str
 ) -> None:
     assert main(["ledger", str(run_dir), *wrong]) == 2
@@ -278,7 +278,7 @@ def test_a_folder_without_a_ledger_is_wrong_use(
     assert said in capsys.readouterr().err
 
 
-def test_damage_is_a_failure_that_names_the_place(
+def test_damage_is_a_failure_that_names_its_position(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = ledger_folder(run_dir, "m0") / "000001-0000.log"

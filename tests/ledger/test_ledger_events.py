@@ -111,7 +111,7 @@ def test_a_shortened_payload_is_refused(events: list[Event], data: st.DataObject
     payload = encode_batch(1.0, events)
     length = data.draw(st.integers(1, len(payload) - 1))
 
-    with pytest.raises(LedgerError, match="cannot be read"):
+    with pytest.raises(LedgerError, match="cannot be decoded"):
         list(decode_batches(payload[:length]))
 
 
@@ -149,7 +149,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
 
 @pytest.mark.parametrize("number", [-1, 1.5, "x", True])
 def test_what_is_no_count_is_refused(number: Any) -> None:
-    with pytest.raises(LedgerError, match="cannot be written"):
+    with pytest.raises(LedgerError, match="cannot be encoded"):
         encode_batch(1.0, [Version(number, 0)])
 
 
@@ -177,14 +177,14 @@ def test_inconsistent_columns_are_refused() -> None:
         Tokens(uids, starts, offsets, versions, tokens, logprobs * np.float32(np.nan))
     with pytest.raises(ValueError, match="finite"):
         Scored(uids, np.asarray([np.inf]))
-    with pytest.raises(ValueError, match="not one reason"):
+    with pytest.raises(ValueError, match="number of reasons is not that of uids"):
         Finished(uids, [])
 
 
 @pytest.mark.parametrize(
     "item",
     [
-        [1.0, [99, 1]],  # a kind of event that is not known
+        [1.0, [99, 1]],  # an unknown kind of event
         [1.0, [1, 1]],  # a field is missing
         [1.0, [1, 1, "x"]],  # a field of another type
         [1.0, [3, b"1234567"]],  # a column that is no whole number of values
@@ -196,5 +196,5 @@ def test_inconsistent_columns_are_refused() -> None:
     ],
 )
 def test_what_is_no_batch_is_refused(item: Any) -> None:
-    with pytest.raises(LedgerError, match="cannot be read"):
+    with pytest.raises(LedgerError, match="cannot be decoded"):
         list(decode_batches(msgpack.packb(item)))

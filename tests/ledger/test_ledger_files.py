@@ -1,4 +1,4 @@
-"""A ledger's files: lives, parts, torn ends, damage, and writers that wake up late."""
+"""A ledger's files: incarnations, parts, torn ends, damage, and writers that wake up late."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def write_life(folder: Path, *versions: int, part_nbytes: int = 10**6) -> None:
         write_events(log, *[[Version(version, version)] for version in versions])
 
 
-def test_events_of_all_lives_come_back_in_order(tmp_path: Path) -> None:
+def test_events_of_all_incarnations_come_back_in_order(tmp_path: Path) -> None:
     first, second = life_of_a_group(0, "a", 0, 0), life_of_a_group(2, "b", 1, 0)
     with LedgerLog.open(tmp_path / "m", "job-1") as log:
         write_events(log, [Version(0, 0)], first)
@@ -40,7 +40,7 @@ def test_events_of_all_lives_come_back_in_order(tmp_path: Path) -> None:
 
     assert before == [wire(event) for event in [Version(0, 0), *first]]
     assert events_in(history) == [*before, *map(wire, second)]
-    assert [(header.life, header.job_id) for header in history.headers()] == [
+    assert [(header.incarnation, header.job_id) for header in history.headers()] == [
         (1, "job-1"),
         (2, "job-2"),
     ]
@@ -54,7 +54,7 @@ def test_parts_rotate_and_are_read_as_one(tmp_path: Path) -> None:
     history = read_history(tmp_path)
 
     assert versions_in(tmp_path) == list(range(52))
-    assert len({part.part for part in history.parts if part.life == 1}) > 3
+    assert len({part.part for part in history.parts if part.incarnation == 1}) > 3
     assert len(list(history.headers())) == len(history.parts)
 
 
@@ -71,7 +71,7 @@ def test_positions_order_and_survive_as_text(tmp_path: Path) -> None:
     assert all(history.covers(position) for position in found[:-1])
     assert not history.covers(found[-1])
     assert read_history(tmp_path).end == found[-1]
-    with pytest.raises(LedgerError, match="'1-2' is no position"):
+    with pytest.raises(LedgerError, match="'1-2' is not a ledger position"):
         Position.parse("1-2")
 
 
@@ -99,9 +99,9 @@ def test_a_writer_that_wakes_late_changes_nothing(tmp_path: Path) -> None:
     write_events(old, [Version(0, 0)])
     new = LedgerLog.open(tmp_path, "job")
 
-    with pytest.raises(LedgerError, match="life 2 of this ledger has begun"):
+    with pytest.raises(LedgerError, match="incarnation 2 of this ledger has begun"):
         write_events(old, [Version(666, 0)])
-    with pytest.raises(LedgerError, match="life 2 of this ledger has begun"):
+    with pytest.raises(LedgerError, match="incarnation 2 of this ledger has begun"):
         write_events(old, [Version(667, 0)])
     write_events(new, [Version(1, 0)])
 
@@ -113,7 +113,7 @@ def test_a_writer_that_wakes_late_changes_nothing(tmp_path: Path) -> None:
     assert versions_in(tmp_path) == [0, 1, 2]
 
 
-def test_parts_that_an_old_life_begins_late_do_not_count(tmp_path: Path) -> None:
+def test_parts_that_an_old_incarnation_begins_late_do_not_count(tmp_path: Path) -> None:
     old = LedgerLog.open(tmp_path, "job", part_nbytes=1)
     write_life(tmp_path, 1)
 
@@ -125,7 +125,9 @@ def test_parts_that_an_old_life_begins_late_do_not_count(tmp_path: Path) -> None
     assert versions_in(tmp_path) == [1]
 
 
-def test_what_is_acknowledged_before_the_next_life_looks_is_in_its_history(tmp_path: Path) -> None:
+def test_what_is_acknowledged_before_the_next_incarnation_reads_is_in_its_history(
+    tmp_path: Path,
+) -> None:
     old = LedgerLog.open(tmp_path, "job")
     write_events(old, [Version(0, 0)])
     new = LedgerLog.open(tmp_path, "job")
@@ -135,7 +137,7 @@ def test_what_is_acknowledged_before_the_next_life_looks_is_in_its_history(tmp_p
     new.close()
 
 
-def test_a_life_that_died_before_its_header_takes_nothing_with_it(tmp_path: Path) -> None:
+def test_an_incarnation_that_died_before_its_header_takes_nothing_with_it(tmp_path: Path) -> None:
     write_life(tmp_path, 0, 1)
     (tmp_path / "000002-0000.log").write_bytes(b"")
     assert versions_in(tmp_path) == [0, 1]
@@ -145,10 +147,10 @@ def test_a_life_that_died_before_its_header_takes_nothing_with_it(tmp_path: Path
     assert versions_in(tmp_path) == [0, 1, 2]
     write_life(tmp_path, 3)
     assert versions_in(tmp_path) == [0, 1, 2, 3]
-    assert [part.life for part in read_history(tmp_path).parts] == [1, 3, 5]
+    assert [part.incarnation for part in read_history(tmp_path).parts] == [1, 3, 5]
 
 
-def test_reading_while_a_writer_lives(tmp_path: Path) -> None:
+def test_reading_while_a_writer_is_active(tmp_path: Path) -> None:
     with LedgerLog.open(tmp_path, "job") as log:
         write_events(log, [Version(0, 0)])
         found = read_history(tmp_path)
@@ -189,7 +191,7 @@ def swap_files(folder: Path) -> None:
         (swap_files, r"000001-000\d.log was written as"),
     ],
 )
-def test_damage_is_refused_with_its_place(
+def test_damage_is_refused_with_its_position(
     tmp_path: Path, harm: Callable[[Path], None], complaint: str, lives: int
 ) -> None:
     write_life(tmp_path, *range(40), part_nbytes=200)
@@ -215,7 +217,7 @@ def test_a_contradiction_is_named_with_its_position(tmp_path: Path) -> None:
     with LedgerLog.open(tmp_path, "job") as log:
         positions = write_events(log, [Version(0, 0)], [Version(0, 0)])
 
-    with pytest.raises(LedgerError, match=f"the ledger at {positions[0]}: version 0 after"):
+    with pytest.raises(LedgerError, match=f"the ledger at {positions[0]}: version 0 follows"):
         replay(read_history(tmp_path).entries)
 
 
@@ -289,7 +291,7 @@ def test_managers_of_a_run(tmp_path: Path) -> None:
     assert managers_of(tmp_path) == ["rollouts-0", "rollouts-1"]
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "ledger").write_text("in the way")
 
     with pytest.raises(LedgerError, match=rf"cannot write to {tmp_path}/ledger/m"):

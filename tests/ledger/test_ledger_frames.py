@@ -1,4 +1,4 @@
-"""Frames: what is whole is read, what is torn is left out, what is damaged is refused."""
+"""Frames: whole ones are read, torn ones are left out, damaged ones are refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def file_of(payloads: list[bytes]) -> tuple[bytes, list[int]]:
 
 
 @given(PAYLOADS)
-def test_whole_frames_come_back_with_their_places(payloads: list[bytes]) -> None:
+def test_whole_frames_come_back_with_their_offsets(payloads: list[bytes]) -> None:
     data, offsets = file_of(payloads)
 
     found = ledger_frames.scan(data, PATH)
@@ -95,7 +95,7 @@ def test_a_frame_quoted_in_a_torn_payload_is_no_frame_of_the_file() -> None:
     assert found.stop == offsets[1]
 
 
-def test_a_frame_in_another_place_is_not_accepted() -> None:
+def test_a_frame_at_another_offset_is_not_accepted() -> None:
     whole, offsets = file_of([b"first", b"second", b"third"])
     moved = whole[offsets[1] : offsets[2]] + whole[: offsets[1]] + whole[offsets[2] :]
 

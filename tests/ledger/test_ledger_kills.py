@@ -23,7 +23,7 @@ SEED = 20_260_801
 
 
 def run_and_kill(program: str, *arguments: object, after_s: float | None) -> list[str]:
-    """What the program said until it was killed, `after_s` after its first line; None: its end."""
+    """The program's output until it was killed, `after_s` after its first line; None: its end."""
     command = [sys.executable, str(HERE / program), *map(str, arguments)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -76,7 +76,9 @@ def small_disk(mount_disk: Callable[[str], Path]) -> Path:
 
 
 @pytest.mark.process
-def test_a_full_disk_keeps_what_was_acknowledged_and_a_new_life_goes_on(small_disk: Path) -> None:
+def test_a_full_disk_keeps_what_was_acknowledged_and_a_new_incarnation_resumes(
+    small_disk: Path,
+) -> None:
     folder = small_disk / "m"
     ballast = small_disk / "ballast"
     ballast.write_bytes(b"x" * 300_000)

@@ -1,4 +1,4 @@
-"""What events make of samples, beside a naive model, and what is refused."""
+"""The effect of events on samples, compared with a naive model, and refused events."""
 
 from __future__ import annotations
 
@@ -198,12 +198,12 @@ SCORED = life_of_a_group(0, "a", 0, 0)[:-1]
 @pytest.mark.parametrize(
     ("before", "event", "complaint"),
     [
-        ([], Version(0, 1), "never reused"),
+        ([], Version(0, 1), "versions only grow"),
         ([], admitted(3, "b"), "as uid 3, expected 0"),
         (BEGUN[1:], admitted(2, "a"), "admitted twice"),
-        (BEGUN[1:], admitted(2, "b", place=0), "place 0 of the data after place 0"),
+        (BEGUN[1:], admitted(2, "b", place=0), "index 0 in the data after index 0"),
         ([], Started(uids_of(0)), "uid 0 was never admitted"),
-        ([admitted(0, "a")], Started(uids_of(0, 0)), "stands there twice"),
+        ([admitted(0, "a")], Started(uids_of(0, 0)), "occurs twice"),
         ([admitted(0, "a")], Cut(uids_of(0), "sync"), "e0/a/0 is pending, not running"),
         ([admitted(0, "a")], runs_of((0, 0, 0, [1])), "is pending, not running"),
         (BEGUN[1:], runs_of((0, 1, 0, [1])), "1 tokens are missing before it"),
@@ -213,12 +213,12 @@ SCORED = life_of_a_group(0, "a", 0, 0)[:-1]
         (
             [*BEGUN[1:], runs_of((0, 0, 0, [1]))],
             PromptGiven(0, np.zeros(1, np.int32)),
-            "another prompt",
+            "the prompt was replaced after 1 tokens",
         ),
         ([*BEGUN[1:], Recorded(0, "k", 1)], Recorded(0, "k", 1), "'k' is recorded twice"),
         (BEGUN[1:], Scored(uids_of(0), np.zeros(1)), "is running, not finished"),
         (SCORED, Finished(uids_of(0), ["x"]), "is scored, not"),
-        (SCORED, Leased(0, uids_of(0)), "1 samples are leased of groups that have 2"),
+        (SCORED, Leased(0, uids_of(0)), "1 samples were leased from groups that have 2"),
         ([*SCORED, Version(1, 1)], Leased(0, uids_of(0, 1)), "1 steps are done"),
         ([*SCORED, Leased(0, uids_of(0, 1))], Leased(1, uids_of(0, 1)), "is leased, not scored"),
         ([*SCORED, Leased(0, uids_of(0, 1))], Dropped(uids_of(0), "x"), "is leased, not"),
@@ -226,7 +226,7 @@ SCORED = life_of_a_group(0, "a", 0, 0)[:-1]
         (
             [Version(1, 2)],
             Checkpoint(1, 1),
-            "after 1 steps knows of version 1, which was announced",
+            "after 1 steps has version 1, which was announced",
         ),
     ],
 )
@@ -392,7 +392,7 @@ class Ledgers(RuleBasedStateMachine):
         step = data.draw(st.sampled_from(sorted(self.checkpoints)))
         version = self.checkpoints[step]
         self.restores.append(step)
-        # a new life: the ledger is read again by one who knows where it goes on
+        # a new incarnation reads the ledger, and knows the step that it resumes from
         self.state = LedgerState(self.restores)
         for event in self.events:
             self.state.apply(event)

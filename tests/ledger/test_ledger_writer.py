@@ -98,28 +98,28 @@ def test_appends_are_flushed_without_anybody_waiting(tmp_path: Path) -> None:
     asyncio.run(body())
 
 
-def test_there_is_room_again_once_the_disk_has_caught_up(
+def test_there_is_capacity_again_once_the_disk_has_caught_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def body() -> None:
         log, progressed = LedgerLog.open(tmp_path, "job"), asyncio.Event()
         async with LedgerWriter(log, max_queued_nbytes=1000, on_progress=progressed.set) as writer:
             with held_disk(monkeypatch) as released:
-                assert writer.has_room
+                assert writer.has_capacity
                 writer.append(Recorded(0, "page", b"x" * 2000))
                 writer.append(Version(0, 0))  # taken all the same
-                assert not writer.has_room
+                assert not writer.has_capacity
                 await asyncio.sleep(0.05)
                 assert not progressed.is_set()
                 released.set()
                 async with asyncio.timeout(10.0):
                     await progressed.wait()
-                assert writer.has_room
+                assert writer.has_capacity
 
     asyncio.run(body())
 
 
-def test_a_disk_that_stands_still_without_room_is_an_error_in_time(
+def test_a_full_queue_on_a_stalled_disk_is_an_error_in_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def body() -> None:
@@ -159,10 +159,10 @@ def test_a_disk_that_is_only_slow_is_waited_for(
             waiting = asyncio.gather(writer.durable(tickets[-1], 1.0))
             for _ in tickets:
                 await asyncio.sleep(0.3)
-                assert not writer.has_room
+                assert not writer.has_capacity
                 allowed.release()
             await waiting
-            assert writer.has_room
+            assert writer.has_capacity
 
     asyncio.run(body())
     monkeypatch.undo()
@@ -217,7 +217,7 @@ def test_a_full_disk_reaches_every_waiter_and_every_later_call(
 
 def test_a_writer_that_was_overtaken_acknowledges_nothing(tmp_path: Path) -> None:
     async def body() -> None:
-        with pytest.raises(LedgerError, match="life 2 of this ledger has begun"):  # noqa: PT012
+        with pytest.raises(LedgerError, match="incarnation 2 of this ledger has begun"):  # noqa: PT012
             async with LedgerWriter(LedgerLog.open(tmp_path, "job")) as writer:
                 await writer.durable(writer.append(Version(0, 0)), 10.0)
                 LedgerLog.open(tmp_path, "job").close()
@@ -230,7 +230,7 @@ def test_a_writer_that_was_overtaken_acknowledges_nothing(tmp_path: Path) -> Non
 def test_an_unknown_ticket_is_the_callers_mistake(tmp_path: Path) -> None:
     async def body() -> None:
         async with LedgerWriter(LedgerLog.open(tmp_path, "job")) as writer:
-            with pytest.raises(ValueError, match="ticket 1, and 0 were given"):
+            with pytest.raises(ValueError, match="ticket 1 is unknown: 0 were issued"):
                 await writer.durable(Ticket(1), 1.0)
 
     asyncio.run(body())

@@ -57,7 +57,7 @@ CHAOS_MUTANTS: Final[Sequence[Mutant]] = (
         name="sample trained twice",
         path="runtime/rollout/manager/group_recovery.py",
         old="recovered.leases.setdefault(step, []).append(group)",
-        new="recovered.ready[account.place] = group",
+        new="recovered.ready[account.order_idx] = group",
         command=_CHAOS,
         says=r"duplicated is \d+",
     ),

@@ -21,7 +21,7 @@ _SYNCS: Final = _pytest(
     "weights/test_sync_failures.py::test_a_rank_that_never_fills_ends_the_sync_by_its_lease",
 )
 _LEDGER: Final = _pytest(
-    "ledger/test_ledger_frames.py::test_a_frame_in_another_place_is_not_accepted",
+    "ledger/test_ledger_frames.py::test_a_frame_at_another_offset_is_not_accepted",
     "ledger/test_ledger_state.py::test_a_leased_sample_is_trained_once_its_step_is_done_"
     "and_folded_once_covered",
     "ledger/test_ledger_state.py::test_a_restored_checkpoint_reverts_later_leases_"
@@ -173,7 +173,7 @@ _LEDGER_MUTANTS: Final[Sequence[Mutant]] = (
         old="return payload if _checksum((payload,), length, offset) == checksum else None",
         new="return payload",
         command=_LEDGER,
-        says=r"FAILED .*test_a_frame_in_another_place_is_not_accepted",
+        says=r"FAILED .*test_a_frame_at_another_offset_is_not_accepted",
     ),
     # The samples of the first step after the checkpoint are never trained on again.
     Mutant(

@@ -56,7 +56,7 @@ class Inbox:
 class Bench:
     """A dispatcher, its ends and its failures."""
 
-    def __init__(self, max_inflight: int = 100, journal: TokenRecorder | None = None) -> None:
+    def __init__(self, max_inflight: int = 100, recorder: TokenRecorder | None = None) -> None:
         self.failures: list[UmbraError] = []
         self.ended: dict[str, str] = {}
         self.now = 0.0
@@ -64,7 +64,7 @@ class Bench:
         self.dispatcher = Dispatcher(
             Router(max_inflight),
             self.failures.append,
-            journal or Recorder(None, self.failures.append),
+            recorder or Recorder(None, self.failures.append),
             clock=lambda: self.now,
             on_work=self.told.append,
         )

@@ -22,13 +22,13 @@ ENDS: Final = {
     "sys.exit()": "exited with status 0",
     "cancelled main task": "exited with status 1",
 }
-"""How a process can end, and what is reported of it."""
+"""The ways in which a process can end, and their reports."""
 
 IN_HERE: Final = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
 
 
 def end_process(how: str) -> None:
-    """Where it is a signal, the process goes on until its supervisor has learned of it."""
+    """Ends the process; after a signal, it runs until its supervisor has noticed the signal."""
     if how == "os._exit(0)":
         os._exit(0)
     if how == "sys.exit()":
@@ -69,7 +69,7 @@ class EndingEcho(EchoEngine):
 
 
 class EndingManager(RolloutManager):
-    """Ends when told."""
+    """Ends when the test calls it."""
 
     async def end(self, how: str) -> None:
         end_process(how)

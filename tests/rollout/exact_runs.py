@@ -41,7 +41,7 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What is generated, and how often an engine fails. A group's trajectories share a prompt."""
+    """The workload and the number of engine failures. A group's trajectories share a prompt."""
 
     num_steps: int
     groups_per_step: int
@@ -79,7 +79,7 @@ class Work:
 
 @dataclass(kw_only=True)
 class Interruptions:
-    """What happened to the trajectories of a run.
+    """The trajectories of a run, and what interrupted them.
 
     Attributes:
         cuts: of trajectories in batches, by whatever.
@@ -99,7 +99,7 @@ class Interruptions:
 
 
 async def run_in_peace(model_dir: Path, work: Work) -> dict[str, Completion]:
-    """sample id -> what one engine makes of it."""
+    """Completions of one undisturbed engine, by sample id."""
     names = list(work.seeds)
     requests: list[dict[str, Any]] = [
         {
@@ -133,7 +133,7 @@ async def run_in_peace(model_dir: Path, work: Work) -> dict[str, Completion]:
 def run_interrupted(
     session: Session, folder: Path, model_dir: Path, work: Work
 ) -> tuple[dict[str, Completion], Interruptions]:
-    """sample id -> what came out in the end, and what happened on the way."""
+    """Completions in the end by sample id, and the interruptions."""
     live = _start(session, folder, model_dir, work)
     chance = random.Random(work.seed)
     done = Interruptions()
@@ -177,7 +177,7 @@ def _start(session: Session, folder: Path, model_dir: Path, work: Work) -> LiveR
     )
     faults = [
         {"kind": "kill", "every_tokens": 2 * work.tokens_between_faults, "incarnations": [1, 2, 3]},
-        # The stream of deltas breaks: what the engine holds moves to the others.
+        # The stream of deltas breaks: the engine's requests move to the others.
         {"kind": "error", "call": "deltas", "every_tokens": work.tokens_between_faults, "times": 2},
     ]
     weights = load_file(str(model_dir / "model.safetensors"))
@@ -216,4 +216,4 @@ def _abort(session: Session, name: str) -> int:
     try:
         return int(session.actor(name, timeout_s=0.1).call("abort", None, timeout_s=10.0) > 0)
     except UmbraError:
-        return 0  # it is being started anew
+        return 0  # it is restarting

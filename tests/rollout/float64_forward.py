@@ -1,4 +1,4 @@
-"""A Qwen3 forward pass in float64 throughout, written apart from the engine: what is true.
+"""A Qwen3 forward pass in float64 throughout, independent of the engine, as the reference.
 
 B: sequences, T: tokens (padded on the right), V: vocabulary, H: query heads, K: key/value heads,
 D: head dimension.

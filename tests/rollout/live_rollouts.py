@@ -176,7 +176,7 @@ class LiveRollouts:
         publisher.publish("policy", version, 20.0)
 
     def announce(self, version: int, step: int) -> None:
-        """Says what is published next."""
+        """Announces the next version."""
         self.manager.call("announce", version, step)
 
     def next_batch(self, step: int) -> list[dict[str, Any]]:
@@ -200,7 +200,7 @@ class LiveRollouts:
             self.publish(self.version)
 
     def call_as_ranks(self, call: Callable[[int], Any]) -> list[Any]:
-        """What `call(rank)` gives for each rank, all at the same time."""
+        """The results of `call(rank)` for each rank, called concurrently."""
         with ThreadPoolExecutor(self.world_size) as ranks:
             return list(ranks.map(call, range(self.world_size)))
 
@@ -229,14 +229,14 @@ class LiveRollouts:
             return error
         raise AssertionError(f"rank {rank} got {answer['kind']} instead of an error")
 
-    def wait_for_round(self, name: str) -> None:
+    def wait_for_call(self, name: str) -> None:
         """Returns once a rank waits for it."""
         deadline = time.monotonic() + 20.0
-        while (found := self.manager.call("stats")["round"]) != name:
+        while (found := self.manager.call("stats")["call"]) != name:
             assert time.monotonic() < deadline, found
 
     def wait_for_tokens(self, num_tokens: int) -> None:
-        """Returns once the manager has so many tokens of the round in progress."""
+        """Returns once the manager has so many tokens of the batch in progress."""
         while True:
             stats = self.manager.call("stats")
             parts = [stats["training"], stats["evaluation"] or {"tokens": 0}]
@@ -248,7 +248,7 @@ class LiveRollouts:
 def while_generating(
     live: LiveRollouts, num_tokens: int, act: Callable[[], None]
 ) -> Generator[None, None, None]:
-    """Acts, in another thread, once the round of the block has so many tokens."""
+    """Acts, in another thread, once the block's batch has so many tokens."""
 
     def wait_and_act() -> None:
         live.wait_for_tokens(num_tokens)
@@ -262,13 +262,13 @@ def while_generating(
 
 @contextmanager
 def killing(live: LiveRollouts, name: str, *, after_tokens: int) -> Generator[None, None, None]:
-    """SIGKILLs a process once the round of the block has so many tokens."""
+    """SIGKILLs a process once the block's batch has so many tokens."""
     with while_generating(live, after_tokens, lambda: live.signal(name, signal.SIGKILL)):
         yield
 
 
 def ledger_of(live: LiveRollouts) -> LedgerState:
-    """As it is on disk, once what has happened is."""
+    """The ledger's state on disk, once everything so far is durable."""
     live.manager.call("position")
     return replay(read_history(live.ledger_path).entries)
 

@@ -20,7 +20,7 @@ Float64Array = NDArray[np.float64]
 
 
 def chosen_tokens(logits: Float64Array, draws: Float64Array | None) -> NDArray[np.int64]:
-    """[T] what is chosen by logits [T, V]: greedily, or with numbers drawn from (0, 1) [T]."""
+    """[T] tokens chosen by logits [T, V]: greedily, or with numbers drawn from (0, 1) [T]."""
     if draws is None:
         return logits.argmax(-1)
     return np.count_nonzero(_sums(logits) <= draws[:, None], axis=-1)

@@ -1,4 +1,4 @@
-"""The ledger's accounts beside what a manager holds."""
+"""Compares the ledger's accounts with a manager's state."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def check_accounts(state: LedgerState, life: Life) -> None:
         if states <= {SampleState.TRAINED, SampleState.DROPPED}:
             continue
         num_held += 1
-        live = life.groups[account.place]
+        live = life.groups[account.order_idx]
         for sample, held in zip(live.trajectories, account.samples, strict=True):
             check_sample(sample, held)
             num_open += not sample.is_finished
     size, flow = life.config.group_size, life.flow.progress()
-    # what was leased is trained once the next version is announced; the flow hears of it later
+    # Leased samples are trained once the next version is announced, which the flow learns later.
     num_done = state.counts[SampleState.TRAINED] // size - flow["groups_trained"]
     assert flow["groups_open"] + flow["groups_leased"] - num_done == num_held
     assert flow["trajectories_open"] == num_open
@@ -58,7 +58,7 @@ def check_sample(sample: Trajectory, held: SampleAccount) -> None:
 
 
 def check_batches(state: LedgerState, delivered: Mapping[int, Mapping[str, Taken]]) -> None:
-    """What the ranks got, by step, is what was trained on, to the token."""
+    """Asserts that the batches of the ranks, by step, are what was trained on, to the token."""
     for group in state.groups():
         for held in group.samples:
             if held.state is SampleState.TRAINED:

@@ -1,4 +1,4 @@
-"""Random moves of engines, agent loops, rewards and ranks, over several lives of a manager."""
+"""Random moves of engines, agent loops, rewards and ranks, over incarnations of a manager."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Kept(NamedTuple):
 
 
 class Story:
-    """Random moves on one folder, over the lives of its managers. All chance is the seed's."""
+    """Random moves on one folder, over incarnations of its managers. The seed decides them."""
 
     def __init__(self, seed: int, folder: Path) -> None:
         self.chance = random.Random(seed)
@@ -57,7 +57,7 @@ class Story:
         self.lives_of_engines = 0
         self.version = self.step = 0
         self.phase = "publish"
-        self.is_current = False  # what engines have is of this history
+        self.is_current = False  # the engines' weights belong to this history
         self.version_steps: dict[int, int] = {}
         self.kept = [Kept()]
         self.delivered: dict[int, dict[str, Taken]] = {}
@@ -115,7 +115,7 @@ class Story:
             await self.serve()
 
     async def serve(self) -> None:
-        """Also while the ranks train, and until they have brought what they announced."""
+        """Also true while the ranks train, and until they have published the announced version."""
         if self.is_current:
             for engine in self.life.engines:
                 self.life.dispatcher.set_serving(engine.engine_id, True)
@@ -167,7 +167,7 @@ class Story:
         if not workers.queue:
             return
         job = workers.queue.pop(self.chance.randrange(len(workers.queue)))
-        if not job.is_wanted():
+        if not job.is_active():
             return
         self.note(f"work on {job.label}")
         arguments: Any = job.make_arguments()
@@ -182,7 +182,7 @@ class Story:
             return
         job, count = self.life.workers.scoring.pop(0)
         self.note(f"result of {job.label}")
-        if job.is_wanted():
+        if job.is_active():
             job.on_result([float(self.chance.randrange(3)) for _ in range(count)])
 
     async def lose_score(self) -> None:
@@ -201,7 +201,7 @@ class Story:
             await self._go_on(loop)
         except RolloutError as error:
             self.note(f"loop {loop.sample_id}: {error}")
-            if loop.job.is_wanted():
+            if loop.job.is_active():
                 raise  # it did nothing wrong
             self._forget(loop)
 
@@ -213,8 +213,8 @@ class Story:
             self.note(f"loop {loop.sample_id} got {tokens}")
             if answer["finish_reason"] == "stop":
                 assert tokens[-1] == STOP
-            elif loop.job.is_wanted():  # else there is another trajectory of that name
-                is_full = self.life.sample(loop.sample_id).room() == 0
+            elif loop.job.is_active():  # else there is another trajectory of that name
+                is_full = self.life.sample(loop.sample_id).num_tokens_left() == 0
                 assert len(tokens) == loop.limit or is_full, "less than it asked for"
             loop.heard(tokens)
         elif loop.task is not None:
@@ -250,7 +250,7 @@ class Story:
         if self.chance.random() < 0.5:
             await self._cancel(loop)
         self._forget(loop)
-        if loop.job.is_wanted():
+        if loop.job.is_active():
             sample = self.life.sample(loop.sample_id)
             loop.job.on_result(reward)
             if loop.seen:
@@ -275,7 +275,7 @@ class Story:
             self.life.workers.fail(loop.job)
 
     async def ghost(self) -> None:
-        """A loop that was given up for dead calls once more."""
+        """A loop that counts as dead makes another call."""
         loop = self.life.ghosts.pop()
         self.note(f"ghost of {loop.sample_id} generates {loop.limit}")
         context = np.asarray(loop.context, np.int32)
@@ -362,7 +362,7 @@ class Story:
                 await self.life.recorder.durable()
 
     async def lose_manager(self, restored: Restored | None = None, needs: str = "") -> None:
-        """It stops in order or at once: then what is not on disk yet is lost."""
+        """Stops the manager in order, or at once, which loses what is not on disk yet."""
         old, self.life = self.life, Life(self.folder, self.config)
         is_sudden = self.chance.random() < 0.7
         self.note(f"the manager {'is killed' if is_sudden else 'ends'}")
@@ -380,10 +380,10 @@ class Story:
             await self.attach()
         if restored is None and self.chance.random() < 0.7:
             self.note("it goes on before the ranks ask")
-            self.life.flow.go_on()
+            self.life.flow.resume()
 
     async def go_back(self) -> None:
-        """The job begins anew from a checkpoint, with this manager or another."""
+        """Restores the job from a checkpoint, with this manager or another."""
         while len(self.kept) > 1 and self.chance.random() < 0.3:
             self.kept.pop()
         kept = self.kept[-1]
@@ -398,13 +398,13 @@ class Story:
             self.life.dispatcher.set_serving(engine.engine_id, False)
         await self.life.recover(restored, kept.position)
 
-    # -- what must hold ------------------------------------------------------------------
+    # -- invariants ----------------------------------------------------------------------
 
     async def check(self) -> None:
         recorder = self.life.recorder
         await recorder.durable()
         await asyncio.sleep(0)
-        while recorder.queued_nbytes:  # when there was room again, groups were admitted
+        while recorder.queued_nbytes:  # groups were admitted when there was capacity
             await recorder.durable()
             await asyncio.sleep(0)
         history = read_history(self.folder)

@@ -54,7 +54,7 @@ class Taken(NamedTuple):
 
 
 class Engine:
-    """Generates what it was asked; what it sends arrives in order, when the test says so."""
+    """Generates for requests; its deltas arrive in order, when the test delivers them."""
 
     def __init__(self, engine_id: EngineId, version: int) -> None:
         self.engine_id = engine_id
@@ -118,8 +118,8 @@ class Workers:
         self.queue.append(job)
 
     def fail(self, job: WorkerJob) -> None:
-        """As WorkerPool does."""
-        if not job.is_wanted():
+        """Does the same as WorkerPool."""
+        if not job.is_active():
             return
         if job.retries > 0:
             job.retries -= 1
@@ -152,7 +152,7 @@ class Loop:
 
     @property
     def limit(self) -> int | None:
-        """Of the next generation; the same whenever the loop runs again."""
+        """The context of the next generation; the same whenever the loop runs again."""
         return (4, 3, None)[self.num_turns % 3]
 
     def heard(self, tokens: list[int]) -> None:
@@ -168,10 +168,10 @@ class Life:
     def __init__(self, folder: Path, config: RolloutConfig) -> None:
         self.config = config
         self.failures: list[UmbraError] = []
-        self.groups: dict[int, Group] = {}  # by place, the latest made
+        self.groups: dict[int, Group] = {}  # by order_idx, the latest made
         self.engines: list[Engine] = []
         self.loops: list[Loop] = []
-        self.ghosts: list[Loop] = []  # given up for dead
+        self.ghosts: list[Loop] = []  # count as dead
         self.tasks: list[asyncio.Task[dict[str, Any]]] = []
         self.workers = Workers()
         self.evaluation: Evaluated | None = None  # the last outcome
@@ -199,23 +199,23 @@ class Life:
     # as Admission
     num_prompts = 1
 
-    def training_group(self, place: int) -> Group:
+    def training_group(self, order_idx: int) -> Group:
         config = self.config
-        prompt = Prompt(f"p{place}", "", np.asarray([2000 + place, 1, 2], np.int32), {})
+        prompt = Prompt(f"p{order_idx}", "", np.asarray([2000 + order_idx, 1, 2], np.int32), {})
         samples = [
             Trajectory(
-                f"e0/p{place}/{k}",
+                f"e0/p{order_idx}/{k}",
                 prompt,
-                place * 10 + k,
+                order_idx * 10 + k,
                 budget=config.max_new_tokens,
                 max_context_len=config.max_context_len,
             )
             for k in range(config.group_size)
         ]
-        self.groups[place] = Group(f"e0/p{place}", samples)
-        return self.groups[place]
+        self.groups[order_idx] = Group(f"e0/p{order_idx}", samples)
+        return self.groups[order_idx]
 
-    def epoch_of(self, place: int) -> int:
+    def epoch_of(self, order_idx: int) -> int:
         return 0
 
     def sample(self, sample_id: str) -> Trajectory:
@@ -223,7 +223,7 @@ class Life:
         return next(sample for sample in held if sample.sample_id == sample_id)
 
     async def recover(self, restored: Restored | None, needs: str) -> None:
-        """As RolloutManager does."""
+        """Does the same as RolloutManager."""
         self.flow.abandon()
         state = await self.recorder.recover(restored, needs)
         assert state is not None
@@ -247,5 +247,5 @@ class Life:
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
-        with contextlib.suppress(LedgerError):  # a later life has begun
+        with contextlib.suppress(LedgerError):  # a later incarnation has begun
             await self.recorder.__aexit__(None, None, None)

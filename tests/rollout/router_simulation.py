@@ -46,7 +46,7 @@ class EngineKind:
 
 @dataclass(frozen=True)
 class Result:
-    """Of one simulated run. Idle: the share of the engines' time without a request."""
+    """Results of one simulated run. Idle: the share of the engines' time without a request."""
 
     makespan_s: float
     idle_share: float
@@ -155,7 +155,7 @@ class SimulatedEngine:
         self._simulation = simulation
         self._waiting: deque[dict[str, Any]] = deque()
         self._running: list[_Running] = []
-        self._ended: list[_Running] = []  # and not yet told
+        self._ended: list[_Running] = []  # and not yet reported
         self._is_stepping = False
         self._is_gone = False
         self._next_flush_s = 0.0
@@ -239,7 +239,7 @@ class RoundRobin(Router):
     _last: EngineId | None = None
 
     def choose(self, cost: int, prefer: object = ()) -> EngineId | None:
-        free = [engine for engine in self.serving if self.room(engine) > 0]
+        free = [engine for engine in self.serving if self.capacity_left(engine) > 0]
         later = [engine for engine in free if self._last is not None and engine > self._last]
         self._last = next(iter(later or free), None)
         return self._last
@@ -249,8 +249,8 @@ class LeastRequests(Router):
     """The engine that holds the fewest requests."""
 
     def choose(self, cost: int, prefer: object = ()) -> EngineId | None:
-        free = [engine for engine in self.serving if self.room(engine) > 0]
-        return min(free, key=lambda engine: (-self.room(engine), engine), default=None)
+        free = [engine for engine in self.serving if self.capacity_left(engine) > 0]
+        return min(free, key=lambda engine: (-self.capacity_left(engine), engine), default=None)
 
 
 class LeastTokens(Router):

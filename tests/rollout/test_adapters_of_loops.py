@@ -27,7 +27,7 @@ def start(session: Session, folder: Path, agent: str) -> LiveRollouts:
     return live
 
 
-def test_what_an_adapter_said_is_given_and_stays_when_the_loop_runs_again(
+def test_tokens_of_an_adapter_are_given_and_stay_when_the_loop_runs_again(
     umbra_session: Session, tmp_path: Path
 ) -> None:
     live = start(umbra_session, tmp_path, "asks_adapters")

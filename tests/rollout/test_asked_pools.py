@@ -100,7 +100,7 @@ def test_an_agent_loop_asks_a_judge(
             said = sample["completion"][5:9]
             asked = EchoTokens(3, sample["tokens"][: 3 + 5], vocab_size=VOCAB_SIZE)
             assert said == asked.draw(4).tokens.tolist()
-            assert sum(sample["mask"]) == 24  # what the judge says is not trained on
+            assert sum(sample["mask"]) == 24  # the judge's tokens are not trained on
 
 
 @pytest.mark.process
@@ -169,7 +169,7 @@ def test_an_unknown_pool_is_named_with_those_that_are_there(
 
     errors = live.call_as_ranks(lambda rank: live.failure_of_next_batch(rank, 0))
 
-    assert all("no pool 'jury' to ask; there are: judge" in str(error) for error in errors)
+    assert all("no pool 'jury'; there are: judge" in str(error) for error in errors)
 
 
 def test_a_plain_function_cannot_take_the_context() -> None:
@@ -181,17 +181,17 @@ def test_a_plain_function_cannot_take_the_context() -> None:
     asyncio.run(load())
 
 
-def test_a_pause_does_not_count_for_patience() -> None:
+def test_a_pause_does_not_count_against_the_deadline() -> None:
     async def wait() -> None:
-        async with ExtendableDeadline(0.05) as patience:
-            with patience.paused():
-                with patience.paused():
+        async with ExtendableDeadline(0.05) as deadline:
+            with deadline.paused():
+                with deadline.paused():
                     await asyncio.sleep(0.06)
                 await asyncio.sleep(0.06)
-        assert not patience.expired
+        assert not deadline.expired
 
-        async with ExtendableDeadline(0.02) as patience:
-            with patience.paused():
+        async with ExtendableDeadline(0.02) as deadline:
+            with deadline.paused():
                 await asyncio.sleep(0.01)
             await asyncio.sleep(5.0)
 

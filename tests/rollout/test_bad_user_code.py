@@ -68,7 +68,7 @@ def cause_of_the_drop(run_dir: Path, drop_reason: str = LOOP_FAILED) -> str:
 
 
 @pytest.mark.parametrize(("num_workers", "max_worker_deaths"), [(1, 3), (2, 3), (1, 2)])
-def test_a_loop_that_kills_its_process_is_told_from_those_beside_it(
+def test_a_loop_that_kills_its_process_is_distinguished_from_those_beside_it(
     umbra_session: Session, tmp_path: Path, num_workers: int, max_worker_deaths: int
 ) -> None:
     live = with_loop(
@@ -83,7 +83,7 @@ def test_a_loop_that_kills_its_process_is_told_from_those_beside_it(
 
     assert groups == {f"e0/p{idx}" for idx in range(NUM_PROMPTS)} - {BAD_GROUP}
     num_deaths = max_worker_deaths + 1
-    assert f"saw {num_deaths} rollout actors die" in cause_of_the_drop(tmp_path)
+    assert f"saw {num_deaths} rollout workers die" in cause_of_the_drop(tmp_path)
     # Though each of the group's four loops kills its process.
     assert live.processes()["rewards-0"]["num_restarts"] == num_deaths or num_workers > 1
 
@@ -109,7 +109,7 @@ def test_what_a_killed_process_did_is_done_again_all_at_once(
     assert live.processes()["rewards-0"]["num_restarts"] == 1
 
 
-def test_a_loop_that_gives_what_is_no_token_is_told_which(
+def test_a_loop_that_passes_something_else_than_tokens_gets_it_in_the_error(
     umbra_session: Session, tmp_path: Path
 ) -> None:
     groups = train_once(umbra_session, tmp_path, "gives_no_token_for_t3")
@@ -121,7 +121,7 @@ def test_a_loop_that_gives_what_is_no_token_is_told_which(
     assert re.search(r"user_agents.py:\d+ in gives_no_token_for_t3\) for sample [^;]*$", cause)
 
 
-def test_a_loop_that_gives_a_huge_reward_is_told_the_limit(
+def test_a_loop_that_returns_a_huge_reward_gets_the_limit_in_the_error(
     umbra_session: Session, tmp_path: Path
 ) -> None:
     groups = train_once(umbra_session, tmp_path, "gives_huge_reward_for_t3", "reward failed")
@@ -152,7 +152,7 @@ def test_a_loop_that_blocks_the_others_is_found_and_named(
     assert f"in {function}" in cause
 
 
-def test_each_evaluation_has_the_retries_of_a_prompt_anew(
+def test_each_evaluation_has_all_the_retries_of_a_prompt(
     umbra_session: Session, tmp_path: Path
 ) -> None:
     """Their prompts are the same ones, and so are the names of these."""

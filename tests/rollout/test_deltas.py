@@ -1,4 +1,4 @@
-"""What engines send is checked before it is believed."""
+"""Messages of engines are checked before they are used."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def test_it_tells_whether_anything_is_left_to_generate() -> None:
     assert not bench.told[-1]
 
 
-def test_a_request_says_all_that_an_engine_needs() -> None:
+def test_a_request_has_all_that_an_engine_needs() -> None:
     bench = Bench()
     inbox = bench.serve(A)
 
@@ -72,7 +72,7 @@ def test_a_request_says_all_that_an_engine_needs() -> None:
     }
 
 
-def test_a_dead_engines_turn_goes_on_elsewhere_with_its_tokens() -> None:
+def test_a_dead_engines_turn_resumes_elsewhere_with_its_tokens() -> None:
     bench = Bench()
     bench.serve(A)
     turn = bench.submit(budget=5)
@@ -237,7 +237,7 @@ def test_a_finish_before_its_tokens_is_not_believed_and_fails_in_the_end() -> No
     assert "attempt 3 of 3: 'stop' with 20 tokens left" in str(bench.failures[0])
 
 
-def test_cancelled_turns_vanish_and_their_engine_is_told() -> None:
+def test_cancelled_turns_vanish_and_their_requests_are_withdrawn() -> None:
     bench = Bench(max_inflight=1)
     inbox = bench.serve(A)
     turns = [bench.submit(f"s{i}", seed=i) for i in range(3)]
@@ -264,8 +264,8 @@ def test_requests_that_an_engine_will_not_take_wait_for_one_that_serves() -> Non
     bench.dispatcher.check_integrity()
 
 
-class ListJournal(Recorder):
-    """Keeps what it is told, as (uid, start, tokens, version) runs."""
+class ListRecorder(Recorder):
+    """Keeps recorded tokens, as (uid, start, tokens, version) runs."""
 
     def __init__(self) -> None:
         super().__init__(None, lambda error: None)
@@ -285,9 +285,9 @@ class ListJournal(Recorder):
             self.runs.append((uid, int(starts[idx]), run, int(versions[idx])))
 
 
-def test_a_journal_is_told_what_was_really_appended() -> None:
-    journal = ListJournal()
-    bench = Bench(journal=journal)
+def test_the_recorder_gets_what_was_really_appended() -> None:
+    recorder = ListRecorder()
+    bench = Bench(recorder=recorder)
     bench.serve(A)
     for idx in range(4):
         bench.submit(f"s{idx}", seed=idx, budget=3, uid=10 + idx)
@@ -308,7 +308,7 @@ def test_a_journal_is_told_what_was_really_appended() -> None:
         ),
     )
 
-    assert sorted(journal.runs) == [
+    assert sorted(recorder.runs) == [
         (10, 0, [7, 8], 0),
         (11, 0, [7], 0),
         (11, 1, [8], 1),

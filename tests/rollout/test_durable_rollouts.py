@@ -1,4 +1,4 @@
-"""What outlives the rollout manager, a rollback, and the processes of agent loops."""
+"""The state that survives the rollout manager, rollbacks, and the processes of agent loops."""
 
 from __future__ import annotations
 
@@ -36,9 +36,7 @@ def tokens_made(live: LiveRollouts) -> int:
     )
 
 
-def test_a_manager_that_is_killed_goes_on_where_it_was(
-    umbra_session: Session, tmp_path: Path
-) -> None:
+def test_a_killed_manager_resumes_where_it_was(umbra_session: Session, tmp_path: Path) -> None:
     live = LiveRollouts(umbra_session, tmp_path, engine={"tokens_per_s": 60.0})
     live.publish(1)
 
@@ -48,14 +46,14 @@ def test_a_manager_that_is_killed_goes_on_where_it_was(
     assert completions(samples) == expected_completions(0)
     assert all(set(sample["versions"]) == {1} for sample in samples.values())
     assert live.processes()["rollouts"]["incarnation"] == 2
-    # what the first life had and the disk had not is at most what comes in a flush
+    # the first incarnation lost at most the tokens of one flush
     assert tokens_made(live) < 16 * 64 + 300
     state = ledger_of(live)
     assert state.counts[SampleState.LEASED] == 16
     assert state.totals.generated_tokens == 16 * 64
 
 
-def test_killed_between_batches_it_hands_out_the_next_as_if_nothing_had_been(
+def test_killed_between_batches_it_delivers_the_next_as_if_undisturbed(
     umbra_session: Session, tmp_path: Path
 ) -> None:
     settings = {"max_staleness": 1, "groups_per_step": 2}
@@ -81,7 +79,7 @@ def wait_for_progress(live: LiveRollouts, name: str, count: int) -> None:
         assert time.monotonic() < deadline, f"{found} {name}"
 
 
-def test_killed_while_the_ranks_train_it_goes_on_before_they_ask(
+def test_killed_while_the_ranks_train_it_resumes_before_they_ask(
     umbra_session: Session, tmp_path: Path
 ) -> None:
     settings = {"max_staleness": 1, "groups_per_step": 2}
@@ -126,7 +124,7 @@ def test_a_manager_that_went_on_by_itself_still_takes_back(
     assert state.counts[SampleState.LEASED] == 16
 
 
-def test_what_it_cannot_recover_from_the_ranks_are_told(
+def test_the_ranks_get_an_error_that_recovery_failed_with(
     umbra_session: Session, tmp_path: Path
 ) -> None:
     live = LiveRollouts(umbra_session, tmp_path)
@@ -162,7 +160,7 @@ def test_a_rank_that_lost_its_answer_gets_it_alone(umbra_session: Session, tmp_p
         again = lost(rank, "next_batch", 0, 0)
         assert again["sample_ids"] == batches[rank]["sample_ids"]
         assert again["tokens"].tolist() == batches[rank]["tokens"].tolist()
-        live.signal("rollouts", signal.SIGKILL)  # what it was is in the ledger
+        live.signal("rollouts", signal.SIGKILL)  # the ledger has its state
     evaluation = live.evaluate(0)
     assert lost(1, "evaluate", 0) == evaluation[1]
 
@@ -178,7 +176,7 @@ def test_an_evaluation_that_some_ranks_lack_is_given_to_them_by_the_next_manager
     live.replace_manager()
     with ThreadPoolExecutor(1) as side:  # rank 0 has its answer
         ahead = side.submit(live.manager.call, "next_batch", 0, 0, 0, timeout_s=20.0)
-        live.wait_for_round("next_batch for step 1")
+        live.wait_for_call("next_batch for step 1")
         again = live.manager.call("evaluate", 1, 0, timeout_s=20.0)
         batch = [live.manager.call("next_batch", 1, 0, 0, timeout_s=20.0), ahead.result(20.0)]
 
@@ -186,9 +184,7 @@ def test_an_evaluation_that_some_ranks_lack_is_given_to_them_by_the_next_manager
     assert completions(merged(batch)) == expected_completions(0)
 
 
-def test_after_a_rollback_an_evaluation_is_made_anew(
-    umbra_session: Session, tmp_path: Path
-) -> None:
+def test_after_a_rollback_an_evaluation_is_repeated(umbra_session: Session, tmp_path: Path) -> None:
     live = LiveRollouts(umbra_session, tmp_path)
     live.publish(0)
     evaluation = live.evaluate(0)
@@ -328,7 +324,7 @@ def test_what_an_agent_loop_generated_and_did_is_not_done_again(
     assert stats["agents"]["diverged"] == 0
 
 
-def test_agent_loops_go_on_under_a_new_manager(umbra_session: Session, tmp_path: Path) -> None:
+def test_agent_loops_continue_under_a_new_manager(umbra_session: Session, tmp_path: Path) -> None:
     settings = {"max_new_tokens": 40}
     live = LiveRollouts(
         umbra_session,

@@ -109,7 +109,7 @@ def test_a_drain_is_work_and_frozen_requests_are_not() -> None:
     assert world.idleness.take_shares() == {"engine_idle_share": 0.75, "engine_no_work_share": 0.0}
 
 
-def test_what_the_last_life_held_does_not_make_the_next_one_busy() -> None:
+def test_requests_of_the_last_incarnation_do_not_make_the_next_one_busy() -> None:
     world = World()
     world.report(A, EngineState.SERVING)
     world.hold(A, True)

@@ -67,7 +67,7 @@ def submit_one(dispatcher: Dispatcher) -> None:
 def run_with_link(
     folder: Path, scenario: Callable[[PausingEngine, EngineLink], Awaitable[None]]
 ) -> None:
-    """Runs `scenario` while a link to a paused engine, which is said to serve, has one request."""
+    """Runs `scenario` while a link to a paused engine, reported as serving, has one request."""
 
     async def run() -> None:
         engine, failures = PausingEngine(), list[UmbraError]()

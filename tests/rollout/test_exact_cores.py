@@ -35,7 +35,7 @@ LIMITS = Limits(
 
 
 class CoreLink:
-    """One life of an engine: takes requests as a link does, works when it is told to."""
+    """One incarnation of an engine: takes requests as a link does, works on the test's demand."""
 
     def __init__(self, engine: EngineId, model: DecoderModel, version: int) -> None:
         self.engine = engine

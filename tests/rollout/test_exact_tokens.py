@@ -101,7 +101,7 @@ def assert_interrupted(happened: Interruptions, work: Work) -> None:
 
 
 def first_difference(one: list[int], other: list[int]) -> int:
-    """Runs of one length may differ; one may also stop where the other goes on."""
+    """Runs of one length may differ; one may also stop where the other continues."""
     shared = zip(one, other, strict=False)
     return next(idx for idx, (left, right) in enumerate(shared) if left != right)
 
@@ -123,7 +123,7 @@ def twins_dir(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 class Judgement(NamedTuple):
-    """Of a run's tokens, by the float64 forward pass over their own contexts.
+    """Logprobs of a run's tokens, from the float64 forward pass over their own contexts.
 
     Attributes:
         near_ties: (sample id, position) of the tokens that float64 would not have chosen.

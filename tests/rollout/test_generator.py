@@ -112,7 +112,7 @@ def test_the_context_bounds_a_generation_without_a_budget(umbra_session: Session
     assert answer["finish_reason"] == "length"
 
 
-def test_a_stream_that_loses_its_engine_goes_on_elsewhere(umbra_session: Session) -> None:
+def test_a_stream_that_loses_its_engine_continues_elsewhere(umbra_session: Session) -> None:
     judge = start(umbra_session, num_engines=2, tokens_per_s=200.0)
     pieces = judge.stream("stream", PROMPT, 300, 1.0, [], 11)
 
@@ -138,7 +138,7 @@ def holder_of_work(session: Session) -> int:
     raise AssertionError("no engine works")
 
 
-def test_a_pool_that_is_put_to_sleep_goes_on_after_it_wakes(umbra_session: Session) -> None:
+def test_a_pool_that_is_put_to_sleep_continues_after_it_wakes(umbra_session: Session) -> None:
     judge = start(umbra_session, tokens_per_s=200.0, mode="hybrid")
     pool = umbra_session.pool("judge")
     pieces = judge.stream("stream", PROMPT, 100, 1.0, [], 5)

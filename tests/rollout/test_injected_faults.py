@@ -44,7 +44,7 @@ Completions = dict[str, Completion]
 
 @pytest.fixture(scope="module")
 def undisturbed(tiny_model_dir: Path) -> list[Completions]:
-    """What the steps' samples are when nothing goes wrong, by one engine without a manager."""
+    """The expected samples of the steps, from one engine without a manager."""
     return [asyncio.run(generate(tiny_model_dir, step)) for step in range(NUM_STEPS)]
 
 
@@ -116,7 +116,7 @@ def start_live(
 
 
 def injected(folder: Path, engine: str) -> list[str]:
-    """The faults that an engine says it injected, over all its lives."""
+    """The faults that an engine reports to have injected, over all its incarnations."""
     (log,) = folder.rglob(f"{engine}.log")
     return re.findall(
         r"injecting a fault: (.*) at token \d+ \(due at \d+\)$", log.read_text(), re.M
@@ -136,7 +136,7 @@ IMPATIENT = {"delta_timeout_s": 3.0}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A fault of policy-0 in its first life, and the manager's counter that shows it."""
+    """A fault of policy-0 in its first incarnation, and the manager's counter of it."""
 
     fault: dict[str, Any]
     logged: str
@@ -237,7 +237,7 @@ def test_a_late_engine_is_waited_for(
 
 
 @pytest.mark.slow
-def test_a_pool_that_stalls_as_a_whole_goes_on_once_it_can(
+def test_a_pool_that_stalls_as_a_whole_continues_once_it_can(
     umbra_session: Session, tmp_path: Path, tiny_model_dir: Path, undisturbed: list[Completions]
 ) -> None:
     stall = {"kind": "stall", "for_s": 5.0, "after_tokens": 100}

@@ -104,16 +104,16 @@ async def finish_all(life: Life, engine: Engine) -> None:
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(10.0):
-        while not condition():  # noqa: ASYNC110 - the manager must not be told to look
+        while not condition():  # noqa: ASYNC110 - waiting must not wake the manager
             await asyncio.sleep(0.001)
 
 
 def fill(life: Life, nbytes: int) -> None:
-    """What a tool's answer in `ctx.once` does."""
-    life.recorder.kept(life.groups[0].trajectories[0], "page", b"x" * nbytes)
+    """Records a value, like a tool's answer in `ctx.once`."""
+    life.recorder.value_kept(life.groups[0].trajectories[0], "page", b"x" * nbytes)
 
 
-def test_admission_waits_for_the_disk_and_goes_on_by_itself(tmp_path: Path, disk: Disk) -> None:
+def test_admission_waits_for_the_disk_and_resumes_by_itself(tmp_path: Path, disk: Disk) -> None:
     async def body() -> None:
         async with living(tmp_path, disk) as (life, engine):
             life.flow.advance(0)
@@ -121,14 +121,14 @@ def test_admission_waits_for_the_disk_and_goes_on_by_itself(tmp_path: Path, disk
             disk.hold()
             fill(life, MAX_QUEUED_NBYTES)
             await finish_all(life, engine)
-            assert life.flow.progress()["groups_ready"] == 4  # what was open is not held up
+            assert life.flow.progress()["groups_ready"] == 4  # open groups are not held up
             assert life.flow.take(0) is not None
             life.learn(2, 1)
             life.flow.advance(1)
 
             await asyncio.sleep(0.05)
 
-            assert not life.recorder.has_room
+            assert not life.recorder.has_capacity
             assert life.flow.num_admitted == 4
             assert life.flow.metrics([])["ledger_queued_mib"] > MAX_QUEUED_NBYTES / 2**20
             disk.release()
@@ -188,7 +188,7 @@ def test_a_disk_that_is_full_fails_the_job_where_nobody_appends(
     asyncio.run(body())
 
 
-def test_a_flow_that_was_given_up_admits_nothing_when_there_is_room(
+def test_an_abandoned_flow_admits_nothing_when_there_is_capacity(
     tmp_path: Path, disk: Disk
 ) -> None:
     async def body() -> None:
@@ -212,17 +212,17 @@ def test_whatever_happens_meanwhile_nothing_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_held = 0
-    when_room = Recorder.when_room
+    on_capacity = Recorder.on_capacity
 
     def count(self: Recorder, resume: Callable[[], None]) -> None:
         nonlocal num_held
         num_held += 1
-        when_room(self, resume)
+        on_capacity(self, resume)
 
     def slow_sync(_descriptor: int) -> None:
         time.sleep(0.005)
 
-    monkeypatch.setattr(Recorder, "when_room", count)
+    monkeypatch.setattr(Recorder, "on_capacity", count)
     monkeypatch.setattr(os, "fsync", slow_sync)
     set_bound(monkeypatch, 1, stall_timeout_s=30.0)
 

@@ -32,7 +32,7 @@ class Expected(NamedTuple):
     prompt: list[int]
 
     def tokens_after(self, completion: list[int], count: int) -> list[int]:
-        """What the echo engine makes of it when nothing interrupts it."""
+        """The echo engine's completion without interruptions."""
         context = [*self.prompt, *completion]
         position = len(completion)
         rest = EchoTokens(self.seed, context, vocab_size=VOCAB_SIZE, position=position)
@@ -56,7 +56,7 @@ def expected_samples(step: int) -> dict[str, Expected]:
 
 
 def expected_completions(step: int, budget: int = 64) -> dict[str, list[int]]:
-    """What has to come of a step's samples, whatever interrupts them."""
+    """The expected samples of a step, with or without interruptions."""
     samples = expected_samples(step)
     return {name: sample.tokens_after([], budget) for name, sample in samples.items()}
 
@@ -180,7 +180,7 @@ def test_a_pause_in_mid_generation_is_waited_for(umbra_session: Session, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_stopped_engine_is_given_up_and_its_work_moved(
+def test_a_stopped_engine_is_lost_and_its_work_moves(
     umbra_session: Session, tmp_path: Path
 ) -> None:
     live = LiveRollouts(
@@ -232,7 +232,7 @@ def test_a_killed_rollout_worker_costs_nothing(umbra_session: Session, tmp_path:
         ("raises", r"reward function user_rewards:raises raised KeyError: 'no such answer'"),
         ("nan_for_the_last", r"returned nan for sample e0/p\d/3; rewards must be finite"),
         ("too_few", r"returned 3 rewards for 4 completions"),
-        ("dies_always", r"the reward of group e0/p\d saw 2 rollout actors die"),
+        ("dies_always", r"the reward of group e0/p\d saw 2 rollout workers die"),
     ],
 )
 def test_a_bad_reward_fails_every_rank(
@@ -335,7 +335,10 @@ def test_an_agent_loop_whose_process_dies_runs_again(
     ("agent", "message"),
     [
         ("raises", r"agent loop user_agents:raises raised LookupError: the tool is gone \(.*"),
-        ("retokenises", r"leave the trajectory at position 0 of 6: append each turn's tokens"),
+        (
+            "retokenises",
+            r"differ from the trajectory at position 0 of 6: append each turn's tokens",
+        ),
     ],
 )
 def test_a_failing_agent_loop_fails_every_rank(

@@ -1,4 +1,4 @@
-"""What `test_exact_tokens` proves with, tried out by itself."""
+"""Tests the helpers with which `test_exact_tokens` compares tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever happens to a manager, what it has recorded replays to what it holds."""
+"""A manager's ledger always replays to the manager's state."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import pytest
 from umbra.runtime.errors import RolloutError
 from umbra.runtime.rollout.alarm import Alarm
 from umbra.runtime.rollout.dispatch.router import EngineId
-from umbra.runtime.rollout.manager.catch_up import SyncAsks
+from umbra.runtime.rollout.manager.catch_up import SyncRequests
 from umbra.runtime.rollout.manager.rank_rendezvous import CollectiveCall, RankRendezvous
 
 STEP_3 = CollectiveCall("next_batch", 3, 1.0)
@@ -68,7 +68,7 @@ def test_ranks_that_disagree_fail_together() -> None:
     asyncio.run(main())
 
 
-def test_a_rank_that_goes_away_leaves_the_round() -> None:
+def test_a_rank_that_goes_away_leaves_the_call() -> None:
     async def main() -> None:
         ranks = RankRendezvous(2, timeout_s=5)
         async with asyncio.TaskGroup() as tasks:
@@ -85,7 +85,7 @@ def test_a_rank_that_goes_away_leaves_the_round() -> None:
     asyncio.run(main())
 
 
-def test_a_rank_that_calls_anew_takes_its_place_again() -> None:
+def test_a_rank_that_calls_again_replaces_its_earlier_call() -> None:
     async def main() -> None:
         ranks = RankRendezvous(1, timeout_s=5)
         async with asyncio.TaskGroup() as tasks:
@@ -94,7 +94,7 @@ def test_a_rank_that_calls_anew_takes_its_place_again() -> None:
             fresh = tasks.create_task(call(ranks, 0, STEP_3))
             await asyncio.sleep(0)
             ranks.give(STEP_3, [{"for": 0}])
-        assert "anew" in stale.result()
+        assert "again" in stale.result()
         assert fresh.result() == {"for": 0}
 
     asyncio.run(main())
@@ -125,20 +125,20 @@ def test_an_alarm_goes_off_only_after_an_unbroken_wait() -> None:
 
 
 def test_an_engine_without_weights_is_asked_for_once_until_its_state_changes() -> None:
-    asks = SyncAsks()
+    requests = SyncRequests()
     first, second = EngineId("a", 2), EngineId("b", 1)
 
-    assert asks.wanted([first]) == [first]
-    assert asks.wanted([first]) == []
-    assert asks.wanted([first, second]) == [second]
+    assert requests.take_new([first]) == [first]
+    assert requests.take_new([first]) == []
+    assert requests.take_new([first, second]) == [second]
 
-    asks.observe([second])  # the first one is being updated
-    asks.observe([first, second])  # that failed
-    assert asks.wanted([first, second]) == [first]
+    requests.observe([second])  # the first one is being updated
+    requests.observe([first, second])  # that failed
+    assert requests.take_new([first, second]) == [first]
 
 
-def test_a_new_life_of_an_engine_is_asked_for_anew() -> None:
-    asks = SyncAsks()
-    asks.wanted([EngineId("a", 1)])
+def test_a_new_incarnation_of_an_engine_is_reported_again() -> None:
+    requests = SyncRequests()
+    requests.take_new([EngineId("a", 1)])
 
-    assert asks.wanted([EngineId("a", 2)]) == [EngineId("a", 2)]
+    assert requests.take_new([EngineId("a", 2)]) == [EngineId("a", 2)]

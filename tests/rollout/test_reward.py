@@ -91,7 +91,7 @@ def test_a_column_that_is_not_there_is_named(name: str) -> None:
         score(name, [{"solution": "x"}, {"solution": "y"}])
 
 
-def test_a_reward_that_hangs_is_given_up() -> None:
+def test_a_reward_that_hangs_times_out() -> None:
     with pytest.raises(RewardError, match=r"took longer than 0.05 s for samples e0/p/0, e0/p/1"):
         score("hangs", timeout_s=0.05)
 

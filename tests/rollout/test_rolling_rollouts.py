@@ -1,4 +1,4 @@
-"""Rolling updates with real processes: tokens go on coming, and keep the right versions."""
+"""Rolling updates with real processes: generation continues, and versions are right."""
 
 from __future__ import annotations
 

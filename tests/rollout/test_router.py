@@ -138,7 +138,7 @@ def test_an_engine_not_measured_yet_counts_as_the_mean_of_the_others() -> None:
     router.check_integrity()
 
 
-def test_the_next_life_of_an_engine_inherits_its_speed() -> None:
+def test_the_next_incarnation_of_an_engine_inherits_its_speed() -> None:
     router = make_router(A, B)
     measure(router, {A: 100, B: 300})
 
@@ -192,13 +192,13 @@ def test_affinity_is_worth_less_on_a_slow_engine() -> None:
 
 
 class CheckedRouter:
-    """A router, and what it was told, counted anew each time."""
+    """A router beside a naive model that counts everything from scratch."""
 
     def __init__(self, max_inflight: int) -> None:
         self.router = Router(max_inflight)
         self.max_inflight = max_inflight
         self.now = 0.0
-        self.held: dict[EngineId, list[int]] = {}  # what is left of each request
+        self.held: dict[EngineId, list[int]] = {}  # the unspent cost of each request
         self.serving: set[EngineId] = set()
 
     def do(self, what: str, engine: EngineId, amount: int) -> None:
@@ -230,11 +230,11 @@ class CheckedRouter:
 
     def _request(self, cost: int, prefer: EngineId) -> None:
         chosen = self.router.choose(cost, (None, prefer))
-        has_room = {e for e in self.serving if len(self.held[e]) < self.max_inflight}
+        has_capacity = {e for e in self.serving if len(self.held[e]) < self.max_inflight}
         if chosen is None:
-            assert not has_room
+            assert not has_capacity
             return
-        assert chosen in has_room
+        assert chosen in has_capacity
         self.router.charge(chosen, cost)
         self.held[chosen].append(cost)
 
@@ -243,7 +243,7 @@ class CheckedRouter:
         assert self.router.serving == sorted(self.serving)
         for engine, held in self.held.items():
             assert self.router.outstanding_tokens(engine) == sum(held)
-            assert self.router.room(engine) == self.max_inflight - len(held)
+            assert self.router.capacity_left(engine) == self.max_inflight - len(held)
         shares = [self.router.fair_share(engine) for engine in self.serving]
         assert sum(shares) == pytest.approx(1.0 if shares else 0.0)
         assert all(share > 0 for share in shares)

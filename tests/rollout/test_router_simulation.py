@@ -1,4 +1,4 @@
-"""How long engines need for long-tailed work under several policies; simulated, so always alike.
+"""Simulates how long engines need for long-tailed work under several policies. Deterministic.
 
 Nobody knows a request's length beforehand: all cost the same when they are routed.
 """
@@ -53,7 +53,7 @@ def engines_of(scenario: str, kind: EngineKind) -> list[EngineKind]:
 
 
 def lengths_of(tail: str, seed: int, count: int) -> list[int]:
-    """Of mean 300 or so; the longest are cut at the cap."""
+    """Lengths with a mean of about 300; the longest are cut at the cap."""
     rng = np.random.default_rng(seed)
     if tail == "Pareto":
         drawn = (rng.pareto(1.5, count) + 1) * 110
@@ -122,5 +122,7 @@ def test_the_samples_of_a_group_go_where_its_prompt_is() -> None:
 
     simulation.run()
 
-    homes = [len({sample.home for sample in group.trajectories}) for group in simulation.groups]
+    homes = [
+        len({sample.last_engine for sample in group.trajectories}) for group in simulation.groups
+    ]
     assert np.mean(homes) < 1.5

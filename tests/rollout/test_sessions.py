@@ -1,4 +1,4 @@
-"""Runs of agent loops: what one that is lost leaves to the next, which replays it."""
+"""Runs of agent loops: a lost run leaves its records to the next one, which replays them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Loop:
         return task
 
     def stream(self, request: int, num_tokens: int) -> None:
-        """What the engine sends for the request that it got as number `request`."""
+        """Delivers the engine's tokens for its request number `request`."""
         asked = self.inbox.requests[request]
         at = asked["position"]
         tokens = range(10 + at, 10 + at + num_tokens)
@@ -90,7 +90,7 @@ async def _life_that_is_lost_while_it_generates(*, caller_leaves_first: bool) ->
 
 
 @pytest.mark.parametrize("caller_leaves_first", [True, False])
-def test_a_lost_life_adds_nothing_to_the_next_one(caller_leaves_first: bool) -> None:
+def test_a_lost_incarnation_adds_nothing_to_the_next_one(caller_leaves_first: bool) -> None:
     asyncio.run(_life_that_is_lost_while_it_generates(caller_leaves_first=caller_leaves_first))
 
 
@@ -122,7 +122,7 @@ def test_a_loop_generates_one_thing_at_a_time() -> None:
     asyncio.run(run())
 
 
-def test_a_loop_that_runs_again_gets_what_it_had_and_then_goes_on() -> None:
+def test_a_loop_that_runs_again_gets_what_it_had_and_then_continues() -> None:
     async def run() -> None:
         loop = Loop()
         session = loop.open()
@@ -165,7 +165,7 @@ def test_a_turn_that_was_lost_before_its_first_token_is_no_other_path() -> None:
     asyncio.run(run())
 
 
-def test_where_it_takes_another_path_the_rest_is_given_up() -> None:
+def test_if_its_context_differs_later_tokens_are_discarded() -> None:
     async def run() -> None:
         loop = Loop()
         session = loop.open()
@@ -261,7 +261,7 @@ def test_a_new_manager_replays_what_the_ledger_has_kept() -> None:
         tokens = np.arange(10, 20, dtype=np.int32)
         loop.trajectory.append_generated(tokens, np.zeros(10, np.float32), 0)
         records = {"turn/1": [0, 5, "stop"], "once/pay": 3, "turn/2": [5, 9, "stop"]}
-        # the second was given up in a later run, and a token of the third came after a checkpoint
+        # The second was discarded in a later run, and a token of the third came after a checkpoint.
         later = {"turn/3": [5, 8, "length"], "turn/4": [8, 12, "stop"]}
         loop.sessions.remember(loop.trajectory, records | later)
 

@@ -6,7 +6,7 @@ from umbra.runtime.rollout.dispatch.engine_speed import EngineSpeed
 
 
 def measured(tokens_per_s: float, num_requests: int, seconds: float = 30.0) -> EngineSpeed:
-    """What is known of an engine that was as fast as that, from batches of half a second."""
+    """The measured speed of an engine that was this fast, from batches of half a second."""
     speed = EngineSpeed()
     feed(speed, tokens_per_s, num_requests, 0.0, seconds)
     return speed

@@ -1,4 +1,4 @@
-"""The bound on age, as a pure rule and as what the flow of groups makes of it."""
+"""The staleness bound, as a pure rule and in the flow of groups."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ UNIFORM = ((0.0, 0.0), (1.0, 1.0))
 
 
 class World:
-    """Groups that generate when they are told to; stands where engines and rewards would.
+    """Groups that generate and are scored when the test says; replaces engines and rewards.
 
     Version v is that of the weights after v - 100 steps.
     """
@@ -73,15 +73,15 @@ class World:
     # as Admission
     num_prompts = 1500
 
-    def training_group(self, place: int) -> Group:
-        prompt = Prompt(f"p{place}", "", np.zeros(1, np.int32), {})
+    def training_group(self, order_idx: int) -> Group:
+        prompt = Prompt(f"p{order_idx}", "", np.zeros(1, np.int32), {})
         samples = [
-            Trajectory(f"p{place}/{k}", prompt, k, budget=100, max_context_len=200)
+            Trajectory(f"p{order_idx}/{k}", prompt, k, budget=100, max_context_len=200)
             for k in range(self.config.group_size)
         ]
-        return Group(f"p{place}", samples)
+        return Group(f"p{order_idx}", samples)
 
-    def epoch_of(self, place: int) -> int:
+    def epoch_of(self, order_idx: int) -> int:
         return 0
 
     # as GroupRunner
@@ -119,8 +119,8 @@ class World:
         self.failure = error
 
 
-def ids(*places: int) -> list[str]:
-    return [f"p{place}" for place in places]
+def ids(*indices: int) -> list[str]:
+    return [f"p{order_idx}" for order_idx in indices]
 
 
 @pytest.mark.parametrize(("max_staleness", "num_running"), [(0, 2), (1, 4), (3, 8)])
@@ -171,7 +171,7 @@ def test_a_batch_is_the_same_however_often_it_is_asked_for() -> None:
     world.advance(0)
     assert world.taken() == ids(0, 1)
     world.advance(1)
-    with pytest.raises(RolloutError, match="step 1 is asked for after that of 2"):
+    with pytest.raises(RolloutError, match="step 1 was requested after that of 2"):
         world.advance(0)
 
 
@@ -218,9 +218,9 @@ def test_groups_that_teach_nothing_are_replaced_by_others() -> None:
 def test_rare_groups_of_use_never_end_the_run_and_are_noted_ever_less() -> None:
     world = World(drop_uniform_groups=True)
     world.advance(0)
-    for place in range(1499 * 4):
-        is_kept = place % 1499 == 1498
-        world.score(f"p{place}", (0.0, 1.0) if is_kept else UNIFORM[place % 2])
+    for order_idx in range(1499 * 4):
+        is_kept = order_idx % 1499 == 1498
+        world.score(f"p{order_idx}", (0.0, 1.0) if is_kept else UNIFORM[order_idx % 2])
         if is_kept and (batch := world.taken()):
             assert len(batch) == 2
             world.advance(world.step + 1)
@@ -229,7 +229,7 @@ def test_rare_groups_of_use_never_end_the_run_and_are_noted_ever_less() -> None:
     assert world.step == 2
     assert [note.split()[0] for note in world.notes] == ["100", "200", "400", "800", "1600"]
     assert "rollout.drop_uniform_groups" in world.notes[0]
-    assert "wants 2 and has 1" in world.notes[-1]
+    assert "needs 2 and has 1" in world.notes[-1]
     assert "(from 0 to 1 lately)" in world.notes[-1]
 
 
@@ -237,8 +237,8 @@ def test_an_epoch_in_a_row_without_a_group_of_use_ends_the_run() -> None:
     world = World(drop_uniform_groups=True)
     world.advance(0)
     world.score("p0")
-    for place in range(1, 1500):
-        world.score(f"p{place}", (1.0, 1.0))
+    for order_idx in range(1, 1500):
+        world.score(f"p{order_idx}", (1.0, 1.0))
     assert world.failure is None
 
     world.score("p1500", (1.0, 1.0))
@@ -282,19 +282,19 @@ def test_by_default_the_first_failure_of_a_small_job_ends_it() -> None:
     world.fail("p1")
 
     assert "p1" in str(world.failure)
-    assert "1 of 2 groups that failed; rollout.max_failed_share = 0.05 allows 0" in str(
+    assert "1 of the last 2 groups failed; rollout.max_failed_share = 0.05 allows 0" in str(
         world.failure
     )
 
 
-def test_a_token_that_breaks_the_bound_is_never_handed_out() -> None:
+def test_a_token_that_breaks_the_bound_is_never_delivered() -> None:
     bound = StalenessBound(max_staleness=1, groups_per_step=2)
 
     bound.check([4, 5], 5, "group g")
     for step in (3, 6):
         with pytest.raises(
             RolloutError,
-            match=r"group g has tokens of the weights after step .* 0 to 1 are allowed",
+            match=r"group g has tokens from the weights after step .* 0 to 1 are allowed",
         ):
             bound.check([5, step], 5, "group g")
 
@@ -313,7 +313,7 @@ def test_versions_keep_their_step_and_newer_ones_are_of_now() -> None:
 @pytest.mark.parametrize("is_leased", [False, True])
 def test_before_the_ranks_ask_new_groups_wait_for_the_step_to_be_known(is_leased: bool) -> None:
     world = World(max_staleness=1, max_failed_share=1.0)
-    groups = [world.training_group(place) for place in range(4)]
+    groups = [world.training_group(order_idx) for order_idx in range(4)]
     for sample in groups[2].trajectories:
         sample.append_generated(np.ones(1, np.int32), np.zeros(1, np.float32), 100)
     world.learn(100, 0)
@@ -321,7 +321,7 @@ def test_before_the_ranks_ask_new_groups_wait_for_the_step_to_be_known(is_leased
     recovered = Recovered(dict(enumerate(groups[2:], 2)), {}, leases, 4, 4, 0)
 
     world.flow.restore(recovered)
-    world.flow.go_on()
+    world.flow.resume()
     assert list(world.running) == (ids(2, 3) if is_leased else ids(2))
     world.fail("p2")
     assert list(world.running) == (ids(3, 4) if is_leased else [])
@@ -372,7 +372,7 @@ def test_whatever_happens_the_bound_holds(
                 assert ((ages >= 0) & (ages <= max_staleness)).all()
         trained += [group.group_id for group in batch]
         for _ in range(data.draw(st.integers(0, 3), "meanwhile")):
-            if world.running:  # while the ranks train, engines go on
+            if world.running:  # while the ranks train, engines continue
                 world.generate(data.draw(st.sampled_from(list(world.running))))
         world.learn(world.step + 101, world.step + 1)
         for _ in range(data.draw(st.integers(0, 4), "during a rolling update")):

@@ -1,4 +1,4 @@
-"""Tokens that callers give: what is wrong with them is said with token, place and vocabulary."""
+"""Checks of callers' tokens: errors name the token, its index and the vocabulary."""
 
 from __future__ import annotations
 

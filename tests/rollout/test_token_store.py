@@ -1,4 +1,4 @@
-"""The store of tokens in flight, against lists; and what a batch of every kind of run becomes."""
+"""The store of tokens in flight, compared with lists; and batches with every kind of run."""
 
 from __future__ import annotations
 
@@ -101,18 +101,18 @@ def test_request_ids_are_found_while_they_are_there_and_never_again() -> None:
     assert found == [request % 50 + 1 for request in live] + [NO_ROW] * 7
 
 
-def test_only_runs_that_simply_go_on_are_applied_at_once() -> None:
+def test_only_runs_that_simply_extend_their_rows_are_applied_at_once() -> None:
     store = TokenStore()
     for request_id in range(1, 9):
-        store.open(request_id, 0, 100 + request_id, length=10, room=4)
-    store.open(9, 1, 109, length=10, room=4)
+        store.open(request_id, 0, 100 + request_id, length=10, capacity=4)
+    store.open(9, 1, 109, length=10, capacity=4)
     store.apply(0, batch_of([(1, 10, [5], 3), (2, 10, [5], 3)]))
 
     applied = store.apply(
         0,
         batch_of(
             [
-                (1, 11, [6, 7], 3),  # goes on
+                (1, 11, [6, 7], 3),  # extends its row
                 (2, 11, [6], 4),  # another version
                 (3, 10, [], 3),  # nothing
                 (4, 10, [1, 2, 3, 4, 5], 3),  # too much
@@ -120,14 +120,14 @@ def test_only_runs_that_simply_go_on_are_applied_at_once() -> None:
                 (6, 9, [1, 2], 3),  # a repeat
                 (7, 10, [1], 3),  # several runs of one
                 (7, 11, [2], 4),
-                (8, 10, [8, 8, 8, 8], 4),  # goes on
+                (8, 10, [8, 8, 8, 8], 4),  # extends its row
                 (9, 10, [1], 3),  # of another engine
-                (77, 0, [1], 3),  # of nobody
+                (77, 0, [1], 3),  # unknown request
             ]
         ),
     )
 
-    assert applied.rest == [1, 2, 3, 4, 5, 6, 7]
+    assert applied.irregular == [1, 2, 3, 4, 5, 6, 7]
     assert applied.num_late == 2
     assert applied.num_late_tokens == 2
     assert applied.runs is not None
@@ -141,7 +141,7 @@ def test_only_runs_that_simply_go_on_are_applied_at_once() -> None:
 
 def test_an_attempt_of_several_versions_keeps_its_segments() -> None:
     store = TokenStore()
-    row = store.open(1, 0, -1, length=2, room=100)
+    row = store.open(1, 0, -1, length=2, capacity=100)
     one = np.ones(1, np.int32), np.ones(1, np.float32)
 
     store.append(row, *one, 5)
@@ -152,7 +152,7 @@ def test_an_attempt_of_several_versions_keeps_its_segments() -> None:
     assert store.segments(row) == [Segment(2, 5, 5), Segment(5, 7, 6)]
     assert store.length(row) == 7
     store.close(1, row)
-    again = store.open(2, 0, -1, length=0, room=1)
+    again = store.open(2, 0, -1, length=0, capacity=1)
     assert again == row
     assert store.segments(again) == []
 
@@ -161,7 +161,7 @@ def test_rows_grow_with_the_attempts() -> None:
     store = TokenStore()
     count = 1000
 
-    rows = [store.open(i, 0, i, length=0, room=9) for i in range(1, count + 1)]
+    rows = [store.open(i, 0, i, length=0, capacity=9) for i in range(1, count + 1)]
     store.apply(0, batch_of([(i, 0, [i, i], 0) for i in range(1, count + 1)]))
 
     assert len(set(rows)) == count
@@ -172,7 +172,7 @@ def test_rows_grow_with_the_attempts() -> None:
 def test_runs_without_a_uid_are_not_reported() -> None:
     store = TokenStore()
     for request_id, uid in ((1, -1), (2, 7)):
-        store.open(request_id, 0, uid, length=0, room=9)
+        store.open(request_id, 0, uid, length=0, capacity=9)
 
     runs = store.apply(0, batch_of([(1, 0, [1, 2], 0), (2, 0, [3], 0)])).runs
 

@@ -46,7 +46,7 @@ def test_the_budget_is_never_exceeded() -> None:
     sample = make_trajectory(prompt=[1, 2], budget=3)
     sample.append_generated(*arrays([5, 5]), 0)
 
-    assert sample.room() == 1
+    assert sample.num_tokens_left() == 1
     with pytest.raises(RolloutError, match="2 tokens, room for 1"):
         sample.append_generated(*arrays([6, 6]), 0)
 
@@ -54,7 +54,7 @@ def test_the_budget_is_never_exceeded() -> None:
 def test_room_ends_with_the_context() -> None:
     sample = make_trajectory(prompt=[1, 2, 3], budget=100, max_context_len=5)
 
-    assert sample.room() == 2
+    assert sample.num_tokens_left() == 2
 
 
 def test_given_tokens_are_marked_and_do_not_use_up_the_budget() -> None:
@@ -67,7 +67,7 @@ def test_given_tokens_are_marked_and_do_not_use_up_the_budget() -> None:
     assert sample.versions.tolist() == [7, 7, NOT_GENERATED, NOT_GENERATED, 8]
     assert sample.logprobs.tolist() == [-1.0, -1.0, 0.0, 0.0, -1.0]
     assert sample.num_generated == 3
-    assert sample.room() == 1
+    assert sample.num_tokens_left() == 1
 
 
 def test_the_first_context_of_an_agent_loop_becomes_the_prompt() -> None:

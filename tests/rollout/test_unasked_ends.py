@@ -25,7 +25,7 @@ def check_batch(live: LiveRollouts, step: int) -> None:
 
 
 def check_reported(factory: SessionFactory, name: str, lives: int, how: str) -> None:
-    """Asserts that each of its first lives was reported with how it ended.
+    """Asserts that the end of each of its first incarnations was reported.
 
     One that closes its sockets before it ends may be killed by who calls it.
     """

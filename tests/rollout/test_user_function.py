@@ -1,4 +1,4 @@
-"""What is said of a user's function that cannot be used, and of an error in it."""
+"""Messages about a user's function that cannot be used, and about errors in it."""
 
 from __future__ import annotations
 
@@ -35,14 +35,16 @@ def said_of(function: Callable[[], object]) -> str:
         lambda: importlib.import_module("umbra_knows_no_such_module"),
     ],
 )
-def test_the_place_of_an_error_is_the_user_s_innermost_line(function: Callable[[], object]) -> None:
+def test_the_location_of_an_error_is_the_user_s_innermost_line(
+    function: Callable[[], object],
+) -> None:
     said = said_of(function)
 
     line = function.__code__.co_firstlineno
     assert said.endswith(f" ({__file__}:{line} in <lambda>)")
 
 
-def test_an_error_without_a_line_of_the_user_s_has_no_place(
+def test_an_error_without_a_line_of_the_user_s_has_no_location(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError, match=r"raised ModuleNotFoundError: No module named '\w+'\."):
@@ -110,8 +112,8 @@ LOOPS = ["good", "all_of_it", "more", "with_db", "gives_db", "an_object"]
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("plain", r"plain is no async function; write `async def plain`$"),
-        ("yields", r"yields is no async function"),
+        ("plain", r"plain is not async; write `async def plain`$"),
+        ("yields", r"yields is not async"),
         (
             "one",
             r".*test_user_function.py:\d+: one\(ctx.* is called as one\(ctx, sample\): too many",

@@ -12,7 +12,7 @@ from umbra.runtime.rpc.actor_ref import ActorRef
 
 
 class LostWorker:
-    """Context of a manager whose worker is lost in its first call, and back when the test says so.
+    """Context of a manager whose worker is lost in its first call, and back when the test allows.
 
     Attributes:
         calls: the first argument of each.
@@ -66,7 +66,7 @@ def test_a_job_that_nobody_wants_any_more_does_not_run_when_its_worker_is_back()
                 timeout_s=5.0,
                 on_result=lambda _: done.set(),
                 on_failure=refuse_failure,
-                is_wanted=lambda: name in wanted,
+                is_active=lambda: name in wanted,
                 group_retries=GroupRetries(0),
             )
 

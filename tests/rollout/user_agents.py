@@ -43,7 +43,7 @@ async def dies_once(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
     return 1.0
 
 
-_paying: set[str] = set()  # what loops of this process have paid and have no receipt for yet
+_paying: set[str] = set()  # payments of this process's loops without a receipt so far
 
 
 async def pays_once(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
@@ -142,7 +142,7 @@ async def meets_7_others_twice(ctx: AgentContext, sample: dict[str, Any]) -> flo
 
 
 async def blocks_for_t3(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
-    """A tool that nobody made asynchronous, and that hangs."""
+    """A synchronous tool that hangs."""
     tokens = await ctx.generate(ctx.prompt_tokens, max_new_tokens=5)
     if ctx.prompt == "t3":
         time.sleep(60.0)  # noqa: ASYNC251

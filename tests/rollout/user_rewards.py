@@ -151,7 +151,7 @@ def dies_always(prompts: list[str], completions: list[str], **_: Any) -> list[fl
 
 
 async def by_judge(prompts: list[str], completions: list[str], ctx: Any) -> list[float]:
-    """The judge's answer to each text, as long as it is told to be."""
+    """The judge's answer to each text, of the requested length."""
     judge = ctx.pool("judge")
     answers = [await judge.complete(text, 3, temperature=0.0) for text in completions]
     return [float(len(answer.tokens)) for answer in answers]

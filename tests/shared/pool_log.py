@@ -1,4 +1,4 @@
-"""What a supervisor's log (UMBRA_LOG_LEVEL=DEBUG) tells of pools that share memory."""
+"""Checks time-slicing with a supervisor's log (UMBRA_LOG_LEVEL=DEBUG)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def assert_never_both_awake(log: Path, pools: tuple[str, ...] = ("policy", "judge")) -> None:
-    """Goes through the supervisor's log, where every engine's states are in their order."""
+    """Asserts it from the supervisor's log, which has all states of engines in order."""
     awake: dict[str, set[str]] = {pool: set() for pool in pools}
     one_of = "|".join(map(re.escape, pools))
     event = re.compile(rf"\b(({one_of})-\d+)#\d+ (has freed its memory|is (\w+))")

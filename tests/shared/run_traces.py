@@ -1,4 +1,4 @@
-"""What a run leaves on the machine: processes, socket folders, names of shared memory.
+"""Finds what a run leaves on the machine: processes, socket folders, names of shared memory.
 
 with RunTraces() as traces:
     subprocess.run(command, env={**os.environ, **traces.environment})
@@ -22,21 +22,21 @@ from typing import Final, Self
 from umbra.runtime.process.shared_memory import may_belong_to, shared_memory_names
 
 _MARK_VARIABLE: Final = "UMBRA_TRACED_RUN"
-_LOOK_AGAIN_S: Final = 0.02
-"""Between two looks at /proc and at folders, which tell nobody when they change."""
+_POLL_S: Final = 0.02
+"""Interval of reading /proc and folders, whose changes cannot be awaited."""
 
 
 class RunTraces:
-    """Tells what belongs to one run from all else on the machine. A context manager.
+    """Distinguishes what belongs to one run from everything else on the machine.
 
-    Processes inherit a variable with a value of this run's own, however indirectly they were
-    started. Sockets go to a root of the run's own. Shared memory is the run's where its name is
-    new since this object was made, and no process outside the run uses it.
+    A context manager. Processes inherit a variable with a value of this run, however indirectly
+    they were started. Sockets go to a root of the run. Shared memory belongs to the run if its name
+    is new since this object was made, and no process outside the run uses it.
 
     Leaving the block kills the run's processes, and removes its socket root.
 
     Args:
-        socket_root: the caller's, who removes it; None: a new folder.
+        socket_root: the caller's, which the caller removes; None for a new folder.
 
     Attributes:
         environment: variables for the processes of the run.
@@ -54,15 +54,15 @@ class RunTraces:
         }
 
     def find(self, within_s: float) -> list[str]:
-        """One line for each trace that is still there when all should be gone.
+        """One line for each trace that is left.
 
-        Waits up to `within_s` seconds for what is ending.
+        Waits up to `within_s` seconds for traces to disappear.
         """
         deadline = time.monotonic() + within_s
         while left := list(self._look()):
             if time.monotonic() > deadline:
                 return left
-            time.sleep(_LOOK_AGAIN_S)
+            time.sleep(_POLL_S)
         return []
 
     def pids(self) -> list[int]:
@@ -99,12 +99,12 @@ class RunTraces:
 
 
 def environment_of(pid: int) -> list[str]:
-    """The variables that a process was started with; empty where it has ended."""
+    """The variables that a process was started with; empty if it has ended."""
     return _strings_of(pid, "environ")
 
 
 def command_of(pid: int) -> list[str]:
-    """Its command line; empty where it has ended."""
+    """A process's command line; empty if it has ended."""
     return _strings_of(pid, "cmdline")
 
 
@@ -112,5 +112,5 @@ def _strings_of(pid: int, name: str) -> list[str]:
     try:
         text = Path(f"/proc/{pid}/{name}").read_bytes()
     except OSError:
-        return []  # It has ended, or is somebody else's.
+        return []  # the process has ended, or belongs to another user
     return text.decode(errors="replace").rstrip("\0").split("\0")

@@ -44,7 +44,7 @@ def test_a_loop_that_leaves_its_trajectory_gets_the_error_of_a_run() -> None:
         await ctx.generate(ctx.prompt_tokens)
         await ctx.generate(ctx.prompt_tokens)
 
-    with pytest.raises(RolloutError, match="leave the trajectory at position 4 of 5"):
+    with pytest.raises(RolloutError, match="differ from the trajectory at position 4 of 5"):
         run(ScriptedContext(SAMPLE, ["6", "5"]), loop)
 
 

@@ -16,7 +16,7 @@ def low_digits(prompts: list[str], completions: list[str], **columns: list[Any])
 async def judged(
     prompts: list[str], completions: list[str], ctx: RewardContext, **columns: list[Any]
 ) -> list[float]:
-    """The same, and a little for the length of what a judge says to it."""
+    """The same, plus a little for the length of a judge's answer."""
     plain = low_digits(prompts, completions, **columns)
     judge = ctx.pool("judge")
     said = [await judge.complete(f"{text}?", 4) for text in completions]
@@ -26,7 +26,7 @@ async def judged(
 async def judged_in_talk(
     prompts: list[str], completions: list[str], ctx: RewardContext, **columns: list[Any]
 ) -> list[float]:
-    """The same, by the judge's chat template: what is asked is "u=... a=" then."""
+    """The same with the judge's chat template, which makes the prompt "u=... a="."""
     judge = ctx.pool("judge")
     talk = [{"role": "user", "content": "which"}]
     as_text = await judge.generate(judge.encode("u=which a="), 4)

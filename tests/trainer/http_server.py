@@ -117,7 +117,7 @@ class Server:
         return processes
 
     def wait_for_health(self, **wanted: object) -> None:
-        """Until /health says so."""
+        """Waits until /health reports it."""
         deadline = time.monotonic() + 30.0
         while True:
             _, health = self.ask("/health")

@@ -37,7 +37,7 @@ def replace(target: Path, version: str) -> None:
 
 
 def version_of(target: Path) -> str | None:
-    """What a reader finds; fails where it is of two versions, or a part."""
+    """The version that a reader finds; fails if it is mixed or incomplete."""
     if not target.exists():
         return None
     (found,) = {(target / name).read_text() for name in FILES}

@@ -1,4 +1,4 @@
-"""What the ranks of loading tests do; imported by name in each rank."""
+"""Programs of the ranks in loading tests; imported by name in each rank."""
 
 from __future__ import annotations
 

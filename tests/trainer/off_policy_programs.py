@@ -1,4 +1,4 @@
-"""What ranks do in tests of off-policy training; imported by name in each rank."""
+"""Programs of the ranks in tests of off-policy training; imported by name in each rank."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def train_by_hand(world: World, changes: dict[str, Any], num_micro_batches: int)
             for idx, micro_batch in enumerate(micro_batches):
                 policy.expect_backward(is_last=idx == len(micro_batches) - 1)
                 inputs = LossInputs(
-                    old_logprobs=micro_batch.old_logprobs,
+                    rollout_logprobs=micro_batch.rollout_logprobs,
                     proximal_logprobs=proximal[idx],
                     advantages=micro_batch.advantages,
                     weights=micro_batch.weights,
@@ -115,7 +115,7 @@ def recomputed(policy: Policy, builder: MicroBatchBuilder, batch: RankBatch) -> 
     numbered = replace(batch, logprobs=np.arange(len(batch.tokens), dtype=np.float32))
     found = np.zeros(len(batch.tokens), np.float32)
     for micro_batch in builder.build(numbered):
-        places = micro_batch.old_logprobs.long().numpy()
+        places = micro_batch.rollout_logprobs.long().numpy()
         counted = whole(micro_batch.weights) > 0  # not so in padding
         found[places[counted]] = whole(policy.reference_logprobs(micro_batch))[counted]
     return found

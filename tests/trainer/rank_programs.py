@@ -1,4 +1,4 @@
-"""What the ranks of distributed tests do; imported by name in each rank.
+"""Programs of the ranks in distributed tests; imported by name in each rank.
 
 Arguments and results are umbra's wire values: plain data and numpy arrays.
 """
@@ -226,13 +226,13 @@ def check_away_and_back(
 
 
 def num_bytes(tensor: Any) -> int:
-    """Of device memory that a rank's part of a DTensor takes."""
+    """Bytes of device memory of a rank's part of a DTensor."""
     return tensor.detach().to_local().untyped_storage().nbytes()
 
 
 @contextmanager
 def scored_in_chunks() -> Generator[None]:
-    """Of 10 tokens."""
+    """A batch of 10 tokens."""
     with (
         patch.object(token_scoring, "_MAX_KEPT_LOGITS", 0),
         patch.object(token_scoring, "_MAX_CHUNK_LOGITS", 10 * 64),
@@ -246,7 +246,7 @@ def train_variant(world: World, changes: dict[str, Any], options: dict[str, Any]
 
 
 def half_precision_scores(world: World, packed: bool) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Of a fixed batch on one rank, computed in bfloat16: [M] logprobs, in the order of the batch,
+    """Results for a fixed batch on one rank, in bfloat16: [M] logprobs, in the order of the batch,
     and the gradient of their sum for the first layer's keys."""
     model = make_model(head_dim=16, hidden_size=64)
     if packed:
@@ -280,7 +280,7 @@ def save_after_two_steps(world: World, folder: str) -> Arrays:
 
 
 def save_and_load_with_an_unused_parameter(world: World, folder: str) -> list[bool]:
-    """Whether what is loaded after a step is what was saved, for each tensor."""
+    """Whether each tensor loaded after a step equals the saved one."""
     kept: list[Arrays] = []
     for is_first in (True, False):
         model = make_model()
@@ -319,7 +319,7 @@ def load_checkpoint(world: World, path: str) -> list[Any]:
 
 
 def load_into_another_model(world: World, path: str) -> str:
-    """What is said when a checkpoint does not fit."""
+    """The error when a checkpoint does not fit."""
     policy = make_policy(world, packed=False, kind="llama")
     _, optimizer = make_train_step(world, policy, TRAIN)
     store = CheckpointStore(Path(path).parent, world, keep=2)
@@ -327,7 +327,7 @@ def load_into_another_model(world: World, path: str) -> str:
 
 
 def load_half_a_file(world: World, folder: str) -> str:
-    """What is said when a checkpoint's data were cut off."""
+    """The error when a checkpoint's data were cut off."""
     save_many(world, folder, [1], keep=1)
     path = Path(folder) / "step-000001"
     for file in path.glob("*.distcp"):
@@ -339,7 +339,7 @@ def load_half_a_file(world: World, folder: str) -> str:
 
 
 def load_damaged(world: World, checkpoint: str, folder: str) -> dict[str, str]:
-    """What is said when a file of a checkpoint is damaged, by what was done to which file."""
+    """The errors when a file of a checkpoint is damaged, by file and damage."""
     policy = make_policy(world)
     _, optimizer = make_train_step(world, policy, TRAIN)
     store = CheckpointStore(Path(folder), world, keep=1)
@@ -385,18 +385,18 @@ def save_many(world: World, folder: str, steps: list[int], keep: int) -> None:
 
 
 def save_anew_cut_short(world: World, folder: str, step: int) -> str:
-    """Saves a step that has a checkpoint, and ends while that is removed; what is said."""
+    """Saves a step that has a checkpoint, and fails while that is removed; returns the error."""
     with patch.object(shutil, "rmtree", side_effect=OSError("cut short")):
         return said_by(lambda: save_many(world, folder, [step], keep=2))
 
 
 def fail_to_save(world: World, folder: str) -> str:
-    """What is said when a checkpoint cannot be written."""
+    """The error when a checkpoint cannot be written."""
     return said_by(lambda: save_many(world, folder, [1], keep=1))
 
 
 def fail_to_save_on_full_disk(world: World, folder: str) -> str:
-    """As `fail_to_save`, with the shards of rank 0 going to /dev/full, which is always full."""
+    """Like `fail_to_save`, but rank 0's shards go to /dev/full, which is always full."""
     original = Path.mkdir
 
     def mkdir(self: Path, *args: Any, **kwargs: Any) -> None:
@@ -440,7 +440,7 @@ def leave_room(junk: Path, left_nbytes: int) -> None:
 
 
 def export_onto(world: World, source: str, disk: str, left: list[int]) -> list[str]:
-    """Exports a model onto a disk, with so much of it left each time; what is said."""
+    """Exports a model to disks with so much space left; returns the errors."""
     said: list[str] = []
     for left_nbytes in left:
         leave_room(Path(disk) / "junk", left_nbytes)
@@ -479,13 +479,13 @@ def raise_on_lead(world: World) -> str:
 
 
 def metrics_that_differ(world: World) -> str:
-    """What is said of a loss that returns another metric on each rank."""
+    """The error for a loss that returns another metric on each rank."""
     totals = MetricTotals()
     totals.add({f"of_rank_{world.rank}": LossMetric(torch.ones(1))}, torch.ones(1))
     return said_by(totals.reduce)
 
 
 def signals_agreed_on(world: World) -> list[str]:
-    """What is made of a signal that rank 1 alone received, and of none."""
+    """The agreed signal when only rank 1 received one, and when none did."""
     only_here = signal.SIGINT if world.rank == 1 else None
     return [agree_on_signal(received) for received in (only_here, None)]

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 @dataclass(frozen=True)
 class Ran:
-    """What two ranks did in `folder`, and then one. Results by rank and name of the call."""
+    """Results of calls of two ranks in `folder`, then of one, by rank and name of the call."""
 
     folder: Path
     two: list[dict[str, Any]]
@@ -93,9 +93,9 @@ def test_a_checkpoint_of_another_model_is_refused(ran: Ran) -> None:
     assert "of another model: it has no tensor model.lm_head.weight" in ran.one["misfit"]
 
 
-def test_a_damaged_checkpoint_is_told_with_its_remedy(ran: Ran) -> None:
+def test_a_damaged_checkpoint_is_reported_with_its_remedy(ran: Ran) -> None:
     assert ran.one["damaged"].startswith("RunDirectoryError: cannot read __0_0.distcp of the check")
-    assert "is damaged, remove it: run.resume = 'auto' then goes on" in ran.one["damaged"]
+    assert "is damaged, remove it: run.resume = 'auto' then resumes" in ran.one["damaged"]
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", "__1_0.distcp", ".metadata", "trainer.json"])
@@ -111,7 +111,7 @@ def test_a_damaged_file_is_named_on_every_rank_with_cause_and_remedy(
     cause, _, remedy = rest.partition("; ")
     assert cause == "No such file or directory" if damage == "removed" else cause
     assert remedy == (
-        "if the checkpoint is damaged, remove it: run.resume = 'auto' then goes on from the one "
+        "if the checkpoint is damaged, remove it: run.resume = 'auto' then resumes from the one "
         "before it"
     )
 
@@ -137,7 +137,7 @@ def test_the_newest_checkpoints_stay_and_rests_of_interrupted_saves_go(ran: Ran)
     assert [path.name for path in complete_checkpoints(folder)] == ["step-000020", "step-000030"]
 
 
-def test_a_new_checkpoint_stays_beside_later_ones_of_a_history_given_up(ran: Ran) -> None:
+def test_a_new_checkpoint_stays_beside_later_ones_of_a_discarded_history(ran: Ran) -> None:
     found = [path.name for path in complete_checkpoints(ran.folder / "back")]
 
     assert found == ["step-000017", "step-000020", "step-000030", "step-000040"]
@@ -149,7 +149,7 @@ def test_a_checkpoint_that_is_half_replaced_is_not_complete(ran: Ran) -> None:
     assert [path.name for path in found] == ["step-000001"]
 
 
-def test_saving_where_nothing_can_be_written_says_so_on_every_rank(ran: Ran) -> None:
+def test_saving_where_nothing_can_be_written_is_an_error_on_every_rank(ran: Ran) -> None:
     one, other = (rank["blocked"] for rank in ran.two)
 
     assert one == other

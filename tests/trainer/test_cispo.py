@@ -27,7 +27,7 @@ def random_tokens() -> tuple[Tensor, LossInputs]:
     old = normal() - 2
     logprobs = old + 0.7 * normal()
     inputs = LossInputs(
-        old_logprobs=old,
+        rollout_logprobs=old,
         proximal_logprobs=logprobs,
         advantages=normal(),
         weights=torch.full((NUM_TOKENS,), 1 / NUM_TOKENS, dtype=torch.float64),
@@ -42,7 +42,7 @@ def settings(low: float, high: float) -> TrainSection:
 
 def naive_weights(logprobs: Tensor, inputs: LossInputs, low: float, high: float) -> list[float]:
     """The clipped importance weights, which have no gradient."""
-    pairs = zip(listed(logprobs), listed(inputs.old_logprobs), strict=True)
+    pairs = zip(listed(logprobs), listed(inputs.rollout_logprobs), strict=True)
     return [min(max(math.exp(new) / math.exp(old), 1 - low), 1 + high) for new, old in pairs]
 
 
@@ -69,7 +69,7 @@ def test_clipped_tokens_are_counted_and_keep_their_gradient() -> None:
     result = cispo_loss(policy, inputs, settings(0.2, 0.2))
     (gradient,) = torch.autograd.grad(result.loss, policy)
 
-    ratios = (logprobs - inputs.old_logprobs).exp()
+    ratios = (logprobs - inputs.rollout_logprobs).exp()
     clipped: list[Any] = listed((ratios < 0.8) | (ratios > 1.2))
     assert 0 < sum(clipped) < NUM_TOKENS
     assert listed(result.metrics["clipped_share"].values) == clipped
@@ -79,7 +79,7 @@ def test_clipped_tokens_are_counted_and_keep_their_gradient() -> None:
 
 def test_a_low_of_one_is_no_lower_bound() -> None:
     logprobs, inputs = random_tokens()
-    ratios = (logprobs - inputs.old_logprobs).exp()
+    ratios = (logprobs - inputs.rollout_logprobs).exp()
 
     clipped = cispo_loss(logprobs, inputs, settings(1.0, 0.2)).metrics["clipped_share"].values
 

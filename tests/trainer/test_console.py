@@ -1,4 +1,4 @@
-"""What becomes of a process whose stdout and stderr can no longer be written."""
+"""Processes whose stdout and stderr can no longer be written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data sets: what is read, and what is said about a bad one."""
+"""Reading data sets, and the errors about bad ones."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_more_ranks_than_prompts_is_an_error(tmp_path: Path, tokenizer: PromptTo
         prepare(tmp_path, tokenizer, [{"prompt": "1"}], ranks=4)
 
 
-def test_fewer_prompts_than_a_step_takes_are_told_once(
+def test_fewer_prompts_than_a_step_takes_are_reported_once(
     tmp_path: Path, tokenizer: PromptTokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = [{"prompt": "1"}, {"prompt": "2"}]

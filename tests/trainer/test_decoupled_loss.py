@@ -33,7 +33,7 @@ NO_LIMITS = train_settings(importance_cap=1e9)
 
 
 class Tokens(NamedTuple):
-    """Of random tokens, [M] float64 each."""
+    """Logprobs of random tokens, [M] float64 each."""
 
     logprobs: Tensor
     proximal: Tensor
@@ -56,7 +56,7 @@ def random_tokens(seed: int = 0, num_tokens: int = 60) -> Tokens:
 
 def inputs_of(tokens: Tokens) -> LossInputs:
     return LossInputs(
-        old_logprobs=tokens.behaviour,
+        rollout_logprobs=tokens.behaviour,
         proximal_logprobs=tokens.proximal,
         advantages=tokens.advantages,
         weights=tokens.weights,

@@ -1,4 +1,4 @@
-"""Disks that are full: each writer says so, with what is free, and leaves what was there."""
+"""Full disks: each writer reports the free space, and leaves earlier files unchanged."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ROW = {"rollout/reward_mean": 0.5, "train/loss": -0.01}
 
 
 def is_full(disk: Path, free: str = "0 bytes") -> str:
-    """A pattern of what is said."""
+    """A pattern of the error."""
     return rf"the disk is full \({free} free on {disk}\): free some space"
 
 
@@ -177,7 +177,7 @@ def test_whatever_else_is_written_names_its_file(mount_disk: MountDisk, tmp_path
     assert not [path for path in disk.iterdir() if path.name.startswith(".")]
 
 
-def test_a_disk_without_room_for_names_says_so(mount_disk: MountDisk) -> None:
+def test_a_disk_without_inodes_is_named(mount_disk: MountDisk) -> None:
     disk = mount_disk("size=1m,nr_inodes=3")
     (disk / "a").touch()
     (disk / "b").touch()
@@ -190,6 +190,6 @@ def test_a_disk_without_room_for_names_says_so(mount_disk: MountDisk) -> None:
     ("nbytes", "text"),
     [(0, "0 bytes"), (1023, "1023 bytes"), (1024, "1.0 KiB"), (2_040_109_466, "1.9 GiB")],
 )
-def test_sizes_are_told_in_the_unit_that_fits(nbytes: int, text: str) -> None:
+def test_sizes_are_shown_in_the_unit_that_fits(nbytes: int, text: str) -> None:
     assert format_nbytes(nbytes) == text
     assert format_nbytes(3 << 60) == "3145728.0 TiB"

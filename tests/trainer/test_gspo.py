@@ -29,7 +29,7 @@ def random_tokens() -> tuple[Tensor, LossInputs]:
     lens, old = torch.tensor(LENS), normal(sum(LENS)) - 2
     logprobs = old + 0.4 * normal(sum(LENS))
     inputs = LossInputs(
-        old_logprobs=old,
+        rollout_logprobs=old,
         proximal_logprobs=logprobs,
         advantages=torch.repeat_interleave(normal(len(LENS)), lens),
         weights=torch.repeat_interleave(1 / (len(LENS) * lens.double()), lens),
@@ -43,7 +43,9 @@ def samples_of(values: Tensor) -> list[list[float]]:
 
 
 def naive_loss(logprobs: Tensor, inputs: LossInputs) -> float:
-    samples = zip(*map(samples_of, (logprobs, inputs.old_logprobs, inputs.advantages)), strict=True)
+    samples = zip(
+        *map(samples_of, (logprobs, inputs.rollout_logprobs, inputs.advantages)), strict=True
+    )
     total = 0.0
     for new, old, advantages in samples:
         if new:
@@ -93,5 +95,7 @@ def test_the_clip_takes_whole_samples() -> None:
     assert {own[0] for own in shares if own} == {True, False}
     for own, share in zip(samples_of(gradient), shares, strict=True):
         assert [value == 0 for value in own] == share
-    expected = map(sequence_ratio, samples_of(logprobs)[:3], samples_of(inputs.old_logprobs)[:3])
+    expected = map(
+        sequence_ratio, samples_of(logprobs)[:3], samples_of(inputs.rollout_logprobs)[:3]
+    )
     assert [own[0] for own in ratios[:3]] == pytest.approx(list(expected))

@@ -227,7 +227,7 @@ def test_what_is_no_request_is_the_clients_error(server: Server, body: bytes) ->
     assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
 
 
-def test_what_is_no_http_takes_no_room_in_the_log(server: Server) -> None:
+def test_malformed_http_leaves_nothing_in_the_log(server: Server) -> None:
     log = server.folder / "run/serve/logs/front.log"
     size_nbytes = os.path.getsize(log)
 

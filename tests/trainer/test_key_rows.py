@@ -1,4 +1,4 @@
-"""Keys laid out for a varlen kernel: what is gathered, and the gradient of rows that are shared."""
+"""Keys laid out for a varlen kernel: the gathered rows, and the gradient of shared rows."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_gradient_is_that_of_index_select(name: str) -> None:
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=1e-12)
 
 
-def test_places_that_are_no_use_add_nothing_even_where_gradients_are_not_finite() -> None:
+def test_unused_indices_add_nothing_even_if_gradients_are_not_finite() -> None:
     rows, num_prompt_rows, num_rows = layout([1, 2], [(0, 1), (0, 1)])
     values = torch.zeros(num_rows, 1, requires_grad=True)
     keys = KeyRows.invert(rows, num_prompt_rows, num_rows, CPU)

@@ -39,7 +39,7 @@ def loss_of(
     high: float = 0.2,
 ) -> LossOutput:
     inputs = LossInputs(
-        old_logprobs=old,
+        rollout_logprobs=old,
         proximal_logprobs=old,
         advantages=advantages,
         weights=weights,

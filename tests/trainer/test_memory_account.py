@@ -1,4 +1,4 @@
-"""What a rank's memory is in each phase: resident bytes on the CPU, torch's own count on CUDA."""
+"""A rank's memory in each phase: resident bytes on the CPU, torch's own count on CUDA."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MIB_256 = 1 << 28
 
 
 def account_of(device: torch.device) -> dict[str, float]:
-    """Of a phase that takes 256 MiB for a while, and one that takes nothing."""
+    """The metrics of a phase that takes 256 MiB for a while, and of one that takes nothing."""
     account = MemoryAccount(device)
     with account.phase("train"):
         torch.ones(MIB_256, dtype=torch.uint8, device=device)

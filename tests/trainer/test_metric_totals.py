@@ -1,4 +1,4 @@
-"""What losses log, added up over micro-batches. Over ranks: test_distributed_training.py."""
+"""Metrics of losses, added up over micro-batches. Over ranks: test_distributed_training.py."""
 
 from __future__ import annotations
 
@@ -48,5 +48,7 @@ def test_other_metrics_in_a_later_micro_batch_are_refused() -> None:
     weights = torch.ones(1)
     totals.add({"ratio": LossMetric(weights)}, weights)
 
-    with pytest.raises(UmbraError, match=r"metrics \['extra', 'ratio'\], the ones before \['ratio"):
+    with pytest.raises(
+        UmbraError, match=r"metrics \['extra', 'ratio'\], and earlier ones \['ratio"
+    ):
         totals.add({"ratio": LossMetric(weights), "extra": LossMetric(weights)}, weights)

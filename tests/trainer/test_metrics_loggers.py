@@ -24,7 +24,7 @@ ROWS = [{"train/loss": 0.5, "rollout/reward_mean": 0.25}, {"train/loss": 0.25}]
 
 
 def write_rows(name: str, folder: Path) -> list[str]:
-    """Logs the rows as steps 1 and 2; what the person who runs the job was told."""
+    """Logs the rows as steps 1 and 2; returns the notes to the operator."""
     notes: list[str] = []
     run = LoggedRun(folder=folder, name="run-name", settings={"train": {"steps": 2}})
     with MetricsLoggers([name], run, notes.append) as loggers:
@@ -70,7 +70,7 @@ def test_mlflow_gets_every_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert run.info.status == "FINISHED"
 
 
-def test_a_logger_that_fails_is_given_up_and_named(
+def test_a_logger_that_fails_is_named_and_no_longer_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if importlib.util.find_spec("mlflow"):

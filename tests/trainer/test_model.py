@@ -1,4 +1,4 @@
-"""Loading the model that is trained, and what is said about one that cannot be."""
+"""Loading the model to be trained, and the errors if it cannot be loaded."""
 
 from __future__ import annotations
 

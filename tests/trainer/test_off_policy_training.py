@@ -85,7 +85,7 @@ def test_on_old_tokens_the_losses_and_limits_differ(ran: dict[str, Any]) -> None
     assert (once["train/ratio_mean"], once["train/clipped_share"]) == (pytest.approx(1.0), 0.0)
 
 
-def test_training_goes_on_from_a_checkpoint_as_without_one(ran: dict[str, Any]) -> None:
+def test_training_resumes_from_a_checkpoint_as_without_one(ran: dict[str, Any]) -> None:
     straight, resumed = ran["resumed"]
 
     assert largest_difference(straight, resumed) < 1e-6

@@ -1,4 +1,4 @@
-"""What a rank gives back of its GPU before engines wake."""
+"""The GPU memory that a rank releases before engines wake."""
 
 from __future__ import annotations
 

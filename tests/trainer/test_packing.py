@@ -64,7 +64,7 @@ def random_samples(
 
 
 def reference_logprobs(model: Any, batch: RankBatch) -> dict[int, Tensor]:
-    """Target place in the batch's tokens -> logprob, each sample alone, with eager attention."""
+    """Logprobs by index in the batch's tokens, each sample alone, with eager attention."""
     found: dict[int, Tensor] = {}
     for idx in range(len(batch.prompt_lens)):
         start, stop = batch.offsets[idx], batch.offsets[idx + 1]
@@ -91,7 +91,7 @@ def test_scores_and_gradients_are_those_of_the_model(kind: str, case: str, packe
     model = make_model(kind)
     expected = reference_logprobs(model, batch)
     (micro_batch,) = builder(packed).build(batch)
-    places = listed(micro_batch.old_logprobs.long())  # `make_batch` numbers them
+    places = listed(micro_batch.rollout_logprobs.long())  # `make_batch` numbers them
     if packed:
         register_packed_attention()
         model.set_attn_implementation(PACKED_ATTENTION)
@@ -115,7 +115,7 @@ def test_what_packed_attention_does_not_do_is_refused(option: str) -> None:
     assert isinstance(packed, PackedInputs)
     heads = torch.randn(1, 2, 10, 8)
 
-    with pytest.raises(ConfigError, match=f"gives its attention {option}"):
+    with pytest.raises(ConfigError, match=f"passes {option} to its attention"):
         packed_attention(
             torch.nn.Identity(), heads, heads, heads, None, packed=packed, **{option: 1}
         )
@@ -126,7 +126,7 @@ def test_advantages_and_lengths_follow_their_samples_into_packing_order() -> Non
 
     (micro_batch,) = builder(packed=True).build(batch)
 
-    owners = np.searchsorted(batch.offsets, micro_batch.old_logprobs.numpy(), side="right") - 1
+    owners = np.searchsorted(batch.offsets, micro_batch.rollout_logprobs.numpy(), side="right") - 1
     assert listed(micro_batch.advantages) == owners.astype(float).tolist()
     in_order = list(dict.fromkeys(owners.tolist()))
     assert listed(micro_batch.sample_lens) == [[2, 5, 1, 5][owner] for owner in in_order]

@@ -22,7 +22,7 @@ SLACK_NBYTES = GIB >> 4
 
 
 def resident_nbytes() -> int:
-    """Of this process, locked memory included."""
+    """Memory of this process, including locked memory."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * 4096
 

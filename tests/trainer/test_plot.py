@@ -1,4 +1,4 @@
-"""What is drawn of a run's metrics, by `umbra plot` and at the run's end."""
+"""Plots of a run's metrics, by `umbra plot` and at the run's end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def write_metrics(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "start"), [("x.svg", b"<?xml"), ("x.png", b"\x89PNG")])
-def test_the_picture_is_of_the_kind_that_its_name_says(
+def test_the_picture_has_the_format_of_its_suffix(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, start: bytes
 ) -> None:
     write_metrics(tmp_path)
@@ -34,13 +34,13 @@ def test_a_run_that_measured_nothing_has_a_picture_without_panels() -> None:
     assert draw(panels([]), "run").axes == []
 
 
-def test_what_cannot_be_drawn_says_why(
+def test_a_plot_that_cannot_be_drawn_is_an_error_with_its_cause(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["plot", str(tmp_path / "none")]) == 2
     assert f"there is no folder {tmp_path / 'none'}: give" in capsys.readouterr().err
     assert main(["plot", str(tmp_path)]) == 2
-    assert "has no metrics.jsonl, it is no run's folder: give" in capsys.readouterr().err
+    assert "is not a run's folder, it has no metrics.jsonl: give" in capsys.readouterr().err
     damaged = b'{"step": 1}\n[1]\n2\n{"eval/accuracy": 0.5}\n{"time": \xff'
     (tmp_path / "metrics.jsonl").write_bytes(damaged)
     assert main(["plot", str(tmp_path)]) == 2

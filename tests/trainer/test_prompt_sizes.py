@@ -1,4 +1,4 @@
-"""What a prompt of so many tokens may have in bytes: never less than one that fits has."""
+"""The limit in bytes of a prompt of so many tokens never refuses a prompt that fits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CORPUS = [
 
 
 def byte_level() -> Any:
-    """As of Qwen and Llama 3."""
+    """A tokenizer like that of Qwen and Llama 3."""
     tokenizer: Any = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -38,7 +38,7 @@ def byte_level() -> Any:
 
 
 def with_byte_fallback() -> Any:
-    """As of Llama 2, Mistral and Gemma: a space is a character of three bytes."""
+    """A tokenizer like that of Llama 2, Mistral and Gemma: a space is three bytes long."""
     pieces = [
         "▁",
         "t",

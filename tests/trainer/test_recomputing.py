@@ -77,5 +77,5 @@ def test_without_gradients_nothing_is_computed_twice() -> None:
 
 
 def test_a_model_without_known_blocks_is_refused() -> None:
-    with pytest.raises(ConfigError, match="Linear does not say what its decoder blocks are"):
+    with pytest.raises(ConfigError, match="Linear does not declare its decoder blocks"):
         recompute_blocks(nn.Linear(2, 2))

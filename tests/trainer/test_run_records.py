@@ -161,7 +161,7 @@ def test_neither_notes_nor_errors_control_the_terminal(
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(for_torchrun))
 
     NoteBoard(is_shown=True).put("sample e0/\x1b[2J/0 of é")
-    FatalErrorReporter(0, 0.0).tell(DataError("row \x9b1m7\n\tid \r"))
+    FatalErrorReporter(0, 0.0).report(DataError("row \x9b1m7\n\tid \r"))
 
     assert capsys.readouterr().err.splitlines() == [
         r"sample e0/\x1b[2J/0 of é",
@@ -172,7 +172,7 @@ def test_neither_notes_nor_errors_control_the_terminal(
     assert shown == "rank 0: DataError: row \\x9b1m7"
 
 
-def test_a_step_without_tokens_is_told_once(tmp_path: Path) -> None:
+def test_a_step_without_tokens_is_reported_once(tmp_path: Path) -> None:
     config, stream = make_config(tmp_path), io.StringIO()
 
     with Progress("run", 4, 0, stream) as progress:
@@ -227,7 +227,7 @@ def test_a_stopped_run_leaves_a_summary_only(tmp_path: Path) -> None:
     assert closing_lines(summary)[0].startswith("stopped by SIGTERM after 2 steps")
 
 
-def test_steps_of_an_earlier_start_are_told_apart_from_the_time_of_this_one(tmp_path: Path) -> None:
+def test_steps_of_an_earlier_start_do_not_count_in_the_time_of_this_one(tmp_path: Path) -> None:
     journal = RunReporter(make_config(tmp_path), None, None, steps_before=40)
 
     summary = finish(
@@ -238,7 +238,7 @@ def test_steps_of_an_earlier_start_are_told_apart_from_the_time_of_this_one(tmp_
     assert json.loads((tmp_path / "summary.json").read_text())["steps_before"] == 40
 
 
-def test_a_run_directory_given_for_a_model_is_told_where_the_model_is(tmp_path: Path) -> None:
+def test_a_run_directory_given_for_a_model_is_an_error_with_the_models_path(tmp_path: Path) -> None:
     (tmp_path / "export").mkdir()
     (tmp_path / "export" / "config.json").write_text("{}")
 
@@ -343,11 +343,11 @@ def test_a_named_checkpoint_must_be_there(tmp_path: Path) -> None:
         begin_run(RunSection(dir=tmp_path, resume=str(tmp_path / "step-9")), incarnation=1)
 
 
-def test_ranks_restarted_after_a_named_checkpoint_go_on_from_those_made_since(
+def test_ranks_restarted_after_a_named_checkpoint_resume_from_newer_ones(
     tmp_path: Path,
 ) -> None:
     named = write_checkpoint(tmp_path, step=2, version=3)
-    write_checkpoint(tmp_path, step=9, version=10)  # of the history that is given up
+    write_checkpoint(tmp_path, step=9, version=10)  # of the discarded history
     (tmp_path / "versions.jsonl").write_text('{"version": 11, "step": 10}\n')
     run = RunSection(dir=tmp_path, resume=str(named))
 

@@ -150,7 +150,7 @@ def test_output_that_nobody_reads_ends_the_commands_quietly(folder: Path) -> Non
     assert not list((folder / "sockets").iterdir())
 
 
-def test_what_cannot_work_is_said_before_anything_is_started(
+def test_a_setup_that_cannot_work_is_an_error_before_anything_starts(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = save_model(folder / "tiny")
@@ -187,7 +187,7 @@ def test_what_cannot_work_is_said_before_anything_is_started(
             assert problem in capsys.readouterr().err, arguments
 
 
-def test_a_folder_that_cannot_be_written_is_a_failure_that_says_why(
+def test_a_folder_that_cannot_be_written_is_a_failure_with_its_cause(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = save_model(folder / "tiny")
@@ -215,7 +215,7 @@ def test_a_model_without_a_tokenizer_is_not_served_though_engines_could(folder: 
     assert not list((folder / "sockets").iterdir())
 
 
-def test_engines_that_cannot_start_are_a_failure_that_says_why(folder: Path) -> None:
+def test_engines_that_cannot_start_are_a_failure_with_its_cause(folder: Path) -> None:
     model = save_model(folder / "tiny")
     (model / "model.safetensors").unlink()
     save_tokenizer(model)

@@ -70,7 +70,7 @@ def server(folder: Path) -> Generator[Server]:
 
 
 def greedy_text(folder: Path, model: str, prompt: list[int], num_tokens: int) -> str:
-    """What transformers generates."""
+    """The completion that transformers generates."""
     made: Any = make_model(seed=SEEDS[model], **SHAPE)
     with torch.no_grad():
         tokens = made.generate(torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False)
@@ -112,7 +112,7 @@ def test_models_are_described_together_and_each_by_its_names(server: Server) -> 
     ("path", "body"),
     [(COMPLETIONS, {"prompt": PROMPT, "model": "jduge"}), ("/v1/models/some/jduge", None)],
 )
-def test_a_model_that_is_not_there_is_told_those_that_are(
+def test_an_unknown_model_is_an_error_that_lists_the_known_ones(
     server: Server, path: str, body: object
 ) -> None:
     status, answer = server.ask(path, body)
@@ -122,7 +122,7 @@ def test_a_model_that_is_not_there_is_told_those_that_are(
     assert answer["error"]["message"].endswith("there are: 'tiny', 'judge', 'referee'")
 
 
-def test_a_stream_is_interrupted_for_the_judge_and_goes_on(server: Server) -> None:
+def test_a_stream_is_interrupted_for_the_judge_and_continues(server: Server) -> None:
     body = {"prompt": PROMPT, "max_tokens": LONG, "temperature": 0}
     text = server.complete(**body)["choices"][0]["text"]
     question = {"model": "judge", "prompt": PROMPT, "max_tokens": 20, "temperature": 0}
@@ -180,7 +180,7 @@ def test_a_front_that_dies_while_a_pool_is_asked_serves_both_again(server: Serve
     long = {"model": "judge", "prompt": PROMPT, "max_tokens": LONG, "seed": 1, "logprobs": 0}
 
     with server.streaming(COMPLETIONS, long) as events:
-        next(events)  # the supervisor has been told of it
+        next(events)  # the supervisor knows of it
         os.kill(server.pids()["front"], signal.SIGKILL)
     wait_for_front(server)
 
@@ -219,7 +219,7 @@ def test_one_prompt_can_be_asked_of_either(server: Server, folder: Path, tmp_pat
         assert (alone.returncode, alone.stdout) == (0, texts[model] + "\n"), alone.stderr
 
 
-def test_what_cannot_be_served_is_said_before_anything_is_started(
+def test_a_config_that_cannot_be_served_is_an_error_before_anything_starts(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = folder / "serve.toml"

@@ -66,7 +66,7 @@ def server(model_dir: Path) -> Generator[Server]:
 
 
 def greedy_text(model_dir: Path, prompt: list[int], num_tokens: int) -> str:
-    """What transformers generates."""
+    """The completion that transformers generates."""
     model: Any = make_model(max_position_embeddings=4096)
     with torch.no_grad():
         tokens = model.generate(torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False)[
@@ -111,7 +111,7 @@ def test_a_chat_is_rendered_by_the_models_own_template(server: Server, model_dir
     assert answer["usage"]["prompt_tokens"] == len(tokens)
 
 
-def test_a_stream_says_what_the_whole_answer_says(server: Server) -> None:
+def test_a_stream_adds_up_to_the_whole_answer(server: Server) -> None:
     body = {"prompt": [PROMPT, "7"], "max_tokens": 60, "seed": 5, "n": 2, "logprobs": 1}
     whole = server.complete(**body)
 
@@ -268,7 +268,7 @@ def test_what_changes_nothing_is_taken(server: Server) -> None:
     assert answer["usage"]["completion_tokens"] == 4
 
 
-def test_what_is_no_request_is_told_so(server: Server) -> None:
+def test_a_malformed_request_is_an_error(server: Server) -> None:
     assert server.ask(COMPLETIONS, raw=b"{")[0] == 400
     assert server.ask(COMPLETIONS, raw=b"[" * 100_000)[0] == 400
     assert server.ask(COMPLETIONS, {"prompt": "\ud800", "max_tokens": 2})[0] == 400

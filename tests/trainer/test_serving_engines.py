@@ -168,7 +168,7 @@ def save_q_adapter(folder: Path, model: Any) -> Path:
 
 
 def greedy_text(model_dir: Path, num_tokens: int, seed: int = 0) -> str:
-    """What transformers generates, on the CPU."""
+    """The completion that transformers generates, on the CPU."""
     return greedy_text_of(make_model(seed=seed, **SHAPE), model_dir, num_tokens)
 
 

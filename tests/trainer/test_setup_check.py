@@ -1,4 +1,4 @@
-"""What a training run's config says that cannot be, found before anything is started."""
+"""Impossible settings of a training run are found before anything is started."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def config_of(values: dict[str, Any], section: str = "", **settings: object) -> 
 
 
 def environment(num_ranks: int = 2, num_local_ranks: int = 2) -> TorchrunEnvironment:
-    """Of the first rank on a node."""
+    """The environment of the first rank on a node."""
     names = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": num_ranks}
     names["LOCAL_WORLD_SIZE"] = num_local_ranks
     return TorchrunEnvironment.read({name: str(value) for name, value in names.items()})
@@ -105,7 +105,7 @@ def test_how_long_a_context_may_be_is_left_to_an_engine_that_may_know_better(
     check_models(config_of(values, "pool", max_context_len=513, **pool))
 
 
-def test_stop_tokens_of_a_model_that_does_not_say_its_vocabulary_are_not_judged(
+def test_stop_tokens_of_a_model_without_vocabulary_size_are_not_checked(
     values: dict[str, Any],
 ) -> None:
     Path("model/config.json").write_text("{}")

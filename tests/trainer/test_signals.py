@@ -1,4 +1,4 @@
-"""What a signal does to a rank, in processes of their own."""
+"""Signals to ranks, in processes of their own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def say(text): print(text, flush=True)
 
 @contextmanager
 def rank(code: str) -> Generator[subprocess.Popen[str]]:
-    """A process that runs `code`, which has said "ready"."""
+    """A process that runs `code`, which has printed "ready"."""
     process = subprocess.Popen(
         [sys.executable, "-c", PREAMBLE + textwrap.dedent(code)],
         stdout=subprocess.PIPE,
@@ -65,7 +65,7 @@ def test_a_deferred_signal_is_seen_at_the_step_boundary(number: signal.Signals) 
 
 
 def test_a_hangup_stays_ignored_where_it_was_before() -> None:
-    """As nohup does it, which leaves the other signals alone."""
+    """Ignores SIGHUP like nohup, and handles the other signals."""
     code = """
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         with StopSignals(grace_s=20) as stop:
@@ -139,7 +139,7 @@ def test_a_step_longer_than_the_grace_is_cut() -> None:
         assert process.returncode == 128 + signal.SIGTERM
 
 
-def test_a_signal_is_told_once_and_one_that_was_passed_in_is_not() -> None:
+def test_a_signal_is_passed_on_once_and_one_that_was_passed_in_is_not() -> None:
     code = """
         for passed_in in (False, True):
             with StopSignals(grace_s=20) as stop:

@@ -1,4 +1,4 @@
-"""The config file and what is said about a wrong one."""
+"""The config file, and the errors about a wrong one."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_overrides_win_and_keep_text_as_text(config_file: Path) -> None:
     assert config.pool.engine_args == {"vocab_size": 64}
 
 
-def test_what_is_said_of_agent_loops_reaches_the_manager(tmp_path: Path) -> None:
+def test_the_settings_of_agent_loops_reach_the_manager(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"vocab_size": 64, "max_position_embeddings": 128}')
     agent = {
         "agent_concurrency": 7, "agent_timeout_s": 5.0, "agent_retries": 3, "max_failed_share": 0.5,
@@ -98,7 +98,9 @@ def test_a_pool_names_its_adapters(config_file: Path) -> None:
 
 
 @pytest.mark.parametrize("engine", ["embedded", "echo", "sglang"])
-def test_an_engine_without_adapters_is_told_before_a_start(config_file: Path, engine: str) -> None:
+def test_an_engine_without_adapters_is_an_error_before_a_start(
+    config_file: Path, engine: str
+) -> None:
     with pytest.raises(ConfigError, match=f"pool: lora_adapters: engine '{engine}' has no LoRA"):
         load_config(config_file, [f"pool.engine={engine}", "pool.lora_adapters={a='x'}"])
 
@@ -206,7 +208,7 @@ def test_what_has_to_be_there_cannot_be_unset(config_file: Path, override: str) 
         (["pools.a-b.model_path=m"], "pools.a-b.model_path=m (command line): pools.a-b: name a"),
     ],
 )
-def test_a_wrong_setting_of_the_command_line_is_blamed_on_it_alone(
+def test_an_error_of_the_command_line_names_the_command_line_alone(
     config_file: Path, overrides: list[str], said: str
 ) -> None:
     with pytest.raises(ConfigError) as raised:
@@ -256,7 +258,7 @@ def test_a_setting_that_is_not_utf_8_is_refused(config_file: Path) -> None:
         load_config(config_file, [given])
 
 
-def test_file_and_command_line_are_each_blamed_for_their_own(tmp_path: Path) -> None:
+def test_errors_of_file_and_command_line_name_their_source(tmp_path: Path) -> None:
     path = tmp_path / "wrong.toml"
     path.write_text(TOML.replace("steps = 10", "steps = 0") + "[pools.judge]\ncount = 1\n")
 
@@ -336,7 +338,7 @@ def test_only_a_hybrid_pool_gives_reason_to_offload(config_file: Path) -> None:
         load_config(config_file, ["train.offload=all", "pool.mode=standalone"])
 
 
-def test_further_pools_have_names_of_their_own(config_file: Path) -> None:
+def test_auxiliary_pools_have_names_of_their_own(config_file: Path) -> None:
     judge = "pools.judge.model_path=models/judge"
 
     config = load_config(config_file, [judge, "pools.judge.count=2", "pools.Rm_2.model_path=rm"])
@@ -378,7 +380,7 @@ def test_further_pools_have_names_of_their_own(config_file: Path) -> None:
         ),
     ],
 )
-def test_a_wrong_further_pool_is_told_what_to_change(
+def test_a_wrong_auxiliary_pool_is_an_error_with_its_remedy(
     config_file: Path, overrides: list[str], said: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as raised:
@@ -412,12 +414,12 @@ def test_a_missing_setting_is_named() -> None:
         ({"train": {"steps": 1, "betas": 3}}, "train.betas: should be a list, got 3"),
     ],
 )
-def test_a_wrong_type_is_said_without_words_of_python(values: dict[str, Any], said: str) -> None:
+def test_a_wrong_type_is_named_without_words_of_python(values: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"config: {said}") + "$"):
         check_config(TrainerConfig, MINIMAL | values, "config")
 
 
-def test_a_setting_in_the_config_files_place_is_told_its_own(tmp_path: Path) -> None:
+def test_a_setting_in_place_of_the_config_file_is_explained(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the config file comes before settings"):
         load_config(tmp_path / "pool.count=2", ["config.toml"])
 
@@ -427,7 +429,7 @@ def test_a_missing_file_names_its_absolute_path(tmp_path: Path) -> None:
         load_config(tmp_path / "none.toml")
 
 
-def test_a_setting_outside_of_any_section_is_told_its_own() -> None:
+def test_a_setting_outside_of_any_section_is_explained() -> None:
     with pytest.raises(
         ConfigError, match=r"config: group_size is unknown; .* 'rollout.group_size'"
     ):

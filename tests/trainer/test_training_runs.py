@@ -109,7 +109,7 @@ def check_idle_shares(steps: Sequence[Mapping[str, float]]) -> None:
     assert sum(asleep) > 0
 
 
-def test_a_run_learns_and_goes_on_with_another_number_of_ranks(folder: Path) -> None:
+def test_a_run_learns_and_resumes_with_another_number_of_ranks(folder: Path) -> None:
     config = write_config(folder, engines=2)
 
     output = run(config, 2)
@@ -147,7 +147,7 @@ def test_a_run_learns_and_goes_on_with_another_number_of_ranks(folder: Path) -> 
     assert versions == sorted(set(versions))
 
 
-def test_a_run_with_the_decoupled_loss_goes_on_from_its_checkpoint(folder: Path) -> None:
+def test_a_run_with_the_decoupled_loss_resumes_from_its_checkpoint(folder: Path) -> None:
     config = write_config(folder)
     decoupled = ["train.loss=decoupled", "train.updates_per_batch=2", "train.eval_every=0"]
 
@@ -180,7 +180,7 @@ def test_a_pool_that_is_updated_in_waves_keeps_the_staleness_bound(folder: Path)
     assert [engines for _, engines in updated[1:]] == ["policy-0", "policy-1"] * 6
 
 
-def test_an_offloading_run_is_the_same_run_and_goes_on_from_its_checkpoint(folder: Path) -> None:
+def test_an_offloading_run_is_the_same_run_and_resumes_from_its_checkpoint(folder: Path) -> None:
     config = write_config(folder)
 
     def metrics_of(name: str, offload: str, *, is_resumed: bool) -> list[dict[str, float]]:

@@ -1,4 +1,6 @@
-"""Advantages from the rewards of groups: what `train.advantage` names. G: group size.
+"""Advantage estimators: turn the rewards of a group into advantages (`train.advantage`).
+
+G: group size.
 
 | setting | source |
 |---|---|
@@ -29,7 +31,7 @@ def grpo_advantages(rewards: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def dr_grpo_advantages(rewards: NDArray[np.float32]) -> NDArray[np.float32]:
-    """r - mean, which does not favour prompts of little variance; see `AdvantageEstimator`."""
+    """r - mean, which does not favour prompts of low variance; see `AdvantageEstimator`."""
     return np.asarray(_centred(rewards), np.float32)
 
 
@@ -41,7 +43,7 @@ def batch_advantages(
     """Advantages of whole groups, one group after the other: [sum G] from rewards [sum G].
 
     Args:
-        group_offsets: [groups + 1], where each group begins.
+        group_offsets: [groups + 1], the start of each group.
 
     Raises:
         UmbraError: the estimator returned advantages of another shape, or not finite ones.

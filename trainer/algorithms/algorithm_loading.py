@@ -28,7 +28,7 @@ def load_loss(name: str, folders: Sequence[str] = ()) -> PolicyLoss:
 
 
 def load_advantage_estimator(name: str, folders: Sequence[str] = ()) -> AdvantageEstimator:
-    """The estimator that `train.advantage` names; otherwise as `load_loss`."""
+    """The estimator that `train.advantage` names; arguments and errors as for `load_loss`."""
     return _load("train.advantage", name, ADVANTAGE_ESTIMATORS, ("rewards",), folders)
 
 

@@ -1,7 +1,7 @@
 """The names of losses and advantage estimators, and the functions that they stand for.
 
-The config is checked against these names before anything is loaded, so no algorithm is imported
-here, nor torch.
+The config is checked against these names before anything is loaded. This module therefore imports
+neither the algorithms nor torch.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ LOSSES: Final[Mapping[str, str]] = {
     "gspo": f"{_FOLDER}.gspo:gspo_loss",
     "cispo": f"{_FOLDER}.cispo:cispo_loss",
 }
-"""What `train.loss` may be, besides the "module:function" of a user's own `PolicyLoss`."""
+"""Values of `train.loss`; it may also be the "module:function" of a user's own `PolicyLoss`."""
 
 ADVANTAGE_ESTIMATORS: Final[Mapping[str, str]] = {
     "grpo": f"{_FOLDER}.advantage_estimators:grpo_advantages",
     "dr_grpo": f"{_FOLDER}.advantage_estimators:dr_grpo_advantages",
 }
-"""What `train.advantage` may be, besides the "module:function" of a user's own
+"""Values of `train.advantage`; it may also be the "module:function" of a user's own
 `AdvantageEstimator`."""
 
 
 def algorithm_target(name: str, registered: Mapping[str, str]) -> str:
-    """The `module:function` that a setting stands for, which may be one itself."""
+    """The `module:function` that a setting stands for; the setting may be one itself."""
     return registered.get(name, name)
 
 
 def unknown_algorithm(kind: str, name: str, registered: Mapping[str, str]) -> str:
-    """What is wrong with a name that is not registered, and which ones are.
+    """The message for a name that is not registered, with the registered ones.
 
     Args:
-        kind: what it should name, such as "loss".
+        kind: of algorithm, such as "loss".
     """
     close = difflib.get_close_matches(name, registered, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else "."

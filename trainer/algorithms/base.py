@@ -1,6 +1,6 @@
-"""What an advantage estimator and a loss are: the interfaces, and the data that they exchange.
+"""The interfaces of advantage estimators and losses, and the data that they exchange.
 
-`umbra.trainer.algorithms.algorithm_names` has those that come with umbra. Users name their own as
+`umbra.trainer.algorithms.algorithm_names` lists those that come with umbra. Users name their own as
 "module:function" in `train.advantage` and `train.loss`.
 
 G: samples of a group; M: generated tokens of a micro-batch; N: samples of a micro-batch.
@@ -31,8 +31,8 @@ class AdvantageEstimator(Protocol):
     def __call__(self, rewards: NDArray[np.float32], /) -> NDArray[np.float32]:
         """[G] finite advantages, in the order of the [G] rewards.
 
-        Rewards are finite. Their size is below half of the largest float32, so that the difference
-        of two is finite too.
+        Rewards are finite. Their absolute value is below half of the largest float32, so that the
+        difference of two is finite, too.
         """
         ...
 
@@ -42,7 +42,7 @@ class LossInputs:
     """The tokens of a micro-batch, sample after sample; no tensor here has a gradient.
 
     Attributes:
-        old_logprobs: [M] float32, under the policies that sampled the tokens.
+        rollout_logprobs: [M] float32, under the policies that sampled the tokens in the rollouts.
         proximal_logprobs: [M] float32, under the policy at the beginning of the step. It differs
             from the current one from the second of `train.updates_per_batch` on.
         advantages: [M] float32, the same for all tokens of a sample.
@@ -50,7 +50,7 @@ class LossInputs:
         sample_lens: [N] int64, generated tokens of each sample; sums to M.
     """
 
-    old_logprobs: Tensor
+    rollout_logprobs: Tensor
     proximal_logprobs: Tensor
     advantages: Tensor
     weights: Tensor
@@ -73,7 +73,7 @@ class LossMetric:
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
-    """What a loss returns for a micro-batch.
+    """The result of a loss for a micro-batch.
 
     Attributes:
         loss: scalar, to be differentiated; sums over micro-batches and ranks to the global loss.

@@ -22,9 +22,9 @@ from umbra.trainer.config.trainer_config import TrainSection
 def clipped_loss(logprobs: Tensor, inputs: LossInputs, settings: TrainSection) -> LossOutput:
     """See `PolicyLoss`.
 
-    Metrics: `ratio_mean`, and `clipped_share` of tokens whose gradient the clip cut off.
+    Metrics: `ratio_mean`, and `clipped_share` of tokens whose gradient the clip removed.
     """
-    terms = clipped_surrogate(logprobs - inputs.old_logprobs, inputs.advantages, settings)
+    terms = clipped_surrogate(logprobs - inputs.rollout_logprobs, inputs.advantages, settings)
     loss = -(inputs.weights * terms.objective).sum()
     return LossOutput(loss, terms.metrics())
 
@@ -46,7 +46,7 @@ class ClippedSurrogate(NamedTuple):
 def clipped_surrogate(
     log_ratio: Tensor, advantages: Tensor, settings: TrainSection
 ) -> ClippedSurrogate:
-    """The surrogate where `log_ratio`, [M], has the gradient."""
+    """The clipped surrogate of each token; `log_ratio`, [M], has the gradient."""
     ratio = log_ratio.exp()
     free = ratio * advantages
     bounded = ratio.clamp(1.0 - settings.clip_eps_low, 1.0 + settings.clip_eps_high) * advantages

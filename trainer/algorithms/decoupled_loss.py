@@ -1,10 +1,10 @@
-"""The clipped surrogate around the proximal policy; for tokens of older policies.
+"""The clipped surrogate around the proximal policy, for tokens of older policies.
 
-Three policies matter where tokens are older than the weights being trained: the behaviour policy
-sampled a token, the proximal policy is the one at the beginning of the step, and the current one
-is being optimised. Clipping holds the current policy near an anchor. With the behaviour policy as
-the anchor ("clipped"), old tokens may be clipped before the first update has moved anything; with
-the proximal one ("decoupled"), their age enters an importance weight only.
+Three policies matter if tokens are older than the weights being trained: the behaviour policy
+sampled a token, the proximal policy is the one at the beginning of the step, and the current policy
+is being optimised. Clipping keeps the current policy near an anchor. With the behaviour policy as
+the anchor ("clipped"), old tokens may be clipped before the first update. With the proximal policy
+("decoupled"), their age only changes an importance weight.
 
 | setting | source |
 |---|---|
@@ -30,15 +30,15 @@ from umbra.trainer.config.trainer_config import TrainSection
 def decoupled_loss(logprobs: Tensor, inputs: LossInputs, settings: TrainSection) -> LossOutput:
     """See `PolicyLoss`.
 
-    Each token counts by its importance weight, proximal / behaviour, which has no gradient: with
-    it, the tokens stand for tokens that the proximal policy would have sampled. Where the two are
+    Each token is weighted by proximal / behaviour, an importance weight without gradient. It makes
+    the tokens represent tokens that the proximal policy would have sampled. If the two policies are
     equal, this is `clipped_loss`.
 
-    Metrics: those of `clipped_loss`; `importance_mean` of the weights as limited, the share of
-    tokens whose weight was limited, and `importance_max` before the limits.
+    Metrics: those of `clipped_loss`; `importance_mean` of the limited weights,
+    `importance_limited_share` of tokens, and `importance_max` before the limits.
     """
     terms = clipped_surrogate(logprobs - inputs.proximal_logprobs, inputs.advantages, settings)
-    raw = (inputs.proximal_logprobs - inputs.old_logprobs).exp()
+    raw = (inputs.proximal_logprobs - inputs.rollout_logprobs).exp()
     importance = limit_importance(raw, settings)
     loss = -(inputs.weights * importance * terms.objective).sum()
     metrics = {
@@ -50,9 +50,9 @@ def decoupled_loss(logprobs: Tensor, inputs: LossInputs, settings: TrainSection)
 
 
 def limit_importance(raw: Tensor, settings: TrainSection) -> Tensor:
-    """Importance weights within the limits of the settings: [M], from [M] probability ratios.
+    """Limits importance weights as the settings say: [M], from [M] probability ratios.
 
-    Tokens whose weight becomes 0 still count where a loss is divided by a number of tokens.
+    Tokens whose weight becomes 0 still count where a loss is divided by the number of tokens.
     """
     match settings.importance_above_cap:
         case "truncate":

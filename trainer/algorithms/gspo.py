@@ -20,12 +20,12 @@ from umbra.trainer.config.trainer_config import TrainSection
 def gspo_loss(logprobs: Tensor, inputs: LossInputs, settings: TrainSection) -> LossOutput:
     """See `PolicyLoss`.
 
-    Metrics: `ratio_mean` of the samples' ratios, and `clipped_share` of tokens whose sample's
-    gradient the clip cut off.
+    Metrics: `ratio_mean` of the samples' ratios, and `clipped_share` of tokens in samples whose
+    gradient the clip removed.
     """
     lens = inputs.sample_lens
     log_ratios = torch.segment_reduce(  # [N], eq. 7
-        logprobs - inputs.old_logprobs, "mean", lengths=lens, initial=0.0
+        logprobs - inputs.rollout_logprobs, "mean", lengths=lens, initial=0.0
     )
     of_tokens = torch.repeat_interleave(log_ratios, lens, output_size=len(logprobs))
     terms = clipped_surrogate(of_tokens, inputs.advantages, settings)

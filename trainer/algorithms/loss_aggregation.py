@@ -1,4 +1,4 @@
-"""How much each token counts in the loss of a batch: the setting `train.loss_aggregation`.
+"""The weight of each token in the loss of a batch: the setting `train.loss_aggregation`.
 
 | setting | source |
 |---|---|
@@ -27,10 +27,10 @@ def token_weights(
     num_samples_global: int,
     max_new_tokens: int,
 ) -> Tensor:
-    """How much each token counts in the global loss, repeated per token: [M] float32.
+    """The weight of each token in the global loss: [M] float32.
 
-    "token": every token of the global batch the same, so long samples count more.
-    "sequence": every sample the same; its tokens share its weight.
+    "token": all tokens of the global batch weigh the same, so long samples weigh more.
+    "sequence": all samples weigh the same; the tokens of one share its weight.
     "constant": divides by the token budget, which favours neither; the sum depends on lengths.
 
     Args:

@@ -1,4 +1,4 @@
-"""Adds up what losses log, over micro-batches and ranks. M: generated tokens of a micro-batch."""
+"""Adds up the metrics of losses over micro-batches and ranks. M: tokens of a micro-batch."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from umbra.trainer.world import max_over_ranks, sum_over_ranks
 
 
 class MetricTotals:
-    """The metrics of one pass over a rank's micro-batches, of which there is at least one."""
+    """The metrics of one pass over a rank's micro-batches; there must be at least one."""
 
     def __init__(self) -> None:
         self._reductions: dict[str, Reduction] = {}
-        self._weight: list[Tensor] = []  # scalars, as the others: one for each micro-batch
+        self._weight: list[Tensor] = []  # scalars, one per micro-batch, as in `_values`
         self._values: dict[str, list[Tensor]] = {}
 
     def add(self, metrics: Mapping[str, LossMetric], weights: Tensor) -> None:
-        """Adds those of one micro-batch.
+        """Adds the metrics of one micro-batch.
 
         Args:
             weights: [M], of its tokens.
 
         Raises:
-            UmbraError: these are not the metrics of the micro-batches before.
+            UmbraError: they differ from the metrics of earlier micro-batches.
         """
         reductions: dict[str, Reduction] = {
             name: metric.reduction for name, metric in metrics.items()
@@ -40,7 +40,7 @@ class MetricTotals:
             self._values = {name: [] for name in reductions}
         elif reductions != self._reductions:
             raise UmbraError(
-                f"a micro-batch's loss returned the metrics {sorted(reductions)}, the ones before "
+                f"a micro-batch's loss returned the metrics {sorted(reductions)}, and earlier ones "
                 f"{sorted(self._reductions)}: return the same metrics for every micro-batch"
             )
         with torch.no_grad():
@@ -49,10 +49,10 @@ class MetricTotals:
                 self._values[name].append(_reduced(metric, weights))
 
     def reduce(self) -> dict[str, float]:
-        """The metrics over all ranks; 0 where no token has weight. Collective.
+        """The metrics over all ranks; 0 if no token has weight. Collective.
 
         Raises:
-            UmbraError: the ranks do not have the same metrics; on every rank.
+            UmbraError: on every rank, if the ranks do not have the same metrics.
         """
         self._check_ranks_agree()
         names = sorted(self._reductions)
@@ -72,14 +72,14 @@ class MetricTotals:
         return {name: found[name] for name in self._reductions}
 
     def _check_ranks_agree(self) -> None:
-        """Values are added by position, so a difference would mix them up, or never end."""
+        """Checks that names agree: values are added by position, and others would hang."""
         code = zlib.crc32(repr(sorted(self._reductions.items())).encode())
         codes = torch.tensor([code, -code], device=self._weight[0].device)
         highest, negated_lowest = _numbers(max_over_ranks(codes))
         if highest != -negated_lowest:
             raise UmbraError(
-                f"the loss returned the metrics {sorted(self._reductions)} on this rank and others "
-                "on another one: return the same metrics on every rank"
+                f"the loss returned the metrics {sorted(self._reductions)} on this rank and "
+                "different ones on another rank: return the same metrics on every rank"
             )
 
 
@@ -92,7 +92,7 @@ def _stacked(values: list[Tensor]) -> Tensor:
 
 
 def _reduced(metric: LossMetric, weights: Tensor) -> Tensor:
-    """The metric of one micro-batch, a scalar; -inf for "max" where no token has weight."""
+    """The metric of one micro-batch, a scalar; -inf for "max" if no token has weight."""
     match metric.reduction:
         case "mean":
             return (weights * metric.values).sum()

@@ -1,11 +1,11 @@
-"""Checkpoints: sharded by torch.distributed.checkpoint, complete or not there.
+"""Checkpoints, sharded by torch.distributed.checkpoint; each is complete or ignored.
 
     run.dir/checkpoints/step-000040/    __R_0.distcp of each rank R, .metadata, trainer.json,
                                         and COMPLETE, written last
 
-Each rank writes its own shards. Any number of ranks can read them back. A directory without
-COMPLETE is the rest of an interrupted save; it is never read, and removed by the next save. A save
-that fails removes its own.
+Each rank writes its own shards, and any number of ranks can read them. A directory without COMPLETE
+is left over from an interrupted save: it is never read, and the next save removes it. A save that
+fails removes its own directory.
 Checkpoints are trusted input: their metadata is a pickle.
 """
 
@@ -65,7 +65,7 @@ _dcp: Final[Any] = dcp
 
 
 class CheckpointStore:
-    """The checkpoints of a run directory. Every rank has one; saving and loading are collective."""
+    """The checkpoints of a run directory. Every rank has one; save and load are collective."""
 
     def __init__(self, folder: Path, world: World, keep: int) -> None:
         self.folder = folder
@@ -82,13 +82,13 @@ class CheckpointStore:
 
         Raises:
             RunDirectoryError: disk full, read-only or the like, on every rank; earlier
-                checkpoints stay as they are.
+                checkpoints stay unchanged.
         """
         target = self.folder / f"step-{state.step:06d}"
-        _start_moments(optimizer)  # of parameters that have had no gradient: `load` asks for all
+        _start_moments(optimizer)  # parameters without gradient have none; `load` needs all
         tensors = _tensors(parameters, optimizer)
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        from_lead(self._world, lambda: self._make_room(target, nbytes))
+        from_lead(self._world, lambda: self._prepare(target, nbytes))
         try:
             with _disk_trouble(_WRITE, target, needed_nbytes=nbytes):
                 _dcp.save(
@@ -96,7 +96,7 @@ class CheckpointStore:
                     storage_writer=_Writer(target, nbytes),
                 )
             from_lead(self._world, lambda: self._complete(target, state))
-        except RunDirectoryError:  # every rank's, and none of them writes any more
+        except RunDirectoryError:  # raised on every rank, when none of them writes any more
             if self._world.is_lead and not is_complete(target):
                 shutil.rmtree(target, ignore_errors=True)
             raise
@@ -105,11 +105,11 @@ class CheckpointStore:
     def load(
         self, path: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
     ) -> TrainerState:
-        """Puts a checkpoint into parameters and optimizer, in place.
+        """Loads a checkpoint into parameters and optimizer, in place.
 
         Raises:
-            ConfigError: `path` is no complete checkpoint, or one of another model.
-            RunDirectoryError: a file of it cannot be read.
+            ConfigError: `path` is not a complete checkpoint, or it is of another model.
+            RunDirectoryError: one of its files cannot be read.
         """
         state = read_trainer_state(path)
         _start_moments(optimizer)
@@ -127,11 +127,11 @@ class CheckpointStore:
         barrier()
         return state
 
-    def _make_room(self, target: Path, nbytes: int) -> None:
-        """Removes rests of interrupted saves, `target` itself included.
+    def _prepare(self, target: Path, nbytes: int) -> None:
+        """Removes what interrupted saves left, including `target` itself.
 
-        What cannot fit is not begun: a save that fills the disk would take the ledger and the logs
-        down with it, and need minutes for that.
+        Also checks that the checkpoint fits. A save that fills the disk would make the ledger and
+        the logs fail, too, minutes later.
         """
         with writing("prepare the checkpoint", target):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -149,20 +149,21 @@ class CheckpointStore:
             (target / COMPLETE).touch()
             sync(target)
             sync(self.folder)
-            # Later ones are of a history that was given up: they do not count, and stay.
+            # Later ones belong to a discarded history: they do not count, and stay.
             found = [path for path in complete_checkpoints(self.folder) if path <= target]
             for path in found[: -self._keep]:
                 _remove(path)
 
 
 def _remove(path: Path) -> None:
-    (path / COMPLETE).unlink(missing_ok=True)  # first, lest half a checkpoint looks whole
+    (path / COMPLETE).unlink(missing_ok=True)  # first, so that half a checkpoint is never complete
     shutil.rmtree(path)
 
 
 class _Writer(FileSystemWriter):
-    """Names what keeps this rank from writing: torch's own errors do not, and reach the others
-    without the error that they come from.
+    """Raises an error that names why this rank cannot write.
+
+    torch's own errors do not, and reach the other ranks without their cause.
 
     Args:
         nbytes: size of the whole checkpoint.
@@ -179,7 +180,7 @@ class _Writer(FileSystemWriter):
 
 
 class _Reader(FileSystemReader):
-    """Names the file that cannot be read: torch's own errors do not."""
+    """Raises an error that names the file that cannot be read; torch's own errors do not."""
 
     @property
     def _checkpoint(self) -> Path:
@@ -196,13 +197,13 @@ class _Reader(FileSystemReader):
         for name, of_file in items.items():
             with reading_checkpoint(self._checkpoint, name):
                 super().read_data(replace(plan, items=of_file), planner).wait()
-        return super().read_data(replace(plan, items=[]), planner)  # as it says that it is done
+        return super().read_data(replace(plan, items=[]), planner)  # returns a completed future
 
 
 def _tensors(
     parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> dict[str, Tensor]:
-    """Flat names to the live tensors (DTensors: each rank holds its part)."""
+    """The live tensors by flat name (DTensors: each rank holds its part)."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     tensors: dict[str, Tensor] = {
         f"{_MODEL}{name}": parameter.data for name, parameter in parameters.items()
@@ -216,7 +217,7 @@ def _tensors(
 
 
 def _start_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Gives AdamW the state it makes at its first step, to load into."""
+    """Creates the state that AdamW would create at its first step, to load into."""
     for group in optimizer.param_groups:
         for parameter in cast("list[nn.Parameter]", group["params"]):
             state = cast("dict[str, Tensor]", optimizer.state[parameter])
@@ -247,15 +248,15 @@ def _check_fit(path: Path, tensors: Mapping[str, Tensor], saved: Mapping[str, An
 def _disk_trouble(
     what: str, path: Path, advice: str = "", *, needed_nbytes: int = 0
 ) -> Generator[None]:
-    """Words what torch.distributed.checkpoint collects from the ranks.
+    """Converts errors that torch.distributed.checkpoint collects from the ranks.
 
     Args:
-        advice: where it is not the disk.
-        needed_nbytes: size of the checkpoint, where it is written.
+        advice: remedy for errors that do not come from the disk.
+        needed_nbytes: size of the checkpoint when it is written.
     """
     try:
         with warnings.catch_warnings():
-            # With one rank torch says that it saves without a process group; that is meant.
+            # With one rank torch warns that it saves without a process group, which is intended.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
     except CheckpointException as error:

@@ -1,4 +1,4 @@
-"""Writes the policy as a Hugging Face directory, to be loaded by transformers or an engine."""
+"""Exports the policy as a Hugging Face directory, for transformers or an engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from umbra.trainer.model.policy import Policy
 from umbra.trainer.run_files import replacing_folder, writing
 from umbra.trainer.world import World, barrier, from_lead
 
-# Copied as they are from the directory the model came from; the weights are what changed.
+# Copied from the directory that the model came from; training does not change them.
 _TOKENIZER_FILES: Final = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -35,8 +35,8 @@ def export_policy(
 ) -> Path:
     """Writes config, safetensors in `dtype` and tokenizer to `target`. Collective.
 
-    An existing `target` is replaced once the new one is complete, see `replacing_folder`. Rank 0
-    holds a full copy of the weights meanwhile.
+    An existing `target` is replaced once the new one is complete, see `replacing_folder`. Until
+    then rank 0 holds a full copy of the weights.
 
     Args:
         source: the model directory training started from; its tokenizer is copied.
@@ -50,7 +50,7 @@ def export_policy(
 
 
 def _gather(policy: Policy, world: World, dtype: torch.dtype) -> dict[str, Tensor]:
-    """All tensors, whole, on rank 0's host; nothing elsewhere. Collective."""
+    """All tensors, unsharded, in host memory of rank 0; nothing elsewhere. Collective."""
     full: dict[str, Tensor] = {}
     wholes: dict[int, Tensor] = {}
     for name, tensor in policy.tensors.items():
@@ -82,7 +82,7 @@ def _write(
 
 
 def _set_dtype(path: Path, dtype: torch.dtype) -> None:
-    """transformers notes the dtype of the live model, not that of the tensors it was given."""
+    """Corrects the dtype: transformers writes that of the live model, not that of the tensors."""
     config = json.loads(path.read_text(encoding="utf-8"))
     config["dtype"] = str(dtype).removeprefix("torch.")
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

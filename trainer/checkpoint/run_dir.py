@@ -1,16 +1,16 @@
-"""The run directory: what is where, starting anew or going on, and the version counter.
+"""The run directory: its files, starting or resuming a run in it, and the version counter.
 
-run.dir/prompts.msgpack, eval_prompts.msgpack   tokenised data sets
-run.dir/metrics.jsonl, tensorboard/             numbers of each step
-run.dir/versions.jsonl                          weight versions and the steps they belong to
+run.dir/prompts.msgpack, eval_prompts.msgpack   tokenized data sets
+run.dir/metrics.jsonl, tensorboard/             metrics of each step
+run.dir/versions.jsonl                          weight versions and their steps
 run.dir/resumed.json                            the newest version when a checkpoint was named
 run.dir/checkpoints/                            see `umbra.trainer.checkpoint.checkpoint_store`
 run.dir/ledger/                                 every sample's history; `umbra ledger` shows it
 run.dir/export/                                 the trained model, Hugging Face format
-run.dir/summary.json, report.html, metrics.png  at the end; `umbra plot` draws sooner
-run.dir/logs/                                   output of every process umbra starts
-run.dir/replaced/                               all that but data and logs of the run that is being
-                                                replaced, until the new one has done a step
+run.dir/summary.json, report.html, metrics.png  at the end; `umbra plot` draws earlier
+run.dir/logs/                                   output of every process that umbra starts
+run.dir/replaced/                               the run that is being replaced, without data and
+                                                logs, until the new one has done a step
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _EARLIER: Final = (
     "metrics.png",
 )
 _REPLACED: Final = "replaced"
-# A run that is gone on with from its very beginning: what was generated need not be done again.
+# Kept if a run resumes before its first checkpoint: what was generated need not be done again.
 _KEPT_WITHOUT_CHECKPOINT: Final = ("ledger", "versions.jsonl")
 
 
@@ -89,12 +89,12 @@ class RunDir:
         return self.path / _REPLACED
 
     def remove_replaced(self) -> None:
-        """Once the run that replaces another one has something to show for it."""
+        """Removes the replaced run. Called once the new run has done a step."""
         with writing("clear", self.replaced):
             remove(self.replaced)
 
     def holds(self, checkpoint: Path) -> bool:
-        """Whether a checkpoint is one of this run's, however its path is written."""
+        """Whether a checkpoint is one of this run's, even if its path is written differently."""
         return checkpoint.resolve().parent == self.checkpoints.resolve()
 
 
@@ -102,55 +102,56 @@ def check_run_dir(run: RunSection, incarnation: int) -> None:
     """Cheap checks that every rank makes before anything is started.
 
     Raises:
-        RunDirectoryError: it cannot be written.
-        ConfigError: it holds another run, and the config does not say what to do with it.
+        RunDirectoryError: the directory cannot be written.
+        ConfigError: it holds another run, and the config does not decide what happens to it.
     """
     check_writable(run.dir)
-    place = RunDir(run.dir)
+    run_dir = RunDir(run.dir)
     if run.resume != "never" or incarnation > 1 or run.overwrite:
         return
-    if place.replaced.exists():
+    if run_dir.replaced.exists():
         raise ConfigError(
-            f"run.dir: {run.dir} holds an earlier run in {_REPLACED}/, where a start that did not "
-            "come to its first step has put it: start anew (run.overwrite = true), or move what is "
-            "in there back to where it was"
+            f"run.dir: {run.dir} holds an earlier run in {_REPLACED}/, which a start that failed "
+            "before its first step moved there: replace it (run.overwrite = true), or move the "
+            "files back"
         )
-    if place.metrics.exists():
+    if run_dir.metrics.exists():
         raise ConfigError(f"run.dir: {run.dir} holds an earlier run {_what_to_do(run.dir)}")
 
 
 def _what_to_do(run_dir: Path) -> str:
-    """With an earlier run there, and what that means for one that failed early."""
+    """The options for an earlier run, which may have failed early."""
     found = complete_checkpoints(RunDir(run_dir).checkpoints)
     if found:
         return (
-            f"with the checkpoint {found[-1].name}: go on from it (run.resume = 'auto'), replace "
+            f"with the checkpoint {found[-1].name}: resume from it (run.resume = 'auto'), replace "
             "it all (run.overwrite = true), or choose another directory"
         )
     return (
-        "without a checkpoint: start anew in its place (run.overwrite = true), or choose another "
-        "directory; if neither data, model nor code have changed, run.resume = 'auto' starts with "
-        "step 1, too, but keeps what was generated"
+        "without a checkpoint: replace it (run.overwrite = true), or choose another directory; if "
+        "data, model and code are unchanged, run.resume = 'auto' starts with step 1, too, but "
+        "keeps what was generated"
     )
 
 
 def begin_run(run: RunSection, incarnation: int) -> Path | None:
-    """The checkpoint to go on from, if any; for a fresh start the directory is cleared. Rank 0.
+    """Prepares the directory; returns the checkpoint to resume from, if any. Called by rank 0.
 
-    What an earlier run left is only moved, to `RunDir.replaced`: the new one may not get far.
+    For a fresh start, the files of an earlier run are moved to `RunDir.replaced`, because the new
+    run may fail early.
 
     Raises:
-        ConfigError: `run.resume` names a checkpoint that is not there.
+        ConfigError: `run.resume` names a checkpoint that does not exist.
     """
-    place = RunDir(run.dir)
-    with writing("clear", place.path):
-        restore_folder(place.export)
+    run_dir = RunDir(run.dir)
+    with writing("clear", run_dir.path):
+        restore_folder(run_dir.export)
     if run.resume not in ("never", "auto"):
         return _named_or_newer(run, incarnation)
     if run.resume == "never" and incarnation == 1:
-        _set_aside(place)
+        _set_aside(run_dir)
         return None
-    found = complete_checkpoints(place.checkpoints)
+    found = complete_checkpoints(run_dir.checkpoints)
     if found:
         return found[-1]
     with writing("clear", run.dir):
@@ -160,44 +161,44 @@ def begin_run(run: RunSection, incarnation: int) -> Path | None:
     return None
 
 
-def _set_aside(place: RunDir) -> None:
-    """What is there already in `replaced` is of the earlier run, and the rest of a failed start."""
-    with writing("clear", place.path):
+def _set_aside(run_dir: RunDir) -> None:
+    """Moves an earlier run to `replaced`; if that exists already, the rest is of a failed start."""
+    with writing("clear", run_dir.path):
         for name in _EARLIER:
-            path, target = place.path / name, place.replaced / name
+            path, target = run_dir.path / name, run_dir.replaced / name
             if target.exists():
                 remove(path)
             elif path.exists():
-                place.replaced.mkdir(exist_ok=True)
+                run_dir.replaced.mkdir(exist_ok=True)
                 path.rename(target)
 
 
 def _named_or_newer(run: RunSection, incarnation: int) -> Path:
-    """The checkpoint that `run.resume` names; for ranks that torchrun restarted, the newest since.
+    """The checkpoint that `run.resume` names, or for ranks that torchrun restarted, a newer one.
 
-    Versions are not given twice, so those of checkpoints tell which are older: of this directory's
-    earlier runs, or of a history that was given up by naming this one.
+    Version numbers are never reused, so they show which checkpoints are older: those of earlier
+    runs in this directory, or of a history that was discarded by naming this checkpoint.
     """
-    place, named = RunDir(run.dir), Path(run.resume)
-    if incarnation > 1 and place.resumed.exists():
-        newest_then = int(json.loads(place.resumed.read_text(encoding="utf-8"))["version"])
-        for path in reversed(complete_checkpoints(place.checkpoints)):
+    run_dir, named = RunDir(run.dir), Path(run.resume)
+    if incarnation > 1 and run_dir.resumed.exists():
+        newest_then = int(json.loads(run_dir.resumed.read_text(encoding="utf-8"))["version"])
+        for path in reversed(complete_checkpoints(run_dir.checkpoints)):
             if read_trainer_state(path).version > newest_then:
                 return path
     else:
-        write_json(place.resumed, {"version": newest_version(place.versions)})
+        write_json(run_dir.resumed, {"version": newest_version(run_dir.versions)})
     read_trainer_state(named)
     return named
 
 
 class VersionCounter:
-    """Weight versions of a run: each number is given once, also after a rollback.
+    """Weight versions of a run: each number is used once, even after a rollback.
 
-    All ranks count alike from the same number, which rank 0 has looked up: the others must not
-    read a file in which rank 0 may have gone on already. Only rank 0 writes it.
+    All ranks count from the same number, which rank 0 has read from the file. The others must not
+    read it, because rank 0 may have written to it already. Only rank 0 writes it.
 
     Args:
-        current: the newest version given so far; see `newest_version`.
+        current: the newest version so far; see `newest_version`.
     """
 
     def __init__(self, path: Path, current: int, writes: bool) -> None:
@@ -206,7 +207,7 @@ class VersionCounter:
         self.current = current
 
     def next(self, step: int) -> int:
-        """A new version: the weights after `step` optimizer steps."""
+        """Returns a new version for the weights after `step` optimizer steps."""
         self.current += 1
         if self._writes:
             line = json.dumps({"version": self.current, "step": step})
@@ -216,7 +217,7 @@ class VersionCounter:
 
 
 def newest_version(path: Path) -> int:
-    """The newest version in a run's file of versions; 0 where there is none."""
+    """The newest version in a run's file of versions; 0 if there is none."""
     if not path.exists():
         return 0
     last = 0
@@ -224,12 +225,12 @@ def newest_version(path: Path) -> int:
         try:
             last = max(last, int(json.loads(line)["version"]))
         except (ValueError, KeyError, TypeError):
-            continue  # torn by a crash: it was never used
+            continue  # torn by a crash, so the version was never used
     return last
 
 
 def _missing_newline(file: BinaryIO) -> bytes:
-    """What a file whose last line is torn lacks; leaves the position at its end."""
+    """The newline that a file with a torn last line lacks; leaves the position at its end."""
     if file.seek(0, os.SEEK_END) == 0:
         return b""
     file.seek(-1, os.SEEK_END)
@@ -237,7 +238,7 @@ def _missing_newline(file: BinaryIO) -> bytes:
 
 
 def process_age_s() -> float:
-    """Seconds since this process was started, the interpreter's start-up included."""
+    """Seconds since this process was started, including the interpreter's start-up."""
     fields = Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()
     started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
     uptime_s = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])

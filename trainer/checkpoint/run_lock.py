@@ -1,4 +1,4 @@
-"""One run at a time in a run directory."""
+"""Allows one run at a time in a run directory."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from umbra.trainer.run_files import writing
 
 
 class RunLock:
-    """Held by rank 0 for as long as its process works in the directory; the kernel frees it."""
+    """Held by rank 0 while its process uses the directory; the kernel releases it."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / ".lock"
         self._fd = -1
 
     def __enter__(self) -> Self:
-        """Raises ConfigError where another process has it, RunDirectoryError without a file."""
+        """Raises ConfigError if another process holds it, RunDirectoryError without a file."""
         with writing("write", self._path):
             self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:

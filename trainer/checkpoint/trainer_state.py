@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself besides its tensors. Torch-free."""
+"""The part of a checkpoint that is not tensors. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ STATE_FILE: Final = "trainer.json"
 COMPLETE: Final = "COMPLETE"
 """The file that is written last into a checkpoint."""
 IF_DAMAGED: Final = (
-    "; if the checkpoint is damaged, remove it: run.resume = 'auto' then goes on from the one "
+    "; if the checkpoint is damaged, remove it: run.resume = 'auto' then resumes from the one "
     "before it"
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState:
-    """What a run needs besides tensors.
+    """The state of a run besides tensors.
 
     Attributes:
         step: optimizer steps done.
         version: version of the weights in the checkpoint.
         world_size: ranks that wrote it; for information.
         seed: `train.seed` of the run, which decides the order of prompts.
-        ledger: position in the rollouts' ledger, which has all that was trained on up to there.
+        ledger: position in the rollouts' ledger; everything trained on so far is before it.
     """
 
     step: int
@@ -53,7 +53,7 @@ def read_trainer_state(path: Path) -> TrainerState:
     """The non-tensor part of a checkpoint.
 
     Raises:
-        ConfigError: `path` is no complete checkpoint.
+        ConfigError: `path` is not a complete checkpoint.
         RunDirectoryError: the file cannot be read, or is damaged.
     """
     if not is_complete(path):
@@ -65,9 +65,9 @@ def read_trainer_state(path: Path) -> TrainerState:
 
 @contextmanager
 def reading_checkpoint(checkpoint: Path, name: str) -> Generator[None]:
-    """Turns any error in reading a file of a checkpoint into one that names it, with the remedy.
+    """Turns any error in reading a file of a checkpoint into one with file name and remedy.
 
-    Damaged bytes lead to errors of nearly every kind in the libraries that parse them.
+    Damaged bytes cause nearly any kind of error in the libraries that parse them.
     """
     try:
         yield
@@ -82,6 +82,6 @@ def reading_checkpoint(checkpoint: Path, name: str) -> Generator[None]:
 
 
 def describe_cause(error: BaseException) -> str:
-    """Its type and the first line of its text, which some errors lack."""
+    """The error's type and the first line of its text, which some errors lack."""
     lines = str(error).strip().splitlines()
     return ": ".join([type(error).__name__, *lines[:1]])

@@ -1,4 +1,4 @@
-"""Reads data sets: JSONL (one object a line) or Parquet."""
+"""Reads data sets: JSONL (one object per line) or Parquet."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from umbra.runtime.rollout.prompts import TOO_DEEP, row_problem
 _PARQUET_SUFFIXES: Final = (".parquet", ".pq")
 _JSONL_SUFFIXES: Final = (".jsonl", ".json", ".ndjson")
 _BATCH_NUM_ROWS: Final = 1024
-"""Of Parquet, at a time: with many more the first row is late, with few the others take longer."""
+"""Rows of Parquet read at a time. Many more delay the first row, few make the others slower."""
 
 
 def check_data_file(path: Path, key: str) -> None:
-    """Raises DataError, naming the config key, unless `path` looks like a data set."""
+    """Raises DataError, with the config key, unless `path` looks like a data set."""
     try:
         status = path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -39,11 +39,11 @@ def check_data_file(path: Path, key: str) -> None:
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields (where it stands, row) for each row of a data set; empty lines are skipped.
+    """Yields (location, row) for each row of a data set; empty lines are skipped.
 
     Raises:
-        DataError: unreadable, not what its name says, or a row that cannot be written to a prompt
-            file; names the line.
+        DataError: the file cannot be read, does not have the format of its suffix, or a row cannot
+            be written to a prompt file. The message has the line.
     """
     read = _read_parquet if path.suffix in _PARQUET_SUFFIXES else _read_jsonl
     try:
@@ -69,7 +69,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _parse(line: bytes) -> dict[str, Any]:
-    """Raises ValueError, with the remedy, where it is no JSON object."""
+    """Raises ValueError, with the remedy, if the line is not a JSON object."""
     try:
         row = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -84,7 +84,7 @@ def _parse(line: bytes) -> dict[str, Any]:
         ) from None
     except RecursionError:
         raise ValueError(TOO_DEEP) from None
-    except ValueError:  # the only other one: Python limits the digits, the time is quadratic
+    except ValueError:  # Python's limit on digits, whose parsing time is quadratic
         raise ValueError(
             f"an integer has more than {sys.get_int_max_str_digits()} digits: write it as text"
         ) from None
@@ -112,7 +112,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _python_rows(batch: Any, path: Path, num_before: int) -> list[dict[str, Any]]:
-    """Raises DataError with row and column of a value that Python cannot hold."""
+    """Converts rows. Raises DataError with row and column of a value that Python cannot hold."""
     try:
         rows: list[dict[str, Any]] = batch.to_pylist()
         return rows

@@ -1,4 +1,4 @@
-"""Prompts: from the user's data set to the tokenised files a rollout manager reads."""
+"""Prepares prompts: from the user's data set to the tokenized file of a rollout manager."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptBudget:
-    """How long a prompt may be, in tokens, and which settings say so."""
+    """The settings that limit the length of a prompt, in tokens."""
 
     max_context_len: int
     max_new_tokens: int
@@ -32,7 +32,7 @@ class PromptBudget:
         return self.max_context_len - self.max_new_tokens
 
     def check(self) -> None:
-        """Raises ConfigError where no prompt has room."""
+        """Raises ConfigError if the context leaves no room for any prompt."""
         if self.max_prompt_len < 1:
             raise ConfigError(
                 f"rollout.max_new_tokens = {self.max_new_tokens} leaves no room for a prompt in a "
@@ -44,17 +44,17 @@ class PromptBudget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptFiles:
-    """What `prepare_prompts` wrote. `eval_path` is None where nothing is evaluated."""
+    """The files that `prepare_prompts` wrote. `eval_path` is None if nothing is evaluated."""
 
     train_path: Path
     eval_path: Path | None
 
 
 def check_data(data: DataSection) -> None:
-    """Cheap checks that every rank makes before anything is started: the files, their first rows.
+    """Cheap checks of the files and their first rows, before anything is started.
 
     Raises:
-        DataError: names the setting, or file, line, cause and remedy.
+        DataError: with the setting, or file, line, cause and remedy.
     """
     for path, key in ((data.train, "data.train"), (data.eval, "data.eval")):
         if path is None:
@@ -76,14 +76,14 @@ def prepare_prompts(
     min_prompts: int,
     groups_per_step: int,
 ) -> PromptFiles:
-    """Tokenises the data sets into `folder`. One rank calls it.
+    """Tokenizes the data sets into `folder`. One rank calls it.
 
     Args:
-        min_prompts: fewest training prompts that make sense: one per rank.
-        groups_per_step: with fewer training prompts there is a warning.
+        min_prompts: fewest useful training prompts: one per rank.
+        groups_per_step: with fewer training prompts, a warning is logged.
 
     Raises:
-        DataError: names file, line, cause and remedy.
+        DataError: with file, line, cause and remedy.
         RunDirectoryError: `folder` is full or the like.
     """
     train_path = folder / "prompts.msgpack"
@@ -127,7 +127,7 @@ def _read_prompts(
     num_rows = num_dropped = 0
     names: set[str] = set()
     for num_rows, (where, row) in enumerate(read_rows(path), 1):
-        text, tokens = _tokenise(data, tokenizer, where, row)
+        text, tokens = _tokenize(data, tokenizer, where, row)
         if len(tokens) > budget.max_prompt_len:
             if data.overlong == "error":
                 raise DataError(_overlong_message(where, len(tokens), budget))
@@ -151,7 +151,7 @@ def _empty(path: Path, cause: str) -> DataError:
     return DataError(f"data set {path} is empty: {cause}")
 
 
-def _tokenise(
+def _tokenize(
     data: DataSection, tokenizer: PromptTokenizer, where: str, row: Mapping[str, Any]
 ) -> tuple[str, list[int]]:
     """The prompt's text and tokens."""

@@ -1,4 +1,4 @@
-"""The model's own tokenizer, for prompts. Completions are never tokenised again."""
+"""The model's own tokenizer, for prompts. Completions are never tokenized again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Final, cast
 
 from umbra.runtime.errors import DataError
 
-# Longest context assumed where the config names none: an engine's KV cache grows with it.
+# Longest context if the config does not set one; an engine's KV cache grows with it.
 _DEFAULT_CONTEXT_LEN: Final = 4096
 _MAX_CHARACTER_NBYTES: Final = 4  # in UTF-8
 
@@ -33,7 +33,7 @@ class PromptTokenizer:
             )
         except (OSError, ValueError, KeyError) as error:
             raise _no_tokenizer(model_path, _first_line(error)) from error
-        # Without files transformers makes an empty tokenizer of the model's kind.
+        # Without files, transformers would make an empty tokenizer of the model's kind.
         files = set[str](self._tokenizer.vocab_files_names.values())
         if files and not any((model_path / name).exists() for name in files):
             raise _no_tokenizer(model_path, f"none of {', '.join(sorted(files))} is there")
@@ -50,26 +50,26 @@ class PromptTokenizer:
 
     @property
     def max_token_nbytes(self) -> int:
-        """How many bytes of UTF-8 one token stands for at most.
+        """The most bytes of UTF-8 text that one token stands for.
 
-        That is the longest entry of the vocabulary, whose alphabet may take more bytes than the
-        text, never fewer; an unknown character takes four. More may be behind a token only where a
-        tokenizer shortens the text, leaves out spaces, or has one token for any unknown word.
+        This is the longest entry of the vocabulary, whose alphabet may take more bytes than the
+        text, but never fewer; an unknown character takes four. A token can only stand for more if
+        the tokenizer shortens text, drops spaces, or has one token for any unknown word.
         """
         entries: Iterable[str] = self._tokenizer.get_vocab()
         return max(_MAX_CHARACTER_NBYTES, *(len(entry.encode()) for entry in entries))
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a plain prompt, with the special tokens that the tokenizer itself adds."""
+        """Tokens of a plain prompt, with the special tokens that the tokenizer adds."""
         return cast("list[int]", self._tokenizer(text)["input_ids"])
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
     ) -> str:
-        """The text of a conversation up to where the assistant answers.
+        """The text of a conversation up to the beginning of the assistant's answer.
 
         Raises:
-            DataError: no chat template, or it does not accept the messages.
+            DataError: there is no chat template, or it does not accept the messages.
         """
         if not self._tokenizer.chat_template:
             raise DataError(
@@ -80,7 +80,7 @@ class PromptTokenizer:
             text = self._tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=True, **variables
             )
-        except Exception as error:  # a template raises what its author likes
+        except Exception as error:  # a template may raise anything
             raise DataError(
                 f"the chat template refused the messages: {_first_line(error)}"
             ) from error
@@ -132,12 +132,12 @@ def read_model_config(model_path: Path) -> dict[str, Any]:
 
 
 def vocab_size(model_path: Path) -> int:
-    """Of the model: its tokens are below it; 0 where its config.json does not say.
+    """The model's vocabulary size; 0 if its config.json does not have it.
 
-    Raises: as `read_model_config`.
+    Raises: as for `read_model_config`.
     """
     config = read_model_config(model_path)
-    sections = (config, config.get("text_config"))  # the second: of a model that takes images too
+    sections = (config, config.get("text_config"))  # the second is of models that take images, too
     known = [
         cast("dict[str, Any]", section).get("vocab_size")
         for section in sections
@@ -149,10 +149,10 @@ def vocab_size(model_path: Path) -> int:
 def stop_token_ids(
     model_path: Path, tokenizer: PromptTokenizer, extra: Sequence[int] = ()
 ) -> list[int]:
-    """Tokens that end a completion: the model's generation settings, else config, else tokenizer.
+    """Token ids that end a completion: of the generation config, else config, else tokenizer.
 
     Raises:
-        DataError: none is known anywhere, so that no completion would ever end by itself.
+        DataError: none is known, so that no completion would end by itself.
     """
     known = known_stop_token_ids(model_path)
     if not known and tokenizer.eos_token_id is not None:
@@ -166,7 +166,7 @@ def stop_token_ids(
 
 
 def known_stop_token_ids(model_path: Path) -> list[int]:
-    """Tokens that end a text, by the model's generation settings, else its config; or none."""
+    """Token ids that end a text, from the generation config, else the config; may be empty."""
     generation_path = model_path / "generation_config.json"
     generation = _read_json(generation_path, "") if generation_path.exists() else {}
     for source in (generation, read_model_config(model_path)):
@@ -177,7 +177,7 @@ def known_stop_token_ids(model_path: Path) -> list[int]:
 
 
 def default_context_len(model_path: Path) -> int:
-    """The model's limit, at most 4096."""
+    """The model's limit in tokens, at most 4096."""
     limit = read_model_config(model_path).get("max_position_embeddings")
     return min(limit, _DEFAULT_CONTEXT_LEN) if isinstance(limit, int) else _DEFAULT_CONTEXT_LEN
 

@@ -1,4 +1,4 @@
-"""Decoder blocks through torch.compile: what is done to each number, in few passes over memory."""
+"""Compiles decoder blocks with torch.compile, which saves passes over memory."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from umbra.runtime.errors import ConfigError
 from umbra.trainer.model.recomputing import decoder_blocks
 
 _MAX_VARIANTS: Final = 32
-# Of one block's code, for shapes that generated code cannot share (one row, empty blocks).
+"""Compiled variants of one block, for shapes that cannot share code (one row, empty blocks)."""
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """Once for each block, before it is recomputed or sharded; compiled at its first pass.
+    """Must be called once, before blocks are recomputed or sharded; they compile at the first pass.
 
-    The blocks share their code, whatever the number of rows.
+    The blocks share their compiled code for any number of rows.
 
     Raises:
-        ConfigError: it is not known what the model's blocks are.
+        ConfigError: the model does not declare its blocks.
     """
     blocks = decoder_blocks(model)
     if not blocks:
         raise ConfigError(
-            f"train.compile: {type(model).__name__} does not say what its decoder blocks are "
+            f"train.compile: {type(model).__name__} does not declare its decoder blocks "
             "(_no_split_modules); use false"
         )
     dynamo = cast(Any, torch)._dynamo
@@ -37,7 +37,7 @@ def compile_blocks(model: nn.Module) -> None:
 
 
 def compile_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled at its first call, for tensors of any size."""
+    """Compiles a function at its first call, for tensors of any size."""
     torch_compile: Any = cast("Any", torch).compile
     compiled: Callable[..., Any] = torch_compile(function, dynamic=True)
     return compiled

@@ -1,10 +1,10 @@
-"""What the trainer holds on its device, moved to host memory while engines generate.
+"""Moves the trainer's tensors from its device to host memory while engines generate.
 
     release_cache -> wake(weights) -> ranks fill their buckets -> send_away -> wake(kv_cache)
     -> generate -> sleep -> bring_back -> train
 
-Memory is taken from under the tensors: storages shrink to nothing and grow again, so that
-parameters, FSDP's views of them and the optimizer's state stay the objects they are.
+The memory is taken from under the tensors: storages shrink to nothing and grow again. Parameters,
+FSDP's views of them and the optimizer's state stay the same objects.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ def _ignore(_allocated_nbytes: int, _reserved_nbytes: int) -> None:
 
 
 class HostOffload:
-    """Owns the host copies, which are kept for the next time (pinned where the device is CUDA).
+    """Owns the host copies, which are reused (and pinned if the device is CUDA).
 
     Every rank has one, for its own shards; nothing here is collective. While tensors are away,
-    nobody but `locate` may read them.
+    only `locate` may read them.
 
     Args:
-        mode: "none" moves nothing, "optimizer" the optimizer's state, "all" parameters too.
-        parameters: of the policy, and of the reference model where there is one.
-        optimizer: its state may come into being, and be loaded, later.
-        on_release: told, on CUDA, what torch still has allocated and reserved when memory was
-            handed back, in bytes.
+        mode: "none" moves nothing, "optimizer" the optimizer's state, "all" parameters, too.
+        parameters: of the policy, and of the reference model if there is one.
+        optimizer: its state may be created or loaded later.
+        on_release: on CUDA, called after memory was released with the bytes that torch still has
+            allocated and reserved.
 
     Attributes:
         is_away: between `send_away` and `bring_back`.
@@ -61,10 +61,10 @@ class HostOffload:
         self._seconds = 0.0
 
     def release_cache(self) -> None:
-        """Hands back the device memory that torch's allocator keeps without using it.
+        """Releases the device memory that torch's allocator caches.
 
-        After a training step that is what gradients and activations took. An engine that wakes
-        cannot use it: to every other process it is as taken as the parameters are.
+        After a training step the cache holds what gradients and activations took. Other processes,
+        such as an engine that wakes, cannot use that memory until it is released.
         """
         if self._device.type != "cuda":
             return
@@ -77,7 +77,7 @@ class HostOffload:
 
     @torch.no_grad()
     def send_away(self) -> None:
-        """Frees what `mode` names, and the allocator's cache in any case. Idempotent."""
+        """Moves what `mode` names to the host, and releases the cache. Idempotent."""
         if self.is_away:
             return
         if self._mode != "none":
@@ -93,12 +93,12 @@ class HostOffload:
             self._copies[key].send_away()
         self.is_away = True
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # host copies are read by other means
+            torch.cuda.synchronize(self._device)  # host copies are read without the stream
         self._seconds += time.perf_counter() - started
 
     @torch.no_grad()
     def bring_back(self) -> None:
-        """Once engines gave their memory back. Idempotent."""
+        """Moves everything back, once engines have released their memory. Idempotent."""
         if not self.is_away:
             return
         started = time.perf_counter()
@@ -110,18 +110,18 @@ class HostOffload:
         self._seconds += time.perf_counter() - started
 
     def locate(self, tensor: Tensor) -> Tensor:
-        """This rank's part of `tensor`, wherever it is now; for reading."""
+        """This rank's part of `tensor`, on device or host; for reading only."""
         local = local_part(tensor)
         copy = self._copies.get(_storage_key(local))
         return local if copy is None or not copy.is_away else copy.view_as(local)
 
     def take_seconds(self) -> float:
-        """Spent on moving and on handing back since the last call."""
+        """Seconds spent on moving and releasing since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
     def _tensors(self) -> Iterator[Tensor]:
-        """One local tensor for each storage that is to go."""
+        """One local tensor for each storage to be moved."""
         candidates = list(self._parameters) if self._mode == "all" else []
         for state in cast("dict[Tensor, dict[str, Tensor]]", self._optimizer.state).values():
             candidates += [value for value in state.values() if value.ndim > 0]
@@ -129,14 +129,14 @@ class HostOffload:
         for tensor in map(local_part, candidates):
             key = _storage_key(tensor)
             storage = tensor.untyped_storage()
-            # On the CPU, where nothing is gained, what numpy has seen cannot be resized.
+            # On the CPU, where moving gains nothing, storages that numpy shares cannot be resized.
             if key not in seen and storage.nbytes() and storage.resizable():
                 seen.add(key)
                 yield tensor
 
 
 class _HostCopy:
-    """One storage's bytes, on the host while it is empty. Keeps the storage alive."""
+    """One storage's bytes, on the host while the storage is empty. Keeps the storage alive."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._storage = storage
@@ -147,7 +147,7 @@ class _HostCopy:
 
     def send_away(self) -> None:
         self._bytes.copy_(self._device_bytes(), non_blocking=True)
-        self._storage.resize_(0)  # on CUDA the memory is used again after the copy, in order
+        self._storage.resize_(0)  # on CUDA the memory is reused in stream order, after the copy
         self.is_away = True
 
     def bring_back(self) -> None:

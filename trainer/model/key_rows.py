@@ -1,8 +1,8 @@
 """Keys and values of packed rows, laid out for a kernel that takes sequences of any length.
 
-A prompt's rows are keys of its own sequence and of every completion of it, so the gradient of such
-a row is a sum. It is gathered here, in a fixed order: adding up in place, as `index_select` does on
-a GPU, takes four times as long and rounds in a different order each time.
+A prompt's rows are keys of its own sequence and of all its completions, so the gradient of such a
+row is a sum. The sum is computed here in a fixed order. Adding in place, as `index_select` does on
+a GPU, takes four times as long and adds in a different order each time.
 
 K: key rows of all sequences; L: packed rows, of which the first P are prompts'; U: most uses of a
 prompt's row; W: width of a row.
@@ -22,12 +22,12 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyRows:
-    """Which packed row each key is, and the other way round.
+    """Maps keys to packed rows, and packed rows to keys.
 
     Attributes:
         rows: [K] packed row of each key.
-        own: [L - P] place among the keys of each completion's row, which is there once.
-        shared: [U, P] places of each prompt row; `is_use` says which of them there are.
+        own: [L - P] index of the one key of each completion's row.
+        shared: [U, P] indices of the keys of each prompt row; `is_use` marks the valid ones.
         is_use: [U, P] bool.
     """
 
@@ -40,18 +40,18 @@ class KeyRows:
     def invert(
         cls, rows: NDArray[np.int64], num_prompt_rows: int, num_rows: int, device: torch.device
     ) -> KeyRows:
-        """From the packed rows of the keys, [K]; every packed row is among them."""
-        order = np.argsort(rows, kind="stable")  # [K] places, by the row that they hold
+        """Makes the maps from the packed rows of the keys, [K], which include every packed row."""
+        order = np.argsort(rows, kind="stable")  # [K] key indices, sorted by row
         counts = np.bincount(rows, minlength=num_rows)
-        firsts = np.cumsum(counts) - counts  # [L] where a row's places begin in `order`
+        firsts = np.cumsum(counts) - counts  # [L] where a row's key indices begin in `order`
         num_uses: int = counts[:num_prompt_rows].max(initial=1)
         use: NDArray[np.int64] = np.arange(num_uses)[:, None]
         is_use: NDArray[np.bool_] = use < counts[:num_prompt_rows]  # [U, P]
-        places = order[firsts[:num_prompt_rows] + np.where(is_use, use, 0)]
+        indices = order[firsts[:num_prompt_rows] + np.where(is_use, use, 0)]
         return cls(
             rows=torch.as_tensor(rows, device=device),
             own=torch.as_tensor(order[firsts[num_prompt_rows:]], device=device),
-            shared=torch.as_tensor(places, device=device),
+            shared=torch.as_tensor(indices, device=device),
             is_use=torch.as_tensor(is_use, device=device),
         )
 

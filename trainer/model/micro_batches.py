@@ -1,4 +1,4 @@
-"""From a rank's columns, as the rollout manager delivers them, to tensors for the model.
+"""Turns a rank's columns, as the rollout manager delivers them, into tensors for the model.
 
 N: samples of a micro-batch; M: their generated tokens; T: longest sample.
 """
@@ -23,7 +23,7 @@ from umbra.trainer.model.packing import PackedInputs, Sample, pack, packing_orde
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaddedInputs:
-    """Samples padded on the right, which causal attention needs no mask for.
+    """Samples padded on the right; causal attention needs no mask for that.
 
     Attributes:
         token_ids: [N, T] int64.
@@ -36,11 +36,11 @@ class PaddedInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """One forward and backward pass. All vectors but the last are [M] and in the same order.
+    """One forward and backward pass. All vectors but the last are [M], in the same order.
 
     Attributes:
         targets: int64, the generated tokens.
-        old_logprobs: float32, under the policy that sampled them.
+        rollout_logprobs: float32, under the policy that sampled them in the rollouts.
         advantages: float32.
         weights: float32, share of each token in the global loss; 0 in padding.
         sample_lens: [N] int64, tokens of each sample, one sample after the other.
@@ -48,7 +48,7 @@ class MicroBatch:
 
     inputs: PackedInputs | PaddedInputs
     targets: Tensor
-    old_logprobs: Tensor
+    rollout_logprobs: Tensor
     advantages: Tensor
     weights: Tensor
     sample_lens: Tensor
@@ -56,13 +56,13 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankBatch:
-    """This rank's samples of one step, and the numbers of the whole batch.
+    """This rank's samples of one step, and the counts of the whole batch.
 
     Attributes:
         tokens, logprobs, mask: [sum T], samples one after the other; `mask` is 1 where generated.
         offsets: [num_samples + 1].
         advantages: [num_samples].
-        micro_batches: positions of samples; as many lists on every rank, empty ones are padding.
+        micro_batches: positions of samples; every rank has as many lists, empty ones are padding.
     """
 
     tokens: NDArray[np.int32]
@@ -78,7 +78,7 @@ class RankBatch:
 
     @classmethod
     def from_columns(cls, columns: Mapping[str, Any], estimate: AdvantageEstimator) -> RankBatch:
-        """The batch with advantages from the rewards of its samples' groups.
+        """Makes the batch; advantages come from the rewards of the samples' groups.
 
         Raises:
             ProtocolError: a column is missing.
@@ -106,14 +106,14 @@ class RankBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchBuilder:
-    """Makes micro-batches; see `token_weights` for aggregation and max_new_tokens.
+    """Makes micro-batches; `token_weights` describes aggregation and max_new_tokens.
 
     Attributes:
-        packed: for packed attention, else padded.
+        packed: whether to pack samples for packed attention; otherwise they are padded.
         dtype: of attention masks: the dtype the model computes in.
         skips_neutral: leave out samples of advantage zero. With umbra's losses and without a KL
-            term they add nothing to the gradient, exactly, and once most prompts are learned they
-            are most samples.
+            term they add exactly nothing to the gradient. Once most prompts are learned, they are
+            the majority.
     """
 
     packed: bool
@@ -132,8 +132,8 @@ class MicroBatchBuilder:
             members = [idx for idx in members if batch.advantages[idx] != 0.0]
         samples = [batch.sample(idx) for idx in members]
         order = packing_order(samples)
-        samples = [samples[place] for place in order]
-        members = [members[place] for place in order]
+        samples = [samples[idx] for idx in order]
+        members = [members[idx] for idx in order]
         if not any(len(sample.generated) for sample in samples):
             return self._padding()
         lens = torch.tensor([len(sample.generated) for sample in samples])
@@ -151,20 +151,20 @@ class MicroBatchBuilder:
         return MicroBatch(
             inputs=self._inputs(samples),
             targets=self._to_device(batch.tokens[flat].astype(np.int64)),
-            old_logprobs=self._to_device(batch.logprobs[flat]),
+            rollout_logprobs=self._to_device(batch.logprobs[flat]),
             advantages=self._to_device(advantages),
             weights=weights.to(self.device),
             sample_lens=lens.to(self.device),
         )
 
     def _padding(self) -> MicroBatch:
-        """Two tokens of weight zero: makes this rank take part in the others' collectives."""
+        """Two tokens of weight zero, with which this rank takes part in the others' collectives."""
         nothing = Sample(tokens=np.zeros(2, np.int32), prompt_len=1, generated=np.ones(1, np.int64))
         zero = torch.zeros(1, device=self.device)
         return MicroBatch(
             inputs=self._inputs([nothing]),
             targets=torch.zeros(1, dtype=torch.int64, device=self.device),
-            old_logprobs=zero,
+            rollout_logprobs=zero,
             advantages=zero,
             weights=zero,
             sample_lens=torch.ones(1, dtype=torch.int64, device=self.device),

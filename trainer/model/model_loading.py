@@ -1,4 +1,4 @@
-"""Loads the model that is trained. transformers is imported here, and only when called."""
+"""Loads the model to be trained. transformers is imported only when a function is called."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PreparedModel:
-    """A model whose parameters are yet to be read.
+    """A model whose parameters may still have to be read.
 
     Attributes:
-        is_packed: it uses packed attention.
-        weights: to be read from, into parameters that are on the meta device; None where the
-            parameters are there.
+        is_packed: whether it uses packed attention.
+        weights: to be read into parameters on the meta device; None if the parameters are loaded.
     """
 
     model: nn.Module
@@ -39,13 +38,13 @@ class PreparedModel:
 def prepare_causal_lm(section: ModelSection, dtype: torch.dtype) -> PreparedModel:
     """The causal language model in `section.path` with parameters in `dtype`.
 
-    The parameters take no memory where the weights are safetensors under the model's own names.
-    What needs conversion, and what is not whole, is left to transformers, which loads all of it
-    on the CPU or says what is missing.
+    The parameters take no memory if the weights are safetensors under the model's own names.
+    Weights that need conversion or are incomplete are left to transformers, which loads all of them
+    on the CPU or reports what is missing.
 
     Raises:
-        DataError: no such directory, unreadable or incomplete weights.
-        ConfigError: packed attention is asked for, and is not possible for this model.
+        DataError: there is no such directory, or its weights are unreadable or incomplete.
+        ConfigError: packed attention is configured, but not possible for this model.
     """
     model = _without_memory(section, dtype)
     is_packed = _choose_attention(section, model)
@@ -68,7 +67,7 @@ def _without_memory(section: ModelSection, dtype: torch.dtype) -> nn.Module:
     library = _transformers()
     auto, generation = library.AutoModelForCausalLM, library.GenerationConfig
     trusts = {"trust_remote_code": section.trust_remote_code}
-    read_model_config(section.path)  # says better what is wrong
+    read_model_config(section.path)  # its errors are clearer
     try:
         with _parameters_on_meta():
             model = auto.from_config(
@@ -89,14 +88,14 @@ def _without_memory(section: ModelSection, dtype: torch.dtype) -> nn.Module:
 
 @contextmanager
 def _parameters_on_meta() -> Generator[None]:
-    """What is registered as a parameter is replaced before anything is written to it."""
+    """Replaces each parameter as it is registered, before anything is written to it."""
 
     def replace(_: nn.Module, __: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.is_meta:
             return parameter
         return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
 
-    register: Any = register_module_parameter_registration_hook  # its types forget the result
+    register: Any = register_module_parameter_registration_hook  # its annotation lacks the result
     hook = register(replace)
     try:
         yield
@@ -105,7 +104,7 @@ def _parameters_on_meta() -> Generator[None]:
 
 
 def _conversion(model: nn.Module, dtype: torch.dtype) -> str:
-    """What transformers would do with the stored weights beyond copying them."""
+    """What transformers would have to do with the stored weights besides copying; "" if nothing."""
     any_model: Any = model
     if getattr(any_model.config, "quantization_config", None) is not None:
         return "they are quantised"
@@ -115,7 +114,7 @@ def _conversion(model: nn.Module, dtype: torch.dtype) -> str:
 
 
 def _choose_attention(section: ModelSection, model: nn.Module) -> bool:
-    """Whether it is packed, for which the model is set up then."""
+    """Sets up packed attention if configured and possible; returns whether it did."""
     if section.attention == "padded":
         return False
     obstacle = _packing_obstacle(model)
@@ -136,9 +135,9 @@ def _pack(model: Any) -> None:
 
 
 def _packing_obstacle(model: Any) -> str:
-    """Why samples in one row would see each other, or not what the model has them see; "" if not.
+    """Why samples in one row would see each other, or too little of themselves; "" if they do not.
 
-    The model is asked, and not its config.json: what that leaves out its architecture adds.
+    This inspects the model, not config.json, because the architecture adds to what that has.
     """
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
@@ -158,7 +157,7 @@ def _packing_obstacle(model: Any) -> str:
 
 def _from_pretrained(section: ModelSection, dtype: torch.dtype) -> nn.Module:
     library = _transformers()
-    read_model_config(section.path)  # says better what is wrong
+    read_model_config(section.path)  # its errors are clearer
     try:
         model, report = library.AutoModelForCausalLM.from_pretrained(
             str(section.path),
@@ -181,8 +180,8 @@ def _from_pretrained(section: ModelSection, dtype: torch.dtype) -> nn.Module:
 
 
 def _transformers() -> Any:
-    """The library, without the progress bars of loading and export: each rank would draw its own
-    over the training's progress."""
+    """The library, without progress bars of loading and export, which each rank would draw over the
+    training's progress."""
     import transformers
 
     library: Any = transformers

@@ -1,7 +1,7 @@
 """Attention over packed rows, as an attention function of `transformers`.
 
-transformers hands every layer's queries, keys and values, and passes `packed` through from the
-model's call, so it works for any model that uses its attention interface with plain causal
+transformers passes in every layer's queries, keys and values, and forwards `packed` from the
+model's call. This works for any model that uses its attention interface with plain causal
 attention. L: packed rows; H, H_kv: heads; D, D_v: their size; B, C, K as in `packing`.
 """
 
@@ -19,12 +19,12 @@ from umbra.runtime.errors import ConfigError
 from umbra.trainer.model.packing import AttentionBlock, PackedInputs, VarlenLayout
 
 PACKED_ATTENTION: Final = "umbra_packed"
-_MAX_HEAD_SIZE: Final = 256  # of the flash kernel
-_CHANGES_SCORES: Final = ("s_aux", "softcap", "sliding_window")  # where it is not None
+_MAX_HEAD_SIZE: Final = 256  # limit of the flash kernel
+_CHANGES_SCORES: Final = ("s_aux", "softcap", "sliding_window")  # if they are not None
 
 
 def register_packed_attention() -> None:
-    """Makes `attn_implementation=PACKED_ATTENTION` known to transformers."""
+    """Registers `attn_implementation=PACKED_ATTENTION` with transformers."""
     from transformers import AttentionInterface
 
     interface: Any = AttentionInterface
@@ -45,14 +45,14 @@ def packed_attention(
     """[1, H, L, D] queries and keys and [1, H_kv, L, D_v] values to [1, L, H, D_v].
 
     Raises:
-        ConfigError: the model's attention is not the plain one.
+        ConfigError: the model's attention is not plain causal attention.
     """
     assert attention_mask is None, "packed rows carry their own masks"
     for name in _CHANGES_SCORES:
         if options.get(name) is not None:
             raise ConfigError(
-                f"{type(module).__name__} gives its attention {name}, which packed attention does "
-                "not know; set model.attention = 'padded'"
+                f"{type(module).__name__} passes {name} to its attention, which packed attention "
+                "does not support; set model.attention = 'padded'"
             )
     queries = _rows(query)  # [L, H * D]
     keys, values = _rows(key), _rows(value)  # [L, H_kv * D]
@@ -65,7 +65,7 @@ def packed_attention(
 
 
 def _rows(heads_first: Tensor) -> Tensor:
-    """[1, H, L, D] to [L, H * D]; a view, as models transpose what was [1, L, H, D] in memory."""
+    """[1, H, L, D] to [L, H * D]; a view, because models transpose it from [1, L, H, D]."""
     return heads_first[0].transpose(0, 1).flatten(1)
 
 
@@ -83,8 +83,8 @@ def _attend_blocks(
 
 _compiler: Any = torch.compiler
 _blocks_uncompiled: Callable[..., Tensor] = _compiler.disable(_attend_blocks)
-# Compiled, code for each number and shape of blocks would be made for ever. It takes `packed` as a
-# whole: compiled code that looks at the blocks is made anew for each number of them.
+# If compiled, it would be compiled again for each number and shape of blocks. It takes `packed` as
+# a whole, because compiled code that reads the blocks would be specialised for their number.
 
 
 def _attend(
@@ -127,12 +127,12 @@ def _attend_varlen(
     heads: tuple[int, int],
     scaling: float | None,
 ) -> Tensor:
-    """Output of all rows, [L, H * D_v], by the flash kernel for sequences of any length.
+    """Output of all rows, [L, H * D_v], from the flash kernel for sequences of any length.
 
-    It aligns the causal triangle at the end of queries and keys, so that a completion, whose
-    keys begin with its prompt, sees all of that and itself up to each query.
+    The kernel aligns the causal triangle at the end of queries and keys. A completion, whose keys
+    begin with its prompt, therefore sees all of the prompt, and itself up to each query.
     """
-    from torch.nn.attention.varlen import varlen_attn  # the kernel is there on CUDA only
+    from torch.nn.attention.varlen import varlen_attn  # exists on CUDA only
 
     kernel: Any = varlen_attn
     num_heads, num_kv_heads = heads
@@ -164,17 +164,17 @@ def _attend_varlen(
 
 
 def _equally_wide(*tensors: Tensor) -> list[Tensor]:
-    """Zeros after each head [.., D] to the width of the widest: they change no score.
+    """Pads each head [.., D] with zeros to the widest head; zeros change no score.
 
-    The kernel asks for one width, a multiple of 8.
+    The kernel requires one width, a multiple of 8.
 
     Raises:
-        ConfigError: the heads are wider than the kernel takes.
+        ConfigError: the heads are wider than the kernel allows.
     """
     width = max(x.shape[-1] for x in tensors)
     if width > _MAX_HEAD_SIZE:
         raise ConfigError(
-            f"packed attention takes heads of at most {_MAX_HEAD_SIZE} elements on GPUs, the "
+            f"packed attention supports heads of at most {_MAX_HEAD_SIZE} elements on GPUs, the "
             f"model's have {width}; set model.attention = 'padded'"
         )
     width += -width % 8

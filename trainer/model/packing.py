@@ -3,9 +3,9 @@
     prompts          completions, longest first (without their last token, which predicts nothing)
     | p0 | p1 | ... | c0 ........ | c1 ..... | c2 .... |
 
-The samples of a group share their prompt, so its share of the work is paid once and not
-`group_size` times. What a completion attends to is its prompt's rows followed by its own.
-Attention alone needs rectangles: it runs in blocks of sequences of similar length.
+The samples of a group share their prompt, so the prompt is computed once and not `group_size`
+times. A completion attends to its prompt's rows followed by its own. Only attention needs
+rectangles: it runs in blocks of sequences of similar length.
 
 L: packed rows; N: samples; M: generated tokens; B, C, K: sequences, queries and keys of a block.
 """
@@ -26,7 +26,7 @@ from umbra.trainer.model.key_rows import KeyRows
 # A block takes sequences down to this share of its longest. Lower means fewer, larger blocks
 # with more padding; higher means more kernel launches.
 _BLOCK_LENGTH_RATIO: Final = 0.75
-# Largest attention mask, in elements: bounds memory where many long samples meet.
+# Largest attention mask, in elements; bounds the memory of blocks with many long samples.
 _MAX_MASK_ELEMENTS: Final = 1 << 24
 
 
@@ -57,8 +57,8 @@ class AttentionBlock:
     Attributes:
         rows: the packed rows [first, last) that hold the queries.
         shape: (B, C, K).
-        query_rows: [B*C] packed row of each query; None where all B have C queries exactly.
-        output_rows: [last - first] where each packed row's output stands among the B*C.
+        query_rows: [B*C] packed row of each query; None if all B have exactly C queries.
+        output_rows: [last - first] index of each packed row's output among the B*C.
         key_rows: [B*K] packed row of each key.
         mask: [1 or B, 1, C, K] float, 0 or -inf; None means causal (prompts, C = K).
     """
@@ -73,7 +73,7 @@ class AttentionBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VarlenLayout:
-    """The same for a kernel that takes sequences of any length. S: sequences.
+    """The layout for a kernel that takes sequences of any length. S: sequences.
 
     Attributes:
         query_starts, key_starts: [S + 1] int32; the queries are the packed rows in order.
@@ -95,9 +95,9 @@ class PackedInputs:
     Attributes:
         token_ids, position_ids: [1, L] int64.
         predicting: [M] int64 rows whose hidden state predicts the M generated tokens.
-        varlen: how attention runs where the device has a kernel for rows of any length and the
-            dtype, else None.
-        blocks: else, they cover the L rows in order.
+        varlen: layout of attention if the device has a kernel for the dtype and for sequences of
+            any length, else None.
+        blocks: layout otherwise; they cover the L rows in order.
     """
 
     token_ids: Tensor
@@ -113,7 +113,7 @@ def packing_order(samples: Sequence[Sample]) -> list[int]:
 
 
 def pack(samples: Sequence[Sample], dtype: torch.dtype, device: torch.device) -> PackedInputs:
-    """Packs samples that stand in `packing_order`; `dtype` is that of attention masks."""
+    """Packs samples, which must be in `packing_order`; `dtype` is that of attention masks."""
     prompts: dict[bytes, int] = {}
     prompt_of = [
         prompts.setdefault(sample.tokens[: sample.prompt_len].tobytes(), len(prompts))
@@ -149,7 +149,7 @@ def pack(samples: Sequence[Sample], dtype: torch.dtype, device: torch.device) ->
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Rows of one sequence, and of the prompt it goes on from (none for a prompt itself)."""
+    """Rows of one sequence, and of the prompt that it follows (none for a prompt itself)."""
 
     first_row: int
     num_rows: int
@@ -199,7 +199,7 @@ def _make_varlen(
 
 
 def _chunks(spans: Sequence[_Span]) -> list[list[_Span]]:
-    """Cuts neighbours of similar length, and of bounded mask size, into blocks."""
+    """Groups neighbours of similar length into blocks of bounded mask size."""
     chunks: list[list[_Span]] = []
     for span in spans:
         if span.num_rows == 0:
@@ -254,9 +254,9 @@ def _mask(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor | None:
-    """Query c of a completion sees its prompt and the completion up to itself.
+    """Lets query c of a completion see its prompt and the completion up to itself.
 
-    Padding stands behind, so that being causal already hides it from every real query.
+    Padding is at the end, so causality already hides it from every real query.
     """
     if not prompt_lens.any():
         return None

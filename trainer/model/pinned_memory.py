@@ -1,7 +1,7 @@
-"""Host memory that a GPU copies to and from at full speed, of exactly the size asked for.
+"""Host memory that a GPU copies to and from at full speed, of exactly the requested size.
 
-torch's own pinned memory is rounded up to the next power of two (CachingHostAllocator): for the
-parameters of an 8B model on two GPUs a third more than they take.
+torch rounds its own pinned memory up to the next power of two (CachingHostAllocator): for the
+parameters of an 8B model on two GPUs, that is a third more than they need.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ def pinned_bytes(nbytes: int) -> Tensor:
     """[nbytes] uint8, page-locked until the tensor and all views of it are gone.
 
     Raises:
-        ConfigError: there is not so much memory, or CUDA cannot lock it.
+            ConfigError: there is not enough memory, or CUDA cannot lock it.
     """
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     try:
-        memory = mmap.mmap(-1, nbytes)  # begins with a page; shared, so that no fork copies it
+        memory = mmap.mmap(-1, nbytes)  # page-aligned, and shared, so that no fork copies it
     except OSError as error:
         raise _too_little(nbytes, str(error)) from error
     locked = torch.frombuffer(memory, dtype=torch.uint8)
@@ -34,9 +34,9 @@ def pinned_bytes(nbytes: int) -> Tensor:
     status = runtime.cudaHostRegister(locked.data_ptr(), nbytes, 0)
     if int(status) != 0:
         raise _too_little(nbytes, runtime.cudaGetErrorString(status))
-    # With the last view goes the storage; `memory` is kept until it has been unlocked.
+    # The storage is freed with its last view; `memory` is kept until it has been unlocked.
     unlocking = weakref.finalize(locked.untyped_storage(), _unlock, locked.data_ptr(), memory)
-    unlocking.atexit = False  # the end of the process does it, and sooner
+    unlocking.atexit = False  # the end of the process unlocks it sooner
     return locked
 
 

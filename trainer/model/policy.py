@@ -1,4 +1,4 @@
-"""The model as training sees it: sharded over the ranks, giving log-probabilities of tokens.
+"""The model in training: sharded over the ranks, computing log-probabilities of tokens.
 
 M: tokens to score; E: hidden size; V: vocabulary.
 """
@@ -21,7 +21,7 @@ from umbra.trainer.model.recomputing import decoder_blocks, recompute_blocks
 from umbra.trainer.model.stored_weights import StoredWeights
 from umbra.trainer.model.token_scoring import head_obstacle, score_hidden, score_logits
 
-# Below this, gathering the whole model at once is cheaper than a collective for each layer.
+# Up to this size, gathering the whole model at once is cheaper than a collective for each layer.
 _ROOT_WRAP_MAX_PARAMETERS: Final = 64_000_000
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ Wrap = Literal["auto", "layer", "root"]
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """Of each target under the policy. `logprobs`: [M], with gradient; `entropy`: [M] or None."""
+    """Scores of the targets. `logprobs`: [M], with gradient; `entropy`: [M] or None."""
 
     logprobs: Tensor
     entropy: Tensor | None
@@ -44,7 +44,7 @@ class Policy:
 
     Args:
         model: parameters in their master dtype, the same on every rank: on the CPU, or on the
-            meta device with `weights` to fill them from.
+            meta device if `weights` are to fill them.
         is_packed: the model uses packed attention.
         compute_dtype: of the forward and backward pass; parameters are cast as they are gathered.
         wrap: see `ModelSection.fsdp_wrap`.
@@ -87,7 +87,7 @@ class Policy:
         )
         if weights is not None:
             _allocate(self._scorer, mesh)
-        # FSDP swaps in gathered parameters during a pass; these objects are the lasting ones.
+        # FSDP swaps in gathered parameters during a pass; these objects are the permanent ones.
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         persistent = model.state_dict().keys() - self._parameters.keys()
         self._buffers = {name: b for name, b in model.named_buffers() if name in persistent}
@@ -110,11 +110,11 @@ class Policy:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """What engines load, by its Hugging Face name; tied names stand for one tensor."""
+        """The tensors that engines load, by Hugging Face name; tied names share one tensor."""
         return {**self._parameters, **self._buffers}
 
     def freeze(self) -> Policy:
-        """Takes gradients away, as a reference model wants."""
+        """Disables gradients, for a reference model."""
         for parameter in self._parameters.values():
             parameter.requires_grad_(False)
         return self
@@ -128,15 +128,15 @@ class Policy:
 
     @torch.no_grad()
     def reference_logprobs(self, micro_batch: MicroBatch) -> Tensor:
-        """[M], without gradient. Collective; leaves nothing gathered."""
+        """[M], without gradient. Collective; reshards the parameters afterwards."""
         logprobs = self.scores(micro_batch).logprobs
         cast("FSDPModule", self._scorer).reshard()
         return logprobs
 
     def expect_backward(self, *, is_last: bool) -> None:
-        """Called before each micro-batch: gradients meet at the last one of a step.
+        """Must be called before each micro-batch: gradients are reduced at the last one of a step.
 
-        With layers wrapped they are reduced each time: whole gradients would not fit.
+        If layers are wrapped, they are reduced each time, because whole gradients would not fit.
         """
         if self._wraps_layers:
             return
@@ -184,7 +184,7 @@ class _Scorer(nn.Module):
         return cast("Tensor", output.last_hidden_state).flatten(0, 1)
 
     def _own_logits(self, inputs: PackedInputs | PaddedInputs) -> Tensor:
-        """[M, V], as the model makes them."""
+        """[M, V] as computed by the model itself."""
         model: Any = self.model
         output = model(use_cache=False, **_arguments(inputs))
         return cast("Tensor", output.logits).flatten(0, 1).index_select(0, inputs.predicting)
@@ -213,7 +213,7 @@ def _shard(
 
 
 def _allocate(scorer: _Scorer, mesh: DeviceMesh) -> None:
-    """Gives the shards of parameters on the meta device memory; buffers keep their values."""
+    """Allocates the shards of parameters on the meta device; buffers keep their values."""
     buffers = {name: buffer.clone() for name, buffer in scorer.named_buffers()}
     device = torch.device("cpu")
     if mesh.device_type == "cuda":

@@ -1,4 +1,4 @@
-"""Decoder blocks that keep only their inputs, and compute the rest again in the backward pass."""
+"""Makes decoder blocks keep only their inputs, and compute the rest again in the backward pass."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def decoder_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def recompute_blocks(model: nn.Module) -> None:
-    """Once for each block, before it is sharded: gathering its parameters stays outside.
+    """Must be called once, before blocks are sharded: gathering parameters is not recomputed.
 
     Raises:
-        ConfigError: it is not known what the model's blocks are.
+        ConfigError: the model does not declare its blocks.
     """
     blocks = decoder_blocks(model)
     if not blocks:
         raise ConfigError(
-            f"train.activation_checkpointing: {type(model).__name__} does not say what its "
-            "decoder blocks are (_no_split_modules); use 'none'"
+            f"train.activation_checkpointing: {type(model).__name__} does not declare its decoder "
+            "blocks (_no_split_modules); use 'none'"
         )
     for block in blocks:
         _recompute(block)

@@ -1,4 +1,4 @@
-"""The weights in a model directory, read by each rank as far as it needs them."""
+"""The weights in a model directory; each rank reads only the parts that it needs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SINGLE = "model.safetensors"
 
 
 class StoredWeights:
-    """What is where in the safetensors files of a directory. Reads nothing but their headers.
+    """The index of the safetensors files of a directory. Reads nothing but their headers.
 
     Raises:
         DataError: a file is missing or unreadable.
@@ -39,12 +39,12 @@ class StoredWeights:
                     self._shapes[name] = list(reader.get_slice(name).get_shape())
 
     def obstacle(self, model: nn.Module) -> str:
-        """Why these are not just the model's tensors under their own names; "" if they are."""
+        """Why these are not simply the model's tensors under their own names; "" if they are."""
         for names, tensor in _distinct_tensors(model):
             stored = [name for name in names if name in self._files]
             if not stored:
                 return f"they lack {names[0]}"
-            if len(stored) > 1:  # transformers looks whether they are equal
+            if len(stored) > 1:  # transformers checks whether they are equal
                 return f"they have {' and '.join(stored)}, which are one tensor"
             if self._shapes[stored[0]] != list(tensor.shape):
                 return f"{stored[0]} has another shape"
@@ -55,7 +55,7 @@ class StoredWeights:
         """Writes this rank's part of each tensor, in the tensor's dtype. Not collective.
 
         Args:
-            tensors: by name; of tied ones, one name at least is that in the files.
+            tensors: by name; of tied tensors, at least one name is in the files.
 
         Raises:
             DataError: a file cannot be read.

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens from hidden states, without the logits of all tokens at once.
+"""Log-probabilities of tokens from hidden states, without computing all logits at once.
 
 M: tokens to score; C: tokens of a chunk; E: hidden size; V: vocabulary.
 """
@@ -16,13 +16,13 @@ from torch.autograd.function import once_differentiable
 
 from umbra.trainer.model.compiling import compile_function
 
-# Up to so many logits (256 MiB in float32) are kept for the backward pass, along with a few
+# Up to this many logits (256 MiB in float32) are kept for the backward pass, along with a few
 # tensors of their size. Lower means computing more of them twice; higher takes memory.
 _MAX_KEPT_LOGITS: Final = 1 << 26
-# Beyond that, so many logits exist at a time, and the backward pass computes them again. Lower
+# Above that, this many logits exist at a time, and the backward pass computes them again. Lower
 # means adding up the head's gradient from more parts, which is bound by memory bandwidth.
 _MAX_CHUNK_LOGITS: Final = 1 << 28
-# Settings by which models change logits behind their head.
+# Config fields of models that change logits after their head.
 _LOGIT_OPTIONS: Final = (
     "final_logit_softcapping",
     "lm_head_multiplier",
@@ -60,7 +60,7 @@ def score_hidden(
 
     Args:
         hidden: [M, E] final hidden states.
-        compiles: through torch.compile, with fewer passes over the logits.
+        compiles: use torch.compile, with fewer passes over the logits.
     """
     num_logits = len(targets) * head.weight.shape[0]
     if num_logits <= _MAX_KEPT_LOGITS:
@@ -78,7 +78,7 @@ def score_hidden(
 def score_logits(
     logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor]:
-    """The same, from [M, V] logits."""
+    """Like `score_hidden`, from [M, V] logits."""
     every = _log_softmax(logits, temperature)
     logprobs = -F.nll_loss(every, targets, reduction="none")
     with torch.no_grad():
@@ -87,7 +87,7 @@ def score_logits(
 
 
 def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
-    """[C, V] in float32 at least."""
+    """[C, V] in at least float32."""
     if logits.dtype.itemsize < torch.float32.itemsize:
         logits = logits.float()
     if temperature != 1.0:
@@ -100,7 +100,7 @@ def _entropy(every: Tensor) -> Tensor:
 
 
 class _ChunkedScores(torch.autograd.Function):
-    """`score_logits(F.linear(hidden, weight, bias), ...)`, of C tokens at a time."""
+    """`score_logits(F.linear(hidden, weight, bias), ...)`, for C tokens at a time."""
 
     @staticmethod
     def forward(
@@ -118,8 +118,8 @@ class _ChunkedScores(torch.autograd.Function):
         ctx.temperature, ctx.chunk_len, ctx.compiles = temperature, chunk_len, compiles
         score = _compiled(score_logits) if compiles else score_logits
         scores = [
-            score(F.linear(part, weight, bias), wanted, temperature, with_entropy)
-            for part, wanted in zip(
+            score(F.linear(part, weight, bias), part_targets, temperature, with_entropy)
+            for part, part_targets in zip(
                 torch.split(hidden, chunk_len), torch.split(targets, chunk_len), strict=True
             )
         ]
@@ -134,7 +134,7 @@ class _ChunkedScores(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        # A sum of parts that are rounded to half precision one by one would lose digits.
+        # Adding parts that are each rounded to half precision would lose digits.
         total = torch.float32 if weight.dtype.itemsize < 4 else weight.dtype
         of_hidden = torch.empty_like(hidden) if wants_hidden else None
         of_weight = torch.zeros_like(weight, dtype=total) if wants_weight else None
@@ -165,14 +165,14 @@ def _logit_gradient(
 ) -> Tensor:
     """[C, V], in the dtype of `logits`: (one-hot - softmax) * gradient / temperature."""
     every = _log_softmax(logits, temperature)
-    places, scale = targets.unsqueeze(1), (gradient / temperature).unsqueeze(1)
-    of_targets = every.gather(1, places).expm1() * -scale  # 1 - p, without rounding p first
+    targets_column, scale = targets.unsqueeze(1), (gradient / temperature).unsqueeze(1)
+    of_targets = every.gather(1, targets_column).expm1() * -scale  # 1 - p, without rounding p first
     of_logits = every.exp_().mul_(-scale).to(logits.dtype)
-    return of_logits.scatter_(1, places, of_targets.to(logits.dtype))
+    return of_logits.scatter_(1, targets_column, of_targets.to(logits.dtype))
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """`total` += `left` @ `right`, also where they are of half its precision."""
+    """Adds `left` @ `right` to `total`, which may have twice their precision."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     elif total.is_cuda:

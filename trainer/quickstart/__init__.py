@@ -1,1 +1,1 @@
-"""What `make quickstart` trains: a task, its reward, and a small model that starts out shy."""
+"""The quickstart: a task, its reward, and a small model that seldom dares to answer at first."""

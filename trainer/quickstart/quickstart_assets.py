@@ -4,7 +4,7 @@
 OUT_DIR/model/        config.json, model.safetensors, tokenizer.json, ...
 OUT_DIR/train.jsonl   {"prompt": ..., "answer": ...}
 OUT_DIR/eval.jsonl    held out: none of its prompts is in train.jsonl or seen by the warm-up
-OUT_DIR/fingerprint   of what made them; written last
+OUT_DIR/fingerprint   of the program and seed that made them; written last
 ```
 """
 
@@ -26,10 +26,10 @@ MARKER: Final = "fingerprint"
 
 
 def ensure_assets(out_dir: Path, seed: int) -> bool:
-    """Makes the files unless those of this seed and this program are there; True if it made any.
+    """Makes the files unless those of this seed and program exist; returns whether it made any.
 
-    They are made in a new folder beside `out_dir` that then takes its name, so an interrupted
-    call leaves either the old files or none. Of two calls at once, the later one's files stay.
+    They are made in a new folder beside `out_dir`, which then takes its name, so an interrupted
+    call leaves either the old files or none. If two calls run at once, the later one's files stay.
     """
     fingerprint = _fingerprint(seed)
     if _read_marker(out_dir) == fingerprint:
@@ -63,7 +63,7 @@ def _write_jsonl(path: Path, tasks: Sequence[Task]) -> None:
 
 
 def _fingerprint(seed: int) -> str:
-    """Of the seed and of this package's source, which holds every other setting."""
+    """Hash of the seed and of this package's source, which holds every other setting."""
     digest = hashlib.sha256(str(seed).encode())
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())

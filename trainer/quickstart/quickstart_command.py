@@ -1,4 +1,4 @@
-"""The command line of the quickstart's files."""
+"""The command that makes the quickstart's files."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from umbra.trainer.quickstart.quickstart_assets import ensure_assets
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Makes the files if they are missing or out of date, and says which."""
+    """Makes the files if they are missing or out of date, and prints what it did."""
     parser = argparse.ArgumentParser(
         prog="python -m umbra.trainer.quickstart",
         description="Make the quickstart's model, tokenizer and data sets (once).",
     )
     parser.add_argument("out_dir", type=Path, help="folder to make them in")
-    parser.add_argument("--seed", type=int, default=0, help="of data, weights and warm-up")
+    parser.add_argument("--seed", type=int, default=0, help="seed of data, weights and warm-up")
     arguments = parser.parse_args(argv)
     started = time.perf_counter()
     try:

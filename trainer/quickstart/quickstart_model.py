@@ -1,10 +1,10 @@
 """The quickstart's starting model and tokenizer, in Hugging Face format.
 
-The warm-up has two parts. First a careful teacher shows right answers, until the model mostly
-knows how to pick and sort digits. Then a shy one answers "?" in seven of ten demonstrations,
-unless all digits are asked for, the easiest kind. Greedy decoding follows the majority, so the
-starting model is right about as often as that kind is asked for (one time in five), while two or
-three samples in ten still try: what reinforcement learning finds, makes the rule, and improves.
+The warm-up has two parts. First the model is shown right answers, until it mostly knows how to pick
+and sort digits. Then seven of ten demonstrations answer "?", unless the task is the easiest kind,
+"all". Greedy decoding follows the majority, so the starting model is right about as often as that
+kind is asked for (one time in five). Two or three samples in ten still try the other kinds.
+Reinforcement learning finds these samples and makes them the rule.
 """
 
 from __future__ import annotations
@@ -31,22 +31,23 @@ MAX_CONTEXT_LEN: Final = 64
 
 INITIALIZER_RANGE: Final = 0.06
 """Standard deviation of fresh weights. The usual 0.02 is for models ten times as wide and takes
-three times as many steps here; from 0.1 on the start is noisy."""
+three times as many steps here; from 0.1 on training is noisy at first."""
 
 _IGNORED: Final = -100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmUp:
-    """How the starting model is made.
+    """The recipe of the starting model.
 
     Attributes:
-        careful_steps: with right answers only. Fewer leave gaps that RL fills only slowly.
-        shy_steps: after those, with shy answers. Fewer leave the habit half learned: greedy
+        careful_steps: steps with right answers only. Fewer leave gaps that RL fills only slowly.
+        shy_steps: later steps, with shy answers. Fewer leave the habit half learned: greedy
             decoding then still answers some kinds. More cost time and right answers.
-        shy_share: of shy answers during them. Below a half greedy decoding does not pick up the
-            habit; near 1 no sample is right, and there is nothing to reinforce.
+        shy_share: share of shy answers in these steps. Below a half, greedy decoding does not learn
+            the habit; near 1 no sample is right, and there is nothing to reinforce.
         learning_rate: of AdamW; falls linearly to zero.
+        ramp_steps: over which the learning rate rises linearly.
     """
 
     careful_steps: int = 70
@@ -54,11 +55,11 @@ class WarmUp:
     shy_share: float = 0.7
     batch_size: int = 64
     learning_rate: float = 4e-3
-    rise_steps: int = 20
+    ramp_steps: int = 20
 
 
 def write_tokenizer(folder: Path) -> None:
-    """One token per character."""
+    """Writes a tokenizer with one token per character."""
     core = Tokenizer(models.BPE(vocab=TOKEN_IDS, merges=[], unk_token=UNK))
     core.decoder = decoders.Fuse()
     fast_tokenizer: Any = PreTrainedTokenizerFast  # untyped
@@ -77,7 +78,7 @@ def write_starting_model(
 ) -> None:
     """Makes the model from `seed`, warms it up on `tasks` and saves it."""
     recipe = warm_up or WarmUp()
-    # Kernels this small lose more to waking a second thread than it does for them.
+    # Waking a second thread costs more than it gains with kernels this small.
     torch.set_num_threads(1)
     torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
     model: Any = Qwen3ForCausalLM(_config())
@@ -113,8 +114,8 @@ def _warm_up(model: Any, tasks: Sequence[Task], rng: random.Random, recipe: Warm
     )
     num_steps = recipe.careful_steps + recipe.shy_steps
     for step in range(num_steps):
-        rise = min(1.0, (step + 1) / recipe.rise_steps)
-        optimizer.param_groups[0]["lr"] = recipe.learning_rate * rise * (1 - step / num_steps)
+        ramp = min(1.0, (step + 1) / recipe.ramp_steps)
+        optimizer.param_groups[0]["lr"] = recipe.learning_rate * ramp * (1 - step / num_steps)
         shy_share = recipe.shy_share if step >= recipe.careful_steps else 0.0
         demonstrations = [
             (task.prompt, shy_answer(task) if rng.random() < shy_share else task.answer)

@@ -1,7 +1,7 @@
 """The quickstart's task and reward: write the digits of one kind, in ascending order.
 
 `even 73914826=` asks for `2468`, `low 73914826=` for `1234`. A prompt has 5 to 8 different
-digits, so there are about 13 million prompts: held-out ones cannot have been learned by heart.
+digits, so there are about 13 million prompts: held-out ones cannot have been memorised.
 
 Standard library only, because rollout workers import it.
 """
@@ -50,7 +50,7 @@ def solve(kind: str, digits: str) -> str:
 
 
 def shy_answer(task: Task) -> str:
-    """What someone answers who dares only the easiest kind."""
+    """An answer that tries the easiest kind only."""
     return task.answer if task.prompt.startswith("all ") else DONT_KNOW
 
 

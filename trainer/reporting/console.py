@@ -1,4 +1,4 @@
-"""stdout and stderr whose loss ends nothing.
+"""Standard streams whose failure does not end the process.
 
 Writes fail where a reader has died (`| tee`, `| head`), a terminal was closed or a disk is full.
 A run keeps its results in its run directory, so text that cannot be written is dropped.
@@ -26,7 +26,7 @@ class Console:
 
     def __init__(self) -> None:
         self._log: Path | None = None
-        self._who = ""
+        self._name = ""
         self._files = [_LossyFile(descriptor, self._report) for descriptor in _NAMES]
 
     @classmethod
@@ -44,13 +44,13 @@ class Console:
         )
         return console
 
-    def log_losses(self, path: Path, who: str) -> None:
-        """The first loss of each stream becomes a line of that file, also one before this call.
+    def log_losses(self, path: Path, name: str) -> None:
+        """Logs the first failed write of each stream to a file, even if it was before this call.
 
         Args:
-            who: this process, as the line names it.
+            name: names this process in the line.
         """
-        self._who = who
+        self._name = name
         self._log = path
         for file in self._files:
             if file.failure:
@@ -60,19 +60,19 @@ class Console:
         if self._log is None:
             return
         line = (
-            f"{time.strftime('%Y-%m-%d %H:%M:%S')} {self._who}: {_NAMES[file.fileno()]} cannot be "
+            f"{time.strftime('%Y-%m-%d %H:%M:%S')} {self._name}: {_NAMES[file.fileno()]} cannot be "
             f"written ({file.failure}): its text is dropped, and nothing else is affected\n"
         )
-        # The disk may be full, and there is nobody left to tell.
+        # The disk may be full, and there is no other place to report it.
         with contextlib.suppress(OSError), self._log.open("ab", buffering=0) as log:
             log.write(line.encode())
 
 
 class _LossyFile(io.FileIO):
-    """A standard descriptor. `write` reports text as written that it has dropped.
+    """A standard descriptor. `write` returns as if text that could not be written had been.
 
     Attributes:
-        failure: why a write failed for the first time; "" until then.
+        failure: why the first failed write failed; "" until then.
     """
 
     def __init__(self, descriptor: int, on_failure: Callable[[_LossyFile], None]) -> None:
@@ -83,7 +83,7 @@ class _LossyFile(io.FileIO):
     def write(self, data: ReadableBuffer, /) -> int:
         num_bytes = memoryview(data).nbytes
         try:
-            # None: another process made it non-blocking, and its reader is behind.
+            # None: another process made it non-blocking, and its reader is slow.
             return super().write(data) or num_bytes
         except OSError as error:
             if not self.failure:
@@ -94,12 +94,12 @@ class _LossyFile(io.FileIO):
 
 def _fill_closed_descriptors() -> None:
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= max(_NAMES):
-        os.set_inheritable(descriptor, True)  # as standard descriptors are
+        os.set_inheritable(descriptor, True)  # like all standard descriptors
     os.close(descriptor)
 
 
 def _open_text(file: _LossyFile, former: TextIO | None) -> TextIO:
-    """Line by line, also where Python was told not to buffer (-u), as torchrun tells it."""
+    """Opens a line-buffered stream, even if Python runs unbuffered (-u), as under torchrun."""
     return io.TextIOWrapper(
         io.BufferedWriter(file),
         encoding=former.encoding if former is not None else "utf-8",

@@ -1,4 +1,4 @@
-"""How much memory a rank takes in each phase of a step."""
+"""Measures how much memory a rank uses in each phase of a step."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _CLEAR_REFS: Final = Path("/proc/self/clear_refs")
 
 
 class MemoryAccount:
-    """On CUDA what torch has allocated and, its allocator's cache included, reserved; on the CPU
-    what of the process is resident.
+    """Measures memory: on CUDA what torch has allocated and reserved (with the allocator's cache),
+    on the CPU the resident memory of the process.
 
     Every rank has one, and goes through the same phases.
     """
@@ -29,7 +29,7 @@ class MemoryAccount:
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
-        """Measures as the block begins, and the peak while it runs."""
+        """Measures at the beginning of the block, and the peak within it."""
         self._nbytes[f"{name}_allocated"] = self._reset()
         try:
             yield
@@ -40,8 +40,8 @@ class MemoryAccount:
                 self._nbytes[f"{name}_reserved"] = reserved
 
     def take(self) -> dict[str, float]:
-        """`memory/PHASE_allocated_gib`, `..._peak_gib` and, on CUDA, `..._reserved_gib` (the most
-        in the phase) of the rank that takes most. Collective. Forgets them.
+        """`memory/PHASE_allocated_gib`, `..._peak_gib` and, on CUDA, `..._reserved_gib` (the peak
+        in the phase), each of the rank with most. Collective. Clears the measurements.
         """
         counts = torch.tensor(list(self._nbytes.values()), dtype=torch.float64)
         most: Any = max_over_ranks(counts) / _GIB  # torch leaves `tolist` untyped
@@ -50,11 +50,11 @@ class MemoryAccount:
         return {f"memory/{name}_gib": value for name, value in zip(names, gib, strict=True)}
 
     def _reset(self) -> int:
-        """Lets the peak begin anew; what is taken now."""
+        """Resets the peak; returns the memory used now."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             return torch.cuda.memory_allocated(self._device)
-        with suppress(OSError):  # some containers forbid it: the peak is the process's then
+        with suppress(OSError):  # if a container forbids it, the peak is the process's
             _CLEAR_REFS.write_text("5")
         return _resident("VmRSS")
 

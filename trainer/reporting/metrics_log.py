@@ -1,4 +1,4 @@
-"""The numbers of each step as lines of metrics.jsonl, which umbra reads itself."""
+"""Appends the metrics of each step to metrics.jsonl, which umbra reads itself."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from umbra.trainer.run_files import write_text, writing
 
 
 class MetricsLog:
-    """Appends one line a step to `folder`/metrics.jsonl. A `MetricsLogger`; owns the file.
+    """Appends one line per step to `folder`/metrics.jsonl. A `MetricsLogger`; owns the file.
 
-    Lines of steps that a resumed run will do again are cut.
+    Lines of steps that a resumed run will repeat are removed.
 
     Args:
-        first_step: the first step this run will log; later lines are from before a rollback.
+        first_step: the first step that this run will log; later lines are from before a rollback.
     """
 
     def __init__(self, folder: Path, first_step: int) -> None:
@@ -39,7 +39,7 @@ class MetricsLog:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # What made the run end is the error to see, not that this file cannot be ended well.
+        # If another error ended the run, that one must be raised, not a failure to close this file.
         with writing("write", self.path) if error is None else contextlib.suppress(OSError):
             self._file.close()
 
@@ -56,7 +56,7 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """All lines of a metrics.jsonl; one torn by a crash, or of anything else, is left out."""
+    """All lines of a metrics.jsonl, except torn lines and lines that are not metrics."""
     rows: list[dict[str, float]] = []
     if path.exists():
         for line in path.read_bytes().splitlines():
@@ -68,7 +68,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
 
 def _keep_steps_before(path: Path, first_step: int) -> None:
-    """Replaces the file as a whole: a kill in the middle must not cost the rows that stay."""
+    """Replaces the file as a whole, so that a kill halfway does not lose rows."""
     rows = read_metrics(path)
     kept = [row for row in rows if row["step"] < first_step]
     write_text(path, "".join(json.dumps(row) + "\n" for row in kept))

@@ -1,7 +1,7 @@
-"""Where the numbers of each step go: one interface, and the loggers that `run.loggers` names.
+"""The interface of metrics loggers, and the loggers that `run.loggers` names.
 
-metrics.jsonl is always written, by `MetricsLog`, because umbra reads it itself: to resume, to plot
-and to report. The other loggers are for people.
+`MetricsLog` always writes metrics.jsonl, because umbra reads it itself to resume, plot and report.
+The other loggers are for people.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ LOGGER_TARGETS: Final[Mapping[str, str]] = {
     "wandb": "umbra.trainer.reporting.wandb_logger:WandbLogger",
     "mlflow": "umbra.trainer.reporting.mlflow_logger:MlflowLogger",
 }
-"""By name, which is also the name of the package that each of them needs."""
+"""Loggers by name, which is also the name of the package that each needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedRun:
-    """What a logger may say about the run.
+    """The facts about a run that loggers may use.
 
     Attributes:
         folder: the run directory.
-        name: as progress and report show it.
+        name: shown in progress and report.
         settings: the whole config as plain data.
     """
 
@@ -45,14 +45,14 @@ class LoggedRun:
 
 
 class MetricsLogger(Protocol):
-    """Takes the numbers of each step. Rank 0 owns it; it is a context manager.
+    """Receives the metrics of each step. Rank 0 owns it; it is a context manager.
 
-    It is made with a `LoggedRun`. `write` may block for as long as a step may wait for it. An
-    UmbraError ends the run; with any other exception, only this logger is given up.
+    It is constructed with a `LoggedRun`. `write` may block as long as a step may wait for it. An
+    UmbraError ends the run; after any other exception, only this logger is no longer used.
     """
 
     def write(self, step: int, row: MetricsRow) -> None:
-        """Logs the numbers after `step` steps by their names, such as `train/loss`."""
+        """Logs the metrics after `step` steps by name, such as `train/loss`."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -65,18 +65,18 @@ class MetricsLogger(Protocol):
     ) -> None: ...
 
 
-def logger_names(wanted: Sequence[str] | None) -> Sequence[str]:
-    """The setting `run.loggers`; its default is TensorBoard where that is installed."""
-    if wanted is not None:
-        return wanted
+def logger_names(names: Sequence[str] | None) -> Sequence[str]:
+    """The setting `run.loggers`; by default TensorBoard if it is installed."""
+    if names is not None:
+        return names
     return ["tensorboard"] if importlib.util.find_spec("tensorboard") else []
 
 
-def check_loggers(wanted: Sequence[str] | None) -> None:
-    """Raises ConfigError where the package that a logger needs is not installed."""
-    for name in wanted or ():
+def check_loggers(names: Sequence[str] | None) -> None:
+    """Raises ConfigError if the package that a logger needs is not installed."""
+    for name in names or ():
         found = importlib.util.find_spec(name)
-        if found is None or found.origin is None:  # a folder of that name is no package
+        if found is None or found.origin is None:  # a folder of that name is not a package
             raise ConfigError(
                 f"run.loggers names {name!r}, but the package {name} is not installed: run pip "
                 f"install {name}, or leave it out"
@@ -84,10 +84,10 @@ def check_loggers(wanted: Sequence[str] | None) -> None:
 
 
 class MetricsLoggers:
-    """All loggers of `run.loggers` as one; owns them. They start with the first row.
+    """Combines all loggers of `run.loggers`, and owns them. They start with the first row.
 
     Args:
-        note: takes lines for the person who runs the job.
+        note: called with lines for the operator.
     """
 
     def __init__(self, names: Sequence[str], run: LoggedRun, note: Callable[[str], None]) -> None:
@@ -106,18 +106,18 @@ class MetricsLoggers:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        for name in list(self._open):  # those that failed hold connections, too
+        for name in list(self._open):  # loggers that failed hold connections, too
             self._use(name, lambda opened: opened.__exit__(kind, error, traceback))
 
     def write(self, step: int, row: MetricsRow) -> None:
-        """Gives a row to all loggers. Raises the UmbraErrors of these."""
+        """Passes a row to all loggers. Raises their UmbraErrors."""
         for name in self._names:
             if name not in self._failed:
                 self._use(name, lambda opened: opened.write(step, row))
 
     def _logger(self, name: str) -> MetricsLogger:
         if name not in self._open:
-            # Late: the libraries' imports take seconds, which engines can use.
+            # As late as possible: the imports take seconds of processor time that engines can use.
             module, _, cls = LOGGER_TARGETS[name].partition(":")
             made: MetricsLogger = getattr(importlib.import_module(module), cls)(self._run)
             self._open[name] = made.__enter__()

@@ -1,7 +1,7 @@
-"""A run's metrics as one picture: when it ends, and by `umbra plot` whenever one wants to see.
+"""Plots a run's metrics: at its end, and with `umbra plot` at any time.
 
-panels(rows)   what is drawn: reward, KL, the steps' time and memory, as far as it was measured
-draw(...)      how; matplotlib is imported here
+panels(rows)   selects the data: reward, KL, time and memory of the steps, as far as measured
+draw(...)      draws it with matplotlib, which is imported here
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _FORMATS: Final = (".svg", ".png", ".pdf")
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One number over the steps in which it was measured."""
+    """One metric over the steps in which it was measured."""
 
     label: str
     steps: Sequence[float]
@@ -53,7 +53,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """Series with one axis; stacked ones add up, and have the same steps."""
+    """Series that share an axis; stacked ones add up, and have the same steps."""
 
     title: str
     series: Sequence[Series]
@@ -61,19 +61,19 @@ class Panel:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Draws what has been measured so far; the run may be under way.
+    """Draws what has been measured so far; the run may be in progress.
 
     Raises:
-        ConfigError: matplotlib is missing, or the picture's file cannot be written.
+        ConfigError: matplotlib is missing, or the file cannot be written.
         DataError: there are no metrics.
     """
-    place = RunDir(Path(arguments.run_dir))
-    path = Path(arguments.output or place.plot)
+    run_dir = RunDir(Path(arguments.run_dir))
+    path = Path(arguments.output or run_dir.plot)
     if path.suffix not in _FORMATS:
         raise ConfigError(f"-o {path}: end the name with {', '.join(_FORMATS)}")
-    rows = _read(place)
+    rows = _read(run_dir)
     try:
-        save_plot(rows, path, place.path.absolute().name)
+        save_plot(rows, path, run_dir.path.absolute().name)
     except OSError as error:
         or_else = "choose another file with -o"
         reason = explain(error, path, or_else=f", or {or_else}", otherwise=f": {or_else}")
@@ -83,17 +83,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def save_plot(rows: Rows, path: Path, title: str) -> None:
-    """Draws into a file, whose name says of what kind it is.
+    """Draws into a file, whose suffix decides the format.
 
     Raises:
         ConfigError: matplotlib is not installed.
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     draw(panels(rows), title).savefig(path, dpi=120)
 
 
 def panels(rows: Rows) -> list[Panel]:
-    """What was measured, in the order of the page."""
+    """The measured metrics, in the order of the page."""
     found: list[Panel] = []
     for title, names in _PANELS.items():
         if title == _TIME:
@@ -107,7 +107,7 @@ def panels(rows: Rows) -> list[Panel]:
 
 
 def draw(panels: Sequence[Panel], title: str) -> Any:
-    """A matplotlib figure, one panel below the other; only its title where there is none.
+    """A matplotlib figure, with panels below each other; without panels, only the title.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -130,18 +130,18 @@ def draw(panels: Sequence[Panel], title: str) -> Any:
     return figure
 
 
-def _read(place: RunDir) -> Rows:
-    wanted = "give the one that a training run's config calls run.dir"
-    if not place.path.is_dir():
-        raise DataError(f"there is no folder {place.path}: {wanted}")
-    if not place.metrics.exists():
-        raise DataError(f"{place.path} has no metrics.jsonl, it is no run's folder: {wanted}")
+def _read(run_dir: RunDir) -> Rows:
+    remedy = "give the folder that a training run's config calls run.dir"
+    if not run_dir.path.is_dir():
+        raise DataError(f"there is no folder {run_dir.path}: {remedy}")
+    if not run_dir.metrics.exists():
+        raise DataError(f"{run_dir.path} is not a run's folder, it has no metrics.jsonl: {remedy}")
     try:
-        rows = read_metrics(place.metrics)
+        rows = read_metrics(run_dir.metrics)
     except OSError as error:
-        raise DataError(f"{place.metrics} cannot be read: {error.strerror}") from error
+        raise DataError(f"{run_dir.metrics} cannot be read: {error.strerror}") from error
     if not panels(rows):
-        raise DataError(f"{place.metrics} has no metrics yet: the run's first step is not done")
+        raise DataError(f"{run_dir.metrics} has no metrics yet: the run's first step is not done")
     return rows
 
 
@@ -163,9 +163,9 @@ def _series(rows: Rows, name: str, label: str) -> Series:
 
 
 def _times(rows: Rows, names: Mapping[str, str]) -> list[Series]:
-    """The parts of whole steps, and what is left, such as evaluations."""
+    """The parts of whole steps, and the time in none of them, such as evaluations."""
     whole = [row for row in rows if "time/step_s" in row and all(name in row for name in names)]
     steps = [row["step"] for row in whole]
     parts = [Series(label, steps, [row[name] for row in whole]) for name, label in names.items()]
-    rest = [max(0.0, row["time/step_s"] - sum(row[name] for name in names)) for row in whole]
-    return [*parts, Series(_OTHER, steps, rest)]
+    other = [max(0.0, row["time/step_s"] - sum(row[name] for name in names)) for row in whole]
+    return [*parts, Series(_OTHER, steps, other)]

@@ -1,4 +1,4 @@
-"""Metrics in MLflow. Its own variables, such as MLFLOW_TRACKING_URI, apply."""
+"""Logs metrics to MLflow, configured by MLflow's own variables, such as MLFLOW_TRACKING_URI."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from umbra.trainer.reporting.metrics_logger import LoggedRun, MetricsRow
 
 
 class MlflowLogger:
-    """A `MetricsLogger`; owns one MLflow run per start, in the experiment of the run's name."""
+    """A `MetricsLogger`; owns one MLflow run per start, in an experiment named after the run."""
 
     def __init__(self, run: LoggedRun) -> None:
         mlflow: Any = importlib.import_module("mlflow")

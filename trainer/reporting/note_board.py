@@ -1,4 +1,4 @@
-"""Lines for the person watching, from any thread, from before there is a progress display."""
+"""Shows lines to the operator, from any thread, before and after there is a progress display."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from umbra.runtime.escaping import escape_unprintable
 
 
 class NoteBoard:
-    """Shows notes on stderr, or by what `shown_by` was given. Silent where `is_shown` is False."""
+    """Shows notes on stderr, or with the function of `shown_by`; nothing if not `is_shown`."""
 
     def __init__(self, *, is_shown: bool) -> None:
         self._show: Callable[[str], None] = _print if is_shown else _ignore
@@ -24,7 +24,7 @@ class NoteBoard:
 
     @contextmanager
     def shown_by(self, show: Callable[[str], None]) -> Generator[None]:
-        """Notes go to `show` inside the block."""
+        """Shows notes with `show` inside the block."""
         with self._lock:
             former, self._show = self._show, show
         try:

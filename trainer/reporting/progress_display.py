@@ -1,4 +1,4 @@
-"""What a person sees while it trains: one line a step, and a bar on a terminal."""
+"""Shows training progress: one line per step, and a bar on a terminal."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Final, Self, TextIO
 
-# Steps whose mean duration predicts the rest: fewer jumps about, more lags behind a change.
+# Recent steps whose mean duration predicts the remaining time. Fewer make the prediction jump, more
+# make it lag behind changes.
 _ETA_WINDOW: Final = 20
 
 
 class Progress:
-    """Prints progress on rank 0. Thread-safe in `note`. A context manager."""
+    """Prints progress on rank 0. `note` is thread-safe. A context manager."""
 
     def __init__(
         self, name: str, total_steps: int, first_step: int, stream: TextIO | None = None
@@ -45,7 +46,7 @@ class Progress:
             self._bar = None
 
     def step_done(self, step: int, row: Mapping[str, float]) -> None:
-        """Reports step `step` (from 1) by its metrics."""
+        """Prints the metrics of step `step` (from 1)."""
         self._done = step
         self._marks.append(time.monotonic())
         line = format_step(step, self._total, row, self.eta_s)
@@ -54,7 +55,7 @@ class Progress:
             self._bar.update(self._task, completed=step)
 
     def note(self, text: str) -> None:
-        """An event between steps: an evaluation, an engine that died or came back."""
+        """Prints an event between steps: an evaluation, an engine that died or came back."""
         self._print(f"  {text}")
 
     @property
@@ -90,9 +91,9 @@ def format_step(step: int, total: int, row: Mapping[str, float], eta_s: float) -
 
 def format_duration(seconds: float) -> str:
     """`0:52`, `12:07` or `3:25:00`."""
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, seconds_left = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    return f"{hours}:{minutes:02d}:{seconds_left:02d}" if hours else f"{minutes}:{seconds_left:02d}"
 
 
 def _make_bar(stream: TextIO) -> Any:

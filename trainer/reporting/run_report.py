@@ -1,4 +1,4 @@
-"""What is left to read after a run: summary.json and an HTML page."""
+"""Writes the results of a run: summary.json and an HTML page."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Summary:
 
     Attributes:
         accuracy_before, accuracy_after: on held-out prompts, of the starting model and at the
-            end; None where nothing was evaluated.
+            end; None if nothing was evaluated.
         wall_s: from the start of rank 0's process.
-        steps: optimizer steps done, those before a resume included.
-        steps_before: those of them; `wall_s` has no part in them.
-        engine_restarts: how often an engine was started again.
+        steps: optimizer steps done, including those before a resume.
+        steps_before: those before this start, which `wall_s` does not include.
+        engine_restarts: how often engines were restarted.
         stopped_by: the signal that ended the run early; "" if it ran to its end.
         reward_first, reward_last: means over the first and last tenth of the steps.
-        files: name -> path of what the run left.
+        files: path of each result by name.
     """
 
     accuracy_before: float | None
@@ -64,7 +64,7 @@ def reward_ends(rows: Rows) -> tuple[float | None, float | None]:
 def write_report(
     path: Path, name: str, summary: Summary, *, rows: Rows, settings: Mapping[str, Any], plot: Path
 ) -> None:
-    """Writes an HTML page, which holds its plot and needs no other file."""
+    """Writes an HTML page, which embeds its plot and needs no other file."""
     jinja: Any = importlib.import_module("jinja2")
     template = jinja.Environment(autoescape=True).from_string(_PAGE)
     page = template.render(
@@ -79,7 +79,7 @@ def write_report(
 
 
 def _table_columns(rows: Rows) -> list[str]:
-    wanted = (
+    names = (
         _REWARD,
         _ACCURACY,
         "rollout/tokens_per_s",
@@ -90,11 +90,11 @@ def _table_columns(rows: Rows) -> list[str]:
         "time/rank_idle_share",
         "rollout/engine_idle_share",
     )
-    return [name for name in wanted if any(name in row for row in rows)]
+    return [name for name in names if any(name in row for row in rows)]
 
 
 def _thin(rows: Rows, most: int = 50) -> list[Mapping[str, float]]:
-    """At most about `most` rows, evenly spread, the last one included."""
+    """At most about `most` rows, evenly spread, including the last one."""
     stride = max(1, -(-len(rows) // most))
     kept = list(rows[::stride])
     if rows and kept[-1] is not rows[-1]:

@@ -1,4 +1,4 @@
-"""Everything rank 0 tells of a run: metrics, progress, and at the end summary and report."""
+"""Rank 0's reports of a run: metrics, progress, and at the end summary and report."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from umbra.trainer.run_files import writing
 
 
 class RunReporter:
-    """Gathers what happens. On ranks other than 0 log, progress and loggers are None: it is silent.
+    """Collects events of a run. On ranks other than 0 log, progress and loggers are None.
 
     Attributes:
-        steps_before: done when this start of the run began.
+        steps_before: steps done before this start of the run.
         accuracy_before, accuracy_after: of the first and the last evaluation.
     """
 
@@ -52,7 +52,7 @@ class RunReporter:
             self.note(f"step {step} trained on nothing: {_why_no_tokens(self._config)}")
 
     def evaluated(self, step: int, result: Mapping[str, Any], *, is_last: bool) -> None:
-        """An evaluation after `step` steps."""
+        """Logs and shows an evaluation after `step` steps."""
         accuracy = float(result["accuracy"])
         if self.accuracy_before is None:
             self.accuracy_before = self._earlier_accuracy(accuracy)
@@ -76,12 +76,12 @@ class RunReporter:
                 log.write(step, row)
 
     def note(self, text: str) -> None:
-        """What an operator should see, such as an engine that was restarted. Thread-safe."""
+        """Shows a line to the operator, such as that an engine was restarted. Thread-safe."""
         if self._progress is not None:
             self._progress.note(text)
 
     def _earlier_accuracy(self, accuracy: float) -> float:
-        """Of the starting model: where the run was resumed, what its first part measured."""
+        """The starting model's accuracy; a resumed run has it from its first part."""
         if self._log is not None:
             for row in read_metrics(self._log.path):
                 if "eval/accuracy" in row:
@@ -94,36 +94,36 @@ def _why_no_tokens(config: TrainerConfig) -> str:
     if config.rollout.agent is None:
         return f"{found}; see the engines' logs in {config.run.dir / 'logs'}"
     return (
-        f"{found}; see that rollout.agent {config.rollout.agent} awaits ctx.generate (a question "
-        "to ctx.pool or with lora= does not count) before its tokens fill pool.max_context_len"
+        f"{found}; check that rollout.agent {config.rollout.agent} awaits ctx.generate (calls of "
+        "ctx.pool or with lora= do not count) before its tokens fill pool.max_context_len"
     )
 
 
 def finish(
     config: TrainerConfig,
-    journal: RunReporter,
+    reporter: RunReporter,
     *,
     steps: int,
     engine_restarts: int,
     stopped_by: str,
 ) -> Summary:
     """Writes summary.json, and the plot and report of a run that was not stopped. Rank 0."""
-    place = RunDir(config.run.dir)
-    rows = read_metrics(place.metrics)
+    run_dir = RunDir(config.run.dir)
+    rows = read_metrics(run_dir.metrics)
     first, last = reward_ends(rows)
-    files = {"metrics": str(place.metrics)}
-    if not stopped_by:  # drawing takes longer than someone who stops a run wants to wait
-        files |= {"report": str(place.report), "plot": str(place.plot)}
+    files = {"metrics": str(run_dir.metrics)}
+    if not stopped_by:  # plotting takes longer than a user who stops a run should wait
+        files |= {"report": str(run_dir.report), "plot": str(run_dir.plot)}
         if config.train.export:
-            files["model"] = str(place.export)
-        with writing("write", place.plot):
-            save_plot(rows, place.plot, config.run_name)
+            files["model"] = str(run_dir.export)
+        with writing("write", run_dir.plot):
+            save_plot(rows, run_dir.plot, config.run_name)
     summary = Summary(
-        accuracy_before=journal.accuracy_before,
-        accuracy_after=journal.accuracy_after,
+        accuracy_before=reporter.accuracy_before,
+        accuracy_after=reporter.accuracy_after,
         wall_s=round(process_age_s(), 2),
         steps=steps,
-        steps_before=journal.steps_before,
+        steps_before=reporter.steps_before,
         engine_restarts=engine_restarts,
         stopped_by=stopped_by,
         reward_first=first,
@@ -133,19 +133,24 @@ def finish(
     if not stopped_by:
         settings = config.model_dump(mode="json")
         write_report(
-            place.report, config.run_name, summary, rows=rows, settings=settings, plot=place.plot
+            run_dir.report,
+            config.run_name,
+            summary,
+            rows=rows,
+            settings=settings,
+            plot=run_dir.plot,
         )
-    write_summary(place.path, summary)
+    write_summary(run_dir.path, summary)
     return summary
 
 
 def closing_lines(summary: Summary) -> list[str]:
-    """What is printed last."""
+    """The lines that are printed last."""
     how = f"stopped by {summary.stopped_by} after" if summary.stopped_by else "done:"
     before = f" ({summary.steps_before} of them before this start)" * bool(summary.steps_before)
     lines = [f"{how} {summary.steps} steps in {summary.wall_s:.1f} s{before}"]
     if summary.stopped_by and summary.steps:
-        lines.append("go on with run.resume=auto")
+        lines.append("resume with run.resume=auto")
     if summary.accuracy_before is not None and summary.accuracy_after is not None:
         lines.append(
             f"held-out accuracy {summary.accuracy_before:.3f} before, "

@@ -1,4 +1,4 @@
-"""Metrics as TensorBoard events, in the run directory's folder `tensorboard`."""
+"""Logs metrics as TensorBoard events, in the run directory's folder `tensorboard`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from umbra.trainer.run_files import writing
 class TensorboardLogger:
     """A `MetricsLogger`; owns its event file.
 
-    TensorBoard's own writer has a thread, in which a full disk leads to a stack trace and is not
-    noticed here before the next step.
+    TensorBoard's own writer has a thread. A full disk would print a stack trace there, and umbra
+    would not notice it before the next step.
     """
 
     def __init__(self, run: LoggedRun) -> None:
@@ -41,12 +41,12 @@ class TensorboardLogger:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # What was written is flushed: what cannot be ended well is no reason for an error.
+        # All events were flushed, so a failure to close is not an error.
         with contextlib.suppress(OSError):
             self._file.close()
 
     def write(self, step: int, row: MetricsRow) -> None:
-        """Raises RunDirectoryError where the disk is full or the like."""
+        """Raises RunDirectoryError if the disk is full or the like."""
         values = [{"tag": name, "simple_value": value} for name, value in row.items()]
         with writing("write to", self._folder):
             self._put(step=step, summary={"value": values})

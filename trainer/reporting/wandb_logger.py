@@ -1,4 +1,4 @@
-"""Metrics in Weights & Biases. Its own variables, such as WANDB_PROJECT and WANDB_MODE, apply."""
+"""Logs metrics to Weights & Biases, configured by its own variables, such as WANDB_PROJECT."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from umbra.trainer.reporting.metrics_logger import LoggedRun, MetricsRow
 
 
 class WandbLogger:
-    """A `MetricsLogger`; owns one W&B run per start. Starts of one run share its name as group."""
+    """A `MetricsLogger`; owns one W&B run per start. Starts of one run share a W&B group."""
 
     def __init__(self, run: LoggedRun) -> None:
         wandb: Any = importlib.import_module("wandb")

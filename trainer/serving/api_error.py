@@ -1,4 +1,4 @@
-"""Errors as clients of the OpenAI API know them: {"error": {message, type, param, code}}."""
+"""Errors in the format of the OpenAI API: {"error": {message, type, param, code}}."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _TYPES: Final = {401: "authentication_error", 404: "not_found_error", 429: "rate
 
 
 class ApiError(Exception):
-    """An answer that is an error.
+    """An error that is sent to the client.
 
     Args:
         status: of HTTP.
-        param: the parameter that is wrong, where it is one.
+        param: the parameter that is wrong, if any.
         code: for programs, such as "model_not_found".
     """
 
@@ -40,7 +40,7 @@ class ApiError(Exception):
 
 
 def as_api_error(error: BaseException) -> ApiError | None:
-    """What the client is told of an error; None where it is a bug, of which it learns nothing."""
+    """The error to send to the client; None for a bug, whose details clients must not see."""
     match error:
         case ApiError():
             return error

@@ -1,4 +1,4 @@
-"""One choice of an answer: a generation as text, with stops that are texts."""
+"""One choice of an answer: a generation as text, with stop texts."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from umbra.trainer.serving.text_stream import StopScanner, TextStream
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How a choice is drawn.
+    """The settings with which a choice is sampled.
 
     Attributes:
-        max_new_tokens: None for what the context leaves.
-        stops: texts that end it, and are not part of it.
-        stop_token_ids: tokens that end it, and whose text is not part of it.
+        max_new_tokens: None for as many as the context allows.
+        stops: texts that end the choice and are not part of it.
+        stop_token_ids: tokens that end the choice, and whose text is not part of it.
         seed: None draws one.
         lora: an adapter of the pool; "": none.
     """
@@ -31,19 +31,19 @@ class Sampling:
     seed: int | None
     lora: str = ""
 
-    def at(self, place: int) -> Sampling:
-        """For the choice at `place` of an answer: the first has the request's own seed."""
-        if self.seed is None or place == 0:
+    def at(self, index: int) -> Sampling:
+        """The settings for the choice at `index`: the first has the request's own seed."""
+        if self.seed is None or index == 0:
             return self
-        digest = hashlib.blake2b(f"{self.seed}/{place}".encode(), digest_size=8).digest()
+        digest = hashlib.blake2b(f"{self.seed}/{index}".encode(), digest_size=8).digest()
         return replace(self, seed=int.from_bytes(digest) >> 1)
 
 
 class Step(NamedTuple):
-    """What has come of a choice since the step before.
+    """The part of a choice that arrived since the previous step.
 
     Attributes:
-        tokens, logprobs: all that were generated, a stop token and those of a stop text included.
+        tokens, logprobs: all that were generated, including those of a stop token or stop text.
         finish_reason: "stop" or "length" in the last step, else "".
     """
 
@@ -59,7 +59,7 @@ async def generate_choice(
     prompt: Sequence[int],
     sampling: Sampling,
 ) -> AsyncGenerator[Step, None]:
-    """Steps as engines report tokens. Closing it withdraws the request; raises as `Generator`."""
+    """Steps as engines report tokens. Closing it withdraws the request. Raises as `Generator`."""
     writer = StepWriter(decode, sampling.stops)
     pieces = generator.stream(
         prompt,
@@ -78,7 +78,7 @@ async def generate_choice(
 
 
 async def collect(steps: AsyncGenerator[Step, None]) -> Step:
-    """All of them as one."""
+    """Joins all steps into one."""
     texts: list[str] = []
     tokens: list[int] = []
     logprobs: list[float] = []
@@ -93,12 +93,12 @@ async def collect(steps: AsyncGenerator[Step, None]) -> Step:
 
 
 class StepWriter:
-    """Makes steps of a generation's pieces."""
+    """Turns a generation's pieces into steps."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str]) -> None:
         self._stream = TextStream(decode)
         self._scanner = StopScanner(stops)
-        self._is_token_by_token = bool(stops)  # which of them completes a stop matters then
+        self._is_token_by_token = bool(stops)  # to find the token that completes a stop
 
     def write(self, piece: GeneratedPiece) -> Step:
         tokens: list[int] = piece.tokens.tolist()

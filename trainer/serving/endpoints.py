@@ -1,4 +1,4 @@
-"""What the HTTP endpoints do, without HTTP: requests to pools, their choices to answers."""
+"""The endpoints without HTTP: turns requests into generations, and their choices into answers."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from umbra.trainer.serving.openai_requests import (
 from umbra.trainer.serving.served_pool import GenerationJob, ServedPool
 
 _STREAM_AHEAD: Final = 16
-"""Steps of an answer's choices that a slow client may leave unread; then they wait, and become
-longer ones."""
+"""Steps of an answer's choices that a slow client may leave unread. Beyond that, choices wait, and
+their steps become longer."""
 
 
 class Endpoints:
-    """Of all pools.
+    """The endpoints of all pools.
 
     Args:
-        pools: with names of their own; who names no model gets the first.
+        pools: must have distinct names; requests that name no model go to the first.
     """
 
     def __init__(self, pools: Sequence[ServedPool]) -> None:
@@ -35,17 +35,17 @@ class Endpoints:
         self._by_name = {name: pool for pool in pools for name in pool.names}
 
     async def completion(self, body: object) -> GenerationJob:
-        """A checked /v1/completions. Raises ApiError."""
+        """Checks a request to /v1/completions. Raises ApiError."""
         request = parse_body(body, CompletionRequest)
         return await self._asked(request).completion(request)
 
     async def chat(self, body: object) -> GenerationJob:
-        """A checked /v1/chat/completions. Raises ApiError."""
+        """Checks a request to /v1/chat/completions. Raises ApiError."""
         request = parse_body(body, ChatRequest)
         return await self._asked(request).chat(request)
 
     async def whole(self, job: GenerationJob) -> dict[str, Any]:
-        """The answer in one; raises what `Generator.stream` does, in a group."""
+        """The answer as one object; raises the errors of `Generator.stream`, in a group."""
         async with asyncio.TaskGroup() as tasks:
             choices = [tasks.create_task(collect(steps)) for steps in job.pool.choices(job)]
         steps = [choice.result() for choice in choices]
@@ -54,7 +54,7 @@ class Endpoints:
     async def stream(
         self, job: GenerationJob, write: Callable[[dict[str, Any]], Awaitable[None]]
     ) -> None:
-        """Writes the answer as it comes, chunk by chunk; raises as `whole`."""
+        """Writes the answer chunk by chunk, as it is generated; errors as of `whole`."""
         steps: asyncio.Queue[tuple[int, Step]] = asyncio.Queue(_STREAM_AHEAD)
         unopened = set(range(job.num_choices))
         num_open, num_tokens = job.num_choices, 0
@@ -71,7 +71,7 @@ class Endpoints:
                 unopened.discard(index)
                 if step.text or step.finish_reason or job.form.wants_logprobs:
                     await write(job.form.chunk(index, step))
-        if job.tells_usage:
+        if job.wants_usage:
             await write(job.form.usage_chunk(_usage(job, num_tokens)))
 
     def models(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class Endpoints:
         return self._pool(name).describe_model(name)
 
     def health(self) -> tuple[bool, dict[str, Any]]:
-        """Whether each pool can answer, if need be in its turn; and GET /health."""
+        """Whether each pool can answer, possibly after waking; and the body of GET /health."""
         waiting = ", ".join(pool.model for pool in self._pools if not self._is_up(pool))
         engines: dict[str, Any] = {}
         for pool in self._pools:
@@ -113,11 +113,15 @@ class Endpoints:
         return pool
 
     def _is_up(self, pool: ServedPool) -> bool:
-        """An engine that dies asleep is started in its pool's turn: those in turn are as one."""
-        if not pool.takes_turns:
+        """Whether a pool can answer.
+
+        An engine that dies while its pool sleeps is restarted when the pool wakes, so pools that
+        share GPUs count as one.
+        """
+        if not pool.is_time_sliced:
             return pool.has_engine
-        in_turn = [other for other in self._pools if other.takes_turns]
-        return pool.has_started and any(other.has_engine for other in in_turn)
+        time_sliced = [other for other in self._pools if other.is_time_sliced]
+        return pool.has_started and any(other.has_engine for other in time_sliced)
 
 
 async def _feed(

@@ -1,4 +1,4 @@
-"""The HTTP front of all pools: an actor that speaks the OpenAI API outside and umbra's own inside.
+"""The HTTP front of all pools: an actor that serves the OpenAI API and calls umbra's engines.
 
     client ──HTTP──▶ HttpFront ──▶ Endpoints ──▶ ServedPool ──▶ the pool's engines, of any kind
 
@@ -31,12 +31,13 @@ from umbra.trainer.serving.served_pool import GenerationJob, ServedPool, ServedP
 logger = logging.getLogger(__name__)
 
 _MAX_BODY_NBYTES: Final = 8 << 20
-"""Hundreds of prompts at once. The event loop does nothing else while it parses one."""
+"""Size limit of one body: hundreds of prompts. The event loop is blocked while it parses one."""
 _MAX_HELD_NBYTES: Final = 512 << 20
-"""Of the bodies of all requests under way. More memory is never asked for by waiting requests; less
+"""Size limit of all bodies in progress. It bounds the memory of waiting requests; a lower limit
 would refuse what an evaluation harness sends at once."""
 _SHUTDOWN_S: Final = 1.0
-"""For answers under way when the server ends to tell their clients. Below the actor's grace."""
+"""Time for answers in progress to inform their clients when the server ends. Below the actor's
+grace."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -45,26 +46,27 @@ class HttpFront:
     """Serves some pools. An actor; owns the listening socket.
 
     Args:
-        pools: `ServedPoolConfig` as dicts; who names no model gets the first.
-        port: 0 takes a free one.
-        api_key: what clients must know; "" lets everybody in.
+        pools: `ServedPoolConfig` as dicts; requests that name no model go to the first.
+        port: 0 for any free port.
+        api_key: key that clients must send; "" for none.
     """
 
     def __init__(
         self, *, pools: list[dict[str, Any]], host: str, port: int, api_key: str = ""
     ) -> None:
         context = actor_context()
-        self._notes = OperatorMessages(context.supervisor)
+        self._operator_messages = OperatorMessages(context.supervisor)
         self._pools = [
-            ServedPool(ServedPoolConfig(**pool), context, self._notes.put) for pool in pools
+            ServedPool(ServedPoolConfig(**pool), context, self._operator_messages.put)
+            for pool in pools
         ]
         self._endpoints = Endpoints(self._pools)
         self._api_key = api_key
-        self._place: tuple[str, int] = (host, port)
+        self._address: tuple[str, int] = (host, port)
         self._stack = contextlib.AsyncExitStack()
         self._is_ending = False
-        self._under_way: set[asyncio.Timeout] = set()  # answers
-        self._held_nbytes = 0  # of bodies
+        self._under_way: set[asyncio.Timeout] = set()  # deadlines of answers in progress
+        self._held_nbytes = 0  # size of the bodies in progress
 
     async def __aenter__(self) -> Self:
         logging.getLogger("aiohttp.server").addFilter(_is_worth_logging)
@@ -86,13 +88,13 @@ class HttpFront:
                 handler_cancellation=True,
                 shutdown_timeout=_SHUTDOWN_S,
                 access_log=None,
-                auto_decompress=False,  # on the event loop, and of GiB that a client packs into MiB
+                auto_decompress=False,  # it would block the event loop, with GiB from a few MiB
             )
             stack.push_async_callback(runner.cleanup)
             await runner.setup()
-            await _listen(runner, *self._place)
+            await _listen(runner, *self._address)
             bound: Any = runner.addresses[0]
-            self._place = (bound[0], bound[1])
+            self._address = (bound[0], bound[1])
             self._stack = stack.pop_all()
         return self
 
@@ -104,38 +106,38 @@ class HttpFront:
         await self._stack.aclose()
 
     async def run(self) -> None:
-        """Lives until the actor is stopped or a pool is lost from sight."""
+        """Runs until the actor is stopped or a pool's states are lost."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._notes.run())
+            tasks.create_task(self._operator_messages.run())
             for pool in self._pools:
                 tasks.create_task(pool.generator.run())
 
     @idempotent
     def address(self) -> list[Any]:
         """[host, port] that it listens on."""
-        return list(self._place)
+        return list(self._address)
 
     # -- HTTP ----------------------------------------------------------------------------
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Lets in who may come in; every error leaves in the API's form."""
+        """Checks the API key; converts every error to the API's format."""
         try:
             self._check_key(request)
             return await handler(request)
         except web.HTTPException as error:
             reason = f"{request.method} {request.path}: {error.reason}"
             return _error_response(ApiError(error.status, reason))
-        except Exception as error:  # noqa: BLE001 -- whatever it is, the client is to be answered
-            # No local variable has the error: frame and traceback would keep each other, and with
-            # them what the request had, until the garbage collector comes by.
-            return _error_response(_told(error))
+        except Exception as error:  # noqa: BLE001 -- the client must get an answer for any error
+            # The error must not be in a local variable: frame and traceback would keep each other,
+            # and with them the request's data, until the garbage collector runs.
+            return _error_response(_client_error(error))
 
     def _check_key(self, request: web.Request) -> None:
         if not self._api_key or request.path == "/health":
             return
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        # aiohttp keeps bytes that are no UTF-8 as lone surrogates, as Python does with arguments
+        # aiohttp decodes bytes that are not UTF-8 as lone surrogates, like Python's arguments.
         if not hmac.compare_digest(os.fsencode(given), os.fsencode(self._api_key)):
             raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
 
@@ -167,11 +169,11 @@ class HttpFront:
 
     @contextlib.contextmanager
     def _holding(self, body: bytes) -> Generator[bytes]:
-        """A request is under way within. Raises ApiError where those that are take too much."""
+        """Counts a request's body while in progress. Raises ApiError if there are too many."""
         if self._held_nbytes + len(body) > _MAX_HELD_NBYTES:
             raise ApiError(
                 429,
-                f"a request of {len(body)} bytes is too large now: those under way have "
+                f"a request of {len(body)} bytes is too large now: those in progress have "
                 f"{self._held_nbytes} of at most {_MAX_HELD_NBYTES}; try again later",
             )
         self._held_nbytes += len(body)
@@ -190,7 +192,7 @@ class HttpFront:
         )
 
         async def write(chunk: dict[str, Any]) -> None:
-            if not response.prepared:  # not before there is something: it may be an error
+            if not response.prepared:  # as late as possible: the first result may be an error
                 await response.prepare(request)
             await response.write(_event(chunk))
 
@@ -198,18 +200,18 @@ class HttpFront:
             async with self._until_the_end():
                 await self._endpoints.stream(job, write)
             await response.write(b"data: [DONE]\n\n")
-        except Exception as error:  # the status may be sent: then the stream itself has to tell
+        except Exception as error:  # if the status was sent, the stream itself must report it
             if isinstance(first_leaf(error), ConnectionError):
-                logger.info("a client went away")
+                logger.info("a client disconnected")
                 return response
             if not response.prepared:
                 raise
-            await response.write(_event(_told(error).body))
+            await response.write(_event(_client_error(error).body))
         return response
 
     @contextlib.asynccontextmanager
     async def _until_the_end(self) -> AsyncGenerator[None]:
-        """A part of an answer is made within. Raises ApiError where the server ends before that."""
+        """Runs a part of an answer. Raises ApiError if the server ends before it is complete."""
         answer = asyncio.timeout(0.0 if self._is_ending else None)
         try:
             async with answer:
@@ -227,17 +229,17 @@ def _error_response(error: ApiError) -> web.Response:
     return web.json_response(error.body, status=error.status)
 
 
-def _told(error: Exception) -> ApiError:
-    """What the client learns of an error."""
-    told = as_api_error(first_leaf(error))
-    if told is None:
+def _client_error(error: Exception) -> ApiError:
+    """The error as the client gets it."""
+    api_error = as_api_error(first_leaf(error))
+    if api_error is None:
         logger.error("a request failed", exc_info=error)
-        return ApiError(500, "an error of the server's own; see its log")
-    return told
+        return ApiError(500, "internal error; see the server's log")
+    return api_error
 
 
 def _is_worth_logging(record: logging.LogRecord) -> bool:
-    """Whoever sends what is no HTTP is told so; a stack trace for each would fill the disk."""
+    """Drops stack traces of malformed HTTP, which would fill the disk; the client gets a 400."""
     return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
 
 
@@ -252,7 +254,7 @@ async def _listen(runner: web.AppRunner, host: str, port: int) -> None:
 
 
 async def _body(request: web.Request) -> bytes:
-    # Also what keeps a web page that its user visits from sending requests here unasked.
+    # This also keeps web pages from making their visitors' browsers send requests here.
     if request.content_type != "application/json":
         raise ApiError(415, "send JSON, with the header Content-Type: application/json")
     encoding = request.headers.get("Content-Encoding", "identity")
@@ -262,9 +264,9 @@ async def _body(request: web.Request) -> bytes:
 
 
 def _parsed(body: bytes) -> object:
-    gc.disable()  # millions of small lists would set it off again and again: 1 s for 8 MiB of them
+    gc.disable()  # millions of small lists would trigger it again and again: 1 s for 8 MiB
     try:
-        # Unlike json.loads, it refuses lone surrogates, and what is nested too deep to be shown.
+        # Unlike json.loads, it refuses lone surrogates and nesting too deep to print.
         return from_json(body, allow_inf_nan=False, cache_strings="none")
     except ValueError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}") from None

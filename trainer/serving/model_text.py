@@ -1,4 +1,4 @@
-"""A model directory's tokenizer, as a server needs it."""
+"""A server's tokenizer for a model directory."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from umbra.runtime.weights.transports.shared_memory.pages import trim_heap
 from umbra.trainer.data.prompt_tokenizer import PromptTokenizer, stop_token_ids
 
 _LONG_TEXT_LEN: Final = 1 << 16
-"""Characters. A thread tokenises fewer in some 50 ms, which is how long a short prompt may wait for
-another one; below a few thousand, most of them would be long."""
+"""Characters above which a text counts as long. Tokenizing this many takes about 50 ms, which a
+short prompt may have to wait; below a few thousand, most prompts would be long."""
 
 
 class ModelText:
-    """Prompts become the same tokens, and tokens the same text, as in training.
+    """Tokenizes prompts and decodes tokens exactly as in training.
 
-    An async context manager; owns two threads that tokenise. Long texts have one of their own, in
-    which they wait for each other, so that a short one never waits for a long one.
+    An async context manager; owns two threads that tokenize. Long texts share one of them, so that
+    a short text never waits for a long one.
 
     Args:
-        extra_stop_ids: end a completion, besides the model's own end-of-text tokens.
+        extra_stop_ids: end a completion, in addition to the model's own end-of-text tokens.
 
     Attributes:
         max_token_nbytes: see `PromptTokenizer`.
@@ -58,7 +58,7 @@ class ModelText:
     async def render_chat(
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
     ) -> str:
-        """The text of a conversation up to where the assistant answers; raises DataError."""
+        """The text of a conversation up to the assistant's answer; raises DataError."""
         return await asyncio.get_running_loop().run_in_executor(
             self._short, self._tokenizer.render_chat, messages, variables
         )
@@ -70,7 +70,7 @@ class ModelText:
     def encode_chat_now(
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
     ) -> list[int]:
-        """Both of these in the caller's own thread."""
+        """Renders and tokenizes a conversation in the caller's own thread."""
         rendered = self._tokenizer.render_chat(messages, variables)
         return self._tokenizer.encode_rendered(rendered)
 
@@ -89,4 +89,4 @@ def _encode_and_trim(encode: Callable[[str], list[int]], text: str) -> list[int]
     try:
         return encode(text)
     finally:
-        trim_heap()  # the tokenizer takes some hundred bytes for each of the text
+        trim_heap()  # the tokenizer allocates some hundred bytes per byte of text

@@ -1,4 +1,4 @@
-"""What a client gets: the JSON of completions and chats, whole and in chunks."""
+"""The JSON of completions and chats, whole and in chunks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from umbra.trainer.serving.choice import Step
 
 
 class AnswerForm(ABC):
-    """The form of one answer; made when the request comes.
+    """The format of one answer; constructed when the request arrives.
 
     Args:
-        decode: gives the text of tokens, for logprobs.
-        wants_logprobs: whether they are part of it.
+        decode: returns the text of tokens, for logprobs.
+        wants_logprobs: whether the answer has logprobs.
     """
 
     id_prefix: ClassVar[str]
@@ -35,7 +35,7 @@ class AnswerForm(ABC):
         self.wants_logprobs = wants_logprobs
 
     def whole(self, choices: Sequence[Step], usage: dict[str, int]) -> dict[str, Any]:
-        """The answer that is no stream."""
+        """The answer to a request without streaming."""
         return {
             **self._head,
             "object": self.whole_object,
@@ -62,11 +62,11 @@ class AnswerForm(ABC):
         return {**self._head, "object": self.chunk_object, "choices": [choice]}
 
     def usage_chunk(self, usage: dict[str, int]) -> dict[str, Any]:
-        """The last one, where the client asked for it."""
+        """The last chunk, if the client asked for usage."""
         return {**self._head, "object": self.chunk_object, "choices": [], "usage": usage}
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """What comes before a choice's first step, if anything."""
+        """The chunk before a choice's first step, if any."""
         del index
         return None
 
@@ -88,7 +88,7 @@ class AnswerForm(ABC):
 
 
 class CompletionForm(AnswerForm):
-    """Of /v1/completions."""
+    """The format of /v1/completions."""
 
     id_prefix = "cmpl"
     whole_object = chunk_object = "text_completion"
@@ -108,7 +108,7 @@ class CompletionForm(AnswerForm):
 
 
 class ChatForm(AnswerForm):
-    """Of /v1/chat/completions."""
+    """The format of /v1/chat/completions."""
 
     id_prefix = "chatcmpl"
     whole_object = "chat.completion"
@@ -133,7 +133,7 @@ class ChatForm(AnswerForm):
         content = [
             {
                 "token": text,
-                # a part of a character has bytes that its text does not tell
+                # Part of a character, whose bytes the text does not show.
                 "bytes": None if "\ufffd" in text else list(text.encode()),
                 "logprob": logprob,
                 "top_logprobs": [],

@@ -1,6 +1,6 @@
-"""What a client may ask, as the OpenAI API writes it.
+"""Requests in the format of the OpenAI API.
 
-What would change the answer and is not possible here is refused, never dropped in silence.
+A parameter that would change the answer but is not supported is refused, never silently ignored.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ _MAX_PROMPTS: Final = 256
 _MAX_MESSAGES: Final = 16_384
 _MAX_STOPS: Final = 16
 _MAX_STOP_LEN: Final = 1024
-"""Characters. Each token's text is compared with every beginning of a longer stop."""
+"""Limit in characters. Each token's text is compared with all prefixes of a stop."""
 _MAX_STOP_TOKENS: Final = 1024
 _COMPLETION_TOKENS: Final = 16
-"""What `max_tokens` of a completion is in the OpenAI API where the client does not say."""
+"""Default of `max_tokens` of a completion in the OpenAI API."""
 
-# Of no consequence for the answer.
+# These do not affect the answer.
 _IGNORED: Final = frozenset(
     {
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
         "prompt_cache_retention", "parallel_tool_calls",
     }
 )  # fmt: skip
-# Taken with the value that changes nothing only.
+# These are accepted only with a value that changes nothing.
 _NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "top_p": (1,),
     "top_k": (-1, 0),
@@ -70,16 +70,16 @@ TokenIds = Annotated[list[int], Field(fail_fast=True)]
 
 
 class StreamOptions(BaseModel):
-    """What a stream tells besides the text."""
+    """Options of a stream."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     include_usage: bool = False
-    include_obfuscation: bool = False  # of no use here: nothing is added in any case
+    include_obfuscation: bool = False  # ignored: nothing is added in any case
 
 
 class SamplingRequest(BaseModel):
-    """What both endpoints take."""
+    """Parameters of both endpoints."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -107,7 +107,7 @@ class CompletionRequest(SamplingRequest):
         | Annotated[list[TokenIds], Field(max_length=_MAX_PROMPTS, fail_fast=True)]
     )
     max_tokens: Annotated[int, Field(ge=1)] = _COMPLETION_TOKENS
-    # 1 asks for the best alternative too, which is not known: see docs/serving.md
+    # 1 would also ask for the best alternative, which is unknown: see docs/serving.md
     logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
 
     @property
@@ -139,12 +139,12 @@ class ChatRequest(SamplingRequest):
 
     @property
     def budget(self) -> int | None:
-        """None: what the context leaves."""
+        """None for as many as the context allows."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def plain_messages(self) -> list[dict[str, Any]]:
-        """With contents as plain text, as chat templates want them."""
+        """Messages with contents as plain text, as chat templates expect them."""
         return [
             {**message, "content": _plain(message.get("content"), idx)}
             for idx, message in enumerate(self.messages)
@@ -158,7 +158,7 @@ def parse_body(body: object, kind: type[_Request]) -> _Request:
     """Checks a request.
 
     Raises:
-        ApiError: it is no JSON object, or a parameter is wrong, unknown or not possible.
+        ApiError: the body is not a JSON object, or a parameter is wrong, unknown or unsupported.
     """
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object")
@@ -186,24 +186,24 @@ def _check_neutral(name: str, value: object) -> None:
     if name in _WHOLE_DISTRIBUTION:
         why = ": tokens are drawn from the model's whole distribution, as in training"
     only = " or ".join(repr(known) for known in allowed)
-    given = reprlib.repr(value)  # not all of it: it may be millions of numbers
+    given = reprlib.repr(value)  # shortened: the value may be millions of numbers
     raise ApiError(400, f"{name} {given} is not supported, only {only}{why}", param=name)
 
 
 def _worded(error: ValidationError) -> ApiError:
-    """The first problem; of a union's, that of its first kind."""
+    """The first problem; for a union, the problem of its first type."""
     problem = error.errors(include_url=False)[0]
     param = str(problem["loc"][0])
     if problem["type"] == "missing":
         return ApiError(400, f"{param} is missing", param=param)
     if param in _FORMS:
         return ApiError(400, f"{param} must be {_FORMS[param]}", param=param)
-    place = ".".join(str(part) for part in problem["loc"])
-    return ApiError(400, f"{place}: {problem['msg']}", param=param)
+    where = ".".join(str(part) for part in problem["loc"])
+    return ApiError(400, f"{where}: {problem['msg']}", param=param)
 
 
 def _plain(content: object, idx: int) -> str:
-    """A message's content; parts of text are one text."""
+    """A message's content as one text; it may be a list of text parts."""
     if content is None:
         return ""
     if isinstance(content, str):

@@ -1,4 +1,4 @@
-"""Pools without a trainer: a session of this process alone, whose engines load their models."""
+"""Runs pools without a trainer, in a session of this process; engines load their models."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from umbra.trainer.reporting.note_board import NoteBoard
 from umbra.trainer.signals import StopRequested, StopSignals
 
 _SHUTDOWN_GRACE_S: Final = 5.0
-"""For engines and what is under way to end."""
+"""Time for engines and requests in progress to end."""
 _STOP_GRACE_S: Final = 20.0
-"""From a signal to the end of this process in any case: longer than an orderly end takes."""
+"""Time from a signal to the forced end of this process; longer than an orderly end takes."""
 
 
 def with_pools(
@@ -26,20 +26,20 @@ def with_pools(
     spec: ActorSpec,
     work: Callable[[Session, SyncHandle], None],
 ) -> int:
-    """Does `work` while the pools' engines and an actor in front of them serve.
+    """Runs `work` while the pools' engines and an actor in front of them serve.
 
-    Nothing of them is left afterwards. Returns 0, or 128 and the signal's number where SIGINT or
+    No process of them is left afterwards. Returns 0, or 128 + the signal's number if SIGINT or
     SIGTERM ended it.
 
     Raises:
-        UmbraError: what `work` raises, what the actor or an engine raised when it started, and
-            JobFailed where they cannot be kept up.
+        UmbraError: an error of `work`, or of the start of the actor or an engine. JobFailed if they
+            cannot be kept running.
     """
     settings = SessionConfig(run_dir=run_dir, shutdown_grace_s=_SHUTDOWN_GRACE_S)
     notes = NoteBoard(is_shown=True)
     with (
         StopSignals(_STOP_GRACE_S) as signals,
-        # whoever waits in a call of the session gets the failure, and `work` always does
+        # Blocked calls of the session raise the failure, and `work` always is in one.
         Session.from_torchrun(
             settings, on_note=notes.put, on_failed=lambda _: None, on_signal=signals.pass_in
         ) as session,
@@ -54,7 +54,7 @@ def with_pools(
 
 
 def _start(session: Session, pools: Sequence[PoolSpec], spec: ActorSpec) -> SyncHandle:
-    """Pools and actor at the same time: what the actor finds wrong is said before engines are up.
+    """Starts pools and actor at the same time, so that the actor's errors come early.
 
     Pools that share memory wait for each other in the supervisor.
     """
@@ -69,5 +69,5 @@ def _start(session: Session, pools: Sequence[PoolSpec], spec: ActorSpec) -> Sync
         for started in as_completed(engines):
             started.result()
     finally:
-        executor.shutdown(wait=False)  # where this fails, the session ends what it waits for
+        executor.shutdown(wait=False)  # after an error, the session ends the starts in progress
     return handle

@@ -1,4 +1,4 @@
-"""`umbra serve` and `umbra generate`: engines without a trainer, for clients or for one prompt."""
+"""`umbra serve` and `umbra generate`: run engines without a trainer, for clients or one prompt."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ from umbra.trainer.setup_check import check_models
 
 _FRONT: Final = "front"
 _GENERATOR: Final = "generator"
-# Clients connect again; the engines stay as they are meanwhile.
+# Clients reconnect, and the engines keep running meanwhile.
 _FRONT_RESTARTS: Final = RestartPolicy(mode="on_failure", max_restarts=5, window_s=600.0)
 _LOOK_S: Final = 3600.0
-"""Of one wait for the end; a new one follows."""
+"""Length of one wait for the end; waits repeat."""
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    """Serves until SIGINT or SIGTERM, which is how a server ends: 0 then.
+    """Serves until SIGINT or SIGTERM, the regular end of a server; returns 0 then.
 
     Raises:
         ConfigError, DataError: a setting, a model directory or the address is wrong.
-        UmbraError: engines cannot be started or kept up.
+        UmbraError: engines cannot be started or kept running.
     """
     if importlib.util.find_spec("aiohttp") is None:
         raise ConfigError(f"umbra serve needs aiohttp: {how_to_install('serve')}")
@@ -77,10 +77,10 @@ def serve(arguments: argparse.Namespace) -> int:
         )
         print(f"engines: {_describe_engines(config)}; logs: {run_dir / 'logs'}")
         if not key and not _is_loopback(at_host):
-            print("anybody who reaches this address can use it: set --api-key")
+            print("anybody who can reach this address can use it: set --api-key")
         print("Ctrl-C ends it", flush=True)
         while True:
-            session.raise_if_lost(_LOOK_S)  # raises as soon as it is
+            session.raise_if_lost(_LOOK_S)  # raises as soon as the job is lost
 
     with RunLock(run_dir):
         front = _front_spec(pools, host, port, key)
@@ -89,7 +89,7 @@ def serve(arguments: argparse.Namespace) -> int:
 
 
 def generate(arguments: argparse.Namespace) -> int:
-    """Prints one completion; the exit status is 128 + signal where one ended it.
+    """Prints one completion; the exit status is 128 + signal if one ended it.
 
     Raises: as `serve`.
     """
@@ -122,7 +122,7 @@ def generate(arguments: argparse.Namespace) -> int:
 
 
 def _front_spec(pools: Sequence[ServedPoolConfig], host: str, port: int, key: str) -> ActorSpec:
-    """The HTTP server."""
+    """The actor that serves HTTP."""
     return ActorSpec(
         name=_FRONT,
         target="umbra.trainer.serving.http_front:HttpFront",
@@ -139,7 +139,7 @@ def _front_spec(pools: Sequence[ServedPoolConfig], host: str, port: int, key: st
 def _encode(
     text: ModelText, arguments: argparse.Namespace, pool: ServedPoolConfig
 ) -> NDArray[np.int32]:
-    """The prompt's tokens. Raises ConfigError or DataError where it cannot be used."""
+    """The prompt's tokens. Raises ConfigError or DataError if it cannot be used."""
     if arguments.chat:
         messages = [{"role": "user", "content": arguments.prompt}]
         tokens = text.encode_chat_now(messages, pool.template_variables)
@@ -149,25 +149,25 @@ def _encode(
     if not 0 < len(tokens) < limit:
         raise ConfigError(
             f"--prompt has {len(tokens)} tokens; the context holds {limit} "
-            f"({pool.section}.max_context_len), of which one has to be left"
+            f"({pool.section}.max_context_len), and at least one must be left for the completion"
         )
     return np.asarray(tokens, np.int32)
 
 
 def _describe_engines(config: ServeConfig) -> str:
-    """`2 vllm; judge: 1 embedded, in turn`."""
+    """`2 vllm; judge: 1 embedded, time-sliced`."""
     parts = [f"{config.pool.count} {config.pool.engine}"]
     for name, pool in config.pools.items():
-        how = ", in turn" if pool.mode == "colocated" else ""
+        how = ", time-sliced" if pool.mode == "colocated" else ""
         parts.append(f"{name}: {pool.count} {pool.engine}{how}")
     return "; ".join(parts)
 
 
 def _free_port(host: str, port: int) -> int:
-    """`port`, or a free one for 0: a front that is started again is to be found where it was.
+    """`port`, or a free one for 0, which a restarted front must keep.
 
     Raises:
-        ConfigError: it cannot be listened on, said before minutes are spent on starting engines.
+        ConfigError: the address cannot be bound. This is checked before engines start.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)

@@ -1,4 +1,4 @@
-"""What a config has served: its pools as engines, and as the models that clients ask for."""
+"""Reads what a config serves: its pools of engines, and the models that clients can name."""
 
 from __future__ import annotations
 
@@ -21,41 +21,42 @@ from umbra.trainer.services import POOL, engine_pool_spec, max_context_len
 from umbra.trainer.serving.served_pool import ServedPoolConfig
 
 
-def read_serve_config(place: str, overrides: Sequence[str]) -> ServeConfig:
-    """Of a config file, or for a model directory.
+def read_serve_config(source: str, overrides: Sequence[str]) -> ServeConfig:
+    """Reads a config file, or makes a config for a model directory.
 
     Raises:
         ConfigError: settings are wrong.
     """
-    path = Path(place)
+    path = Path(source)
     if path.is_dir():
         values = {"model": {"path": str(path)}}
-        return check_config(ServeConfig, values, place, overrides)
+        return check_config(ServeConfig, values, source, overrides)
     return read_config(ServeConfig, path, overrides)
 
 
 def read_one_engine_config(
-    place: str, overrides: Sequence[str], name: str | None, engine: str | None
+    source: str, overrides: Sequence[str], name: str | None, engine: str | None
 ) -> tuple[ServeConfig, ServedPoolConfig]:
-    """For one engine of the pool of that name (None: the policy's), of another kind if given.
+    """A config for one engine of the named pool (None: the policy's), of another kind if given.
 
     Raises: as `read_serve_config` and `served_pools`.
     """
-    pool = _find_pool(read_serve_config(place, overrides), name)
+    pool = _find_pool(read_serve_config(source, overrides), name)
     more = [f"{pool.section}.count=1", "pool.update_waves=1"]
     if engine:
         more.append(f"{pool.section}.engine={engine}")
-    return read_serve_config(place, [*overrides, *more]), pool
+    return read_serve_config(source, [*overrides, *more]), pool
 
 
 def served_pools(config: ServeConfig) -> list[ServedPoolConfig]:
-    """The policy's pool and, by their names in the config, the further ones.
+    """The policy's pool and the auxiliary pools.
 
     Raises:
-        ConfigError: two models would have the same name, adapters included.
+        ConfigError: two models have the same name; LoRA adapters count as models.
+        DataError: a path is not a model directory.
         DataError: a model directory is not one.
     """
-    pools = [_policy(config), *(_further(config, name) for name in config.pools)]
+    pools = [_policy(config), *(_auxiliary(config, name) for name in config.pools)]
     sections: dict[str, str] = {}
     for pool in pools:
         for name in pool.names:
@@ -76,20 +77,20 @@ def _name_conflict(name: str, first: str, second: str) -> str:
 
 
 def pool_specs(config: ServeConfig) -> list[PoolSpec]:
-    """The engines of all pools; those that share memory take turns."""
+    """The specifications of all pools; pools that share memory are time-sliced."""
     device_type = _device_type(config)
     policy = engine_pool_spec(config, device_type, load_weights=True)
-    return [*auxiliary_pool_specs(config, device_type, POOL, is_host_dry=False), policy]
+    return [*auxiliary_pool_specs(config, device_type, POOL, host_gets_idle=False), policy]
 
 
 def alone(config: ServeConfig, pool: str) -> PoolSpec:
-    """A pool that shares its memory with no other."""
+    """The specification of a pool that shares its memory with no other."""
     found = next(spec for spec in pool_specs(config) if spec.name == pool)
     return replace(found, mode="standalone", shares_with="", max_wait_s=None)
 
 
 def _find_pool(config: ServeConfig, name: str | None) -> ServedPoolConfig:
-    """The one of this name, its own or its model's; None: the policy's.
+    """The pool with this name, its own or its model's; None for the policy's.
 
     Raises: as `served_pools`.
     """
@@ -110,7 +111,7 @@ def _policy(config: ServeConfig) -> ServedPoolConfig:
         "max_context_len": max_context_len(config),
         "vocab_size": vocab_size(config.model.path),
         "max_inflight_per_engine": config.pool.max_num_seqs,
-        # it waits for one other pool's turn at most
+        # It waits while at most one other pool is awake.
         "engine_timeout_s": config.pool.sync_timeout_s + max(turns_s, default=0.0),
         "shares_memory": bool(turns_s),
     }
@@ -127,7 +128,7 @@ def _policy(config: ServeConfig) -> ServedPoolConfig:
     )
 
 
-def _further(config: ServeConfig, name: str) -> ServedPoolConfig:
+def _auxiliary(config: ServeConfig, name: str) -> ServedPoolConfig:
     pool = config.pools[name]
     try:
         read_model_config(pool.model_path)
@@ -146,6 +147,6 @@ def _further(config: ServeConfig, name: str) -> ServedPoolConfig:
 def _device_type(config: ServeConfig) -> str:
     if "auto" not in [config.pool.device, *(pool.device for pool in config.pools.values())]:
         return config.pool.device
-    from umbra.trainer.world import pick_device  # loads torch, to look for a GPU
+    from umbra.trainer.world import pick_device  # imports torch, which finds GPUs
 
     return pick_device("auto" if config.train is None else config.train.device, 0).type

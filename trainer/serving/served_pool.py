@@ -1,4 +1,4 @@
-"""One pool as clients have it: a model with a name, its text, and generation by its engines."""
+"""One served pool: a model with a name, its text, and generation by its engines."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from umbra.trainer.serving.openai_answers import AnswerForm, ChatForm, Completio
 from umbra.trainer.serving.openai_requests import ChatRequest, CompletionRequest, SamplingRequest
 
 _MAX_OPEN: Final = 4096
-"""Choices under way at a time. More are refused: what waits behind so many waits for minutes, and
-fewer would refuse what an evaluation harness sends at once."""
+"""Choices in progress at a time. With more, the last ones would wait for minutes; a lower limit
+would refuse what an evaluation harness sends at once."""
 _AWAKE_OR_ASLEEP: Final = frozenset(
     {EngineState.SERVING, EngineState.PAUSED, EngineState.ASLEEP, EngineState.WAKING}
 )
@@ -28,17 +28,18 @@ _AWAKE_OR_ASLEEP: Final = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedPoolConfig:
-    """What is served by one pool.
+    """The settings of one served pool.
 
     Attributes:
-        model: the name that clients call it by, besides the pool's own.
-        model_path: its directory, for the tokenizer.
-        section: of the config, that the pool is from.
-        path_setting: where in the config the directory is said.
+        model: name that clients may use besides the pool's own.
+        model_path: the model's directory, for the tokenizer.
+        section: section of the config that defines the pool.
+        path_setting: name of the setting that has the directory.
         generator: `GeneratorConfig` as a dict.
-        adapters: names of its LoRA adapters; clients call a model with one of them by that.
-        extra_stop_ids: end a completion, besides the model's own end-of-text tokens.
-        template_variables: of the chat template, where a request has no others.
+        adapters: names of its LoRA adapters; clients use an adapter's name to call the model with
+            it.
+        extra_stop_ids: end a completion, in addition to the model's own end-of-text tokens.
+        template_variables: of the chat template, if a request has no others.
     """
 
     model: str
@@ -58,16 +59,16 @@ class ServedPoolConfig:
 
     @property
     def models(self) -> list[str]:
-        """What it answers as."""
+        """The names of its models: the base model and the adapters."""
         return [self.model, *self.adapters]
 
     @property
     def names(self) -> list[str]:
-        """What it may be asked by: its models, and the pool's own name for the first of them."""
+        """The names that requests may use: its models, and the pool's own name for the first."""
         return self.models if self.pool == self.model else [*self.models, self.pool]
 
     def open_text(self) -> ModelText:
-        """Raises DataError, see `ModelText`."""
+        """Opens the tokenizer. Raises DataError, see `ModelText`."""
         path = Path(self.model_path)
         try:
             return ModelText(path, self.extra_stop_ids, trust_remote_code=self.trust_remote_code)
@@ -77,7 +78,7 @@ class ServedPoolConfig:
 
 @dataclass(frozen=True, slots=True)
 class GenerationJob:
-    """A checked request: what is to be generated, and the form that it is told in."""
+    """A checked request: the prompts to complete, and the format of the answer."""
 
     pool: ServedPool
     prompts: list[list[int]]
@@ -85,7 +86,7 @@ class GenerationJob:
     sampling: Sampling
     form: AnswerForm
     is_stream: bool
-    tells_usage: bool
+    wants_usage: bool
 
     @property
     def num_choices(self) -> int:
@@ -95,7 +96,7 @@ class GenerationJob:
 class ServedPool:
     """Turns requests into jobs and jobs into choices.
 
-    Owns `text` and `generator`; the first has to be entered, the second to run, beside it.
+    Owns `text`, which must be entered, and `generator`, which must run.
 
     Raises (on construction):
         DataError: its model directory has no usable tokenizer.
@@ -108,13 +109,13 @@ class ServedPool:
         self.names = config.names
         self._adapters = config.adapters
         settings = GeneratorConfig(**config.generator)
-        self.takes_turns = settings.shares_memory
+        self.is_time_sliced = settings.shares_memory
         self.generator = Generator(settings, context, note)
         self.text = config.open_text()
         self._template_variables = config.template_variables
 
     async def completion(self, request: CompletionRequest) -> GenerationJob:
-        """Raises ApiError."""
+        """Checks a completion request. Raises ApiError."""
         for prompt in request.prompts:
             self._check_size(prompt, "prompt")
         vocab_size = self.generator.vocab_size
@@ -128,7 +129,7 @@ class ServedPool:
         return self._job(request, prompts, request.max_tokens, form, "prompt")
 
     async def chat(self, request: ChatRequest) -> GenerationJob:
-        """Raises ApiError."""
+        """Checks a chat request. Raises ApiError."""
         if "chat_template" in request.chat_template_kwargs:  # a program, which may never end
             raise ApiError(
                 400,
@@ -147,23 +148,23 @@ class ServedPool:
         return self._job(request, [prompt], request.budget, form, "messages")
 
     def choices(self, job: GenerationJob) -> list[AsyncGenerator[Step, None]]:
-        """The steps of each choice; raise what `Generator.stream` does."""
+        """The steps of each choice; they raise the errors of `Generator.stream`."""
         prompts = [prompt for prompt in job.prompts for _ in range(job.num_each)]
         return [
-            generate_choice(self.generator, self.text.decode, prompt, job.sampling.at(place))
-            for place, prompt in enumerate(prompts)
+            generate_choice(self.generator, self.text.decode, prompt, job.sampling.at(index))
+            for index, prompt in enumerate(prompts)
         ]
 
     @property
     def has_started(self) -> bool:
-        """All its engines were up once."""
+        """Whether all its engines were up once."""
         states = self.generator.states
         return bool(states) and EngineState.STARTING not in states
 
     @property
     def has_engine(self) -> bool:
-        """An engine serves, or takes turns with another pool's, whoever's turn it is."""
-        if not self.takes_turns:
+        """Whether an engine serves, or, if the pool is time-sliced, is awake or asleep."""
+        if not self.is_time_sliced:
             return self.generator.is_serving
         return not _AWAKE_OR_ASLEEP.isdisjoint(self.generator.states)
 
@@ -186,7 +187,7 @@ class ServedPool:
     # -- private -------------------------------------------------------------------------
 
     def _model(self, name: str | None) -> str:
-        """The one that answers: an adapter, or the pool's model under whatever name."""
+        """The model that answers: the named adapter, else the pool's model."""
         return name if name is not None and name in self._adapters else self.model
 
     def _job(
@@ -209,19 +210,19 @@ class ServedPool:
             seed=request.seed,
             lora=model if model in self._adapters else "",
         )
-        tells_usage = request.stream_options.include_usage
-        job = GenerationJob(self, prompts, request.n, sampling, form, request.stream, tells_usage)
+        wants_usage = request.stream_options.include_usage
+        job = GenerationJob(self, prompts, request.n, sampling, form, request.stream, wants_usage)
         num_open = self.generator.num_open
         if num_open + job.num_choices > _MAX_OPEN:
             raise ApiError(
                 429,
-                f"{job.num_choices} choices are too many now: {num_open} are under way of at most "
-                f"{_MAX_OPEN}; try again later, or with fewer",
+                f"{job.num_choices} choices are too many now: {num_open} are in progress, at most "
+                f"{_MAX_OPEN} may be; try again later, or with fewer",
             )
         return job
 
     def _check_size(self, prompt: str | list[int], param: str) -> None:
-        """Refuses what cannot fit before it costs the time and memory that tokens take."""
+        """Refuses a prompt that cannot fit, before tokenizing takes time and memory."""
         limit = self.generator.max_context_len
         if not isinstance(prompt, str):
             if len(prompt) > limit:
@@ -253,7 +254,7 @@ class ServedPool:
 
 
 def _checked(tokens: list[int], param: str, vocab_size: int = 0) -> list[int]:
-    """The same tokens; raises ApiError where one is none of the model's."""
+    """Returns the tokens; raises ApiError if one is outside the vocabulary."""
     try:
         token_ids(tokens, vocab_size, param)
     except RequestRefused as error:

@@ -1,21 +1,21 @@
-"""Tokens to text while they come: characters are shown when they are whole, stops are cut off."""
+"""Turns tokens into text as they come: shows whole characters only, and cuts off stop texts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Final
 
-_REPLACEMENT: Final = "\ufffd"  # what decoders give for bytes that are no character (yet)
+_REPLACEMENT: Final = "\ufffd"  # decoders return it for bytes that are not (yet) a character
 
 
 class TextStream:
-    """The texts of all pieces together are what decoding all tokens at once gives.
+    """Decodes tokens piece by piece; the joined texts equal decoding all tokens at once.
 
-    A piece is decoded with the tokens of the piece before it, on which its text may depend (a
-    leading space, for one), and held back while it ends in the middle of a character.
+    Each piece is decoded with the tokens of the piece before it, on which its text may depend (a
+    leading space, for example), and held back while it ends in the middle of a character.
 
     Args:
-        decode: gives the text of tokens.
+        decode: returns the text of tokens.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
@@ -24,12 +24,12 @@ class TextStream:
         self._num_shown = 0
 
     def add(self, tokens: Sequence[int]) -> str:
-        """What is to be shown after these tokens; "" where they end within a character."""
+        """The text to show after these tokens; "" if they end within a character."""
         self._tokens += tokens
         return self._advance(may_hold=True)
 
     def close(self) -> str:
-        """The rest: bytes that never became a character."""
+        """The remaining text: bytes that never became a character."""
         return self._advance(may_hold=False)
 
     def _advance(self, may_hold: bool) -> str:
@@ -43,7 +43,7 @@ class TextStream:
 
 
 class StopScanner:
-    """Lets text through up to the stop that is complete first; holds back what may become one."""
+    """Passes text through up to the first complete stop; holds back what may begin a stop."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
@@ -51,9 +51,9 @@ class StopScanner:
         self.is_stopped = False
 
     def add(self, text: str) -> str:
-        """What is certain to come before any stop."""
+        """The text that is certain to come before any stop."""
         held = self._held + text
-        found = [(place + len(s), place) for s in self._stops if (place := held.find(s)) >= 0]
+        found = [(start + len(s), start) for s in self._stops if (start := held.find(s)) >= 0]
         if found:
             self.is_stopped, self._held = True, ""
             return held[: min(found)[1]]
@@ -62,7 +62,7 @@ class StopScanner:
         return held[: len(held) - keep]
 
     def close(self) -> str:
-        """No more comes: what was held back is no stop."""
+        """Ends the text: what was held back is not a stop."""
         held, self._held = self._held, ""
         return held
 

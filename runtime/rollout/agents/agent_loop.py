@@ -9,8 +9,8 @@
                 return None                      # the reward function scores it
             tokens += ctx.encode(tool_result)    # given, not generated: not trained on
 
-Turns are appended as tokens; the text of a trajectory is never tokenised anew. For users:
-docs/agents.md.
+Turns are appended as tokens; the text of a trajectory is never tokenized again. docs/agents.md is
+the guide for users.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ Keep = Callable[[str, Any], Awaitable[None]]
 
 
 class AgentContext:
-    """What an agent loop gets. Belongs to one run of the loop.
+    """The interface that an agent loop gets. Belongs to one run of the loop.
 
     Attributes:
         sample: the data set's row.
-        prompt, prompt_tokens: as the data set has them.
-        finish_reason: of the last generation: "stop", or "length" where a budget ended it.
+        prompt, prompt_tokens: from the data set.
+        finish_reason: of the last generation: "stop", or "length" if a budget ended it.
         pool: `pool(name)` is an auxiliary pool of the config, such as a judge; see `AuxiliaryPool`.
     """
 
@@ -80,54 +80,56 @@ class AgentContext:
         self._generate = generate
         self._recall = recall
         self._keep = keep
-        self._num_asides = 0
+        self._num_side_generations = 0
 
     async def generate(
         self, tokens: Sequence[int], max_new_tokens: int | None = None, *, lora: str = ""
     ) -> list[int]:
-        """Generates on from `tokens` and returns the new ones; `tokens` is left as it is.
+        """Continues `tokens` and returns the new ones; `tokens` is not changed.
 
         After the first call, `tokens` must begin with all tokens of the trajectory so far: the
-        last context and what was generated from it. What follows them counts as given.
+        last context and what was generated from it. Tokens after these count as given.
 
         Args:
-            max_new_tokens: at most so many; None for what the trajectory's budget leaves, or with
-                `lora` the context. When nothing is left the answer is empty and `finish_reason`
-                "length"; tokens beyond the model's context are no part of the trajectory then.
-            lora: name of one of the pool's `lora_adapters`, to generate with over the policy's
-                weights. That is no part of the trajectory: `tokens` may be any, and where the new
-                ones are appended to the trajectory's they count as given.
+            max_new_tokens: None for as many as the trajectory's budget leaves, or with `lora` the
+                context. When nothing is left, the answer is empty and `finish_reason` is "length";
+                `tokens` beyond the model's context are then not part of the trajectory.
+            lora: name of one of the pool's `lora_adapters`, to generate with on top of the
+                policy's weights. Such a generation is not part of the trajectory: `tokens` may be
+                any, and the new ones count as given if they are appended to the trajectory's.
 
         Raises:
-            RolloutError: `tokens` leaves the trajectory's path, or generation is impossible:
-                RequestRefused where a token is outside the model's vocabulary, or the pool does not
+            RolloutError: `tokens` differs from the trajectory, or generation is impossible. It is
+                RequestRefused if a token is outside the model's vocabulary, or the pool does not
                 have the adapter.
         """
         context = token_ids(tokens)
         if lora:
-            self._num_asides += 1
-            # A loop that runs again must get the same: else it would leave its path.
-            key = f"lora {self._num_asides} {lora} {xxhash.xxh3_64_hexdigest(context.tobytes())}"
+            self._num_side_generations += 1
+            # A loop that runs again must get the same tokens, or its context would differ.
+            digest = xxhash.xxh3_64_hexdigest(context.tobytes())
+            key = f"lora {self._num_side_generations} {lora} {digest}"
             new_tokens, self.finish_reason = await self.once(
-                key, lambda: self._generate_aside(context, max_new_tokens, lora)
+                key, lambda: self._generate_with_adapter(context, max_new_tokens, lora)
             )
             return list(new_tokens)
         answer = await self._generate(context, max_new_tokens, "")
         self.finish_reason = answer["finish_reason"]
         return list(answer["tokens"].tolist())
 
-    async def _generate_aside(
+    async def _generate_with_adapter(
         self, context: NDArray[np.int32], max_new_tokens: int | None, lora: str
     ) -> list[Any]:
         answer = await self._generate(context, max_new_tokens, lora)
         return [answer["tokens"].tolist(), answer["finish_reason"]]
 
     async def once(self, key: str, effect: Callable[[], Any]) -> Any:
-        """What `effect()` returned the first time that this trajectory's loop came here.
+        """Returns what `effect()` returned when this trajectory's loop first reached this call.
 
         A loop whose process dies runs again: its generations are replayed, everything else is
-        done anew. Wrap in this what must not be: a payment, a ticket, a draw of chance. Only a
-        death between the effect and the record of it repeats it.
+        repeated. Wrap anything that must not be repeated, such as a payment or a ticket, and
+        anything random. `effect` is repeated only if the process dies after it and before its
+        value is recorded.
 
         Args:
             key: unique in the loop's run.
@@ -135,7 +137,7 @@ class AgentContext:
                 text, bytes, lists and dictionaries; tuples come back as lists.
 
         Raises:
-            RolloutError: the value is not plain data, or the key was used twice at a time.
+            RolloutError: the value is not plain data, or two calls used the key at the same time.
         """
         recorded = await self._recall(key)
         if recorded:
@@ -151,7 +153,7 @@ class AgentLoop:
     """A user's agent loop, `module:function`.
 
     Raises:
-        ConfigError: it cannot be imported, or cannot be called with context and sample, or is no
+        ConfigError: it cannot be imported, cannot be called with context and sample, or is not an
             async function.
     """
 
@@ -162,27 +164,27 @@ class AgentLoop:
         check_call(self._function, setting, positional=["ctx", "sample"], keywords=[])
         if not is_async(inspect.unwrap(self._function)):
             name = target.partition(":")[2]
-            raise ConfigError(f"{setting}: {name} is no async function; write `async def {name}`")
+            raise ConfigError(f"{setting}: {name} is not async; write `async def {name}`")
         self._thread = thread
 
     async def run(
-        self, context: AgentContext, sample_id: str, patience: ExtendableDeadline
+        self, context: AgentContext, sample_id: str, deadline: ExtendableDeadline
     ) -> float | None:
         """Runs the loop once; returns the reward it gives, if any.
 
         Raises:
-            RolloutError: it raised, or took too long.
-            RewardError: it returned something that is neither None nor a finite number.
+            RolloutError: the loop raised or took too long.
+            RewardError: the loop returned something that is neither None nor a finite number.
         """
         try:
-            async with patience:
+            async with deadline:
                 result = await self._thread.run_async(
                     lambda: self._function(context, context.sample), sample_id
                 )
-        except (Exception, SystemExit) as error:  # user code: anything may come
-            if patience.expired:
+        except (Exception, SystemExit) as error:  # user code may raise anything
+            if deadline.expired:
                 raise RolloutError(
-                    f"agent loop {self.target} took longer than {patience.limit_s:.3g} s for "
+                    f"agent loop {self.target} took longer than {deadline.limit_s:.3g} s for "
                     f"sample {sample_id}; give its tools deadlines or raise agent_timeout_s"
                 ) from None
             raise RolloutError(

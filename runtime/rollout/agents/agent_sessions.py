@@ -1,8 +1,8 @@
-"""Agent loops in progress: which trajectory a worker's `generate` belongs to, and replaying.
+"""Agent loops in progress: maps a worker's `generate` to its trajectory, and replays generations.
 
-A loop whose process died runs again from its beginning. What it generated before is still here: its
-n-th `generate` with the same context gets the same tokens, at once, and where the records end it
-goes on as if nothing had happened. Where it takes another path, what came after is given up.
+A loop whose process died runs again from its beginning. Its earlier generations are still recorded:
+the n-th `generate` with the same context returns the same tokens at once. After the last record
+generation continues normally. If a context differs from the record, later tokens are discarded.
 """
 
 from __future__ import annotations
@@ -25,32 +25,33 @@ from umbra.runtime.rollout.dispatch.trajectory import NOT_GENERATED, Trajectory
 from umbra.runtime.rollout.dispatch.turn import Turn
 from umbra.runtime.rollout.ledger.recorder import Recorder
 
-_TURN_KEY: Final = "turn/"  # of records of turns, beside those of `ctx.once`, which begin otherwise
+_TURN_KEY: Final = "turn/"  # key prefix of recorded turns; those of `ctx.once` begin with "once/"
 _ONCE_KEY: Final = "once/"
 
 
 class TurnRecord(NamedTuple):
-    """A generation that came to its end: completion tokens [start, stop) of the trajectory."""
+    """A completed generation: completion tokens [start, stop) of the trajectory."""
 
     start: int
     stop: int
     reason: str
 
 
-class _Memory:
-    """What outlives the runs of one trajectory's loop."""
+class _LoopHistory:
+    """The records of one trajectory's loop, which outlive its runs."""
 
-    __slots__ = ("num_turns_kept", "once", "turns")
+    __slots__ = ("num_turn_records", "once", "turns")
 
     def __init__(self) -> None:
         self.turns: list[TurnRecord] = []
-        self.num_turns_kept = 0  # names of records are never used twice
+        self.num_turn_records = 0  # keys of records are never used twice
         self.once: dict[str, Any] = {}
 
 
 class _Session:
     __slots__ = (
-        "answer", "asides", "group", "memory", "num_returned", "temperature", "trajectory", "turn",
+        "answer", "group", "history", "num_returned",
+        "side_generations", "temperature", "trajectory", "turn",
     )  # fmt: skip
 
     def __init__(
@@ -58,22 +59,22 @@ class _Session:
         trajectory: Trajectory,
         group: Group,
         temperature: float,
-        memory: _Memory,
-        asides: SideGenerations,
+        history: _LoopHistory,
+        side_generations: SideGenerations,
     ) -> None:
         self.trajectory = trajectory
-        self.asides = asides
+        self.side_generations = side_generations
         self.group = group
         self.temperature = temperature
-        self.memory = memory
-        self.num_returned = 0  # turns that this run of the loop has got
+        self.history = history
+        self.num_returned = 0  # turns that were returned to this run of the loop
         self.turn: Turn | None = None
         self.answer: asyncio.Future[dict[str, Any]] | None = None
 
 
 class AgentSessions:
-    """One session per run of an agent loop; a loop that runs again gets a new one, and what
-    is left of the old one is refused."""
+    """One session per run of an agent loop. A loop that runs again gets a new one; calls from the
+    old one are refused."""
 
     def __init__(
         self,
@@ -85,63 +86,65 @@ class AgentSessions:
         self._dispatcher = dispatcher
         self._recorder = recorder
         self._stop_token_ids = stop_token_ids
-        self._vocab_size = vocab_size  # 0: not known
+        self._vocab_size = vocab_size  # 0: unknown
         self._sessions: dict[int, _Session] = {}
         self._by_trajectory: dict[Trajectory, int] = {}
-        self._memories: dict[Trajectory, _Memory] = {}
-        # A loop of an earlier manager's must not hit a session of this one.
+        self._histories: dict[Trajectory, _LoopHistory] = {}
+        # Random, so that a loop of an earlier manager does not hit a session of this one.
         self._ids = itertools.count(secrets.randbits(48))
         self.num_replayed_turns = 0
         self.num_diverged = 0
 
     def remember(self, trajectory: Trajectory, records: Mapping[str, Any]) -> None:
-        """What the ledger has kept of an earlier life's loop for this trajectory."""
-        memory = self._memories[trajectory] = _Memory()
+        """Takes the records that the ledger has for this trajectory's loop."""
+        history = self._histories[trajectory] = _LoopHistory()
         for key, value in records.items():
             if key.startswith(_ONCE_KEY):
-                memory.once[key.removeprefix(_ONCE_KEY)] = value
+                history.once[key.removeprefix(_ONCE_KEY)] = value
                 continue
-            memory.num_turns_kept += 1
+            history.num_turn_records += 1
             record = TurnRecord(*value)
-            # a later record of the same place is of a later run, which took another path
-            memory.turns = [turn for turn in memory.turns if turn.stop <= record.start]
+            # A later record that overlaps is of a later run, whose context differed.
+            history.turns = [turn for turn in history.turns if turn.stop <= record.start]
             if record.stop > record.start or record.reason:
-                memory.turns.append(record)
-        # tokens that a restored checkpoint took back took their turns along
-        kept = [turn for turn in memory.turns if turn.stop <= trajectory.completion_len]
-        self._forget_turns(trajectory, memory, len(kept))
+                history.turns.append(record)
+        # Turns whose tokens a restored checkpoint took back are gone, too.
+        kept = [turn for turn in history.turns if turn.stop <= trajectory.completion_len]
+        self._forget_turns(trajectory, history, len(kept))
 
     def open(self, trajectory: Trajectory, group: Group, temperature: float) -> int:
-        """A new run of the loop; returns the id of its session."""
+        """Begins a run of the loop; returns the id of its session."""
         self._end_run(trajectory)
         if trajectory.completion_len:
             trajectory.cut()
         self._recorder.cut(trajectory)
-        memory = self._memories.setdefault(trajectory, _Memory())
+        history = self._histories.setdefault(trajectory, _LoopHistory())
         session_id = next(self._ids)
-        asides = SideGenerations(self._dispatcher, trajectory, self._stop_token_ids)
-        self._sessions[session_id] = _Session(trajectory, group, temperature, memory, asides)
+        side_generations = SideGenerations(self._dispatcher, trajectory, self._stop_token_ids)
+        self._sessions[session_id] = _Session(
+            trajectory, group, temperature, history, side_generations
+        )
         self._by_trajectory[trajectory] = session_id
         return session_id
 
     def close(self, trajectory: Trajectory) -> None:
-        """Ends a trajectory's session, if it has one; nothing is replayed any more."""
+        """Ends a trajectory's session, if it has one, and forgets its records."""
         self._end_run(trajectory)
-        self._memories.pop(trajectory, None)
+        self._histories.pop(trajectory, None)
 
     def settle(self, trajectory: Trajectory) -> None:
-        """The loop has returned: what it never got is given up."""
+        """Discards tokens that the loop never received; called when it has returned."""
         session = self._sessions.get(self._by_trajectory.get(trajectory, 0))
         if session is None:
             return
-        session.asides.close()
-        memory = session.memory
-        seen = memory.turns[session.num_returned - 1].stop if session.num_returned else 0
+        session.side_generations.close()
+        history = session.history
+        seen = history.turns[session.num_returned - 1].stop if session.num_returned else 0
         if session.turn is not None:
             self._dispatcher.cancel([session.turn])
         if trajectory.completion_len > seen:
-            self._forget_turns(trajectory, memory, session.num_returned)
-            self._give_up(trajectory, seen)
+            self._forget_turns(trajectory, history, session.num_returned)
+            self._truncate(trajectory, seen)
 
     async def generate(
         self,
@@ -153,14 +156,14 @@ class AgentSessions:
         """Generates one turn; {"tokens": int32 [n], "finish_reason": "stop" | "length"}.
 
         Args:
-            lora: an adapter of the pool's. What it generates is no part of the trajectory, from
-                any context, and is not replayed here.
+            lora: an adapter of the pool. Its generation is not part of the trajectory, may have any
+                context, and is not replayed here.
 
         Raises:
-            RolloutError: the session has ended, is generating already, or `context` is not what
-                the trajectory holds plus more.
+            RolloutError: the session has ended, is generating already, or `context` does not begin
+                with the trajectory.
             RequestRefused: a token is outside the model's vocabulary.
-            ValueError: an empty context, or a `max_new_tokens` below 1.
+            ValueError: the context is empty, or `max_new_tokens` is below 1.
         """
         session = self._find(session_id)
         trajectory = session.trajectory
@@ -168,11 +171,13 @@ class AgentSessions:
         if len(context) == 0 or (max_new_tokens is not None and max_new_tokens < 1):
             raise ValueError("generate() needs at least one token and max_new_tokens of 1 or more")
         if lora:
-            return await session.asides.generate(context, max_new_tokens, session.temperature, lora)
+            return await session.side_generations.generate(
+                context, max_new_tokens, session.temperature, lora
+            )
         if session.turn is not None:
             raise RolloutError(f"{trajectory.sample_id}: two generate() calls at a time; await one")
         if len(context) > trajectory.max_context_len:
-            # no part of the trajectory: nothing could follow it, and who trains could not hold it
+            # Not added to the trajectory: nothing could follow, and trainers could not hold it.
             trajectory.finish_reason = "length"
             return {"tokens": context[:0], "finish_reason": "length"}
         replayed = self._replay(session, context)
@@ -185,20 +190,20 @@ class AgentSessions:
         return await self._generate(session, start, max_new_tokens)
 
     def recall(self, session_id: int, key: str) -> list[Any]:
-        """[value] of `ctx.once(key)` if an earlier run has it, else []."""
-        once = self._find(session_id).memory.once
+        """[value] of `ctx.once(key)` if an earlier run recorded it, else []."""
+        once = self._find(session_id).history.once
         return [once[key]] if key in once else []
 
     async def keep(self, session_id: int, key: str, value: Any) -> None:
         """Records the value of `ctx.once(key)`; returns once it is durable."""
         session = self._find(session_id)
-        if key in session.memory.once:
+        if key in session.history.once:
             raise RolloutError(
                 f"{session.trajectory.sample_id}: ctx.once({key!r}) was done at the same time by "
                 "the same loop: await one before the other"
             )
-        self._recorder.kept(session.trajectory, _ONCE_KEY + key, value)
-        session.memory.once[key] = value
+        self._recorder.value_kept(session.trajectory, _ONCE_KEY + key, value)
+        session.history.once[key] = value
         await self._recorder.durable()
 
     # -- private -------------------------------------------------------------------------
@@ -213,7 +218,7 @@ class AgentSessions:
         session = self._sessions.pop(self._by_trajectory.pop(trajectory, 0), None)
         if session is None:
             return
-        session.asides.close()
+        session.side_generations.close()
         if session.turn is None:
             return
         self._dispatcher.cancel([session.turn])
@@ -221,8 +226,8 @@ class AgentSessions:
             session.answer.set_exception(RolloutError("this run of the agent loop has ended"))
 
     def _replay(self, session: _Session, context: NDArray[np.int32]) -> TurnRecord | None:
-        """The recorded turn that this is; None where the records end, or end here."""
-        trajectory, turns = session.trajectory, session.memory.turns
+        """The record of this very turn; None after the last record, or if the context differs."""
+        trajectory, turns = session.trajectory, session.history.turns
         if session.num_returned == len(turns):
             return None
         record = turns[session.num_returned]
@@ -230,17 +235,16 @@ class AgentSessions:
         if np.array_equal(begun_from, context):
             self.num_replayed_turns += 1
             return record
-        self._forget_turns(trajectory, session.memory, session.num_returned)
-        self._give_up(trajectory, turns[-1].stop if turns else 0)
+        self._forget_turns(trajectory, session.history, session.num_returned)
+        self._truncate(trajectory, turns[-1].stop if turns else 0)
         return None
 
     def _extend(self, session: _Session, context: NDArray[np.int32]) -> int:
-        """The loop's context becomes the trajectory's; where the new turn's tokens begin.
+        """Appends the loop's context to the trajectory; returns where the new turn's tokens begin.
 
-        What is there beyond the context may be of this very turn, cut in the middle or before its
-        first token.
+        Tokens beyond the context may belong to this very turn, if it was interrupted.
         """
-        trajectory, turns = session.trajectory, session.memory.turns
+        trajectory, turns = session.trajectory, session.history.turns
         known, prompt_len = trajectory.context(), len(trajectory.prompt_tokens)
         settled = turns[-1].stop if turns else 0
         start = len(context) - prompt_len
@@ -253,28 +257,32 @@ class AgentSessions:
         if is_resumed:
             return start
         if trajectory.completion_len > settled:
-            self._give_up(trajectory, settled)
+            self._truncate(trajectory, settled)
         prompt, start = trajectory.prompt_tokens, trajectory.completion_len
         trajectory.extend_context(context)
         if not np.array_equal(prompt, trajectory.prompt_tokens):
-            self._recorder.prompt(trajectory)
-        self._recorder.given(trajectory, start)
+            self._recorder.prompt_replaced(trajectory)
+        self._recorder.tokens_given(trajectory, start)
         return trajectory.completion_len
 
-    def _forget_turns(self, trajectory: Trajectory, memory: _Memory, num_kept: int) -> None:
-        """Drops the records of all but the first turns, also for later lives."""
-        if num_kept == len(memory.turns):
+    def _forget_turns(self, trajectory: Trajectory, history: _LoopHistory, num_kept: int) -> None:
+        """Drops the records of all but the first turns, in the ledger too."""
+        if num_kept == len(history.turns):
             return
-        del memory.turns[num_kept:]
-        length = memory.turns[-1].stop if memory.turns else 0
-        self._keep_turn(trajectory, memory, TurnRecord(length, length, ""))
+        del history.turns[num_kept:]
+        length = history.turns[-1].stop if history.turns else 0
+        self._record_turn(trajectory, history, TurnRecord(length, length, ""))
 
-    def _keep_turn(self, trajectory: Trajectory, memory: _Memory, record: TurnRecord) -> None:
-        memory.num_turns_kept += 1
-        self._recorder.kept(trajectory, f"{_TURN_KEY}{memory.num_turns_kept}", list(record))
+    def _record_turn(
+        self, trajectory: Trajectory, history: _LoopHistory, record: TurnRecord
+    ) -> None:
+        history.num_turn_records += 1
+        self._recorder.value_kept(
+            trajectory, f"{_TURN_KEY}{history.num_turn_records}", list(record)
+        )
 
-    def _give_up(self, trajectory: Trajectory, length: int) -> None:
-        """The loop took another path: keeps the first `length` tokens of the completion."""
+    def _truncate(self, trajectory: Trajectory, length: int) -> None:
+        """Keeps the first `length` tokens of the completion, because the context differs."""
         self.num_diverged += 1
         num_before = trajectory.num_generated
         prompt, tokens = trajectory.prompt_tokens, trajectory.tokens[:length].copy()
@@ -283,36 +291,36 @@ class AgentSessions:
         self._recorder.reset(trajectory, "another path when replayed")
         if length and not np.array_equal(prompt, trajectory.prompt.tokens):
             trajectory.extend_context(prompt)
-            self._recorder.prompt(trajectory)
+            self._recorder.prompt_replaced(trajectory)
         for start, stop, version in segments:
             run = slice(start, min(stop, length))
             if run.start >= run.stop:
                 continue
             if version == NOT_GENERATED:
                 trajectory.extend_context(np.concatenate([trajectory.context(), tokens[run]]))
-                self._recorder.given(trajectory, start)
+                self._recorder.tokens_given(trajectory, start)
             else:
                 trajectory.append_generated(tokens[run], logprobs[run], version)
-                self._recorder.again(trajectory, start)
+                self._recorder.tokens_restored(trajectory, start)
         self._dispatcher.counters["lost_tokens"] += num_before - trajectory.num_generated
 
     async def _generate(
         self, session: _Session, start: int, max_new_tokens: int | None
     ) -> dict[str, Any]:
-        trajectory, memory = session.trajectory, session.memory
+        trajectory, history = session.trajectory, session.history
         answer = session.answer = asyncio.get_running_loop().create_future()
 
         def on_end(_turn: Turn, reason: str) -> None:
-            # Here and not after the wait, when the trajectory may have been started over.
+            # Here and not after the wait, because the trajectory may have been reset by then.
             trajectory.finish_reason = reason
             record = TurnRecord(start, trajectory.completion_len, reason)
-            memory.turns.append(record)
-            self._keep_turn(trajectory, memory, record)
+            history.turns.append(record)
+            self._record_turn(trajectory, history, record)
             if not answer.done():
                 tokens = trajectory.tokens[start:].copy()
                 answer.set_result({"tokens": tokens, "finish_reason": reason})
 
-        budget = trajectory.room() + trajectory.completion_len - start
+        budget = trajectory.num_tokens_left() + trajectory.completion_len - start
         turn = session.turn = Turn(
             trajectory=trajectory,
             group=session.group,
@@ -325,9 +333,9 @@ class AgentSessions:
         try:
             self._dispatcher.submit(turn)
             outcome: dict[str, Any] = await answer
-            session.num_returned = len(memory.turns)
+            session.num_returned = len(history.turns)
             return outcome
-        except asyncio.CancelledError:  # the caller went away: its tokens must not come later
+        except asyncio.CancelledError:  # the caller is gone: its tokens must not arrive later
             self._dispatcher.cancel([turn])
             raise
         finally:

@@ -1,6 +1,6 @@
 """Auxiliary pools, such as a judge, for agent loops and reward functions: `ctx.pool(NAME)`.
 
-user code ──ctx.pool("judge").generate()──▶ PoolDesk ──RPC──▶ GeneratorService ──▶ engines
+user code ──ctx.pool("judge").generate()──▶ PoolCaller ──RPC──▶ GeneratorService ──▶ engines
 (its own thread)                            (worker)          (of the pool)
 """
 
@@ -22,18 +22,18 @@ from umbra.runtime.rollout.agents.text_codec import TextCodec
 from umbra.runtime.rpc.rpc_client import Handle
 
 _RESOLVE_TIMEOUT_S: Final = 60.0
-"""For a pool's generator to be up again after its death."""
+"""Deadline for a pool's generator to be up again after its death."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuxiliaryPoolConfig:
-    """What a worker knows of a pool that user code may ask.
+    """A worker's settings for a pool that user code may call.
 
     Attributes:
         generator: name of the pool's `GeneratorService`.
         tokenizer_path: model directory or `tokenizer.json`.
-        stop_token_ids: end an answer where the caller names none.
-        timeout_s: of one call, its waiting for the pool's turn included.
+        stop_token_ids: end an answer if the caller passes none.
+        timeout_s: of one call, including the wait until the pool is awake.
     """
 
     generator: str
@@ -49,7 +49,7 @@ class PoolAnswer:
     Attributes:
         text: of `tokens`, without special tokens.
         logprobs: of the tokens, under the distribution they were sampled from.
-        finish_reason: "stop", or "length" where a budget ended it.
+        finish_reason: "stop", or "length" if a budget ended it.
     """
 
     text: str
@@ -58,8 +58,8 @@ class PoolAnswer:
     finish_reason: str
 
 
-class PoolDesk:
-    """Passes the questions of user code on. Owned by a rollout worker, on whose loop it is entered.
+class PoolCaller:
+    """Passes user code's calls to the pools. Owned by a rollout worker and entered on its loop.
 
     Args:
         pools: `AuxiliaryPoolConfig` as a dict, by the pool's name.
@@ -77,31 +77,31 @@ class PoolDesk:
     async def __aexit__(self, *exc_info: object) -> None:
         await self._calls_out.__aexit__(*exc_info)
 
-    def pool(self, name: str, patience: ExtendableDeadline) -> AuxiliaryPool:
-        """A pool to ask, on user code's loop.
+    def pool(self, name: str, deadline: ExtendableDeadline) -> AuxiliaryPool:
+        """A pool's interface for user code's loop.
 
         Args:
-            patience: stands still while the pool is waited for.
+            deadline: paused while a call waits for the pool.
 
         Raises:
-            RolloutError: there is no such pool; says which there are.
+            RolloutError: there is no such pool; the message lists those that exist.
         """
         config = self._configs.get(name)
         if config is None:
             known = ", ".join(sorted(self._configs)) or "none"
             raise RolloutError(
-                f"there is no pool {name!r} to ask; there are: {known} (a section [pools.{name}] "
-                "of the config makes one)"
+                f"there is no pool {name!r}; there are: {known} (a section [pools.{name}] of the "
+                "config adds one)"
             )
-        return AuxiliaryPool(name, config, self, patience)
+        return AuxiliaryPool(name, config, self, deadline)
 
     async def ask(
-        self, config: AuxiliaryPoolConfig, arguments: Sequence[object], patience: ExtendableDeadline
+        self, config: AuxiliaryPoolConfig, arguments: Sequence[object], deadline: ExtendableDeadline
     ) -> dict[str, Any]:
-        """A call of the pool's generator, for user code's loop."""
+        """Calls the pool's generator from user code's loop."""
 
         async def call() -> dict[str, Any]:
-            with patience.paused():
+            with deadline.paused():
                 handle = await self._handle(config.generator)
                 answer: dict[str, Any] = await handle.call(
                     "generate", *arguments, timeout_s=config.timeout_s
@@ -118,22 +118,26 @@ class PoolDesk:
 
 
 class AuxiliaryPool:
-    """An auxiliary pool, as agent loops and reward functions have it.
+    """The interface of agent loops and reward functions to an auxiliary pool.
 
-    A loop that runs again because its process died asks again: calls are not replayed. Wrap them
-    in `ctx.once(key)` where that must not be.
+    Calls are not replayed: a loop that runs again because its process died repeats them. Wrap them
+    in `ctx.once(key)` to avoid that.
     """
 
     def __init__(
-        self, name: str, config: AuxiliaryPoolConfig, desk: PoolDesk, patience: ExtendableDeadline
+        self,
+        name: str,
+        config: AuxiliaryPoolConfig,
+        caller: PoolCaller,
+        deadline: ExtendableDeadline,
     ) -> None:
         self.name = name
         self._config = config
-        self._desk = desk
-        self._patience = patience
+        self._caller = caller
+        self._deadline = deadline
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of the pool's own tokenizer, none added."""
+        """Tokens of a text by the pool's own tokenizer, without special tokens."""
         return _codec(self._config.tokenizer_path).encode(text)
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -149,18 +153,18 @@ class AuxiliaryPool:
         seed: int | None = None,
         lora: str = "",
     ) -> PoolAnswer:
-        """Generates on from `tokens`, which are of the pool's own tokenizer.
+        """Continues `tokens`, which must come from the pool's own tokenizer.
 
         Args:
-            max_new_tokens: at most so many; None for what the pool's context leaves.
+            max_new_tokens: None for as many as the pool's context leaves.
             temperature: 0 is greedy.
-            stop_token_ids: the answer ends after any of these; None: the model's own.
-            seed: the same one gives the same answer, as far as the engine's arithmetic does.
+            stop_token_ids: the answer ends after any of these; None for the model's own.
+            seed: the same seed gives the same answer, as far as the engine's arithmetic does.
             lora: name of one of the pool's `lora_adapters`; "" for the model as it is.
 
         Raises:
-            RolloutError, RemoteError: the prompt is too long, an argument out of range, or no
-                engine of the pool serves; RequestRefused where a token is outside the model's
+            RolloutError, RemoteError: the prompt is too long, an argument is out of range, or no
+                engine of the pool serves. It is RequestRefused if a token is outside the model's
                 vocabulary.
             DeadlineExceeded: no answer within the pool's `request_timeout_s`.
         """
@@ -169,7 +173,7 @@ class AuxiliaryPool:
         arguments = (
             token_ids(tokens), max_new_tokens, temperature, list(stops), seed, lora,
         )  # fmt: skip
-        found = await self._desk.ask(config, arguments, self._patience)
+        found = await self._caller.ask(config, arguments, self._deadline)
         answer: list[int] = found["tokens"].tolist()
         return PoolAnswer(
             text=self.decode(answer),
@@ -181,7 +185,7 @@ class AuxiliaryPool:
     async def complete(
         self, text: str, max_new_tokens: int | None = None, **how: Any
     ) -> PoolAnswer:
-        """The same from a text, with the special tokens that the tokenizer itself adds."""
+        """Like `generate`, from a text, with the special tokens that the tokenizer adds."""
         prompt = _codec(self._config.tokenizer_path).encode_prompt(text)
         return await self.generate(prompt, max_new_tokens, **how)
 
@@ -191,21 +195,21 @@ class AuxiliaryPool:
         max_new_tokens: int | None = None,
         **how: Any,
     ) -> PoolAnswer:
-        """The same from a conversation of {"role", "content"}, by the model's chat template."""
+        """Like `generate`, from messages {"role", "content"}, with the model's chat template."""
         chat = await asyncio.to_thread(_chat_text, self._config.tokenizer_path)
         return await self.generate(chat.encode(messages), max_new_tokens, **how)
 
 
 class RewardContext:
-    """What a reward function gets that takes an argument `ctx`."""
+    """Passed to reward functions that take an argument `ctx`."""
 
-    def __init__(self, desk: PoolDesk, patience: ExtendableDeadline) -> None:
-        self._desk = desk
-        self._patience = patience
+    def __init__(self, caller: PoolCaller, deadline: ExtendableDeadline) -> None:
+        self._caller = caller
+        self._deadline = deadline
 
     def pool(self, name: str) -> AuxiliaryPool:
         """An auxiliary pool, such as a judge; see `AuxiliaryPool`."""
-        return self._desk.pool(name, self._patience)
+        return self._caller.pool(name, self._deadline)
 
 
 @functools.cache

@@ -1,6 +1,6 @@
-"""Tells user code that always blocks its process from that which does for some prompts. Pure.
+"""Distinguishes user code that always blocks its process from code that blocks for some prompts.
 
-Such a prompt is dropped, and others get done in between.
+A prompt that blocks is dropped, and calls for other prompts return in between. Pure.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import Final
 
 _MAX_PROMPTS: Final = 3
-"""More: each costs `rollout.block_limit_s` and a start of the process, once more where it is tried
-again. Fewer: two bad prompts that happen to come together end a run that could go on."""
+"""Larger costs more: each prompt takes `rollout.block_limit_s` and a restart of the process, twice
+if it is retried. Smaller ends a run when a few bad prompts happen to come together."""
 
 
 class BlockedInARow:
-    """Ends of rollout actors by calls of one kind that blocked, since one of the kind returned."""
+    """Counts how often calls of one kind ended their worker by blocking, since one returned."""
 
     def __init__(self) -> None:
         self._groups: set[str] = set()
@@ -24,12 +24,12 @@ class BlockedInARow:
         self._num_ends = 0
 
     def on_blocked(self, group_id: str) -> str:
-        """A call for that group did. How often it has been in all, if too often; else ""."""
+        """Counts a blocked call. If that was too often in a row, returns the counts, else ""."""
         self._groups.add(group_id)
         self._num_ends += 1
         if len(self._groups) < _MAX_PROMPTS:
             return ""
         return (
             f"that ended {self._num_ends} processes in a row, for {len(self._groups)} prompts, "
-            "and nothing got done in between"
+            "and no other call returned in between"
         )

@@ -1,4 +1,4 @@
-"""Conversations as a model wants them: its own chat template, by transformers."""
+"""Renders conversations with a model's own chat template, using transformers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from umbra.runtime.errors import ConfigError, DataError, how_to_install
 
 
 class ChatText:
-    """Renders and tokenises conversations. Importing transformers takes seconds.
+    """Renders and tokenizes conversations. Importing transformers takes seconds.
 
     Raises (on construction):
         ConfigError: `transformers` is not installed.
@@ -32,7 +32,7 @@ class ChatText:
             raise DataError(f"{path}: the tokenizer has no chat template; give plain text instead")
 
     def encode(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Tokens of a conversation up to where the assistant answers.
+        """Tokens of a conversation up to the beginning of the assistant's answer.
 
         Raises:
             DataError: the template does not accept the messages.
@@ -41,7 +41,7 @@ class ChatText:
             text = self._tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=True
             )
-        except Exception as error:  # a template raises what its author likes
+        except Exception as error:  # a template may raise anything
             raise DataError(f"the chat template refused the messages: {error}") from error
         tokens: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return tokens

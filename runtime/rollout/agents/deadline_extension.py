@@ -1,4 +1,4 @@
-"""A deadline that stands still while something is waited for that has a deadline of its own."""
+"""A deadline that is paused during waits that have a deadline of their own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ExtendableDeadline:
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
         self._timeout = asyncio.timeout(limit_s)
-        self._rest_s = limit_s
+        self._remaining_s = limit_s
         self._num_pauses = 0
         self._runs = False
 
@@ -39,10 +39,10 @@ class ExtendableDeadline:
 
     @contextmanager
     def paused(self) -> Generator[None]:
-        """Time spent in here does not count. Of several at a time the last one ends the pause."""
+        """Excludes the time in the block. Of several at a time, the last one ends the pause."""
         loop = asyncio.get_running_loop()
         if not self._num_pauses and self._can_move:
-            self._rest_s = (self._timeout.when() or loop.time()) - loop.time()
+            self._remaining_s = (self._timeout.when() or loop.time()) - loop.time()
             self._timeout.reschedule(None)
         self._num_pauses += 1
         try:
@@ -50,7 +50,7 @@ class ExtendableDeadline:
         finally:
             self._num_pauses -= 1
             if not self._num_pauses and self._can_move:
-                self._timeout.reschedule(loop.time() + self._rest_s)
+                self._timeout.reschedule(loop.time() + self._remaining_s)
 
     @property
     def _can_move(self) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from umbra.runtime.errors import ConfigError, RewardError
-from umbra.runtime.rollout.agents.auxiliary_pool import PoolDesk, RewardContext
+from umbra.runtime.rollout.agents.auxiliary_pool import PoolCaller, RewardContext
 from umbra.runtime.rollout.agents.deadline_extension import ExtendableDeadline
 from umbra.runtime.rollout.agents.reward_value import reward_value
 from umbra.runtime.rollout.agents.task_host import UserThread
@@ -30,24 +30,24 @@ class RewardFunction:
     """`def reward(prompts, completions, **columns) -> list[float]`, or `async def`.
 
     It gets G prompts, G completions and, for each column of the data set that it takes, a list
-    of G values; an `async def` that takes an argument `ctx` gets a `RewardContext`, by which it
-    asks other models. It must return G finite numbers.
+    of G values. An `async def` with an argument `ctx` gets a `RewardContext`, which gives access to
+    other models. It must return G finite numbers.
 
     Args:
         target: `module:function`.
-        timeout_s: deadline of one call; what other models take for their answers is not counted.
-        pools: those that it may ask.
+        timeout_s: deadline of one call, excluding the time that other models take to answer.
+        pools: the auxiliary pools that it may call.
 
     Raises:
         ConfigError: it cannot be imported, or cannot be called with these arguments.
 
     Raises (on a call):
-        RewardError: it raised, took too long, wants a column that is not there, or returned
-            something else than G finite numbers. Names function, samples, cause and remedy.
+        RewardError: it raised, took too long, takes a column that does not exist, or did not
+            return G finite numbers. The message has function, samples, cause and remedy.
     """
 
     def __init__(
-        self, target: str, thread: UserThread, timeout_s: float, pools: PoolDesk | None = None
+        self, target: str, thread: UserThread, timeout_s: float, pools: PoolCaller | None = None
     ) -> None:
         self.target = target
         self._function: Callable[..., Any] = load_function(target, "reward.function")
@@ -67,8 +67,8 @@ class RewardFunction:
         self._takes_context = _CONTEXT in self._accepted
         if self._takes_context and not self._is_async:
             raise ConfigError(
-                f"reward function {target} takes {_CONTEXT}, whose answers have to be awaited: "
-                "make it an async def"
+                f"reward function {target} takes {_CONTEXT}, whose answers must be awaited: make "
+                "it an async def"
             )
         self._pools = pools
         self._thread = thread
@@ -81,23 +81,23 @@ class RewardFunction:
         completions: list[str],
         rows: Sequence[Mapping[str, Any]],
     ) -> list[float]:
-        """G rewards."""
-        who = _name(sample_ids)
-        columns = self._columns(rows, who)
-        patience = ExtendableDeadline(self._timeout_s)
+        """[G] the rewards."""
+        samples = _name(sample_ids)
+        columns = self._columns(rows, samples)
+        deadline = ExtendableDeadline(self._timeout_s)
         if self._takes_context and self._pools is not None:
-            columns[_CONTEXT] = RewardContext(self._pools, patience)
+            columns[_CONTEXT] = RewardContext(self._pools, deadline)
         try:
-            async with patience:
+            async with deadline:
                 result = await self._call(prompts, completions, columns, sample_ids[0])
-        except (Exception, SystemExit) as error:  # user code: anything may come
-            if patience.expired:
+        except (Exception, SystemExit) as error:  # user code may raise anything
+            if deadline.expired:
                 raise RewardError(
                     f"reward function {self.target} took longer than {self._timeout_s:.3g} s for "
-                    f"{who}; make it faster or raise timeout_s of [reward]"
+                    f"{samples}; make it faster or raise timeout_s of [reward]"
                 ) from None
             raise RewardError(
-                f"reward function {self.target} raised {describe(error)} for {who}"
+                f"reward function {self.target} raised {describe(error)} for {samples}"
                 f"{advice(error, _LET_IT_RETURN)}"
             ) from error
         return self._checked(result, sample_ids)
@@ -116,15 +116,15 @@ class RewardFunction:
             return await self._thread.run_async(call, label)
         return await self._thread.run_sync(call)
 
-    def _columns(self, rows: Sequence[Mapping[str, Any]], who: str) -> dict[str, Any]:
-        """The data set's columns that the function takes, one list each."""
+    def _columns(self, rows: Sequence[Mapping[str, Any]], samples: str) -> dict[str, Any]:
+        """The data set's columns that the function takes, each as a list."""
         given = {"prompts", "completions", *([_CONTEXT] if self._takes_context else [])}
         present = set[str]().union(*rows) - given
         missing = self._required - given - present
         if missing:
             raise RewardError(
                 f"reward function {self.target} takes {sorted(missing)}, which the "
-                f"data set lacks for {who}; its columns are {sorted(present)}"
+                f"data set lacks for {samples}; its columns are {sorted(present)}"
             )
         if not self._takes_any:
             present &= self._accepted

@@ -1,4 +1,4 @@
-"""What a reward may be, whoever gives it."""
+"""Checks a reward, whether an agent loop or a reward function returned it."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import numpy as np
 from umbra.runtime.errors import RewardError
 
 REWARD_LIMIT: Final = float(np.finfo(np.float32).max) / 2
-"""The largest size of a reward. Beyond it the difference of two rewards, and so an advantage, may
-exceed float32."""
+"""The largest absolute value of a reward. With larger ones, the difference of two rewards, and so
+an advantage, could exceed float32."""
 
 
 def reward_value(value: Any, giver: str, sample_id: str, remedy: str) -> float:
-    """The number that user code gave as a reward: of Python, or a scalar of numpy or torch.
+    """Converts a reward from user code: a number of Python, or a scalar of numpy or torch.
 
     Args:
-        giver: what gave it; stands in the error, as do the others.
+        giver: the function or loop that returned it, for the message.
 
     Raises:
-        RewardError: it is no finite number, or beyond REWARD_LIMIT. A text is none, even one that
-            `float` can read.
+        RewardError: it is not a finite number, or beyond REWARD_LIMIT. Text is refused, even if
+            `float` can parse it.
     """
     try:
         number = math.nan if isinstance(value, str | bytes | bytearray) else float(value)
-    except OverflowError:  # of an int: its digits may be too many to show
+    except OverflowError:  # an int whose digits may be too many to show
         raise _too_large("a number beyond 1.8e308", giver, sample_id) from None
     except Exception:  # noqa: BLE001 -- `__float__` of anything; torch's raises RuntimeError
         number = math.nan

@@ -1,4 +1,4 @@
-"""The rollout actor: runs user code (rewards, agent loops) in a process of its own."""
+"""The rollout worker: an actor that runs user code (rewards, agent loops) in its own process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Final, Self
 from umbra.runtime.actor.actor_spec import actor_context
 from umbra.runtime.errors import ConfigError, RolloutError, UmbraError
 from umbra.runtime.rollout.agents.agent_loop import AgentContext, AgentLoop
-from umbra.runtime.rollout.agents.auxiliary_pool import PoolDesk
+from umbra.runtime.rollout.agents.auxiliary_pool import PoolCaller
 from umbra.runtime.rollout.agents.deadline_extension import ExtendableDeadline
 from umbra.runtime.rollout.agents.reward_function import RewardFunction
 from umbra.runtime.rollout.agents.task_host import TaskHost, UserThread
@@ -26,14 +26,14 @@ class RolloutWorker:
 
     Args:
         tokenizer_path: model directory or `tokenizer.json`.
-        reward: `module:function`, see `RewardFunction`; may be empty where agent loops give
-            every reward themselves.
+        reward: `module:function`, see `RewardFunction`; may be empty if agent loops give every
+            reward themselves.
         sys_path: folders of user code, put in front of the import path.
         agent: `module:function`, see `umbra.runtime.rollout.agents.agent_loop`.
         reward_timeout_s: deadline of one call of the reward function.
-        block_limit_s: how long asynchronous user code may keep the others of this process from
-            going on. Then the process ends, and the manager is told which one it was.
-        pools: `AuxiliaryPoolConfig` as a dict, by name: further models that user code may ask.
+        block_limit_s: how long asynchronous user code may block the process's event loop. After
+            that the process reports the sample to the manager, and ends.
+        pools: `AuxiliaryPoolConfig` as a dict, by name: further models that user code may call.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class RolloutWorker:
         self._codec = TextCodec.open(tokenizer_path)
         self._stack = contextlib.AsyncExitStack()
         self._thread = UserThread("user-code")
-        self._pools = PoolDesk(pools or {})
+        self._pools = PoolCaller(pools or {})
         self._reward = (
             RewardFunction(reward, self._thread, reward_timeout_s, self._pools) if reward else None
         )
@@ -70,31 +70,31 @@ class RolloutWorker:
         await self._stack.aclose()
 
     async def run(self) -> None:
-        """Ends the process where user code blocks the thread that all of it shares.
+        """Ends the process when user code blocks the event loop that all user code shares.
 
         Raises:
-            RolloutError: always, where it returns at all.
+            RolloutError: always, if it returns at all.
         """
         blocked = await self._thread.blocked(self._block_limit_s)
         reason = (
             f"user code for sample {blocked.label or 'unknown'} did not yield for "
-            f"{self._block_limit_s:.3g} s, at {blocked.place}; all of a process share one "
-            "thread: await what is asynchronous, put what blocks into asyncio.to_thread, or raise "
-            "rollout.block_limit_s"
+            f"{self._block_limit_s:.3g} s, at {blocked.location}; all user code of a process "
+            "shares one event loop: await asynchronous calls, put blocking ones into "
+            "asyncio.to_thread, or raise rollout.block_limit_s"
         )
         context = actor_context()
         for manager in list(self._managers.values()):
-            with contextlib.suppress(UmbraError):  # then it is found out by trial
+            with contextlib.suppress(UmbraError):  # then the manager finds out by quarantine
                 arguments = (context.name, context.incarnation, blocked.label or "", reason)
                 await manager.call("report_blocked", *arguments, timeout_s=_REPORT_TIMEOUT_S)
         raise RolloutError(reason)
 
     async def score(self, items: list[dict[str, Any]]) -> list[float]:
-        """Rewards of finished trajectories, in one call of the reward function.
+        """Scores finished trajectories in one call of the reward function.
 
         Args:
             items: maps {"sample_id", "prompt": str, "tokens": int32 completion, "row", "manager":
-                name of who asks}.
+                name of the caller}.
 
         Raises:
             RewardError: see `RewardFunction`.
@@ -104,7 +104,7 @@ class RolloutWorker:
             raise ConfigError(
                 "an agent loop returned None, and no reward function is configured to score it"
             )
-        await self._manager(items[0]["manager"])  # it is told which call blocks
+        await self._manager(items[0]["manager"])  # so that `run` can report a call that blocks
         completions = [self._codec.decode(item["tokens"].tolist()) for item in items]
         return await self._reward(
             [item["sample_id"] for item in items],
@@ -117,26 +117,26 @@ class RolloutWorker:
         """Runs the agent loop for one trajectory; returns the reward it gives, if any.
 
         Args:
-            item: map {"sample_id", "prompt", "tokens": int32 prompt, "row", "session": id under
-                which the manager knows the run, "manager": its name}.
+            item: map {"sample_id", "prompt", "tokens": int32 prompt, "row", "session": the
+                manager's id of this run, "manager": its name}.
 
         Raises:
             RolloutError, RewardError: see `AgentLoop`.
         """
         if self._agent is None:
-            raise ConfigError("rollouts are configured as agent loops, but no agent loop is given")
+            raise ConfigError("rollouts are configured as agent loops, but rollout.agent is empty")
         manager = await self._manager(item["manager"])
 
         def asking(method: str) -> Callable[..., Awaitable[Any]]:
             async def ask(*arguments: object) -> Any:
-                # the loop runs on the user thread; calls belong to the actor's loop
+                # The loop runs on the user thread, but calls must be made on the actor's loop.
                 return await self._calls_out.run(
                     lambda: manager.call(method, item["session"], *arguments, timeout_s=timeout_s)
                 )
 
             return ask
 
-        patience = ExtendableDeadline(timeout_s)
+        deadline = ExtendableDeadline(timeout_s)
         context = AgentContext(
             item["row"],
             item["prompt"],
@@ -145,9 +145,9 @@ class RolloutWorker:
             generate=asking("generate"),
             recall=asking("recall"),
             keep=asking("keep"),
-            pool=lambda name: self._pools.pool(name, patience),
+            pool=lambda name: self._pools.pool(name, deadline),
         )
-        return await self._agent.run(context, item["sample_id"], patience)
+        return await self._agent.run(context, item["sample_id"], deadline)
 
     async def _manager(self, name: str) -> Handle:
         if name not in self._managers:

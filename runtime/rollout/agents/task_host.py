@@ -1,4 +1,4 @@
-"""Runs coroutines on one loop for callers on another: the bridge to user code's thread."""
+"""Runs coroutines on one event loop for callers on another: the bridge to user code's thread."""
 
 from __future__ import annotations
 
@@ -13,40 +13,41 @@ from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Final, NamedTuple, Self, TypeVar
 from weakref import WeakKeyDictionary
 
-from umbra.runtime.rollout.agents.user_function import place_in_user_code
+from umbra.runtime.rollout.agents.user_function import frame_in_user_code
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-# User code that does not yield for so long at shutdown is left behind.
+# User code that does not yield for this long at shutdown is abandoned.
 _JOIN_TIMEOUT_S: Final = 1.0
-# A process that was stopped and goes on finds its deadlines gone by: the loop gets this much more.
-_SECOND_CHANCE_S: Final = 0.5
+# A process that was stopped by SIGSTOP finds its deadlines expired when it continues. This is the
+# extra time that the user loop then gets to react.
+_RESUMED_GRACE_S: Final = 0.5
 
 
 class Blocked(NamedTuple):
-    """User code that does not let the loop go on.
+    """User code that blocks its event loop.
 
     Attributes:
-        label: as given to `run_async`, also for the tasks that such a call has made; None where
-            it is none of these calls, or one that has returned.
-        place: file, line, function and what stands there.
+        label: as passed to `run_async`, also for tasks that such a call created; None for other
+            code, and for a call that has returned.
+        location: file, line, function and source text.
     """
 
     label: str | None
-    place: str
+    location: str
 
 
 class _Call:
-    """A call of `run_async`, for itself and the tasks that it makes."""
+    """A call of `run_async`, including the tasks that it creates."""
 
     def __init__(self, label: str) -> None:
         self.label: str | None = label  # None once it has returned
 
 
 class TaskHost:
-    """Owns the tasks that other loops ask its loop to run. Use `async with` on that loop."""
+    """Owns the tasks that other loops run on its loop. Must be entered on that loop."""
 
     def __init__(self) -> None:
         self._tasks = asyncio.TaskGroup()
@@ -88,11 +89,11 @@ class TaskHost:
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
-        def cancel_if_given_up(future: concurrent.futures.Future[T]) -> None:
+        def cancel_if_abandoned(future: concurrent.futures.Future[T]) -> None:
             if future.cancelled():
                 self._loop.call_soon_threadsafe(task.cancel)
 
-        result.add_done_callback(cancel_if_given_up)
+        result.add_done_callback(cancel_if_abandoned)
 
 
 async def _settle(
@@ -103,7 +104,7 @@ async def _settle(
     except asyncio.CancelledError:
         result.cancel()
         raise
-    except BaseException as error:  # noqa: BLE001  the caller's, even a SystemExit of user code
+    except BaseException as error:  # noqa: BLE001  for the caller, even a SystemExit of user code
         if not result.cancelled():
             result.set_exception(error)
     else:
@@ -112,11 +113,11 @@ async def _settle(
 
 
 class UserThread:
-    """A daemon thread with a loop for user code, which may block it. `async with`.
+    """A daemon thread with an event loop for user code, which may block it. Use `async with`.
 
-    Asynchronous user code shares the loop; a synchronous function runs on a thread of its own,
-    one at a time, since user code is seldom thread-safe. At exit, running tasks are cancelled;
-    a thread that hangs in user code is left to the end of the process.
+    Asynchronous user code shares the loop. A synchronous function runs on a thread of its own, one
+    at a time, since user code is seldom thread-safe. At exit, running tasks are cancelled; a
+    thread that hangs in user code is abandoned until the process ends.
     """
 
     def __init__(self, name: str) -> None:
@@ -150,18 +151,18 @@ class UserThread:
             try:
                 return await function()
             finally:
-                me.label = None  # what it leaves behind is not its own any more
+                me.label = None  # tasks that it leaves behind are no longer part of the call
 
         return await self._host.run(call)
 
     async def blocked(self, limit_s: float) -> Blocked:
-        """Returns once the user loop has not gone on for `limit_s` seconds; says why."""
+        """Returns once the user loop has been blocked for `limit_s` seconds, with the cause."""
         while True:
             reacted: concurrent.futures.Future[None] = concurrent.futures.Future()
             self._loop.call_soon_threadsafe(reacted.set_result, None)
             done = asyncio.wrap_future(reacted)
-            for patience_s in (limit_s, _SECOND_CHANCE_S):
-                await asyncio.wait([done], timeout=patience_s)
+            for wait_s in (limit_s, _RESUMED_GRACE_S):
+                await asyncio.wait([done], timeout=wait_s)
             if not done.done():
                 return self._what_blocks()
             await asyncio.sleep(limit_s / 4)
@@ -172,10 +173,10 @@ class UserThread:
         frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
         stack = traceback.extract_stack(frames.get(self._thread.ident or 0))
         logger.warning("user code blocks its loop:\n%s", "".join(traceback.format_list(stack)))
-        frame = place_in_user_code(stack) or stack[-1]
+        frame = frame_in_user_code(stack) or stack[-1]
         line = f": {frame.line}" if frame.line else ""
-        place = f"{frame.filename}:{frame.lineno} in {frame.name}{line}"
-        return Blocked(None if call is None else call.label, place)
+        location = f"{frame.filename}:{frame.lineno} in {frame.name}{line}"
+        return Blocked(None if call is None else call.label, location)
 
     async def run_sync(self, function: Callable[[], T]) -> T:
         """Calls `function()` on a thread of its own. Cancelling stops the wait, not the call."""
@@ -185,10 +186,10 @@ class UserThread:
             def work() -> None:
                 try:
                     value = function()
-                except StopIteration as error:  # no future can carry one
+                except StopIteration as error:  # a future cannot carry it
                     if result.set_running_or_notify_cancel():
                         result.set_exception(RuntimeError(f"raised StopIteration: {error}"))
-                except BaseException as error:  # noqa: BLE001  the caller's, even a SystemExit
+                except BaseException as error:  # noqa: BLE001  for the caller, even a SystemExit
                     if result.set_running_or_notify_cancel():
                         result.set_exception(error)
                 else:
@@ -218,7 +219,7 @@ class UserThread:
         coroutine: Coroutine[Any, Any, T] | Generator[Any, None, T],
         **settings: Any,
     ) -> asyncio.Task[T]:
-        """What user code hands to `gather` or a TaskGroup belongs to the call that does it."""
+        """Makes tasks that user code creates, as in `gather`, part of the creating call."""
         task = asyncio.Task(coroutine, loop=loop, **settings)
         maker = asyncio.current_task(loop)
         if maker is not None and maker in self._calls:

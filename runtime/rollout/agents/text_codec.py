@@ -1,4 +1,4 @@
-"""Text to tokens and back, with the model's own tokenizer, without torch where possible."""
+"""Converts text to tokens and back with the model's own tokenizer, without torch if possible."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class TextCodec:
     """Wraps a tokenizer.
 
     Attributes:
-        encode: tokens of a text, no special ones added.
-        encode_prompt: with those that the tokenizer itself adds to a text.
-        decode: back to text; leaves special tokens out.
+        encode: tokens of a text, without special tokens.
+        encode_prompt: tokens of a text, with the special tokens that the tokenizer adds.
+        decode: text of tokens, without special tokens.
     """
 
     def __init__(
@@ -36,9 +36,9 @@ class TextCodec:
             DataError: there is no tokenizer, or it is damaged.
             ConfigError: neither `tokenizers` nor `transformers` is installed.
         """
-        place = Path(path)
-        file = place / "tokenizer.json" if place.is_dir() else place
-        return cls._from_json(file) if file.is_file() else cls._from_transformers(place)
+        target = Path(path)
+        file = target / "tokenizer.json" if target.is_dir() else target
+        return cls._from_json(file) if file.is_file() else cls._from_transformers(target)
 
     @classmethod
     def _from_json(cls, file: Path) -> TextCodec:
@@ -49,7 +49,7 @@ class TextCodec:
         try:
             tokenizer: Any = Tokenizer.from_file(str(file))
         except Exception as error:  # tokenizers raises bare Exception
-            raise DataError(f"{file} is no usable tokenizer: {error}") from error
+            raise DataError(f"{file} is not a usable tokenizer: {error}") from error
         return cls(
             lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
             lambda text: tokenizer.encode(text).ids,
@@ -57,19 +57,19 @@ class TextCodec:
         )
 
     @classmethod
-    def _from_transformers(cls, place: Path) -> TextCodec:
+    def _from_transformers(cls, path: Path) -> TextCodec:
         try:
             import transformers
         except ImportError as error:
             raise ConfigError(
-                f"{place} has no tokenizer.json, and reading other kinds needs `transformers`: "
+                f"{path} has no tokenizer.json, and reading other kinds needs `transformers`: "
                 + how_to_install("train")
             ) from error
         auto: Any = transformers.AutoTokenizer
         try:
-            tokenizer = auto.from_pretrained(str(place), local_files_only=True)
+            tokenizer = auto.from_pretrained(str(path), local_files_only=True)
         except (OSError, ValueError) as error:
-            raise DataError(f"{place} holds no tokenizer: {error}") from error
+            raise DataError(f"{path} holds no tokenizer: {error}") from error
         return cls(
             lambda text: tokenizer.encode(text, add_special_tokens=False),
             lambda text: tokenizer.encode(text),

@@ -1,4 +1,4 @@
-"""Functions that users name in a config as `module:function`."""
+"""Functions of the user, named in the config as `module:function`."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def load_function(target: str, setting: str) -> Callable[..., Any]:
     """Imports `module:function`.
 
     Args:
-        setting: the one that names it, such as "reward.function"; stands in the error.
+        setting: that names it, such as "reward.function"; used in the message.
 
     Raises:
-        ConfigError: it cannot be imported or called; says which and why.
+        ConfigError: it cannot be imported or called; the message has the cause.
     """
     module_name, _, function_name = target.partition(":")
     if not module_name or not function_name:
@@ -63,15 +63,15 @@ def _how_to_find(module_name: str, function_name: str, error: Exception) -> str:
 def check_call(
     function: Callable[..., Any], setting: str, positional: Sequence[str], keywords: Sequence[str]
 ) -> None:
-    """Raises ConfigError where the function does not take these arguments.
+    """Raises ConfigError if the function cannot be called with these arguments.
 
     Args:
-        setting: the one that names the function, with its value; stands in the error.
+        setting: that names the function, with its value; used in the message.
     """
-    # A wrapper is called itself, whatever it passes on to what it wraps.
+    # A wrapper is checked itself, not the function that it wraps.
     try:
         signature = inspect.signature(function, follow_wrapped=False)
-    except ValueError:  # of a function in C that does not say
+    except ValueError:  # a function written in C without a signature
         return
     try:
         signature.bind(*positional, **dict.fromkeys(keywords))
@@ -79,56 +79,56 @@ def check_call(
         name = getattr(function, "__name__", type(function).__name__)
         arguments = ", ".join([*positional, *(f"{keyword}=" for keyword in keywords)])
         raise ConfigError(
-            f"{setting}: {_place_of(function)}{name}{signature} is called as {name}({arguments}): "
-            f"{error}"
+            f"{setting}: {_location_of(function)}{name}{signature} is called as "
+            f"{name}({arguments}): {error}"
         ) from None
 
 
-def _place_of(function: Callable[..., Any]) -> str:
-    """`FILE:LINE: `, where it is one with a text in Python."""
+def _location_of(function: Callable[..., Any]) -> str:
+    """`FILE:LINE: ` of a function written in Python, else ""."""
     code = getattr(function, "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}: " if code is not None else ""
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether it is an `async def`, or an object whose `__call__` is."""
+    """Whether the function is an `async def`, or an object whose `__call__` is."""
     return inspect.iscoroutinefunction(function) or (
         inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
     )
 
 
 def describe(error: BaseException) -> str:
-    """`ValueError: bad digit (rewards.py:12 in reward)`: what was raised, and where.
+    """Names the error and where it was raised: `ValueError: bad digit (rewards.py:12 in reward)`.
 
-    The place is the innermost in the user's own files, else in a library that they use; umbra's
-    and Python's own lines say nothing to its author.
+    The location is the innermost frame in the user's own files, else in a library that they use.
+    Frames of umbra and of Python would not help the user.
     """
     text = "".join(traceback.format_exception_only(error)).strip()
-    frame = place_in_user_code(traceback.extract_tb(error.__traceback__))
+    frame = frame_in_user_code(traceback.extract_tb(error.__traceback__))
     return f"{text} ({frame.filename}:{frame.lineno} in {frame.name})" if frame else text
 
 
 def is_mistake_in_code(error: BaseException) -> bool:
-    """To be mended, not caught: it comes whatever the model or a tool says."""
+    """Whether the error does not depend on any output, so that it must be fixed, not caught."""
     if isinstance(error, RolloutError | NameError | ImportError | SyntaxError):
         return True
     frames = traceback.extract_tb(error.__traceback__)
-    return place_in_user_code(frames) is None  # the call itself failed
+    return frame_in_user_code(frames) is None  # the call itself failed
 
 
 def advice(error: BaseException, usual: str) -> str:
-    """What to do about an error of user code, to follow its description.
+    """The remedy for an error of user code, to be appended to its description.
 
     Args:
-        usual: for what may come of what the model or a tool says.
+        usual: remedy for errors that may depend on the output of the model or a tool.
     """
     if is_full_disk(error):
         return "; the disk that it writes to is full: free some space (prints go to the run's logs)"
     return "" if is_mistake_in_code(error) else usual
 
 
-def place_in_user_code(frames: traceback.StackSummary) -> traceback.FrameSummary | None:
-    """The innermost in the user's own files, else in a library that they use, if any."""
+def frame_in_user_code(frames: traceback.StackSummary) -> traceback.FrameSummary | None:
+    """The innermost frame in the user's own files, else in a library that they use, if any."""
     for kind in ("user", "library"):
         for frame in reversed(frames):
             if _kind_of_file(frame.filename) == kind:

@@ -1,22 +1,21 @@
-"""The manager's side of the rollout actors: gives them work and outlives their deaths.
+"""The manager's side of the rollout workers: gives them jobs and survives their deaths.
 
     put(job) -> queue of its method -> lanes of a worker -> call -> on_result | on_failure
                      ^                          |
                      +--- first death ----------+
                                                 +--- second death ---> quarantine of that worker
 
-A worker does many jobs at a time, and its process fails because of one of them, or of none. One
-death proves nothing, so all that ran there runs again as before. A job that was there at two deaths
-goes into quarantine on the worker that died last, which has nothing else to do by then: jobs in
-quarantine run one at a time, and nothing else runs on that worker until all are through. A job that
-returns is clean. One whose process fails again and again while it runs alone is the cause: it
-fails, and the others leave the quarantine.
+A worker runs many jobs at a time, and its process may die because of one of them, or of none. One
+death proves nothing, so all its jobs run again as before. A job that was running at two deaths goes
+into quarantine on the worker that died last. Jobs in quarantine run one at a time, and the worker
+runs nothing else until all are done. A job that returns is clean. If the process keeps dying while
+a job runs alone, that job is the cause: it fails, and the others leave the quarantine.
 
-A worker that reports itself which job blocks it (`report_blocked`) puts that job alone into
-quarantine. Where such ends follow each other, so that no job of the kind gets done, it is not a
-job's fault but the function's: all of it fails.
+A worker that reports which job blocks it (`report_blocked`) puts that job alone into quarantine. If
+such ends follow each other and no job of the kind returns in between, the function is at fault, not
+a job: the whole pool fails.
 
-Jobs may therefore run more than once: rewards and agent loops are repeatable by contract.
+Jobs may therefore run more than once: rewards and agent loops must be repeatable.
 """
 
 from __future__ import annotations
@@ -42,39 +41,39 @@ from umbra.runtime.rpc.rpc_client import Handle
 
 logger = logging.getLogger(__name__)
 
-# How long a rollout actor may take to come back before its absence is an error. Its own start
-# limit is the supervisor's business; this one only bounds the wait.
+# How long a rollout worker may take to come back before its absence is an error. The supervisor
+# enforces the worker's own start limit; this one only bounds the wait.
 _RESOLVE_TIMEOUT_S: Final = 300.0
-# Between two looks at a worker whose death the supervisor has not noticed yet. It takes a few
-# milliseconds; asking faster only burns its time.
+# Interval of asking for a worker whose death the supervisor has not noticed yet. It notices within
+# milliseconds; shorter only loads it.
 _STALE_REF_WAIT_S: Final = 0.05
 _QUARANTINE_FROM: Final = 2
-"""Deaths. With fewer, a single chance kill would have all that ran there run one after the other;
-with more, a job that kills its process costs more restarts."""
+"""Number of deaths. With fewer, a single chance kill would make all jobs of the worker run one
+after the other; with more, a job that kills its process costs more restarts."""
 
 
 @dataclass(slots=True, eq=False)
 class GroupRetries:
-    """What a group's jobs have left together after one blocked: it costs all that ran beside it."""
+    """Retries that the jobs of a group share after one blocked; that kills all jobs beside it."""
 
     left: int
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class WorkerJob:
-    """A call for any rollout actor to answer. It may run more than once.
+    """A call that any rollout worker may answer. It may run more than once.
 
     Attributes:
-        label: what it is, for messages.
-        group_id: whose it is.
-        sample_id: by which a worker names it.
-        make_arguments: called anew for each attempt.
+        label: names the job in messages.
+        group_id: the group that it is for.
+        sample_id: names the job in a worker's `report_blocked`.
+        make_arguments: called for each attempt.
         timeout_s: deadline of the call.
-        on_failure: told of an error that another attempt would not heal.
-        is_wanted: False once nobody waits for the outcome; neither is called then.
-        num_deaths: of actors that it was running on, since it last returned.
-        retries: how often it may be tried again after it failed by itself,
-        group_retries: and of these, after it blocked its process.
+        on_failure: called with an error that another attempt would not heal.
+        is_active: False once the result is not needed; neither callback is called then.
+        num_deaths: deaths of workers that were running it, since it last returned.
+        retries: further attempts allowed after it failed by itself.
+        group_retries: those of `retries` that are left after it blocked its process.
     """
 
     label: str
@@ -85,21 +84,20 @@ class WorkerJob:
     timeout_s: float
     on_result: Callable[[Any], None]
     on_failure: Callable[[UmbraError], None]
-    is_wanted: Callable[[], bool]
+    is_active: Callable[[], bool]
     group_retries: GroupRetries
     num_deaths: int = 0
     retries: int = 0
 
 
 class WorkerPool:
-    """Keeps `concurrency` calls in progress on each rollout actor.
+    """Keeps `concurrency` calls in progress on each rollout worker.
 
     Args:
-        names: of the actors.
-        concurrency: calls in progress per actor, per method.
-        max_deaths: how many deaths of actors a job may see; with one more, alone, it is the cause.
-        on_failure: told when an actor is gone for good, or the function blocks whatever it is
-            given.
+        names: of the workers' actors.
+        concurrency: calls in progress per worker, by method.
+        max_deaths: deaths of workers that a job may see; one more, alone, shows it is the cause.
+        on_failure: called when a worker is gone for good, or user code blocks for any input.
     """
 
     def __init__(
@@ -115,7 +113,7 @@ class WorkerPool:
         self._concurrency = concurrency
         self._max_deaths = max_deaths
         self._on_failure = on_failure
-        # unbounded, yet no longer than what the manager admits: a job per group or trajectory
+        # Bounded by what the manager admits: a job per group or trajectory.
         self._queues: dict[str, asyncio.Queue[WorkerJob]] = {
             method: asyncio.Queue() for method in concurrency
         }
@@ -128,13 +126,13 @@ class WorkerPool:
     def report_blocked(
         self, name: str, incarnation: int, sample_id: str, error: UmbraError
     ) -> None:
-        """That actor ends because of one job, which fails with `error` once the actor is gone."""
+        """Takes a worker's report that one job blocks it; the job fails once the worker is gone."""
         for worker in self._workers:
             if worker.name == name:
                 worker.blocked = _Blocked(incarnation, sample_id, error)
 
     async def run(self) -> None:
-        """Lives until cancelled."""
+        """Runs until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for worker in self._workers:
                 lanes = [self._serve_quarantine(worker)]
@@ -147,17 +145,17 @@ class WorkerPool:
         try:
             await lane
         except UmbraError as error:
-            self._on_failure(RolloutError(f"rollout actor {worker.name} is gone: {error}"))
+            self._on_failure(RolloutError(f"rollout worker {worker.name} is gone: {error}"))
 
     async def _serve(self, worker: _Worker, queue: asyncio.Queue[WorkerJob]) -> None:
         while True:
             await worker.await_end_of_quarantine()
-            await worker.connect()  # a job is taken only by a worker that is there
+            await worker.connect()  # jobs are taken only for a worker that is up
             job = await queue.get()
             if worker.quarantine:
                 self.put(job)  # another worker may have time for it
                 continue
-            async with worker.beside_others():
+            async with worker.running_job():
                 if await self._attempt(job, worker):
                     worker.quarantine.append(job)
 
@@ -169,9 +167,9 @@ class WorkerPool:
             await worker.leave_quarantine(job)
 
     async def _attempt(self, job: WorkerJob, worker: _Worker) -> bool:
-        """Runs the job; whether it has to run again, alone."""
+        """Runs the job; returns whether it must run again, alone."""
         handle = await worker.connect()
-        if not job.is_wanted():  # asked after the wait: its group may have ended meanwhile
+        if not job.is_active():  # checked after the wait: its group may have ended meanwhile
             return False
         ref = handle.ref
         try:
@@ -181,18 +179,18 @@ class WorkerPool:
             return self._on_death(job, worker, ref, error)
         except RolloutError as error:
             job.num_deaths = 0
-            self._fail(job, error)  # its text was made for the user
+            self._fail(job, error)  # its message is written for the user
         except UmbraError as error:
             job.num_deaths = 0
             self._fail(job, RolloutError(f"{job.label} failed in {ref}: {error}"))
         else:
             self._blocked[job.method].on_done()
-            if job.is_wanted():
+            if job.is_active():
                 job.on_result(result)
         return False
 
     def _on_death(self, job: WorkerJob, worker: _Worker, ref: ActorRef, error: UmbraError) -> bool:
-        """Whether the job has to run again, alone."""
+        """Handles a death of the job's worker; returns whether it must run again, alone."""
         blocked = worker.blocked
         if blocked is None or blocked.incarnation != ref.incarnation:
             job.num_deaths += 1
@@ -210,41 +208,41 @@ class WorkerPool:
     def _fail_as_cause(
         self, job: WorkerJob, worker: _Worker, ref: ActorRef, error: UmbraError
     ) -> None:
-        """The others in quarantine may only have seen deaths that this job is the cause of."""
+        """Fails the job; the others in quarantine run again normally, since it was the cause."""
         for other in worker.quarantine[1:]:
             other.num_deaths = 0
             self.put(other)
         del worker.quarantine[1:]
-        job.retries = 0  # it has had its chances
+        job.retries = 0  # it was tried often enough
         self._fail(
             job,
             _error_of(
                 job,
-                f"{job.label} saw {job.num_deaths} rollout actors die, the last of them {ref} "
-                f"({error}): it is taken for the cause. See their logs",
+                f"{job.label} saw {job.num_deaths} rollout workers die, the last of them {ref} "
+                f"({error}): it is considered the cause. See their logs",
             ),
         )
 
     def _on_blocked(self, job: WorkerJob, reason: str) -> bool:
-        """Whether the job has to run again, alone."""
+        """Handles a blocked worker; returns whether the job must run again, alone."""
         job.retries = min(job.retries, job.group_retries.left)
         job.group_retries.left -= 1
-        if so_often := self._blocked[job.method].on_blocked(job.group_id):
-            self._on_failure(_error_of(job, f"{reason} ({so_often})"))
+        if too_often := self._blocked[job.method].on_blocked(job.group_id):
+            self._on_failure(_error_of(job, f"{reason} ({too_often})"))
             return False
-        return self._is_tried_again(job, _error_of(job, reason))
+        return self._retry_or_fail(job, _error_of(job, reason))
 
     def _fail(self, job: WorkerJob, error: UmbraError) -> None:
-        if self._is_tried_again(job, error):
+        if self._retry_or_fail(job, error):
             self.put(job)
 
-    def _is_tried_again(self, job: WorkerJob, error: UmbraError) -> bool:
-        """Where not, and somebody waits for it, it has failed."""
-        if job.is_wanted() and job.retries > 0:
+    def _retry_or_fail(self, job: WorkerJob, error: UmbraError) -> bool:
+        """Takes a retry and returns True, or reports the failure and returns False."""
+        if job.is_active() and job.retries > 0:
             job.retries -= 1
-            logger.warning("%s failed and is tried again: %s", job.label, error)
+            logger.warning("%s failed and is retried: %s", job.label, error)
             return True
-        if job.is_wanted():
+        if job.is_active():
             job.on_failure(error)
         return False
 
@@ -255,7 +253,7 @@ def _error_of(job: WorkerJob, text: str) -> RolloutError:
 
 @dataclass(frozen=True, slots=True)
 class _Blocked:
-    """An actor's report of why it ends: the sample whose job blocks it, and the job's error."""
+    """A worker's report of why it ends: the sample whose job blocks it, and the job's error."""
 
     incarnation: int
     sample_id: str
@@ -263,11 +261,11 @@ class _Blocked:
 
 
 class _Worker:
-    """One named rollout actor, through its incarnations.
+    """One named rollout worker, across its incarnations.
 
     Attributes:
         quarantine: jobs that run alone here, in this order.
-        blocked: the last report of the actor.
+        blocked: the worker's last report.
     """
 
     def __init__(self, name: str, context: ActorContext) -> None:
@@ -282,8 +280,8 @@ class _Worker:
         self._resolving = asyncio.Lock()
 
     @asynccontextmanager
-    async def beside_others(self) -> AsyncGenerator[None]:
-        """For a job that is not in quarantine; at its end it may be."""
+    async def running_job(self) -> AsyncGenerator[None]:
+        """Counts a job that is not in quarantine as running; at its end it may enter it."""
         self._num_running += 1
         try:
             yield
@@ -308,7 +306,7 @@ class _Worker:
             self._changed.notify_all()
 
     def on_lost(self, ref: ActorRef) -> None:
-        """That incarnation is gone: this worker gets nothing more until the next one is up."""
+        """Disconnects a dead incarnation; `connect` waits for the next one."""
         self._lost_incarnation = max(self._lost_incarnation, ref.incarnation)
         if self._handle is not None and self._handle.ref.incarnation <= ref.incarnation:
             self._handle = None
@@ -317,7 +315,7 @@ class _Worker:
         """A handle to the live incarnation, once there is one.
 
         Raises:
-            UmbraError: it will not come back, or not in time.
+            UmbraError: the worker will not come back, or not in time.
         """
         async with self._resolving:
             if self._handle is None:
@@ -332,5 +330,5 @@ class _Worker:
                 return ref
             if asyncio.get_running_loop().time() > deadline:
                 raise DeadlineExceeded(f"{ref} was lost and has no successor yet")
-            # the supervisor has not noticed the death yet
+            # The supervisor has not noticed the death yet.
             await asyncio.sleep(_STALE_REF_WAIT_S)

@@ -1,4 +1,4 @@
-"""Prompts as groups of fresh trajectories."""
+"""Turns prompts into groups of fresh trajectories."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from umbra.runtime.rollout.dispatch.trajectory import Trajectory
 from umbra.runtime.rollout.prompts import Prompt, PromptSet
 from umbra.runtime.rollout.rollout_config import RolloutConfig
 
-# Evaluation prompts that share one call of the reward function: fewer calls, coarser overlap.
+# Evaluation prompts that share one call of the reward function. More means fewer calls and less
+# overlap with generation.
 _EVAL_GROUP_SIZE: Final = 32
 
 
 class Admission:
-    """Makes groups. Which prompt has which place in the order depends on the seed alone.
+    """Makes groups. The order of the prompts depends on the seed alone.
 
     Raises (on use):
-        DataError: a prompt that leaves no room for a completion.
+        DataError: a prompt fills the whole context.
     """
 
     def __init__(self, config: RolloutConfig) -> None:
@@ -35,12 +36,12 @@ class Admission:
 
     @property
     def num_prompts(self) -> int:
-        """Of the training set."""
+        """Number of prompts of the training set."""
         return len(self._train)
 
-    def training_group(self, place: int) -> Group:
-        """The group of a place in the endless order, epoch after epoch."""
-        epoch, idx = self._order.at(place)
+    def training_group(self, order_idx: int) -> Group:
+        """The group at an index of the endless prompt order, epoch after epoch."""
+        epoch, idx = self._order.at(order_idx)
         prompt = self._train[idx]
         group_id = f"e{epoch}/{prompt.prompt_id}"
         seeds = [
@@ -52,11 +53,11 @@ class Admission:
             [self._trajectory(f"{group_id}/{k}", prompt, seed) for k, seed in enumerate(seeds)],
         )
 
-    def epoch_of(self, place: int) -> int:
-        return place // len(self._train)
+    def epoch_of(self, order_idx: int) -> int:
+        return order_idx // len(self._train)
 
     def evaluation_groups(self) -> list[Group]:
-        """Every held-out prompt once.
+        """All held-out prompts, each once.
 
         Raises:
             DataError: no held-out set was configured.

@@ -17,8 +17,8 @@ def rank_columns(groups: Sequence[Group], plan: RankPlan) -> dict[str, Any]:
 
     A group may be split over ranks, so each of them gets the rewards of the whole group:
         group_rewards: [sum G] float32, of every group that the rank has a sample of.
-        group_offsets: [groups + 1] int32, where each of these groups begins in `group_rewards`.
-        reward_indices: [N] int32, each of the rank's samples in `group_rewards`.
+        group_offsets: [groups + 1] int32, the start of each of these groups in `group_rewards`.
+        reward_indices: [N] int32, the index of each of the rank's samples in `group_rewards`.
     """
     flat = [(group.group_id, sample) for group in groups for sample in group.trajectories]
     mine = [flat[idx] for idx in plan.samples]
@@ -72,7 +72,7 @@ def _reward(sample: Trajectory) -> float:
 
 
 def batch_metrics(groups: Sequence[Group], gen_s: float) -> dict[str, float]:
-    """Numbers of the global batch, the same on every rank."""
+    """Metrics of the global batch, the same on every rank."""
     samples = [sample for group in groups for sample in group.trajectories]
     rewards = np.asarray([_reward(sample) for sample in samples], np.float64)
     lengths = np.asarray([sample.num_generated for sample in samples], np.float64)

@@ -1,8 +1,8 @@
 """Splits a batch over ranks and micro-batches. W: ranks, M: micro-batches per rank.
 
 A rank's time is that of its micro-batches, and all ranks meet after each one (FSDP gathers
-parameters together), so the m-th micro-batch should cost about the same on every rank. Cost is
-counted in tokens to compute: completions, and each distinct prompt once, since a trainer that
+parameters together). The m-th micro-batch should therefore cost about the same on every rank. Cost
+is the number of tokens to compute: completions, and each distinct prompt once, since a trainer that
 packs computes a prompt once for all samples that share it. Groups therefore stay together unless
 one is far more than a micro-batch's fair share; every rank gets the rewards of the whole group.
 """
@@ -17,7 +17,7 @@ from typing import Final
 from umbra.runtime.rollout.dispatch.group import GroupShape
 
 # A group costing this many times a micro-batch's fair share is split. Lower balances better and
-# computes its prompt more often; higher leaves ranks waiting for the one that got it.
+# computes its prompt more often; higher makes the other ranks wait for the one that got it.
 _SPLIT_RATIO: Final = 1.25
 
 
@@ -50,12 +50,12 @@ def plan_batch(
     num_micro_batches: int = 1,
     max_tokens_per_micro_batch: int = 0,
 ) -> list[RankPlan]:
-    """Deals the samples of `groups`, numbered one group after the other; one plan per rank.
+    """Deals the samples of `groups`, numbered one group after the other; returns a plan per rank.
 
-    With a cap, as many micro-batches as it takes to keep each one's cost within it; a sample
-    beyond it stands alone. Without, `num_micro_batches` a rank. Every sample is dealt exactly
-    once and every rank gets the same number of micro-batches, at least one, also where there
-    are fewer samples than ranks.
+    With a cap, there are as many micro-batches as it takes to keep each one's cost within it; a
+    sample beyond the cap gets one of its own. Without a cap, each rank has `num_micro_batches`.
+    Every sample is dealt exactly once. Every rank gets the same number of micro-batches, at least
+    one, even if there are fewer samples than ranks.
     """
     num_samples = sum(len(group.lengths) for group in groups)
     if num_samples == 0:
@@ -74,7 +74,7 @@ def plan_batch(
 
 
 def _pack(groups: Sequence[GroupShape], num_bins: int, cap: int) -> list[_Piece]:
-    """At most `num_bins` bins of about equal cost: the dearest piece goes where least is."""
+    """At most `num_bins` bins of about equal cost: the costliest piece goes to the lightest bin."""
     total = sum(group.prompt_len + sum(group.lengths) for group in groups)
     limit = max(1, int(_SPLIT_RATIO * total / num_bins))
     pieces: list[_Piece] = []
@@ -116,9 +116,9 @@ def _split(group: GroupShape, first: int, limit: int) -> list[_Piece]:
 
 
 def _deal(bins: list[_Piece], world_size: int) -> list[RankPlan]:
-    """Gives bins to ranks, dearest first, forwards then backwards, which evens out the totals."""
+    """Deals bins to ranks, costliest first, forwards then backwards, which evens out the totals."""
     per_rank: list[list[list[int]]] = [[] for _ in range(world_size)]
-    num_rounds = -(-len(bins) // world_size)
+    num_per_rank = -(-len(bins) // world_size)
     for idx, one in enumerate(sorted(bins, key=lambda one: (-one.cost, one.samples))):
         turn, rank = divmod(idx, world_size)
         per_rank[rank if turn % 2 == 0 else world_size - 1 - rank].append(one.samples)
@@ -127,5 +127,5 @@ def _deal(bins: list[_Piece], world_size: int) -> list[RankPlan]:
         samples = sorted(sample for members in mine for sample in members)
         position = {sample: at for at, sample in enumerate(samples)}
         micro = [sorted(position[sample] for sample in members) for members in mine]
-        plans.append(RankPlan(samples, micro + [[] for _ in range(num_rounds - len(micro))]))
+        plans.append(RankPlan(samples, micro + [[] for _ in range(num_per_rank - len(micro))]))
     return plans

@@ -1,6 +1,6 @@
 """The order in which prompts are used, and every trajectory's sampling seed.
 
-All of it is a pure function of the job's seed, so a resumed job needs no saved cursor.
+Both are pure functions of the job's seed, so a resumed job needs no saved cursor.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def epoch_order(num_prompts: int, seed: int, epoch: int) -> NDArray[np.int64]:
 class PromptOrder:
     """The endless sequence of prompts: epoch after epoch, each in its own order.
 
-    Nothing is remembered between runs: place `i` of the sequence depends on the seed alone.
+    Nothing is stored between runs: index `i` of the sequence depends on the seed alone.
     """
 
     def __init__(self, num_prompts: int, seed: int, *, shuffle: bool = True) -> None:
@@ -40,9 +40,9 @@ class PromptOrder:
         self._epoch = -1
         self._order: NDArray[np.int64] = np.arange(num_prompts)
 
-    def at(self, place: int) -> tuple[int, int]:
-        """(epoch, index of the prompt) at `place` of the sequence."""
-        epoch, offset = divmod(place, self._num_prompts)
+    def at(self, order_idx: int) -> tuple[int, int]:
+        """(epoch, index of the prompt) at `order_idx` of the sequence."""
+        epoch, offset = divmod(order_idx, self._num_prompts)
         if self._shuffle and epoch != self._epoch:
             self._order = epoch_order(self._num_prompts, self._seed, epoch)
             self._epoch = epoch

@@ -1,8 +1,8 @@
-"""How old training data may be: a hard bound, held at three places. Pure.
+"""Bounds the age of training data; the bound is hard, and enforced in three places. Pure.
 
 s: optimizer steps that the trainer has done; a batch for s is what it trains on next.
-The age of a token, when it is handed out for s, is s less the steps that were done in the weights
-that sampled it. Ages count steps and not version numbers, which a rollback skips some of.
+The age of a token in a batch for s is s less the steps that were done in the weights that sampled
+it. Ages count steps and not version numbers, because a rollback skips version numbers.
 
     0 <= age <= max_staleness            of every token of every batch
 
@@ -20,29 +20,29 @@ from umbra.runtime.errors import RolloutError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StalenessBound:
-    """The bound of a job, and what follows from it.
+    """The bound of a job, and its consequences.
 
-    Admission. Call a group open from its admission until the step that trained on it is done, or
+    Admission. A group is open from its admission until the step that trained on it is done, or
     until it is dropped. New groups are admitted while fewer than
 
         groups_per_step * (max_staleness + 1) * over_sampling
 
-    are open (the formula of AReaL, Fu et al. 2025, arXiv:2505.24298, section 5.1, less the
-    groups that both its sides count). Where groups are handed out in the order of admission and
-    over_sampling is 1, that alone keeps the bound: say a group is admitted when s steps are done.
-    Of those before it, fewer than G * (k + 1) are open, and each step until its own takes G of
-    these, or they are dropped. So it is handed out for s + k at the latest, and its first token
-    cannot be older than its admission: the batch for s is asked for once every engine that serves
-    has the weights of s, also where they are updated one after the other.
+    are open (the formula of AReaL, Fu et al. 2025, arXiv:2505.24298, section 5.1, less the groups
+    that both its sides count). If groups are delivered in the order of admission and over_sampling
+    is 1, that alone keeps the bound. Proof: suppose a group is admitted when s steps are done.
+    Fewer than G * (k + 1) groups before it are open, and each step until its own takes G of these,
+    unless they are dropped. The group is therefore delivered for s + k at the latest. Its first
+    token cannot be older than its admission: the batch for s is requested only when every serving
+    engine has the weights of s, even if engines are updated one after the other.
 
-    Otherwise a group can be overtaken. Then it is dropped as soon as the weights it was begun with
-    are too old (`is_too_old`); and whatever happened, `check` is the last word at hand-out.
+    Otherwise other groups may overtake a group. It is dropped as soon as the weights it began with
+    are too old (`is_too_old`). `check` verifies every batch before delivery in any case.
 
     Attributes:
         max_staleness: k, in optimizer steps.
         groups_per_step: G, of one batch.
-        over_sampling: open groups for each one that is needed, 1.0 or more. What then comes too
-            late is dropped.
+        over_sampling: open groups per group that is needed, 1.0 or more. Groups that become too old
+            are dropped.
     """
 
     max_staleness: int
@@ -55,34 +55,34 @@ class StalenessBound:
 
     @property
     def max_open_groups(self) -> int:
-        wanted = self.groups_per_step * (self.max_staleness + 1) * self.over_sampling
-        return math.ceil(wanted)
+        max_open = self.groups_per_step * (self.max_staleness + 1) * self.over_sampling
+        return math.ceil(max_open)
 
-    def room(self, num_open: int) -> int:
-        """Groups that may be admitted now."""
+    def num_admissible(self, num_open: int) -> int:
+        """Number of groups that may be admitted now."""
         return max(0, self.max_open_groups - num_open)
 
     def is_too_old(self, token_step: int, step: int) -> bool:
-        """Whether a token of weights with `token_step` steps is of no use for `step` and later."""
+        """Whether a token of weights with `token_step` steps is too old for `step`."""
         return step - token_step > self.max_staleness
 
     def check(self, token_steps: Iterable[int], step: int, what: str) -> None:
-        """Raises RolloutError where a token that is to be handed out for `step` breaks the bound.
+        """Raises RolloutError if a token to be delivered for `step` breaks the bound.
 
-        That is a mistake in umbra: nothing a user does leads here.
+        That is a bug in umbra: nothing a user does leads here.
         """
         for token_step in token_steps:
             age = step - token_step
             if not 0 <= age <= self.max_staleness:
                 raise RolloutError(
-                    f"{what} has tokens of the weights after step {token_step} and was to be "
-                    f"trained on in step {step + 1}: {age} steps old, where 0 to "
+                    f"{what} has tokens from the weights after step {token_step} and would be "
+                    f"trained on in step {step + 1}: they are {age} steps old, and 0 to "
                     f"{self.max_staleness} are allowed"
                 )
 
 
 class VersionSteps:
-    """Which step's weights each version is. A step may have several, after a rollback."""
+    """Maps each version to the step of its weights. After a rollback, a step may have several."""
 
     def __init__(self) -> None:
         self._steps: dict[int, int] = {}
@@ -90,7 +90,7 @@ class VersionSteps:
         self._step = 0
 
     def learn(self, version: int, step: int) -> None:
-        """The weights after `step` steps are `version`; what was said of it first counts."""
+        """Records that `version` is the weights after `step` steps; the first record counts."""
         self._steps.setdefault(version, step)
         self._newest = max(self._newest, version)
         self._step = step
@@ -99,7 +99,9 @@ class VersionSteps:
         return version in self._steps
 
     def step_of(self, version: int) -> int:
-        """One newer than all that were announced is of the step announced last: ranks that wait
+        """The step of a version.
+
+        A version newer than all that were announced is of the step announced last: ranks that wait
         for its batch have published it meanwhile.
 
         Raises:

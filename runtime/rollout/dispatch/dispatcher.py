@@ -1,13 +1,13 @@
-"""Which turn is where, and what a delta, a finish or an engine's death does to it.
+"""Tracks where each turn is, and handles deltas, finishes and the deaths of engines.
 
     submit -> waiting -> in flight on one engine -> on_end("stop" | "length")
                  ^              |
-                 +--------------+  abort, error, lost tokens, death of the engine: the turn goes
-                                   on from prompt + tokens so far, on any serving engine
+                 +--------------+  abort, error, lost tokens, death of the engine: the turn
+                                   resumes from prompt + tokens so far, on any serving engine
 
-Runs on one loop and never waits: links and fleet feed it events. A batch's runs are applied all at
-once, in columns (`TokenStore.apply`); only finishes, and runs that do not simply go on, are looked
-at one by one.
+Runs on one loop and never waits: links and fleet feed it events. All runs of a batch are applied
+at once, in columns (`TokenStore.apply`). Only finishes, and runs that do not simply extend their
+trajectory, are handled one by one.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from umbra.runtime.rollout.dispatch.turn import Turn
 
 logger = logging.getLogger(__name__)
 
-# A turn that engines fail this often without a token in between is taken for the cause. Engines
+# A turn that engines fail this often without a token in between is considered the cause. Engines
 # that die do not count.
 _MAX_TURN_ERRORS: Final = 3
 _COUNTERS: Final = (
     "gaps", "repeats", "retries", "aborts", "engines_lost", "late_runs", "lost_tokens", "moved",
 )  # fmt: skip
-# Those that are metrics of each batch.
-_TOLD: Final = ("engines_lost", "lost_tokens")
+# The counters that become metrics of each batch.
+_REPORTED_COUNTERS: Final = ("engines_lost", "lost_tokens")
 
 
 class RequestCarrier(Protocol):
-    """What an engine link offers; both return at once."""
+    """The dispatcher's view of an engine link; both methods return at once."""
 
     def send(self, request: dict[str, Any]) -> None: ...
 
@@ -51,7 +51,7 @@ class RequestCarrier(Protocol):
 
 
 class TokenRecorder(Protocol):
-    """Is told what happens to trajectories: `Recorder`."""
+    """Receives what happens to trajectories; `Recorder` implements it."""
 
     def started(self, sample: Trajectory) -> None: ...
 
@@ -69,40 +69,41 @@ class TokenRecorder(Protocol):
 
 
 class Moved(NamedTuple):
-    """What an engine held when it was lost."""
+    """Counts of what a lost engine held."""
 
     num_trajectories: int
     num_tokens: int
 
 
 class Dispatcher:
-    """Gives turns to engines and applies what comes back.
+    """Assigns turns to engines and applies what they return.
 
     Args:
         router: chooses engines.
-        on_failure: told of an error that no other engine would heal, of a turn without `on_error`.
-        journal: told of what was appended to recorded trajectories (`uid` not -1).
-        on_work: told, whenever it may have changed, whether there is anything left to generate.
-        clock: seconds, by which the speed and the idle time of engines are measured.
+        on_failure: called with an error that no other engine would heal, for a turn that has no
+            `on_error` of its own.
+        recorder: receives what was appended to recorded trajectories (`uid` not -1).
+        on_work: called whenever it may have changed whether anything is left to generate.
+        clock: seconds; used to measure the speed and the idle time of engines.
 
     Attributes:
-        idleness: is told here which engines hold requests, and by the fleet of their states.
-        counters: of what went wrong. "lost_tokens" are those that engines made and no sample has:
-            late ones, those missing and those behind a gap, and what agent loops gave up. What a
-            killed engine had not sent is unknown, a tick's worth at most.
+        idleness: learns here which engines hold requests, and from the fleet their states.
+        counters: failures so far. "lost_tokens" counts tokens that engines made and no sample has:
+            late ones, missing ones, those behind a gap, and those that agent loops discarded. It
+            does not include what a killed engine had not sent yet, at most one tick of tokens.
     """
 
     def __init__(
         self,
         router: Router,
         on_failure: Callable[[UmbraError], None],
-        journal: TokenRecorder,
+        recorder: TokenRecorder,
         clock: Callable[[], float] = time.monotonic,
         on_work: Callable[[bool], None] = lambda has_work: None,
     ) -> None:
         self._on_work = on_work
         self._router = router
-        self._journal = journal
+        self._recorder = recorder
         self._on_failure = on_failure
         self._store = TokenStore()
         self._clock = clock
@@ -114,17 +115,18 @@ class Dispatcher:
         self._engine_numbers = itertools.count()
         self._request_ids = itertools.count(1)
         self.counters = dict.fromkeys(_COUNTERS, 0)
-        self._told: dict[str, int] = dict.fromkeys(_TOLD, 0)  # in the last `take_metrics`
+        # The counters at the last `take_metrics`.
+        self._reported: dict[str, int] = dict.fromkeys(_REPORTED_COUNTERS, 0)
 
     def take_metrics(self) -> dict[str, float]:
         """The engines' idle shares and losses since this was called last."""
-        now = {name: self.counters[name] for name in _TOLD}
-        before, self._told = self._told, now
+        now = {name: self.counters[name] for name in _REPORTED_COUNTERS}
+        before, self._reported = self._reported, now
         losses = {name: float(count - before[name]) for name, count in now.items()}
         return {**self.idleness.take_shares(), **losses}
 
     def submit(self, turn: Turn) -> None:
-        """Takes a turn; ends it at once where there is no room for a token."""
+        """Queues a turn, or ends it at once if it may not generate another token."""
         outcome = turn.outcome()
         if outcome:
             turn.on_end(turn, outcome)
@@ -133,13 +135,13 @@ class Dispatcher:
         self.pump()
 
     def cancel(self, turns: Iterable[Turn]) -> None:
-        """Forgets turns wherever they are; engines stop working on them."""
+        """Forgets turns wherever they are and withdraws their requests from engines."""
         dropped = set(turns)
         by_engine: dict[EngineId, list[int]] = {}
         for turn in dropped:
             if turn.engine is not None:
                 by_engine.setdefault(turn.engine, []).append(turn.request_id)
-                self._take_back(turn.engine, turn)
+                self._end_attempt(turn.engine, turn)
         if any(turn in dropped for turn in self._waiting):
             self._waiting = deque(turn for turn in self._waiting if turn not in dropped)
         for engine, request_ids in by_engine.items():
@@ -147,7 +149,7 @@ class Dispatcher:
         self.pump()
 
     def attach(self, engine: EngineId, carrier: RequestCarrier) -> None:
-        """An engine can be reached; it takes turns once `set_serving` says so."""
+        """Adds an engine that can be reached; it gets turns once `set_serving` was called."""
         self._carriers[engine] = carrier
         self._inflight[engine] = {}
         self._numbers[engine] = next(self._engine_numbers)
@@ -158,13 +160,13 @@ class Dispatcher:
             self._router.set_serving(engine, serving)
             self.pump()
             if serving:
-                self._take_over(engine)
+                self._rebalance_to(engine)
 
     def detach(self, engine: EngineId) -> Moved:
-        """The engine is lost: what it held goes on elsewhere, oldest first."""
+        """Removes a lost engine; its turns resume on other engines, oldest first."""
         turns = list(self._inflight[engine].values())
         for turn in turns:
-            self._take_back(engine, turn)
+            self._end_attempt(engine, turn)
         del self._inflight[engine], self._carriers[engine], self._numbers[engine]
         self._router.remove(engine)
         for turn in reversed(turns):
@@ -174,19 +176,19 @@ class Dispatcher:
         return Moved(len(turns), sum(turn.trajectory.num_generated for turn in turns))
 
     def hand_back(self, engine: EngineId, request_ids: Iterable[int]) -> None:
-        """The engine would not take these requests; it gets no others until its state changes."""
+        """Requeues requests that the engine rejected; it gets no others until its state changes."""
         self._router.set_serving(engine, False)
         inflight = self._inflight.get(engine, {})
         for turn in [inflight[rid] for rid in request_ids if rid in inflight]:
-            self._take_back(engine, turn)
+            self._end_attempt(engine, turn)
             self._requeue(turn)
         self.pump()
 
     def refuse(self, engine: EngineId, request_id: int, error: UmbraError) -> None:
-        """The engine says that it could never serve this request, and no other could."""
+        """Fails a turn whose request neither this engine nor any other could ever serve."""
         turn = self._inflight.get(engine, {}).get(request_id)
         if turn is not None:
-            self._take_back(engine, turn)
+            self._end_attempt(engine, turn)
             self._fail(turn, error)
             self.pump()
 
@@ -202,21 +204,21 @@ class Dispatcher:
         return bool(self._waiting) or any(self._inflight.values())
 
     def pump(self) -> None:
-        """Gives waiting turns to engines while there is room."""
-        self._give_waiting()
+        """Assigns waiting turns to engines while these have capacity."""
+        self._assign_waiting()
         self._on_work(self.has_work)
 
-    def _give_waiting(self) -> None:
+    def _assign_waiting(self) -> None:
         while self._waiting:
             turn = self._waiting[0]
-            kin = turn.group.home if turn.group else None
-            engine = self._router.choose(turn.cost(), (turn.trajectory.home, kin))
+            group_engine = turn.group.last_engine if turn.group else None
+            engine = self._router.choose(turn.cost(), (turn.trajectory.last_engine, group_engine))
             if engine is None:
                 return
             self._waiting.popleft()
-            self._give(engine, turn)
+            self._assign(engine, turn)
 
-    def _give(self, engine: EngineId, turn: Turn) -> None:
+    def _assign(self, engine: EngineId, turn: Turn) -> None:
         trajectory = turn.trajectory
         turn.request_id = next(self._request_ids)
         turn.engine = engine
@@ -231,22 +233,22 @@ class Dispatcher:
             self._numbers[engine],
             trajectory.uid,
             length=trajectory.completion_len,
-            room=turn.room(),
+            capacity=turn.num_tokens_left(),
         )
         trajectory.begin_attempt(self._store, turn.row)
-        trajectory.home = engine
+        trajectory.last_engine = engine
         trajectory.state = TrajectoryState.RUNNING
-        self._journal.started(trajectory)
+        self._recorder.started(trajectory)
         if turn.group:
-            turn.group.home = engine
+            turn.group.last_engine = engine
         self._carriers[engine].send(turn.request())
 
-    def _take_over(self, engine: EngineId) -> None:
-        """An engine that comes late gets its share of what others have not begun, newest first."""
+    def _rebalance_to(self, engine: EngineId) -> None:
+        """Moves turns that have not begun to an engine that joins late, newest first."""
         serving = self._router.serving
         loads = {other: self._router.outstanding_tokens(other) for other in serving}
         total = sum(loads.values())
-        room, moved = self._router.room(engine), list[Turn]()
+        capacity, moved = self._router.capacity_left(engine), list[Turn]()
         for other in serving:
             excess = loads[other] - total * self._router.fair_share(other)
             turns = [
@@ -255,19 +257,19 @@ class Dispatcher:
             withdrawn: list[int] = []
             for turn in turns:
                 excess -= turn.unspent
-                if other == engine or excess < 0 or len(moved) == room:
+                if other == engine or excess < 0 or len(moved) == capacity:
                     break
                 withdrawn.append(turn.request_id)
-                self._take_back(other, turn)
+                self._end_attempt(other, turn)
                 moved.append(turn)
             if withdrawn:
                 self._carriers[other].withdraw(withdrawn)
         for turn in reversed(moved):
-            self._give(engine, turn)
+            self._assign(engine, turn)
         self.counters["moved"] += len(moved)
 
     def on_batch(self, engine: EngineId, batch: DeltaBatch) -> None:
-        """Applies what an engine streamed."""
+        """Applies a batch that an engine streamed."""
         inflight = self._inflight.get(engine)
         if inflight is None:
             return
@@ -277,7 +279,7 @@ class Dispatcher:
         self.counters["lost_tokens"] += applied.num_late_tokens
         if applied.runs is not None:
             self._on_appended(engine, applied.runs)
-        lost = self._apply_one_by_one(engine, batch, applied.rest) if applied.rest else {}
+        lost = self._apply_one_by_one(engine, batch, applied.irregular) if applied.irregular else {}
         for request_id, missing in lost.items():
             turn = inflight.get(request_id)
             if turn is not None:
@@ -294,17 +296,17 @@ class Dispatcher:
         self._router.progress(engine, len(runs.tokens))
         recorded = runs.recorded()
         if len(recorded.uids):
-            self._journal.on_tokens(*recorded)
+            self._recorder.on_tokens(*recorded)
 
     def _apply_one_by_one(
         self, engine: EngineId, batch: DeltaBatch, runs: list[int]
     ) -> dict[int, int]:
-        """Appends what is new in these runs; returns how many tokens lost requests lack."""
+        """Appends what is new in these runs; returns how many tokens each broken request lacks."""
         lost: dict[int, int] = {}
         for run in runs:
             request_id = int(batch.ids[run])
             start, stop = int(batch.bounds[run]), int(batch.bounds[run + 1])
-            turn = self._inflight[engine].get(request_id)  # a journal that fails cancels all
+            turn = self._inflight[engine].get(request_id)  # a recorder that fails cancels all
             if turn is None or request_id in lost:
                 self.counters["late_runs"] += 1
                 self.counters["lost_tokens"] += stop - start
@@ -317,7 +319,7 @@ class Dispatcher:
             if missing < 0:
                 self.counters["repeats"] += 1
                 start = min(stop, start - missing)
-            new = slice(start, min(stop, start + turn.room()))
+            new = slice(start, min(stop, start + turn.num_tokens_left()))
             self._append(engine, turn, batch.tokens[new], batch.logprobs[new], batch.versions[run])
         return lost
 
@@ -346,22 +348,22 @@ class Dispatcher:
     def _on_finish(self, engine: EngineId, turn: Turn, reason: str) -> None:
         outcome = turn.outcome()
         if outcome:
-            self._take_back(engine, turn)
+            self._end_attempt(engine, turn)
             turn.on_end(turn, outcome)
         elif reason == "abort":
             self.counters["aborts"] += 1
-            self._take_back(engine, turn)
+            self._end_attempt(engine, turn)
             self._requeue(turn)
         else:
             self._retry(engine, turn, reason)
 
     def _retry(self, engine: EngineId, turn: Turn, reason: str) -> None:
-        """Resumes a turn that an engine got wrong, a limited number of times."""
-        self._take_back(engine, turn)
+        """Resumes a turn after an engine's error, a limited number of times."""
+        self._end_attempt(engine, turn)
         turn.num_errors += 1
         self.counters["retries"] += 1
         logger.warning(
-            "%s failed %s after %d tokens: %r; it goes on from there",
+            "%s failed %s after %d tokens: %r; the turn resumes from there",
             engine, turn.trajectory.sample_id, turn.trajectory.completion_len, reason,
         )  # fmt: skip
         if turn.num_errors < _MAX_TURN_ERRORS:
@@ -372,16 +374,16 @@ class Dispatcher:
             EngineError(
                 f"{engine} failed {turn.trajectory.sample_id} after "
                 f"{turn.trajectory.completion_len} tokens, attempt {turn.num_errors} of "
-                f"{_MAX_TURN_ERRORS}: {reason!r} with {turn.room()} tokens left and no stop token "
-                "last; see the engine's log"
+                f"{_MAX_TURN_ERRORS}: {reason!r} with {turn.num_tokens_left()} tokens left and no "
+                "stop token last; see the engine's log"
             ),
         )
 
     def _fail(self, turn: Turn, error: UmbraError) -> None:
         (turn.on_error or self._on_failure)(error)
 
-    def _take_back(self, engine: EngineId, turn: Turn) -> None:
-        """The attempt is over; the trajectory keeps what it brought."""
+    def _end_attempt(self, engine: EngineId, turn: Turn) -> None:
+        """Ends the attempt; the trajectory keeps the tokens that it brought."""
         held = self._inflight[engine]
         del held[turn.request_id]
         if not held:
@@ -391,7 +393,7 @@ class Dispatcher:
         self._router.release(engine, turn.charged - num_tokens)
         turn.engine = None
         if num_tokens:
-            turn.num_errors = 0  # it is getting on
+            turn.num_errors = 0  # the turn made progress
 
     def _requeue(self, turn: Turn) -> None:
         outcome = turn.outcome()
@@ -399,11 +401,11 @@ class Dispatcher:
             turn.on_end(turn, outcome)
             return
         turn.trajectory.cut()
-        self._journal.cut(turn.trajectory)
+        self._recorder.cut(turn.trajectory)
         self._waiting.appendleft(turn)
 
     def check_integrity(self) -> None:
-        """Asserts that every turn is in one place and that all who count agree."""
+        """Asserts that every turn is in exactly one place and that all counts agree."""
         self._router.check_integrity()
         self._store.check_integrity()
         turns = [*self._waiting, *(t for held in self._inflight.values() for t in held.values())]

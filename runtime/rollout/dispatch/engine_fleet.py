@@ -1,4 +1,4 @@
-"""The engines of a pool as the supervisor reports them, and a link to each that serves."""
+"""Follows the states of a pool's engines and links to each engine that serves."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from umbra.runtime.rpc.actor_ref import ActorRef
 
 logger = logging.getLogger(__name__)
 
-# A link that ended while the supervisor still counts its engine as serving is tried again
-# after this: sooner only repeats what failed, later leaves the engine idle.
+# Delay before a link that ended is opened again while the supervisor still reports its engine as
+# serving. Shorter only repeats what failed; longer leaves the engine idle.
 _RELINK_DELAY_S: Final = 1.0
 
 
@@ -52,7 +52,7 @@ class Fleet:
     """Follows the pool; owns the links.
 
     Args:
-        note: takes one line for the person who runs the job.
+        note: called with one line for the operator.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Fleet:
         self._note = note
         self._views: dict[str, EngineView] = {}
         self._links: dict[EngineId, EngineLink] = {}
-        self._keepers: dict[EngineId, asyncio.Task[None]] = {}
+        self._link_tasks: dict[EngineId, asyncio.Task[None]] = {}
         self._version: int | None = None
 
     @property
@@ -87,7 +87,7 @@ class Fleet:
 
     @property
     def views(self) -> list[EngineView]:
-        """Of all engines, by name."""
+        """All engines, sorted by name."""
         return sorted(self._views.values(), key=lambda view: view.engine)
 
     def describe(self) -> str:
@@ -100,12 +100,12 @@ class Fleet:
         Args:
             on_report: called after each report.
 
-        Raises:
+            UmbraError: the supervisor was lost or has no such pool.
             UmbraError: the supervisor was lost or knows no such pool.
         """
         pool = self._config.pool
         async with asyncio.TaskGroup() as tasks:
-            # no deadline per item: a pool that does not change says nothing
+            # No deadline per item: a pool that does not change sends nothing.
             stream = self._context.supervisor.stream("watch_pool", pool, timeout_s=None)
             async with stream as reports:
                 async for report in reports:
@@ -128,20 +128,20 @@ class Fleet:
             self._end(engine)
             return
         serving = view.state == EngineState.SERVING
-        if serving and engine not in self._keepers and view.ref is not None:
-            keeper = tasks.create_task(self._keep(engine, view.ref), name=f"link:{engine}")
-            self._keepers[engine] = keeper
+        if serving and engine not in self._link_tasks and view.ref is not None:
+            task = tasks.create_task(self._keep_link(engine, view.ref), name=f"link:{engine}")
+            self._link_tasks[engine] = task
         elif engine in self._links:
             self._links[engine].set_serving(serving)
 
     def _end(self, engine: EngineId) -> None:
-        keeper = self._keepers.pop(engine, None)
-        if keeper is not None:
-            keeper.cancel()
+        task = self._link_tasks.pop(engine, None)
+        if task is not None:
+            task.cancel()
 
-    async def _keep(self, engine: EngineId, ref: ActorRef) -> None:
-        """Links to one life of an engine for as long as the supervisor says it lives."""
-        handle = self._context.client.handle(ref)  # pinned: must not follow to the next life
+    async def _keep_link(self, engine: EngineId, ref: ActorRef) -> None:
+        """Links to one incarnation of an engine until the supervisor reports its end."""
+        handle = self._context.client.handle(ref)  # pinned: must not follow to the next incarnation
         must_greet = False
         while True:
             link = EngineLink(
@@ -162,9 +162,8 @@ class Fleet:
                 reason = str(error)
             finally:
                 if not reason:  # cancelled, by `_end` or because this manager stops
-                    reason = (
-                        "this manager stops" if engine in self._keepers else "its process ended"
-                    )
+                    stops = engine in self._link_tasks
+                    reason = "this manager stops" if stops else "its process ended"
                 del self._links[engine]
                 self._report_loss(engine, self._dispatcher.detach(engine), reason)
             must_greet = True

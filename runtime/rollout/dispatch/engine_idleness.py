@@ -1,4 +1,4 @@
-"""How much of their time the engines of a pool generate nothing, and why."""
+"""Measures how long the engines of a pool generate nothing, and why."""
 
 from __future__ import annotations
 
@@ -17,54 +17,54 @@ class _Use(Enum):
 
 
 class EngineIdleness:
-    """Adds up engine-seconds by what each engine of the pool is doing. At any time it is
+    """Adds up engine-seconds by what each engine of the pool is doing. At any time an engine is
 
         busy         holding a request while it serves, or while it is paused: a drain finishes it
         no work      serving, and holding no request
-        unavailable  whatever else: asleep, waking, paused, updating, waiting for weights, starting
+        unavailable  anything else: asleep, waking, paused, updating, waiting for weights, starting
                      or dead, whether or not it holds frozen requests
 
     With B, N and U the seconds of each, summed over all engines since the last batch, or since an
-    engine was first heard of:
+    engine was first reported:
 
         engine_idle_share    = (N + U) / (B + N + U)
         engine_no_work_share =  N      / (B + N + U)
 
-    That is as the rollout manager sees it: a request is held from its sending until its end has
+    This is the rollout manager's view: a request is held from its sending until its end has
     arrived, at most a tick after the engine made it. How full a busy engine is does not matter.
 
-    Costs the same for any number of engines, once for each report and whenever an engine gets its
-    first request or loses its last one; nothing for a token.
+    The cost does not depend on the number of engines. It is paid once per report and whenever an
+    engine gets its first request or loses its last one, never per token.
 
     Args:
-        clock: seconds, never going back.
+        clock: monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._now = clock()
-        self._lives: dict[str, tuple[EngineId, EngineState]] = {}  # by name, as last reported
+        self._states: dict[str, tuple[EngineId, EngineState]] = {}  # by name, as reported last
         self._holding: set[EngineId] = set()
         self._uses: dict[str, _Use] = {}
         self._counts = dict.fromkeys(_Use, 0)  # engines now
         self._engine_s = dict.fromkeys(_Use, 0.0)
 
     def report(self, engine: EngineId, state: EngineState) -> None:
-        """The supervisor said so."""
-        self._lives[engine.name] = (engine, state)
+        """Takes an engine's state from the supervisor's report."""
+        self._states[engine.name] = (engine, state)
         self._look_at(engine.name)
 
     def hold(self, engine: EngineId, holds: bool) -> None:
-        """The engine was given its first request, or has none any more."""
+        """Records that the engine got its first request, or has none left."""
         if holds:
             self._holding.add(engine)
         else:
             self._holding.discard(engine)
-        if engine.name in self._lives:
+        if engine.name in self._states:
             self._look_at(engine.name)
 
     def take_shares(self) -> dict[str, float]:
-        """The shares since they were last taken; none where there was no engine meanwhile."""
+        """The shares since the last call; empty if there was no engine in that time."""
         self._advance()
         engine_s, self._engine_s = self._engine_s, dict.fromkeys(_Use, 0.0)
         total_s = sum(engine_s.values())
@@ -79,7 +79,7 @@ class EngineIdleness:
     def check_integrity(self, holding: Set[EngineId]) -> None:
         """Asserts that these are the engines which hold requests, and that the counts agree."""
         assert self._holding == holding, (self._holding, holding)
-        for name, (engine, state) in self._lives.items():
+        for name, (engine, state) in self._states.items():
             assert self._uses[name] == _use(state, engine in holding), name
         assert self._counts == {use: list(self._uses.values()).count(use) for use in _Use}
 
@@ -87,7 +87,7 @@ class EngineIdleness:
         self._advance()
         if name in self._uses:
             self._counts[self._uses[name]] -= 1
-        engine, state = self._lives[name]
+        engine, state = self._states[name]
         self._uses[name] = _use(state, engine in self._holding)
         self._counts[self._uses[name]] += 1
 

@@ -1,9 +1,9 @@
-"""The wire to one life of an engine: requests out in batches, token deltas in.
+"""The wire to one incarnation of an engine: requests out in batches, token deltas in.
 
     Dispatcher --send--> outgoing --submit()--> engine
         ^------------------ deltas() -------------|
 
-Pure transport: what is in flight, and what becomes of it, is the dispatcher's business.
+Pure transport: the dispatcher decides what is in flight and what becomes of it.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from umbra.runtime.rpc.rpc_client import Handle
 
 logger = logging.getLogger(__name__)
 
-# Requests in one submit call: larger delays the first of them, and the connection keeps a buffer of
-# that size; smaller costs a round trip each.
+# Requests in one submit call. More delays the first of them and makes the connection keep a buffer
+# of that size; fewer costs a round trip each.
 _MAX_SUBMIT: Final = 64
-# Batches an engine may send ahead. At one a tick this is most of a second of a busy manager.
+# Batches that an engine may send ahead. At one per tick this is most of a second of a busy manager.
 _DELTA_CREDITS: Final = 16
-# Longest wait for news of an engine that refused requests although it was reported as serving: the
-# report of its pause is on its way. Shorter repeats the refusal; longer leaves it idle where none
-# comes.
+# Longest wait for a state report of an engine that refused requests although it was reported as
+# serving: the report of its pause is on its way. Shorter repeats the refusal; longer leaves the
+# engine idle if no report comes.
 _REFUSAL_PAUSE_S: Final = 0.2
 
 
@@ -48,9 +48,10 @@ class EngineLink:
     Owns the engine's `deltas` stream: while `run()` lives, this is its one consumer.
 
     Args:
-        delta_timeout_s: silence of a serving engine that has work, after which it is given up.
+        delta_timeout_s: the link ends if a serving engine that has work is silent for this long.
         submit_timeout_s: deadline of `submit` and `abort`.
-        must_greet: give it no work before it has sent something, because it was lost before.
+        must_greet: the engine gets no work before it has sent something, because it was lost
+            before.
     """
 
     def __init__(
@@ -71,9 +72,9 @@ class EngineLink:
         self._outgoing: deque[dict[str, Any]] = deque()  # bounded by the router's max_inflight
         self._withdrawn: list[int] = []
         self._pending = asyncio.Event()
-        self._attached = asyncio.Event()  # the stream: it has begun to send
-        self._reported = asyncio.Event()  # since the last submit began
-        self._patience: asyncio.Timeout | None = None
+        self._attached = asyncio.Event()  # the engine's stream has begun to send
+        self._reported = asyncio.Event()  # a state was reported since the last submit began
+        self._silence_timeout: asyncio.Timeout | None = None
         self._serving = False
         self._is_trusted = not must_greet
 
@@ -82,7 +83,7 @@ class EngineLink:
         self._outgoing.append(request)
         self._pending.set()
         if was_idle:
-            self._reset_patience()
+            self._reset_silence_timeout()
 
     def withdraw(self, request_ids: list[int]) -> None:
         gone = set(request_ids)
@@ -92,19 +93,19 @@ class EngineLink:
         self._pending.set()
 
     def set_serving(self, serving: bool) -> None:
-        """The engine's reported state: one that does not serve may be silent for ever."""
+        """Takes the engine's reported state: an engine that does not serve may stay silent."""
         self._serving = serving
         self._reported.set()
         self._dispatcher.set_serving(self.engine, serving and self._is_trusted)
-        self._reset_patience()
+        self._reset_silence_timeout()
 
     async def run(self) -> None:
-        """Lives as long as the engine can be reached.
+        """Carries turns and deltas for as long as the engine can be reached.
 
         Raises:
-            UmbraError: why the link ended: lost, silent for too long, or not to be understood.
+            UmbraError: why the link ended: lost, silent for too long, or a malformed message.
         """
-        # Neither part raises: before Python 3.13 a TaskGroup whose child fails while it is being
+        # Neither part raises. Before Python 3.13 a TaskGroup whose child fails while it is being
         # cancelled forgets the cancellation, and one whose child fails leaves one pending.
         async with asyncio.TaskGroup() as tasks:
             parts = [
@@ -118,7 +119,7 @@ class EngineLink:
 
     async def _receive(self) -> None:
         try:
-            async with asyncio.timeout(None) as self._patience:
+            async with asyncio.timeout(None) as self._silence_timeout:
                 await self._receive_deltas()
         except TimeoutError:
             raise DeadlineExceeded(
@@ -126,32 +127,32 @@ class EngineLink:
                 f"has sent nothing for {self._delta_timeout_s:.3g} s"
             ) from None
         finally:
-            self._patience = None
+            self._silence_timeout = None
 
     async def _receive_deltas(self) -> None:
-        self._reset_patience()
-        # No deadline per item: an idle engine is silent. `_patience` watches the busy one.
+        self._reset_silence_timeout()
+        # No deadline per item: an idle engine is silent. `_silence_timeout` watches the busy one.
         stream = self._handle.stream("deltas", timeout_s=None, credits=_DELTA_CREDITS)
         async with stream as batches:
             async for item in batches:
                 self._attached.set()
                 self._dispatcher.on_batch(self.engine, DeltaBatch.from_wire(item))
-                self._reset_patience()
+                self._reset_silence_timeout()
                 if not self._is_trusted:
                     self._is_trusted = True
                     self.set_serving(self._serving)
         raise ConnectionLost(f"{self.engine} ended its stream of deltas")
 
-    def _reset_patience(self) -> None:
-        if self._patience is None or self._patience.expired():
+    def _reset_silence_timeout(self) -> None:
+        if self._silence_timeout is None or self._silence_timeout.expired():
             return
         busy = self._serving and self._dispatcher.num_inflight(self.engine) > 0
         now = asyncio.get_running_loop().time()
-        self._patience.reschedule(now + self._delta_timeout_s if busy else None)
+        self._silence_timeout.reschedule(now + self._delta_timeout_s if busy else None)
 
     async def _submit(self) -> None:
-        # Not before the engine's first batch, which says that the stream is this link's: with the
-        # stream of a manager that died, of which the engine may not know yet, go its requests.
+        # The engine's first batch shows that the stream is this link's. An engine may not know yet
+        # that an earlier manager died, and drops that manager's requests with its stream.
         await self._attached.wait()
         while True:
             await self._pending.wait()
@@ -170,13 +171,13 @@ class EngineLink:
         try:
             await self._call("submit", requests)
         except RemoteError as error:
-            if len(requests) > 1:  # none was taken because of one: which is found out by trial
+            if len(requests) > 1:  # one of them spoiled the batch; single submits find out which
                 for request in requests:
                     await self._submit_batch([request])
                 return
-            is_ours = error.remote_type == "builtins.ValueError"
-            what = error.remote_message if is_ours else str(error)
-            refusal = RequestRefused(f"{self.engine} refused a request: {what}")
+            is_refusal = error.remote_type == "builtins.ValueError"
+            reason = error.remote_message if is_refusal else str(error)
+            refusal = RequestRefused(f"{self.engine} refused a request: {reason}")
             self._dispatcher.refuse(self.engine, requests[0]["id"], refusal)
         except EngineError as error:
             logger.warning("%s takes no requests now: %s", self.engine, error)
@@ -191,7 +192,7 @@ class EngineLink:
 
 
 async def _error_of(work: Coroutine[Any, Any, None]) -> UmbraError:
-    """Runs what ends only by an error, and returns that."""
+    """Runs work that ends only by an error, and returns that error."""
     try:
         await work
     except UmbraError as error:

@@ -1,11 +1,11 @@
-"""Generation for whoever asks: the engines of one pool, without batches, groups or a ledger.
+"""Generation for any caller: the engines of one pool, without batches, groups or a ledger.
 
     caller ──stream()──▶ Generator ──▶ Dispatcher ──▶ engines
            ◀── pieces ──     ▲            │
                              └─ tokens ───┘
 
-What the manager's trajectories survive, a generation survives: an engine that dies, a pause and a
-weight update cost it time, and it goes on from prompt + tokens so far.
+A generation survives whatever the manager's trajectories survive. The death of an engine, a pause
+and a weight update only cost time: the generation resumes from prompt + tokens so far.
 """
 
 from __future__ import annotations
@@ -45,15 +45,16 @@ class GeneratorConfig:
     """Settings of a generator.
 
     Attributes:
-        pool: name of the engine pool. No rollout manager and no other generator uses it: an
+        pool: name of the engine pool. No rollout manager and no other generator may use it: an
             engine's tokens have one reader.
-        max_context_len: longest prompt + completion in tokens, as the engines have it.
-        vocab_size: of the model: prompts with other tokens are refused; 0 leaves that to engines.
+        max_context_len: longest prompt + completion in tokens, as configured in the engines.
+        vocab_size: of the model; prompts with other tokens are refused. 0 leaves that to engines.
         max_inflight_per_engine: requests given to an engine at a time; its `max_num_seqs`.
         engine_timeout_s: how long a generation may wait while no engine of the pool serves.
         delta_timeout_s: how long a serving engine that has work may stay silent.
         submit_timeout_s: deadline for an engine to accept requests.
-        shares_memory: the pool has it in turn with others, so the supervisor is told of work.
+        shares_memory: the pool shares GPUs with others by time-slicing, so the supervisor must
+            know when it has work.
     """
 
     pool: str
@@ -67,7 +68,7 @@ class GeneratorConfig:
 
 
 class GeneratedPiece(NamedTuple):
-    """What has come of a generation since the piece before it.
+    """The part of a generation that arrived since the previous piece.
 
     Attributes:
         tokens, logprobs: [n] int32, [n] float32 of the distribution sampled from.
@@ -80,11 +81,11 @@ class GeneratedPiece(NamedTuple):
 
 
 class Generator:
-    """Owns the requests under way at a pool. One loop's; `run()` has to live beside the callers.
+    """Owns the open requests of a pool. Runs on one loop; `run()` must run beside the callers.
 
     Args:
         context: of the actor that this runs in.
-        note: takes one line for the person who runs the job.
+        note: called with one line for the operator.
     """
 
     def __init__(
@@ -103,22 +104,22 @@ class Generator:
             submit_timeout_s=config.submit_timeout_s,
         )
         self._fleet = Fleet(fleet, context, self._dispatcher, note)
-        self._demand = PoolLoad(context.supervisor, config.pool)
+        self._pool_load = PoolLoad(context.supervisor, config.pool)
         self._starving = Alarm(config.engine_timeout_s, self._on_starved)
 
     async def run(self) -> None:
         """Follows the pool until cancelled.
 
         Raises:
-            RolloutError: the supervisor was lost or knows no such pool; so do all generations.
+            RolloutError: the supervisor was lost or has no such pool; all generations fail with it.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
                 if self._config.shares_memory:
-                    tasks.create_task(self._demand.run())
+                    tasks.create_task(self._pool_load.run())
                 await self._fleet.run(self._watch)
         except* UmbraError as group:
-            self._fail(RolloutError(f"lost sight of the engines: {first_leaf(group)}"))
+            self._fail(RolloutError(f"the engines' states are lost: {first_leaf(group)}"))
         finally:
             self._starving.watch(False)
         if self._failure is not None:
@@ -126,17 +127,17 @@ class Generator:
 
     @property
     def num_open(self) -> int:
-        """Generations under way."""
+        """Number of generations in progress."""
         return len(self._open)
 
     @property
     def is_serving(self) -> bool:
-        """An engine serves at this moment."""
+        """Whether an engine serves at this moment."""
         return self._fleet.is_serving
 
     @property
     def states(self) -> set[EngineState]:
-        """Of all engines."""
+        """The states of all engines."""
         return {view.state for view in self._fleet.views}
 
     @property
@@ -148,7 +149,7 @@ class Generator:
         return self._config.vocab_size
 
     def engines(self) -> dict[str, dict[str, Any]]:
-        """By name and life, such as `judge-0#1`: "state", and "requests" that it holds."""
+        """By name and incarnation, such as `judge-0#1`: its "state" and open "requests"."""
         return {
             str(view.engine): {
                 "state": str(view.state),
@@ -167,7 +168,7 @@ class Generator:
         seed: int | None = None,
         lora: str = "",
     ) -> GeneratedPiece:
-        """All of a generation in one piece; see `stream`."""
+        """Returns a generation in one piece; see `stream`."""
         pieces = list[GeneratedPiece]()
         whole = self.stream(
             tokens,
@@ -192,21 +193,21 @@ class Generator:
         seed: int | None = None,
         lora: str = "",
     ) -> AsyncGenerator[GeneratedPiece, None]:
-        """Generates on from `tokens`; pieces come as engines report them.
+        """Continues `tokens`; pieces come as engines report them.
 
         A caller that closes the stream or is cancelled withdraws its request.
 
         Args:
             tokens: [T] the prompt.
-            max_new_tokens: at most so many; None for what the context leaves.
+            max_new_tokens: None for as many as the context allows.
             temperature: 0 is greedy.
-            stop_token_ids: it ends after any of these, which is its last token then.
-            seed: the same one gives the same tokens, as far as the engine's arithmetic does; None
+            stop_token_ids: the generation ends after any of these and includes it.
+            seed: the same seed gives the same tokens, as far as the engine's arithmetic does; None
                 draws one.
             lora: name of the pool's adapter to generate with; "" for the model as it is.
 
         Raises:
-            ValueError: an argument out of range, or a prompt that leaves no room in the context.
+            ValueError: an argument is out of range, or the prompt fills the context.
             RequestRefused: no engine could ever serve this: a token is outside the model's
                 vocabulary, or the pool does not have the adapter.
             RolloutError, EngineError: no engine served for too long, or all that tried failed.
@@ -247,8 +248,8 @@ class Generator:
         if seed is not None and not 0 <= seed < 1 << _SEED_BITS:
             raise ValueError(f"seed must lie in [0, 2**{_SEED_BITS}), got {seed}")
         uid = next(self._uids)
-        room = self._config.max_context_len - len(prompt)
-        budget = room if max_new_tokens is None else min(room, max_new_tokens)
+        free_len = self._config.max_context_len - len(prompt)
+        budget = free_len if max_new_tokens is None else min(free_len, max_new_tokens)
         name = f"generation {uid}"
         trajectory = Trajectory(
             name,
@@ -257,13 +258,13 @@ class Generator:
             budget=budget,
             max_context_len=self._config.max_context_len,
         )
-        trajectory.uid = uid  # by which its tokens are delivered
+        trajectory.uid = uid  # its tokens are delivered by this number
         return _Generation(trajectory, budget, temperature, stop_token_ids, lora)
 
-    # -- what happens meanwhile ----------------------------------------------------------
+    # -- events --------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        self._demand.observe(bool(self._open))
+        self._pool_load.observe(bool(self._open))
         self._starving.watch(bool(self._open) and not self._fleet.is_serving)
 
     def _on_starved(self) -> None:
@@ -276,14 +277,14 @@ class Generator:
             generation.fail(error)
 
     def _fail(self, error: UmbraError) -> None:
-        """Nothing can be generated any more."""
+        """Fails all generations, now and later."""
         self._failure = self._failure or error
         for generation in self._open.values():
             generation.fail(error)
 
 
 class _Generation:
-    """One generation: its turn, and what its caller has not taken yet."""
+    """One generation: its turn, and the pieces that its caller has not read yet."""
 
     def __init__(
         self,
@@ -304,20 +305,19 @@ class _Generation:
             on_error=self.fail,
             lora=lora,
         )
-        self._pieces: list[
-            GeneratedPiece
-        ] = []  # bounded by the budget: a slow caller gets longer ones
+        # Bounded by the token budget: a caller that reads slowly gets longer pieces.
+        self._pieces: list[GeneratedPiece] = []
         self._changed = asyncio.Event()
         self._reason = ""
         self._error: UmbraError | None = None
 
     @property
     def is_complete(self) -> bool:
-        """The dispatcher has nothing of it any more."""
+        """Whether the dispatcher has finished the turn."""
         return bool(self._reason)
 
     def put(self, tokens: NDArray[np.int32], logprobs: NDArray[np.float32]) -> None:
-        # copies: the arrays are parts of a whole batch's
+        # Copied, because the arrays are views of a whole batch.
         self._pieces.append(GeneratedPiece(tokens.copy(), logprobs.copy(), ""))
         self._changed.set()
 
@@ -330,7 +330,7 @@ class _Generation:
         self._changed.set()
 
     async def take(self) -> GeneratedPiece:
-        """What is new, once there is something."""
+        """Returns the new pieces as one, once there are any."""
         await self._changed.wait()
         self._changed.clear()
         pieces, self._pieces = self._pieces, []
@@ -340,7 +340,7 @@ class _Generation:
 
 
 class _Deliveries:
-    """The dispatcher's `TokenRecorder`: gives tokens to those that wait for them."""
+    """The dispatcher's `TokenRecorder`: passes tokens to the generations that wait for them."""
 
     def __init__(self, generations: dict[int, _Generation]) -> None:
         self._generations = generations
@@ -366,7 +366,7 @@ class _Deliveries:
 
 
 def _joined(pieces: Sequence[GeneratedPiece]) -> GeneratedPiece:
-    """As one; the finish reason is that of the last."""
+    """Joins pieces; the finish reason is that of the last."""
     if len(pieces) == 1:
         return pieces[0]
     return GeneratedPiece(
@@ -381,10 +381,10 @@ def _checked_prompt(
 ) -> NDArray[np.int32]:
     prompt = token_ids(tokens, config.vocab_size, "prompt")
     if prompt.size == 0:
-        raise ValueError("a prompt is a list of token ids that is not empty")
+        raise ValueError("the prompt is empty: expected at least one token id")
     if len(prompt) >= config.max_context_len:
         raise ValueError(
-            f"a prompt of {len(prompt)} tokens leaves no room in the context of "
+            f"a prompt of {len(prompt)} tokens leaves no free_len in the context of "
             f"{config.max_context_len}"
         )
     return prompt

@@ -1,4 +1,4 @@
-"""Generation with a pool's engines, for other actors: they call it by name."""
+"""Generation with a pool's engines, for other actors, which call it by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from umbra.runtime.rollout.operator_messages import OperatorMessages
 
 
 class GeneratorService:
-    """A `Generator` as an actor. Keeps nothing: after its death callers ask again.
+    """A `Generator` as an actor. It keeps no state: after its death callers ask again.
 
     Args:
         config: `GeneratorConfig` as a dict.
@@ -29,13 +29,13 @@ class GeneratorService:
         except TypeError as error:
             raise ConfigError(f"settings of a generator: {error}") from error
         context = actor_context()
-        self._notes = OperatorMessages(context.supervisor)
-        self._generator = Generator(settings, context, self._notes.put)
+        self._operator_messages = OperatorMessages(context.supervisor)
+        self._generator = Generator(settings, context, self._operator_messages.put)
 
     async def run(self) -> None:
-        """Lives until the actor is stopped or the pool is lost from sight."""
+        """Runs until the actor is stopped or the pool's states are lost."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._notes.run())
+            tasks.create_task(self._operator_messages.run())
             tasks.create_task(self._generator.run())
 
     @idempotent
@@ -48,9 +48,10 @@ class GeneratorService:
         seed: int | None = None,
         lora: str = "",
     ) -> dict[str, Any]:
-        """One generation: {"tokens": int32 [n], "logprobs": float32 [n], "finish_reason"}.
+        """Generates once: {"tokens": int32 [n], "logprobs": float32 [n], "finish_reason"}.
 
-        See `Generator.stream` for arguments and errors. A caller that goes away withdraws it.
+        `Generator.stream` lists arguments and errors. A caller that goes away withdraws its
+        request.
         """
         piece = await self._generator.generate(
             tokens,
@@ -71,7 +72,7 @@ class GeneratorService:
         seed: int | None = None,
         lora: str = "",
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """The same in pieces as they come; "finish_reason" is "" in all but the last."""
+        """Like `generate`, in pieces as they come; "finish_reason" is "" in all but the last."""
         pieces = self._generator.stream(
             tokens,
             max_new_tokens,
@@ -86,5 +87,5 @@ class GeneratorService:
 
     @idempotent
     def stats(self) -> dict[str, Any]:
-        """What is in progress."""
+        """Open generations and the engines' states."""
         return {"open": self._generator.num_open, "engines": self._generator.engines()}

@@ -14,10 +14,10 @@ from umbra.runtime.rollout.dispatch.trajectory import Trajectory
 
 @dataclass(frozen=True, slots=True)
 class GroupShape:
-    """What a group costs.
+    """The tokens that training on a group has to compute.
 
     Attributes:
-        prompt_len: of the prompt that all its samples share; 0 where they do not.
+        prompt_len: of the prompt that all its samples share; 0 if they do not share one.
         lengths: tokens of each sample beyond that prompt.
     """
 
@@ -31,25 +31,25 @@ class Group:
     Attributes:
         group_id: unique in the job, such as `e0/prompt7`.
         num_open: trajectories that are still being generated.
-        home: the engine that took one of them last, where the prompt may be cached.
+        last_engine: took one of the trajectories last, so it may have the prompt cached.
     """
 
-    __slots__ = ("group_id", "home", "num_open", "trajectories")
+    __slots__ = ("group_id", "last_engine", "num_open", "trajectories")
 
     def __init__(self, group_id: str, trajectories: Sequence[Trajectory]) -> None:
         self.group_id = group_id
         self.trajectories = list(trajectories)
         self.num_open = len(self.trajectories)
-        self.home: EngineId | None = None
+        self.last_engine: EngineId | None = None
 
     @property
     def unscored(self) -> list[Trajectory]:
-        """Those without a reward yet; an agent loop may have given its own."""
+        """The trajectories without a reward yet; an agent loop may have set its own."""
         return [sample for sample in self.trajectories if sample.reward is None]
 
     @property
     def has_tokens(self) -> bool:
-        """Something of it was generated."""
+        """Whether anything was generated."""
         return any(sample.num_generated for sample in self.trajectories)
 
     @property
@@ -58,7 +58,7 @@ class Group:
         return np.asarray([sample.reward for sample in self.trajectories], np.float32)
 
     def shape(self) -> GroupShape:
-        """What training on it costs; agent loops may have given samples prompts of their own."""
+        """The group's cost; agent loops may have given samples prompts of their own."""
         prompt = self.trajectories[0].prompt_tokens
         if all(np.array_equal(sample.prompt_tokens, prompt) for sample in self.trajectories):
             return GroupShape(len(prompt), [sample.completion_len for sample in self.trajectories])

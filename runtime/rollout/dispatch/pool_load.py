@@ -1,4 +1,4 @@
-"""Tells the supervisor whether a pool has requests to answer: by it pools share memory in turn."""
+"""Reports to the supervisor whether a pool has work; time-slicing of pools depends on it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from umbra.runtime.rpc.rpc_client import Handle
 
 logger = logging.getLogger(__name__)
 
-_TELL_TIMEOUT_S: Final = 10.0
+_REPORT_TIMEOUT_S: Final = 10.0
 """The supervisor answers from memory."""
 
 
 class PoolLoad:
-    """Takes changes at any time; `run()` tells of them, in order, and of how it is at first."""
+    """Accepts changes at any time; `run()` reports the first state and each change, in order."""
 
     def __init__(self, supervisor: Handle, pool: str) -> None:
         self._supervisor = supervisor
@@ -31,13 +31,13 @@ class PoolLoad:
             self._changed.set()
 
     async def run(self) -> None:
-        """Lives until cancelled."""
+        """Runs until cancelled."""
         while True:
             await self._changed.wait()
             self._changed.clear()
-            told = (self._pool, self._has_work)
+            report = (self._pool, self._has_work)
             try:
-                await self._supervisor.call("pool_has_work", *told, timeout_s=_TELL_TIMEOUT_S)
+                await self._supervisor.call("pool_has_work", *report, timeout_s=_REPORT_TIMEOUT_S)
             except DeadlineExceeded as error:
-                logger.warning("the supervisor is slow; telling it again: %s", error)
+                logger.warning("the supervisor is slow to take a report; repeating it: %s", error)
                 self._changed.set()

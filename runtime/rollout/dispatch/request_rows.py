@@ -1,4 +1,4 @@
-"""Which row of a table a request has: request ids are counted up, so an array will do."""
+"""Maps request ids to rows of a table. Ids only grow, so an array is enough."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-# Below this making room is too frequent to be worth the memory it saves.
+# A shorter table would be rebuilt too often to be worth the memory it saves.
 _MIN_LENGTH: Final = 1024
 
 NO_ROW: Final = 0
 
 
 class RequestRows:
-    """Rows by request id; takes memory for the span of the ids that are in it.
+    """Rows by request id. Its memory covers the span of the ids that it holds.
 
-    The first and the last entry stay empty: ids beyond either end are looked up there.
+    The first and the last entry stay empty: lookups of ids beyond either end land there.
     """
 
     def __init__(self) -> None:
@@ -24,20 +24,20 @@ class RequestRows:
         self._rows = np.zeros(_MIN_LENGTH, np.int64)
 
     def put(self, request_id: int, row: int) -> None:
-        """Adds a request, whose id is above all before it."""
+        """Adds a request, whose id must be greater than all earlier ones."""
         if request_id - self._first_id + 1 >= len(self._rows):
-            self._make_room(request_id)
+            self._rebuild(request_id)
         self._rows[request_id - self._first_id] = row
 
     def drop(self, request_id: int) -> None:
         self._rows[request_id - self._first_id] = NO_ROW
 
     def find(self, request_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Rows of requests, `NO_ROW` where one is not known."""
+        """[N] rows of requests; `NO_ROW` for unknown ones."""
         return self._rows.take(request_ids - self._first_id, mode="clip")
 
-    def _make_room(self, request_id: int) -> None:
-        """Forgets what is below the first request; twice the span that is left gets room."""
+    def _rebuild(self, request_id: int) -> None:
+        """Forgets ids below the first request and doubles the span that is left."""
         used = np.flatnonzero(self._rows)
         first = int(used[0]) if len(used) else request_id - self._first_id
         kept = self._rows[first:]

@@ -1,4 +1,4 @@
-"""Which engine takes a request. Pure: no clock, socket or task inside."""
+"""Chooses an engine for a request. Pure: no clock, socket or task inside."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Final, NamedTuple
 
 from umbra.runtime.rollout.dispatch.engine_speed import EngineSpeed
 
-# An engine that holds the request's prefix is taken while it is at most this many requests of
-# the same cost busier than the idlest one: about one group. Higher piles long groups onto one
-# engine, lower scatters them and prefills the prompt once per engine.
+# An engine that holds the request's prefix is preferred while its load exceeds that of the idlest
+# one by at most this many requests of the same cost, about one group. Higher piles long groups onto
+# one engine; lower scatters them, and each engine prefills the prompt again.
 _AFFINITY_REQUESTS: Final = 16
-# No engine counts as more than this many times slower than the fastest: it is given something
-# now and then, so that it can be measured again. Higher strands an engine that once stalled.
+# No engine counts as more than this many times slower than the fastest. A slow engine still gets
+# some requests, so that it can be measured again. Higher strands an engine that once stalled.
 _MAX_SPEED_RATIO: Final = 8.0
-# Speeds are compared anew after this. Longer follows changes late; shorter works them out for
-# every batch of every engine, where averages of ten seconds have not moved.
+# Interval of comparing speeds. Longer follows changes late; shorter computes them for every batch
+# of every engine, while averages over ten seconds have not moved.
 _COMPARED_FOR_S: Final = 0.5
 
 
 class EngineId(NamedTuple):
-    """One life of an engine."""
+    """One incarnation of an engine."""
 
     name: str
     incarnation: int
@@ -30,7 +30,7 @@ class EngineId(NamedTuple):
 
 
 class Router:
-    """Least outstanding work among serving engines, with affinity to where the prefix is.
+    """Chooses the serving engine with the least work, and prefers those that have the prefix.
 
     Outstanding tokens are what an engine may still have to process: prompt plus budget of the
     requests given to it, less what it has produced. Divided by its speed they are its
@@ -46,13 +46,13 @@ class Router:
         self._load: dict[EngineId, int] = {}
         self._inflight: dict[EngineId, int] = {}
         self._serving: set[EngineId] = set()
-        # By name: the next life runs on the same hardware. One entry for each name of the pool.
+        # By name: the next incarnation runs on the same hardware. One entry per engine of the pool.
         self._measured: dict[str, EngineSpeed] = {}
-        self._speeds: dict[EngineId, float] = {}  # of serving engines; empty: to be worked out
+        self._speeds: dict[EngineId, float] = {}  # of serving engines; empty: must be computed
         self._compare_at_s = 0.0
 
     def set_serving(self, engine: EngineId, serving: bool) -> None:
-        """An engine may take requests, or may not for now; what it holds stays counted."""
+        """Allows or forbids new requests to an engine; requests that it holds stay counted."""
         self._load.setdefault(engine, 0)
         self._inflight.setdefault(engine, 0)
         self._speeds = {}
@@ -63,7 +63,7 @@ class Router:
             self._pause(engine)
 
     def remove(self, engine: EngineId) -> None:
-        """The engine is gone with all it held."""
+        """Removes an engine and all it held."""
         self._serving.discard(engine)
         self._speeds = {}
         self._load.pop(engine, None)
@@ -77,12 +77,12 @@ class Router:
     def outstanding_tokens(self, engine: EngineId) -> int:
         return self._load.get(engine, 0)
 
-    def room(self, engine: EngineId) -> int:
-        """Requests that the engine may still be given."""
+    def capacity_left(self, engine: EngineId) -> int:
+        """Number of requests that the engine may still be given."""
         return self._max_inflight - self._inflight.get(engine, self._max_inflight)
 
     def choose(self, cost: int, prefer: Iterable[EngineId | None] = ()) -> EngineId | None:
-        """The engine for a request of `cost` tokens, or None while none has room.
+        """The engine for a request of `cost` tokens, or None while all are full.
 
         Args:
             prefer: engines that may have the prefix cached, best first.
@@ -101,35 +101,35 @@ class Router:
         return idlest
 
     def fair_share(self, engine: EngineId) -> float:
-        """The part of all outstanding tokens that a serving engine has when all are even."""
+        """The share of all outstanding tokens that a serving engine has when loads are even."""
         speeds = self._relative_speeds()
         return speeds[engine] / sum(speeds.values())
 
     def charge(self, engine: EngineId, cost: int) -> None:
-        """A request was given to the engine."""
+        """Counts a request that was given to the engine."""
         self._load[engine] += cost
         self._inflight[engine] += 1
 
     def progress(self, engine: EngineId, num_tokens: int) -> None:
-        """The engine produced tokens."""
+        """Counts tokens that the engine produced."""
         if engine in self._load:
             self._load[engine] -= num_tokens
 
-    def release(self, engine: EngineId, rest: int) -> None:
-        """A request ended with `rest` of its cost not used."""
+    def release(self, engine: EngineId, num_unused: int) -> None:
+        """Counts the end of a request that left `num_unused` of its cost unused."""
         if engine in self._load:
-            self._load[engine] -= rest
+            self._load[engine] -= num_unused
             self._inflight[engine] -= 1
             if self._inflight[engine] == 0:
                 self._pause(engine)
 
     def measure(self, engine: EngineId, num_tokens: int, now: float) -> None:
-        """A batch of so many tokens came, made by the requests that the engine holds.
+        """Updates the engine's speed with a batch of tokens from the requests that it holds.
 
-        Called before what the batch says of them is counted.
+        Must be called before the batch's tokens and finishes are counted.
 
         Args:
-            now: of a clock that never goes back.
+            now: monotonic seconds.
         """
         if engine in self._serving:
             speed = self._measured.setdefault(engine.name, EngineSpeed())
@@ -144,7 +144,7 @@ class Router:
 
     def _relative_speeds(self) -> dict[EngineId, float]:
         if not self._speeds:
-            serving = self.serving  # sorted, so that sums are always alike
+            serving = self.serving  # sorted, so that the floating-point sums are reproducible
             known = {e: v for e in serving if (v := self._measured_speed(e)) > 0}
             mean = sum(known.values()) / len(known) if known else 1.0
             least = max(known.values(), default=1.0) / _MAX_SPEED_RATIO
@@ -152,7 +152,7 @@ class Router:
         return self._speeds
 
     def _measured_speed(self, engine: EngineId) -> float:
-        """0 where there is nothing to go by."""
+        """The measured speed; 0 without a measurement."""
         speed = self._measured.get(engine.name)
         return 0.0 if speed is None else speed.value
 

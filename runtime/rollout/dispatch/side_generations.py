@@ -1,6 +1,6 @@
-"""Generations beside a trajectory, with an adapter: not the policy's, so nothing is trained on.
+"""Side generations of agent loops, made with an adapter. They are not trained on.
 
-What an agent loop appends of one to its tokens counts as given, as what a tool says does.
+Tokens of a side generation that the loop appends to its own count as given, like a tool's output.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _SEED_BITS: Final = 63
 
 
 class SideGenerations:
-    """Those of one run of an agent loop; `close` ends what is under way."""
+    """The side generations of one run of an agent loop; `close` ends those in progress."""
 
     def __init__(
         self, dispatcher: Dispatcher, trajectory: Trajectory, stop_token_ids: Sequence[int]
     ) -> None:
         self._dispatcher = dispatcher
-        self._beside = trajectory
+        self._parent = trajectory
         self._stop_token_ids = stop_token_ids
         self._open: dict[Turn, asyncio.Future[dict[str, Any]]] = {}
 
@@ -39,7 +39,7 @@ class SideGenerations:
         """{"tokens": int32 [n], "finish_reason": "stop" | "length"}.
 
         Raises:
-            RolloutError: the run ends meanwhile, or no engine can do it.
+            RolloutError: the run ends before the generation, or no engine can serve it.
         """
         answer = asyncio.get_running_loop().create_future()
         turn = self._turn(context, max_new_tokens, temperature, lora, answer)
@@ -66,15 +66,15 @@ class SideGenerations:
         lora: str,
         answer: asyncio.Future[dict[str, Any]],
     ) -> Turn:
-        beside = self._beside
-        name = f"{beside.sample_id} with {lora}"
-        room = max(0, beside.max_context_len - len(context))
+        parent = self._parent
+        name = f"{parent.sample_id} with {lora}"
+        budget = max(0, parent.max_context_len - len(context))
         trajectory = Trajectory(
             name,
             Prompt(name, "", context, {}),
             secrets.randbits(_SEED_BITS),
-            budget=room,
-            max_context_len=beside.max_context_len,
+            budget=budget,
+            max_context_len=parent.max_context_len,
         )
 
         def on_end(_turn: Turn, reason: str) -> None:
@@ -89,7 +89,7 @@ class SideGenerations:
             trajectory=trajectory,
             group=None,
             start=0,
-            limit=room if max_new_tokens is None else max_new_tokens,
+            limit=budget if max_new_tokens is None else max_new_tokens,
             temperature=temperature,
             stop_token_ids=self._stop_token_ids,
             on_end=on_end,

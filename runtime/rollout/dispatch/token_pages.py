@@ -1,8 +1,8 @@
-"""Memory for tokens that are still growing: pages of one size, each chained to the one before it.
+"""Memory for growing sequences of tokens: pages of one size, each linked to the one before it.
 
-P: tokens in a page. A place is an index into `tokens` and `logprobs`; page k has the places from
-k * P. A sequence is known by its cursor, the place of its next token. A cursor at a multiple of P
-stands behind a full page, so the next token begins a page; page 0 is nobody's, so P, the place
+P: tokens in a page. Indices point into `tokens` and `logprobs`; page k holds the indices from
+k * P. A sequence is known by its cursor, the index of its next token. A cursor at a multiple of P
+is behind a full page, so the next token begins a new page. Page 0 is never used, so P, the index
 behind it, is the cursor of an empty sequence.
 """
 
@@ -18,8 +18,8 @@ T = TypeVar("T", bound=np.generic)
 
 _SHIFT: Final = 5
 PAGE_LEN: Final = 1 << _SHIFT
-"""Half a page of 8 bytes a token is lost per sequence; a shorter one is run through sooner, and
-each new page costs."""
+"""A sequence wastes half a page on average, at 8 bytes per token. Shorter pages fill up sooner,
+and each new page costs time."""
 _FIRST_PAGES: Final = 256
 
 EMPTY: Final = PAGE_LEN
@@ -45,7 +45,7 @@ class TokenPages:
         tokens: NDArray[np.int32],
         logprobs: NDArray[np.float32],
     ) -> NDArray[np.int64]:
-        """Appends to R sequences, no two the same; returns their cursors [R] from now on.
+        """Appends to R different sequences; returns their new cursors [R].
 
         Args:
             starts, counts: [R] where in `tokens` and `logprobs` a sequence's new tokens begin,
@@ -53,9 +53,9 @@ class TokenPages:
         """
         cursors, starts, counts = cursors.copy(), starts.copy(), counts.copy()
         todo: slice | NDArray[np.int64] = slice(None)
-        room: int | NDArray[np.int64] = -cursors & (PAGE_LEN - 1)
+        free: int | NDArray[np.int64] = -cursors & (PAGE_LEN - 1)
         while True:
-            takes = np.minimum(room, counts[todo])
+            takes = np.minimum(free, counts[todo])
             self._copy(cursors[todo], starts[todo], takes, tokens, logprobs)
             cursors[todo] += takes
             starts[todo] += takes
@@ -64,11 +64,11 @@ class TokenPages:
             if not len(todo):
                 return cursors
             cursors[todo] = self._add_pages(cursors[todo])
-            room = PAGE_LEN
+            free = PAGE_LEN
 
     def _copy(
         self,
-        places: NDArray[np.int64],
+        indices: NDArray[np.int64],
         starts: NDArray[np.int64],
         counts: NDArray[np.int64],
         tokens: NDArray[np.int32],
@@ -77,18 +77,18 @@ class TokenPages:
         ends = np.cumsum(counts)
         firsts = ends - counts
         steps: NDArray[np.int64] = np.arange(int(ends[-1]))
-        targets = np.repeat(places - firsts, counts) + steps
+        targets = np.repeat(indices - firsts, counts) + steps
         sources = np.repeat(starts - firsts, counts) + steps
         self._tokens.array[targets] = tokens[sources]
         self._logprobs.array[targets] = logprobs[sources]
 
     def _add_pages(self, cursors: NDArray[np.int64]) -> NDArray[np.int64]:
-        """A page behind each cursor, all of which stand at a page's end; the new cursors."""
+        """Adds a page behind each cursor, all of which are at a page's end; the new cursors."""
         while self._num_free < len(cursors):
             self._grow()
-        rest = self._num_free - len(cursors)
-        pages = self._free[rest : self._num_free].astype(np.int64)
-        self._num_free = rest
+        first_taken = self._num_free - len(cursors)
+        pages = self._free[first_taken : self._num_free].astype(np.int64)
+        self._num_free = first_taken
         self._before[pages] = (cursors - 1) >> _SHIFT
         return pages << _SHIFT
 
@@ -103,25 +103,25 @@ class TokenPages:
         self._num_free += new - old
 
     def last_token(self, cursor: int) -> int:
-        """Of a sequence that has one."""
+        """The last token of a sequence that is not empty."""
         return int(self._tokens.array[cursor - 1])
 
     def read(self, cursor: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         """Copies of a sequence's tokens and logprobs."""
         pages = np.asarray(self._chain(cursor), np.int64)
-        places = ((pages << _SHIFT)[:, None] + np.arange(PAGE_LEN)).reshape(-1)
+        indices = ((pages << _SHIFT)[:, None] + np.arange(PAGE_LEN)).reshape(-1)
         unused = -cursor & (PAGE_LEN - 1)
-        places = places[: len(places) - unused]
-        return self._tokens.array[places], self._logprobs.array[places]
+        indices = indices[: len(indices) - unused]
+        return self._tokens.array[indices], self._logprobs.array[indices]
 
     def release(self, cursor: int) -> None:
-        """Takes a sequence's pages back."""
+        """Frees a sequence's pages."""
         pages = self._chain(cursor)
         self._free[self._num_free : self._num_free + len(pages)] = pages
         self._num_free += len(pages)
 
     def _chain(self, cursor: int) -> list[int]:
-        """A sequence's pages, first to last."""
+        """The page numbers of a sequence, first to last."""
         pages: list[int] = []
         page = (cursor - 1) >> _SHIFT
         while page:
@@ -147,7 +147,7 @@ class _GrowingArray(Generic[T]):
         self.array: NDArray[Any] = np.frombuffer(self._memory, dtype)
 
     def grow(self, length: int) -> None:
-        """No view of `array` may be left."""
+        """Grows to `length` elements. No view of `array` may exist."""
         self.array = np.empty(0, self._dtype)
         self._memory.resize(length * self._dtype.itemsize)
         self.array = np.frombuffer(self._memory, self._dtype)

@@ -1,7 +1,7 @@
 """Tokens of all attempts in flight, in columns: all runs of a batch of deltas are applied at once.
 
-An attempt is a request that an engine works on. It has a row from the moment it is given to the
-engine until it is taken back; the trajectory keeps what is here then (`Trajectory.settle`).
+An attempt is a request that an engine works on. It has a row from the moment the engine gets it
+until it ends; then the trajectory copies its tokens (`Trajectory.settle`).
 
 S: runs of a batch, N: tokens in them, K: runs that were appended.
 """
@@ -49,42 +49,43 @@ class Runs(NamedTuple):
     logprobs: NDArray[np.float32]
 
     def recorded(self) -> Runs:
-        """Those of trajectories that have a uid."""
-        wanted = self.uids >= 0
-        if wanted.all():
+        """The runs of trajectories that have a uid."""
+        is_recorded = self.uids >= 0
+        if is_recorded.all():
             return self
         counts = np.diff(self.offsets)
-        offsets = np.zeros(int(np.count_nonzero(wanted)) + 1, np.int64)
-        np.cumsum(counts[wanted], out=offsets[1:])
-        tokens = np.repeat(wanted, counts)
+        offsets = np.zeros(int(np.count_nonzero(is_recorded)) + 1, np.int64)
+        np.cumsum(counts[is_recorded], out=offsets[1:])
+        tokens = np.repeat(is_recorded, counts)
         return Runs(
-            self.uids[wanted],
-            self.starts[wanted],
+            self.uids[is_recorded],
+            self.starts[is_recorded],
             offsets,
-            self.versions[wanted],
+            self.versions[is_recorded],
             self.tokens[tokens],
             self.logprobs[tokens],
         )
 
 
 class Applied(NamedTuple):
-    """What became of a batch.
+    """The result of applying a batch.
 
     Attributes:
-        runs: what was appended; None where nothing was.
-        rest: indices of the runs that do not simply go on: for the caller, one by one, in order.
-        num_late: runs of requests that this engine does not have.
-        num_late_tokens: in these runs.
+        runs: what was appended; None if nothing was.
+        irregular: indices of the runs that do not simply extend their rows. The caller applies them
+            one by one, in order.
+        num_late: runs of requests that this engine does not hold.
+        num_late_tokens: tokens in late runs.
     """
 
     runs: Runs | None
-    rest: list[int]
+    irregular: list[int]
     num_late: int
     num_late_tokens: int
 
 
 class TokenStore:
-    """Rows of attempts. Row 0 stays empty: it is what unknown requests are looked up as.
+    """Rows of attempts. Row 0 stays empty: lookups of unknown requests return it.
 
     Columns: `_owners` the engine's number; `_lengths` and `_limits` of the completion, now and at
     most; `_starts` where the tokens of the last version, in `_versions`, begin; `_cursors` into the
@@ -101,16 +102,16 @@ class TokenStore:
         self._starts = np.zeros(_FIRST_ROWS, np.int64)
         self._versions = np.zeros(_FIRST_ROWS, np.int64)
         self._cursors = np.zeros(_FIRST_ROWS, np.int64)
-        self._marks = np.zeros(_FIRST_ROWS, np.int64)  # scratch of `_goes_on`
+        self._marks = np.zeros(_FIRST_ROWS, np.int64)  # scratch of `_extends_row`
         self._free = list(range(_FIRST_ROWS - 1, 0, -1))
         self._earlier: dict[int, list[Segment]] = {}
 
-    def open(self, request_id: int, owner: int, uid: int, *, length: int, room: int) -> int:
-        """A row for an attempt whose trajectory has `length` tokens and room for `room` more.
+    def open(self, request_id: int, owner: int, uid: int, *, length: int, capacity: int) -> int:
+        """Takes a row for an attempt on a trajectory of `length` tokens, which may add `capacity`.
 
         Args:
-            request_id: above all before it.
-            owner: number of the engine, at least 0: runs of others are not its.
+            request_id: greater than all earlier ones.
+            owner: number of the engine, at least 0; runs of other engines do not count.
         """
         if not self._free:
             self._grow()
@@ -118,7 +119,7 @@ class TokenStore:
         self._owners[row] = owner
         self._uids[row] = uid
         self._lengths[row] = length
-        self._limits[row] = length + room
+        self._limits[row] = length + capacity
         self._starts[row] = length
         self._versions[row] = _NO_VERSION
         self._cursors[row] = EMPTY
@@ -138,15 +139,15 @@ class TokenStore:
         return self._lengths.item(row)
 
     def last_token(self, row: int) -> int:
-        """Of an attempt that has got one."""
+        """The last token of an attempt that has one."""
         return self._pages.last_token(self._cursors.item(row))
 
     def read(self, row: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """Copies of the tokens and logprobs that the attempt has got."""
+        """Copies of the attempt's tokens and logprobs."""
         return self._pages.read(self._cursors.item(row))
 
     def segments(self, row: int) -> list[Segment]:
-        """The versions of what the attempt has got."""
+        """The attempt's tokens as runs of equal version."""
         earlier = self._earlier.get(row, [])
         start, stop = self._starts.item(row), self._lengths.item(row)
         if start == stop:
@@ -156,7 +157,7 @@ class TokenStore:
     def append(
         self, row: int, tokens: NDArray[np.int32], logprobs: NDArray[np.float32], version: int
     ) -> None:
-        """Appends one run; the caller has seen to it that there is room."""
+        """Appends one run; the caller has checked that it fits."""
         if len(tokens) == 0:
             return
         known = self._versions.item(row)
@@ -169,20 +170,20 @@ class TokenStore:
         self._write(np.asarray([row], np.int64), offsets, tokens, logprobs)
 
     def apply(self, owner: int, batch: DeltaBatch) -> Applied:
-        """Appends those runs of a batch that simply go on where their trajectories end."""
+        """Appends those runs of a batch that simply extend their rows."""
         rows = self._requests.find(batch.ids)
         mine = self._owners[rows] == owner
-        goes_on = mine & self._goes_on(rows, batch)
+        extends = mine & self._extends_row(rows, batch)
         num_late = len(rows) - int(np.count_nonzero(mine))
         late = (num_late, int(np.diff(batch.bounds)[~mine].sum()) if num_late else 0)
-        if goes_on.all():
-            rest, chosen = list[int](), batch
+        if extends.all():
+            irregular, chosen = list[int](), batch
         else:
-            rest = np.flatnonzero(mine & ~goes_on).tolist()
-            chosen = batch.select(goes_on)
-            rows = rows[goes_on]
+            irregular = np.flatnonzero(mine & ~extends).tolist()
+            chosen = batch.select(extends)
+            rows = rows[extends]
         if not len(rows):
-            return Applied(None, rest, *late)
+            return Applied(None, irregular, *late)
         self._versions[rows] = chosen.versions
         self._write(rows, chosen.bounds, chosen.tokens, chosen.logprobs)
         runs = Runs(
@@ -193,22 +194,22 @@ class TokenStore:
             chosen.tokens,
             chosen.logprobs,
         )
-        return Applied(runs, rest, *late)
+        return Applied(runs, irregular, *late)
 
-    def _goes_on(self, rows: NDArray[np.int64], batch: DeltaBatch) -> NDArray[np.bool_]:
+    def _extends_row(self, rows: NDArray[np.int64], batch: DeltaBatch) -> NDArray[np.bool_]:
         """[S] whether a run has tokens, begins where its row ends, fits, and is of its version."""
         lengths, versions = self._lengths[rows], self._versions[rows]
         counts = np.diff(batch.bounds)
-        goes_on: NDArray[np.bool_] = (counts > 0) & (batch.positions == lengths)
-        goes_on &= lengths + counts <= self._limits[rows]
-        goes_on &= (versions == batch.versions) | (versions == _NO_VERSION)
-        # A request with several runs has them appended in order, one by one.
+        extends: NDArray[np.bool_] = (counts > 0) & (batch.positions == lengths)
+        extends &= lengths + counts <= self._limits[rows]
+        extends &= (versions == batch.versions) | (versions == _NO_VERSION)
+        # A request with several runs in the batch has them appended one by one, in order.
         numbers = np.arange(len(rows))
         self._marks[rows] = numbers
         is_hidden = self._marks[rows] != numbers
         if is_hidden.any():
-            goes_on &= ~np.isin(rows, rows[is_hidden])
-        return goes_on
+            extends &= ~np.isin(rows, rows[is_hidden])
+        return extends
 
     def _write(
         self,
@@ -236,7 +237,7 @@ class TokenStore:
         self._free += range(2 * old - 1, old - 1, -1)
 
     def check_integrity(self) -> None:
-        """Asserts that rows and pages are free or in use, and each in one place."""
+        """Asserts that every row and page is either free or in use, and in one place only."""
         used: list[int] = np.flatnonzero(self._owners != _NOBODY).tolist()
         rows = np.sort(np.asarray(used + self._free))
         assert np.array_equal(rows, np.arange(1, len(self._owners)))

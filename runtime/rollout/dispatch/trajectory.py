@@ -1,10 +1,10 @@
-"""One sample: prompt, completion so far, and which version of the weights made each token.
+"""One sample: its prompt, its completion so far, and the version of the weights behind each token.
 
 Letters: P prompt tokens, C completion tokens (generated, and in agent loops also given ones).
 
     PENDING -> RUNNING -> FINISHED
                  |  ^
-                 v  |      cut by a sync, a sleep or the death of its engine; resumed from
+                 v  |      interrupted by a sync, a sleep or the death of its engine; resumed from
                PARTIAL     prompt + completion so far
 """
 
@@ -22,7 +22,7 @@ from umbra.runtime.rollout.dispatch.router import EngineId
 from umbra.runtime.rollout.dispatch.token_store import Segment, TokenStore
 from umbra.runtime.rollout.prompts import Prompt
 
-NOT_GENERATED: Final = -1  # stands for a version where a token was given, not sampled
+NOT_GENERATED: Final = -1  # in place of a version: the token was given, not sampled
 _NO_TOKENS: Final = np.empty(0, np.int32)
 _NO_LOGPROBS: Final = np.empty(0, np.float32)
 
@@ -37,16 +37,16 @@ class TrajectoryState(StrEnum):
 class Trajectory:
     """One sample of a group. Owned by the manager; grows by whole runs of tokens.
 
-    While an engine works on it, what is new is in a row of the dispatcher's `TokenStore`, with the
-    new tokens of all others (`begin_attempt`); afterwards it is here (`settle`).
+    While an engine works on it, its new tokens are in a row of the dispatcher's `TokenStore`, with
+    those of all others (`begin_attempt`); afterwards they are here (`settle`).
 
     Attributes:
         uid: its number in the ledger; -1 where it is not recorded.
 
     Args:
         sample_id: unique in the job, such as `e0/prompt7/3`.
-        seed: its sampling seed. Token i of the completion is drawn with (seed, i), whichever
-            engine draws it, so that resuming does not change the stream.
+        seed: its sampling seed. Token i of the completion is drawn with (seed, i) on every engine,
+            so resuming does not change the random stream.
         budget: most tokens that may be generated, over all turns and resumptions.
         max_context_len: most tokens of prompt and completion together.
     """
@@ -60,8 +60,8 @@ class Trajectory:
         "_tokens",
         "budget",
         "finish_reason",
-        "home",
         "is_recorded_running",
+        "last_engine",
         "max_context_len",
         "num_interruptions",
         "num_refilled_tokens",
@@ -83,9 +83,9 @@ class Trajectory:
         self.budget = budget
         self.max_context_len = max_context_len
         self.uid = -1  # in the ledger; -1: it is not recorded
-        self.is_recorded_running = False  # what the ledger was told last
+        self.is_recorded_running = False  # the state that was recorded last
         self.reward: float | None = None
-        self.home: EngineId | None = None  # the engine that generated last
+        self.last_engine: EngineId | None = None  # the engine that generated last
         self.num_interruptions = 0
         self.num_refilled_tokens = 0  # prefilled again because of interruptions
         self._store: TokenStore | None = None
@@ -93,7 +93,7 @@ class Trajectory:
         self.reset()
 
     def reset(self) -> None:
-        """Back to the bare prompt; an agent loop whose process died starts over."""
+        """Restores the bare prompt, for an agent loop that starts over."""
         assert self._store is None, f"{self.sample_id} is with an engine"
         self.state = TrajectoryState.PENDING
         self.finish_reason = ""
@@ -101,7 +101,7 @@ class Trajectory:
         self._tokens: NDArray[np.int32] = _NO_TOKENS
         self._logprobs: NDArray[np.float32] = _NO_LOGPROBS
         self._segments: tuple[Segment, ...] = ()
-        self._num_settled = 0  # generated tokens in these
+        self._num_settled = 0  # generated tokens in `_tokens`
 
     @property
     def is_finished(self) -> bool:
@@ -122,7 +122,7 @@ class Trajectory:
 
     @property
     def num_generated(self) -> int:
-        """Tokens of the completion that were sampled, not given."""
+        """Number of tokens of the completion that were sampled, not given."""
         return self._num_settled + self.num_unsettled
 
     @property
@@ -147,19 +147,19 @@ class Trajectory:
         return np.repeat(np.asarray([s.version for s in segments], np.int64), lengths)
 
     def last_token(self) -> int:
-        """Of a completion that is not empty."""
+        """The last token of a completion that is not empty."""
         if self.num_unsettled and self._store is not None:
             return self._store.last_token(self._row)
         return int(self._tokens[-1])
 
     def context(self) -> NDArray[np.int32]:
-        """[P + C] all tokens, to go on from; not to be written to."""
+        """[P + C] all tokens, which the next generation continues; not to be written to."""
         if self.completion_len == 0:
             return self.prompt_tokens
         return np.concatenate([self.prompt_tokens, self.tokens])
 
-    def room(self) -> int:
-        """Tokens that may still be generated, by budget and by context."""
+    def num_tokens_left(self) -> int:
+        """Number of tokens that may still be generated, by budget and by context."""
         return max(0, min(self.budget - self.num_generated, self.max_context_len - len(self)))
 
     def missing_before(self, position: int) -> int:
@@ -172,10 +172,12 @@ class Trajectory:
         """Appends a run of sampled tokens, made under one version.
 
         Raises:
-            RolloutError: more than `room()`: the budget is never exceeded.
+            RolloutError: the run is longer than the budget or the context allows.
         """
-        if len(tokens) > self.room():
-            raise RolloutError(f"{self.sample_id}: {len(tokens)} tokens, room for {self.room()}")
+        if len(tokens) > self.num_tokens_left():
+            raise RolloutError(
+                f"{self.sample_id}: {len(tokens)} tokens, room for {self.num_tokens_left()}"
+            )
         if self._store is not None:
             self._store.append(self._row, tokens, logprobs, version)
             return
@@ -184,12 +186,12 @@ class Trajectory:
         self._num_settled += len(tokens)
 
     def begin_attempt(self, store: TokenStore, row: int) -> None:
-        """An engine takes it: its new tokens are in `store` until `settle`."""
+        """Puts new tokens into a row of `store` until `settle`."""
         assert self._store is None, f"{self.sample_id} is with an engine already"
         self._store, self._row = store, row
 
     def settle(self) -> int:
-        """The attempt is over, and its row about to go: keeps what it brought, and counts it."""
+        """Ends the attempt: copies and counts its tokens, before its row is freed."""
         store, num_tokens = self._store, self.num_unsettled
         self._store = None
         if store is not None and num_tokens:
@@ -198,7 +200,7 @@ class Trajectory:
         return num_tokens
 
     def extend_context(self, context: NDArray[np.int32]) -> None:
-        """An agent loop's next context: what is there so far, plus tokens that it appends.
+        """Appends the given tokens of an agent loop's next context, which begins with all so far.
 
         Before the first generation the context replaces the prompt.
 
@@ -215,9 +217,9 @@ class Trajectory:
         if len(differs) or len(context) < len(known):
             at = int(differs[0]) if len(differs) else len(context)
             raise RolloutError(
-                f"{self.sample_id}: the tokens given to generate() leave the trajectory at "
-                f"position {at} of {len(known)}: append each turn's tokens to those before and "
-                "never tokenise the text anew"
+                f"{self.sample_id}: the tokens given to generate() differ from the trajectory at "
+                f"position {at} of {len(known)}: append each turn's tokens to the earlier ones and "
+                "never tokenize the text again"
             )
         given = context[len(known) :]
         segment = Segment(len(self._tokens), len(self._tokens) + len(given), NOT_GENERATED)
@@ -228,7 +230,7 @@ class Trajectory:
         self.finish_reason = reason
 
     def cut(self) -> None:
-        """Its generation was interrupted; all that is here stays."""
+        """Marks its generation as interrupted; all tokens stay."""
         self.num_interruptions += 1
         self.num_refilled_tokens += len(self)
         self.state = TrajectoryState.PARTIAL
@@ -252,7 +254,7 @@ class Trajectory:
 
 
 def _joined(first: Sequence[Segment], then: Sequence[Segment]) -> list[Segment]:
-    """All of them; the two in the middle as one where they are of one version."""
+    """All segments in order; the two in the middle become one if they are of one version."""
     if first and then and first[-1].version == then[0].version:
         middle = Segment(first[-1].start, then[0].stop, then[0].version)
         return [*first[:-1], middle, *then[1:]]

@@ -1,4 +1,4 @@
-"""One generation of a trajectory: what the manager asks of engines until it is complete."""
+"""One generation of a trajectory, complete or still to be done by engines."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from umbra.runtime.rollout.dispatch.trajectory import Trajectory
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Turn:
-    """A generation, over however many engines it takes.
+    """A generation. It may take several engines.
 
     Attributes:
-        trajectory: grows by it.
-        group: where its prompt may be cached; None where nothing is shared.
-        start, limit: completion lengths at which it began and beyond which it must not go.
+        trajectory: receives the tokens.
+        group: its engine may have the prompt cached; None if the prompt is not shared.
+        start: completion length when the generation began.
+        limit: completion length that it must not exceed.
         temperature: 0 is greedy.
-        stop_token_ids: it ends after any of these.
-        on_end: told once, with "stop" or "length"; never after `Dispatcher.cancel`.
+        stop_token_ids: the generation ends after any of these.
+        on_end: called once, with "stop" or "length"; never after `Dispatcher.cancel`.
         lora: name of the pool's adapter to generate with; "" for the model as it is.
-        on_error: told instead, of an error that no other engine heals. None: it is the error of
-            whoever owns the dispatcher.
-        request_id: of the attempt in progress; each attempt has its own, so that late deltas
-            of an earlier one are recognised.
+        on_error: called instead of `on_end`, with an error that no other engine would heal. With
+            None, the owner of the dispatcher gets the error.
+        request_id: of the attempt in progress. Each attempt has its own, so that late deltas of an
+            earlier one are recognised.
         charged: tokens that the router was charged for the attempt.
-        engine: that has the attempt in progress; None while there is none.
+        engine: has the attempt in progress; None while there is none.
         row: of the attempt in the dispatcher's `TokenStore`.
         num_errors: attempts that engines failed since the last token.
     """
@@ -49,44 +50,44 @@ class Turn:
     row: int = 0
     num_errors: int = 0
 
-    def room(self) -> int:
-        """Tokens it may still generate."""
-        return min(self.limit - self.trajectory.completion_len, self.trajectory.room())
+    def num_tokens_left(self) -> int:
+        """Number of tokens that it may still generate."""
+        return min(self.limit - self.trajectory.completion_len, self.trajectory.num_tokens_left())
 
     def outcome(self) -> str:
         """ "stop" or "length" once complete, else "".
 
-        Decided by the tokens, not by the engine's word: an engine may die between its last
-        token and the news of the finish.
+        The tokens decide, not the engine's report: an engine may die between its last token and
+        the report that the request is finished.
         """
         trajectory = self.trajectory
         has_tokens = trajectory.completion_len > self.start
         if has_tokens and trajectory.last_token() in self.stop_token_ids:
             return "stop"
-        return "" if self.room() > 0 else "length"
+        return "" if self.num_tokens_left() > 0 else "length"
 
     @property
     def unspent(self) -> int:
-        """What is left of the tokens that the router was charged for the attempt."""
+        """Tokens of the router's charge for the attempt that were not produced yet."""
         return self.charged - self.trajectory.num_unsettled
 
     @property
     def has_begun(self) -> bool:
-        """The attempt in progress has produced a token."""
+        """Whether the attempt in progress has produced a token."""
         return self.trajectory.num_unsettled > 0
 
     def cost(self) -> int:
-        """Tokens an engine may have to process: context and remaining budget."""
-        return len(self.trajectory) + self.room()
+        """Tokens that an engine may have to process: context and remaining budget."""
+        return len(self.trajectory) + self.num_tokens_left()
 
     def request(self) -> dict[str, Any]:
-        """The engine protocol's form of what is left to do."""
+        """The engine protocol's request for the tokens that are left."""
         request: dict[str, Any] = {
             "id": self.request_id,
             "tokens": self.trajectory.context(),
             "position": self.trajectory.completion_len,
             "seed": self.trajectory.seed,
-            "max_new_tokens": self.room(),
+            "max_new_tokens": self.num_tokens_left(),
             "temperature": self.temperature,
             "stop_token_ids": self.stop_token_ids,
         }

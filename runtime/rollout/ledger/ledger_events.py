@@ -1,10 +1,10 @@
-"""What can happen to samples, and its form in the ledger's files.
+"""Events of samples, and their encoding in the ledger's files.
 
 Letters: G samples of a group, S runs of tokens or samples, N tokens of all runs.
 
-Samples are known by `uid`, counted up from 0 within one log. The wire form of an event is the
-msgpack list `[tag, *fields]`, arrays as raw little-endian bytes; events that belong together are
-one batch `[time_s, *events]`.
+Samples are numbered by `uid`, counted up from 0 within one log. An event is encoded as the
+msgpack list `[tag, *fields]`, with arrays as raw little-endian bytes. Events that belong together
+are one batch `[time_s, *events]`.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from umbra.runtime.errors import LedgerError
 
 Uids: TypeAlias = NDArray[np.int64]
 
-GIVEN: Final = -1  # the version of tokens that were given, not generated
+GIVEN: Final = -1  # in place of a version: the tokens were given, not generated
 BATCH_MAX_NBYTES: Final = 8 * 1024 * 1024
-"""Of one batch. Encoding one much larger would hold up the loop for more than 10 ms; a smaller
-bound would refuse honest ticks."""
+"""Size limit of one batch. Encoding a much larger one would block the loop for more than 10 ms; a
+lower limit would refuse ordinary ticks."""
 
 
 def uids_of(*uids: int) -> Uids:
-    """The column of these uids."""
+    """These uids as a column."""
     return np.asarray(uids, np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Version:
-    """The weights `version` are those after `step` optimizer steps; its number is new.
+    """Announces that `version` is the weights after `step` optimizer steps. Versions only grow.
 
-    To be durable before anything is generated under it.
+    Must be durable before anything is generated with it.
     """
 
     version: int
@@ -48,7 +48,7 @@ class Admitted:
     """A group of G samples: uid `first_uid + k` is `{group_id}/{k}`.
 
     Attributes:
-        place: of the group in the endless order of the data.
+        order_idx: index of the group in the endless order of prompts.
         seeds: [G] of the samples.
     """
 
@@ -56,7 +56,7 @@ class Admitted:
     group_id: str
     prompt_id: str
     epoch: int
-    place: int
+    order_idx: int
     seeds: NDArray[np.int64]
 
     def __post_init__(self) -> None:
@@ -65,14 +65,14 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Started:
-    """Given to engines."""
+    """The samples were given to engines."""
 
     uids: Uids
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cut:
-    """Interrupted; what is there stays."""
+    """The samples' generation was interrupted; their tokens stay."""
 
     uids: Uids
     reason: str
@@ -83,8 +83,9 @@ class Tokens:
     """Runs of completion tokens, each made under one version (GIVEN: not generated).
 
     Attributes:
-        uids, starts, versions: [S] the sample of each run, its first token's place in the
-            completion, its version.
+        uids: [S] the sample of each run.
+        starts: [S] index of each run's first token in the completion.
+        versions: [S] of each run.
         offsets: [S + 1] of the runs in tokens and logprobs.
     """
 
@@ -108,9 +109,9 @@ class Tokens:
         )
         _require(
             num_runs == 0 or bool(self.starts.min() >= 0 and self.versions.min() >= GIVEN),
-            "a run of tokens with a negative start or version",
+            "a run of tokens has a negative start or version",
         )
-        _require(bool(np.isfinite(self.logprobs).all()), "logprobs that are not finite")
+        _require(bool(np.isfinite(self.logprobs).all()), "some logprobs are not finite")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,7 +124,7 @@ class PromptGiven:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reset:
-    """An agent loop starts over: its prompt and completion are gone."""
+    """An agent loop starts over: prompt and completion of the sample are discarded."""
 
     uid: int
     reason: str
@@ -131,7 +132,7 @@ class Reset:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recorded:
-    """What `ctx.once(key)` returned: plain data (tuples come back as lists)."""
+    """A value of `ctx.once(key)`: plain data (tuples come back as lists)."""
 
     uid: int
     key: str
@@ -140,33 +141,33 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Finished:
-    """Complete, each with its reason."""
+    """The samples are complete, each with its reason."""
 
     uids: Uids
     reasons: Sequence[str]
 
     def __post_init__(self) -> None:
-        _require(len(self.uids) == len(self.reasons), "not one reason for each uid")
+        _require(len(self.uids) == len(self.reasons), "the number of reasons is not that of uids")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scored:
-    """Rewards, [S]."""
+    """Rewards of the samples, [S]."""
 
     uids: Uids
     rewards: NDArray[np.float64]
 
     def __post_init__(self) -> None:
-        _require(len(self.uids) == len(self.rewards), "not one reward for each uid")
-        _require(bool(np.isfinite(self.rewards).all()), "rewards that are not finite")
+        _require(len(self.uids) == len(self.rewards), "the number of rewards is not that of uids")
+        _require(bool(np.isfinite(self.rewards).all()), "some rewards are not finite")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Leased:
-    """Delivered to the ranks for optimizer step `step`, counted from 0; whole groups.
+    """The samples, whole groups, were delivered to the ranks for optimizer step `step`, from 0.
 
-    To be durable before the ranks have them: else a checkpoint may have been trained on samples
-    that the ledger takes for scored.
+    Must be durable before the ranks have them. Otherwise a checkpoint may have been trained on
+    samples that the ledger has as scored.
     """
 
     step: int
@@ -175,11 +176,11 @@ class Leased:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dropped:
-    """Will never be trained.
+    """The samples will never be trained on.
 
     Attributes:
         reason: one of a few, which are counted.
-        cause: what went wrong in this case, for people; may be empty.
+        cause: details for people; may be empty.
     """
 
     uids: Uids
@@ -197,11 +198,11 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Restored:
-    """The job goes on from the checkpoint after `step` steps (0: from the start).
+    """The job resumes from the checkpoint after `step` steps (0: from the start).
 
-    `version` was the newest when the checkpoint was made.
-    Samples leased for that step or later are scored again. Of the others that are not trained,
-    tokens from the first on whose version belongs to a later step are cut off, unless `keep_newer`.
+    `version` was the newest when the checkpoint was made. Samples leased for that step or later are
+    scored again. Of other samples that are not trained, all tokens from the first one of a later
+    step's version are cut off, unless `keep_newer`.
     """
 
     step: int
@@ -213,7 +214,7 @@ class Restored:
 class Evaluated:
     """The held-out prompts were generated and scored after `step` steps.
 
-    To be durable before the ranks have it: one that it did not reach asks for it again.
+    Must be durable before the ranks have it: a rank that it did not reach asks for it again.
 
     Attributes:
         outcome: plain data, as the ranks get it.
@@ -245,17 +246,17 @@ Event: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Events that belong together, and when they were written."""
+    """Events that belong together, and the time at which they were written."""
 
     time_s: float
     events: tuple[Event, ...]
 
 
 def encode_batch(time_s: float, events: Sequence[Event]) -> bytes:
-    """The wire form of one batch.
+    """Encodes one batch.
 
     Raises:
-        LedgerError: it is too large, or a recorded value is not plain data.
+        LedgerError: the batch is too large, or a recorded value is not plain data.
     """
     try:
         data: bytes = msgpack.packb([time_s, *map(_to_wire, events)])
@@ -263,13 +264,13 @@ def encode_batch(time_s: float, events: Sequence[Event]) -> bytes:
         keys = [event.key for event in events if isinstance(event, Recorded)]
         about = f" (values of {', '.join(keys)})" if keys else ""
         raise LedgerError(
-            f"events that cannot be written{about}: {error}; ctx.once keeps plain data: numbers, "
+            f"events cannot be encoded{about}: {error}; ctx.once keeps plain data: numbers, "
             "text, bytes, lists and dictionaries"
         ) from error
     if len(data) > BATCH_MAX_NBYTES:
         raise LedgerError(
-            f"{len(data)} bytes of events at once, at most {BATCH_MAX_NBYTES}: split long columns, "
-            "keep large values in files"
+            f"a batch of events has {len(data)} bytes, at most {BATCH_MAX_NBYTES} are allowed: "
+            "split long columns, keep large values in files"
         )
     return data
 
@@ -287,9 +288,9 @@ def decode_batches(payload: bytes | memoryview) -> Iterator[Batch]:
             time_s, *events = unpacker.unpack()
             yield Batch(float(time_s), tuple(_from_wire(event) for event in events))
     except msgpack.OutOfData as error:
-        raise LedgerError("events that cannot be read: the last batch is not whole") from error
+        raise LedgerError("events cannot be decoded: the last batch is incomplete") from error
     except (TypeError, ValueError, OverflowError, msgpack.UnpackException) as error:
-        raise LedgerError(f"events that cannot be read: {error}") from error
+        raise LedgerError(f"events cannot be decoded: {error}") from error
 
 
 class _Ints:
@@ -301,30 +302,30 @@ class _Ints:
     def to_wire(self, value: Any) -> Any:
         array = np.ascontiguousarray(value, self._dtype)
         if array.ndim != 1:
-            raise ValueError(f"a column of {array.ndim} dimensions")
+            raise ValueError(f"a column has {array.ndim} dimensions, not 1")
         return array.data
 
     def from_wire(self, value: Any) -> Any:
         if not isinstance(value, bytes):
-            raise TypeError(f"a column of type {type(value).__name__}")
+            raise TypeError(f"a column is encoded as {type(value).__name__}, not bytes")
         return np.frombuffer(value, self._dtype)
 
 
 class _Plain:
-    """A value that msgpack knows, of one type, and not negative."""
+    """A value of one type that msgpack can encode; integers must not be negative."""
 
     def __init__(self, kind: type) -> None:
         self._kind = kind
 
     def to_wire(self, value: Any) -> Any:
-        # numpy's integers would be refused by msgpack, in words that do not help
+        # Converted here, because msgpack's error for numpy integers would not help.
         return self.from_wire(value.item() if isinstance(value, np.generic) else value)
 
     def from_wire(self, value: Any) -> Any:
         if type(value) is not self._kind:
-            raise TypeError(f"{type(value).__name__} {value!r}, not {self._kind.__name__}")
+            raise TypeError(f"expected {self._kind.__name__}, got {type(value).__name__} {value!r}")
         if self._kind is int and cast(int, value) < 0:
-            raise ValueError(f"the negative number {value}")
+            raise ValueError(f"expected a number of 0 or more, got {value}")
         return value
 
 
@@ -338,12 +339,12 @@ class _Texts:
         if not isinstance(value, list) or not all(
             isinstance(text, str) for text in cast(list[Any], value)
         ):
-            raise TypeError("a column of texts with something else in it")
+            raise TypeError("a column of texts holds something else")
         return cast(list[str], value)
 
 
 class _Anything:
-    """Any value that msgpack knows."""
+    """Any value that msgpack can encode."""
 
     def to_wire(self, value: Any) -> Any:
         return value
@@ -360,7 +361,7 @@ _I32: Final = _Ints("<i4")
 _F32: Final = _Ints("<f4")
 _F64: Final = _Ints("<f8")
 
-# Tags are part of the files: never change or reuse one.
+# Tags are part of the file format: never change or reuse one.
 _KINDS: Final[dict[int, tuple[type[Any], tuple[Any, ...]]]] = {
     1: (Version, (_INT, _INT)),
     2: (Admitted, (_INT, _STR, _STR, _INT, _INT, _I64)),
@@ -392,14 +393,14 @@ def _to_wire(event: Event) -> list[Any]:
 def _from_wire(item: Any) -> Event:
     tag, *values = item
     if tag not in _KINDS:
-        raise ValueError(f"an unknown kind of event, {tag!r}: was this written by a newer umbra?")
+        raise ValueError(f"event tag {tag!r} is unknown: was this written by a newer umbra?")
     kind, forms = _KINDS[tag]
     if len(values) != len(forms):
-        raise ValueError(f"{kind.__name__} with {len(values)} fields, not {len(forms)}")
+        raise ValueError(f"{kind.__name__} has {len(values)} fields, expected {len(forms)}")
     event: Event = kind(*[form.from_wire(value) for form, value in zip(forms, values, strict=True)])
     return event
 
 
-def _require(holds: bool, complaint: str) -> None:
+def _require(holds: bool, problem: str) -> None:
     if not holds:
-        raise ValueError(complaint)
+        raise ValueError(problem)

@@ -1,12 +1,12 @@
-"""Frames of the ledger's files: length, checksum, payload; and what the end of a file says.
+"""Frames of the ledger's files: length, checksum and payload; how the end of a file is judged.
 
     byte  0  magic     4 bytes
           4  length    uint32, of the payload
-          8  checksum  uint64, XXH3-64 of length and payload, seeded with the frame's place
+          8  checksum  uint64, XXH3-64 of length and payload, seeded with the frame's offset
          16  payload
 
-One frame is one flush, and it is synced before the next one is begun. So only the last frame of a
-file can be torn, and a bad frame with a good one after it is damage, not a crash.
+One frame is one flush, and it is synced before the next one begins. Only the last frame of a file
+can therefore be torn; a bad frame with a good one after it is damage, not a crash.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _HEAD: Final = struct.Struct("<4sIQ")
 _LENGTH: Final = struct.Struct("<I")
 HEAD_NBYTES: Final = _HEAD.size
 PAYLOAD_MAX_NBYTES: Final = 64 * 1024 * 1024
-"""What a reader believes of a length. Less refuses honest flushes; more makes a damaged length
-cost a long checksum."""
+"""The longest payload that a reader accepts. A lower limit refuses ordinary flushes; a higher one
+makes a damaged length field cost a long checksum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Scan:
     Attributes:
         frames: (offset, payload) of each.
         stop: where the last good frame ends.
-        is_torn: bytes follow that are no whole frame.
+        is_torn: whether the bytes after `stop` are not a whole frame.
     """
 
     frames: list[tuple[int, memoryview]]
@@ -48,14 +48,14 @@ class Scan:
 
 
 def head_of(chunks: Sequence[Buffer], offset: int) -> bytes:
-    """What stands before a payload at byte `offset` of its file; the payload is the chunks joined.
+    """The bytes before a payload (the joined chunks) at byte `offset` of its file.
 
     Raises:
         ValueError: the payload is too long.
     """
     length = sum(map(len, chunks))
     if length > PAYLOAD_MAX_NBYTES:
-        raise ValueError(f"a payload of {length} bytes, at most {PAYLOAD_MAX_NBYTES}")
+        raise ValueError(f"a payload has {length} bytes, at most {PAYLOAD_MAX_NBYTES} are allowed")
     return _HEAD.pack(_MAGIC, length, _checksum(chunks, length, offset))
 
 
@@ -63,7 +63,7 @@ def scan(data: Buffer, path: Path) -> Scan:
     """Finds the good frames of a file's bytes; payloads are views of `data`.
 
     Raises:
-        LedgerError: a bad frame has good ones after it.
+        LedgerError: a bad frame is followed by a good one.
     """
     view = memoryview(data)
     frames: list[tuple[int, memoryview]] = []
@@ -76,8 +76,8 @@ def scan(data: Buffer, path: Path) -> Scan:
         if later is not None:
             raise LedgerError(
                 f"{path}: the frame at byte {offset} is damaged, and whole frames follow from byte "
-                f"{later}, so this is no torn write: restore the file from a backup (nothing else "
-                "records what was sampled and trained), or begin a new run in another folder"
+                f"{later}, so this is not a torn write: restore the file from a backup (nothing "
+                "else records what was sampled and trained), or begin a new run in another folder"
             )
     return Scan(frames, offset, offset < len(view))
 
@@ -103,7 +103,7 @@ def _good_frame_after(rest: bytes, view: memoryview, offset: int) -> int | None:
 
 
 def _checksum(chunks: Sequence[Buffer], length: int, offset: int) -> int:
-    # Seeded with the place: bytes that moved, or a frame quoted inside a payload, do not pass.
+    # Seeded with the offset, so that bytes that moved, or a frame inside a payload, do not pass.
     digest = xxhash.xxh3_64(_LENGTH.pack(length), seed=offset)
     for chunk in chunks:
         digest.update(chunk)

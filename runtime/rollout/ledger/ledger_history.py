@@ -1,12 +1,12 @@
 """The files of one manager's ledger, and which of their bytes are its history.
 
-    RUN_DIR/ledger/MANAGER/000001-0000.log     life 1, part 0
+    RUN_DIR/ledger/MANAGER/000001-0000.log     incarnation 1, part 0
                            000001-0001.log
-                           000002-0000.log     life 2: a later incarnation of the manager
+                           000002-0000.log     incarnation 2 of the manager
 
-The first frame of a file is a header. That of a life's part 0 lists every earlier file with the
-length that counted when the life began: what an older life wrote later, a process that was stopped
-and woke, is not part of the history. The newest life that has a header decides.
+The first frame of a file is a header. The header of part 0 lists every file of earlier incarnations
+with its valid length at that time. Bytes that an older incarnation wrote later (its process was
+stopped and continued) are not part of the history. The newest incarnation with a header decides.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ _POSITION: Final = re.compile(r"(\d+)-(\d+)-(\d+)")
 
 
 class Position(NamedTuple):
-    """A place in a ledger; later ones are greater."""
+    """A position in a ledger; later ones are greater."""
 
-    life: int
+    incarnation: int
     part: int
     offset: int
 
     def __str__(self) -> str:
-        return f"{self.life}-{self.part}-{self.offset}"
+        return f"{self.incarnation}-{self.part}-{self.offset}"
 
     @classmethod
     def parse(cls, text: str) -> Position:
-        """The position that `str()` made this text of.
+        """Parses the text that `str()` makes of a position.
 
         Raises:
-            LedgerError: it is none.
+            LedgerError: the text is not a position.
         """
         match = _POSITION.fullmatch(text)
         if match is None:
-            raise LedgerError(f"{text!r} is no position in a ledger (LIFE-PART-OFFSET)")
+            raise LedgerError(f"{text!r} is not a ledger position (INCARNATION-PART-OFFSET)")
         return cls(*map(int, match.groups()))
 
 
 class LogPart(NamedTuple):
-    """One file; its first `stop` bytes count."""
+    """One file, of which the first `stop` bytes are valid."""
 
     path: Path
-    life: int
+    incarnation: int
     part: int
     stop: int
 
@@ -72,17 +72,17 @@ class Header:
     """The first frame of a file.
 
     Attributes:
-        earlier: (life, part, stop) of all files of earlier lives; empty but in part 0.
+        earlier: (incarnation, part, stop) of all files of earlier incarnations; only in part 0.
     """
 
     job_id: str
-    life: int
+    incarnation: int
     part: int
     time_s: float
     earlier: tuple[tuple[int, int, int], ...] = ()
 
     def to_wire(self) -> bytes:
-        content = [FORMAT, self.job_id, self.life, self.part, self.time_s, self.earlier]
+        content = [FORMAT, self.job_id, self.incarnation, self.part, self.time_s, self.earlier]
         data: bytes = msgpack.packb(content)
         return data
 
@@ -91,7 +91,7 @@ class Header:
         """Checks the header of the file `path`.
 
         Raises:
-            LedgerError: it is another file's, or of another format.
+            LedgerError: the header belongs to another file, or has another format.
         """
         try:
             found, *content = msgpack.unpackb(payload)
@@ -100,30 +100,30 @@ class Header:
                     f"{path} has format {found}, and this umbra reads format {FORMAT}: use the "
                     "version of umbra that wrote it"
                 )
-            job_id, life, part, time_s, earlier = content
+            job_id, incarnation, part, time_s, earlier = content
             header = cls(
                 job_id=str(job_id),
-                life=int(life),
+                incarnation=int(incarnation),
                 part=int(part),
                 time_s=float(time_s),
                 earlier=tuple((int(a), int(b), int(c)) for a, b, c in earlier),
             )
         except (TypeError, ValueError, msgpack.UnpackException) as error:
-            raise LedgerError(f"{path} does not begin like a ledger's file: {error}") from error
-        if path.name != part_name(header.life, header.part):
+            raise LedgerError(f"{path} has no valid header: {error}") from error
+        if path.name != part_name(header.incarnation, header.part):
             raise LedgerError(
-                f"{path} was written as {part_name(header.life, header.part)}: give the files of "
-                "this folder their names back"
+                f"{path} was written as {part_name(header.incarnation, header.part)}: rename the "
+                "files of this folder back"
             )
         return header
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What counts of a ledger as it was found; later writing does not change it.
+    """The valid part of a ledger when it was read; later writes do not change it.
 
     Attributes:
-        parts: in order; the last life's are at the end.
+        parts: in order; those of the last incarnation are at the end.
     """
 
     folder: Path
@@ -131,20 +131,20 @@ class History:
 
     @property
     def end(self) -> Position:
-        """Behind the last good frame."""
+        """The position after the last good frame."""
         if not self.parts:
             return Position(0, 0, 0)
         return Position(*self.parts[-1][1:])
 
     def covers(self, position: Position) -> bool:
-        """Whether everything written before this position, as then returned, counts."""
+        """Whether the history includes everything written before this position."""
         return any(
-            (part.life, part.part) == position[:2] and position.offset <= part.stop
+            (part.incarnation, part.part) == position[:2] and position.offset <= part.stop
             for part in self.parts
         )
 
     def headers(self) -> Iterator[Header]:
-        """The header of each file that counts."""
+        """The header of each valid file."""
         for part in self.parts:
             if part.stop:
                 (_, payload), *_ = _scan(part).frames
@@ -154,14 +154,14 @@ class History:
         """Every batch, in order.
 
         Raises:
-            LedgerError: a file is damaged, shorter than it was, or gone.
+            LedgerError: a file is damaged, truncated or missing.
         """
         for part in self.parts:
             for idx, (offset, payload) in enumerate(_scan(part).frames):
                 if idx == 0:
                     Header.from_wire(payload, part.path)
                     continue
-                position = Position(part.life, part.part, offset)
+                position = Position(part.incarnation, part.part, offset)
                 try:
                     for batch in decode_batches(payload):
                         yield Entry(position, batch)
@@ -170,7 +170,7 @@ class History:
 
 
 def ledger_folder(run_dir: Path, manager: str) -> Path:
-    """Where the ledger of a manager is."""
+    """The folder of a manager's ledger."""
     return run_dir / "ledger" / manager
 
 
@@ -183,12 +183,12 @@ def managers_of(run_dir: Path) -> list[str]:
     return [name for name in found if files_of(ledger_folder(run_dir, name))]
 
 
-def part_name(life: int, part: int) -> str:
-    return f"{life:06}-{part:04}.log"
+def part_name(incarnation: int, part: int) -> str:
+    return f"{incarnation:06}-{part:04}.log"
 
 
 def files_of(folder: Path) -> dict[int, dict[int, Path]]:
-    """The files of a folder by life and part."""
+    """The paths of a folder's ledger files, by incarnation and part."""
     found: dict[int, dict[int, Path]] = {}
     for path in folder.iterdir():
         if match := _NAME.fullmatch(path.name):
@@ -196,8 +196,11 @@ def files_of(folder: Path) -> dict[int, dict[int, Path]]:
     return found
 
 
-def read_history(folder: Path, *, before_life: int | None = None) -> History:
-    """Finds what counts, also while a writer is alive. `before_life` leaves out later lives.
+def read_history(folder: Path, *, before_incarnation: int | None = None) -> History:
+    """Finds the valid files, even while a writer is active.
+
+    Args:
+        before_incarnation: excludes this incarnation and later ones.
 
     Raises:
         LedgerError: files are damaged, missing, or of another format.
@@ -206,28 +209,28 @@ def read_history(folder: Path, *, before_life: int | None = None) -> History:
         files = files_of(folder)
     except OSError as error:
         raise LedgerError(f"cannot list {folder}: {error.strerror}") from error
-    for life in sorted(files, reverse=True):
-        if before_life is not None and life >= before_life:
+    for incarnation in sorted(files, reverse=True):
+        if before_incarnation is not None and incarnation >= before_incarnation:
             continue
-        own = _parts_of(life, files[life], folder)
+        own = _parts_of(incarnation, files[incarnation], folder)
         if own:
             header = Header.from_wire(_scan(own[0]).frames[0][1], own[0].path)
             earlier = [
-                LogPart(folder / part_name(of_life, part), of_life, part, stop)
-                for of_life, part, stop in header.earlier
+                LogPart(folder / part_name(of_incarnation, part), of_incarnation, part, stop)
+                for of_incarnation, part, stop in header.earlier
             ]
             return History(folder, (*earlier, *own))
     return History(folder, ())
 
 
-def _parts_of(life: int, files: dict[int, Path], folder: Path) -> list[LogPart]:
-    """The files of the newest life; none where not even its first header was written."""
+def _parts_of(incarnation: int, files: dict[int, Path], folder: Path) -> list[LogPart]:
+    """The files of the newest incarnation; empty if its first header was not written."""
     parts: list[LogPart] = []
     for part in range(max(files) + 1):
         if part not in files:
             raise LedgerError(
-                f"{folder / part_name(life, part)} is missing, and a later part of life {life} is "
-                "here: restore it from a backup"
+                f"{folder / part_name(incarnation, part)} is missing, but a later part of "
+                f"incarnation {incarnation} exists: restore it from a backup"
             )
         found = ledger_frames.scan(_read(files[part]), files[part])
         if part < max(files) and (found.is_torn or not found.stop):
@@ -235,17 +238,17 @@ def _parts_of(life: int, files: dict[int, Path], folder: Path) -> list[LogPart]:
                 f"{files[part]} is damaged at byte {found.stop}: it was whole when its next part "
                 "was begun; restore it from a backup"
             )
-        parts.append(LogPart(files[part], life, part, found.stop))
+        parts.append(LogPart(files[part], incarnation, part, found.stop))
     return parts if parts[0].stop else []
 
 
 def _scan(part: LogPart) -> ledger_frames.Scan:
-    """The frames of a part; all its bytes that count must be good."""
+    """The frames of a part; all its valid bytes must be good frames."""
     found = ledger_frames.scan(memoryview(_read(part.path))[: part.stop], part.path)
     if found.stop != part.stop:
         raise LedgerError(
-            f"{part.path} is damaged: {part.stop} bytes of it were good, now only {found.stop} "
-            "are; restore it from a backup"
+            f"{part.path} is damaged: {part.stop} bytes of it were good, and now only "
+            f"{found.stop} are; restore it from a backup"
         )
     return found
 

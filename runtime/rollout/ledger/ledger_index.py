@@ -1,6 +1,6 @@
-"""A SQLite database of a run's ledgers, for questions only: it is made anew from their files.
+"""A SQLite database of a run's ledgers, for queries only. It is rebuilt from the ledgers' files.
 
-It lies in memory or on a node's own disk: SQLite's locks do not hold on NFS.
+It is in memory or on a node's own disk, because SQLite's locks do not work on NFS.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ _BUFFERED_ROWS: Final = 10_000
 
 
 class LedgerIndex:
-    """The samples of all managers of a run, their segments and what happened to them.
+    """The samples of all managers of a run, with their segments and their history.
 
     Owns the connection. Rows of `history` that concern the whole job have no uid. The step of a
     sample, which the ledger counts from 0, is here counted from 1 as in metrics.jsonl.
@@ -121,11 +121,11 @@ class LedgerIndex:
         self._connection.close()
 
     def rows(self, query: str, *parameters: object) -> list[dict[str, Any]]:
-        """The answer to any query."""
+        """The result of any query."""
         return [dict(row) for row in self._connection.execute(query, parameters)]
 
     def counts(self) -> dict[str, int]:
-        """Samples by state; every state is there."""
+        """Number of samples by state, including states without samples."""
         found = self._connection.execute("SELECT state, count(*) FROM samples GROUP BY state")
         return dict.fromkeys(map(str, SampleState), 0) | {state: count for state, count in found}
 
@@ -139,7 +139,7 @@ class LedgerIndex:
         )
 
     def evaluations(self) -> list[dict[str, Any]]:
-        """Those of the surviving history, oldest first."""
+        """The evaluations of the surviving history, oldest first."""
         rows = self.rows("SELECT * FROM evaluations ORDER BY rowid")
         return [row | {"outcome": json.loads(row["outcome"])} for row in rows]
 
@@ -160,10 +160,11 @@ class LedgerIndex:
     def newest(
         self, limit: int, state: str | None = None, step: int | None = None
     ) -> tuple[list[dict[str, Any]], int]:
-        """Samples, the last admitted first; and how many there are beyond the limit as well.
+        """The samples admitted last, newest first, and the number of all that match.
 
         Args:
-            state, step: only those that are in it now, or were handed out for it.
+            state: only samples that are in this state now.
+            step: only samples that were leased for this step.
         """
         which = "FROM samples WHERE (?1 IS NULL OR state = ?1) AND (?2 IS NULL OR step = ?2)"
         ((num_samples,),) = self._connection.execute(f"SELECT count(*) {which}", (state, step))
@@ -171,19 +172,19 @@ class LedgerIndex:
         return self.rows(query, state, step, limit), num_samples
 
     def similar(self, sample_id: str, limit: int = 3) -> list[str]:
-        """Names of samples that may have been meant."""
+        """Sample ids that the user may have meant."""
         import difflib
 
         group_id, _, _ = sample_id.rpartition("/")
-        kin = self._column(
+        siblings = self._column(
             "SELECT sample_id FROM samples WHERE group_id IN (?, ?) ORDER BY uid LIMIT ?",
             group_id,
             sample_id,
             limit,
         )
-        if kin:
-            return kin
-        # comparing is slow: the newest few thousand groups are enough for a hint
+        if siblings:
+            return siblings
+        # Comparing is slow, and the newest few thousand groups are enough for a hint.
         groups = self._column("SELECT DISTINCT group_id FROM samples ORDER BY uid DESC LIMIT 5000")
         close = difflib.get_close_matches(group_id or sample_id, groups, limit)
         return [f"{name}/0" for name in close]
@@ -201,8 +202,8 @@ class _Filler:
         self._rows: dict[str, list[tuple[Any, ...]]] = {}
         # (entry, time of the last run, start, stop, version) of tokens not yet in the history
         self._runs: dict[int, tuple[Entry, float, int, int, int]] = {}
-        self._leased: dict[int, bool] = {}  # uid -> whether its training is in the history
-        self._settled: list[tuple[int, int | None]] = []  # trained, by the event at hand
+        self._leased: dict[int, bool] = {}  # uid -> whether "trained" is in the history
+        self._settled: list[tuple[int, int | None]] = []  # trained, by the current event
         self._rolled_back: dict[int, int] = {}
         self._evaluations: dict[int, tuple[Entry, Evaluated]] = {}  # by step, the last of each
 
@@ -218,7 +219,7 @@ class _Filler:
             self._add("evaluations", event.step, event.temperature, entry.batch.time_s, outcome)
         for header in history.headers():
             if header.part == 0:
-                self._add("lives", header.life, header.job_id, header.time_s)
+                self._add("lives", header.incarnation, header.job_id, header.time_s)
         totals = asdict(state.totals)
         self._add(
             "managers", str(history.end), state.steps_done, state.covered_step,
@@ -249,7 +250,7 @@ class _Filler:
                 self._evaluations[event.step] = (entry, event)
             case Admitted():
                 for k in range(len(event.seeds)):
-                    detail = f"place {event.place} of the data"
+                    detail = f"index {event.order_idx} in the data"
                     self._note(entry, event.first_uid + k, "admitted", detail)
             case Finished():
                 for uid, reason in zip(event.uids.tolist(), event.reasons, strict=True):
@@ -285,7 +286,7 @@ class _Filler:
         for sample in group.samples:
             self._add(
                 "samples", sample.uid, sample.sample_id, group.group_id, group.prompt_id,
-                group.epoch, group.place, sample.seed, str(sample.state), sample.finish_reason,
+                group.epoch, group.order_idx, sample.seed, str(sample.state), sample.finish_reason,
                 sample.reward, _shown_step(sample.step), sample.drop_reason, sample.num_tokens,
                 sample.num_interruptions, sample.num_resets, sample.num_rolled_back,
             )  # fmt: skip
@@ -293,7 +294,7 @@ class _Filler:
                 self._add("segments", sample.uid, *segment)
 
     def _add_runs(self, entry: Entry, event: Tokens) -> None:
-        """Runs that follow each other under one version are one row of the history."""
+        """Adds consecutive runs of one version to the history as one row."""
         bounds = event.offsets.tolist()
         runs = zip(event.uids.tolist(), event.starts.tolist(), event.versions.tolist(), strict=True)
         for idx, (uid, start, version) in enumerate(runs):

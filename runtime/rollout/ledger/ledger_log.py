@@ -1,9 +1,10 @@
-"""Writing one life of a ledger.
+"""Writes the files of one incarnation of a ledger.
 
-Taking over, in this order: create the first file of the next life (O_EXCL), find what counts of
-the earlier lives, sync it, write the header. A writer, after each sync, looks whether a next life
-has a file, and acknowledges nothing if so. So what was acknowledged was there before the next life
-looked: it is in every later history. No locks are needed, and none would hold on NFS.
+A new incarnation takes over in this order: it creates its first file (O_EXCL), finds the valid
+bytes of earlier incarnations, syncs them, and writes its header. After each sync, a writer checks
+whether a next incarnation has a file; if so, it acknowledges nothing. Whatever was acknowledged was
+therefore on disk before the next incarnation read the files, and is in every later history. No
+locks are needed, and none would work on NFS.
 """
 
 from __future__ import annotations
@@ -30,33 +31,34 @@ from umbra.runtime.rollout.ledger.ledger_history import (
 )
 
 _PART_NBYTES: Final = 64 * 1024 * 1024
-"""A part is ended beyond this. Larger parts cost memory when read; smaller ones make many files."""
-_MAX_PIECES: Final = 512  # of one system call; Linux takes 1024
-_MAX_TAKERS: Final = 16  # at the same moment
+"""Size at which a new part begins. Larger parts cost memory when read; smaller ones make many
+files."""
+_MAX_PIECES: Final = 512  # per system call; Linux allows 1024
+_MAX_TAKERS: Final = 16  # managers that may take over at the same moment
 _GONE: Final = "; it was removed, or its file system is no longer mounted"
 
 
 class LedgerLog:
-    """The files of one life, open for writing. Blocking: lives in a thread.
+    """The files of one incarnation, open for writing. Blocking: must be used in a thread.
 
     Owns the descriptor of the current part. The first failed write or sync is final: nothing is
-    written behind what may be torn, and a new life has to begin.
+    written after a frame that may be torn, and a new incarnation must begin.
 
     Attributes:
-        history: what counts of earlier lives.
+        history: the valid part of earlier incarnations.
     """
 
     def __init__(
         self,
         folder: Path,
         job_id: str,
-        life: int,
+        incarnation: int,
         *,
         part_nbytes: int = _PART_NBYTES,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.folder = folder
-        self.life = life
+        self.incarnation = incarnation
         self.history = History(folder, ())
         self._job_id = job_id
         self._part_nbytes = part_nbytes
@@ -75,18 +77,18 @@ class LedgerLog:
         part_nbytes: int = _PART_NBYTES,
         clock: Callable[[], float] = time.time,
     ) -> LedgerLog:
-        """Takes the next life of a ledger, which may be new.
+        """Begins the next incarnation of a ledger, which may be new.
 
         Raises:
-            LedgerError: what is there is damaged or cannot be written, or another writer took
+            LedgerError: the existing files are damaged or cannot be written, or another writer took
                 over meanwhile.
         """
-        life, descriptor = _take_life(folder)
-        log = cls(folder, job_id, life, part_nbytes=part_nbytes, clock=clock)
+        incarnation, descriptor = _take_incarnation(folder)
+        log = cls(folder, job_id, incarnation, part_nbytes=part_nbytes, clock=clock)
         log._descriptor = descriptor
         try:
-            log.history = read_history(folder, before_life=life)
-            _sync_last_life(log.history)
+            log.history = read_history(folder, before_incarnation=incarnation)
+            _sync_last_incarnation(log.history)
             log._write_header([part[1:] for part in log.history.parts])
         except BaseException:
             log.close()
@@ -111,15 +113,15 @@ class LedgerLog:
 
     @property
     def path(self) -> Path:
-        """Of the current part."""
-        return self.folder / part_name(self.life, self._part)
+        """Path of the current part."""
+        return self.folder / part_name(self.incarnation, self._part)
 
     def write(self, chunks: Sequence[bytes]) -> Position:
-        """Writes batches as one frame and syncs; returns the position behind it.
+        """Writes batches as one frame and syncs it; returns the position after it.
 
         Raises:
-            LedgerError: it could not be written, or a later life has begun; for all later calls
-                too. The frame then counts or does not, as a whole.
+            LedgerError: the write failed, or a later incarnation has begun; all later calls fail,
+                too. The history then has the whole frame or nothing of it.
         """
         if self._failure is not None:
             raise LedgerError(str(self._failure)) from self._failure
@@ -130,10 +132,10 @@ class LedgerLog:
         except OSError as error:
             self._fail(error)
         self._check_fence()
-        return Position(self.life, self._part, self._offset)
+        return Position(self.incarnation, self._part, self._offset)
 
     def _begin_part(self) -> None:
-        descriptor = _create(self.folder / part_name(self.life, self._part + 1))
+        descriptor = _create(self.folder / part_name(self.incarnation, self._part + 1))
         os.close(self._descriptor)
         self._descriptor, self._part, self._offset = descriptor, self._part + 1, 0
         self._write_header([])
@@ -142,7 +144,7 @@ class LedgerLog:
     def _write_header(self, earlier: Sequence[tuple[int, int, int]]) -> None:
         header = Header(
             job_id=self._job_id,
-            life=self.life,
+            incarnation=self.incarnation,
             part=self._part,
             time_s=self._clock(),
             earlier=tuple(earlier),
@@ -154,7 +156,7 @@ class LedgerLog:
         self._check_fence()
 
     def _write_frame(self, chunks: Sequence[bytes]) -> None:
-        # gathered by the kernel: joining megabytes here would hold the interpreter's lock
+        # writev gathers the chunks: joining megabytes here would hold the interpreter's lock.
         rest: list[bytes | memoryview] = [ledger_frames.head_of(chunks, self._offset), *chunks]
         nbytes = sum(map(len, rest))
         while rest:
@@ -167,50 +169,52 @@ class LedgerLog:
         self._offset += nbytes
 
     def _fail(self, error: OSError) -> NoReturn:
-        # What may be torn stays: nothing follows it, so readers see the end of the file there. To
-        # cut it off could take bytes away that a life which begins just now has counted.
+        # A torn frame stays: nothing follows it, so readers end the file there. Cutting it off
+        # could remove bytes that an incarnation which is just beginning has counted as valid.
         self._failure = _describe(error, "write", self.path)
         raise self._failure from error
 
     def _check_fence(self) -> None:
         try:
-            is_fenced = (self.folder / part_name(self.life + 1, 0)).exists()
+            is_fenced = (self.folder / part_name(self.incarnation + 1, 0)).exists()
         except OSError as error:
             self._failure = _describe(error, "look into", self.folder)
             raise self._failure from error
         if is_fenced:
             self._failure = LedgerError(
-                f"{self.folder}: life {self.life + 1} of this ledger has begun, so life "
-                f"{self.life} is over: another rollout manager took over, and this one must end"
+                f"{self.folder}: incarnation {self.incarnation + 1} of this ledger has begun, so "
+                f"incarnation {self.incarnation} must end: another rollout manager took over"
             )
             raise self._failure
 
 
-def _take_life(folder: Path) -> tuple[int, int]:
-    """The next life's number and the descriptor of its first file."""
+def _take_incarnation(folder: Path) -> tuple[int, int]:
+    """Creates the first file of the next incarnation; returns its number and the descriptor."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for parent in (folder.parent.parent, folder.parent):
             sync(parent)
         newest = max(files_of(folder), default=0)
-        for life in range(newest + 1, newest + 1 + _MAX_TAKERS):
+        for incarnation in range(newest + 1, newest + 1 + _MAX_TAKERS):
             with suppress(FileExistsError):
-                descriptor = _create(folder / part_name(life, 0))
+                descriptor = _create(folder / part_name(incarnation, 0))
                 sync(folder)
-                return life, descriptor
+                return incarnation, descriptor
     except OSError as error:
         raise _describe(error, "write to", folder) from error
-    raise LedgerError(f"{_MAX_TAKERS} others took over {folder} at once: see who starts managers")
+    raise LedgerError(
+        f"{_MAX_TAKERS} other managers took over {folder} at once: check what starts managers"
+    )
 
 
 def _create(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
 
 
-def _sync_last_life(history: History) -> None:
-    """What the last life wrote and did not sync counts from now on, so it must be durable."""
+def _sync_last_incarnation(history: History) -> None:
+    """Syncs what the last incarnation wrote, because it counts from now on."""
     for part in history.parts:
-        if part.life == history.end.life:
+        if part.incarnation == history.end.incarnation:
             try:
                 sync(part.path)
             except OSError as error:

@@ -1,4 +1,4 @@
-"""From a history to the state at its end."""
+"""Computes the state at the end of a history."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def replay(
     """The state at the end of a history, which is read twice: `replay(history.entries)`.
 
     Args:
-        restoring_step: of the checkpoint that the caller will go on from, if any.
+        restoring_step: step of the checkpoint that the caller will resume from, if any.
         on_event: called after each event.
 
     Raises:

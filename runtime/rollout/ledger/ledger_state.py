@@ -1,8 +1,8 @@
-"""The state of all samples, from events alone: no clock, no files.
+"""The state of all samples, computed from events alone: no clock, no files.
 
-What can no longer change is folded into counts, group by group: a group whose samples are all
-dropped, or trained in steps that the newest checkpoint covers. Everything else is held, tokens
-included.
+Groups that can no longer change are folded into counts. These are groups whose samples are all
+dropped, or trained in steps that the newest checkpoint covers. Everything else is kept, including
+tokens.
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ class LedgerState:
     """Accounts of samples. A refused event changes nothing.
 
     Args:
-        restores: the steps of all `Restored` events to come, in order. Tokens that one of them
-            will bring back are held, whatever checkpoint covers them; without it, going back
-            behind the newest checkpoint is refused.
+        restores: the steps of all later `Restored` events, in order. Tokens that one of them will
+            need are kept, even if a checkpoint covers them. Without it, going back behind the
+            newest checkpoint is refused.
         on_settled: called with each group that is folded, while it still has its accounts.
 
     Attributes:
         versions: the optimizer step of each version.
-        steps_done: optimizer steps in the surviving history, as far as versions and checkpoints
-            tell.
+        steps_done: optimizer steps in the surviving history, known from versions and checkpoints.
         covered_step: steps that the newest checkpoint covers.
-        evaluation: the last, unless the job has gone back to a checkpoint since.
-        next_uid: of the first sample of the next group.
+        evaluation: the last one, unless the job has gone back to a checkpoint since.
+        next_uid: uid of the next group's first sample.
+
     """
 
     def __init__(
@@ -83,18 +83,18 @@ class LedgerState:
         self.drop_reasons: Counter[str] = Counter()
         self._restores = deque(restores)
         self._on_settled = on_settled
-        self._released_step = 0  # of samples trained before it, tokens are gone
-        self._last_place = -1
+        self._released_step = 0  # samples trained before this step have no tokens any more
+        self._last_order_idx = -1
         self._samples: dict[int, SampleAccount] = {}
         self._groups: dict[str, GroupAccount] = {}
         self._group_ids: set[str] = set()
         self._leased: dict[int, list[SampleAccount]] = {}  # by step, until released
 
     def apply(self, event: Event) -> None:
-        """Takes one event in.
+        """Applies one event.
 
         Raises:
-            LedgerError: it cannot have happened after what happened before.
+            LedgerError: the event cannot follow the earlier ones.
         """
         match event:
             case Version():
@@ -131,39 +131,39 @@ class LedgerState:
                 assert_never(event)
 
     def sample(self, uid: int) -> SampleAccount:
-        """The account of a sample that is still held; KeyError otherwise."""
+        """The account of a sample that was not folded; KeyError otherwise."""
         return self._samples[uid]
 
     def group(self, group_id: str) -> GroupAccount:
-        """The account of a group that is still held; KeyError otherwise."""
+        """The account of a group that was not folded; KeyError otherwise."""
         return self._groups[group_id]
 
     def groups(self) -> Iterator[GroupAccount]:
-        """Those that are still held, in order of admission."""
+        """The groups that were not folded, in order of admission."""
         return iter(self._groups.values())
 
     @property
     def num_groups(self) -> int:
-        """All that were ever admitted."""
+        """Number of groups that were ever admitted."""
         return len(self._group_ids)
 
     @property
     def group_ids(self) -> frozenset[str]:
-        """Of all groups that were ever admitted."""
+        """Ids of all groups that were ever admitted."""
         return frozenset(self._group_ids)
 
     def scored(self) -> Uids:
-        """Samples that have a reward and were not leased."""
+        """Uids of samples that have a reward and are not leased."""
         found = [uid for uid, held in self._samples.items() if held.state is SampleState.SCORED]
         return np.asarray(found, np.int64)
 
     @property
-    def next_place(self) -> int:
-        """The first place of the data order behind all that was admitted."""
-        return self._last_place + 1
+    def next_order_idx(self) -> int:
+        """The index in the prompt order of the next group to admit."""
+        return self._last_order_idx + 1
 
     def running(self) -> Uids:
-        """Samples that engines had when the history ended: a new life cuts them first."""
+        """Uids of samples that engines had when the history ended; they must be cut first."""
         found = [uid for uid, held in self._samples.items() if held.state is SampleState.RUNNING]
         return np.asarray(found, np.int64)
 
@@ -185,7 +185,7 @@ class LedgerState:
     def _announce(self, version: int, step: int) -> None:
         if self.versions and version <= max(self.versions):
             raise LedgerError(
-                f"version {version} after version {max(self.versions)}: numbers are never reused"
+                f"version {version} follows version {max(self.versions)}: versions only grow"
             )
         self.versions[version] = step
         self._advance(step)
@@ -197,22 +197,22 @@ class LedgerState:
             )
         if event.group_id in self._group_ids:
             raise LedgerError(f"{event.group_id} is admitted twice")
-        if event.place <= self._last_place:
+        if event.order_idx <= self._last_order_idx:
             raise LedgerError(
-                f"{event.group_id}: admitted for place {event.place} of the data after place "
-                f"{self._last_place}"
+                f"{event.group_id}: admitted for index {event.order_idx} in the data after "
+                f"index {self._last_order_idx}"
             )
         group = GroupAccount(
             first_uid=event.first_uid,
             group_id=event.group_id,
             prompt_id=event.prompt_id,
             epoch=event.epoch,
-            place=event.place,
+            order_idx=event.order_idx,
             seeds=event.seeds,
         )
         self._groups[event.group_id] = group
         self._group_ids.add(event.group_id)
-        self._last_place = event.place
+        self._last_order_idx = event.order_idx
         for sample in group.samples:
             self._samples[sample.uid] = sample
         self.next_uid += len(group.samples)
@@ -236,11 +236,11 @@ class LedgerState:
             if start != length:
                 problem = "are missing before it" if start > length else "are there already"
                 raise LedgerError(
-                    f"{sample.sample_id}: a run of tokens at position {start} of a completion of "
+                    f"{sample.sample_id}: a run of tokens begins at {start} in a completion of "
                     f"{length}: {abs(start - length)} tokens {problem}"
                 )
             if version != GIVEN and version not in self.versions:
-                raise LedgerError(f"{sample.sample_id}: tokens of the unknown version {version}")
+                raise LedgerError(f"{sample.sample_id}: tokens have the unknown version {version}")
             lengths[uid] = length + end - begin
         num_generated = 0
         for uid, begin, end, version in zip(uids, bounds, bounds[1:], versions, strict=False):
@@ -255,7 +255,7 @@ class LedgerState:
         sample = self._find_one(event, event.uid, _OPEN)
         if sample.num_tokens:
             raise LedgerError(
-                f"{sample.sample_id}: another prompt after {sample.num_tokens} tokens"
+                f"{sample.sample_id}: the prompt was replaced after {sample.num_tokens} tokens"
             )
         sample.prompt = event.tokens
 
@@ -290,7 +290,7 @@ class LedgerState:
         samples = self._find(event, event.uids, _SCORED)
         if event.step < self.steps_done:
             raise LedgerError(
-                f"samples are leased for step {event.step + 1}, and {self.steps_done} steps are "
+                f"samples are leased for step {event.step + 1}, but {self.steps_done} steps are "
                 "done"
             )
         whole = sum(
@@ -300,8 +300,8 @@ class LedgerState:
         )
         if whole != len(samples):
             raise LedgerError(
-                f"step {event.step + 1}: {len(samples)} samples are leased of groups that have "
-                f"{whole}: groups are delivered whole"
+                f"step {event.step + 1}: {len(samples)} samples were leased from groups that have "
+                f"{whole}: groups must be leased whole"
             )
         self._move_all(samples, SampleState.LEASED)
         for sample in samples:
@@ -329,14 +329,14 @@ class LedgerState:
         self._check_version(event.step, event.version)
         if event.step < self._released_step:
             raise LedgerError(
-                f"back to the checkpoint after {event.step} steps, and what was trained up to step "
-                f"{self._released_step} is no longer held: replay the ledger with "
+                f"the job goes back to the checkpoint after {event.step} steps, but tokens trained "
+                f"on up to step {self._released_step} were released: replay the ledger with "
                 f"restoring_step={event.step}"
             )
         if self._restores and self._restores.popleft() != event.step:
-            raise LedgerError(f"going back to step {event.step} was not foreseen")
+            raise LedgerError(f"going back to step {event.step} was not in `restores`")
         if not self.versions or event.version > max(self.versions):
-            self.versions[event.version] = event.step  # its announcement was lost in a crash
+            self.versions[event.version] = event.step  # it was not announced before the crash
         self.totals.restores += 1
         self.evaluation = None
         for step in [step for step in self._leased if step >= event.step]:
@@ -368,8 +368,8 @@ class LedgerState:
         known = self.versions.get(version, step)
         if known > step:
             raise LedgerError(
-                f"a checkpoint after {step} steps knows of version {version}, which was announced "
-                f"after {known}"
+                f"a checkpoint after {step} steps has version {version}, which was announced after "
+                f"{known} steps"
             )
 
     def _advance(self, steps_done: int) -> None:
@@ -379,7 +379,7 @@ class LedgerState:
         self.steps_done = max(self.steps_done, steps_done)
 
     def _settle(self, covered_step: int) -> None:
-        """Lets go of what was trained before `covered_step` and will not be brought back."""
+        """Releases samples that were trained before `covered_step` and will not be needed."""
         self.covered_step = covered_step
         limit = min([covered_step, *self._restores])
         self._released_step = max(self._released_step, limit)
@@ -404,14 +404,14 @@ class LedgerState:
     ) -> list[SampleAccount]:
         found = [self._find_one(event, uid, allowed) for uid in uids.tolist()]
         if len(set(found)) != len(found):
-            raise LedgerError(f"{type(event).__name__}: a sample stands there twice")
+            raise LedgerError(f"{type(event).__name__}: a sample occurs twice")
         return found
 
     def _find_one(self, event: Event, uid: int, allowed: frozenset[SampleState]) -> SampleAccount:
         sample = self._samples.get(uid)
         if sample is None:
-            fate = "was settled before" if 0 <= uid < self.next_uid else "was never admitted"
-            raise LedgerError(f"{type(event).__name__}: uid {uid} {fate}")
+            problem = "was settled before" if 0 <= uid < self.next_uid else "was never admitted"
+            raise LedgerError(f"{type(event).__name__}: uid {uid} {problem}")
         if sample.state not in allowed:
             raise LedgerError(
                 f"{type(event).__name__}: {sample.sample_id} is {sample.state}, not "

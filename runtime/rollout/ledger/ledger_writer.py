@@ -1,10 +1,10 @@
-"""The ledger's asyncio face: appends that never wait, and waiting for what is durable.
+"""The ledger's asyncio interface: appends that never wait, and waiting until they are durable.
 
-Whoever appends without waiting looks at `has_room` first, and hears by `on_progress` when to look
-again.
+A caller that appends without waiting must check `has_capacity` first. `on_progress` reports when to
+check again.
 
 loop                                  thread "ledger"
-append(...) -> ticket 1  ─ queue ─►   waits for `flush_s` or for somebody who waits
+append(...) -> ticket 1  ─ queue ─►   waits for `flush_s` or for a caller of `durable`
 append(...) -> ticket 2  ─ queue ─►   writes both as one frame, syncs
 await durable(2)         ◄─ durable up to 2 ─
 """
@@ -32,11 +32,11 @@ logger = logging.getLogger(__name__)
 Ticket = NewType("Ticket", int)
 
 _FLUSH_NBYTES: Final = 4 * 1024 * 1024
-"""A frame takes batches up to this. Larger ones keep those who wait waiting; smaller ones make more
-syncs."""
+"""Size limit of the batches in one frame. Larger makes callers of `durable` wait; smaller makes
+more syncs."""
 _QUEUED_MAX_NBYTES: Final = 64 * 1024 * 1024
-"""Larger takes more memory and is longer in writing; smaller holds the work up at every hiccup of
-the disk."""
+"""Larger takes more memory and more time to write; smaller stops admission at every hiccup of the
+disk."""
 _STALL_TIMEOUT_S: Final = 60.0
 _CLOSE_TIMEOUT_S: Final = 60.0
 
@@ -44,21 +44,21 @@ _CLOSE_TIMEOUT_S: Final = 60.0
 class _Waiter(NamedTuple):
     ticket: int
     done: asyncio.Future[None]
-    timeout_s: float  # without anything written
-    patience: asyncio.Timeout
+    timeout_s: float  # limit without any progress
+    timeout: asyncio.Timeout
 
 
 class LedgerWriter:
     """Appends events from one event loop. An async context manager.
 
-    Owns the log and one thread, which closes the log when everything appended is durable and is
-    joined on exit. After the first failure every call raises it; what was durable stays.
+    Owns the log and one thread. The thread closes the log when everything appended is durable, and
+    is joined on exit. After the first failure every call raises it; what was durable stays.
 
     Args:
-        flush_s: longest time that an append stays in memory where nobody waits for it.
-        max_queued_nbytes: from this on there is no room. Appends are still taken.
-        stall_timeout_s: without room, the longest until something more is on disk; then the writer
-            has failed.
+        flush_s: longest time that an append stays in memory if nobody waits for it.
+        max_queued_nbytes: size of the queue at which `has_capacity` becomes False. Appends are
+            still accepted.
+        stall_timeout_s: the writer fails if the queue stays full for this long without progress.
         on_progress: called after each frame that is on disk, and after the failure.
         clock: gives the times in the ledger.
     """
@@ -84,19 +84,19 @@ class LedgerWriter:
         self._stall_timeout_s = stall_timeout_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._write_all, name="ledger", daemon=True)
-        # of the loop
+        # Used by the loop only.
         self._appended = 0
         self._durable = 0
-        self._position = Position(log.life, 0, 0)
+        self._position = Position(log.incarnation, 0, 0)
         self._queued_nbytes = 0
         self._waiters: list[_Waiter] = []
         self._failure: LedgerError | None = None
         self._ended = asyncio.Event()
-        # of both, under the condition
+        # Used by loop and thread, under the condition.
         self._changed = threading.Condition()
         self._queue: deque[bytes] = deque()
         self._taken = 0
-        self._wanted = 0
+        self._requested = 0
         self._is_closing = False
 
     async def __aenter__(self) -> LedgerWriter:
@@ -120,31 +120,31 @@ class LedgerWriter:
         except TimeoutError:
             self._failure = LedgerError(
                 f"{self._log.path}: not written within {self._close_timeout_s:g} s at the end: "
-                "does the file system answer?"
+                "does the file system respond?"
             )
         else:
             self._thread.join()
         if self._failure is not None:
             if error is None:
                 raise LedgerError(str(self._failure)) from self._failure
-            logger.error("at the end of the ledger: %s", self._failure)
+            logger.error("closing the ledger failed: %s", self._failure)
 
     @property
-    def life(self) -> int:
-        return self._log.life
+    def incarnation(self) -> int:
+        return self._log.incarnation
 
     @property
     def position(self) -> Position:
-        """Behind what is durable; a checkpoint keeps it."""
+        """The position after the last durable frame; checkpoints store it."""
         return self._position
 
     @property
     def queued_nbytes(self) -> int:
-        """Appended and not yet durable."""
+        """Bytes that were appended and are not durable yet."""
         return self._queued_nbytes
 
     @property
-    def has_room(self) -> bool:
+    def has_capacity(self) -> bool:
         return self._queued_nbytes < self._max_queued_nbytes
 
     @property
@@ -152,40 +152,40 @@ class LedgerWriter:
         return self._failure
 
     def append(self, *events: Event) -> Ticket:
-        """Queues events that belong together: all of them will be in the ledger, or none.
+        """Queues events that belong together: the ledger gets all of them, or none.
 
         Raises:
-            LedgerError: they cannot be written, or an earlier write failed.
+            LedgerError: they cannot be encoded, or an earlier write failed.
         """
         self._check()
         data = encode_batch(self._clock(), events)
         self._appended += 1
         self._queued_nbytes += len(data)
-        self._stalled.watch(not self.has_room)
+        self._stalled.watch(not self.has_capacity)
         with self._changed:
             self._queue.append(data)
-            # the thread sleeps without a deadline on an empty queue, with one otherwise
+            # On an empty queue the thread sleeps without a deadline, otherwise with one.
             if len(self._queue) == 1 or self._queued_nbytes > _FLUSH_NBYTES:
                 self._changed.notify()
         return Ticket(self._appended)
 
     async def durable(self, ticket: Ticket, timeout_s: float) -> None:
-        """Returns when everything up to `ticket` is on disk; hurries the thread.
+        """Returns when everything up to `ticket` is on disk; makes the thread flush at once.
 
         Raises:
-            LedgerError: it could not be written, or nothing was for `timeout_s`.
+            LedgerError: it could not be written, or nothing was written for `timeout_s`.
         """
         self._check_ticket(ticket)
         if ticket <= self._durable:
             return
         self._check()
         with self._changed:
-            self._wanted = max(self._wanted, ticket)
+            self._requested = max(self._requested, ticket)
             self._changed.notify()
         done: asyncio.Future[None] = self._running_loop().create_future()
         try:
-            async with asyncio.timeout(timeout_s) as patience:
-                self._waiters.append(_Waiter(ticket, done, timeout_s, patience))
+            async with asyncio.timeout(timeout_s) as timeout:
+                self._waiters.append(_Waiter(ticket, done, timeout_s, timeout))
                 await done
         except TimeoutError as error:
             raise self._silence(timeout_s) from error
@@ -203,7 +203,7 @@ class LedgerWriter:
 
     def _check_ticket(self, ticket: Ticket) -> None:
         if not 0 < ticket <= self._appended:
-            raise ValueError(f"ticket {ticket}, and {self._appended} were given")
+            raise ValueError(f"ticket {ticket} is unknown: {self._appended} were issued")
 
     def _on_durable(self, ticket: int, nbytes: int, position: Position) -> None:
         self._durable = ticket
@@ -213,12 +213,12 @@ class LedgerWriter:
         self._waiters = [waiter for waiter in waiters if waiter.ticket > ticket]
         now = self._running_loop().time()
         for waiter in self._waiters:
-            waiter.patience.reschedule(now + waiter.timeout_s)
+            waiter.timeout.reschedule(now + waiter.timeout_s)
         for waiter in waiters:
             if waiter.ticket <= ticket:
                 waiter.done.set_result(None)
         self._stalled.watch(False)
-        self._stalled.watch(not self.has_room and not self._is_closing)
+        self._stalled.watch(not self.has_capacity and not self._is_closing)
         self._on_progress()
 
     def _on_failure(self, error: LedgerError) -> None:
@@ -238,31 +238,33 @@ class LedgerWriter:
     def _silence(self, timeout_s: float) -> LedgerError:
         return LedgerError(
             f"{self._log.path}: {self._queued_nbytes} bytes wait to be written, and none was for "
-            f"{timeout_s:g} s: is the file system overloaded, or its server away?"
+            f"{timeout_s:g} s: is the file system overloaded, or its server unreachable?"
         )
 
     def _write_all(self) -> None:
-        """The thread: takes what is queued, until closed and empty, or failed."""
+        """Runs in the thread: writes what is queued, until closed and empty, or failed."""
         flushed = time.monotonic() - self._flush_s
         try:
             while chunks := self._take(flushed + self._flush_s):
                 flushed = time.monotonic()
                 position = self._log.write(chunks)
-                self._tell(self._on_durable, self._taken, sum(map(len, chunks)), position)
+                self._call_on_loop(self._on_durable, self._taken, sum(map(len, chunks)), position)
         except LedgerError as error:
-            self._tell(self._on_failure, error)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the waiters must hear of it
-            self._tell(self._on_failure, LedgerError(f"the ledger's thread failed: {error!r}"))
+            self._call_on_loop(self._on_failure, error)
+        except Exception as error:  # noqa: BLE001 - the waiters must get any error
+            self._call_on_loop(
+                self._on_failure, LedgerError(f"the ledger's thread failed: {error!r}")
+            )
         finally:
             self._log.close()
-            self._tell(self._ended.set)
+            self._call_on_loop(self._ended.set)
 
-    def _tell(self, callback: Callable[..., None], *arguments: object) -> None:
-        with suppress(RuntimeError):  # the loop gave up waiting and is closed
+    def _call_on_loop(self, callback: Callable[..., None], *arguments: object) -> None:
+        with suppress(RuntimeError):  # the loop stopped waiting and is closed
             self._running_loop().call_soon_threadsafe(callback, *arguments)
 
     def _take(self, not_before: float) -> list[bytes]:
-        """The batches of the next frame; empty at the end."""
+        """Waits for the batches of the next frame; empty at the end."""
         with self._changed:
             while not self._queue and not self._is_closing:
                 self._changed.wait()
@@ -280,4 +282,6 @@ class LedgerWriter:
             return chunks
 
     def _is_due(self) -> bool:
-        return self._is_closing or self._wanted > self._taken or self._queued_nbytes > _FLUSH_NBYTES
+        return (
+            self._is_closing or self._requested > self._taken or self._queued_nbytes > _FLUSH_NBYTES
+        )

@@ -1,8 +1,8 @@
-"""The manager's pen: what happens to training samples, written to the ledger.
+"""Records what happens to training samples in the manager's ledger.
 
-Everything that happens in one turn of the event loop becomes one batch of the ledger, in order,
-with what is alike and adjacent in one column. Samples that are not trained on (uid -1) leave no
-trace.
+All events of one iteration of the event loop become one batch of the ledger, in order. Adjacent
+events of one kind become one event with columns. Samples that are not trained on (uid -1) are not
+recorded.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ from umbra.runtime.rollout.ledger.ledger_writer import LedgerWriter, Ticket
 NOT_RECORDED: Final = -1
 _DURABLE_TIMEOUT_S: Final = 60.0
 _MAX_CAUSE_LEN: Final = 1000
-"""An exception's text may be a whole page of HTML."""
+"""Limit for an exception's text, which may be a whole page of HTML."""
 
 
 class Recorder:
-    """Writes one life of a manager's ledger. An async context manager; owns log and writer.
+    """Writes one incarnation of a manager's ledger. An async context manager; owns log and writer.
 
     Args:
-        folder: of this manager's ledger; None keeps nothing.
-        on_failure: told once when the ledger can no longer be written.
+        folder: of this manager's ledger; None records nothing.
+        on_failure: called once when the ledger can no longer be written.
     """
 
     def __init__(self, folder: Path | None, on_failure: Callable[[UmbraError], None]) -> None:
@@ -70,11 +70,11 @@ class Recorder:
         self._next_uid = 0
         self._versions: set[int] = set()
         self._group_ids: set[str] = set()
-        self._scored: set[int] = set()  # uids of those that are not leased
+        self._scored: set[int] = set()  # uids of samples that are scored and not leased
         self._has_failed = False
         self._step = 0
         self._pending: list[tuple[str, Any]] = []  # (kind, part of an event), see `_EVENTS`
-        self._on_room: Callable[[], None] | None = None
+        self._on_capacity: Callable[[], None] | None = None
 
     async def __aenter__(self) -> Self:
         if self._folder is not None:
@@ -85,20 +85,20 @@ class Recorder:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        self._on_room = None
+        self._on_capacity = None
         self._flush()
         await self._stack.aclose()
 
     async def recover(self, restored: Restored | None, needs: str = "") -> LedgerState | None:
-        """The state at the end of the history; None where nothing is kept.
+        """Reads the state at the end of the history; None without a ledger.
 
         Args:
-            restored: the checkpoint that the job goes on from; None where it never stopped.
-            needs: the position which that checkpoint has kept, "" where it knows none.
+            restored: the checkpoint that the job resumes from; None if the job never stopped.
+            needs: the ledger position stored in that checkpoint, "" if it has none.
 
         Raises:
-            LedgerError: the history is damaged, ends before what the checkpoint needs, or has
-                since gone back behind that checkpoint.
+            LedgerError: the history is damaged, ends before the checkpoint's position, or has since
+                gone back behind that checkpoint.
         """
         if self._writer is None or self._folder is None:
             return None
@@ -107,7 +107,7 @@ class Recorder:
         state = await asyncio.to_thread(_read_state, folder, needs, step)
         first: list[Event] = []
         if len(running := state.running()):
-            first.append(Cut(running, "the rollout manager started anew"))
+            first.append(Cut(running, "the rollout manager restarted"))
         if restored is not None and (state.num_groups or state.versions or state.evaluation):
             first.append(restored)
         for event in first:
@@ -122,10 +122,10 @@ class Recorder:
         return state
 
     async def durable(self) -> None:
-        """Returns when everything that has happened so far is on disk.
+        """Returns when all events so far are on disk.
 
         Raises:
-            LedgerError: it cannot be written, or nothing is for a minute.
+            LedgerError: they cannot be written, or nothing is written for a minute.
         """
         self._flush()
         if self._writer is not None and self._ticket is not None:
@@ -133,36 +133,36 @@ class Recorder:
 
     @property
     def position(self) -> str:
-        """Behind what is durable, for a checkpoint to keep; "" where nothing is kept."""
+        """The position after the last durable frame, for checkpoints; "" without a ledger."""
         return "" if self._writer is None else str(self._writer.position)
 
     @property
-    def has_room(self) -> bool:
-        """False while the disk is too far behind for more to be begun."""
-        return self._writer is None or self._writer.has_room
+    def has_capacity(self) -> bool:
+        """False while the disk is too far behind for new groups."""
+        return self._writer is None or self._writer.has_capacity
 
-    def when_room(self, resume: Callable[[], None]) -> None:
-        """Calls back once, when there is room; who asked last is called."""
-        self._on_room = resume
+    def on_capacity(self, resume: Callable[[], None]) -> None:
+        """Calls `resume` once, as soon as there is capacity; a later call replaces it."""
+        self._on_capacity = resume
 
     @property
     def queued_nbytes(self) -> int:
-        """Not on disk yet."""
+        """Bytes that are not on disk yet."""
         return 0 if self._writer is None else self._writer.queued_nbytes
 
     # -- groups --------------------------------------------------------------------------
 
-    def admitted(self, group: Group, epoch: int, place: int) -> None:
-        """Gives the group's samples their uids.
+    def admitted(self, group: Group, epoch: int, order_idx: int) -> None:
+        """Records a new group and gives its samples their uids.
 
         Raises:
-            LedgerError: it was admitted before: the data set or its order was changed.
+            LedgerError: it was admitted before, so the data set or its order was changed.
         """
         if self._writer is None:
             return
         if group.group_id in self._group_ids:
             raise LedgerError(
-                f"{group.group_id} comes a second time, at place {place} of the data, and the "
+                f"{group.group_id} occurs again at index {order_idx} in the data, but the "
                 f"ledger in {self._folder} has it already: the data set, train.seed or "
                 "data.shuffle was changed; change it back, or begin a new run in another run.dir"
             )
@@ -173,10 +173,10 @@ class Recorder:
             self._next_uid += 1
         seeds = np.asarray([sample.seed for sample in group.trajectories], np.int64)
         prompt_id = group.trajectories[0].prompt.prompt_id
-        self._write(Admitted(first_uid, group.group_id, prompt_id, epoch, place, seeds))
+        self._write(Admitted(first_uid, group.group_id, prompt_id, epoch, order_idx, seeds))
 
     def scored(self, samples: Iterable[Trajectory]) -> None:
-        """They have their rewards; what was said of one before is not said again."""
+        """Records rewards of samples, once for each."""
         for sample in samples:
             if sample.uid not in self._scored:
                 self._scored.add(sample.uid)
@@ -188,7 +188,7 @@ class Recorder:
         self._write(Leased(step, uids))
 
     def dropped(self, group: Group, reason: str, cause: str = "") -> None:
-        """`reason` is one of a few, which are counted; `cause` says more, and is cut if long."""
+        """Records why a group was dropped. `cause` has details and is cut if it is long."""
         uids = _uids([group])
         self._scored.difference_update(uids.tolist())
         self._write(Dropped(uids, reason, cause[:_MAX_CAUSE_LEN]))
@@ -196,7 +196,7 @@ class Recorder:
     # -- samples -------------------------------------------------------------------------
 
     def started(self, sample: Trajectory) -> None:
-        """Engines have it. Between the turns of an agent loop it counts as running."""
+        """Records that engines have the sample; an agent loop's counts as running between turns."""
         if not sample.is_recorded_running:
             sample.is_recorded_running = True
             self._add("started", sample, None)
@@ -210,34 +210,34 @@ class Recorder:
         sample.is_recorded_running = False
         self._add("finished", sample, sample.finish_reason)
 
-    def prompt(self, sample: Trajectory) -> None:
-        """An agent loop replaced the prompt."""
+    def prompt_replaced(self, sample: Trajectory) -> None:
+        """Records that an agent loop replaced the prompt."""
         if sample.uid != NOT_RECORDED:
             self._write(PromptGiven(sample.uid, sample.prompt_tokens))
 
-    def given(self, sample: Trajectory, start: int) -> None:
-        """An agent loop appended the completion's tokens from `start` on."""
+    def tokens_given(self, sample: Trajectory, start: int) -> None:
+        """Records tokens, from `start` on, that an agent loop appended to the completion."""
         self._append_run(sample, start, NOT_GENERATED)
 
-    def again(self, sample: Trajectory, start: int) -> None:
-        """A run of one version, from `start` on, that was there before a reset."""
+    def tokens_restored(self, sample: Trajectory, start: int) -> None:
+        """Records tokens of one version, from `start` on, that existed before a reset."""
         self.started(sample)
         self._append_run(sample, start, int(sample.versions[start]))
 
     def reset(self, sample: Trajectory, reason: str) -> None:
-        """All its tokens are gone."""
+        """Records that the sample lost all its tokens."""
         sample.is_recorded_running = False
         if sample.uid != NOT_RECORDED:
             self._write(Reset(sample.uid, reason))
 
-    def kept(self, sample: Trajectory, key: str, value: object) -> None:
-        """A value that outlives the process which made it.
+    def value_kept(self, sample: Trajectory, key: str, value: object) -> None:
+        """Records a value of an agent loop for its later runs.
 
         Raises:
-            LedgerError: it is not plain data, or too large.
+            LedgerError: the value is not plain data, or too large.
         """
         event = Recorded(max(0, sample.uid), key, value)
-        encode_batch(0.0, [event])  # it is the caller's fault, and no other event's
+        encode_batch(0.0, [event])  # so that the caller gets the error, not a later flush
         if sample.uid != NOT_RECORDED:
             self._write(event)
 
@@ -250,15 +250,15 @@ class Recorder:
         tokens: NDArray[np.int32],
         logprobs: NDArray[np.float32],
     ) -> None:
-        """Runs of tokens that were appended, in columns as `events.Tokens` has them."""
+        """Records runs of tokens that were appended, in the columns of `ledger_events.Tokens`."""
         for version in {*versions.tolist()} - self._versions - {NOT_GENERATED}:
-            self.version(version, self._step)  # published by ranks that announced nothing
+            self.version(version, self._step)  # ranks published it without announcing it
         self._write(Tokens(uids, starts, offsets, versions, tokens, logprobs))
 
     # -- the trainer ---------------------------------------------------------------------
 
     def version(self, version: int, step: int) -> None:
-        """The weights after `step` steps are `version`; what was said of it first counts."""
+        """Records that `version` is the weights after `step` steps; the first record counts."""
         self._step = max(step, self._step)
         if version in self._versions:
             return
@@ -318,12 +318,12 @@ class Recorder:
     def _on_progress(self) -> None:
         if self._writer is not None and self._writer.failure is not None:
             self._fail(self._writer.failure)
-        elif self.has_room and self._on_room is not None:
-            resume, self._on_room = self._on_room, None
+        elif self.has_capacity and self._on_capacity is not None:
+            resume, self._on_capacity = self._on_capacity, None
             resume()
 
     def _fail(self, error: UmbraError) -> None:
-        """Nothing is written any more: what follows may rest on what is missing."""
+        """Stops writing: later events could depend on those that are missing."""
         if not self._has_failed:
             self._has_failed = True
             self._on_failure(error)
@@ -337,23 +337,23 @@ def _read_state(folder: Path, needs: str, restoring_step: int | None) -> LedgerS
 
 
 def _check_fit(history: History, needs: Position, step: int) -> None:
-    """Raises LedgerError where a checkpoint after `step` steps, made at `needs`, is no part of it.
+    """Raises LedgerError unless the history contains a checkpoint after `step` steps at `needs`.
 
-    Where the job went back behind a checkpoint, what that was trained on has been generated or
-    handed out anew since.
+    If the job went back behind the checkpoint, its training data has been generated or delivered
+    again since.
     """
     if not history.covers(needs):
         raise LedgerError(
-            f"the ledger in {history.folder} ends at {history.end} and the checkpoint was made at "
-            f"{needs}: put the ledger's files back, or go on from an older checkpoint"
+            f"the ledger in {history.folder} ends at {history.end}, but the checkpoint was made at "
+            f"{needs}: put the ledger's files back, or resume from an older checkpoint"
         )
     for entry in history.entries():
         for event in entry.batch.events:
             if isinstance(event, Restored) and event.step < step and entry.position >= needs:
                 raise LedgerError(
                     f"the checkpoint after {step} steps was made at {needs} of the ledger in "
-                    f"{history.folder}, and the job went back to step {event.step} after that, at "
-                    f"{entry.position}: remove the checkpoint, or go on from it in another run.dir"
+                    f"{history.folder}, but the job later went back to step {event.step}, at "
+                    f"{entry.position}: remove the checkpoint, or resume from it in another run.dir"
                 )
 
 

@@ -1,8 +1,8 @@
-"""What the ledger knows of one sample and of one group.
+"""The ledger's state of one sample and of one group.
 
 PENDING -> RUNNING -> FINISHED -> SCORED -> LEASED -> TRAINED
    ^         |  ^                   |         |
-   |         v  |                   +---------+---- a restored checkpoint does not have it
+   |         v  |                   +---------+---- a restored checkpoint does not include it
 (reset)    PARTIAL
 any but the last two -> DROPPED
 """
@@ -40,15 +40,15 @@ class SampleState(StrEnum):
 
 
 class SampleAccount:
-    """One sample. Written by `LedgerState` alone.
+    """One sample. Only `LedgerState` changes it.
 
     Attributes:
         step: the optimizer step (from 0) that it was leased for or trained in.
-        prompt: an agent loop's, in place of the data set's.
-        recorded: what `ctx.once` keeps; it survives resets.
-        is_released: tokens are no longer held: it is dropped, or trained for good.
+        prompt: the agent loop's, if it replaced that of the data set.
+        recorded: values of `ctx.once`; they survive resets.
+        is_released: whether tokens are no longer kept: it was dropped, or trained for good.
         num_rolled_back: tokens cut off by restored checkpoints.
-        num_reset_tokens: tokens given up by agent loops that started over.
+        num_reset_tokens: tokens discarded by agent loops that started over.
     """
 
     __slots__ = (
@@ -113,12 +113,12 @@ class SampleAccount:
 
     @property
     def logprobs(self) -> NDArray[np.float32]:
-        """[num_tokens], as the engines gave them; empty once released."""
+        """[num_tokens], as engines returned them; empty once released."""
         return self._logprobs[: self.num_tokens]
 
     @property
     def versions(self) -> NDArray[np.int64]:
-        """[num_tokens] the version of each token, GIVEN where not generated."""
+        """[num_tokens] the version of each token, GIVEN if not generated."""
         bounds = [*self._run_starts, self.num_tokens]
         return np.repeat(np.asarray(self._run_versions, np.int64), np.diff(bounds))
 
@@ -127,7 +127,7 @@ class SampleAccount:
         return sum(run.stop - run.start for run in self.segments() if run.version != GIVEN)
 
     def segments(self) -> list[Segment]:
-        """The completion as runs of equal version, in order; kept when tokens are released."""
+        """The completion as runs of equal version, in order; available after `release`, too."""
         bounds = pairwise([*self._run_starts, self.num_tokens])
         return [
             Segment(start, stop, version)
@@ -137,7 +137,7 @@ class SampleAccount:
     def append(
         self, tokens: NDArray[np.int32], logprobs: NDArray[np.float32], version: int
     ) -> None:
-        """Adds a run of tokens, copied."""
+        """Adds a copy of a run of tokens."""
         start, stop = self.num_tokens, self.num_tokens + len(tokens)
         if stop > len(self._tokens):
             capacity = max(stop, 2 * len(self._tokens), _INITIAL_CAPACITY)
@@ -151,21 +151,21 @@ class SampleAccount:
         self.num_tokens = stop
 
     def truncate(self, num_tokens: int) -> None:
-        """Keeps the first `num_tokens`."""
+        """Keeps the first `num_tokens` tokens."""
         while self._run_starts and self._run_starts[-1] >= num_tokens:
             self._run_starts.pop()
             self._run_versions.pop()
         self.num_tokens = num_tokens
 
     def first_of(self, versions: set[int]) -> int:
-        """Where the first token of one of these versions is; `num_tokens` if there is none."""
+        """Index of the first token of one of these versions; `num_tokens` if there is none."""
         for start, version in zip(self._run_starts, self._run_versions, strict=True):
             if version in versions:
                 return start
         return self.num_tokens
 
     def release(self) -> None:
-        """Forgets tokens and what goes with them; segments and counts stay."""
+        """Forgets tokens, prompt and recorded values; segments and counts stay."""
         self.is_released = True
         self._tokens = _NO_TOKENS
         self._logprobs = _NO_LOGPROBS
@@ -176,7 +176,7 @@ class SampleAccount:
 class GroupAccount:
     """The samples of one prompt."""
 
-    __slots__ = ("epoch", "first_uid", "group_id", "place", "prompt_id", "samples", "seeds")
+    __slots__ = ("epoch", "first_uid", "group_id", "order_idx", "prompt_id", "samples", "seeds")
 
     def __init__(
         self,
@@ -185,14 +185,14 @@ class GroupAccount:
         group_id: str,
         prompt_id: str,
         epoch: int,
-        place: int,
+        order_idx: int,
         seeds: NDArray[np.int64],
     ) -> None:
         self.first_uid = first_uid
         self.group_id = group_id
         self.prompt_id = prompt_id
         self.epoch = epoch
-        self.place = place
+        self.order_idx = order_idx
         self.seeds = seeds  # [G]
         self.samples: Sequence[SampleAccount] = tuple(
             SampleAccount(first_uid + k, self) for k in range(len(seeds))
@@ -200,13 +200,13 @@ class GroupAccount:
 
     @property
     def is_settled(self) -> bool:
-        """Nothing can happen to it any more."""
+        """Whether nothing can happen to it any more."""
         return all(sample.is_released for sample in self.samples)
 
 
 @dataclass(slots=True)
 class Totals:
-    """Counted over the whole history, abandoned work included."""
+    """Counts over the whole history, including discarded work."""
 
     generated_tokens: int = 0
     given_tokens: int = 0

@@ -2,18 +2,21 @@
 
     each rank: next_batch / evaluate --join--> RankRendezvous --answer--> disk --deliver--> ranks
 
-One round is under way at a time. Whatever may have changed its outcome ends in `answer()`.
+One collective call is in progress at a time. Whatever may have changed its outcome ends in
+`answer()`.
 
-A manager that dies while it answers leaves the ranks apart: some have the answer and go on, the
-others ask its successor for the same again, one by one.
+A manager that dies while it answers leaves the ranks apart: some have the answer and continue, the
+others repeat the call to its successor, one by one.
 
-    batch        its lease is in the ledger; a rank that asks again gets its part alone. The others
-                 cannot finish the step without it.
-    evaluation   its outcome is in the ledger, and given likewise. The others wait in a later round.
-    sync_wanted  the others wait in `sync_begin` of the current version, which the supervisor knows:
-                 a round that lacks ranks asks it, and who waits is sent after them (`CatchUp`).
-    an error     ends the ranks that have it, and so the job.
-    none yet     on disk: no rank has it, all ask again.
+    batch        Its lease is in the ledger, so a rank that asks again gets its part alone. The
+                 others cannot finish the step without it.
+    evaluation   Its outcome is in the ledger and is returned likewise. The others wait in a later
+                 call.
+    sync_wanted  The others wait in `sync_begin` of the current version, which the supervisor knows.
+                 While ranks are missing from a call, the manager asks the supervisor, and sends the
+                 ranks that wait here after the others (`CatchUp`).
+    an error     It ends the ranks that received it, and so the job.
+    none yet     No rank has an answer before it is on disk, so all ask again.
 """
 
 from __future__ import annotations
@@ -39,13 +42,13 @@ from umbra.runtime.rpc.rpc_client import Handle
 
 
 class BatchRendezvous:
-    """Owns the round under way, the evaluation it may need, and who waits for it.
+    """Owns the call in progress, the evaluation it may need, and the waiting ranks.
 
     Args:
-        name: of the manager, which its log has too.
+        name: of the manager; its log file has the same name.
         flow_changed: set by `flow` when a batch may have become complete.
-        learn: told the version and the step of each batch that is asked for.
-        on_failure: told of what makes an answer impossible; to end in `fail`.
+        learn: called with the version and the step of each batch that is asked for.
+        on_failure: called with an error that makes an answer impossible; must lead to `fail`.
     """
 
     def __init__(
@@ -74,10 +77,10 @@ class BatchRendezvous:
         self._flow_changed = flow_changed
         self._learn = learn
         self._on_failure = on_failure
-        self._catch_up = CatchUp(supervisor, config.pool, self._who_waits, self._ask_for_sync)
+        self._catch_up = CatchUp(supervisor, config.pool, self._waiting_ranks, self._ask_for_sync)
         self._ranks = RankRendezvous(config.world_size, config.rank_timeout_s, self._catch_up.look)
         self._starving = Alarm(config.engine_timeout_s, self._on_starved)
-        self._round: CollectiveCall | None = None
+        self._call: CollectiveCall | None = None
         self._evaluation: Evaluation | None = None
         self._last_evaluation: Evaluated | None = None
         self._has_work = False
@@ -88,7 +91,7 @@ class BatchRendezvous:
         )
 
     async def run(self) -> None:
-        """Lives until cancelled."""
+        """Runs until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._catch_up.run())
             tasks.create_task(self._follow_flow())
@@ -104,66 +107,66 @@ class BatchRendezvous:
         self._starving.watch(False)
 
     def progress(self) -> dict[str, Any]:
-        """For `stats()`."""
+        """Counts for `stats()`."""
         return {
-            "round": str(self._round) if self._round else None,
+            "call": str(self._call) if self._call else None,
             "evaluation": self._evaluation.progress() if self._evaluation else None,
             "batches_delivered": self._num_delivered,
         }
 
-    # -- what the ranks ask --------------------------------------------------------------
+    # -- calls of the ranks --------------------------------------------------------------
 
-    async def join(self, rank: int, wanted: CollectiveCall) -> dict[str, Any]:
+    async def join(self, rank: int, call: CollectiveCall) -> dict[str, Any]:
         """A rank's answer; see `RolloutManager.next_batch` and `evaluate`."""
         if self.failure is not None:
             raise self.failure
-        lost = await self._lost_answer(rank, wanted)
+        lost = await self._lost_answer(rank, call)
         if lost is not None:
             return lost
-        slot = self._ranks.arrive(rank, wanted)
+        slot = self._ranks.arrive(rank, call)
         try:
-            if self._round != wanted:
-                self._begin(wanted)
+            if self._call != call:
+                self._begin(call)
         except UmbraError as error:
             self._on_failure(error)
         self.answer()
         return await self._ranks.wait(rank, slot)
 
-    async def _lost_answer(self, rank: int, wanted: CollectiveCall) -> dict[str, Any] | None:
-        """What was answered before, for a rank that it did not reach: the others have gone on."""
+    async def _lost_answer(self, rank: int, call: CollectiveCall) -> dict[str, Any] | None:
+        """The earlier answer for a rank that it did not reach; the others have continued."""
         last = self._last_evaluation
-        if last is not None and wanted == CollectiveCall("evaluate", last.step, last.temperature):
+        if last is not None and call == CollectiveCall("evaluate", last.step, last.temperature):
             return dict(last.outcome)
-        if wanted.version is None or self._flow.leased(wanted.step) is None:
+        if call.version is None or self._flow.leased(call.step) is None:
             return None
         await self._recorder.durable()
-        groups = self._flow.leased(wanted.step)
-        if groups is None or self._round == wanted:
+        groups = self._flow.leased(call.step)
+        if groups is None or self._call == call:
             return None
-        self._learn(wanted.version, wanted.step)
-        self._flow.advance(wanted.step)
+        self._learn(call.version, call.step)
+        self._flow.advance(call.step)
         flow = self._flow
         return batch_answers(groups, self._config, flow.gen_s, flow.metrics(groups))[rank]
 
-    def _begin(self, wanted: CollectiveCall) -> None:
-        """Starts a round's work. An evaluation that was not waited for to the end is dropped."""
+    def _begin(self, call: CollectiveCall) -> None:
+        """Starts the work for a call. An evaluation that no rank waits for is dropped."""
         self._drop_evaluation()
-        self._round = wanted
-        if wanted.version is not None:
-            self._learn(wanted.version, wanted.step)
-            self._flow.advance(wanted.step)
+        self._call = call
+        if call.version is not None:
+            self._learn(call.version, call.step)
+            self._flow.advance(call.step)
             return
         self._evaluation = Evaluation(
             self._admission.evaluation_groups(),
             self._runner,
-            wanted.temperature,
+            call.temperature,
             on_done=self.answer,
-            on_failure=lambda error: self._on_failed_evaluation(wanted, error),
+            on_failure=lambda error: self._on_failed_evaluation(call, error),
         )
         self._evaluation.begin()
 
     def restore(self, evaluation: Evaluated | None) -> None:
-        """What the ranks got last, as the ledger has it, in place of what is under way."""
+        """Replaces the work in progress by the last evaluation that the ledger has."""
         self._drop_evaluation()
         self._last_evaluation = evaluation
 
@@ -172,44 +175,44 @@ class BatchRendezvous:
             self._evaluation.abandon()
             self._evaluation = None
 
-    # -- what they get -------------------------------------------------------------------
+    # -- answers -------------------------------------------------------------------------
 
     def on_pool_change(self) -> None:
         self._catch_up.observe(self._fleet.pending)
         self.answer()
 
     def on_work(self, has_work: bool) -> None:
-        """The engines have something to generate, or nothing any more."""
+        """Takes whether the engines have anything to generate."""
         self._has_work = has_work
         self._watch_engines()
 
     def _watch_engines(self) -> None:
-        """Work must not wait for them for ever. Without any it is others that are waited for."""
-        is_wanted = self._round is not None and self._has_work and self.failure is None
-        self._starving.watch(is_wanted and not self._fleet.is_serving)
+        """Limits how long work may wait for engines; without work, other deadlines apply."""
+        is_waiting = self._call is not None and self._has_work and self.failure is None
+        self._starving.watch(is_waiting and not self._fleet.is_serving)
 
     def answer(self) -> None:
-        """Answers the ranks, if all are here and there is something to say."""
+        """Answers the ranks if all are waiting and the outcome is complete."""
         self._watch_engines()
-        if self._round is None or self.failure is not None or not self._ranks.is_full:
+        if self._call is None or self.failure is not None or not self._ranks.is_full:
             return
         try:
-            answers = self._outcome(self._round)
+            answers = self._outcome(self._call)
         except UmbraError as error:
             self._on_failure(error)
             return
         if answers is not None:
-            self._to_deliver.put_nowait((self._round, answers))
-            self._round = None
+            self._to_deliver.put_nowait((self._call, answers))
+            self._call = None
             self._num_delivered += 1
             self._starving.watch(False)
         elif self._fleet.pending:
             self._catch_up.look()
 
-    def _outcome(self, wanted: CollectiveCall) -> list[dict[str, Any]] | None:
-        """What the ranks get, one each; None while it is not complete."""
-        if wanted.version is not None:
-            groups = self._flow.take(wanted.step)
+    def _outcome(self, call: CollectiveCall) -> list[dict[str, Any]] | None:
+        """One answer per rank; None while it is not complete."""
+        if call.version is not None:
+            groups = self._flow.take(call.step)
             if groups is None:
                 return None
             flow = self._flow
@@ -219,56 +222,56 @@ class BatchRendezvous:
             return None
         self._evaluation = None
         outcome = evaluation_outcome(evaluation, self._config)
-        self._recorder.evaluated(wanted.step, wanted.temperature, outcome)
+        self._recorder.evaluated(call.step, call.temperature, outcome)
         return [outcome] * self._config.world_size
 
     async def _deliver(self) -> None:
-        """Hands answers out once it is on disk that they were."""
+        """Delivers answers once the ledger has them on disk."""
         while True:
-            wanted, answers = await self._to_deliver.get()
+            call, answers = await self._to_deliver.get()
             try:
                 await self._recorder.durable()
             except UmbraError as error:
                 self._on_failure(error)
                 continue
-            if wanted.version is None:
-                self._last_evaluation = Evaluated(wanted.step, wanted.temperature, answers[0])
+            if call.version is None:
+                self._last_evaluation = Evaluated(call.step, call.temperature, answers[0])
             self._num_answers += 1
-            self._ranks.give(wanted, answers)
+            self._ranks.give(call, answers)
 
     def fail(self, error: UmbraError) -> None:
-        """Every rank gets the error, now and in later calls."""
+        """Fails this and all later calls of every rank."""
         self.failure = error
         self._starving.watch(False)
         self._ranks.fail(error)
 
     # -- private -------------------------------------------------------------------------
 
-    def _on_failed_evaluation(self, wanted: CollectiveCall, error: UmbraError) -> None:
-        said = (
-            f"the evaluation after step {wanted.step} failed, and with it the run "
-            f"(rollout.max_failed_share is for prompts that are trained on): {error}; "
-            f"logs/{self._name}.log has what failed before that"
+    def _on_failed_evaluation(self, call: CollectiveCall, error: UmbraError) -> None:
+        message = (
+            f"the evaluation after step {call.step} failed, and with it the run "
+            f"(rollout.max_failed_share only covers prompts that are trained on): {error}; "
+            f"logs/{self._name}.log has the earlier failures"
         )
         is_reward = isinstance(error, RewardError)
-        self._on_failure(RewardError(said) if is_reward else RolloutError(said))
+        self._on_failure(RewardError(message) if is_reward else RolloutError(message))
 
-    def _who_waits(self) -> Waiting | None:
-        if self._round is None or not self._ranks.waiting:
+    def _waiting_ranks(self) -> Waiting | None:
+        if self._call is None or not self._ranks.waiting:
             return None
         ranks = self._ranks
-        return Waiting(self._round, self._num_answers, ranks.waiting, ranks.is_full)
+        return Waiting(self._call, self._num_answers, ranks.waiting, ranks.is_full)
 
     def _ask_for_sync(self, answer: dict[str, Any]) -> None:
-        assert self._round is not None
+        assert self._call is not None
         self._num_answers += 1
-        self._ranks.give(self._round, [answer] * self._config.world_size)
+        self._ranks.give(self._call, [answer] * self._config.world_size)
 
     def _on_starved(self) -> None:
         self._on_failure(
             RolloutError(
                 f"no engine of pool {self._config.pool!r} has served for "
-                f"{self._config.engine_timeout_s:.3g} s while {self._round} waits "
+                f"{self._config.engine_timeout_s:.3g} s while {self._call} waits "
                 f"({self._fleet.describe()}): publish weights and wake the pool, or see the "
                 "engines' logs"
             )

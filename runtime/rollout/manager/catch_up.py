@@ -1,4 +1,4 @@
-"""Waiting ranks are asked to carry the current weights to an engine once more."""
+"""Asks waiting ranks to publish the current weights once more, to an engine that lacks them."""
 
 from __future__ import annotations
 
@@ -15,61 +15,61 @@ from umbra.runtime.rpc.rpc_client import Handle
 logger = logging.getLogger(__name__)
 
 _CATCH_UP_TIMEOUT_S: Final = 10.0
-"""For the supervisor to say which engines lack weights; it answers from memory."""
+"""Deadline for the supervisor to report which engines lack weights; it answers from memory."""
 
 
-class SyncAsks:
-    """Remembers which engines have been asked for, so that no request is made twice.
+class SyncRequests:
+    """Remembers which engines were reported to the ranks, so that no sync is requested twice.
 
-    An engine is asked for once as long as it stays PENDING_WEIGHTS; if it leaves that state
-    and comes back (a sync that failed), it is asked for again.
+    An engine is reported once for as long as it stays PENDING_WEIGHTS. If it leaves that state and
+    comes back (after a sync that failed), it is reported again.
     """
 
     def __init__(self) -> None:
-        self._asked: set[EngineId] = set()
+        self._requested: set[EngineId] = set()
 
-    def wanted(self, pending: Iterable[EngineId]) -> list[EngineId]:
-        """Engines to ask for now, out of those that lack weights; each is returned once."""
+    def take_new(self, pending: Iterable[EngineId]) -> list[EngineId]:
+        """Those engines without weights that were not returned before."""
         lacking = set(pending)
-        self._asked &= lacking
-        fresh = sorted(lacking - self._asked)
-        self._asked.update(fresh)
+        self._requested &= lacking
+        fresh = sorted(lacking - self._requested)
+        self._requested.update(fresh)
         return fresh
 
     def observe(self, pending: Iterable[EngineId]) -> None:
-        """Forgets engines that no longer lack weights; to be told of every change of state."""
-        self._asked &= set(pending)
+        """Forgets engines that have weights now; must be called on every change of state."""
+        self._requested &= set(pending)
 
 
 class Waiting(NamedTuple):
     """The ranks that wait for one answer.
 
     Attributes:
-        answer: its number; no two have the same.
-        are_all: no rank is missing.
+        answer: number of the answer that they wait for, different for each.
+        is_complete: whether no rank is missing.
     """
 
-    wanted: CollectiveCall
+    call: CollectiveCall
     answer: int
     ranks: frozenset[int]
-    are_all: bool
+    is_complete: bool
 
 
 class CatchUp:
-    """Asks the supervisor which engines lack weights, and the waiting ranks to bring them.
+    """Asks the supervisor which engines lack weights, and the waiting ranks to publish to them.
 
-    What the manager has heard of the pool may be older than what the ranks have done since (a
-    sync that has ended passes through PENDING_WEIGHTS), so the supervisor decides.
+    The manager's view of the pool may be older than what the ranks have done since (a sync that
+    has ended passes through PENDING_WEIGHTS), so the supervisor decides.
 
-    It also knows the ranks that have been asked to, and wait for the others in `sync_begin` of the
-    current version. A rank that waits here at that time was not reached by the same answer, and
-    gets it now: without it that sync cannot go on. Ranks publish other versions of their own
-    accord, all together, so nobody is told of those.
+    The supervisor also knows which ranks already wait for the others in `sync_begin` of the current
+    version. A rank that waits here at that time missed the answer that sent the others there, and
+    gets it now: without it that sync cannot continue. Ranks publish other versions on their own,
+    all together, so this concerns the current version only.
 
     Args:
-        waiting: who waits now; None where nobody does. An answer to others than those that the
-            supervisor was asked for is not given.
-        answer: gives one answer to all of them.
+        waiting: returns the ranks that wait now, or None. An answer is dropped if other ranks wait
+            than when the supervisor was asked.
+        answer: sends one answer to all of them.
     """
 
     def __init__(
@@ -83,19 +83,19 @@ class CatchUp:
         self._pool = pool
         self._waiting = waiting
         self._answer = answer
-        self._asks = SyncAsks()
+        self._requests = SyncRequests()
         self._lacking = asyncio.Event()
 
     def observe(self, pending: Iterable[EngineId]) -> None:
-        """To be told of every change of state."""
-        self._asks.observe(pending)
+        """Takes the engines without weights; must be called on every change of state."""
+        self._requests.observe(pending)
 
     def look(self) -> None:
-        """Engines seem to lack weights while ranks wait, or some ranks are missing."""
+        """Starts a check: engines seem to lack weights while ranks wait, or ranks are missing."""
         self._lacking.set()
 
     async def run(self) -> None:
-        """Lives until cancelled."""
+        """Runs until cancelled."""
         while True:
             await self._lacking.wait()
             self._lacking.clear()
@@ -105,7 +105,7 @@ class CatchUp:
                     "catch_up", self._pool, timeout_s=_CATCH_UP_TIMEOUT_S
                 )
             except DeadlineExceeded as error:
-                logger.warning("the supervisor is slow; asking again: %s", error)
+                logger.warning("the supervisor is slow to answer; asking again: %s", error)
                 self._lacking.set()
                 continue
             if waiting is None or waiting != self._waiting():
@@ -116,11 +116,13 @@ class CatchUp:
                 self._answer({"kind": "sync_wanted", "version": lack["version"]})
 
     def _reason(self, waiting: Waiting, lack: Mapping[str, Any]) -> str:
-        """Why they should publish the current version once more; "" if they should not."""
+        """Why the ranks should publish the current version once more; "" if they should not."""
         if lack["ranks"]:
             is_apart = waiting.ranks.isdisjoint(lack["ranks"])
             return f"ranks {lack['ranks']} wait for them in its sync" if is_apart else ""
-        if not waiting.are_all:
+        if not waiting.is_complete:
             return ""
-        engines = self._asks.wanted(EngineId(name, life) for name, life in lack["engines"])
+        engines = self._requests.take_new(
+            EngineId(name, number) for name, number in lack["engines"]
+        )
         return f"{', '.join(map(str, engines))} came up without weights" if engines else ""

@@ -1,4 +1,4 @@
-"""A fixed set of groups, from fresh to scored: one evaluation."""
+"""One evaluation: a fixed set of groups, from fresh to scored."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from umbra.runtime.rollout.manager.group_runner import GroupRunner
 
 
 class Evaluation:
-    """Groups on their way. Everything happens in callbacks on one loop.
+    """The groups of one evaluation. Everything happens in callbacks on one loop.
 
     Args:
         on_done: called once, when every group is scored.
-        on_failure: told of the first error; the harvest is abandoned then.
+        on_failure: called with the first error; the evaluation is abandoned then.
     """
 
     def __init__(
@@ -51,12 +51,12 @@ class Evaluation:
         }
 
     def begin(self) -> None:
-        """Gives everything to engines or agent loops; they take it as they have room."""
+        """Gives all groups to engines or agent loops, which take them as they have capacity."""
         for group in self.groups:
             self._runner.start(group, self._temperature, self._on_scored, self._on_failed)
 
     def abandon(self) -> None:
-        """Nobody wants the outcome any more."""
+        """Stops the evaluation and discards its results."""
         for group in self.groups:
             self._runner.abandon(group)
 

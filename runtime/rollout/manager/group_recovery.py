@@ -1,4 +1,4 @@
-"""From the ledger's accounts back to groups that go on."""
+"""Restores groups from the ledger's accounts, so that they can continue."""
 
 from __future__ import annotations
 
@@ -17,25 +17,27 @@ from umbra.runtime.rollout.ledger.sample_accounts import GroupAccount, SampleAcc
 
 @dataclass(slots=True)
 class Recovered:
-    """What a manager goes on with; groups by place in the data order, in that order.
+    """The state that a manager resumes with; groups by index in the prompt order, ascending.
 
     Attributes:
-        open: not scored yet; ready: scored and not leased; leases: by optimizer step.
-        next_place: None where nothing was ever admitted.
+        open: groups that are not scored yet.
+        ready: groups that are scored and not leased.
+        leases: leased groups by optimizer step.
+        next_idx: None if nothing was ever admitted.
         num_admitted, num_trained, dropped: groups, over the whole history.
     """
 
     open: dict[int, Group] = field(default_factory=dict[int, Group])
     ready: dict[int, Group] = field(default_factory=dict[int, Group])
     leases: dict[int, list[Group]] = field(default_factory=dict[int, list[Group]])
-    next_place: int | None = None
+    next_idx: int | None = None
     num_admitted: int = 0
     num_trained: int = 0
     dropped: Counter[str] = field(default_factory=Counter[str])
 
     @property
     def num_tokens(self) -> int:
-        """Generated tokens of what is not trained on yet."""
+        """Number of generated tokens in groups that are not leased yet."""
         held = [*self.open.values(), *self.ready.values()]
         return sum(sample.num_generated for group in held for sample in group.trajectories)
 
@@ -45,18 +47,18 @@ def recover_groups(
     make_group: Callable[[int], Group],
     remember: Callable[[Trajectory, SampleAccount], None],
 ) -> Recovered:
-    """Groups as they were at the end of the history.
+    """Restores groups as they were at the end of the history.
 
     Args:
-        make_group: a fresh group of a place in the data order.
-        remember: told of each sample that is generated on.
+        make_group: returns a fresh group for an index of the prompt order.
+        remember: called with each sample that is not finished.
 
     Raises:
-        LedgerError: the data set or the settings that decide its order are not those of then.
+        LedgerError: the data set, or a setting that decides its order, has changed.
     """
     group_size = max(1, state.next_uid // max(1, state.num_groups))
     recovered = Recovered(
-        next_place=state.next_place if state.num_groups else None,
+        next_idx=state.next_order_idx if state.num_groups else None,
         num_admitted=state.num_groups,
         num_trained=state.counts[SampleState.TRAINED] // group_size,
         dropped=Counter(
@@ -67,15 +69,15 @@ def recover_groups(
         states = {sample.state for sample in account.samples}
         if states <= {SampleState.TRAINED, SampleState.DROPPED}:
             continue
-        group = _restored(account, make_group(account.place), remember)
+        group = _restored(account, make_group(account.order_idx), remember)
         if SampleState.LEASED in states:
             step = account.samples[0].step
             assert step is not None
             recovered.leases.setdefault(step, []).append(group)
         elif states == {SampleState.SCORED}:
-            recovered.ready[account.place] = group
+            recovered.ready[account.order_idx] = group
         else:
-            recovered.open[account.place] = group
+            recovered.open[account.order_idx] = group
     return recovered
 
 
@@ -85,10 +87,10 @@ def _restored(
     seeds = [sample.seed for sample in group.trajectories]
     if group.group_id != account.group_id or seeds != account.seeds.tolist():
         raise LedgerError(
-            f"place {account.place} of the data is {group.group_id} with {len(seeds)} samples, and "
-            f"the ledger has {account.group_id} with {len(account.seeds)} there: the data set, "
-            "train.seed, data.shuffle or rollout.group_size was changed; change it back, or begin "
-            "a new run in another run.dir"
+            f"index {account.order_idx} in the data is {group.group_id} with {len(seeds)} "
+            f"samples, but the ledger has {account.group_id} with {len(account.seeds)} there: the "
+            "data set, train.seed, data.shuffle or rollout.group_size was changed; change it back, "
+            "or begin a new run in another run.dir"
         )
     for sample, held in zip(group.trajectories, account.samples, strict=True):
         _fill(sample, held)
@@ -102,7 +104,7 @@ def _fill(sample: Trajectory, held: SampleAccount) -> None:
     sample.num_interruptions = held.num_interruptions
     if held.prompt is not None:
         sample.extend_context(held.prompt)
-    # A smaller budget than then may have been set: what is there stays, and ends there.
+    # The budget may have been lowered since: the tokens stay, and the completion ends there.
     sample.budget = max(sample.budget, held.num_generated)
     sample.max_context_len = max(sample.max_context_len, len(sample) + held.num_tokens)
     for start, stop, version in held.segments():

@@ -1,4 +1,4 @@
-"""What the ranks get: one answer each for a batch or an evaluation."""
+"""The answers to the ranks' collective calls: batches and evaluations, one answer per rank."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def batch_answers(
     """Each rank's part of a batch: equal numbers of micro-batches, balanced by tokens.
 
     Args:
-        gen_s: that generating it took; for tokens/s.
-        metrics: further numbers of the batch.
+        gen_s: seconds that generating the batch took.
+        metrics: added to those of the batch.
     """
     samples = [sample for group in groups for sample in group.trajectories]
     plans = plan_batch(
@@ -39,10 +39,10 @@ def batch_answers(
     return [{**shared, **rank_columns(groups, plan)} for plan in plans]
 
 
-def evaluation_outcome(harvest: Evaluation, config: RolloutConfig) -> dict[str, Any]:
-    """What every rank gets of an evaluation."""
-    metrics = batch_metrics(harvest.groups, harvest.gen_s)
-    rewards = np.concatenate([group.rewards for group in harvest.groups])
+def evaluation_outcome(evaluation: Evaluation, config: RolloutConfig) -> dict[str, Any]:
+    """The answer to every rank for an evaluation."""
+    metrics = batch_metrics(evaluation.groups, evaluation.gen_s)
+    rewards = np.concatenate([group.rewards for group in evaluation.groups])
     return {
         "kind": "eval",
         "mean_reward": metrics["reward_mean"],

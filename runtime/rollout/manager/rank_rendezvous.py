@@ -1,4 +1,4 @@
-"""Where the ranks of a collective call meet, and get their answers together."""
+"""Holds the ranks of a collective call until all get their answers together."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from umbra.runtime.errors import RolloutError
 from umbra.runtime.rollout.alarm import Alarm
 
 _LACKING_S: Final = 1.0
-"""Ranks come within milliseconds of each other: sooner asks in vain, later leaves engines idle."""
+"""Interval of calling `on_lacking`. Ranks arrive within milliseconds of each other: shorter calls
+in vain, longer leaves engines idle."""
 
 
 class CollectiveCall(NamedTuple):
-    """What the ranks ask for together; a version belongs to batches, not to evaluations."""
+    """A call that all ranks make together; only calls for batches have a version."""
 
     call: str
     step: int
@@ -28,15 +29,15 @@ class CollectiveCall(NamedTuple):
 
 
 class RankRendezvous:
-    """Holds the ranks of one round until all are answered alike.
+    """Holds the ranks of one call until all are answered together.
 
     Example of two ranks:
         rank 0  wait(0, next_batch 3) ......................... give -> answer 0
         rank 1          wait(1, next_batch 3)  (is_full) ...... give -> answer 1
 
     Args:
-        timeout_s: the longest a round may lack a rank.
-        on_lacking: called each `_LACKING_S` that it does.
+        timeout_s: the longest a call may lack a rank.
+        on_lacking: called every `_LACKING_S` while it does.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class RankRendezvous:
     ) -> None:
         self._world_size = world_size
         self._timeout_s = timeout_s
-        self._round: CollectiveCall | None = None
+        self._call: CollectiveCall | None = None
         self._slots: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._incomplete = Alarm(timeout_s, self._on_missing)
         self._lacking = Alarm(_LACKING_S, self._on_lacking)
@@ -52,41 +53,41 @@ class RankRendezvous:
 
     @property
     def is_full(self) -> bool:
-        """All ranks are waiting."""
+        """Whether all ranks are waiting."""
         return len(self._slots) == self._world_size
 
     @property
     def waiting(self) -> frozenset[int]:
-        """The ranks that are here."""
+        """The ranks that are waiting."""
         return frozenset(self._slots)
 
-    def arrive(self, rank: int, wanted: CollectiveCall) -> asyncio.Future[dict[str, Any]]:
-        """Enters a rank into the round; the future is its answer. Pass it to `wait`.
+    def arrive(self, rank: int, call: CollectiveCall) -> asyncio.Future[dict[str, Any]]:
+        """Enters a rank into the call; returns the future of its answer, to be passed to `wait`.
 
         Raises:
-            RolloutError: the other ranks ask for something else; they get the error too.
+            RolloutError: the other ranks made another call; they get the error too.
             ValueError: no such rank.
         """
         if not 0 <= rank < self._world_size:
             raise ValueError(f"rank {rank} of {self._world_size}")
-        if self._round is not None and self._round != wanted and self._slots.keys() - {rank}:
+        if self._call is not None and self._call != call and self._slots.keys() - {rank}:
             others = ", ".join(str(other) for other in sorted(self._slots))
             error = RolloutError(
-                f"rank {rank} called {wanted} while rank {others} called {self._round}: every "
+                f"rank {rank} called {call} while rank {others} called {self._call}: every "
                 "rank must make the same calls in the same order"
             )
             self.fail(error)
             raise error
-        self._round = wanted
+        self._call = call
         stale = self._slots.pop(rank, None)
         if stale is not None and not stale.done():
-            stale.set_exception(RolloutError(f"rank {rank} called {wanted} anew"))
+            stale.set_exception(RolloutError(f"rank {rank} called {call} again"))
         slot = self._slots[rank] = asyncio.get_running_loop().create_future()
         self._watch()
         return slot
 
     async def wait(self, rank: int, slot: asyncio.Future[dict[str, Any]]) -> dict[str, Any]:
-        """A rank's answer. A caller that goes away leaves the round."""
+        """Returns a rank's answer. A caller that is cancelled leaves the call."""
         try:
             return await slot
         finally:
@@ -94,9 +95,9 @@ class RankRendezvous:
                 del self._slots[rank]
                 self._close_if_empty()
 
-    def give(self, wanted: CollectiveCall, answers: Sequence[dict[str, Any]]) -> None:
-        """Answers the ranks that still wait for this round; one that left may ask for it alone."""
-        if self._round == wanted:
+    def give(self, call: CollectiveCall, answers: Sequence[dict[str, Any]]) -> None:
+        """Answers the ranks that still wait in this call; one that left may ask for it alone."""
+        if self._call == call:
             slots, self._slots = self._slots, {}
             self._close_if_empty()
             for rank, slot in slots.items():
@@ -104,7 +105,7 @@ class RankRendezvous:
                     slot.set_result(answers[rank])
 
     def fail(self, error: Exception) -> None:
-        """Answers the ranks that wait with an error."""
+        """Answers the waiting ranks with an error."""
         slots, self._slots = self._slots, {}
         self._close_if_empty()
         for slot in slots.values():
@@ -113,7 +114,7 @@ class RankRendezvous:
 
     def _close_if_empty(self) -> None:
         if not self._slots:
-            self._round = None
+            self._call = None
         self._watch()
 
     def _watch(self) -> None:
@@ -124,13 +125,13 @@ class RankRendezvous:
     def _on_lacking(self) -> None:
         if self._tell_lacking is not None:
             self._tell_lacking()
-        self._lacking.watch(True)  # once more, while the round stays like this
+        self._lacking.watch(True)  # call again while ranks are missing
 
     def _on_missing(self) -> None:
         missing = sorted(set(range(self._world_size)) - self._slots.keys())
         self.fail(
             RolloutError(
-                f"rank {', '.join(map(str, missing))} did not call {self._round} within "
+                f"rank {', '.join(map(str, missing))} did not call {self._call} within "
                 f"{self._timeout_s:.3g} s of the others: it hangs, died, or took another path"
             )
         )

@@ -5,7 +5,7 @@
                             +-- batch | sync_wanted <--+               +-> WorkerPool
                                                                         -> rewards, agents
 
-One loop, no locks: the parts call each other.
+Runs on one loop without locks: the parts call each other.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from umbra.runtime.rollout.rollout_config import RolloutConfig
 logger = logging.getLogger(__name__)
 
 _POOL_S: Final = 10.0
-"""For the supervisor to say whether there is a pool; it answers from memory."""
+"""Deadline for the supervisor to report whether there is a pool; it answers from memory."""
 
 
 class RolloutManager:
@@ -58,11 +58,11 @@ class RolloutManager:
         self._admission = Admission(self._config)
         context = actor_context()
         self._context = context
-        self._notes = OperatorMessages(context.supervisor)
+        self._operator_messages = OperatorMessages(context.supervisor)
         router = Router(self._config.max_inflight_per_engine)
         folder = Path(self._config.ledger_path) if self._config.ledger_path else None
         self._recorder = Recorder(folder, self._fail)
-        self._demand = PoolLoad(context.supervisor, self._config.pool)
+        self._pool_load = PoolLoad(context.supervisor, self._config.pool)
         self._dispatcher = Dispatcher(router, self._fail, self._recorder, on_work=self._on_work)
         self._sessions = AgentSessions(
             self._dispatcher,
@@ -88,7 +88,7 @@ class RolloutManager:
             ),
             context,
             self._dispatcher,
-            self._notes.put,
+            self._operator_messages.put,
         )
         self._runner = GroupRunner(
             context.name,
@@ -109,9 +109,9 @@ class RolloutManager:
             self._dispatcher.take_metrics,
             on_change=flow_changed.set,
             on_failure=self._fail,
-            note=self._notes.put,
+            note=self._operator_messages.put,
         )
-        self._rounds = BatchRendezvous(
+        self._rendezvous = BatchRendezvous(
             context.name,
             self._config,
             context.supervisor,
@@ -124,7 +124,7 @@ class RolloutManager:
             learn=self._learn,
             on_failure=self._fail,
         )
-        self._wanted = asyncio.Event()
+        self._called = asyncio.Event()
         self._recovering = asyncio.Lock()
         self._is_recovered = False
 
@@ -133,65 +133,69 @@ class RolloutManager:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        self._rounds.close()
+        self._rendezvous.close()
         await self._recorder.__aexit__(*exc_info)
         self._admission.close()
 
     async def run(self) -> None:
-        """Owns every task of the manager; lives until the actor is stopped."""
+        """Owns every task of the manager; runs until the actor is stopped."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._notes.run())
+            tasks.create_task(self._operator_messages.run())
             if self._context.num_restarts:
-                tasks.create_task(self._take_up())
-            await self._wanted.wait()  # the pool and the workers may be made after the manager
+                tasks.create_task(self._resume())
+            await self._called.wait()  # the pool and the workers may be created after the manager
             tasks.create_task(self._workers.run())
             tasks.create_task(self._follow_pool())
-            tasks.create_task(self._rounds.run())
+            tasks.create_task(self._rendezvous.run())
             if self._config.shares_memory:
-                tasks.create_task(self._demand.run())
+                tasks.create_task(self._pool_load.run())
 
     # -- calls of the ranks --------------------------------------------------------------
 
     @idempotent
     async def begin(self, step: int, version: int, position: str = "") -> dict[str, int]:
-        """The trainer begins, from the checkpoint after `step` steps. One rank, before all else.
+        """Starts or resumes training from the checkpoint after `step` steps.
 
-        What was leased or generated after that checkpoint is taken back. Without this call a
-        manager that was killed goes on where it was.
+        One rank calls it, before all other calls. Groups that were leased or generated after that
+        checkpoint are taken back. Without this call, a manager that was killed continues where it
+        was.
 
         Args:
             version: the newest when the checkpoint was made.
-            position: of the ledger, which the checkpoint has kept; "" where it knows none.
+            position: of the ledger, as stored in the checkpoint; "" if it has none.
 
-        Returns {"groups", "tokens", "version"}: what is there already and need not be generated
-        again, and the newest version that was ever announced.
+        Returns {"groups", "tokens", "version"}: groups and tokens that exist already and need not
+        be generated again, and the newest version that was ever announced.
 
         Raises:
-            LedgerError: the ledger ends before what the checkpoint needs, or is damaged, or is of
+            LedgerError: the ledger ends before the checkpoint's position, is damaged, or belongs to
                 another data set.
         """
         async with self._recovering:
             kept = await self._recover(Restored(step, version, keep_newer=False), position)
-            await self._recorder.durable()  # a manager that dies now must not forget it
+            await self._recorder.durable()  # a manager that dies now must not lose the restoring
             return kept
 
     @idempotent
     async def announce(self, version: int, step: int) -> None:
-        """The weights after `step` steps will be `version`. One rank, before it publishes them."""
+        """Records that the weights after `step` steps will be `version`.
+
+        One rank calls it, before it publishes them.
+        """
         await self._ensure_recovered()
         self._learn(version, step)
         await self._recorder.durable()
 
     @idempotent
     async def checkpointed(self, step: int, version: int) -> None:
-        """A complete checkpoint after `step` steps exists. One rank."""
+        """Records a complete checkpoint after `step` steps. One rank calls it."""
         await self._ensure_recovered()
         self._recorder.checkpoint(step, version)
         await self._recorder.durable()
 
     @idempotent
     async def position(self) -> str:
-        """Of the ledger, for a checkpoint to keep: everything so far is durable. One rank."""
+        """The ledger's position for a checkpoint; all before it is durable. One rank calls it."""
         await self._ensure_recovered()
         await self._recorder.durable()
         return self._recorder.position
@@ -200,22 +204,22 @@ class RolloutManager:
     async def next_batch(self, rank: int, step: int, version: int) -> dict[str, Any]:
         """The batch of `step`; collective: every rank calls it with the same arguments.
 
-        Says that the batches of earlier steps have been trained on.
+        The call also reports that the batches of earlier steps have been trained on.
 
         Args:
             step: optimizer steps done so far.
-            version: of the weights after these, which were published before.
+            version: of the weights after these steps, which must have been published.
 
         Returns, the same kind on every rank:
             {"kind": "batch", ...}: this rank's columns, see `rank_columns`, with "metrics",
                 "loss_tokens_global" and "num_samples_global" of the whole batch.
             {"kind": "sync_wanted", "version": v}: an engine came up without weights. Publish the
                 current version v to the pool again (only engines that lack it take part) and
-                call again with the same step; generation goes on meanwhile.
+                call again with the same step; generation continues meanwhile.
 
         Raises:
-            RewardError: see `RewardFunction`; it failed for too many groups.
-            DataError: a prompt too long for the context.
+            RewardError: the reward function failed for too many groups, see `RewardFunction`.
+            DataError: a prompt is too long for the context.
             RolloutError: a rank is missing, ranks disagree, no engine serves for too long, an
                 engine refused a request, agent loops failed for too many groups.
         """
@@ -236,17 +240,17 @@ class RolloutManager:
 
     async def _join(self, rank: int, wanted: CollectiveCall) -> dict[str, Any]:
         await self._ensure_recovered()
-        self._wanted.set()
-        return await self._rounds.join(rank, wanted)
+        self._called.set()
+        return await self._rendezvous.join(rank, wanted)
 
     def _learn(self, version: int, step: int) -> None:
         self._recorder.version(version, step)
         self._versions.learn(version, step)
 
-    async def _take_up(self) -> None:
-        """Goes on where the life before this one was killed: the ranks may not ask for minutes.
+    async def _resume(self) -> None:
+        """Resumes where the previous incarnation was killed: the ranks may not ask for minutes.
 
-        Where that fails, the ranks hear why when they ask.
+        If that fails, the ranks get the error when they ask.
         """
         pool = self._config.pool
         try:
@@ -254,23 +258,23 @@ class RolloutManager:
                 if not self._is_recovered:
                     await self._context.supervisor.call("pool_states", pool, timeout_s=_POOL_S)
                     await self._recover(None, "")
-                    self._flow.go_on()
+                    self._flow.resume()
         except UmbraError as error:
-            logger.warning("waits for the ranks to ask: %s", error)
+            logger.warning("recovery failed and is repeated when the ranks ask: %s", error)
         else:
-            self._wanted.set()
+            self._called.set()
 
     async def _ensure_recovered(self) -> None:
         async with self._recovering:
             if not self._is_recovered:
                 await self._recover(None, "")
 
-    async def _recover(self, restored: Restored | None, needs: str) -> dict[str, int]:
-        """Takes up what the ledger has, in place of what is under way."""
-        self._rounds.restore(None)
+    async def _recover(self, restored: Restored | None, position: str) -> dict[str, int]:
+        """Restores the ledger's state, in place of the work in progress."""
+        self._rendezvous.restore(None)
         self._flow.abandon()
         recovered = Recovered()
-        state = await self._recorder.recover(restored, needs)
+        state = await self._recorder.recover(restored, position)
         if state is not None:
             for version, step in state.versions.items():
                 self._versions.learn(version, step)
@@ -279,19 +283,19 @@ class RolloutManager:
                 self._admission.training_group,
                 lambda sample, held: self._sessions.remember(sample, held.recorded),
             )
-            self._rounds.restore(state.evaluation)
+            self._rendezvous.restore(state.evaluation)
         self._flow.restore(recovered)
         self._is_recovered = True
         groups = len(recovered.open) + len(recovered.ready)
         if groups:
-            self._notes.put(
-                f"the rollout manager goes on with {groups} groups, {len(recovered.ready)} of them "
+            self._operator_messages.put(
+                f"the rollout manager resumes with {groups} groups, {len(recovered.ready)} of them "
                 f"scored, and {recovered.num_tokens} tokens"
             )
         newest = 0 if state is None else max(state.versions, default=0)
         return {"groups": groups, "tokens": recovered.num_tokens, "version": newest}
 
-    # -- calls of agent loops, and of anyone ---------------------------------------------
+    # -- calls of agent loops and others -------------------------------------------------
 
     async def generate(
         self,
@@ -300,9 +304,9 @@ class RolloutManager:
         max_new_tokens: int | None = None,
         lora: str = "",
     ) -> dict[str, Any]:
-        """One generation of an agent loop; see `AgentSessions.generate`."""
-        if self._rounds.failure is not None:
-            raise self._rounds.failure
+        """Generates once for an agent loop; see `AgentSessions.generate`."""
+        if self._rendezvous.failure is not None:
+            raise self._rendezvous.failure
         return await self._sessions.generate(session, tokens, max_new_tokens, lora)
 
     def recall(self, session: int, key: str) -> list[Any]:
@@ -314,16 +318,16 @@ class RolloutManager:
         await self._sessions.keep(session, key, value)
 
     def report_blocked(self, worker: str, incarnation: int, sample_id: str, reason: str) -> None:
-        """A rollout actor is about to end because of what it does for this sample ("": unknown)."""
-        self._notes.put(f"{worker}#{incarnation} ends: {reason}")
+        """A rollout worker is about to end because this sample blocks it ("": unknown sample)."""
+        self._operator_messages.put(f"{worker}#{incarnation} ends: {reason}")
         if sample_id:
             self._workers.report_blocked(worker, incarnation, sample_id, RolloutError(reason))
 
     @idempotent
     def stats(self) -> dict[str, Any]:
-        """What is in progress, for progress lines."""
+        """The work in progress, for progress lines."""
         return {
-            **self._rounds.progress(),
+            **self._rendezvous.progress(),
             "training": self._flow.progress(),
             "waiting_turns": self._dispatcher.num_waiting,
             "engines": self._fleet.describe(),
@@ -335,23 +339,23 @@ class RolloutManager:
             },
         }
 
-    # -- what happens meanwhile ----------------------------------------------------------
+    # -- events --------------------------------------------------------------------------
 
     def _on_work(self, has_work: bool) -> None:
-        self._demand.observe(has_work)
-        self._rounds.on_work(has_work)
+        self._pool_load.observe(has_work)
+        self._rendezvous.on_work(has_work)
 
     async def _follow_pool(self) -> None:
         try:
-            await self._fleet.run(self._rounds.on_pool_change)
+            await self._fleet.run(self._rendezvous.on_pool_change)
         except* UmbraError as group:
-            self._fail(RolloutError(f"lost sight of the engines: {first_leaf(group)}"))
+            self._fail(RolloutError(f"the engines' states are lost: {first_leaf(group)}"))
 
     def _fail(self, error: UmbraError) -> None:
-        """Ends the job's rollouts: the first error counts, and every rank gets it."""
-        if self._rounds.failure is not None:
+        """Ends the job's rollouts: every rank gets the first error."""
+        if self._rendezvous.failure is not None:
             return
         logger.error("rollouts failed: %s", error)
-        self._rounds.fail(error)
+        self._rendezvous.fail(error)
         self._flow.abandon()
         self._runner.abandon_all()

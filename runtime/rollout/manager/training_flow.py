@@ -1,10 +1,10 @@
-"""The groups that are trained on, from admission to trained.
+"""Training groups, from admission to the step that trained on them.
 
     admission -> open: running -> ready (scored) -> leased for a step -> trained
                        |            |
-                       +------------+--> dropped, with a reason; the next prompt takes its place
+                       +------------+--> dropped, with a reason; the next prompt takes its order_idx
 
-Generation goes on across steps as far as the staleness bound lets it; see `staleness`.
+Generation continues across steps as far as the staleness bound allows; see `staleness`.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from umbra.runtime.rollout.rollout_config import RolloutConfig
 
 logger = logging.getLogger(__name__)
 
-# Groups over which `max_failed_share` is counted.
+# Number of recent groups over which `max_failed_share` is counted.
 _FAILURE_WINDOW: Final = 200
 
 
 class GroupSource(Protocol):
-    """Where groups come from: `Admission`."""
+    """The source of groups; `Admission` implements it."""
 
     @property
     def num_prompts(self) -> int: ...
 
-    def training_group(self, place: int) -> Group: ...
+    def training_group(self, order_idx: int) -> Group: ...
 
-    def epoch_of(self, place: int) -> int: ...
+    def epoch_of(self, order_idx: int) -> int: ...
 
 
 class TrainingFlow:
-    """Keeps engines busy with training groups and hands out whole batches of them.
+    """Keeps engines busy with training groups and delivers whole batches of them.
 
     Args:
-        take_metrics: numbers of the engines since the last batch.
+        take_metrics: returns metrics of the engines since the last batch.
         on_change: called when a batch may have become ready.
-        on_failure: told of an error that ends the job.
-        note: takes lines for the person who runs the job.
+        on_failure: called with an error that ends the job.
+        note: called with lines for the operator.
     """
 
     def __init__(
@@ -76,19 +76,19 @@ class TrainingFlow:
         )
         self._recorder = recorder
         self._take_metrics = take_metrics
-        self._next_place: int | None = None
+        self._next_idx: int | None = None
         self._is_abandoned = False
         self._on_change = on_change
         self._on_failure = on_failure
         self._step = -1
-        self._open: dict[int, Group] = {}  # by place
-        self._held: dict[int, Group] = {}  # admitted in an earlier life, not begun since
-        self._ready: dict[int, Group] = {}  # those of `_open` that are scored, as they came
+        self._open: dict[int, Group] = {}  # by index in the prompt order, as all groups here
+        self._not_begun: dict[int, Group] = {}  # admitted by an earlier incarnation, without tokens
+        self._ready: dict[int, Group] = {}  # those of `_open` that are scored, in this order
         self._leases: dict[int, list[Group]] = {}  # by step
         self._ended: deque[bool] = deque(maxlen=_FAILURE_WINDOW)  # True for groups that failed
         self._uniform = ZeroVarianceGroups(source.num_prompts, config.groups_per_step, note)
         self._began = time.monotonic()
-        self._since_last: dict[str, float] = {}  # numbers of the time between the last two batches
+        self._since_last: dict[str, float] = {}  # metrics of the time between the last two batches
         self._dropped_tokens = 0
         self.gen_s = 0.0
         self.num_admitted = 0
@@ -98,99 +98,98 @@ class TrainingFlow:
     # -- steps ---------------------------------------------------------------------------
 
     def advance(self, step: int) -> None:
-        """The ranks want the batch of `step`: what was leased for earlier ones is trained.
+        """Begins the step whose batch the ranks ask for; batches of earlier ones are trained on.
 
         Raises:
-            RolloutError: a step that is over.
+            RolloutError: the step is over.
         """
         if step < self._step:
             raise RolloutError(
-                f"the batch of step {step + 1} is asked for after that of {self._step + 1}"
+                f"the batch of step {step + 1} was requested after that of {self._step + 1}"
             )
-        if self._next_place is None:
-            self._next_place = step * self._config.groups_per_step
+        if self._next_idx is None:
+            self._next_idx = step * self._config.groups_per_step
         if step > self._step:
             self._step = step
             if self._config.max_staleness == 0:
                 self._began = time.monotonic()  # nothing was generated while the ranks trained
         for done in [leased for leased in self._leases if leased < step]:
             self.num_trained += len(self._leases.pop(done))
-        for place in [p for p, group in self._open.items() if self._is_too_old(group)]:
-            self._drop(place, "too old")
+        for order_idx in [p for p, group in self._open.items() if self._is_too_old(group)]:
+            self._drop(order_idx, "too old")
         self.admit()
 
-    def go_on(self) -> None:
-        """After `restore`, where the ranks have not asked yet and may train meanwhile.
+    def resume(self) -> None:
+        """Admits groups after `restore`, before the ranks ask; they may still be training.
 
-        What the last batch was handed out for is the step that admission counts from. With none
-        out, a later step may be announced, for which what engines have is too old: nothing new is
-        begun.
+        Admission counts from the step of the newest lease. Without a lease, a later step may have
+        been announced, for which the engines' weights are too old: nothing new is begun.
         """
         if self._leases:
             self.advance(max(self._leases))
 
     def admit(self) -> None:
-        """Starts as many groups as the staleness bound has room for, while the ledger has room.
+        """Starts as many groups as the staleness bound and the ledger's queue allow.
 
-        Where the disk is slower than the engines, admission waits for it and goes on by itself.
-        What is open is not held up, so the ledger's queue may grow beyond its bound by what the
-        open groups still write: their tokens, and what their agent loops keep. An error is the
-        job's: nobody may be there to catch it.
+        If the disk is slower than the engines, admission waits for it and resumes by itself. Open
+        groups are not held up, so the ledger's queue may grow beyond its bound by what they still
+        write: their tokens, and what their agent loops keep. Errors go to `on_failure`, because
+        there may be no caller to catch them.
         """
         if self._step < 0:
-            return  # none is known yet
-        while self._next_place is not None and self._bound.room(self._num_open):
+            return  # no step is known yet
+        while self._next_idx is not None and self._bound.num_admissible(self._num_open):
             if self._is_abandoned:
                 return
-            if not self._recorder.has_room:
-                self._recorder.when_room(self.admit)
+            if not self._recorder.has_capacity:
+                self._recorder.on_capacity(self.admit)
                 return
-            if self._held:
-                place = min(self._held)
-                group = self._held.pop(place)
+            if self._not_begun:
+                order_idx = min(self._not_begun)
+                group = self._not_begun.pop(order_idx)
             else:
-                place = self._next_place
+                order_idx = self._next_idx
                 try:
-                    group = self._source.training_group(place)
-                    self._recorder.admitted(group, self._source.epoch_of(place), place)
+                    group = self._source.training_group(order_idx)
+                    self._recorder.admitted(group, self._source.epoch_of(order_idx), order_idx)
                 except UmbraError as error:
                     self._on_failure(error)
                     return
-                self._next_place += 1
+                self._next_idx += 1
                 self.num_admitted += 1
-            self._open[place] = group
-            self._start(place, group)
+            self._open[order_idx] = group
+            self._start(order_idx, group)
 
     def restore(self, recovered: Recovered) -> None:
-        """Goes on from what the ledger has kept."""
+        """Replaces all groups by those that the ledger has."""
         for group in self._open.values():
             self._runner.abandon(group)
-        begun = {place: group for place, group in recovered.open.items() if group.has_tokens}
-        self._held = {place: g for place, g in recovered.open.items() if place not in begun}
+        begun = {idx: group for idx, group in recovered.open.items() if group.has_tokens}
+        self._not_begun = {idx: g for idx, g in recovered.open.items() if idx not in begun}
         self._ready = dict(recovered.ready)
         self._open = begun | self._ready
         self._leases = {step: list(groups) for step, groups in recovered.leases.items()}
-        self._next_place, self._step = recovered.next_place, -1
+        self._next_idx, self._step = recovered.next_idx, -1
         self._is_abandoned = False
-        self._uniform.end_row()
+        self._uniform.end_streak()
         self.num_admitted, self.num_trained = recovered.num_admitted, recovered.num_trained
         self.dropped = Counter(recovered.dropped)
-        for place, group in begun.items():
-            self._start(place, group)
+        for order_idx, group in begun.items():
+            self._start(order_idx, group)
 
     def take(self, step: int) -> list[Group] | None:
-        """The groups of `step`, which are leased to it; None while there are too few.
+        """Leases a batch to `step` and returns its groups; None while there are too few.
 
         Raises:
-            RolloutError: a token that breaks the staleness bound.
+            RolloutError: a token breaks the staleness bound.
         """
         if step not in self._leases:
-            places = self._choose()
-            if places is None:
+            indices = self._choose()
+            if indices is None:
                 return None
-            groups = [self._ready.pop(place) for place in places]
-            for place, group in zip(places, groups, strict=True):
-                del self._open[place]
+            groups = [self._ready.pop(order_idx) for order_idx in indices]
+            for order_idx, group in zip(indices, groups, strict=True):
+                del self._open[order_idx]
                 self._bound.check(self._token_steps(group), step, f"group {group.group_id}")
             self._leases[step] = groups
             self._recorder.leased(step, groups)
@@ -202,18 +201,18 @@ class TrainingFlow:
         return self._leases[step]
 
     def leased(self, step: int) -> list[Group] | None:
-        """The groups that were handed out for `step`; None where none were."""
+        """The groups that were leased to `step`, or None."""
         return self._leases.get(step)
 
     def abandon(self) -> None:
-        """The job fails, or begins anew: nothing is generated or admitted until `restore`."""
+        """Stops generation and admission until `restore`."""
         self._is_abandoned = True
         for group in self._open.values():
             self._runner.abandon(group)
 
     def progress(self) -> dict[str, int]:
         """Counts for `stats()`."""
-        held = [*self._open.values(), *self._held.values()]
+        held = [*self._open.values(), *self._not_begun.values()]
         samples = [sample for group in held for sample in group.trajectories]
         return {
             "groups_admitted": self.num_admitted,
@@ -227,7 +226,7 @@ class TrainingFlow:
         }
 
     def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Numbers of a batch that is handed out now. Ages are of tokens, in optimizer steps."""
+        """Metrics of a batch at its delivery. Ages are of tokens, in optimizer steps."""
         ages: Counter[int] = Counter()
         for group in groups:
             for sample in group.trajectories:
@@ -257,34 +256,34 @@ class TrainingFlow:
     def _num_open(self) -> int:
         return len(self._open) + sum(map(len, self._leases.values()))
 
-    def _start(self, place: int, group: Group) -> None:
+    def _start(self, order_idx: int, group: Group) -> None:
         self._runner.start(
             group,
             self._config.temperature,
-            lambda group: self._on_scored(place, group),
-            lambda group, error: self._on_failed(place, error),
+            lambda group: self._on_scored(order_idx, group),
+            lambda group, error: self._on_failed(order_idx, error),
         )
 
     def _choose(self) -> list[int] | None:
-        """Places of a batch: the first admitted, or, where it is allowed, the first ready."""
+        """Indices of a batch: the first admitted or, if settings allow it, the first ready."""
         wanted = self._config.groups_per_step
         in_order = self._config.hand_out == "in_order" and self._bound.over_sampling == 1.0
-        places = (sorted(self._open) if in_order else list(self._ready))[:wanted]
-        if len(places) < wanted or not all(place in self._ready for place in places):
+        indices = (sorted(self._open) if in_order else list(self._ready))[:wanted]
+        if len(indices) < wanted or not all(order_idx in self._ready for order_idx in indices):
             return None
-        return sorted(places)
+        return sorted(indices)
 
-    def _on_scored(self, place: int, group: Group) -> None:
+    def _on_scored(self, order_idx: int, group: Group) -> None:
         if self._config.drop_uniform_groups and group.is_uniform:
-            self._on_uniform(place, group)
+            self._on_uniform(order_idx, group)
             return
-        self._uniform.end_row()
+        self._uniform.end_streak()
         self._ended.append(False)
-        self._ready[place] = group
+        self._ready[order_idx] = group
         self._on_change()
 
-    def _on_uniform(self, place: int, group: Group) -> None:
-        self._drop(place, "all rewards equal")
+    def _on_uniform(self, order_idx: int, group: Group) -> None:
+        self._drop(order_idx, "all rewards equal")
         try:
             self._uniform.dropped(group, len(self._ready))
         except RolloutError as error:
@@ -292,26 +291,26 @@ class TrainingFlow:
             return
         self.admit()
 
-    def _on_failed(self, place: int, error: UmbraError) -> None:
-        """One prompt is not worth the job, but a function that fails often is the job's fault."""
+    def _on_failed(self, order_idx: int, error: UmbraError) -> None:
+        """Drops a group. One failure costs one prompt; frequent failures end the job."""
         is_reward = isinstance(error, RewardError)
-        self._drop(place, "reward failed" if is_reward else "agent loop failed", str(error))
+        self._drop(order_idx, "reward failed" if is_reward else "agent loop failed", str(error))
         self._ended.append(True)
         window = min(_FAILURE_WINDOW, self.num_admitted)
         num_failed, allowed = sum(self._ended), int(self._config.max_failed_share * window)
         if num_failed > allowed:
-            said = (
-                f"{error} (that makes {num_failed} of {window} groups that failed; "
-                f"rollout.max_failed_share = {self._config.max_failed_share:g} allows {allowed})"
+            message = (
+                f"{error}; {num_failed} of the last {window} groups failed; "
+                f"rollout.max_failed_share = {self._config.max_failed_share:g} allows {allowed}"
             )
-            self._on_failure(RewardError(said) if is_reward else RolloutError(said))
+            self._on_failure(RewardError(message) if is_reward else RolloutError(message))
             return
         logger.warning("a group was dropped: %s", error)
         self.admit()
 
-    def _drop(self, place: int, reason: str, cause: str = "") -> None:
-        group = self._open.pop(place)
-        self._ready.pop(place, None)
+    def _drop(self, order_idx: int, reason: str, cause: str = "") -> None:
+        group = self._open.pop(order_idx)
+        self._ready.pop(order_idx, None)
         self._runner.abandon(group)
         self._recorder.dropped(group, reason, cause)
         self._dropped_tokens += sum(sample.num_generated for sample in group.trajectories)
