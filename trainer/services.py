@@ -235,9 +235,9 @@ def manager_spec(
         if train.micro_batches
         else train.max_tokens_per_micro_batch or _DEFAULT_TOKENS[device_type],
         "max_staleness": rollout.max_staleness,
-        "hand_out": rollout.hand_out,
+        "batch_order": rollout.batch_order,
         "over_sampling": rollout.over_sampling,
-        "drop_uniform_groups": rollout.drop_uniform_groups,
+        "drop_zero_variance_groups": rollout.drop_zero_variance_groups,
         "max_failed_share": rollout.max_failed_share,
         "ledger_path": str(ledger_folder(config.run.dir.absolute(), MANAGER)),
         "agent": rollout.agent is not None,

@@ -9,7 +9,7 @@ from typing import Any, Final, cast
 
 from umbra.runtime.errors import ConfigError
 
-HAND_OUT_ORDERS: Final = ("in_order", "first_done")
+BATCH_ORDERS: Final = ("in_order", "first_finished")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +37,11 @@ class RolloutConfig:
             once; 0 means no cap. A sample longer than the cap gets one of its own.
         max_staleness: how many optimizer steps old a token may be when it is trained on; 0 is
             synchronous.
-        hand_out: "in_order": batches follow the order of the data, so that long rollouts are
-            as often in them as short ones; "first_done": whatever is scored first.
+        batch_order: "in_order": batches follow the order of the data, so that long rollouts are
+            as often in them as short ones; "first_finished": whatever is scored first.
         over_sampling: groups generated for each one that is needed, 1.0 or more; the batch is
             made of the first that are done, and what gets too old is dropped.
-        drop_uniform_groups: groups whose rewards are all equal, from which nothing can be
+        drop_zero_variance_groups: groups whose rewards are all equal, from which nothing can be
             learned, are dropped and other prompts take their place; see `ZeroVarianceGroups`.
         max_failed_share: so many of the last 200 groups, or of all so far, may be dropped because
             their reward or agent loop failed; one more ends the job.
@@ -84,9 +84,9 @@ class RolloutConfig:
     num_micro_batches: int = 1
     max_tokens_per_micro_batch: int = 0
     max_staleness: int = 0
-    hand_out: str = "in_order"
+    batch_order: str = "in_order"
     over_sampling: float = 1.0
-    drop_uniform_groups: bool = False
+    drop_zero_variance_groups: bool = False
     max_failed_share: float = 0.05
     ledger_path: str = ""
     agent: bool = False
@@ -133,16 +133,16 @@ class RolloutConfig:
         for name in _NOT_NEGATIVE:
             if getattr(self, name) < 0:
                 raise ConfigError(f"rollout.{name} must not be negative: {getattr(self, name)}")
-        if self.hand_out not in HAND_OUT_ORDERS:
+        if self.batch_order not in BATCH_ORDERS:
             raise ConfigError(
-                f"rollout.hand_out {self.hand_out!r} is not one of {', '.join(HAND_OUT_ORDERS)}"
+                f"rollout.batch_order {self.batch_order!r} is not one of {', '.join(BATCH_ORDERS)}"
             )
         if self.over_sampling < 1.0:
             raise ConfigError(f"rollout.over_sampling must be 1 or more, got {self.over_sampling}")
-        if self.drop_uniform_groups and self.group_size == 1:
+        if self.drop_zero_variance_groups and self.group_size == 1:
             raise ConfigError(
-                "rollout.drop_uniform_groups with group_size 1 would drop every group: the rewards "
-                "of a single trajectory are all equal"
+                "rollout.drop_zero_variance_groups with group_size 1 would drop every group: the "
+                "rewards of a single trajectory are all equal"
             )
         if not self.rollout_actors:
             raise ConfigError("rollout.rollout_actors is empty: nobody could compute rewards")

@@ -46,9 +46,9 @@ class Story:
             rollout_actors=["rewards"],
             stop_token_ids=[0],
             max_staleness=self.chance.randrange(3),
-            hand_out=self.chance.choice(["in_order", "first_done"]),
+            batch_order=self.chance.choice(["in_order", "first_finished"]),
             over_sampling=self.chance.choice([1.0, 1.0, 1.5]),
-            drop_uniform_groups=self.chance.random() < 0.3,
+            drop_zero_variance_groups=self.chance.random() < 0.3,
             max_failed_share=1.0,
             agent=self.chance.random() < 0.6,
         )
@@ -415,5 +415,5 @@ class Story:
         state.check_integrity()
         check_accounts(state, self.life)
         check_batches(state, self.delivered)
-        if self.config.hand_out == "in_order" and self.config.over_sampling == 1.0:
+        if self.config.batch_order == "in_order" and self.config.over_sampling == 1.0:
             assert "too old" not in self.life.flow.dropped, "admission alone keeps the bound"

@@ -21,12 +21,12 @@ REQUIRED: dict[str, Any] = {
 
 def test_a_dict_becomes_a_config_with_defaults() -> None:
     config = RolloutConfig.from_wire(
-        {**REQUIRED, "temperature": 1, "hand_out": "first_done", "eval_path": None}
+        {**REQUIRED, "temperature": 1, "batch_order": "first_finished", "eval_path": None}
     )
 
     assert config.temperature == 1.0
     assert isinstance(config.temperature, float)
-    assert config.hand_out == "first_done"
+    assert config.batch_order == "first_finished"
     assert config.eval_path == ""
     assert config.stop_token_ids == []
 
@@ -39,11 +39,14 @@ def test_a_dict_becomes_a_config_with_defaults() -> None:
         ({"group_size": "8"}, "rollout.group_size must be int, got str '8'"),
         ({"group_size": True}, "rollout.group_size must be int, got bool"),
         ({"group_size": 0}, "rollout.group_size must be positive, got 0"),
-        ({"group_size": 1, "drop_uniform_groups": True}, "would drop every group"),
+        ({"group_size": 1, "drop_zero_variance_groups": True}, "would drop every group"),
         ({"temperature": -1.0}, "rollout.temperature must not be negative"),
         ({"stop_token_ids": [1, "2"]}, r"rollout.stop_token_ids must be a list of int"),
         ({"rollout_actors": []}, "rollout.rollout_actors is empty"),
-        ({"hand_out": "random"}, "rollout.hand_out 'random' is not one of in_order, first_done"),
+        (
+            {"batch_order": "random"},
+            "rollout.batch_order 'random' is not one of in_order, first_finished",
+        ),
     ],
 )
 def test_a_wrong_setting_is_named(change: dict[str, Any], message: str) -> None:

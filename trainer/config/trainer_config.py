@@ -143,12 +143,12 @@ class RolloutSection(Section):
         max_staleness: how many optimizer steps old a token may be when it is trained on. 0 is
             synchronous and on-policy; from 1 on, the next batches are generated while the trainer
             works (in a standalone pool) and long completions go on across steps.
-        hand_out: "in_order": batches follow the order of the data, so that long completions are
-            as often in them as short ones; "first_done": whatever is scored first, and what is
+        batch_order: "in_order": batches follow the order of the data, so that long completions are
+            as often in them as short ones; "first_finished": whatever is scored first, and what is
             overtaken too often is dropped.
         over_sampling: prompts generated for each one that is needed; above 1 the batch is made of
             those that are done first, and what gets too old is dropped.
-        drop_uniform_groups: prompts whose completions all have the same reward, from which
+        drop_zero_variance_groups: prompts whose completions all have the same reward, from which
             nothing can be learned, are dropped and others take their place. As many in a row as
             the data has prompts, and at least 1000 and 10 steps' worth, end the run.
         max_failed_share: so many of the last 200 prompts, or of all so far, may be dropped because
@@ -174,9 +174,9 @@ class RolloutSection(Section):
     temperature: Annotated[float, Field(gt=0)] = 1.0
     stop_token_ids: list[Count] = []
     max_staleness: Count = 0
-    hand_out: Literal["in_order", "first_done"] = "in_order"
+    batch_order: Literal["in_order", "first_finished"] = "in_order"
     over_sampling: Annotated[float, Field(ge=1)] = 1.0
-    drop_uniform_groups: bool = False
+    drop_zero_variance_groups: bool = False
     max_failed_share: Share = 0.05
     workers: Positive = 1
     agent: FunctionSpec | None = None
@@ -373,10 +373,10 @@ class TrainerConfig(Section):
                 "rollout.group_size = 1: advantages compare the completions of one prompt; that of "
                 "a single one is always 0, and nothing would be learned: use 2 or more"
             )
-        if self.rollout.group_size < 2 and self.rollout.drop_uniform_groups:
+        if self.rollout.group_size < 2 and self.rollout.drop_zero_variance_groups:
             raise ValueError(
-                "rollout.group_size = 1 with rollout.drop_uniform_groups would drop every group, "
-                "because a single completion has one reward: set one of the two differently"
+                "rollout.group_size = 1 with rollout.drop_zero_variance_groups would drop every "
+                "group, because a single completion has one reward: set one of the two differently"
             )
         return self
 

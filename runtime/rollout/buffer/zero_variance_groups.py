@@ -69,17 +69,17 @@ class ZeroVarianceGroups:
             raise RolloutError(
                 f"{self._num_in_row} groups in a row were dropped, out of {self._num_prompts} "
                 f"prompts: the completions of each all had one reward ({self._range()}), and with "
-                "rollout.drop_uniform_groups nothing is trained on then. See that the reward "
+                "rollout.drop_zero_variance_groups nothing is trained on then. See that the reward "
                 "function tells good completions from bad ones and that rollout.temperature lets "
                 "them differ, take prompts that are neither too hard nor too easy, or set "
-                "rollout.drop_uniform_groups = false"
+                "rollout.drop_zero_variance_groups = false"
             )
         if self._num_for_batch >= self._next_note:
             self._next_note = 2 * self._num_for_batch
             self._note(
                 f"{self._num_for_batch} groups were dropped since the last batch, which wants "
                 f"{self._wanted} and has {num_ready}: the completions of each all had one reward "
-                f"({self._range()} lately), and rollout.drop_uniform_groups is set; after "
+                f"({self._range()} lately), and rollout.drop_zero_variance_groups is set; after "
                 f"{self._limit} in a row the run ends"
             )
 

@@ -268,14 +268,14 @@ class TrainingFlow:
     def _choose(self) -> list[int] | None:
         """Places of a batch: the first admitted, or, where it is allowed, the first ready."""
         wanted = self._config.groups_per_step
-        in_order = self._config.hand_out == "in_order" and self._bound.over_sampling == 1.0
+        in_order = self._config.batch_order == "in_order" and self._bound.over_sampling == 1.0
         places = (sorted(self._open) if in_order else list(self._ready))[:wanted]
         if len(places) < wanted or not all(place in self._ready for place in places):
             return None
         return sorted(places)
 
     def _on_scored(self, place: int, group: Group) -> None:
-        if self._config.drop_uniform_groups and group.is_uniform:
+        if self._config.drop_zero_variance_groups and group.is_uniform:
             self._on_uniform(place, group)
             return
         self._uniform.end_row()
