@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -21,19 +20,7 @@ from umbra.runtime.rollout.manager.group_recovery import Recovered
 from umbra.runtime.rollout.manager.group_runner import OnFailed, OnScored
 from umbra.runtime.rollout.manager.training_flow import TrainingFlow
 from umbra.runtime.rollout.prompts import Prompt
-from umbra.runtime.rollout.rollout_config import RolloutConfig
-
-CONFIG = RolloutConfig(
-    prompts_path="",
-    pool="policy",
-    world_size=1,
-    groups_per_step=2,
-    group_size=2,
-    max_new_tokens=100,
-    max_context_len=200,
-    rollout_actors=["rewards"],
-)
-
+from umbra.runtime.rollout.rollout_config import RolloutSettings
 
 UNIFORM = ((0.0, 0.0), (1.0, 1.0))
 
@@ -45,7 +32,7 @@ class World:
     """
 
     def __init__(self, **changes: Any) -> None:
-        self.config = dataclasses.replace(CONFIG, **changes)
+        self.settings = RolloutSettings(groups_per_step=2, group_size=2, **changes)
         self.running: dict[str, tuple[Group, OnScored, OnFailed]] = {}
         self.failure: UmbraError | None = None
         self.num_changes = 0
@@ -54,7 +41,7 @@ class World:
         versions = VersionSteps()
         self.learn = versions.learn
         self.flow = TrainingFlow(
-            self.config,
+            self.settings,
             self,
             self,  # pyright: ignore[reportArgumentType]
             versions,
@@ -77,7 +64,7 @@ class World:
         prompt = Prompt(f"p{place}", "", np.zeros(1, np.int32), {})
         samples = [
             Trajectory(f"p{place}/{k}", prompt, k, budget=100, max_context_len=200)
-            for k in range(self.config.group_size)
+            for k in range(self.settings.group_size)
         ]
         return Group(f"p{place}", samples)
 

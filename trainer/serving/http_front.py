@@ -24,6 +24,7 @@ from pydantic_core import from_json
 from umbra.runtime.actor.actor_spec import actor_context, idempotent
 from umbra.runtime.errors import ConfigError, first_leaf
 from umbra.runtime.rollout.operator_messages import OperatorMessages
+from umbra.runtime.settings import from_wire
 from umbra.trainer.serving.api_error import ApiError, as_api_error
 from umbra.trainer.serving.endpoints import Endpoints
 from umbra.trainer.serving.served_pool import GenerationJob, ServedPool, ServedPoolConfig
@@ -45,7 +46,7 @@ class HttpFront:
     """Serves some pools. An actor; owns the listening socket.
 
     Args:
-        pools: `ServedPoolConfig` as dicts; who names no model gets the first.
+        pools: `ServedPoolConfig` as plain values; who names no model gets the first.
         port: 0 takes a free one.
         api_key: what clients must know; "" lets everybody in.
     """
@@ -56,7 +57,8 @@ class HttpFront:
         context = actor_context()
         self._notes = OperatorMessages(context.supervisor)
         self._pools = [
-            ServedPool(ServedPoolConfig(**pool), context, self._notes.put) for pool in pools
+            ServedPool(from_wire(ServedPoolConfig, pool), context, self._notes.put)
+            for pool in pools
         ]
         self._endpoints = Endpoints(self._pools)
         self._api_key = api_key

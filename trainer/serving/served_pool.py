@@ -11,7 +11,8 @@ from umbra.runtime.actor.actor_spec import ActorContext
 from umbra.runtime.engine_api.lifecycle import EngineState
 from umbra.runtime.engine_api.token_ids import token_ids
 from umbra.runtime.errors import DataError, RequestRefused
-from umbra.runtime.rollout.dispatch.generator import Generator, GeneratorConfig
+from umbra.runtime.rollout.dispatch.generator import Generator
+from umbra.runtime.rollout.rollout_config import DispatchConfig
 from umbra.trainer.serving.api_error import ApiError
 from umbra.trainer.serving.choice import Sampling, Step, generate_choice
 from umbra.trainer.serving.model_text import ModelText
@@ -35,7 +36,7 @@ class ServedPoolConfig:
         model_path: its directory, for the tokenizer.
         section: of the config, that the pool is from.
         path_setting: where in the config the directory is said.
-        generator: `GeneratorConfig` as a dict.
+        dispatch: to its engines.
         adapters: names of its LoRA adapters; clients call a model with one of them by that.
         extra_stop_ids: end a completion, besides the model's own end-of-text tokens.
         template_variables: of the chat template, where a request has no others.
@@ -45,7 +46,7 @@ class ServedPoolConfig:
     model_path: str
     section: str
     path_setting: str
-    generator: Mapping[str, Any]
+    dispatch: DispatchConfig
     adapters: Sequence[str] = ()
     extra_stop_ids: Sequence[int] = ()
     template_variables: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -54,7 +55,7 @@ class ServedPoolConfig:
     @property
     def pool(self) -> str:
         """The pool's own name."""
-        return str(self.generator["pool"])
+        return self.dispatch.pool
 
     @property
     def models(self) -> list[str]:
@@ -107,9 +108,8 @@ class ServedPool:
         self.model = config.model
         self.names = config.names
         self._adapters = config.adapters
-        settings = GeneratorConfig(**config.generator)
-        self.takes_turns = settings.shares_memory
-        self.generator = Generator(settings, context, note)
+        self.takes_turns = config.dispatch.shares_memory
+        self.generator = Generator(config.dispatch, context, note)
         self.text = config.open_text()
         self._template_variables = config.template_variables
 

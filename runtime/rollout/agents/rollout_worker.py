@@ -33,7 +33,7 @@ class RolloutWorker:
         reward_timeout_s: deadline of one call of the reward function.
         block_limit_s: how long asynchronous user code may keep the others of this process from
             going on. Then the process ends, and the manager is told which one it was.
-        pools: `AuxiliaryPoolConfig` as a dict, by name: further models that user code may ask.
+        pools: `AuxiliaryPoolConfig` as plain values, by name: the auxiliary pools.
     """
 
     def __init__(
