@@ -2,6 +2,7 @@
 
 UmbraError
 ├── ConfigError            a setting is wrong; the message names the key and what is allowed
+│   └── SettingError       one is out of bounds or does not fit another; a ValueError too
 ├── DataError              a data set, prompt or model directory is wrong
 ├── ProtocolError          skew between peers or a bug; never retried
 ├── TransportError
@@ -34,6 +35,13 @@ class UmbraError(Exception):
 
 class ConfigError(UmbraError):
     """A setting is wrong. The message names the key and what is allowed."""
+
+
+class SettingError(ConfigError, ValueError):
+    """A setting is out of bounds, or does not fit another one.
+
+    It is a ValueError too, so that pydantic reports it with all other wrong settings of a file.
+    """
 
 
 class DataError(UmbraError):

@@ -45,6 +45,7 @@ from umbra.runtime.rpc.curve_keys import CurveKeys
 from umbra.runtime.rpc.loop_thread import LoopThread
 from umbra.runtime.rpc.rpc_client import Client, Handle
 from umbra.runtime.rpc.sync_handle import Pool, SyncHandle
+from umbra.runtime.settings import to_wire
 from umbra.runtime.supervisor_host import SupervisorConfig, supervisor_ref
 
 logger = logging.getLogger(__name__)
@@ -384,7 +385,7 @@ class Session:
             RemoteError: the supervisor's ConfigError or ActorDied, with the actor's traceback.
         """
         wait_s = spec.start_timeout_s + spec.grace_s + 10.0
-        ref = self.supervisor_call("spawn", spec.to_wire(), timeout_s=wait_s)
+        ref = self.supervisor_call("spawn", to_wire(spec), timeout_s=wait_s)
         return self._sync_handle(ref)
 
     def actor(self, name: str, timeout_s: float = 60.0) -> SyncHandle:
@@ -402,7 +403,7 @@ class Session:
             others_s: time that other pools which share its memory may take to start first.
         """
         wait_s = others_s + spec.start_timeout_s + 20.0
-        self.supervisor_call("create_pool", spec.to_wire(), timeout_s=wait_s)
+        self.supervisor_call("create_pool", to_wire(spec), timeout_s=wait_s)
         return Pool(self.supervisor_call, spec.name)
 
     def pool(self, name: str) -> Pool:

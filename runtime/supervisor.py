@@ -34,6 +34,7 @@ from umbra.runtime.process.pid_watch import PidWatch
 from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.rpc.rpc_server import idempotent
+from umbra.runtime.settings import from_wire
 from umbra.runtime.weights.sync_calls import SyncAbort, SyncBegin, SyncEnd, SyncFilled
 from umbra.runtime.weights.transports.shared_memory.memfd import FdServer, serve_fds
 
@@ -227,7 +228,7 @@ class Supervisor:
             ConfigError: the spec is malformed or the name taken.
             ActorDied: it did not start; with its traceback or last log lines.
         """
-        parsed = ActorSpec.from_wire(spec)
+        parsed = from_wire(ActorSpec, spec)
         actor = self._start(parsed)
         return await actor.wait_running(parsed.start_timeout_s + parsed.grace_s + 5.0)
 
@@ -350,7 +351,7 @@ class Supervisor:
         Raises:
             ConfigError, ActorDied.
         """
-        await self._pools.create(PoolSpec.from_wire(spec))
+        await self._pools.create(from_wire(PoolSpec, spec))
 
     def _make_pool(self, spec: PoolSpec) -> EnginePool:
         return EnginePool(

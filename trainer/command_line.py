@@ -14,6 +14,7 @@ from typing import Final, NoReturn
 from umbra.runtime.cluster.environment import TorchrunEnvironment, log_level
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.session import Session, SessionConfig
+from umbra.runtime.settings import annotations_of
 from umbra.trainer.checkpoint.run_dir import process_age_s
 from umbra.trainer.checkpoint.run_lock import RunLock
 from umbra.trainer.config.config_file import load_config
@@ -130,7 +131,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m umbra.trainer",
         description="Train a model by RL as configured in a TOML file; start it with torchrun.",
-        epilog="Sections: " + ", ".join(f"[{name}]" for name in TrainerConfig.model_fields),
+        epilog="Sections: " + ", ".join(f"[{name}]" for name in annotations_of(TrainerConfig)),
     )
     parser.add_argument("config", help="the TOML file")
     parser.add_argument(

@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.restart_policy import RestartPolicy
-from umbra.runtime.engine_api.engine_names import engine_target
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rollout.ledger.ledger_history import ledger_folder
+from umbra.runtime.rollout.rollout_config import DispatchConfig, RolloutConfig
 from umbra.runtime.session import Session
 from umbra.trainer.auxiliary_pools import (
     auxiliary_pool_specs,
     generator_spec,
     worker_pool_configs,
 )
-from umbra.trainer.config.config_section import engine_settings, lora_settings
 from umbra.trainer.config.trainer_config import ServeConfig, TrainerConfig
 from umbra.trainer.data.prompt_preparation import PromptBudget, PromptFiles
 from umbra.trainer.data.prompt_tokenizer import default_context_len, vocab_size
+from umbra.trainer.pool_specs import pool_spec
 
 POOL: Final = "policy"
 MANAGER: Final = "rollouts"
@@ -140,36 +140,16 @@ def engine_pool_spec(
         device_type: the trainer's.
         load_weights: whether engines load the model's weights themselves, without a trainer.
     """
-    pool = config.pool
-    cores = len(os.sched_getaffinity(0))
-    kwargs: dict[str, Any] = {
-        "model_path": str(config.model.path.absolute()),
-        "dtype": config.model.dtype,
-        "device": device_type if pool.device == "auto" else pool.device,
-        "max_num_seqs": pool.max_num_seqs,
-        "max_context_len": max_context_len(config),
-        "kv_cache_num_tokens": pool.kv_cache_num_tokens,
-        "tick_ms": pool.tick_ms,
-        "num_threads": pool.num_threads or max(1, cores // pool.count),
-        **engine_settings(pool.engine, pool.engine_args),
-        **lora_settings(pool.lora_adapters, config.model.path),
-    }
-    return PoolSpec(
-        name=POOL,
-        engine=engine_target(pool.engine),
-        count=pool.count,
-        mode=pool.mode,
-        on_update=pool.on_update,
-        update_waves=pool.update_waves,
+    return pool_spec(
+        POOL,
+        config.pool,
+        model_path=config.model.path,
+        dtype=config.model.dtype,
+        device_type=device_type,
+        max_context_len=max_context_len(config),
         load_weights=load_weights,
-        kwargs=kwargs,
-        restart=RestartPolicy(mode="on_failure", max_restarts=pool.max_restarts, window_s=600.0),
-        start_timeout_s=pool.sync_timeout_s,
-        hung_limit_s=pool.hung_limit_s,
-        stall_limit_s=pool.stall_limit_s,
-        memory_limit_nbytes=pool.memory_limit_mib << 20,
-        bucket_nbytes=pool.sync_bucket_mib << 20,
-        transport=pool.transport,
+        start_timeout_s=config.pool.sync_timeout_s,
+        bucket_nbytes=config.pool.sync_bucket_mib << 20,
     )
 
 
@@ -181,7 +161,7 @@ def worker_specs(config: TrainerConfig) -> list[ActorSpec]:
         "sys_path": user_folders(config),
         "agent": config.rollout.agent,
         "reward_timeout_s": config.reward.timeout_s,
-        # Otherwise the other loops would reach their own deadlines while one blocks them.
+        # else the other loops would reach their own deadlines while one blocks them.
         "block_limit_s": min(config.rollout.block_limit_s, config.rollout.agent_timeout_s / 2),
         "pools": worker_pool_configs(config),
     }
@@ -213,50 +193,39 @@ def manager_spec(
     world_size: int,
     device_type: str,
 ) -> ActorSpec:
-    """The rollout manager; see `umbra.runtime.rollout.rollout_config` for its settings."""
-    rollout, train = config.rollout, config.train
-    settings: dict[str, Any] = {
-        "prompts_path": str(prompts.train_path.absolute()),
-        "eval_path": str(prompts.eval_path.absolute()) if prompts.eval_path else "",
-        "pool": POOL,
-        "world_size": world_size,
-        "groups_per_step": rollout.groups_per_step,
-        "group_size": rollout.group_size,
-        "max_new_tokens": rollout.max_new_tokens,
-        "max_context_len": max_context_len(config),
-        "vocab_size": vocab_size(config.model.path),
-        "rollout_actors": worker_names(config),
-        "temperature": rollout.temperature,
-        "stop_token_ids": stop_token_ids,
-        "seed": train.seed,
-        "shuffle": config.data.shuffle,
-        "num_micro_batches": max(1, train.micro_batches),
-        "max_tokens_per_micro_batch": 0
+    """The rollout manager. `stop_token_ids`: the model's and those of the config."""
+    train = config.train
+    manager = RolloutConfig(
+        settings=replace(config.rollout, stop_token_ids=tuple(stop_token_ids)),
+        dispatch=DispatchConfig(
+            pool=POOL,
+            max_context_len=max_context_len(config),
+            vocab_size=vocab_size(config.model.path),
+            max_inflight_per_engine=config.pool.max_num_seqs,
+            engine_timeout_s=config.pool.sync_timeout_s,
+            delta_timeout_s=config.pool.stall_limit_s + _DELTA_MARGIN_S,
+            shares_memory=any(pool.mode == "colocated" for pool in config.pools.values()),
+        ),
+        prompts_path=str(prompts.train_path.absolute()),
+        eval_path=str(prompts.eval_path.absolute()) if prompts.eval_path else "",
+        world_size=world_size,
+        rollout_actors=tuple(worker_names(config)),
+        seed=train.seed,
+        shuffle=config.data.shuffle,
+        num_micro_batches=max(1, train.micro_batches),
+        max_tokens_per_micro_batch=0
         if train.micro_batches
         else train.max_tokens_per_micro_batch or _DEFAULT_TOKENS[device_type],
-        "max_staleness": rollout.max_staleness,
-        "hand_out": rollout.hand_out,
-        "over_sampling": rollout.over_sampling,
-        "drop_uniform_groups": rollout.drop_uniform_groups,
-        "max_failed_share": rollout.max_failed_share,
-        "ledger_path": str(ledger_folder(config.run.dir.absolute(), MANAGER)),
-        "agent": rollout.agent is not None,
-        "accuracy_threshold": config.reward.accuracy_threshold,
-        "engine_timeout_s": config.pool.sync_timeout_s,
-        "delta_timeout_s": config.pool.stall_limit_s + _DELTA_MARGIN_S,
-        "reward_timeout_s": config.reward.timeout_s,
-        "agent_concurrency": rollout.agent_concurrency,
-        "agent_timeout_s": rollout.agent_timeout_s,
-        "agent_retries": rollout.agent_retries,
-        "shares_memory": any(pool.mode == "colocated" for pool in config.pools.values()),
+        ledger_path=str(ledger_folder(config.run.dir.absolute(), MANAGER)),
         # The longest that ranks wait for a batch, and so for anything that it needs.
-        "pools_timeout_s": rollout.timeout_s if config.pools else 0.0,
-        "max_inflight_per_engine": config.pool.max_num_seqs,
-    }
+        pools_timeout_s=config.rollout.timeout_s if config.pools else 0.0,
+        accuracy_threshold=config.reward.accuracy_threshold,
+        reward_timeout_s=config.reward.timeout_s,
+    )
     return ActorSpec(
         name=MANAGER,
         target="umbra.runtime.rollout.manager.rollout_manager:RolloutManager",
-        kwargs={"config": settings},
+        kwargs={"config": manager},
         restart=_MANAGER_RESTARTS,
         role="manager",
     )

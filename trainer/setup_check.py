@@ -12,12 +12,12 @@ from typing import Any
 
 from umbra.runtime.cluster.environment import TorchrunEnvironment
 from umbra.runtime.engine_api.decoder_config import parse_model_config
-from umbra.runtime.engine_api.engine_names import ENGINE_TARGETS, engine_target
+from umbra.runtime.engine_api.engine_names import engine_target
 from umbra.runtime.errors import ConfigError
+from umbra.runtime.pools.pool_settings import EnginePoolSettings
 from umbra.trainer.auxiliary_pools import auxiliary_model_config
 from umbra.trainer.checkpoint.run_dir import check_run_dir
-from umbra.trainer.config.auxiliary_pool_config import AuxiliaryPoolSection
-from umbra.trainer.config.trainer_config import PoolSection, ServeConfig, TrainerConfig
+from umbra.trainer.config.trainer_config import ServeConfig, TrainerConfig
 from umbra.trainer.data.prompt_preparation import check_data
 from umbra.trainer.data.prompt_tokenizer import read_model_config, vocab_size
 from umbra.trainer.reporting.metrics_logger import check_loggers
@@ -58,7 +58,7 @@ def check_models(config: TrainerConfig | ServeConfig, only: str = "") -> None:
     Args:
         only: the section of one pool, such as "pools.judge"; "": all.
     """
-    pools: dict[str, tuple[PoolSection | AuxiliaryPoolSection, Mapping[str, Any]]] = {}
+    pools: dict[str, tuple[EnginePoolSettings, Mapping[str, Any]]] = {}
     if only in ("", "pool"):
         pools["pool"] = config.pool, read_model_config(config.model.path)
     for name, pool in config.pools.items():
@@ -69,16 +69,14 @@ def check_models(config: TrainerConfig | ServeConfig, only: str = "") -> None:
             _check_embedded(section, served, model)
 
 
-def _is_embedded(pool: PoolSection | AuxiliaryPoolSection) -> bool:
+def _is_embedded(pool: EnginePoolSettings) -> bool:
     engine = pool.engine
     if engine == "faulty":
         engine = str(pool.engine_args.get("inner", "embedded"))
-    return engine_target(engine) == ENGINE_TARGETS["embedded"]
+    return engine_target(engine) == engine_target("embedded")
 
 
-def _check_embedded(
-    section: str, pool: PoolSection | AuxiliaryPoolSection, model: Mapping[str, Any]
-) -> None:
+def _check_embedded(section: str, pool: EnginePoolSettings, model: Mapping[str, Any]) -> None:
     try:
         limit = parse_model_config(model).max_position_embeddings
     except ConfigError as error:

@@ -14,6 +14,7 @@ from umbra.runtime.cluster.environment import TorchrunEnvironment
 from umbra.runtime.collective import Rollouts, SessionSync
 from umbra.runtime.errors import ActorError, JobFailed, TransportError, UmbraError
 from umbra.runtime.session import Session
+from umbra.runtime.settings import to_wire
 from umbra.runtime.weights.weight_publisher import WeightPublisher
 from umbra.trainer.algorithms.algorithm_loading import load_advantage_estimator, load_loss
 from umbra.trainer.algorithms.algorithm_names import LOSSES
@@ -257,9 +258,7 @@ class Trainer:
             return RunReporter(config, None, None, steps_before=step)
         log = stack.enter_context(MetricsLog(config.run.dir, first_step=step + 1))
         progress = stack.enter_context(Progress(config.run_name, config.train.steps, step))
-        logged = LoggedRun(
-            folder=config.run.dir, name=config.run_name, settings=config.model_dump(mode="json")
-        )
+        logged = LoggedRun(folder=config.run.dir, name=config.run_name, settings=to_wire(config))
         loggers = MetricsLoggers(logger_names(config.run.loggers), logged, progress.note)
         reporter = RunReporter(config, log, progress, stack.enter_context(loggers), step)
         stack.push(self._announce_failure)  # before closing loggers, which may wait for servers

@@ -33,6 +33,7 @@ from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.curve_keys import CurveKeys
 from umbra.runtime.rpc.rpc_client import Client, Handle
 from umbra.runtime.rpc.rpc_server import ActorServer
+from umbra.runtime.settings import from_wire
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ class _Host:
     """
 
     def __init__(self, config: dict[str, Any], ready_fd: int) -> None:
-        self._spec = ActorSpec.from_wire(config["spec"])
+        self._spec = from_wire(ActorSpec, config["spec"])
         self._config = config
         self._ready_fd = ready_fd
         keys = config["keys"]

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Final, Literal, Self
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
 
 from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.errors import ConfigError
@@ -34,7 +34,7 @@ class ActorSpec:
     Attributes:
         name: unique on the node; letters, digits, `-`, `_` and `.`.
         target: `module:Class`.
-        kwargs: plain values for the constructor.
+        kwargs: plain values for the constructor, or dataclasses, which become plain values.
         restart: what to do when the process ends.
         essential: its final death fails the job; otherwise only calls to it fail.
         start_timeout_s: from spawn to announced.
@@ -73,18 +73,6 @@ class ActorSpec:
                 f"actor name {self.name!r}: use letters, digits, '-', '_' and '.', beginning with "
                 "a letter or digit, and not 'supervisor'"
             )
-
-    def to_wire(self) -> dict[str, Any]:
-        """Plain data, the inverse of `from_wire`."""
-        return asdict(self)
-
-    @classmethod
-    def from_wire(cls, data: Mapping[str, Any]) -> Self:
-        """Raises TypeError if a field is unknown or missing."""
-        fields = dict(data)
-        fields["restart"] = RestartPolicy(**fields.get("restart", {}))
-        fields["sys_path"] = tuple(fields.get("sys_path", ()))
-        return cls(**fields)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

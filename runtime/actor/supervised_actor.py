@@ -42,6 +42,7 @@ from umbra.runtime.process.exit_status import ExitStatus
 from umbra.runtime.process.gpu_release import gpu_memory_released
 from umbra.runtime.process.orphans import end_orphans
 from umbra.runtime.rpc.actor_ref import ActorRef
+from umbra.runtime.settings import to_wire
 
 # How long a dead actor's children may take to end. The supervisor's periodic check takes over a
 # child that hangs in a driver, which would otherwise hold up the restart forever.
@@ -419,7 +420,7 @@ class SupervisedActor:
     def _host_config(self) -> bytes:
         ref = self._make_ref()
         config = {
-            "spec": self.spec.to_wire(),
+            "spec": to_wire(self.spec),
             "incarnation": self.incarnation,
             "num_restarts": self.num_restarts,
             "node_id": self._node.node_id,

@@ -1,19 +1,80 @@
-"""The short names of umbra's own engines, and their actor targets."""
+"""The short names of umbra's own engines, and what has to be known of them without importing them.
+
+A trainer checks its settings before any engine starts, and imports neither torch nor an engine.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final
 
-ENGINE_TARGETS: Final[Mapping[str, str]] = {
-    "embedded": "umbra.engines.embedded.embedded_engine:EmbeddedEngine",
-    "vllm": "umbra.engines.vllm.vllm_engine:VllmEngine",
-    "sglang": "umbra.engines.sglang.sglang_engine:SglangEngine",
-    "echo": "umbra.engines.echo.echo_engine:EchoEngine",
-    "faulty": "umbra.engines.faulty.faulty_engine:FaultyEngine",
+from umbra.runtime.errors import SettingError
+from umbra.runtime.settings import Checked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineKind:
+    """What an engine says of itself.
+
+    Attributes:
+        target: its `module:Class`.
+        wraps_library: `pool.engine_args` has options of the library, and the engine takes the table
+            as one argument of this name. Else each entry is an argument of the engine's own.
+        has_lora: it takes `lora_adapters`.
+    """
+
+    target: str
+    wraps_library: bool = False
+    has_lora: bool = False
+
+    def arguments(self, engine_args: Mapping[str, Any]) -> dict[str, Any]:
+        """The engine's arguments from `pool.engine_args`."""
+        return {"engine_args": engine_args} if self.wraps_library else dict(engine_args)
+
+
+ENGINES: Final[Mapping[str, EngineKind]] = {
+    "embedded": EngineKind(target="umbra.engines.embedded.embedded_engine:EmbeddedEngine"),
+    "vllm": EngineKind(
+        target="umbra.engines.vllm.vllm_engine:VllmEngine", wraps_library=True, has_lora=True
+    ),
+    "sglang": EngineKind(
+        target="umbra.engines.sglang.sglang_engine:SglangEngine", wraps_library=True
+    ),
+    "echo": EngineKind(target="umbra.engines.echo.echo_engine:EchoEngine"),
+    # It passes arguments on to the engine that it wraps.
+    "faulty": EngineKind(target="umbra.engines.faulty.faulty_engine:FaultyEngine", has_lora=True),
 }
+
+
+def engine_kind(engine: str) -> EngineKind:
+    """Of an engine given by its short name, or of another's `module:Class`, which has LoRA adapters
+    as far as anybody knows before it starts."""
+    return ENGINES.get(engine) or EngineKind(target=engine, has_lora=True)
 
 
 def engine_target(engine: str) -> str:
     """The `module:Class` of an engine given by its short name or as `module:Class`."""
-    return ENGINE_TARGETS.get(engine, engine)
+    return engine_kind(engine).target
+
+
+def check_engine_name(engine: str) -> None:
+    if engine not in ENGINES and ":" not in engine:
+        names = ", ".join(map(repr, ENGINES))
+        raise ValueError(
+            f"there is no engine {engine!r}; use {names} or the 'module:Class' of another"
+        )
+
+
+def check_lora_engine(engine: str, adapters: Mapping[str, Path]) -> None:
+    """Raises SettingError where one of umbra's engines has no LoRA adapters."""
+    if adapters and not engine_kind(engine).has_lora:
+        able = " or ".join(repr(name) for name, kind in ENGINES.items() if kind.has_lora)
+        raise SettingError(
+            f"lora_adapters: engine {engine!r} has no LoRA adapters; use engine {able}, or leave "
+            "them out"
+        )
+
+
+EngineName = Annotated[str, Checked(check_engine_name)]

@@ -3,34 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Final, Self
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.restart_policy import RestartPolicy
-from umbra.runtime.errors import ConfigError
+from umbra.runtime.engine_api.engine_names import EngineName, engine_target
+from umbra.runtime.errors import ConfigError, SettingError
+from umbra.runtime.pools.pool_settings import OnUpdate, check_update_waves
 from umbra.runtime.pools.time_slicing import SlicingRules
-from umbra.runtime.weights.transport_choice import TRANSPORT_SETTINGS, TransportSetting
+from umbra.runtime.settings import Positive, check_bounds
+from umbra.runtime.weights.transport_choice import TransportSetting
 
-_KNOWN_MODES: Final = ("hybrid", "standalone", "colocated")
-_KNOWN_ON_UPDATE: Final = ("abort", "keep", "drain")
-
-
-def update_waves_problem(update_waves: int, mode: str, count: int) -> str:
-    """What is wrong with the setting, and what to change; "" where nothing is."""
-    if update_waves == 1:
-        return ""
-    if mode != "standalone":
-        return (
-            f"update_waves {update_waves} is for mode 'standalone': {mode} engines generate "
-            "nothing when they are updated; set update_waves to 1, or mode to 'standalone'"
-        )
-    if not 1 <= update_waves <= count:
-        return (
-            f"update_waves {update_waves} is not possible with {count} engines: use 1 to {count}, "
-            "or raise count"
-        )
-    return ""
+PoolMode = Literal["hybrid", "standalone", "colocated"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +23,7 @@ class PoolSpec:
     """How to start a pool.
 
     Attributes:
-        engine: `module:Class` of the engine actor.
+        engine: short name of one of umbra's engines, or the `module:Class` of another.
         count: number of engines on this node.
         mode: hybrid engines take turns with the trainer (sleep and wake); standalone ones do not;
             colocated ones take turns with the engines of `shares_with`, see `time_slicing`.
@@ -56,9 +41,9 @@ class PoolSpec:
     """
 
     name: str
-    engine: str
-    count: int
-    mode: str = "hybrid"
+    engine: EngineName
+    count: Positive
+    mode: PoolMode = "hybrid"
     kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     restart: RestartPolicy = field(default_factory=RestartPolicy)
     start_timeout_s: float = 300.0
@@ -68,7 +53,7 @@ class PoolSpec:
     grace_s: float = 3.0
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     memory_limit_nbytes: int = 0
-    on_update: str = "abort"
+    on_update: OnUpdate = "abort"
     update_waves: int = 1
     load_weights: bool = False
     bucket_nbytes: int = 2 << 20
@@ -78,14 +63,11 @@ class PoolSpec:
     max_turn_s: float = 60.0
 
     def __post_init__(self) -> None:
-        if self.count < 1:
-            raise ConfigError(f"pool {self.name!r} has count {self.count}: use 1 or more")
-        if self.on_update not in _KNOWN_ON_UPDATE:
-            raise ConfigError(f"on_update {self.on_update!r}: use {', '.join(_KNOWN_ON_UPDATE)}")
-        if self.transport not in TRANSPORT_SETTINGS:
-            raise ConfigError(f"transport {self.transport!r}: use {', '.join(TRANSPORT_SETTINGS)}")
-        if self.mode not in _KNOWN_MODES:
-            raise ConfigError(f"pool mode {self.mode!r}: use {', '.join(_KNOWN_MODES)}")
+        try:
+            check_bounds(self)
+            check_update_waves(self.update_waves, self.mode, self.count)
+        except SettingError as error:
+            raise ConfigError(f"pool {self.name!r}: {error}") from None
         if (self.mode == "colocated") != bool(self.shares_with):
             raise ConfigError(
                 f"pool {self.name!r}: mode 'colocated' and shares_with, the pool it takes turns "
@@ -95,18 +77,6 @@ class PoolSpec:
             raise ConfigError(
                 f"pool {self.name!r}: a colocated pool gets no weights by a sync: set load_weights"
             )
-        problem = update_waves_problem(self.update_waves, self.mode, self.count)
-        if problem:
-            raise ConfigError(f"pool {self.name!r}: {problem}")
-
-    def to_wire(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_wire(cls, data: Mapping[str, Any]) -> Self:
-        fields = dict(data)
-        fields["restart"] = RestartPolicy(**fields.get("restart", {}))
-        return cls(**fields)
 
     @property
     def turn_rules(self) -> SlicingRules:
@@ -118,7 +88,7 @@ class PoolSpec:
         return [
             ActorSpec(
                 name=f"{self.name}-{idx}",
-                target=self.engine,
+                target=engine_target(self.engine),
                 kwargs={**self.kwargs, **own_weights},
                 restart=self.restart,
                 start_timeout_s=self.start_timeout_s,

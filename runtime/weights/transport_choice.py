@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Final, Literal
+from typing import Literal
 
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.weights.transports.base import (
@@ -17,8 +17,7 @@ from umbra.runtime.weights.transports.cuda_ipc.rank_exports import Offer
 
 logger = logging.getLogger(__name__)
 
-TransportSetting = TransportName | Literal["auto"]
-TRANSPORT_SETTINGS: Final = ("auto", "memfd", "cuda_ipc")
+TransportSetting = Literal["auto", "memfd", "cuda_ipc"]
 
 
 class TransportChooser:

@@ -40,6 +40,7 @@ from umbra.runtime.collective import SessionSync
 from umbra.runtime.engine_api.engine_names import engine_target
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.process.descendants import wait_for_exits
+from umbra.runtime.rollout.rollout_config import DispatchConfig, RolloutConfig, RolloutSettings
 from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session import Session, SessionConfig
 from umbra.runtime.weights.weight_publisher import WeightPublisher
@@ -101,16 +102,13 @@ def start(session: Session, given: argparse.Namespace, folder: Path) -> SyncHand
             env={"OMP_NUM_THREADS": "1"},
         )
     )
-    config = {
-        "prompts_path": "none",
-        "pool": "policy",
-        "world_size": 1,
-        "groups_per_step": 1,
-        "group_size": 1,
-        "max_new_tokens": NUM_NEW_TOKENS,
-        "max_context_len": MAX_CONTEXT_LEN,
-        "rollout_actors": ["none"],
-    }
+    config = RolloutConfig(
+        settings=RolloutSettings(max_new_tokens=NUM_NEW_TOKENS),
+        dispatch=DispatchConfig(pool="policy", max_context_len=MAX_CONTEXT_LEN),
+        prompts_path="none",
+        world_size=1,
+        rollout_actors=("none",),
+    )
     return session.spawn(
         ActorSpec(
             name="rollouts",

@@ -13,33 +13,31 @@ from umbra.runtime.actor.actor_spec import actor_context
 from umbra.runtime.engine_api.delta_batch import DeltaBatch
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.rollout.dispatch.dispatcher import Dispatcher
-from umbra.runtime.rollout.dispatch.engine_fleet import Fleet, FleetConfig
+from umbra.runtime.rollout.dispatch.engine_fleet import Fleet
 from umbra.runtime.rollout.dispatch.router import EngineId, Router
 from umbra.runtime.rollout.dispatch.trajectory import Trajectory
 from umbra.runtime.rollout.dispatch.turn import Turn
 from umbra.runtime.rollout.ledger.recorder import Recorder
 from umbra.runtime.rollout.prompts import Prompt
 from umbra.runtime.rollout.rollout_config import RolloutConfig
+from umbra.runtime.settings import from_wire
 
 
 class GapManager:
     """An actor: the parts of a rollout manager between the engines and the trajectories.
 
     Args:
-        config: `RolloutConfig` as a dict.
+        config: `RolloutConfig` as plain values.
     """
 
     def __init__(self, config: dict[str, Any], prompt_len: int) -> None:
-        self._config = RolloutConfig.from_wire(config)
+        self._config = from_wire(RolloutConfig, config)
         self._prompt = Prompt("p", "prompt", np.arange(1, prompt_len + 1, dtype=np.int32), {})
-        router = Router(self._config.max_inflight_per_engine)
+        router = Router(self._config.dispatch.max_inflight_per_engine)
         self._dispatcher = _NotingDispatcher(router, _fail, Recorder(None, _fail))
-        fleet = FleetConfig(
-            pool=self._config.pool,
-            delta_timeout_s=self._config.delta_timeout_s,
-            submit_timeout_s=self._config.submit_timeout_s,
+        self._fleet = Fleet(
+            self._config.dispatch, actor_context(), self._dispatcher, lambda text: None
         )
-        self._fleet = Fleet(fleet, actor_context(), self._dispatcher, lambda text: None)
         self._wanted = asyncio.Event()
         self._num_begun = 0
 
@@ -79,8 +77,8 @@ class GapManager:
             self._prompt,
             self._num_begun,
             # of every length, so that they do not end together
-            budget=1 + self._num_begun * 37 % self._config.max_new_tokens,
-            max_context_len=self._config.max_context_len,
+            budget=1 + self._num_begun * 37 % self._config.settings.max_new_tokens,
+            max_context_len=self._config.dispatch.max_context_len,
         )
         self._dispatcher.submit(
             Turn(

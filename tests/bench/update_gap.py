@@ -14,7 +14,9 @@ from torch import Tensor
 
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.collective import SessionSync
+from umbra.runtime.pools.pool_settings import OnUpdate
 from umbra.runtime.pools.pool_spec import PoolSpec
+from umbra.runtime.rollout.rollout_config import DispatchConfig, RolloutConfig, RolloutSettings
 from umbra.runtime.session import Session, SessionConfig
 from umbra.runtime.weights.weight_publisher import WeightPublisher
 
@@ -41,7 +43,7 @@ _MODEL: Final[dict[str, Any]] = {
 }
 
 
-def run(num_updates: int, on_update: str, update_waves: int = 1) -> dict[str, float]:
+def run(num_updates: int, on_update: OnUpdate, update_waves: int = 1) -> dict[str, float]:
     """Updates two engines that generate for 32 trajectories; a supervisor, a manager, real syncs.
 
     Args:
@@ -68,7 +70,7 @@ def run(num_updates: int, on_update: str, update_waves: int = 1) -> dict[str, fl
 
 
 def _updates(
-    session: Session, folder: Path, num_updates: int, on_update: str, update_waves: int
+    session: Session, folder: Path, num_updates: int, on_update: OnUpdate, update_waves: int
 ) -> list[dict[str, float]]:
     session.create_pool(
         PoolSpec(
@@ -113,17 +115,14 @@ def _updates(
     return rows[1:]  # the first update makes what later ones use
 
 
-def _manager_config() -> dict[str, Any]:
-    return {
-        "prompts_path": "none",
-        "pool": "policy",
-        "world_size": 1,
-        "groups_per_step": 1,
-        "group_size": 1,
-        "max_new_tokens": _COMPLETION_LEN,
-        "max_context_len": _PROMPT_LEN + _COMPLETION_LEN,
-        "rollout_actors": ["none"],
-    }
+def _manager_config() -> RolloutConfig:
+    return RolloutConfig(
+        settings=RolloutSettings(max_new_tokens=_COMPLETION_LEN),
+        dispatch=DispatchConfig(pool="policy", max_context_len=_PROMPT_LEN + _COMPLETION_LEN),
+        prompts_path="none",
+        world_size=1,
+        rollout_actors=("none",),
+    )
 
 
 def _weights() -> dict[str, Tensor]:

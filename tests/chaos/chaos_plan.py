@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, Self
 
 from umbra.runtime.errors import ConfigError
+from umbra.runtime.pools.pool_settings import OnUpdate
 
 POOL: Final = "policy"
 MANAGER: Final = "rollouts"
@@ -104,7 +105,7 @@ class ChaosPlan:
     groups_per_batch: int
     group_size: int
     num_faults: int
-    on_update: str = "abort"
+    on_update: OnUpdate = "abort"
     update_waves: int = 1
     num_engines: int = 4
     num_ranks: int = 2

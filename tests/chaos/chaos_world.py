@@ -25,6 +25,7 @@ from chaos_plan import (
     ChaosPlan,
 )
 from chaos_saboteur import ChaosError, DeathNotes
+from rollout_configs import rollout_config
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -143,22 +144,22 @@ class ChaosWorld:
                 for idx, tokens in enumerate(self._oracle.prompts)
             ),
         )
-        config = {
-            "prompts_path": str(path),
-            "pool": POOL,
-            "world_size": plan.num_ranks,
-            "groups_per_step": plan.groups_per_batch,
-            "group_size": plan.group_size,
-            "max_new_tokens": MAX_NEW_TOKENS,
-            "max_context_len": MAX_CONTEXT_LEN,
-            "stop_token_ids": [STOP_TOKEN],
-            "rollout_actors": list(WORKERS),
-            "seed": plan.seed,
-            "max_staleness": plan.max_staleness,
-            "max_inflight_per_engine": 48,
-            "delta_timeout_s": 10.0,
-            "ledger_path": str(self._ledger_path),
-        }
+        config = rollout_config(
+            prompts_path=str(path),
+            pool=POOL,
+            world_size=plan.num_ranks,
+            groups_per_step=plan.groups_per_batch,
+            group_size=plan.group_size,
+            max_new_tokens=MAX_NEW_TOKENS,
+            max_context_len=MAX_CONTEXT_LEN,
+            stop_token_ids=(STOP_TOKEN,),
+            rollout_actors=tuple(WORKERS),
+            seed=plan.seed,
+            max_staleness=plan.max_staleness,
+            max_inflight_per_engine=48,
+            delta_timeout_s=10.0,
+            ledger_path=str(self._ledger_path),
+        )
         spec = ActorSpec(
             name=MANAGER,
             target="umbra.runtime.rollout.manager.rollout_manager:RolloutManager",

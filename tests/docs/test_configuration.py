@@ -6,11 +6,14 @@ import inspect
 import json
 import re
 import typing
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
 
-from pydantic_core import PydanticUndefined
+from pydantic import TypeAdapter
 
+from umbra.runtime.settings import annotations_of
 from umbra.trainer.config.trainer_config import TrainerConfig
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
@@ -31,22 +34,27 @@ did not have it; only a variable in `env` is set to no text. Other settings cann
 def document() -> str:
     """The whole of it, from the docstrings and defaults of the sections."""
     parts = [_HEAD]
-    for name, field in TrainerConfig.model_fields.items():
-        section: Any = field.annotation
-        if typing.get_origin(section) is dict:
+    for name, section in annotations_of(TrainerConfig).items():
+        if typing.get_origin(section) is Mapping:
             name, section = f"{name}.NAME", typing.get_args(section)[1]
         summary = (inspect.getdoc(section) or "").split("\n\n")[0].partition(": ")[2]
         summary = " ".join(summary.split())
         parts.append(f"\n## [{name}]\n\n{summary[0].upper()}{summary[1:]}\n")
         parts.append("\n| key | allowed | default | what it is |\n|---|---|---|---|\n")
-        texts = _attributes(inspect.getdoc(section) or "")
-        schemas = section.model_json_schema()["properties"]
-        for key, setting in section.model_fields.items():
-            is_required = setting.default is PydanticUndefined
-            default = "required" if is_required else f"`{_toml(setting.get_default())}`"
-            allowed = _allowed(schemas[key])
-            parts.append(f"| `{key}` | {allowed} | {default} | {texts[key]} |\n")
+        texts: dict[str, str] = {}
+        for kind in section.__mro__:
+            texts |= _attributes(inspect.cleandoc(kind.__doc__ or ""))
+        schemas = TypeAdapter(section).json_schema()["properties"]
+        for field in fields(section):
+            allowed, text = _allowed(schemas[field.name]), texts[field.name]
+            parts.append(f"| `{field.name}` | {allowed} | {_default(field)} | {text} |\n")
     return "".join(parts)
+
+
+def _default(field: Field[Any]) -> str:
+    if field.default_factory is not MISSING:
+        return f"`{_toml(field.default_factory())}`"
+    return "required" if field.default is MISSING else f"`{_toml(field.default)}`"
 
 
 def _allowed(schema: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable, Coroutine
 from contextlib import aclosing
 from typing import Any
@@ -14,8 +15,8 @@ from scripted_core import ScriptedCore
 from umbra.engines.shell.adapter_engine import AdapterEngine
 from umbra.engines.shell.engine_changes import Changes
 from umbra.engines.shell.warm_up import warm_up
-from umbra.runtime.actor.actor_target import make_target
-from umbra.runtime.engine_api.engine_names import ENGINE_TARGETS
+from umbra.runtime.actor.actor_target import load_target, make_target
+from umbra.runtime.engine_api.engine_names import ENGINES, engine_target
 from umbra.runtime.errors import ConfigError, EngineError
 
 
@@ -212,4 +213,16 @@ def test_leaving_ends_what_is_under_way_and_who_waits_for_it() -> None:
 def test_a_setting_that_an_engine_does_not_have_is_named_with_those_it_has(name: str) -> None:
     given = {"model_path": "model", "max_context_len": 64, "speed": 1}
     with pytest.raises(ConfigError, match=r"'speed'; it takes model_path, .*max_context_len"):
-        make_target(ENGINE_TARGETS[name], given)
+        make_target(engine_target(name), given)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_what_is_known_of_an_engine_before_it_is_imported_is_true(name: str) -> None:
+    kind = ENGINES[name]
+
+    taken = inspect.signature(load_target(kind.target)).parameters.values()
+
+    takes_all = any(parameter.kind == parameter.VAR_KEYWORD for parameter in taken)
+    names = {parameter.name for parameter in taken}
+    assert kind.wraps_library == ("engine_args" in names)
+    assert kind.has_lora == (takes_all or "lora_adapters" in names)

@@ -24,7 +24,9 @@ def test_every_rank_reports_what_the_reward_raised_and_where(folder: Path) -> No
     assert "RewardError: reward function failing_rewards:raises" in by_torchrun
 
 
-def test_a_failed_evaluation_is_named_with_the_log_that_has_more(folder: Path, assets: Path) -> None:
+def test_a_failed_evaluation_is_named_with_the_log_that_has_more(
+    folder: Path, assets: Path
+) -> None:
     reward = "reward.function=failing_rewards:raises_for_5"
     held_out = f"data.eval={assets}/train.jsonl"
 

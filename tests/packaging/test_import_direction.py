@@ -17,6 +17,7 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 
 LAYERS: Final = (
     ("runtime.errors", "runtime.disk", "runtime.escaping", "runtime.first_of"),
+    ("runtime.settings",),
     ("runtime.process", "runtime.rpc"),
     ("runtime.cluster",),
     ("runtime.actor",),

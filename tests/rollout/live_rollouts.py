@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from rollout_configs import rollout_config
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -22,11 +23,12 @@ from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.collective import SessionSync
 from umbra.runtime.errors import RolloutError
-from umbra.runtime.pools.pool_spec import PoolSpec
+from umbra.runtime.pools.pool_spec import PoolMode, PoolSpec
 from umbra.runtime.rollout.ledger.ledger_history import read_history
 from umbra.runtime.rollout.ledger.ledger_replay import replay
 from umbra.runtime.rollout.ledger.ledger_state import LedgerState
 from umbra.runtime.rollout.prompts import write_prompts
+from umbra.runtime.rollout.rollout_config import RolloutConfig
 from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session import Session
 from umbra.runtime.weights.weight_publisher import WeightPublisher
@@ -64,7 +66,7 @@ class LiveRollouts:
         folder: Path,
         *,
         num_engines: int = 2,
-        pool_mode: str = "standalone",
+        pool_mode: PoolMode = "standalone",
         num_workers: int = 1,
         world_size: int = 2,
         reward: str = "length",
@@ -105,7 +107,7 @@ class LiveRollouts:
             ActorSpec(
                 name="rollouts",
                 target=manager,
-                kwargs={"config": self._config(names, agent is not None, config or {})},
+                kwargs={"config": self._config(names, agent, config or {})},
                 sys_path=(str(USER_CODE),),
                 restart=restart,
                 hung_limit_s=hung_limit_s,
@@ -147,25 +149,24 @@ class LiveRollouts:
         )
 
     def _config(
-        self, workers: Sequence[str], agent: bool, changes: dict[str, Any]
-    ) -> dict[str, Any]:
+        self, workers: Sequence[str], agent: str | None, changes: dict[str, Any]
+    ) -> RolloutConfig:
         prompts = str(self._folder / "prompts.msgpack")
-        return {
+        values: dict[str, Any] = {
             "prompts_path": prompts,
             "eval_path": prompts,
-            "pool": "policy",
             "world_size": self.world_size,
             "groups_per_step": 4,
             "group_size": 4,
             "max_new_tokens": 64,
             "max_context_len": 256,
-            "rollout_actors": list(workers),
-            "agent": agent,
+            "rollout_actors": tuple(workers),
+            "agent": f"user_agents:{agent}" if agent else None,
             "rank_timeout_s": 10.0,
             "engine_timeout_s": 30.0,
             "ledger_path": str(self.ledger_path),
-            **changes,
         }
+        return rollout_config(**values | changes)
 
     # -- as the trainer ------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ def check_accounts(state: LedgerState, life: Life) -> None:
         for sample, held in zip(live.trajectories, account.samples, strict=True):
             check_sample(sample, held)
             num_open += not sample.is_finished
-    size, flow = life.config.group_size, life.flow.progress()
+    size, flow = life.config.settings.group_size, life.flow.progress()
     # Leased samples are trained once the next version is announced, which the flow learns later.
     num_done = state.counts[SampleState.TRAINED] // size - flow["groups_trained"]
     assert flow["groups_open"] + flow["groups_leased"] - num_done == num_held

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from recorded_checks import check_accounts, check_batches
 from recorded_world import STOP, Engine, Life, Loop, Taken
+from rollout_configs import rollout_config
 
 from umbra.runtime.errors import RolloutError
 from umbra.runtime.rollout.dispatch.group import Group
@@ -18,7 +19,6 @@ from umbra.runtime.rollout.dispatch.router import EngineId
 from umbra.runtime.rollout.ledger.ledger_events import Evaluated, Restored
 from umbra.runtime.rollout.ledger.ledger_history import Position, read_history
 from umbra.runtime.rollout.ledger.ledger_replay import replay
-from umbra.runtime.rollout.rollout_config import RolloutConfig
 
 
 class Kept(NamedTuple):
@@ -35,22 +35,14 @@ class Story:
     def __init__(self, seed: int, folder: Path) -> None:
         self.chance = random.Random(seed)
         self.folder = folder
-        self.config = RolloutConfig(
-            prompts_path="",
-            pool="policy",
-            world_size=1,
-            groups_per_step=2,
-            group_size=2,
-            max_new_tokens=12,
-            max_context_len=36,
-            rollout_actors=["rewards"],
-            stop_token_ids=[0],
+        self.config = rollout_config(
+            stop_token_ids=(0,),
             max_staleness=self.chance.randrange(3),
-            hand_out=self.chance.choice(["in_order", "first_done"]),
+            batch_order=self.chance.choice(["in_order", "first_finished"]),
             over_sampling=self.chance.choice([1.0, 1.0, 1.5]),
-            drop_uniform_groups=self.chance.random() < 0.3,
+            drop_zero_variance_groups=self.chance.random() < 0.3,
             max_failed_share=1.0,
-            agent=self.chance.random() < 0.6,
+            agent="loops:run" if self.chance.random() < 0.6 else None,
         )
         self.moves: list[str] = []
         self.life = Life(folder, self.config)
@@ -343,8 +335,8 @@ class Story:
             for sample in group.trajectories:
                 made = sample.versions[sample.versions >= 0].tolist()
                 ages = [self.step - self.version_steps[version] for version in made]
-                assert all(0 <= age <= self.config.max_staleness for age in ages), ages
-                assert sample.num_generated == len(made) <= self.config.max_new_tokens
+                assert all(0 <= age <= self.config.settings.max_staleness for age in ages), ages
+                assert sample.num_generated == len(made) <= self.config.settings.max_new_tokens
                 versions = sample.versions.tolist()
                 batch[sample.sample_id] = Taken(sample.tokens.tolist(), versions, sample.reward)
         before = self.delivered.setdefault(self.step, batch)
@@ -415,5 +407,8 @@ class Story:
         state.check_integrity()
         check_accounts(state, self.life)
         check_batches(state, self.delivered)
-        if self.config.hand_out == "in_order" and self.config.over_sampling == 1.0:
+        if (
+            self.config.settings.batch_order == "in_order"
+            and self.config.settings.over_sampling == 1.0
+        ):
             assert "too old" not in self.life.flow.dropped, "admission alone keeps the bound"

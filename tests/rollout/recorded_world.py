@@ -185,7 +185,7 @@ class Life:
         )
         self.versions = VersionSteps()
         self.flow = TrainingFlow(
-            config,
+            config.settings,
             self,
             self.runner,
             self.versions,
@@ -207,10 +207,10 @@ class Life:
                 f"e0/p{order_idx}/{k}",
                 prompt,
                 order_idx * 10 + k,
-                budget=config.max_new_tokens,
-                max_context_len=config.max_context_len,
+                budget=config.settings.max_new_tokens,
+                max_context_len=config.dispatch.max_context_len,
             )
-            for k in range(config.group_size)
+            for k in range(config.settings.group_size)
         ]
         self.groups[order_idx] = Group(f"e0/p{order_idx}", samples)
         return self.groups[order_idx]

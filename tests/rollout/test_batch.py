@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rollout_configs import rollout_config
 from rollout_samples import arrays, make_trajectory
 
 from umbra.runtime.errors import DataError
@@ -14,7 +15,6 @@ from umbra.runtime.rollout.buffer.batch_columns import batch_metrics, rank_colum
 from umbra.runtime.rollout.buffer.batch_plan import RankPlan
 from umbra.runtime.rollout.dispatch.group import Group
 from umbra.runtime.rollout.prompts import write_prompts
-from umbra.runtime.rollout.rollout_config import RolloutConfig
 
 
 def two_groups() -> list[Group]:
@@ -124,16 +124,12 @@ def make_admission(folder: Path, *, max_context_len: int = 64) -> Admission:
         for i in range(5)
     ]
     write_prompts(path, records)
-    config = RolloutConfig(
+    config = rollout_config(
         prompts_path=str(path),
         eval_path=str(path),
-        pool="policy",
-        world_size=1,
         groups_per_step=3,
-        group_size=2,
         max_new_tokens=8,
         max_context_len=max_context_len,
-        rollout_actors=["rewards"],
     )
     return Admission(config)
 

@@ -18,7 +18,7 @@ from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.collective import SessionSync
 from umbra.runtime.errors import RemoteError, RequestRefused, RolloutError, WeightSyncError
-from umbra.runtime.pools.pool_spec import PoolSpec
+from umbra.runtime.pools.pool_spec import PoolMode, PoolSpec
 from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session import Session
 from umbra.runtime.weights.weight_publisher import WeightPublisher
@@ -35,7 +35,7 @@ def start(
     *,
     num_engines: int = 1,
     tokens_per_s: float | None = None,
-    mode: str = "standalone",
+    mode: PoolMode = "standalone",
     **config: Any,
 ) -> SyncHandle:
     """A pool of echo engines that have their own weights, and its generator."""

@@ -22,6 +22,7 @@ from live_rollouts import LiveRollouts, merged, while_generating
 from safetensors.torch import load_file
 
 from umbra.engines.embedded.embedded_engine import EmbeddedEngine
+from umbra.runtime.pools.pool_spec import PoolMode
 from umbra.runtime.rollout.buffer.prompt_order import PromptOrder, trajectory_seed
 from umbra.runtime.session import Session
 from umbra.runtime.testing.session_factory import SessionFactory
@@ -95,7 +96,7 @@ def start_live(
     *faults: dict[str, Any],
     config: dict[str, Any],
     seed: int = 7,
-    pool_mode: str = "standalone",
+    pool_mode: PoolMode = "standalone",
     **pool: Any,
 ) -> LiveRollouts:
     """Two engines that are as faulty as asked for, and all that a batch needs."""

@@ -16,6 +16,7 @@ import pytest
 from recorded_checks import check_accounts
 from recorded_story import Story
 from recorded_world import Engine, Life
+from rollout_configs import rollout_config
 
 from umbra.runtime.rollout.dispatch.router import EngineId
 from umbra.runtime.rollout.ledger import recorder
@@ -24,20 +25,8 @@ from umbra.runtime.rollout.ledger.ledger_history import read_history
 from umbra.runtime.rollout.ledger.ledger_replay import replay
 from umbra.runtime.rollout.ledger.ledger_writer import LedgerWriter
 from umbra.runtime.rollout.ledger.recorder import Recorder
-from umbra.runtime.rollout.rollout_config import RolloutConfig
 
-CONFIG = RolloutConfig(
-    prompts_path="",
-    pool="policy",
-    world_size=1,
-    groups_per_step=2,
-    group_size=2,
-    max_new_tokens=12,
-    max_context_len=36,
-    rollout_actors=["rewards"],
-    stop_token_ids=[0],
-    max_staleness=1,
-)
+CONFIG = rollout_config(stop_token_ids=(0,), max_staleness=1)
 MAX_QUEUED_NBYTES = 3000
 A = EngineId("a", 1)
 

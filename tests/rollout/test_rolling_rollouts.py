@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from live_rollouts import LiveRollouts, merged, while_generating
+from rollout_configs import rollout_config
 from test_live_rollouts import expected_completions
 
 from umbra.runtime.actor.actor_spec import ActorSpec
@@ -62,16 +63,7 @@ def silences(session: Session, update_waves: int) -> list[tuple[float, float]]:
             kwargs=ECHO,
         )
     )
-    config = {
-        "prompts_path": "none",
-        "pool": name,
-        "world_size": 1,
-        "groups_per_step": 1,
-        "group_size": 1,
-        "max_new_tokens": 128,
-        "max_context_len": 160,
-        "rollout_actors": ["none"],
-    }
+    config = rollout_config(pool=name, max_new_tokens=128, max_context_len=160)
     manager = session.spawn(
         ActorSpec(
             name=f"manager{update_waves}",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -21,19 +20,7 @@ from umbra.runtime.rollout.manager.group_recovery import Recovered
 from umbra.runtime.rollout.manager.group_runner import OnFailed, OnScored
 from umbra.runtime.rollout.manager.training_flow import TrainingFlow
 from umbra.runtime.rollout.prompts import Prompt
-from umbra.runtime.rollout.rollout_config import RolloutConfig
-
-CONFIG = RolloutConfig(
-    prompts_path="",
-    pool="policy",
-    world_size=1,
-    groups_per_step=2,
-    group_size=2,
-    max_new_tokens=100,
-    max_context_len=200,
-    rollout_actors=["rewards"],
-)
-
+from umbra.runtime.rollout.rollout_config import RolloutSettings
 
 UNIFORM = ((0.0, 0.0), (1.0, 1.0))
 
@@ -45,7 +32,7 @@ class World:
     """
 
     def __init__(self, **changes: Any) -> None:
-        self.config = dataclasses.replace(CONFIG, **changes)
+        self.settings = RolloutSettings(groups_per_step=2, group_size=2, **changes)
         self.running: dict[str, tuple[Group, OnScored, OnFailed]] = {}
         self.failure: UmbraError | None = None
         self.num_changes = 0
@@ -54,7 +41,7 @@ class World:
         versions = VersionSteps()
         self.learn = versions.learn
         self.flow = TrainingFlow(
-            self.config,
+            self.settings,
             self,
             self,  # pyright: ignore[reportArgumentType]
             versions,
@@ -77,7 +64,7 @@ class World:
         prompt = Prompt(f"p{order_idx}", "", np.zeros(1, np.int32), {})
         samples = [
             Trajectory(f"p{order_idx}/{k}", prompt, k, budget=100, max_context_len=200)
-            for k in range(self.config.group_size)
+            for k in range(self.settings.group_size)
         ]
         return Group(f"p{order_idx}", samples)
 
@@ -175,9 +162,9 @@ def test_a_batch_is_the_same_however_often_it_is_asked_for() -> None:
         world.advance(0)
 
 
-def test_in_order_the_slowest_is_waited_for_and_first_done_it_is_not() -> None:
-    for hand_out, batch in (("in_order", None), ("first_done", ids(1, 3))):
-        world = World(max_staleness=1, hand_out=hand_out)
+def test_in_order_the_slowest_is_waited_for_and_first_finished_it_is_not() -> None:
+    for batch_order, batch in (("in_order", None), ("first_finished", ids(1, 3))):
+        world = World(max_staleness=1, batch_order=batch_order)
         world.advance(0)
         for group_id in ids(3, 1):
             world.score(group_id)
@@ -186,7 +173,7 @@ def test_in_order_the_slowest_is_waited_for_and_first_done_it_is_not() -> None:
 
 
 def test_what_was_overtaken_too_often_is_dropped_and_replaced() -> None:
-    world = World(max_staleness=1, hand_out="first_done")
+    world = World(max_staleness=1, batch_order="first_finished")
     world.advance(0)
     world.generate("p0")
     for step in (0, 1):
@@ -203,7 +190,7 @@ def test_what_was_overtaken_too_often_is_dropped_and_replaced() -> None:
 
 
 def test_groups_that_teach_nothing_are_replaced_by_others() -> None:
-    world = World(drop_uniform_groups=True)
+    world = World(drop_zero_variance_groups=True)
     world.advance(0)
     world.score("p0", (1.0, 1.0))
     world.score("p1")
@@ -216,7 +203,7 @@ def test_groups_that_teach_nothing_are_replaced_by_others() -> None:
 
 
 def test_rare_groups_of_use_never_end_the_run_and_are_noted_ever_less() -> None:
-    world = World(drop_uniform_groups=True)
+    world = World(drop_zero_variance_groups=True)
     world.advance(0)
     for order_idx in range(1499 * 4):
         is_kept = order_idx % 1499 == 1498
@@ -228,13 +215,13 @@ def test_rare_groups_of_use_never_end_the_run_and_are_noted_ever_less() -> None:
     assert world.failure is None
     assert world.step == 2
     assert [note.split()[0] for note in world.notes] == ["100", "200", "400", "800", "1600"]
-    assert "rollout.drop_uniform_groups" in world.notes[0]
+    assert "rollout.drop_zero_variance_groups" in world.notes[0]
     assert "needs 2 and has 1" in world.notes[-1]
     assert "(from 0 to 1 lately)" in world.notes[-1]
 
 
 def test_an_epoch_in_a_row_without_a_group_of_use_ends_the_run() -> None:
-    world = World(drop_uniform_groups=True)
+    world = World(drop_zero_variance_groups=True)
     world.advance(0)
     world.score("p0")
     for order_idx in range(1, 1500):
@@ -333,19 +320,19 @@ def test_before_the_ranks_ask_new_groups_wait_for_the_step_to_be_known(is_leased
 @settings(max_examples=150, deadline=None)
 @given(
     st.integers(0, 3),
-    st.sampled_from(["in_order", "first_done"]),
+    st.sampled_from(["in_order", "first_finished"]),
     st.sampled_from([1.0, 1.3, 2.0]),
     st.booleans(),
     st.data(),
 )
 def test_whatever_happens_the_bound_holds(
-    max_staleness: int, hand_out: str, over_sampling: float, drops: bool, data: st.DataObject
+    max_staleness: int, batch_order: str, over_sampling: float, drops: bool, data: st.DataObject
 ) -> None:
     world = World(
         max_staleness=max_staleness,
-        hand_out=hand_out,
+        batch_order=batch_order,
         over_sampling=over_sampling,
-        drop_uniform_groups=drops,
+        drop_zero_variance_groups=drops,
         max_failed_share=1.0,
     )
     trained: list[str] = []
@@ -385,7 +372,7 @@ def test_whatever_happens_the_bound_holds(
 
     assert len(trained) == len(set(trained)), "none twice"
     assert len(trained) % 2 == 0
-    if hand_out == "in_order" and over_sampling == 1.0:
+    if batch_order == "in_order" and over_sampling == 1.0:
         assert "too old" not in world.flow.dropped, "admission alone keeps the bound"
         order = [int(group_id[1:]) for group_id in trained]
         assert order == sorted(order)

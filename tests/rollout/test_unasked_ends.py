@@ -11,6 +11,7 @@ from ending_actors import ENDS, IN_HERE
 from live_rollouts import LiveRollouts, merged, while_generating
 
 from umbra.runtime.errors import ConnectionLost
+from umbra.runtime.pools.pool_spec import PoolMode
 from umbra.runtime.testing.session_factory import SessionFactory
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
@@ -50,7 +51,7 @@ def check_reported(factory: SessionFactory, name: str, lives: int, how: str) -> 
 def test_an_engine_that_ends_at_any_point_is_replaced(
     umbra_session_factory: SessionFactory,
     tmp_path: Path,
-    mode: str,
+    mode: PoolMode,
     num_engines: int,
     points: list[str],
     how: str,

@@ -22,6 +22,7 @@ from umbra.runtime.process.child_process import PARENT_PID_VARIABLE
 from umbra.runtime.process.memory_file import open_memory_file
 from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.rpc_client import Client, Handle
+from umbra.runtime.settings import to_wire
 
 PROGRAMS = Path(__file__).parent.parent / "programs"
 NODE = "node"
@@ -111,7 +112,7 @@ def _config(ref: ActorRef, heartbeat_endpoint: str, target: str) -> bytes:
     }
     config: bytes = msgpack.packb(
         {
-            "spec": spec.to_wire(),
+            "spec": to_wire(spec),
             "incarnation": ref.incarnation,
             "num_restarts": 0,
             "node_id": NODE,

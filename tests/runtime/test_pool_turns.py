@@ -17,6 +17,7 @@ from pools_in_turn import Shared, judge_spec, spec, wait_until
 from umbra.runtime.errors import ConfigError, DeadlineExceeded, EngineError, RemoteError, UmbraError
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.session import Session
+from umbra.runtime.settings import to_wire
 from umbra.runtime.testing.session_factory import SessionFactory
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
@@ -343,7 +344,7 @@ def test_a_pool_whose_creator_died_meanwhile_is_created_for_the_next(
 ) -> None:
     settings = spec("policy", **slow(end_s=1.0))
 
-    abort_at(umbra_session, "create_pool", settings.to_wire(), after_s=0.1)
+    abort_at(umbra_session, "create_pool", to_wire(settings), after_s=0.1)
     pool = umbra_session.create_pool(settings)
 
     assert pool.states()[0]["state"] == "SERVING"

@@ -24,6 +24,7 @@ from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.session import Session
+from umbra.runtime.settings import to_wire
 from umbra.runtime.supervisor_host import supervisor_ref
 from umbra.runtime.testing.session_factory import SessionFactory
 from umbra.runtime.weights.sync_calls import SyncAbort, SyncBegin
@@ -157,7 +158,7 @@ async def spawn_once_it_is_over(supervisor: ActorRef) -> None:
     async with Client(supervisor.node_id) as client, asyncio.timeout(20.0):
         handle = client.handle(supervisor)
         await handle.call("detach", 0)
-        await handle.call("spawn", actor("Echo").to_wire(), timeout_s=20.0)
+        await handle.call("spawn", to_wire(actor("Echo")), timeout_s=20.0)
 
 
 def test_what_is_spawned_while_the_job_ends_does_not_hold_it_up(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -50,7 +50,7 @@ def run_all(calls: dict[str, list[Any]]) -> dict[str, Any]:
 
 
 def changed(changes: dict[str, Any]) -> TrainSection:
-    return TRAIN.model_copy(update=changes)
+    return replace(TRAIN, **changes)
 
 
 def train_steps(world: World, changes: dict[str, Any], num_micro_batches: int) -> list[Any]:
@@ -149,7 +149,7 @@ class _Generated:
 
 
 def generate_and_recompute(
-    world: World, folders: list[str], temperature: float, attention: str
+    world: World, folders: list[str], temperature: float, attention: Literal["packed", "padded"]
 ) -> Arrays:
     """An engine's logprobs of what it generated, and the trainer's of the same tokens.
 
@@ -165,7 +165,7 @@ def generate_and_recompute(
         "engine": batch.logprobs[batch.mask == 1],
     }
     for version, folder in enumerate(folders):
-        section = ModelSection.model_validate({"path": folder, "attention": attention})
+        section = ModelSection(path=Path(folder), attention=attention)
         model, is_packed = load_whole_model(section, torch.float32)
         policy = Policy(
             model,

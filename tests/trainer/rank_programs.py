@@ -10,7 +10,7 @@ import shutil
 import signal
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -242,7 +242,7 @@ def scored_in_chunks() -> Generator[None]:
 
 def train_variant(world: World, changes: dict[str, Any], options: dict[str, Any]) -> Any:
     """Three steps with changes to `TRAIN`; [parameters, metrics of each step]."""
-    return train_and_return_parameters(world, TRAIN.model_copy(update=changes), 3, **options)
+    return train_and_return_parameters(world, replace(TRAIN, **changes), 3, **options)
 
 
 def half_precision_scores(world: World, packed: bool) -> tuple[NDArray[Any], NDArray[Any]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from umbra.trainer.config.config_file import check_config
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.waits import collective_timeout_s
 
@@ -24,7 +25,7 @@ def limit_s(**sections: Any) -> float:
         "rollout": {"timeout_s": 60.0},
         "train": {"steps": 1},
     }
-    return collective_timeout_s(TrainerConfig.model_validate(required | sections))
+    return collective_timeout_s(check_config(TrainerConfig, required | sections, "config"))
 
 
 def test_short_waits_leave_it_at_the_least() -> None:

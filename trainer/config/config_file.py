@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import difflib
+import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from umbra.runtime.errors import ConfigError
+from umbra.runtime.settings import annotations_of
 from umbra.trainer.config.config_overrides import Override, inner_annotation, overrides_behind
 from umbra.trainer.config.trainer_config import ServeConfig, TrainerConfig
 
 _WORDS: Final = {
-    "model_type": "should be a section",
+    "dataclass_type": "should be a section",
     "dict_type": "should be a table",
-    "path_type": "should be a path, as text",
+    "string_type": "should be text",
     "tuple_type": "should be a list",
 }
 """For errors that pydantic words for who wrote the Python types."""
@@ -61,7 +64,9 @@ def check_config(
     for override in parsed:
         override.put_over(changed)
     try:
-        return kind.model_validate(changed)
+        # As JSON, lists become tuples and text becomes paths; all else keeps its type. A date or
+        # time becomes text: no setting takes one.
+        return TypeAdapter(kind).validate_json(json.dumps(changed, default=str))
     except ValidationError as error:
         problems = [
             _told(problem, source, overrides_behind(problem, parsed, values))
@@ -84,7 +89,7 @@ def _describe(problem: Any) -> str:
     location: tuple[int | str, ...] = problem["loc"]
     key = ".".join(str(part) for part in location)
     match problem["type"]:
-        case "extra_forbidden":
+        case "unexpected_keyword_argument":
             return f"{key} is unknown{_close_match(location)}"
         case "missing":
             return f"{key if len(location) > 1 else f'section [{key}]'} is missing"
@@ -106,10 +111,10 @@ def _shown(given: object) -> str:
 
 
 def _close_match(location: tuple[int | str, ...]) -> str:
-    model: Any = TrainerConfig
+    section: Any = TrainerConfig
     for part in location[:-1]:
-        model = inner_annotation(model, part)
-    key, known = str(location[-1]), list(model.model_fields)
+        section = inner_annotation(section, part)
+    key, known = str(location[-1]), list(annotations_of(section))
     # An auxiliary pool has settings of its own, whatever other sections call theirs.
     elsewhere = _settings() if len(location) <= 2 else {}
     found = elsewhere.get(key, [])
@@ -124,9 +129,9 @@ def _close_match(location: tuple[int | str, ...]) -> str:
 def _settings() -> dict[str, list[str]]:
     """The names in full of all sections' settings, by that within the section."""
     found: dict[str, list[str]] = {}
-    for name, section in TrainerConfig.model_fields.items():
-        for key in getattr(section.annotation, "model_fields", {}):
-            found.setdefault(key, []).append(f"{name}.{key}")
+    for name, section in annotations_of(TrainerConfig).items():
+        for field in dataclasses.fields(section) if dataclasses.is_dataclass(section) else ():
+            found.setdefault(field.name, []).append(f"{name}.{field.name}")
     return found
 
 

@@ -8,17 +8,15 @@ import tomllib
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Self, cast
 
-from pydantic import BaseModel
-from pydantic.fields import FieldInfo
-
 from umbra.runtime.errors import ConfigError
+from umbra.runtime.settings import annotations_of
 from umbra.trainer.config.trainer_config import TrainerConfig
 
-_EMPTY: Final[tuple[Any, ...]] = (None, "", {}, [])
+_EMPTY: Final[tuple[Any, ...]] = (None, "", {}, ())
 """Defaults of settings that need not be there: an empty value takes one out."""
 
 
@@ -69,7 +67,7 @@ class Override:
 
     def _value(self) -> Any:
         """A TOML value, or the bare text where it is none or text is what the key takes."""
-        if not self.text and _field(self.keys):
+        if not self.text and _is_setting(self.keys):
             raise ConfigError(
                 f"{self.given} (command line): {self.key} cannot be unset; give it a value"
             )
@@ -131,35 +129,46 @@ def inner_annotation(annotation: Any, key: int | str) -> Any:
     """What a section has under `key`, or a table of sections; None where nothing is known."""
     if annotation is Any:
         return Any
-    if typing.get_origin(annotation) is dict:
-        return typing.get_args(annotation)[1]
-    if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+    if _is_table(annotation):
+        return _without_bounds(typing.get_args(annotation)[1])
+    if not is_dataclass(annotation):
         return None
-    field = annotation.model_fields.get(str(key))
-    return field.annotation if field else None
+    return _without_bounds(annotations_of(cast("type", annotation)).get(str(key)))
+
+
+def _without_bounds(annotation: Any) -> Any:
+    is_bounded = typing.get_origin(annotation) is Annotated
+    return typing.get_args(annotation)[0] if is_bounded else annotation
+
+
+def _is_table(annotation: Any) -> bool:
+    return typing.get_origin(annotation) is Mapping
 
 
 def _annotation(keys: Sequence[str]) -> Any:
-    model: Any = TrainerConfig
+    annotation: Any = TrainerConfig
     for key in keys:
-        model = inner_annotation(model, key)
-    return model
+        annotation = inner_annotation(annotation, key)
+    return annotation
 
 
-def _field(keys: Sequence[str]) -> FieldInfo | None:
+def _is_setting(keys: Sequence[str]) -> bool:
     section = _annotation(keys[:-1])
-    if isinstance(section, type) and issubclass(section, BaseModel):
-        return section.model_fields.get(keys[-1])
-    return None
+    return is_dataclass(section) and keys[-1] in annotations_of(cast("type", section))
 
 
 def _may_be_left_out(keys: Sequence[str]) -> bool:
     """Whether it is an optional setting, or an entry of a table for which no text is no value."""
     table = _annotation(keys[:-1])
-    if typing.get_origin(table) is dict:
+    if _is_table(table):
         return inner_annotation(table, keys[-1]) is not str
-    field = _field(keys)
-    return table is Any or (field is not None and field.get_default() in _EMPTY)
+    return table is Any or (_is_setting(keys) and _default(table, keys[-1]) in _EMPTY)
+
+
+def _default(section: Any, key: str) -> Any:
+    """MISSING where it has none."""
+    (field,) = (field for field in fields(section) if field.name == key)
+    return field.default if field.default_factory is MISSING else field.default_factory()
 
 
 def _takes_text(annotation: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from umbra.runtime.settings import to_wire
 from umbra.trainer.checkpoint.run_dir import RunDir, process_age_s
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.reporting.metrics_log import MetricsLog, read_metrics
@@ -131,7 +132,7 @@ def finish(
         files=files,
     )
     if not stopped_by:
-        settings = config.model_dump(mode="json")
+        settings = to_wire(config)
         write_report(
             run_dir.report,
             config.run_name,

@@ -24,6 +24,7 @@ from pydantic_core import from_json
 from umbra.runtime.actor.actor_spec import actor_context, idempotent
 from umbra.runtime.errors import ConfigError, first_leaf
 from umbra.runtime.rollout.operator_messages import OperatorMessages
+from umbra.runtime.settings import from_wire
 from umbra.trainer.serving.api_error import ApiError, as_api_error
 from umbra.trainer.serving.endpoints import Endpoints
 from umbra.trainer.serving.served_pool import GenerationJob, ServedPool, ServedPoolConfig
@@ -46,7 +47,7 @@ class HttpFront:
     """Serves some pools. An actor; owns the listening socket.
 
     Args:
-        pools: `ServedPoolConfig` as dicts; requests that name no model go to the first.
+        pools: `ServedPoolConfig` as plain values; requests that name no model go to the first.
         port: 0 for any free port.
         api_key: key that clients must send; "" for none.
     """
@@ -57,7 +58,7 @@ class HttpFront:
         context = actor_context()
         self._operator_messages = OperatorMessages(context.supervisor)
         self._pools = [
-            ServedPool(ServedPoolConfig(**pool), context, self._operator_messages.put)
+            ServedPool(from_wire(ServedPoolConfig, pool), context, self._operator_messages.put)
             for pool in pools
         ]
         self._endpoints = Endpoints(self._pools)

@@ -7,7 +7,7 @@ import importlib.util
 import socket
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
@@ -104,7 +104,7 @@ def generate(arguments: argparse.Namespace) -> int:
     spec = ActorSpec(
         name=_GENERATOR,
         target="umbra.runtime.rollout.dispatch.generator_service:GeneratorService",
-        kwargs={"config": {**pool.generator, "shares_memory": False}},
+        kwargs={"config": replace(pool.dispatch, shares_memory=False)},
     )
 
     def work(_: Session, generator: SyncHandle) -> None:
@@ -115,7 +115,7 @@ def generate(arguments: argparse.Namespace) -> int:
         print()
 
     def engine_pools() -> list[PoolSpec]:
-        return [alone(config, pool.generator["pool"])]
+        return [alone(config, pool.pool)]
 
     with tempfile.TemporaryDirectory(prefix="umbra-generate-") as folder:
         return with_pools(engine_pools, Path(folder), spec, work)
@@ -127,7 +127,7 @@ def _front_spec(pools: Sequence[ServedPoolConfig], host: str, port: int, key: st
         name=_FRONT,
         target="umbra.trainer.serving.http_front:HttpFront",
         kwargs={
-            "pools": [asdict(pool) for pool in pools],
+            "pools": list(pools),
             "host": host,
             "port": port,
             "api_key": key,
@@ -145,7 +145,7 @@ def _encode(
         tokens = text.encode_chat_now(messages, pool.template_variables)
     else:
         tokens = text.encode_now(arguments.prompt)
-    limit = pool.generator["max_context_len"]
+    limit = pool.dispatch.max_context_len
     if not 0 < len(tokens) < limit:
         raise ConfigError(
             f"--prompt has {len(tokens)} tokens; the context holds {limit} "

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from umbra.runtime.errors import ConfigError, DataError
 from umbra.runtime.pools.pool_spec import PoolSpec
+from umbra.runtime.rollout.rollout_config import DispatchConfig
 from umbra.trainer.auxiliary_pools import (
-    auxiliary_generator_settings,
+    auxiliary_dispatch,
     auxiliary_pool_specs,
     path_setting,
 )
@@ -106,21 +106,21 @@ def _find_pool(config: ServeConfig, name: str | None) -> ServedPoolConfig:
 
 def _policy(config: ServeConfig) -> ServedPoolConfig:
     turns_s = [pool.max_turn_s for pool in config.pools.values() if pool.mode == "colocated"]
-    generator: dict[str, Any] = {
-        "pool": POOL,
-        "max_context_len": max_context_len(config),
-        "vocab_size": vocab_size(config.model.path),
-        "max_inflight_per_engine": config.pool.max_num_seqs,
+    dispatch = DispatchConfig(
+        pool=POOL,
+        max_context_len=max_context_len(config),
+        vocab_size=vocab_size(config.model.path),
+        max_inflight_per_engine=config.pool.max_num_seqs,
         # It waits while at most one other pool is awake.
-        "engine_timeout_s": config.pool.sync_timeout_s + max(turns_s, default=0.0),
-        "shares_memory": bool(turns_s),
-    }
+        engine_timeout_s=config.pool.sync_timeout_s + max(turns_s, default=0.0),
+        shares_memory=bool(turns_s),
+    )
     return ServedPoolConfig(
         model=config.model.path.absolute().name,
         model_path=str(config.model.path.absolute()),
         section="pool",
         path_setting="model.path",
-        generator=generator,
+        dispatch=dispatch,
         adapters=list(config.pool.lora_adapters),
         extra_stop_ids=config.rollout.stop_token_ids,
         template_variables=config.data.chat_template_kwargs if config.data else {},
@@ -139,7 +139,7 @@ def _auxiliary(config: ServeConfig, name: str) -> ServedPoolConfig:
         model_path=str(pool.model_path.absolute()),
         section=f"pools.{name}",
         path_setting=path_setting(name),
-        generator=auxiliary_generator_settings(name, pool),
+        dispatch=auxiliary_dispatch(name, pool),
         adapters=list(pool.lora_adapters),
     )
 

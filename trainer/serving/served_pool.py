@@ -11,7 +11,8 @@ from umbra.runtime.actor.actor_spec import ActorContext
 from umbra.runtime.engine_api.lifecycle import EngineState
 from umbra.runtime.engine_api.token_ids import token_ids
 from umbra.runtime.errors import DataError, RequestRefused
-from umbra.runtime.rollout.dispatch.generator import Generator, GeneratorConfig
+from umbra.runtime.rollout.dispatch.generator import Generator
+from umbra.runtime.rollout.rollout_config import DispatchConfig
 from umbra.trainer.serving.api_error import ApiError
 from umbra.trainer.serving.choice import Sampling, Step, generate_choice
 from umbra.trainer.serving.model_text import ModelText
@@ -35,7 +36,7 @@ class ServedPoolConfig:
         model_path: the model's directory, for the tokenizer.
         section: section of the config that defines the pool.
         path_setting: name of the setting that has the directory.
-        generator: `GeneratorConfig` as a dict.
+        dispatch: to its engines.
         adapters: names of its LoRA adapters; clients use an adapter's name to call the model with
             it.
         extra_stop_ids: end a completion, in addition to the model's own end-of-text tokens.
@@ -46,7 +47,7 @@ class ServedPoolConfig:
     model_path: str
     section: str
     path_setting: str
-    generator: Mapping[str, Any]
+    dispatch: DispatchConfig
     adapters: Sequence[str] = ()
     extra_stop_ids: Sequence[int] = ()
     template_variables: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -55,7 +56,7 @@ class ServedPoolConfig:
     @property
     def pool(self) -> str:
         """The pool's own name."""
-        return str(self.generator["pool"])
+        return self.dispatch.pool
 
     @property
     def models(self) -> list[str]:
@@ -108,9 +109,8 @@ class ServedPool:
         self.model = config.model
         self.names = config.names
         self._adapters = config.adapters
-        settings = GeneratorConfig(**config.generator)
-        self.is_time_sliced = settings.shares_memory
-        self.generator = Generator(settings, context, note)
+        self.is_time_sliced = config.dispatch.shares_memory
+        self.generator = Generator(config.dispatch, context, note)
         self.text = config.open_text()
         self._template_variables = config.template_variables
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -80,7 +80,7 @@ class AgentSessions:
         self,
         dispatcher: Dispatcher,
         recorder: Recorder,
-        stop_token_ids: list[int],
+        stop_token_ids: Sequence[int],
         vocab_size: int = 0,
     ) -> None:
         self._dispatcher = dispatcher

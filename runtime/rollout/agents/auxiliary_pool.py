@@ -20,6 +20,7 @@ from umbra.runtime.rollout.agents.deadline_extension import ExtendableDeadline
 from umbra.runtime.rollout.agents.task_host import TaskHost
 from umbra.runtime.rollout.agents.text_codec import TextCodec
 from umbra.runtime.rpc.rpc_client import Handle
+from umbra.runtime.settings import from_wire
 
 _RESOLVE_TIMEOUT_S: Final = 60.0
 """Deadline for a pool's generator to be up again after its death."""
@@ -62,11 +63,11 @@ class PoolCaller:
     """Passes user code's calls to the pools. Owned by a rollout worker and entered on its loop.
 
     Args:
-        pools: `AuxiliaryPoolConfig` as a dict, by the pool's name.
+        pools: `AuxiliaryPoolConfig` as plain values, by the pool's name.
     """
 
     def __init__(self, pools: Mapping[str, Mapping[str, Any]]) -> None:
-        self._configs = {name: AuxiliaryPoolConfig(**settings) for name, settings in pools.items()}
+        self._configs = {name: from_wire(AuxiliaryPoolConfig, pool) for name, pool in pools.items()}
         self._handles: dict[str, Handle] = {}
         self._calls_out: TaskHost
 

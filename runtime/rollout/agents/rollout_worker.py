@@ -33,7 +33,7 @@ class RolloutWorker:
         reward_timeout_s: deadline of one call of the reward function.
         block_limit_s: how long asynchronous user code may block the process's event loop. After
             that the process reports the sample to the manager, and ends.
-        pools: `AuxiliaryPoolConfig` as a dict, by name: further models that user code may call.
+        pools: `AuxiliaryPoolConfig` as plain values, by name: the auxiliary pools.
     """
 
     def __init__(

@@ -46,7 +46,7 @@ class Admission:
         group_id = f"e{epoch}/{prompt.prompt_id}"
         seeds = [
             trajectory_seed(self._config.seed, epoch, idx, k)
-            for k in range(self._config.group_size)
+            for k in range(self._config.settings.group_size)
         ]
         return Group(
             group_id,
@@ -75,17 +75,17 @@ class Admission:
         ]
 
     def _trajectory(self, sample_id: str, prompt: Prompt, seed: int) -> Trajectory:
-        config = self._config
-        if len(prompt.tokens) >= config.max_context_len:
+        limit = self._config.dispatch.max_context_len
+        if len(prompt.tokens) >= limit:
             raise DataError(
                 f"prompt {prompt.prompt_id!r} has {len(prompt.tokens)} tokens, which leaves no "
-                f"room for a completion in a context of {config.max_context_len}: drop or shorten "
-                "it, or raise max_context_len"
+                f"room for a completion in a context of {limit}: drop or shorten it, or raise "
+                "max_context_len"
             )
         return Trajectory(
             sample_id,
             prompt,
             seed,
-            budget=config.max_new_tokens,
-            max_context_len=config.max_context_len,
+            budget=self._config.settings.max_new_tokens,
+            max_context_len=limit,
         )

@@ -71,18 +71,18 @@ class ZeroVarianceGroups:
             raise RolloutError(
                 f"{self._streak} groups in a row were dropped, out of {self._num_prompts} "
                 f"prompts: the completions of each all had one reward ({self._range()}), and with "
-                "rollout.drop_uniform_groups nothing is trained on then. Check that the reward "
-                "function distinguishes good completions from bad ones and that "
+                "rollout.drop_zero_variance_groups nothing is trained on then. Check that the "
+                "reward function distinguishes good completions from bad ones and that "
                 "rollout.temperature lets them differ, use prompts that are neither too hard nor "
-                "too easy, or set rollout.drop_uniform_groups = false"
+                "too easy, or set rollout.drop_zero_variance_groups = false"
             )
         if self._num_for_batch >= self._next_note:
             self._next_note = 2 * self._num_for_batch
             self._note(
                 f"{self._num_for_batch} groups were dropped since the last batch, which needs "
                 f"{self._groups_per_batch} and has {num_ready}: the completions of each all had "
-                f"one reward ({self._range()} lately), and rollout.drop_uniform_groups is set; "
-                f"the run ends after {self._limit} in a row"
+                f"one reward ({self._range()} lately), and rollout.drop_zero_variance_groups is "
+                f"set; the run ends after {self._limit} in a row"
             )
 
     def _range(self) -> str:

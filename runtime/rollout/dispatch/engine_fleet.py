@@ -14,6 +14,7 @@ from umbra.runtime.errors import ConnectionLost, UmbraError
 from umbra.runtime.rollout.dispatch.dispatcher import Dispatcher, Moved
 from umbra.runtime.rollout.dispatch.engine_link import EngineLink
 from umbra.runtime.rollout.dispatch.router import EngineId
+from umbra.runtime.rollout.rollout_config import DispatchConfig
 from umbra.runtime.rpc.actor_ref import ActorRef
 
 logger = logging.getLogger(__name__)
@@ -21,21 +22,6 @@ logger = logging.getLogger(__name__)
 # Delay before a link that ended is opened again while the supervisor still reports its engine as
 # serving. Shorter only repeats what failed; longer leaves the engine idle.
 _RELINK_DELAY_S: Final = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FleetConfig:
-    """Settings of a fleet.
-
-    Attributes:
-        pool: name of the engine pool.
-        delta_timeout_s: how long a serving engine that has work may stay silent.
-        submit_timeout_s: deadline for an engine to accept requests.
-    """
-
-    pool: str
-    delta_timeout_s: float
-    submit_timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +43,7 @@ class Fleet:
 
     def __init__(
         self,
-        config: FleetConfig,
+        config: DispatchConfig,
         context: ActorContext,
         dispatcher: Dispatcher,
         note: Callable[[str], None],

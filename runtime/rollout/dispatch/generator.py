@@ -16,7 +16,6 @@ import math
 import secrets
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -28,43 +27,17 @@ from umbra.runtime.engine_api.token_ids import token_ids
 from umbra.runtime.errors import RolloutError, UmbraError, first_leaf
 from umbra.runtime.rollout.alarm import Alarm
 from umbra.runtime.rollout.dispatch.dispatcher import Dispatcher
-from umbra.runtime.rollout.dispatch.engine_fleet import Fleet, FleetConfig
+from umbra.runtime.rollout.dispatch.engine_fleet import Fleet
 from umbra.runtime.rollout.dispatch.pool_load import PoolLoad
 from umbra.runtime.rollout.dispatch.router import Router
 from umbra.runtime.rollout.dispatch.trajectory import Trajectory
 from umbra.runtime.rollout.dispatch.turn import Turn
 from umbra.runtime.rollout.prompts import Prompt
+from umbra.runtime.rollout.rollout_config import DispatchConfig
 
 _SEED_BITS: Final = 63
 _NO_TOKENS: Final = np.empty(0, np.int32)
 _NO_LOGPROBS: Final = np.empty(0, np.float32)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GeneratorConfig:
-    """Settings of a generator.
-
-    Attributes:
-        pool: name of the engine pool. No rollout manager and no other generator may use it: an
-            engine's tokens have one reader.
-        max_context_len: longest prompt + completion in tokens, as configured in the engines.
-        vocab_size: of the model; prompts with other tokens are refused. 0 leaves that to engines.
-        max_inflight_per_engine: requests given to an engine at a time; its `max_num_seqs`.
-        engine_timeout_s: how long a generation may wait while no engine of the pool serves.
-        delta_timeout_s: how long a serving engine that has work may stay silent.
-        submit_timeout_s: deadline for an engine to accept requests.
-        shares_memory: the pool shares GPUs with others by time-slicing, so the supervisor must
-            know when it has work.
-    """
-
-    pool: str
-    max_context_len: int
-    vocab_size: int = 0
-    max_inflight_per_engine: int = 256
-    engine_timeout_s: float = 600.0
-    delta_timeout_s: float = 120.0
-    submit_timeout_s: float = 30.0
-    shares_memory: bool = False
 
 
 class GeneratedPiece(NamedTuple):
@@ -89,7 +62,7 @@ class Generator:
     """
 
     def __init__(
-        self, config: GeneratorConfig, context: ActorContext, note: Callable[[str], None]
+        self, config: DispatchConfig, context: ActorContext, note: Callable[[str], None]
     ) -> None:
         self._config = config
         self._open: dict[int, _Generation] = {}
@@ -98,12 +71,7 @@ class Generator:
         self._dispatcher = Dispatcher(
             Router(config.max_inflight_per_engine), self._fail, _Deliveries(self._open)
         )
-        fleet = FleetConfig(
-            pool=config.pool,
-            delta_timeout_s=config.delta_timeout_s,
-            submit_timeout_s=config.submit_timeout_s,
-        )
-        self._fleet = Fleet(fleet, context, self._dispatcher, note)
+        self._fleet = Fleet(config, context, self._dispatcher, note)
         self._pool_load = PoolLoad(context.supervisor, config.pool)
         self._starving = Alarm(config.engine_timeout_s, self._on_starved)
 
@@ -377,7 +345,7 @@ def _joined(pieces: Sequence[GeneratedPiece]) -> GeneratedPiece:
 
 
 def _checked_prompt(
-    tokens: Sequence[int] | NDArray[np.int32], config: GeneratorConfig
+    tokens: Sequence[int] | NDArray[np.int32], config: DispatchConfig
 ) -> NDArray[np.int32]:
     prompt = token_ids(tokens, config.vocab_size, "prompt")
     if prompt.size == 0:

@@ -11,26 +11,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from umbra.runtime.actor.actor_spec import actor_context, idempotent
-from umbra.runtime.errors import ConfigError
-from umbra.runtime.rollout.dispatch.generator import Generator, GeneratorConfig
+from umbra.runtime.rollout.dispatch.generator import Generator
 from umbra.runtime.rollout.operator_messages import OperatorMessages
+from umbra.runtime.rollout.rollout_config import DispatchConfig
+from umbra.runtime.settings import from_wire
 
 
 class GeneratorService:
     """A `Generator` as an actor. It keeps no state: after its death callers ask again.
 
     Args:
-        config: `GeneratorConfig` as a dict.
+        config: `DispatchConfig` as plain values.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
-        try:
-            settings = GeneratorConfig(**config)
-        except TypeError as error:
-            raise ConfigError(f"settings of a generator: {error}") from error
+        dispatch = from_wire(DispatchConfig, config)
         context = actor_context()
         self._operator_messages = OperatorMessages(context.supervisor)
-        self._generator = Generator(settings, context, self._operator_messages.put)
+        self._generator = Generator(dispatch, context, self._operator_messages.put)
 
     async def run(self) -> None:
         """Runs until the actor is stopped or the pool's states are lost."""

@@ -77,9 +77,10 @@ class BatchRendezvous:
         self._flow_changed = flow_changed
         self._learn = learn
         self._on_failure = on_failure
-        self._catch_up = CatchUp(supervisor, config.pool, self._waiting_ranks, self._ask_for_sync)
+        pool = config.dispatch.pool
+        self._catch_up = CatchUp(supervisor, pool, self._waiting_ranks, self._ask_for_sync)
         self._ranks = RankRendezvous(config.world_size, config.rank_timeout_s, self._catch_up.look)
-        self._starving = Alarm(config.engine_timeout_s, self._on_starved)
+        self._starving = Alarm(config.dispatch.engine_timeout_s, self._on_starved)
         self._call: CollectiveCall | None = None
         self._evaluation: Evaluation | None = None
         self._last_evaluation: Evaluated | None = None
@@ -270,8 +271,8 @@ class BatchRendezvous:
     def _on_starved(self) -> None:
         self._on_failure(
             RolloutError(
-                f"no engine of pool {self._config.pool!r} has served for "
-                f"{self._config.engine_timeout_s:.3g} s while {self._call} waits "
+                f"no engine of pool {self._config.dispatch.pool!r} has served for "
+                f"{self._config.dispatch.engine_timeout_s:.3g} s while {self._call} waits "
                 f"({self._fleet.describe()}): publish weights and wake the pool, or see the "
                 "engines' logs"
             )

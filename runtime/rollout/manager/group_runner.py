@@ -95,14 +95,14 @@ class GroupRunner:
         called before this returns.
         """
         run = self._runs[group] = _Run(
-            group, temperature, self._config.agent_retries, on_scored, on_failed
+            group, temperature, self._config.settings.agent_retries, on_scored, on_failed
         )
         unfinished = [sample for sample in group.trajectories if not sample.is_finished]
         group.num_open = len(unfinished)
         if not unfinished:
             self._score(run)
         for sample in unfinished:
-            if self._config.agent:
+            if self._config.settings.agent:
                 self._workers.put(self._agent_job(sample, run))
             else:
                 self._submit(sample, run)
@@ -133,7 +133,7 @@ class GroupRunner:
             start=0,
             limit=sample.completion_len + sample.num_tokens_left(),
             temperature=run.temperature,
-            stop_token_ids=self._config.stop_token_ids,
+            stop_token_ids=self._config.settings.stop_token_ids,
             on_end=on_end,
         )
         self._dispatcher.submit(turn)
@@ -166,7 +166,7 @@ class GroupRunner:
         def make_arguments() -> tuple[object, ...]:
             session = self._sessions.open(sample, run.group, run.temperature)
             item = self._item(sample, sample.prompt.tokens) | {"session": session}
-            return item, self._config.agent_timeout_s
+            return item, self._config.settings.agent_timeout_s
 
         def on_result(reward: float | None) -> None:
             self._sessions.settle(sample)
@@ -180,14 +180,14 @@ class GroupRunner:
             sample_id=sample.sample_id,
             method="run_agent",
             make_arguments=make_arguments,
-            timeout_s=self._config.agent_timeout_s
+            timeout_s=self._config.settings.agent_timeout_s
             + self._config.pools_timeout_s
             + _WORKER_MARGIN_S,
             on_result=on_result,
             on_failure=lambda error: self._fail(run, error),
             is_active=lambda: run.is_active,
             group_retries=run.retries,
-            retries=self._config.agent_retries,
+            retries=self._config.settings.agent_retries,
         )
 
     def _score_job(self, run: _Run) -> WorkerJob:

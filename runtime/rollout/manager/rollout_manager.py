@@ -25,7 +25,7 @@ from umbra.runtime.rollout.agents.worker_pool import WorkerPool
 from umbra.runtime.rollout.buffer.admission import Admission
 from umbra.runtime.rollout.buffer.staleness import VersionSteps
 from umbra.runtime.rollout.dispatch.dispatcher import Dispatcher
-from umbra.runtime.rollout.dispatch.engine_fleet import Fleet, FleetConfig
+from umbra.runtime.rollout.dispatch.engine_fleet import Fleet
 from umbra.runtime.rollout.dispatch.pool_load import PoolLoad
 from umbra.runtime.rollout.dispatch.router import Router
 from umbra.runtime.rollout.ledger.ledger_events import Restored
@@ -37,6 +37,7 @@ from umbra.runtime.rollout.manager.rank_rendezvous import CollectiveCall
 from umbra.runtime.rollout.manager.training_flow import TrainingFlow
 from umbra.runtime.rollout.operator_messages import OperatorMessages
 from umbra.runtime.rollout.rollout_config import RolloutConfig
+from umbra.runtime.settings import from_wire
 
 logger = logging.getLogger(__name__)
 
@@ -50,46 +51,35 @@ class RolloutManager:
     An error that makes a batch impossible is final: every rank gets it, now and in later calls.
 
     Args:
-        config: `RolloutConfig` as a dict.
+        config: `RolloutConfig` as plain values.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
-        self._config = RolloutConfig.from_wire(config)
+        self._config = from_wire(RolloutConfig, config)
+        settings, dispatch = self._config.settings, self._config.dispatch
         self._admission = Admission(self._config)
         context = actor_context()
         self._context = context
         self._operator_messages = OperatorMessages(context.supervisor)
-        router = Router(self._config.max_inflight_per_engine)
+        router = Router(dispatch.max_inflight_per_engine)
         folder = Path(self._config.ledger_path) if self._config.ledger_path else None
         self._recorder = Recorder(folder, self._fail)
-        self._pool_load = PoolLoad(context.supervisor, self._config.pool)
+        self._pool_load = PoolLoad(context.supervisor, dispatch.pool)
         self._dispatcher = Dispatcher(router, self._fail, self._recorder, on_work=self._on_work)
         self._sessions = AgentSessions(
-            self._dispatcher,
-            self._recorder,
-            self._config.stop_token_ids,
-            self._config.vocab_size,
+            self._dispatcher, self._recorder, settings.stop_token_ids, dispatch.vocab_size
         )
         self._workers = WorkerPool(
             self._config.rollout_actors,
             context,
             concurrency={
                 "score": self._config.score_concurrency,
-                **({"run_agent": self._config.agent_concurrency} if self._config.agent else {}),
+                **({"run_agent": settings.agent_concurrency} if settings.agent else {}),
             },
             max_deaths=self._config.max_worker_deaths,
             on_failure=self._fail,
         )
-        self._fleet = Fleet(
-            FleetConfig(
-                pool=self._config.pool,
-                delta_timeout_s=self._config.delta_timeout_s,
-                submit_timeout_s=self._config.submit_timeout_s,
-            ),
-            context,
-            self._dispatcher,
-            self._operator_messages.put,
-        )
+        self._fleet = Fleet(dispatch, context, self._dispatcher, self._operator_messages.put)
         self._runner = GroupRunner(
             context.name,
             self._config,
@@ -101,7 +91,7 @@ class RolloutManager:
         self._versions = VersionSteps()
         flow_changed = asyncio.Event()
         self._flow = TrainingFlow(
-            self._config,
+            settings,
             self._admission,
             self._runner,
             self._versions,
@@ -147,7 +137,7 @@ class RolloutManager:
             tasks.create_task(self._workers.run())
             tasks.create_task(self._follow_pool())
             tasks.create_task(self._rendezvous.run())
-            if self._config.shares_memory:
+            if self._config.dispatch.shares_memory:
                 tasks.create_task(self._pool_load.run())
 
     # -- calls of the ranks --------------------------------------------------------------
@@ -224,7 +214,7 @@ class RolloutManager:
                 engine refused a request, agent loops failed for too many groups.
         """
         return await self._join(
-            rank, CollectiveCall("next_batch", step, self._config.temperature, version)
+            rank, CollectiveCall("next_batch", step, self._config.settings.temperature, version)
         )
 
     @idempotent
@@ -252,7 +242,7 @@ class RolloutManager:
 
         If that fails, the ranks get the error when they ask.
         """
-        pool = self._config.pool
+        pool = self._config.dispatch.pool
         try:
             async with self._recovering:
                 if not self._is_recovered:

@@ -23,7 +23,7 @@ from umbra.runtime.rollout.dispatch.trajectory import NOT_GENERATED
 from umbra.runtime.rollout.ledger.recorder import Recorder
 from umbra.runtime.rollout.manager.group_recovery import Recovered
 from umbra.runtime.rollout.manager.group_runner import GroupRunner
-from umbra.runtime.rollout.rollout_config import RolloutConfig
+from umbra.runtime.rollout.rollout_config import RolloutSettings
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class TrainingFlow:
 
     def __init__(
         self,
-        config: RolloutConfig,
+        settings: RolloutSettings,
         source: GroupSource,
         runner: GroupRunner,
         versions: VersionSteps,
@@ -65,14 +65,14 @@ class TrainingFlow:
         on_failure: Callable[[UmbraError], None],
         note: Callable[[str], None],
     ) -> None:
-        self._config = config
+        self._settings = settings
         self._source = source
         self._runner = runner
         self._versions = versions
         self._bound = StalenessBound(
-            max_staleness=config.max_staleness,
-            groups_per_step=config.groups_per_step,
-            over_sampling=config.over_sampling,
+            max_staleness=settings.max_staleness,
+            groups_per_step=settings.groups_per_step,
+            over_sampling=settings.over_sampling,
         )
         self._recorder = recorder
         self._take_metrics = take_metrics
@@ -86,7 +86,7 @@ class TrainingFlow:
         self._ready: dict[int, Group] = {}  # those of `_open` that are scored, in this order
         self._leases: dict[int, list[Group]] = {}  # by step
         self._ended: deque[bool] = deque(maxlen=_FAILURE_WINDOW)  # True for groups that failed
-        self._uniform = ZeroVarianceGroups(source.num_prompts, config.groups_per_step, note)
+        self._uniform = ZeroVarianceGroups(source.num_prompts, settings.groups_per_step, note)
         self._began = time.monotonic()
         self._since_last: dict[str, float] = {}  # metrics of the time between the last two batches
         self._dropped_tokens = 0
@@ -108,10 +108,10 @@ class TrainingFlow:
                 f"the batch of step {step + 1} was requested after that of {self._step + 1}"
             )
         if self._next_idx is None:
-            self._next_idx = step * self._config.groups_per_step
+            self._next_idx = step * self._settings.groups_per_step
         if step > self._step:
             self._step = step
-            if self._config.max_staleness == 0:
+            if self._settings.max_staleness == 0:
                 self._began = time.monotonic()  # nothing was generated while the ranks trained
         for done in [leased for leased in self._leases if leased < step]:
             self.num_trained += len(self._leases.pop(done))
@@ -241,7 +241,7 @@ class TrainingFlow:
             "staleness_max": float(max(ages, default=0)),
             **{
                 f"staleness_{age}_share": ages[age] / num_tokens
-                for age in range(self._config.max_staleness + 1)
+                for age in range(self._settings.max_staleness + 1)
             },
             **{
                 f"dropped_{reason.replace(' ', '_')}": float(count)
@@ -259,22 +259,22 @@ class TrainingFlow:
     def _start(self, order_idx: int, group: Group) -> None:
         self._runner.start(
             group,
-            self._config.temperature,
+            self._settings.temperature,
             lambda group: self._on_scored(order_idx, group),
             lambda group, error: self._on_failed(order_idx, error),
         )
 
     def _choose(self) -> list[int] | None:
         """Indices of a batch: the first admitted or, if settings allow it, the first ready."""
-        wanted = self._config.groups_per_step
-        in_order = self._config.hand_out == "in_order" and self._bound.over_sampling == 1.0
+        wanted = self._settings.groups_per_step
+        in_order = self._settings.batch_order == "in_order" and self._bound.over_sampling == 1.0
         indices = (sorted(self._open) if in_order else list(self._ready))[:wanted]
         if len(indices) < wanted or not all(order_idx in self._ready for order_idx in indices):
             return None
         return sorted(indices)
 
     def _on_scored(self, order_idx: int, group: Group) -> None:
-        if self._config.drop_uniform_groups and group.is_uniform:
+        if self._settings.drop_zero_variance_groups and group.is_uniform:
             self._on_uniform(order_idx, group)
             return
         self._uniform.end_streak()
@@ -297,11 +297,11 @@ class TrainingFlow:
         self._drop(order_idx, "reward failed" if is_reward else "agent loop failed", str(error))
         self._ended.append(True)
         window = min(_FAILURE_WINDOW, self.num_admitted)
-        num_failed, allowed = sum(self._ended), int(self._config.max_failed_share * window)
+        num_failed, allowed = sum(self._ended), int(self._settings.max_failed_share * window)
         if num_failed > allowed:
             message = (
                 f"{error}; {num_failed} of the last {window} groups failed; "
-                f"rollout.max_failed_share = {self._config.max_failed_share:g} allows {allowed}"
+                f"rollout.max_failed_share = {self._settings.max_failed_share:g} allows {allowed}"
             )
             self._on_failure(RewardError(message) if is_reward else RolloutError(message))
             return

@@ -13,7 +13,7 @@ from umbra.runtime.testing.session_factory import SessionFactory
 pytestmark = pytest.mark.process
 
 DROPPING = {
-    "drop_uniform_groups": True,
+    "drop_zero_variance_groups": True,
     "groups_per_step": 10,
     "group_size": 2,
     "max_new_tokens": 2,
@@ -35,8 +35,8 @@ def test_a_reward_that_tells_nothing_apart_ends_the_run_with_cause_and_remedy(
         assert said.startswith("1000 groups in a row were dropped, out of 8 prompts")
         assert "(0.5 in all of them)" in said
         assert "reward function" in said
-        assert "rollout.drop_uniform_groups = false" in said
+        assert "rollout.drop_zero_variance_groups = false" in said
     notes = [text for text in umbra_session_factory.notes if "groups were dropped since" in text]
     assert [note.split()[0] for note in notes[:3]] == ["100", "200", "400"]
     assert "wants 10 and has 0" in notes[0]
-    assert "rollout.drop_uniform_groups is set; the run ends after 1000 in a row" in notes[0]
+    assert "rollout.drop_zero_variance_groups is set; the run ends after 1000 in a row" in notes[0]

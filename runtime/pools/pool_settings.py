@@ -1,0 +1,184 @@
+"""Settings of pools of engines, as a user chooses them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from umbra.runtime.engine_api.engine_names import EngineName, check_lora_engine
+from umbra.runtime.errors import SettingError
+from umbra.runtime.settings import (
+    Checked,
+    Count,
+    Dtype,
+    FilePath,
+    Positive,
+    Seconds,
+    Variables,
+    check_bounds,
+)
+from umbra.runtime.weights.transport_choice import TransportSetting
+
+OnUpdate = Literal["abort", "keep", "drain"]
+
+
+def _check_adapter_names(adapters: Mapping[str, Path]) -> None:
+    if "" in adapters:
+        raise ValueError("a LoRA adapter needs a name")
+
+
+def check_update_waves(update_waves: int, mode: str, count: int) -> None:
+    """Raises SettingError where a pool cannot be updated in so many waves."""
+    if update_waves != 1 and mode != "standalone":
+        raise SettingError(
+            f"update_waves {update_waves} is for mode 'standalone': {mode} engines generate "
+            "nothing when they are updated; set update_waves to 1, or mode to 'standalone'"
+        )
+    if not 1 <= update_waves <= count:
+        raise SettingError(
+            f"update_waves {update_waves} is not possible with {count} engines: use 1 to {count}, "
+            "or raise count"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePoolSettings:
+    """What `[pool]` and `[pools.NAME]` have in common.
+
+    Attributes:
+        engine: "embedded", "vllm" or "sglang" (see docs/engines.md), "echo" (no model, for tests:
+            give it the model's vocab_size in `engine_args`), "faulty" (wraps another engine and
+            makes it fail on purpose, see docs/faults.md), or the "module:Class" of another.
+        count: Number of engines.
+        device: Device of the engines. "auto" is cuda where the trainer runs on it.
+        max_num_seqs: Completions an engine works on at a time. More use its device better and take
+            more KV cache.
+        max_context_len: Longest prompt + completion in tokens. Longer contexts take more KV cache.
+            Default: the model's limit, at most 4096.
+        kv_cache_num_tokens: Size of an engine's KV cache, in tokens of all its sequences. Smaller
+            ones let fewer sequences run at a time. Default: the engine's choice.
+        tick_ms: Interval at which engines report new tokens. Longer intervals cost less; an engine
+            that dies loses the tokens of one. With vLLM, the end of a request waits for it too.
+        num_threads: CPU threads of an engine. Default: cores / engines.
+        engine_args: Options passed to the engine unchanged: for "vllm" those of its
+            AsyncEngineArgs, such as tensor_parallel_size, for "sglang" those of its ServerArgs,
+            such as tp_size.
+        lora_adapters: LoRA adapters by name, as folders that PEFT saved. A request chooses one:
+            `ctx.generate(tokens, lora="NAME")` for the policy, whose current weights it is applied
+            to, and `ctx.pool("judge").generate(tokens, lora="NAME")` for an auxiliary pool. For
+            engine "vllm".
+        max_restarts: How often one engine may be restarted within ten minutes. More fail the run.
+        memory_limit_mib: Host memory of an engine's processes, above which it is killed and
+            restarted. 0 is no limit.
+        hung_limit_s: How long an engine's process may not react before it is killed and restarted.
+            Too low, and an overloaded machine loses healthy engines.
+    """
+
+    engine: EngineName = "embedded"
+    count: Positive = 1
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    max_num_seqs: Positive = 256
+    max_context_len: Positive | None = None
+    kv_cache_num_tokens: Positive | None = None
+    tick_ms: Seconds = 50.0
+    num_threads: Positive | None = None
+    engine_args: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    lora_adapters: Annotated[Mapping[str, FilePath], Checked(_check_adapter_names)] = field(
+        default_factory=dict[str, Path]
+    )
+    max_restarts: Count = 5
+    memory_limit_mib: Count = 0
+    hung_limit_s: Seconds = 15.0
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        check_lora_engine(self.engine, self.lora_adapters)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSettings(EnginePoolSettings):
+    """`[pool]`: the inference engines.
+
+    Attributes:
+        mode: "hybrid" engines take turns with the trainer for the memory, and sleep while it
+            computes. "standalone" engines have their own memory and never sleep, which
+            `rollout.max_staleness` above 0 makes use of.
+        on_update: What new weights do to completions in progress. "abort" continues them under the
+            new weights from the tokens so far. "keep" does too, without computing their keys again.
+            "drain" finishes them first, which takes as long as the longest.
+        update_waves: Parts in which a standalone pool is updated, at most `count`. 1 updates all
+            engines at once. With more, each part is updated while the others generate under the
+            older weights; the trainer waits for all of them. What "abort" interrupts continues on
+            the other engines, and is interrupted again when they are updated.
+        transport: How weights travel to the engines. "cuda_ipc" lets engines read them on the
+            trainer's GPUs, "memfd" sends them through host memory. "auto" is the first where every
+            rank and engine can, else the second.
+        sync_bucket_mib: Size of each of the four buffers that weights travel in through host
+            memory. Larger ones cost memory.
+        sync_timeout_s: Limit for one weight update across all waves; the first also covers engine
+            start-up. An engine that makes no progress for most of it is replaced.
+        stall_limit_s: How long an engine that has requests may generate no token before it is
+            killed and restarted. Set it above the longest time to a first token: a long prompt on a
+            CPU may take minutes.
+    """
+
+    mode: Literal["hybrid", "standalone"] = "hybrid"
+    on_update: OnUpdate = "abort"
+    update_waves: Positive = 1
+    transport: TransportSetting = "auto"
+    sync_bucket_mib: Positive = 2
+    sync_timeout_s: Seconds = 600.0
+    stall_limit_s: Seconds = 100.0
+
+    def __post_init__(self) -> None:
+        EnginePoolSettings.__post_init__(self)
+        check_update_waves(self.update_waves, self.mode, self.count)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuxiliaryPoolSettings(EnginePoolSettings):
+    """`[pools.NAME]`: auxiliary models beside the policy, such as a judge. Agent loops and reward
+    functions call them by `ctx.pool("NAME")`; the name has letters, digits and `_`.
+
+    Attributes:
+        model_path: A Hugging Face model directory with config, safetensors and tokenizer. The
+            engines load it themselves, and training does not change it.
+        mode: "colocated" pools share the GPUs of the policy's engines by time-slicing. "standalone"
+            pools have their own, and are always awake.
+        dtype: Data type of computation. Default: `model.dtype`.
+        env: Variables for the engines' processes, such as CUDA_VISIBLE_DEVICES.
+        max_wait_s: How long requests of a colocated pool wait while the policy generates. Then the
+            policy is interrupted, and continues later from the tokens so far, whose keys are
+            computed again. Lower values interrupt it more often; between the turns of several
+            pools it has at least the shortest of their waits. Default: 10 for a standalone policy,
+            which always generates, and in `umbra serve`; otherwise until the policy is idle.
+        max_turn_s: Longest turn of a colocated pool while the policy has something to generate.
+            Longer turns switch less often and delay the policy more. A turn without requests ends
+            at once.
+        start_timeout_s: Limit for an engine's start.
+        request_timeout_s: Limit for one answer, including time spent waiting for the pool's turn.
+    """
+
+    model_path: FilePath
+    mode: Literal["colocated", "standalone"] = "colocated"
+    dtype: Dtype | None = None
+    env: Variables = field(default_factory=dict[str, str])
+    max_wait_s: Seconds | None = None
+    max_turn_s: Seconds = 60.0
+    start_timeout_s: Seconds = 600.0
+    request_timeout_s: Seconds = 1800.0
+
+    def __post_init__(self) -> None:
+        EnginePoolSettings.__post_init__(self)
+        given = [
+            name
+            for name, default in (("max_turn_s", 60.0), ("max_wait_s", None))
+            if getattr(self, name) != default
+        ]
+        if self.mode == "standalone" and given:
+            raise SettingError(
+                f"{' and '.join(given)} is for mode 'colocated': a standalone pool is always "
+                "awake; leave it out, or set mode to 'colocated'"
+            )

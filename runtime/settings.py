@@ -1,0 +1,173 @@
+"""What groups of settings are made of: bounds that are written once, and the form that travels.
+
+A group of settings is a frozen dataclass beside the code that uses it. Its annotations say what a
+setting may be. Two readers check them: pydantic where a config file or command line enters, and
+`check_bounds`, which the dataclass calls in `__post_init__`, wherever Python code makes one.
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class RolloutSettings:
+        group_size: Positive = 8
+
+        def __post_init__(self) -> None:
+            check_bounds(self)
+
+Nothing here imports pydantic.
+"""
+
+from __future__ import annotations
+
+import builtins
+import collections.abc
+import dataclasses
+import functools
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, cast
+
+from annotated_types import Ge, Gt, Le, Lt
+
+from umbra.runtime.errors import ConfigError, SettingError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A bound that is a function: it raises ValueError for a value that is not allowed."""
+
+    check: Callable[[Any], None]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
+        """Asked by pydantic, which is loaded then."""
+        from pydantic_core.core_schema import no_info_after_validator_function
+
+        return no_info_after_validator_function(self._pass, handler(source))
+
+    def _pass(self, value: T) -> T:
+        self.check(value)
+        return value
+
+
+def check_function_name(spec: str) -> None:
+    module, colon, function = spec.partition(":")
+    parts = [*module.split("."), *function.split(".")]
+    if not colon or not all(part.isidentifier() for part in parts):
+        raise ValueError(f"a function is written as 'module:function', got {spec!r}")
+
+
+def _check_no_nul(value: object) -> None:
+    """The system takes no NUL in a path or in an environment variable."""
+    if "\0" in str(value):
+        raise ValueError(f"{str(value)!r} holds a NUL character: remove it")
+
+
+def _check_no_nul_in_items(items: Mapping[str, str]) -> None:
+    for item in items.items():
+        _check_no_nul("=".join(item))
+
+
+Positive = Annotated[int, Ge(1)]
+Count = Annotated[int, Ge(0)]
+Seconds = Annotated[float, Gt(0)]
+Share = Annotated[float, Ge(0), Lt(1)]
+FilePath = Annotated[Path, Checked(_check_no_nul)]
+PathText = Annotated[str, Checked(_check_no_nul)]
+Variables = Annotated[Mapping[str, str], Checked(_check_no_nul_in_items)]
+FunctionName = Annotated[str, Checked(check_function_name)]
+Dtype = Literal["float32", "bfloat16", "float64"]
+
+
+@functools.cache
+def annotations_of(kind: type) -> dict[str, Any]:
+    """The annotations of its fields, with their bounds."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+
+
+def check_bounds(settings: object) -> None:
+    """Raises SettingError naming the first setting whose value its annotation does not allow."""
+    for name, hint in annotations_of(type(settings)).items():
+        _check(name, getattr(settings, name), hint)
+
+
+def to_wire(value: Any) -> Any:
+    """A dataclass, or what one may hold, as plain values that a message can carry."""
+    if dataclasses.is_dataclass(value):
+        return {f.name: to_wire(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: to_wire(item) for key, item in cast("Mapping[str, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        return [to_wire(item) for item in cast("Sequence[Any]", value)]
+    return str(value) if isinstance(value, Path) else value
+
+
+def from_wire(kind: type[T], data: Mapping[str, Any]) -> T:
+    """The dataclass that `to_wire` made `data` of.
+
+    Raises:
+        ConfigError: a field is unknown or missing; or as the dataclass itself.
+    """
+    hints = annotations_of(kind)
+    fields = {name: _decode(value, hints.get(name)) for name, value in data.items()}
+    try:
+        return kind(**fields)
+    except TypeError as error:
+        raise ConfigError(f"{kind.__name__}: {error}") from None
+
+
+def _decode(value: Any, hint: Any) -> Any:
+    if value is None:
+        return None
+    arguments = typing.get_args(hint)
+    match typing.get_origin(hint):
+        case typing.Annotated:
+            return _decode(value, arguments[0])
+        case typing.Union | types.UnionType:  # always of one type and None
+            return _decode(value, arguments[0])
+        case builtins.tuple:
+            return tuple(_decode(item, arguments[0]) for item in value)
+        case collections.abc.Mapping:
+            return {key: _decode(item, arguments[1]) for key, item in value.items()}
+        case _:
+            pass
+    if dataclasses.is_dataclass(hint):
+        return from_wire(cast("type[Any]", hint), value)
+    return Path(value) if hint is Path else value
+
+
+def _check(name: str, value: Any, hint: Any) -> None:
+    arguments = typing.get_args(hint)
+    match typing.get_origin(hint):
+        case typing.Literal if value not in arguments:
+            allowed = " or ".join(map(repr, arguments))
+            raise SettingError(f"{name} is {value!r}: use {allowed}")
+        case typing.Union | types.UnionType if value is not None:
+            _check(name, value, arguments[0])
+        case typing.Annotated:
+            for bound in arguments[1:]:
+                _check_bound(name, value, bound)
+        case _:
+            pass
+
+
+def _check_bound(name: str, value: Any, bound: object) -> None:
+    match bound:
+        case Ge(ge) if not value >= ge:
+            allowed = f"{ge} or more"
+        case Gt(gt) if not value > gt:
+            allowed = f"more than {gt}"
+        case Le(le) if not value <= le:
+            allowed = f"{le} or less"
+        case Lt(lt) if not value < lt:
+            allowed = f"less than {lt}"
+        case Checked(check):
+            try:
+                return check(value)
+            except ValueError as error:
+                raise SettingError(f"{name}: {error}") from None
+        case _:
+            return
+    raise SettingError(f"{name} is {value!r}: use {allowed}")

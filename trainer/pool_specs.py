@@ -1,0 +1,65 @@
+"""From the settings of a pool to the specification that it is started by."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from umbra.runtime.actor.restart_policy import RestartPolicy
+from umbra.runtime.engine_api.engine_names import engine_kind
+from umbra.runtime.engine_api.lora_adapter import LoraAdapter
+from umbra.runtime.pools.pool_settings import EnginePoolSettings
+from umbra.runtime.pools.pool_spec import PoolSpec
+
+
+def pool_spec(
+    name: str,
+    pool: EnginePoolSettings,
+    *,
+    model_path: Path,
+    dtype: str,
+    device_type: str,
+    max_context_len: int,
+    **given: Any,
+) -> PoolSpec:
+    """Fields that settings and specification both have are the settings'.
+
+    Args:
+        device_type: the trainer's.
+        given: further fields of the specification, which come before the settings'.
+
+    Raises:
+        DataError: a LoRA adapter cannot be used with the model.
+    """
+    cores = len(os.sched_getaffinity(0))
+    kwargs: dict[str, Any] = {
+        "model_path": str(model_path.absolute()),
+        "dtype": dtype,
+        "device": device_type if pool.device == "auto" else pool.device,
+        "max_num_seqs": pool.max_num_seqs,
+        "max_context_len": max_context_len,
+        "kv_cache_num_tokens": pool.kv_cache_num_tokens,
+        "tick_ms": pool.tick_ms,
+        "num_threads": pool.num_threads or max(1, cores // pool.count),
+        **engine_kind(pool.engine).arguments(pool.engine_args),
+    }
+    if pool.lora_adapters:
+        for adapter, path in pool.lora_adapters.items():
+            LoraAdapter.read(adapter, path, model_path)
+        kwargs["lora_adapters"] = {
+            adapter: str(path.absolute()) for adapter, path in pool.lora_adapters.items()
+        }
+    fields_of_spec: dict[str, Any] = {
+        field.name: getattr(pool, field.name)
+        for field in fields(PoolSpec)
+        if hasattr(pool, field.name)
+    }
+    fields_of_spec |= {
+        "name": name,
+        "kwargs": kwargs,
+        "restart": RestartPolicy(max_restarts=pool.max_restarts),
+        "memory_limit_nbytes": pool.memory_limit_mib << 20,
+    }
+    return PoolSpec(**fields_of_spec | given)
