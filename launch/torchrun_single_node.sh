@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Trains on this machine: one rank per GPU, or two ranks where there is none.
+# Trains on this machine with one rank per GPU, or with two ranks without a GPU.
 #
 #   launch/torchrun_single_node.sh CONFIG.toml [section.key=value ...]
 #
-# NUM_RANKS sets another number of ranks. Torchrun finds a free port by itself. After `nohup` it
-# trains on when the terminal is closed; otherwise that ends it as SIGTERM does, with a checkpoint.
+# NUM_RANKS sets another number of ranks. torchrun finds a free port by itself. Closing the terminal
+# stops the training like SIGTERM, with a checkpoint; under `nohup` the training continues.
 set -euo pipefail
 
 if [[ $# -lt 1 ]]; then
@@ -18,7 +18,7 @@ if command -v nvidia-smi >/dev/null; then
 fi
 num_ranks=${NUM_RANKS:-$((num_gpus > 0 ? num_gpus : 2))}
 
-# Where SIGHUP is ignored torchrun would handle it all the same, and pass it on to the ranks.
+# torchrun would handle SIGHUP and pass it on to the ranks even if it is ignored.
 if [[ -n $(trap -p HUP) ]]; then
     export PET_SIGNALS_TO_HANDLE=${PET_SIGNALS_TO_HANDLE:-SIGTERM,SIGINT,SIGQUIT}
 fi
