@@ -2,14 +2,11 @@
 
 A group of settings is a frozen dataclass beside the code that uses it. Its annotations say what a
 setting may be. Two readers check them: pydantic where a config file or command line enters, and
-`check_bounds`, which the dataclass calls in `__post_init__`, wherever Python code makes one.
+`Settings` itself wherever Python code makes one.
 
     @dataclass(frozen=True, slots=True, kw_only=True)
-    class RolloutSettings:
+    class RolloutSettings(Settings):
         group_size: Positive = 8
-
-        def __post_init__(self) -> None:
-            check_bounds(self)
 
 Nothing here imports pydantic.
 """
@@ -87,10 +84,18 @@ def annotations_of(kind: type) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
-def check_bounds(settings: object) -> None:
-    """Raises SettingError naming the first setting whose value its annotation does not allow."""
-    for name, hint in annotations_of(type(settings)).items():
-        _check(name, getattr(settings, name), hint)
+class Settings:
+    """Base of all groups of settings, which are dataclasses."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        """Raises SettingError naming the first setting whose value its annotation does not allow.
+
+        Groups override it to check settings against each other, and call it first.
+        """
+        for name, hint in annotations_of(type(self)).items():
+            _check(name, getattr(self, name), hint)
 
 
 def to_wire(value: Any) -> Any:

@@ -16,8 +16,8 @@ from umbra.runtime.settings import (
     FilePath,
     Positive,
     Seconds,
+    Settings,
     Variables,
-    check_bounds,
 )
 from umbra.runtime.weights.transport_choice import TransportSetting
 
@@ -44,7 +44,7 @@ def check_update_waves(update_waves: int, mode: str, count: int) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EnginePoolSettings:
+class EnginePoolSettings(Settings):
     """What `[pool]` and `[pools.NAME]` have in common.
 
     Attributes:
@@ -93,7 +93,7 @@ class EnginePoolSettings:
     hung_limit_s: Seconds = 15.0
 
     def __post_init__(self) -> None:
-        check_bounds(self)
+        Settings.__post_init__(self)
         check_lora_engine(self.engine, self.lora_adapters)
 
 

@@ -12,14 +12,14 @@ from umbra.runtime.engine_api.engine_names import EngineName, engine_target
 from umbra.runtime.errors import ConfigError, SettingError
 from umbra.runtime.pools.pool_settings import OnUpdate, check_update_waves
 from umbra.runtime.pools.time_slicing import SlicingRules
-from umbra.runtime.settings import Positive, check_bounds
+from umbra.runtime.settings import Positive, Settings
 from umbra.runtime.weights.transport_choice import TransportSetting
 
 PoolMode = Literal["hybrid", "standalone", "colocated"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PoolSpec:
+class PoolSpec(Settings):
     """How to start a pool.
 
     Attributes:
@@ -64,7 +64,7 @@ class PoolSpec:
 
     def __post_init__(self) -> None:
         try:
-            check_bounds(self)
+            Settings.__post_init__(self)
             check_update_waves(self.update_waves, self.mode, self.count)
         except SettingError as error:
             raise ConfigError(f"pool {self.name!r}: {error}") from None

@@ -8,11 +8,11 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Le
 
 from umbra.runtime.errors import ConfigError, SettingError
-from umbra.runtime.settings import Count, FunctionName, Positive, Seconds, check_bounds
+from umbra.runtime.settings import Count, FunctionName, Positive, Seconds, Settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutSettings:
+class RolloutSettings(Settings):
     """`[rollout]`: how completions are made.
 
     Attributes:
@@ -74,7 +74,7 @@ class RolloutSettings:
     timeout_s: Seconds = 1800.0
 
     def __post_init__(self) -> None:
-        check_bounds(self)
+        Settings.__post_init__(self)
         if self.group_size == 1 and self.drop_zero_variance_groups:
             raise SettingError(
                 "group_size = 1 with drop_zero_variance_groups would drop every group, because a "
@@ -83,7 +83,7 @@ class RolloutSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DispatchConfig:
+class DispatchConfig(Settings):
     """How requests reach the engines of one pool.
 
     Attributes:
@@ -109,12 +109,9 @@ class DispatchConfig:
     submit_timeout_s: Seconds = 30.0
     shares_memory: bool = False
 
-    def __post_init__(self) -> None:
-        check_bounds(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutConfig:
+class RolloutConfig(Settings):
     """What one rollout manager gets: the user's settings, and what the trainer knows.
 
     Attributes:
@@ -161,6 +158,6 @@ class RolloutConfig:
     max_worker_deaths: Count = 3
 
     def __post_init__(self) -> None:
-        check_bounds(self)
+        Settings.__post_init__(self)
         if not self.rollout_actors:
             raise ConfigError("rollout_actors is empty: nobody could compute rewards")

@@ -30,8 +30,8 @@ from umbra.runtime.settings import (
     PathText,
     Positive,
     Seconds,
+    Settings,
     Share,
-    check_bounds,
     check_function_name,
 )
 from umbra.trainer.algorithms.algorithm_names import (
@@ -61,7 +61,7 @@ def _check_algorithm(kind: str, spec: str, registered: Mapping[str, str]) -> Non
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunSection:
+class RunSection(Settings):
     """`[run]`: where results go.
 
     Attributes:
@@ -84,12 +84,9 @@ class RunSection:
     name: str = ""
     loggers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] | None = None
 
-    def __post_init__(self) -> None:
-        check_bounds(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSection:
+class ModelSection(Settings):
     """`[model]`: the policy.
 
     Attributes:
@@ -112,12 +109,9 @@ class ModelSection:
     fsdp_wrap: Literal["auto", "layer", "root"] = "auto"
     trust_remote_code: bool = False
 
-    def __post_init__(self) -> None:
-        check_bounds(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataSection:
+class DataSection(Settings):
     """`[data]`: prompts, as JSONL or Parquet.
 
     Attributes:
@@ -148,12 +142,9 @@ class DataSection:
     eval_limit: Count = 0
     shuffle: bool = True
 
-    def __post_init__(self) -> None:
-        check_bounds(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RewardSection:
+class RewardSection(Settings):
     """`[reward]`: a Python function, run in rollout worker processes.
 
     Attributes:
@@ -170,12 +161,9 @@ class RewardSection:
     accuracy_threshold: float = 1.0
     python_path: tuple[FilePath, ...] = ()
 
-    def __post_init__(self) -> None:
-        check_bounds(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainSection:
+class TrainSection(Settings):
     """`[train]`: the optimisation.
 
     Attributes:
@@ -278,9 +266,6 @@ class TrainSection:
     seed: Count = 0
     shutdown_grace_s: Seconds = 5.0
     device: Literal["auto", "cpu", "cuda"] = "auto"
-
-    def __post_init__(self) -> None:
-        check_bounds(self)
 
 
 _STRICT: Final = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
