@@ -52,7 +52,7 @@ assets: $(VENV)/.train ## Make the quickstart's model and data sets (once)
 # /dev/shm, which other tests would report as left behind.
 test: $(VENV)/.dev ## Run everything that continuous integration runs (needs no GPU; 45 minutes)
 	$(MAKE) --no-print-directory --output-sync=target -j3 lint pyright $(VLLM_VENV)/.made
-	$(BIN)/python -m pytest -m "not alone and not gpu" -n 3 --dist worksteal
+	$(BIN)/python -m pytest -m "not alone and not gpu" -n 2 --dist worksteal
 	$(BIN)/python -m pytest -m "alone and not gpu"
 	$(VLLM_VENV)/bin/python -m pytest tests/engines/test_vllm.py tests/engines/test_vllm_training.py
 

@@ -43,12 +43,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_a_short_drill_kills_engines_and_reaches_its_bar(folder: Path) -> None:
-    short = ("train.steps=16", "--bar", "0.3", "--seed", "1")
-    output = run_python(str(PROGRAM), str(CONFIG), *short, folder=folder, timeout_s=3 * LIMIT_S)
+def test_a_shorter_drill_reaches_the_same_bar(folder: Path) -> None:
+    shorter = (str(CONFIG), "train.steps=32")
+    output = run_python(str(PROGRAM), *shorter, folder=folder, timeout_s=3 * LIMIT_S)
 
     summary = json.loads((folder / "runs/drill/summary.json").read_text())
-    assert summary["accuracy_before"] < 0.3 <= summary["accuracy_after"]
+    assert summary["accuracy_before"] <= 0.4
+    assert summary["accuracy_after"] >= 0.8
     assert summary["engine_restarts"] >= 2
     assert "nothing left behind" in output
 
