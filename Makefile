@@ -33,13 +33,13 @@ quickstart: $(VENV)/.train assets ## Train a small model by RL on two CPU cores,
 	    -m umbra.trainer $(QUICKSTART_CONFIG)
 
 drill: $(VENV)/.train assets ## Run the quickstart while engines are killed
-	OMP_NUM_THREADS=1 $(BIN)/python tests/drill/drill.py $(QUICKSTART_CONFIG) --run-dir $(RUNS)/drill
+	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/drill/drill.py $(QUICKSTART_CONFIG) --run-dir $(RUNS)/drill
 
 chaos: $(VENV)/.train ## Make 10,000 rollouts while processes are killed and stopped (two minutes)
-	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos/chaos.py --run-dir $(RUNS)/chaos
+	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/chaos/chaos.py --run-dir $(RUNS)/chaos
 
 mutants: $(VENV)/.train ## Plant mistakes in copies of umbra; a test must catch each of them (five minutes)
-	$(BIN)/python tests/mutants/mutants.py
+	$(BIN)/python tests/faults/mutants/mutants.py
 
 kills: $(VENV)/.train assets ## Kill the whole job 30 times and resume it each time (five to fifteen minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/kill_quickstart.py $(QUICKSTART_ASSETS) --run-dir $(RUNS)/kills
@@ -54,13 +54,13 @@ test: $(VENV)/.dev ## Run everything that continuous integration runs (needs no 
 	$(MAKE) --no-print-directory --output-sync=target -j3 lint pyright $(VLLM_VENV)/.made
 	$(BIN)/python -m pytest -m "not alone and not gpu" -n 2 --dist worksteal
 	$(BIN)/python -m pytest -m "alone and not gpu"
-	$(VLLM_VENV)/bin/python -m pytest tests/engines/test_vllm.py tests/engines/test_vllm_training.py
+	$(VLLM_VENV)/bin/python -m pytest tests/process/engines/test_vllm.py tests/process/engines/test_vllm_training.py
 
 test-vllm: $(VLLM_VENV)/.made ## Run all tests that need a real vLLM, including those that start and kill many (ten minutes)
-	$(VLLM_VENV)/bin/python -m pytest tests/engines/test_vllm.py tests/engines/test_vllm_process.py \
-	    tests/engines/test_vllm_lora.py tests/engines/test_vllm_tensor_parallel.py \
-	    tests/engines/test_vllm_output.py \
-	    tests/engines/test_vllm_training.py tests/trainer/test_serving_engines.py
+	$(VLLM_VENV)/bin/python -m pytest tests/process/engines/test_vllm.py tests/process/engines/test_vllm_process.py \
+	    tests/process/engines/test_vllm_lora.py tests/process/engines/test_vllm_tensor_parallel.py \
+	    tests/process/engines/test_vllm_output.py \
+	    tests/process/engines/test_vllm_training.py tests/gpu/trainer/test_serving_engines.py
 
 check: static ## Run the two-minute part: format, lint, types, all tests except slow ones
 	$(BIN)/python -m pytest -m "not slow and not alone and not gpu" -n 2 --dist worksteal

@@ -59,7 +59,7 @@ class Job:
 def sglang_retracting(interval: int) -> Job:
     """SGLang puts a request back each `interval` steps, as if its KV cache were full."""
     return Job(
-        arguments=f"{PYTEST} tests/engines/test_sglang_gpu.py -k '{RETRACTION}'",
+        arguments=f"{PYTEST} tests/gpu/engines/test_sglang_gpu.py -k '{RETRACTION}'",
         engine="sglang",
         variables=(
             ("SGLANG_TEST_RETRACT", "1"),
@@ -86,31 +86,35 @@ JOBS: Final = {
         "print(sys.version, torch.__version__, transformers.__version__, zmq.__version__)'"
     ),
     "pinned": tests_of(
-        "", "tests/trainer/test_pinned_memory_gpu.py tests/trainer/test_offload_gpu.py"
+        "", "tests/gpu/trainer/test_pinned_memory_gpu.py tests/gpu/trainer/test_offload_gpu.py"
     ),
-    "embedded": tests_of("", "tests/engines/test_gpu.py tests/engines/test_cuda_ipc_gpu.py"),
+    "embedded": tests_of(
+        "", "tests/gpu/engines/test_gpu.py tests/gpu/engines/test_cuda_ipc_gpu.py"
+    ),
     "trainer": tests_of(
         "",
-        "tests/trainer/test_gpu_training.py tests/trainer/test_packed_attention_gpu.py "
-        "tests/trainer/test_scoring.py tests/trainer/test_memory_account.py "
-        "tests/trainer/test_sharded_loading.py tests/weights/test_checksum.py",
+        "tests/gpu/trainer/test_gpu_training.py tests/gpu/trainer/test_packed_attention_gpu.py "
+        "tests/unit/trainer/test_scoring.py tests/unit/trainer/test_memory_account.py "
+        "tests/process/trainer/test_sharded_loading.py tests/unit/weights/test_checksum.py",
     ),
-    "release": tests_of("", "tests/runtime/test_gpu_release.py"),
-    "serving": tests_of("vllm", "tests/trainer/test_serving_engines.py"),
-    "colocated": tests_of("vllm", "tests/engines/test_colocated_engines.py"),
-    "vllm": tests_of("vllm", "tests/engines/test_vllm_gpu.py"),
-    "vllm-lora": tests_of("vllm", "tests/engines/test_vllm_lora_gpu.py"),
-    "vllm-killed": tests_of("vllm", "tests/engines/test_gpu_processes.py -k vllm"),
-    "vllm-parallel": tests_of("vllm", "tests/engines/test_gpu_tensor_parallel.py -k vllm"),
+    "release": tests_of("", "tests/process/runtime/test_gpu_release.py"),
+    "serving": tests_of("vllm", "tests/gpu/trainer/test_serving_engines.py"),
+    "colocated": tests_of("vllm", "tests/gpu/engines/test_colocated_engines.py"),
+    "vllm": tests_of("vllm", "tests/gpu/engines/test_vllm_gpu.py"),
+    "vllm-lora": tests_of("vllm", "tests/gpu/engines/test_vllm_lora_gpu.py"),
+    "vllm-killed": tests_of("vllm", "tests/gpu/engines/test_gpu_processes.py -k vllm"),
+    "vllm-parallel": tests_of("vllm", "tests/gpu/engines/test_gpu_tensor_parallel.py -k vllm"),
     "vllm-restart": restart("vllm", '{"enforce_eager": true}'),
     "vllm-speed": Job(
         arguments="tests/bench/adapter_speed.py --device cuda --shapes 0.6B", engine="vllm"
     ),
-    "sglang": tests_of("sglang", "tests/engines/test_sglang_gpu.py"),
+    "sglang": tests_of("sglang", "tests/gpu/engines/test_sglang_gpu.py"),
     "sglang-retract-1": sglang_retracting(1),
     "sglang-retract-3": sglang_retracting(3),
-    "sglang-killed": tests_of("sglang", "tests/engines/test_gpu_processes.py -k sglang"),
-    "sglang-parallel": tests_of("sglang", "tests/engines/test_gpu_tensor_parallel.py -k sglang"),
+    "sglang-killed": tests_of("sglang", "tests/gpu/engines/test_gpu_processes.py -k sglang"),
+    "sglang-parallel": tests_of(
+        "sglang", "tests/gpu/engines/test_gpu_tensor_parallel.py -k sglang"
+    ),
     "sglang-restart": restart("sglang", NO_GRAPHS),
     "sglang-speed": Job(
         arguments="tests/bench/adapter_speed.py --engine sglang --device cuda --shapes 0.6B "

@@ -70,7 +70,7 @@ def save_model(folder: Path, kind: str, dtype: torch.dtype) -> None:
         torch.manual_seed(0)
         model: Any = Qwen3ForCausalLM(Qwen3Config(**LARGE, bos_token_id=None, eos_token_id=None))
     else:
-        factory = Path(__file__).parents[1] / "engines" / "model_factory.py"
+        factory = Path(__file__).parents[1] / "shared/engines/model_factory.py"
         model = runpy.run_path(str(factory))["make_model"](kind)
     model.to(dtype).save_pretrained(folder)
 

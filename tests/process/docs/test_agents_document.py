@@ -1,0 +1,84 @@
+"""The example in docs/agents.md passes its own tests, and trains."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
+
+ROOT = Path(__file__).resolve().parents[3]
+BLOCK = re.compile(r"^```\w+\n(# (\S+)\n.*?)^```$", re.MULTILINE | re.DOTALL)
+FILES: dict[str, str] = {
+    block[2]: block[1] for block in BLOCK.finditer((ROOT / "docs" / "agents.md").read_text())
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """With the files that the document shows."""
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def test_the_example_has_all_its_files() -> None:
+    assert sorted(FILES) == ["agent.toml", "second_try.py", "test_second_try.py"]
+
+
+def test_the_examples_own_tests_pass(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+
+    shown: dict[str, Any] = runpy.run_path(str(folder / "test_second_try.py"))
+    tests = [value for name, value in shown.items() if name.startswith("test_")]
+
+    assert len(tests) == 2
+    for test in tests:
+        test()
+    del sys.modules["second_try"]
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_the_example_trains(folder: Path) -> None:
+    write_assets(folder / "runs" / "quickstart-assets")
+
+    subprocess.run(
+        [sys.executable, "-m", "umbra.trainer", "agent.toml", "train.steps=2"],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        timeout=150,
+        check=True,
+        capture_output=True,
+    )
+
+    with LedgerIndex.build(folder / "runs" / "agent") as index:
+        assert index.counts()["trained"] == 2 * 32 * 8
+        (totals,) = index.rows("SELECT given_tokens, resets FROM managers")
+        rewards = {row["reward"] for row in index.rows("SELECT DISTINCT reward FROM samples")}
+    assert totals["given_tokens"] > 0
+    assert totals["resets"] == 0
+    assert rewards <= {0.0, 0.1, 0.5, 1.0}
+
+
+def write_assets(folder: Path) -> None:
+    """The quickstart's, smaller, and its model hardly warmed up."""
+    from umbra.trainer.quickstart import quickstart_model, quickstart_task
+
+    (folder / "model").mkdir(parents=True)
+    tasks = quickstart_task.draw_tasks(random.Random(0), 80)
+    for name, rows in (("train", tasks[:64]), ("eval", tasks[64:])):
+        text = "".join(json.dumps(row.row()) + "\n" for row in rows)
+        (folder / f"{name}.jsonl").write_text(text)
+    quickstart_model.write_tokenizer(folder / "model")
+    warm_up = quickstart_model.WarmUp(careful_steps=5, shy_steps=0)
+    quickstart_model.write_starting_model(folder / "model", tasks, 0, warm_up)

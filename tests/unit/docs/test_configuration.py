@@ -1,0 +1,114 @@
+"""docs/configuration.md says of every setting what trainer/config/trainer_config.py says."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import typing
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from umbra.runtime.settings import annotations_of
+from umbra.trainer.config.trainer_config import TrainerConfig
+
+DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "configuration.md"
+
+_HEAD = """# Configuration
+
+`torchrun --nproc-per-node N -m umbra.trainer CONFIG.toml [section.key=value ...]`: a TOML file, and
+changes to it on the command line. Paths are taken from the current folder. An unknown key or a
+wrong value is an error that names it. Required settings have no default. Where several settings
+have to fit each other, their description says so.
+
+On the command line an empty value (`data.eval=`) unsets a setting whose default is `unset` or
+empty, or takes out an entry of a table (`pool.engine_args.NAME=`, `pools.judge=`), as if the file
+did not have it; only a variable in `env` is set to no text. Other settings cannot be unset.
+"""
+
+
+def document() -> str:
+    """The whole of it, from the docstrings and defaults of the sections."""
+    parts = [_HEAD]
+    for name, section in annotations_of(TrainerConfig).items():
+        if typing.get_origin(section) is Mapping:
+            name, section = f"{name}.NAME", typing.get_args(section)[1]
+        summary = (inspect.getdoc(section) or "").split("\n\n")[0].partition(": ")[2]
+        summary = " ".join(summary.split())
+        parts.append(f"\n## [{name}]\n\n{summary[0].upper()}{summary[1:]}\n")
+        parts.append("\n| key | allowed | default | what it is |\n|---|---|---|---|\n")
+        texts: dict[str, str] = {}
+        for kind in section.__mro__:
+            texts |= _attributes(inspect.cleandoc(kind.__doc__ or ""))
+        schemas = TypeAdapter(section).json_schema()["properties"]
+        for field in fields(section):
+            allowed, text = _allowed(schemas[field.name]), texts[field.name]
+            parts.append(f"| `{field.name}` | {allowed} | {_default(field)} | {text} |\n")
+    return "".join(parts)
+
+
+def _default(field: Field[Any]) -> str:
+    if field.default_factory is not MISSING:
+        return f"`{_toml(field.default_factory())}`"
+    return "required" if field.default is MISSING else f"`{_toml(field.default)}`"
+
+
+def _allowed(schema: dict[str, Any]) -> str:
+    """What the JSON schema of a setting lets through, in words."""
+    for choice in schema.get("anyOf", []):
+        if choice["type"] != "null":  # that one is an unset setting
+            return _allowed(choice)
+    if "enum" in schema:
+        return ", ".join(f"`{_toml(value)}`" for value in schema["enum"])
+    match schema["type"]:
+        case "boolean":
+            return "`true`, `false`"
+        case "integer" | "number":
+            return " ".join((schema["type"], *_bounds(schema)))
+        case "array" if "prefixItems" in schema:
+            first, *others = map(_allowed, schema["prefixItems"])
+            assert set(others) == {first}
+            return f"list of {1 + len(others)}: {first}"
+        case "array":
+            return f"list of: {_allowed(schema['items'])}"
+        case "object":
+            return "table"
+        case _:
+            return "path" if schema.get("format") == "path" else "text"
+
+
+def _bounds(schema: dict[str, Any]) -> list[str]:
+    words = {
+        "minimum": "from {:g}",
+        "exclusiveMinimum": "above {:g}",
+        "maximum": "to {:g}",
+        "exclusiveMaximum": "below {:g}",
+    }
+    return [text.format(schema[name]) for name, text in words.items() if name in schema]
+
+
+def _toml(value: object) -> str:
+    return "unset" if value is None else json.dumps(value, default=str)
+
+
+def _attributes(docstring: str) -> dict[str, str]:
+    """name -> text of the docstring's "Attributes:"; "a, b: text" stands for both."""
+    found: dict[str, str] = {}
+    block = docstring.partition("Attributes:\n")[2]
+    for entry in re.split(r"\n(?=    \S)", "\n" + block):
+        names, _, text = entry.strip().partition(": ")
+        for name in names.split(", "):
+            found[name] = " ".join(text.split()).replace("|", "\\|")
+    return found
+
+
+def test_the_document_is_what_the_code_says() -> None:
+    assert DOCUMENT.read_text() == document(), "run: python tests/unit/docs/test_configuration.py"
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(document())

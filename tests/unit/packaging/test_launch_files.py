@@ -1,0 +1,87 @@
+"""Launch scripts, example configs, the lock file and CI's entry are well formed."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from umbra.trainer.config.config_file import load_config
+
+REPOSITORY = Path(__file__).parents[3]
+SCRIPTS = [*REPOSITORY.glob("launch/*.sh"), *REPOSITORY.glob("launch/*.sbatch")]
+SCRIPTS.append(REPOSITORY / ".ci/run")
+CONFIGS = sorted(REPOSITORY.glob("launch/configs/*.toml"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_a_script_parses_and_fails_on_errors(script: Path) -> None:
+    parsed = subprocess.run(["bash", "-n", script], capture_output=True, text=True, check=False)
+
+    assert parsed.returncode == 0, parsed.stderr
+    assert "set -euo pipefail" in script.read_text()
+
+
+@pytest.mark.parametrize(
+    "script", [script for script in SCRIPTS if script.suffix == ".sh"], ids=lambda path: path.name
+)
+def test_a_launch_script_without_a_config_says_how_to_call_it(script: Path) -> None:
+    done = subprocess.run([script], capture_output=True, text=True, timeout=10, check=False)
+
+    assert done.returncode == 2
+    assert "usage:" in done.stderr
+
+
+def test_the_slurm_template_asks_for_one_task_a_node() -> None:
+    lines = (REPOSITORY / "launch/single_node.sbatch").read_text().splitlines()
+    directives = [line for line in lines if line.startswith("#SBATCH")]
+    first_command = next(idx for idx, line in enumerate(lines) if line and not line.startswith("#"))
+
+    options = dict(line.removeprefix("#SBATCH --").split("=", 1) for line in directives)
+
+    assert options["ntasks-per-node"] == "1", "torchrun starts the ranks itself"
+    # sbatch reads no directive after the first command.
+    assert all(lines.index(line) < first_command for line in directives)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.name)
+def test_an_example_config_is_valid(config: Path) -> None:
+    load_config(config)
+
+
+def test_scripts_are_executable() -> None:
+    scripts = [script for script in SCRIPTS if script.suffix != ".sbatch"]
+
+    assert all(os.access(script, os.X_OK) for script in scripts)
+
+
+def test_the_lock_pins_every_declared_requirement() -> None:
+    pins = {
+        match["name"].lower().replace("_", "-"): match["version"]
+        for match in re.finditer(
+            r"^(?P<name>[\w.-]+)==(?P<version>\S+)$",
+            (REPOSITORY / "constraints.txt").read_text(),
+            re.MULTILINE,
+        )
+    }
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = [
+        Requirement(line) for line in [*project["dependencies"], *extras["train"], *extras["dev"]]
+    ]
+
+    missing = [item.name for item in wanted if item.name.lower() not in pins]
+    outdated = [
+        str(item)
+        for item in wanted
+        if not item.specifier.contains(pins.get(item.name.lower(), "0"))
+    ]
+
+    assert missing == []
+    assert outdated == []
+    assert pins["torch"] == "2.13.0"
