@@ -251,7 +251,7 @@ def main() -> None:
     parser.add_argument("--engine", choices=["embedded", "vllm", "sglang"], default="embedded")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="bfloat16")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: a GPU if there is one")
-    parser.add_argument("--kind", default="qwen3-wide", help="of tests/engines, or qwen3-0.6b")
+    parser.add_argument("--kind", default="qwen3-wide", help="of model_factory, or qwen3-0.6b")
     parser.add_argument("--model", type=Path, help="a Hugging Face directory instead")
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=128)
