@@ -225,7 +225,7 @@ def test_a_rank_that_gives_up_fails_the_others(sources: dict[str, Tensor]) -> No
         outcome, _ = in_threads(lambda: publish(plain, sources, rank=0, **options), give_up)
 
     assert isinstance(outcome, WeightSyncError)
-    assert "rank 1 gave up: RuntimeError: no memory on the host" in str(outcome)
+    assert "rank 1 aborted: RuntimeError: no memory on the host" in str(outcome)
 
 
 @pytest.mark.slow
