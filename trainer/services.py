@@ -209,7 +209,7 @@ def manager_spec(
         prompts_path=str(prompts.train_path.absolute()),
         eval_path=str(prompts.eval_path.absolute()) if prompts.eval_path else "",
         world_size=world_size,
-        rollout_actors=tuple(worker_names(config)),
+        worker_names=tuple(worker_names(config)),
         seed=train.seed,
         shuffle=config.data.shuffle,
         num_micro_batches=max(1, train.micro_batches),

@@ -31,7 +31,7 @@ class PoolSpec(Settings):
         shares_with: name of the pool on whose GPUs a colocated one is.
         max_wait_s, max_turn_s: of a colocated pool, see `SlicingRules`.
         on_update: what a sync does to running generation: abort (resumed under the new weights),
-            keep (frozen, goes on) or drain (finished first).
+            keep (frozen, then continued) or drain (finished first).
         update_waves: 1 updates all engines at once; more updates one part of them after the other,
             while the others generate. For standalone engines, at most one wave for each.
         load_weights: engines read their weights themselves and serve from the start, as version 0;

@@ -120,7 +120,7 @@ class RolloutConfig(Settings):
         prompts_path: prompt file of the training set, as `write_prompts` makes it.
         eval_path: prompt file of the held-out set; "" where nothing is evaluated.
         world_size: number of trainer ranks that call `next_batch` together.
-        rollout_actors: names of the `RolloutWorker` actors that score and run agent loops.
+        worker_names: names of the `RolloutWorker` actors that score and run agent loops.
         seed: decides the order of prompts and every trajectory's sampling seed.
         shuffle: False keeps the prompt file's order in every epoch.
         num_micro_batches: micro-batches per rank; ignored where `max_tokens_per_micro_batch`
@@ -144,7 +144,7 @@ class RolloutConfig(Settings):
     prompts_path: str
     eval_path: str = ""
     world_size: Positive
-    rollout_actors: tuple[str, ...]
+    worker_names: tuple[str, ...]
     seed: Count = 0
     shuffle: bool = True
     num_micro_batches: Positive = 1
@@ -159,5 +159,5 @@ class RolloutConfig(Settings):
 
     def __post_init__(self) -> None:
         Settings.__post_init__(self)
-        if not self.rollout_actors:
-            raise ConfigError("rollout_actors is empty: nobody could compute rewards")
+        if not self.worker_names:
+            raise ConfigError("worker_names is empty: nobody could compute rewards")

@@ -107,7 +107,7 @@ def start(session: Session, given: argparse.Namespace, folder: Path) -> SyncHand
         dispatch=DispatchConfig(pool="policy", max_context_len=MAX_CONTEXT_LEN),
         prompts_path="none",
         world_size=1,
-        rollout_actors=("none",),
+        worker_names=("none",),
     )
     return session.spawn(
         ActorSpec(

@@ -121,7 +121,7 @@ def _manager_config() -> RolloutConfig:
         dispatch=DispatchConfig(pool="policy", max_context_len=_PROMPT_LEN + _COMPLETION_LEN),
         prompts_path="none",
         world_size=1,
-        rollout_actors=("none",),
+        worker_names=("none",),
     )
 
 

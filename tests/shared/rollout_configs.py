@@ -15,7 +15,7 @@ _SMALL: dict[str, Any] = {
     "group_size": 2,
     "max_new_tokens": 12,
     "max_context_len": 36,
-    "rollout_actors": ("rewards",),
+    "worker_names": ("rewards",),
 }
 
 

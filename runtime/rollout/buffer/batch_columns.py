@@ -84,7 +84,7 @@ def batch_metrics(groups: Sequence[Group], gen_s: float) -> dict[str, float]:
         "reward_std": float(rewards.std()),
         "reward_max": float(rewards.max()),
         "reward_min": float(rewards.min()),
-        "zero_variance_groups": float(sum(group.is_uniform for group in groups)),
+        "zero_variance_groups": float(sum(group.has_zero_variance for group in groups)),
         "tokens": float(lengths.sum()),
         "gen_s": gen_s,
         "tokens_per_s": float(lengths.sum()) / gen_s if gen_s > 0 else 0.0,

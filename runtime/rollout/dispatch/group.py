@@ -65,6 +65,6 @@ class Group:
         return GroupShape(0, [len(sample) for sample in self.trajectories])
 
     @property
-    def is_uniform(self) -> bool:
+    def has_zero_variance(self) -> bool:
         """All rewards are equal: there is nothing to learn from the group."""
         return len({sample.reward for sample in self.trajectories}) == 1

@@ -70,7 +70,7 @@ class RolloutManager:
             self._dispatcher, self._recorder, settings.stop_token_ids, dispatch.vocab_size
         )
         self._workers = WorkerPool(
-            self._config.rollout_actors,
+            self._config.worker_names,
             context,
             concurrency={
                 "score": self._config.score_concurrency,

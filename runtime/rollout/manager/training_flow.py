@@ -86,7 +86,7 @@ class TrainingFlow:
         self._ready: dict[int, Group] = {}  # those of `_open` that are scored, in this order
         self._leases: dict[int, list[Group]] = {}  # by step
         self._ended: deque[bool] = deque(maxlen=_FAILURE_WINDOW)  # True for groups that failed
-        self._uniform = ZeroVarianceGroups(source.num_prompts, settings.groups_per_step, note)
+        self._zero_variance = ZeroVarianceGroups(source.num_prompts, settings.groups_per_step, note)
         self._began = time.monotonic()
         self._since_last: dict[str, float] = {}  # metrics of the time between the last two batches
         self._dropped_tokens = 0
@@ -171,7 +171,7 @@ class TrainingFlow:
         self._leases = {step: list(groups) for step, groups in recovered.leases.items()}
         self._next_idx, self._step = recovered.next_idx, -1
         self._is_abandoned = False
-        self._uniform.end_streak()
+        self._zero_variance.end_streak()
         self.num_admitted, self.num_trained = recovered.num_admitted, recovered.num_trained
         self.dropped = Counter(recovered.dropped)
         for order_idx, group in begun.items():
@@ -193,7 +193,7 @@ class TrainingFlow:
                 self._bound.check(self._token_steps(group), step, f"group {group.group_id}")
             self._leases[step] = groups
             self._recorder.leased(step, groups)
-            self._uniform.batch_taken()
+            self._zero_variance.batch_taken()
             now = time.monotonic()
             self.gen_s, self._began = now - self._began, now
             dropped_tokens, self._dropped_tokens = float(self._dropped_tokens), 0
@@ -274,18 +274,18 @@ class TrainingFlow:
         return sorted(indices)
 
     def _on_scored(self, order_idx: int, group: Group) -> None:
-        if self._settings.drop_zero_variance_groups and group.is_uniform:
-            self._on_uniform(order_idx, group)
+        if self._settings.drop_zero_variance_groups and group.has_zero_variance:
+            self._on_zero_variance(order_idx, group)
             return
-        self._uniform.end_streak()
+        self._zero_variance.end_streak()
         self._ended.append(False)
         self._ready[order_idx] = group
         self._on_change()
 
-    def _on_uniform(self, order_idx: int, group: Group) -> None:
+    def _on_zero_variance(self, order_idx: int, group: Group) -> None:
         self._drop(order_idx, "all rewards equal")
         try:
-            self._uniform.dropped(group, len(self._ready))
+            self._zero_variance.dropped(group, len(self._ready))
         except RolloutError as error:
             self._on_failure(error)
             return

@@ -153,7 +153,7 @@ class ChaosWorld:
             max_new_tokens=MAX_NEW_TOKENS,
             max_context_len=MAX_CONTEXT_LEN,
             stop_token_ids=(STOP_TOKEN,),
-            rollout_actors=tuple(WORKERS),
+            worker_names=tuple(WORKERS),
             seed=plan.seed,
             max_staleness=plan.max_staleness,
             max_inflight_per_engine=48,

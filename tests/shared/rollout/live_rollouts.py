@@ -160,7 +160,7 @@ class LiveRollouts:
             "group_size": 4,
             "max_new_tokens": 64,
             "max_context_len": 256,
-            "rollout_actors": tuple(workers),
+            "worker_names": tuple(workers),
             "agent": f"user_agents:{agent}" if agent else None,
             "rank_timeout_s": 10.0,
             "engine_timeout_s": 30.0,

@@ -31,7 +31,7 @@ def test_a_config_arrives_as_it_was_sent() -> None:
         ({"batch_order": "random"}, "batch_order is 'random': use 'in_order' or 'first_finished'"),
         ({"max_context_len": 0}, "max_context_len is 0: use 1 or more"),
         ({"rank_timeout_s": 0.0}, "rank_timeout_s is 0.0: use more than 0"),
-        ({"rollout_actors": ()}, "rollout_actors is empty"),
+        ({"worker_names": ()}, "worker_names is empty"),
     ],
 )
 def test_a_wrong_setting_is_named(change: dict[str, Any], message: str) -> None:
