@@ -1,6 +1,6 @@
 """Starts SGLang like the GPU tests and prints how long each step takes; no pytest.
 
-    python -X faulthandler tests/shared/engines/sglang_probe.py [--plain] [--model FOLDER] \
+    python -X faulthandler tests/gpu/engines/sglang_probe.py [--plain] [--model FOLDER] \
         2>&1 | tee log
 
 What a scheduler writes comes in between. The last line is "probe: done"; a process that is killed
