@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import cache_from_source
 from pathlib import Path
 from typing import Final
 
@@ -62,6 +63,8 @@ class Mutant:
                 "once: fit it to the file as it is now"
             )
         path.write_text(text.replace(self.old, self.new))
+        # Bytecode of a file of the same size and second would count as the file's own.
+        Path(cache_from_source(str(path))).unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,24 +13,24 @@ def _pytest(*tests: str) -> Sequence[str]:
     return ("-m", "pytest", "-q", "-x", *(f"tests/{test}" for test in tests))
 
 
-_BACKOFF: Final = _pytest("runtime/test_restart.py")
+_BACKOFF: Final = _pytest("unit/runtime/test_restart.py")
 _SYNCS: Final = _pytest(
-    "weights/test_transfer.py::test_corruption_after_the_copy_is_found",
-    "weights/test_transfer.py::test_corruption_in_every_engine_fails_the_sync",
-    "weights/test_sync_failures.py::test_a_rank_that_gives_up_fails_the_others",
-    "weights/test_sync_failures.py::test_a_rank_that_never_fills_ends_the_sync_by_its_lease",
+    "unit/weights/test_transfer.py::test_corruption_after_the_copy_is_found",
+    "unit/weights/test_transfer.py::test_corruption_in_every_engine_fails_the_sync",
+    "unit/weights/test_sync_failures.py::test_a_rank_that_gives_up_fails_the_others",
+    "unit/weights/test_sync_failures.py::test_a_rank_that_never_fills_ends_the_sync_by_its_lease",
 )
 _LEDGER: Final = _pytest(
-    "ledger/test_ledger_frames.py::test_a_frame_at_another_offset_is_not_accepted",
-    "ledger/test_ledger_state.py::test_a_leased_sample_is_trained_once_its_step_is_done_"
+    "unit/ledger/test_ledger_frames.py::test_a_frame_at_another_offset_is_not_accepted",
+    "unit/ledger/test_ledger_state.py::test_a_leased_sample_is_trained_once_its_step_is_done_"
     "and_folded_once_covered",
-    "ledger/test_ledger_state.py::test_a_restored_checkpoint_reverts_later_leases_"
+    "unit/ledger/test_ledger_state.py::test_a_restored_checkpoint_reverts_later_leases_"
     "and_cuts_newer_tokens",
-    "ledger/test_ledger_state.py::test_the_impossible_is_refused_and_changes_nothing",
+    "unit/ledger/test_ledger_state.py::test_the_impossible_is_refused_and_changes_nothing",
 )
 _PACKING: Final = _pytest(
-    "trainer/test_packing.py::test_tokens_of_tools_are_fed_but_not_trained_on",
-    "trainer/test_packing.py::test_scores_and_gradients_are_those_of_the_model"
+    "unit/trainer/test_packing.py::test_tokens_of_tools_are_fed_but_not_trained_on",
+    "unit/trainer/test_packing.py::test_scores_and_gradients_are_those_of_the_model"
     "[True-qwen3-mixed lengths]",
 )
 
@@ -42,7 +42,7 @@ _RPC_MUTANTS: Final[Sequence[Mutant]] = (
         old="retry = method in connection.idempotent and self._resolver is not None",
         new="retry = self._resolver is not None",
         command=_pytest(
-            "runtime/test_rpc_peers.py::test_a_call_that_is_not_idempotent_is_not_retried_"
+            "process/runtime/test_rpc_peers.py::test_a_call_that_is_not_idempotent_is_not_retried_"
             "but_the_next_one_finds_the_actor"
         ),
         says=r"DID NOT RAISE .*ConnectionLost",
@@ -53,7 +53,7 @@ _RPC_MUTANTS: Final[Sequence[Mutant]] = (
         old="if incarnation != self._incarnation:",
         new="if incarnation > self._incarnation:",
         command=_pytest(
-            "runtime/test_rpc_peers.py::test_a_call_for_an_earlier_incarnation_is_refused"
+            "process/runtime/test_rpc_peers.py::test_a_call_for_an_earlier_incarnation_is_refused"
         ),
         says=r"DID NOT RAISE .*ActorNotFound",
     ),
@@ -64,7 +64,7 @@ _RPC_MUTANTS: Final[Sequence[Mutant]] = (
         old="timeout_ms = math.ceil(timeout_s * 1000)",
         new="timeout_ms = 0",
         command=_pytest(
-            "runtime/test_rpc_deadlines.py::test_a_call_carries_the_time_that_connecting_has_left"
+            "process/runtime/test_rpc_deadlines.py::test_a_call_carries_the_time_that_connecting_has_left"
         ),
         says=r"assert 0 < 0",
     ),
@@ -74,7 +74,7 @@ _RPC_MUTANTS: Final[Sequence[Mutant]] = (
         path="runtime/rpc/rpc_client.py",
         old="                num_taken = 0\n            yield item\n",
         new="            yield item\n",
-        command=_pytest("runtime/test_rpc_streams.py::test_a_slow_reader_slows_the_writer"),
+        command=_pytest("process/runtime/test_rpc_streams.py::test_a_slow_reader_slows_the_writer"),
         says=r"assert \(\d+ - \d+\) <= 8",
     ),
 )
@@ -107,7 +107,7 @@ _RESTART_MUTANTS: Final[Sequence[Mutant]] = (
             "            if not self.has_run and not self._was_killed:\n"
         ),
         command=_pytest(
-            "runtime/test_actor_restarts.py::test_an_end_that_nobody_asked_for_is_reported_"
+            "process/runtime/test_actor_restarts.py::test_an_end_that_nobody_asked_for_is_reported_"
             "and_the_actor_replaced[exit status 0]"
         ),
         says=r"ActorDied: .* was stopped",
@@ -122,7 +122,7 @@ _RESTART_MUTANTS: Final[Sequence[Mutant]] = (
         ),
         new="            self.status",
         command=_pytest(
-            "runtime/test_process.py::test_a_status_that_someone_else_reaped_is_unknown_not_success"
+            "process/runtime/test_process.py::test_a_status_that_someone_else_reaped_is_unknown_not_success"
         ),
         says=r"assert ExitStatus\(code=0\) == ExitStatus\(code=None\)",
     ),
@@ -232,7 +232,7 @@ _PACKING_MUTANTS: Final[Sequence[Mutant]] = (
         old="(offsets[positions] + samples - starts[owners])",
         new="np.arange(len(samples))",
         command=_pytest(
-            "rollout/test_batch.py::test_a_sample_brings_the_rewards_of_its_whole_group_"
+            "unit/rollout/test_batch.py::test_a_sample_brings_the_rewards_of_its_whole_group_"
             "also_where_ranks_share_it"
         ),
         says=r"assert \[0, 1, 2\] == \[0, 2, 4\]",
@@ -243,7 +243,7 @@ _PACKING_MUTANTS: Final[Sequence[Mutant]] = (
         old="all(one.cost <= cap or",
         new="all(one.cost <= _SPLIT_RATIO * cap or",
         command=_pytest(
-            "rollout/test_batching.py::test_one_micro_batch_more_rather_than_a_little_beyond_"
+            "unit/rollout/test_batching.py::test_one_micro_batch_more_rather_than_a_little_beyond_"
             "the_token_cap"
         ),
         says=r"assert \[12\] == \[4, 8\]",
