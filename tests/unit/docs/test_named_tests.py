@@ -9,8 +9,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-DOCUMENTS = ["README.md", "Makefile", *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]
-NAMED = re.compile(r"(tests/[\w/]+\.py)(?:::(\w+))?")
+DOCUMENTS = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "Makefile",
+    *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md")),
+]
+NAMED = re.compile(r"(tests/(?!\S*NAME)[\w/]+\.py)(?:::(\w+))?")
 
 
 @cache

@@ -7,10 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from umbra.runtime.errors import ConfigError
 from umbra.trainer.algorithms.algorithm_loading import load_advantage_estimator, load_loss
 from umbra.trainer.algorithms.algorithm_names import ADVANTAGE_ESTIMATORS, LOSSES
+from umbra.trainer.algorithms.base import LossInputs
+from umbra.trainer.config.trainer_config import TrainSection
 
 
 @pytest.fixture(autouse=True)
@@ -19,8 +22,25 @@ def own_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_every_registered_loss_is_there(name: str) -> None:
-    assert callable(load_loss(name))
+def test_a_registered_loss_has_no_gradient_where_the_advantage_is_0(name: str) -> None:
+    """Training leaves such samples out."""
+    generator = torch.Generator().manual_seed(0)
+    lens = torch.tensor([3, 5, 2])
+    old = torch.randn(10, generator=generator) - 2
+    logprobs = (old + 0.3 * torch.randn(10, generator=generator)).requires_grad_()
+    inputs = LossInputs(
+        rollout_logprobs=old,
+        proximal_logprobs=old + 0.1,
+        advantages=torch.repeat_interleave(torch.tensor([1.0, 0.0, -2.0]), lens),
+        weights=torch.full([10], 0.1),
+        sample_lens=lens,
+    )
+
+    output = load_loss(name)(logprobs, inputs, TrainSection(steps=1))
+    (gradient,) = torch.autograd.grad(output.loss, logprobs)
+
+    assert not gradient[3:8].any()
+    assert gradient[:3].any()
 
 
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
