@@ -38,7 +38,7 @@ class Checked:
     check: Callable[[Any], None]
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
-        """Asked by pydantic, which is loaded then."""
+        """Called by pydantic, which is loaded by then."""
         from pydantic_core.core_schema import no_info_after_validator_function
 
         return no_info_after_validator_function(self._pass, handler(source))
@@ -90,7 +90,8 @@ class Settings:
     __slots__ = ()
 
     def __post_init__(self) -> None:
-        """Raises SettingError naming the first setting whose value its annotation does not allow.
+        """Raises SettingError naming the first setting that is out of its bounds. Types are not
+        checked.
 
         Groups override it to check settings against each other, and call it first.
         """

@@ -88,7 +88,7 @@ def auxiliary_dispatch(name: str, pool: AuxiliaryPoolSettings) -> DispatchConfig
 
 
 def worker_pool_configs(config: TrainerConfig) -> dict[str, AuxiliaryPoolConfig]:
-    """The pools' settings for rollout pools, by name."""
+    """The pools' settings for rollout workers, by name."""
     return {
         name: AuxiliaryPoolConfig(
             generator=_generator_name(name),

@@ -268,7 +268,7 @@ class Trainer:
                 f"the earlier run is kept in {self._run_dir.replaced} until a step is done"
             )
         if step:
-            reporter.note(f"resuming from step {step}")
+            reporter.note(f"resuming after step {step}")
             if step >= config.train.steps:
                 reporter.note(f"train.steps is {config.train.steps}: no step is left to do")
         elif config.run.resume == "auto":

@@ -29,7 +29,6 @@ class EchoEngine(EngineShell[EchoCore]):
             0). A test that knows the bytes of each version can then prove which weights made a
             token, whatever version its label names.
         load_weights: serve as version 0 at once.
-        load_weights: serve as version 0 at once.
     """
 
     def __init__(

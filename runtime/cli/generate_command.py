@@ -94,7 +94,7 @@ def _texts(lines: Iterable[bytes]) -> Iterator[str]:
             raise UmbraError(f"the server's answer is not a completion: {data[:200]!r}") from None
         yield from texts
     if not has_begun:
-        raise UmbraError("the server sent no completion: does it have the OpenAI API?")
+        raise UmbraError("the server sent no completion: is it an OpenAI-compatible server?")
 
 
 def _chunk_texts(chunk: Any) -> list[str]:

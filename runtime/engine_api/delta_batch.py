@@ -102,14 +102,14 @@ class DeltaBatch:
 
 def _check_lengths(columns: dict[str, NDArray[Any]], num_reasons: int) -> None:
     num_runs, num_tokens = len(columns["ids"]), len(columns["tokens"])
-    mask = {
+    lengths = {
         "positions": num_runs,
         "versions": num_runs,
         "offsets": num_runs + 1,
         "logprobs": num_tokens,
         "finished_ids": num_reasons,
     }
-    for name, length in mask.items():
+    for name, length in lengths.items():
         if len(columns[name]) != length:
             raise ProtocolError(f"delta column {name}: {len(columns[name])} values, not {length}")
     offsets = columns["offsets"]

@@ -70,9 +70,8 @@ def check_engine_name(engine: str) -> None:
 def check_lora_engine(engine: str, adapters: Mapping[str, Path]) -> None:
     """Raises SettingError where one of umbra's engines has no LoRA adapters."""
     if adapters and not engine_kind(engine).has_lora:
-        able = " or ".join(repr(name) for name, kind in ENGINES.items() if kind.has_lora)
         raise SettingError(
-            f"lora_adapters: engine {engine!r} has no LoRA adapters; use engine {able}, or leave "
+            f"lora_adapters: engine {engine!r} has no LoRA adapters; use engine 'vllm', or leave "
             "them out"
         )
 

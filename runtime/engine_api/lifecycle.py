@@ -33,7 +33,6 @@ refused before an engine sees it.
 - An engine that loads its weights itself (a judge) starts SERVING in every incarnation. No update
   and no level 2 ever takes its version from it; the pool ensures that.
 - Invalidate: the trainer that made the weights was restarted. A SERVING engine is paused first; in
-- Invalidate: the trainer that made the weights was restarted. A SERVING engine is paused first; in
   ASLEEP and WAKING only the version goes.
 """
 

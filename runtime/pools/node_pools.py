@@ -176,7 +176,7 @@ class NodePools:
         if name in self._hosts:
             raise ConfigError(
                 f"pool {name!r} shares memory with {self._hosts[name]!r}, so umbra wakes it and "
-                "puts it to sleep. Do not do this yourself."
+                "puts it to sleep; do not call wake or sleep on it"
             )
         slicing = self._slicings.get(name)
         if slicing is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from umbra.runtime.engine_api.engine_names import EngineName, check_lora_engine
 from umbra.runtime.errors import SettingError
@@ -20,6 +20,8 @@ from umbra.runtime.settings import (
     Variables,
 )
 from umbra.runtime.weights.transport_choice import TransportSetting
+
+_MAX_TURN_S: Final = 60.0
 
 OnUpdate = Literal["abort", "keep", "drain"]
 
@@ -166,7 +168,7 @@ class AuxiliaryPoolSettings(EnginePoolSettings):
     dtype: Dtype | None = None
     env: Variables = field(default_factory=dict[str, str])
     max_wait_s: Seconds | None = None
-    max_turn_s: Seconds = 60.0
+    max_turn_s: Seconds = _MAX_TURN_S
     start_timeout_s: Seconds = 600.0
     request_timeout_s: Seconds = 1800.0
 
@@ -174,7 +176,7 @@ class AuxiliaryPoolSettings(EnginePoolSettings):
         EnginePoolSettings.__post_init__(self)
         given = [
             name
-            for name, default in (("max_turn_s", 60.0), ("max_wait_s", None))
+            for name, default in (("max_turn_s", _MAX_TURN_S), ("max_wait_s", None))
             if getattr(self, name) != default
         ]
         if self.mode == "standalone" and given:

@@ -65,7 +65,7 @@ def check_config(
         override.put_over(changed)
     try:
         # As JSON, lists become tuples and text becomes paths; all else keeps its type. A date or
-        # time becomes text: no setting takes one.
+        # time becomes text, which no number or truth value takes.
         return TypeAdapter(kind).validate_json(json.dumps(changed, default=str))
     except ValidationError as error:
         problems = [

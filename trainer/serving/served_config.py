@@ -54,7 +54,6 @@ def served_pools(config: ServeConfig) -> list[ServedPoolConfig]:
     Raises:
         ConfigError: two models have the same name; LoRA adapters count as models.
         DataError: a path is not a model directory.
-        DataError: a model directory is not one.
     """
     pools = [_policy(config), *(_auxiliary(config, name) for name in config.pools)]
     sections: dict[str, str] = {}

@@ -86,8 +86,8 @@ class Fleet:
         Args:
             on_report: called after each report.
 
+        Raises:
             UmbraError: the supervisor was lost or has no such pool.
-            UmbraError: the supervisor was lost or knows no such pool.
         """
         pool = self._config.pool
         async with asyncio.TaskGroup() as tasks:

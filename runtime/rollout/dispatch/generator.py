@@ -87,7 +87,7 @@ class Generator:
                     tasks.create_task(self._pool_load.run())
                 await self._fleet.run(self._watch)
         except* UmbraError as group:
-            self._fail(RolloutError(f"the engines' states are lost: {first_leaf(group)}"))
+            self._fail(RolloutError(f"lost track of the engines: {first_leaf(group)}"))
         finally:
             self._starving.watch(False)
         if self._failure is not None:
@@ -352,7 +352,7 @@ def _checked_prompt(
         raise ValueError("the prompt is empty: expected at least one token id")
     if len(prompt) >= config.max_context_len:
         raise ValueError(
-            f"a prompt of {len(prompt)} tokens leaves no free_len in the context of "
+            f"a prompt of {len(prompt)} tokens leaves no room in the context of "
             f"{config.max_context_len}"
         )
     return prompt

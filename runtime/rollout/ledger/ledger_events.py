@@ -147,7 +147,7 @@ class Finished:
     reasons: Sequence[str]
 
     def __post_init__(self) -> None:
-        _require(len(self.uids) == len(self.reasons), "the number of reasons is not that of uids")
+        _require(len(self.uids) == len(self.reasons), "expected one reason per uid")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -158,7 +158,7 @@ class Scored:
     rewards: NDArray[np.float64]
 
     def __post_init__(self) -> None:
-        _require(len(self.uids) == len(self.rewards), "the number of rewards is not that of uids")
+        _require(len(self.uids) == len(self.rewards), "expected one reward per uid")
         _require(bool(np.isfinite(self.rewards).all()), "some rewards are not finite")
 
 

@@ -334,7 +334,7 @@ class LedgerState:
                 f"restoring_step={event.step}"
             )
         if self._restores and self._restores.popleft() != event.step:
-            raise LedgerError(f"going back to step {event.step} was not in `restores`")
+            raise LedgerError(f"`restores` does not list the return to step {event.step}")
         if not self.versions or event.version > max(self.versions):
             self.versions[event.version] = event.step  # it was not announced before the crash
         self.totals.restores += 1

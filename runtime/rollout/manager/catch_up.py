@@ -67,8 +67,8 @@ class CatchUp:
     all together, so this concerns the current version only.
 
     Args:
-        waiting: returns the ranks that wait now, or None. An answer is dropped if other ranks wait
-            than when the supervisor was asked.
+        waiting: returns the ranks that wait now, or None. An answer is dropped if the set of
+            waiting ranks has changed since the supervisor was asked.
         answer: sends one answer to all of them.
     """
 

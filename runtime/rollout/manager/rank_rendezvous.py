@@ -10,8 +10,8 @@ from umbra.runtime.errors import RolloutError
 from umbra.runtime.rollout.alarm import Alarm
 
 _LACKING_S: Final = 1.0
-"""Interval of calling `on_lacking`. Ranks arrive within milliseconds of each other: shorter calls
-in vain, longer leaves engines idle."""
+"""Interval of calling `on_lacking`. Ranks arrive within milliseconds of each other. A shorter
+interval calls needlessly, a longer one leaves engines idle."""
 
 
 class CollectiveCall(NamedTuple):

@@ -339,7 +339,7 @@ class RolloutManager:
         try:
             await self._fleet.run(self._rendezvous.on_pool_change)
         except* UmbraError as group:
-            self._fail(RolloutError(f"the engines' states are lost: {first_leaf(group)}"))
+            self._fail(RolloutError(f"lost track of the engines: {first_leaf(group)}"))
 
     def _fail(self, error: UmbraError) -> None:
         """Ends the job's rollouts: every rank gets the first error."""

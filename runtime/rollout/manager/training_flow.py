@@ -2,7 +2,7 @@
 
     admission -> open: running -> ready (scored) -> leased for a step -> trained
                        |            |
-                       +------------+--> dropped, with a reason; the next prompt takes its order_idx
+                       +------------+--> dropped, with a reason; the next prompt takes its place
 
 Generation continues across steps as far as the staleness bound allows; see `staleness`.
 """

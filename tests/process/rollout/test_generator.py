@@ -215,7 +215,7 @@ def test_a_request_that_no_engine_can_serve_fails_alone(umbra_session: Session) 
 def test_what_cannot_be_asked_is_refused(umbra_session: Session) -> None:
     judge = start(umbra_session)
     wrong: list[tuple[tuple[Any, ...], str]] = [
-        ((np.asarray([], np.int32), 5), "not empty"),
+        ((np.asarray([], np.int32), 5), "prompt is empty"),
         ((np.zeros(1024, np.int32), 5), "leaves no room"),
         ((PROMPT, 0), "max_new_tokens"),
         ((PROMPT, 5, -0.5), "temperature"),

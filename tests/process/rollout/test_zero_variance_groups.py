@@ -38,5 +38,5 @@ def test_a_reward_that_tells_nothing_apart_ends_the_run_with_cause_and_remedy(
         assert "rollout.drop_zero_variance_groups = false" in said
     notes = [text for text in umbra_session_factory.notes if "groups were dropped since" in text]
     assert [note.split()[0] for note in notes[:3]] == ["100", "200", "400"]
-    assert "wants 10 and has 0" in notes[0]
+    assert "needs 10 and has 0" in notes[0]
     assert "rollout.drop_zero_variance_groups is set; the run ends after 1000 in a row" in notes[0]

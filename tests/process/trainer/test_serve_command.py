@@ -175,11 +175,11 @@ def test_a_setup_that_cannot_work_is_an_error_before_anything_starts(
             (("serve", strange), "pool.engine = 'embedded': model_type 'gpt2' is not supported"),
             (("generate", strange, "--prompt", "1"), "model_type 'gpt2' is not supported"),
             (("serve", model, "--port", port), "choose others"),
-            (("serve", model, "--port", 70000), "no port"),
+            (("serve", model, "--port", 70000), "not a port"),
             (("generate", "--prompt", "1"), "--url"),
             (("generate", model, "--prompt", ""), "has 0 tokens"),
             (("generate", model, "--prompt", "1", "--engine", "vlm"), "there is no engine 'vlm'"),
-            (("generate", model, "--prompt", "1", "--temperature", "nan"), "no temperature"),
+            (("generate", model, "--prompt", "1", "--temperature", "nan"), "not a temperature"),
         ]
 
         for arguments, problem in wrong:

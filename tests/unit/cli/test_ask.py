@@ -50,7 +50,7 @@ def test_lines_that_are_no_text_are_passed_over(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        (b"<html></html>", "sent no completion: does it have the OpenAI API?"),
+        (b"<html></html>", "sent no completion: is it an OpenAI-compatible server?"),
         (b'data: {"id": 3}', "answer is not a completion"),
         (b"data: [3]", "answer is not a completion"),
         (b"data: 42<", "answer is not a completion"),

@@ -177,7 +177,7 @@ def test_inconsistent_columns_are_refused() -> None:
         Tokens(uids, starts, offsets, versions, tokens, logprobs * np.float32(np.nan))
     with pytest.raises(ValueError, match="finite"):
         Scored(uids, np.asarray([np.inf]))
-    with pytest.raises(ValueError, match="number of reasons is not that of uids"):
+    with pytest.raises(ValueError, match="expected one reason per uid"):
         Finished(uids, [])
 
 
