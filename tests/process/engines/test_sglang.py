@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sglang_failing
 import torch
 from adapter_fixtures import *  # noqa: F403 - the fixtures
 from conformance_runs import VOCAB_SIZE, MakeEngine, requests, results_of, weights
@@ -400,7 +401,7 @@ def test_a_failed_start_reports_the_errors_of_sglangs_processes(
             "dtype": "float32",
             "max_context_len": 512,
         },
-        sys_path=(str(Path(__file__).parent),),
+        sys_path=(str(Path(sglang_failing.__file__).parent),),
         restart=RestartPolicy(mode="never"),
         essential=False,
         role="engine",
