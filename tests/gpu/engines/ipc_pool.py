@@ -247,7 +247,7 @@ def rank_processes(
             process = subprocess.Popen(
                 [sys.executable, str(program), *arguments],
                 pass_fds=[theirs.fileno()],
-                env=os.environ | dict(env or {}),
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | dict(env or {}),
             )
             theirs.close()
             ranks.append(RankProcess(ours, process))

@@ -21,6 +21,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[2] / "shared/engines"))
+
 from adapter_fixtures import MAX_CONTEXT_LEN
 from adapter_runs import SharedEngine
 from engine_runs import Collector, collect, run_async, running, wire_request
