@@ -14,6 +14,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+import engine_runs
 import pytest
 import torch
 from engine_runs import Collector, collect, make_request, run_async, running, wire_request
@@ -23,7 +24,7 @@ from umbra.engines.embedded.embedded_core import EngineCore
 from umbra.engines.embedded.embedded_engine import EmbeddedEngine
 from umbra.runtime.errors import ConfigError, DataError, EngineError
 
-PROGRAMS = Path(__file__).parent
+HELPERS = Path(engine_runs.__file__).parent
 DEADLINE_S = 60.0
 
 
@@ -314,7 +315,7 @@ def big_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.process
 @pytest.mark.parametrize("level", [1, 2])
 def test_sleep_gives_memory_back_to_the_operating_system(big_model: Path, level: int) -> None:
-    facts = run_program(MEMORY, str(big_model), str(PROGRAMS), str(level))
+    facts = run_program(MEMORY, str(big_model), str(HELPERS), str(level))
 
     awake, asleep = facts["awake"], facts["asleep"]
     freeable = awake["kv_nbytes"] + (awake["weights_nbytes"] if level == 2 else 0)

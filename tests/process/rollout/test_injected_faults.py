@@ -345,6 +345,7 @@ def test_an_engine_that_fails_on_its_way_through_a_step_is_replaced(
         umbra_session.pool("policy").sleep(2)
 
     assert injected(tmp_path, "policy-0") == [f"error ({call})"]
+    live.publish(2)  # a successor whose start the sleep overtook starts with the next sync
     successor = umbra_session.supervisor_call("resolve", "policy-0", 20.0, 1)
     assert successor.incarnation == 2
     assert live.processes()["policy-1"]["num_restarts"] == 0
