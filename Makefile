@@ -38,7 +38,7 @@ drill: $(VENV)/.train assets ## Run the quickstart while engines are killed
 chaos: $(VENV)/.train ## Make 10,000 rollouts while processes are killed and stopped (two minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/chaos/chaos.py --run-dir $(RUNS)/chaos
 
-mutants: $(VENV)/.train ## Plant mistakes in copies of umbra; a test must catch each of them (five minutes)
+mutants: $(VENV)/.train ## Plant mistakes in copies of umbra; a test must catch each of them (four minutes)
 	$(BIN)/python tests/faults/mutants/mutants.py
 
 kills: $(VENV)/.train assets ## Kill the whole job 30 times and resume it each time (five to fifteen minutes)
@@ -50,7 +50,7 @@ assets: $(VENV)/.train ## Make the quickstart's model and data sets (once)
 
 # vLLM is installed while the type checker runs, and tested last: its shared memory has names in
 # /dev/shm, which other tests would report as left behind.
-test: $(VENV)/.dev ## Run everything that continuous integration runs (needs no GPU; 45 minutes)
+test: $(VENV)/.dev ## Run everything that continuous integration runs (needs no GPU; 35 minutes)
 	$(MAKE) --no-print-directory --output-sync=target -j3 lint pyright $(VLLM_VENV)/.made
 	$(BIN)/python -m pytest -m "not alone and not gpu" -n 2 --dist worksteal
 	$(BIN)/python -m pytest -m "alone and not gpu"
