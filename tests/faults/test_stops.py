@@ -117,9 +117,9 @@ def test_a_stop_that_gets_lost_in_a_destructor_is_repeated() -> None:
         class Swallows:
             def __del__(self):
                 print("ready", flush=True)
-                time.sleep(60)  # what a handler raises here is only printed
-
                 time.sleep(60)  # an exception from a handler is only printed here
+
+        with StopSignals(grace_s=60) as stop:
             stop.defer()
             try:
                 with stop.interruptible():
