@@ -50,7 +50,7 @@ assets: $(VENV)/.train ## Make the quickstart's model and data sets (once)
 
 # vLLM is installed while the type checker runs, and tested last: its shared memory has names in
 # /dev/shm, which other tests would report as left behind.
-test: $(VENV)/.dev ## Run everything that continuous integration runs (needs no GPU; 35 minutes)
+test: $(VENV)/.dev ## Run everything that continuous integration runs (needs no GPU; 25 minutes)
 	$(MAKE) --no-print-directory --output-sync=target -j3 lint pyright $(VLLM_VENV)/.made
 	$(BIN)/python -m pytest -m "not alone and not gpu" -n 2 --dist worksteal
 	$(BIN)/python -m pytest -m "alone and not gpu"
@@ -62,7 +62,7 @@ test-vllm: $(VLLM_VENV)/.made ## Run all tests that need a real vLLM, including 
 	    tests/process/engines/test_vllm_output.py \
 	    tests/process/engines/test_vllm_training.py tests/gpu/trainer/test_serving_engines.py
 
-check: static ## Run the two-minute part: format, lint, types, all tests except slow ones
+check: static ## Run format, lint, types and the fast tests (two and a half minutes)
 	$(BIN)/python -m pytest -m "not slow and not alone and not gpu" -n 2 --dist worksteal
 
 format: $(VENV)/.dev ## Format the code and fix what ruff can
