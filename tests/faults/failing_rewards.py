@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import math
 import os
 import sys
 from typing import Any
@@ -36,19 +35,6 @@ async def loop_that_fails_for_3_and_5(ctx: Any, sample: dict[str, Any]) -> float
 
 async def loop_that_never_generates(ctx: Any, sample: dict[str, Any]) -> float:
     return float(len(sample["answer"]))
-
-
-def returns_nan(prompts: list[str], completions: list[str], **columns: Column) -> list[float]:
-    return [math.nan for _ in completions]
-
-
-def one_too_few(prompts: list[str], completions: list[str], **columns: Column) -> list[float]:
-    return [0.0 for _ in completions[1:]]
-
-
-def needs_solution(prompts: list[str], completions: list[str], *, solution: Column) -> list[float]:
-    """Takes a column that the data set does not have."""
-    return [0.0 for _ in solution]
 
 
 def exits(prompts: list[str], completions: list[str], **columns: Column) -> list[float]:

@@ -24,22 +24,28 @@ def test_every_rank_reports_what_the_reward_raised_and_where(folder: Path) -> No
     assert "RewardError: reward function failing_rewards:raises" in by_torchrun
 
 
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        (
+            "reward.function=failing_rewards:raises_for_5",
+            ["RewardError: the evaluation after step 0 failed", "raised ValueError: no digit"],
+        ),
+        (
+            "rollout.agent=failing_rewards:loop_that_fails_for_3_and_5",
+            ["RolloutError: the evaluation after step 0 failed", "raised ValueError: no tool for"],
+        ),
+    ],
+)
 def test_a_failed_evaluation_is_named_with_the_log_that_has_more(
-    folder: Path, assets: Path
+    folder: Path, assets: Path, setting: str, words: list[str]
 ) -> None:
-    reward = "reward.function=failing_rewards:raises_for_5"
     held_out = f"data.eval={assets}/train.jsonl"
 
-    with start_run(folder, reward, held_out, "rollout.max_failed_share=0.9", num_ranks=0) as run:
+    with start_run(folder, setting, held_out, "rollout.max_failed_share=0.9", num_ranks=0) as run:
         ended = run.wait(BAD_INPUT_LIMIT_S)
 
-    ended.check_failed(
-        "RewardError: the evaluation after step 0 failed",
-        "raised ValueError: no digit",
-        "for sample",
-        "eval/",
-        "logs/rollouts.log has the earlier failures",
-    )
+    ended.check_failed(*words, "for sample", "eval/", "logs/rollouts.log has the earlier failures")
     assert "the evaluation after step 0 failed" in (run.run_dir / "logs/rollouts.log").read_text()
 
 
