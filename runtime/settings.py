@@ -1,8 +1,8 @@
-"""What groups of settings are made of: bounds that are written once, and the form that travels.
+"""The parts of groups of settings: bounds, which are written once, and the form that travels.
 
-A group of settings is a frozen dataclass beside the code that uses it. Its annotations say what a
-setting may be. Two readers check them: pydantic where a config file or command line enters, and
-`Settings` itself wherever Python code makes one.
+A group of settings is a frozen dataclass beside the code that uses it. Its annotations hold the
+bounds. pydantic checks them when a config file or command line is read, and `Settings` checks them
+whenever Python code creates a group.
 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class RolloutSettings(Settings):

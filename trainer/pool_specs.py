@@ -1,4 +1,4 @@
-"""From the settings of a pool to the specification that it is started by."""
+"""Turns the settings of a pool into the specification that starts it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def pool_spec(
     max_context_len: int,
     **given: Any,
 ) -> PoolSpec:
-    """Fields that settings and specification both have are the settings'.
+    """A specification that takes each field of the same name from the settings.
 
     Args:
         device_type: the trainer's.
-        given: further fields of the specification, which come before the settings'.
+        given: further fields of the specification; they override those of the settings.
 
     Raises:
         DataError: a LoRA adapter cannot be used with the model.

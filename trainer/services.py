@@ -161,7 +161,7 @@ def worker_specs(config: TrainerConfig) -> list[ActorSpec]:
         "sys_path": user_folders(config),
         "agent": config.rollout.agent,
         "reward_timeout_s": config.reward.timeout_s,
-        # else the other loops would reach their own deadlines while one blocks them.
+        # Otherwise the other loops would reach their own deadlines while one blocks them.
         "block_limit_s": min(config.rollout.block_limit_s, config.rollout.agent_timeout_s / 2),
         "pools": worker_pool_configs(config),
     }

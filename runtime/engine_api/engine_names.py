@@ -1,4 +1,4 @@
-"""The short names of umbra's own engines, and what has to be known of them without importing them.
+"""The short names of umbra's own engines, and facts about them that need no import of an engine.
 
 A trainer checks its settings before any engine starts, and imports neither torch nor an engine.
 """
@@ -16,13 +16,13 @@ from umbra.runtime.settings import Checked
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineKind:
-    """What an engine says of itself.
+    """Facts about an engine.
 
     Attributes:
         target: its `module:Class`.
-        wraps_library: `pool.engine_args` has options of the library, and the engine takes the table
-            as one argument of this name. Else each entry is an argument of the engine's own.
-        has_lora: it takes `lora_adapters`.
+        wraps_library: `pool.engine_args` holds options of a library, and the engine takes the whole
+            table as one argument of that name. Otherwise each entry is an argument of its own.
+        has_lora: the engine takes `lora_adapters`.
     """
 
     target: str
@@ -49,8 +49,8 @@ ENGINES: Final[Mapping[str, EngineKind]] = {
 
 
 def engine_kind(engine: str) -> EngineKind:
-    """Of an engine given by its short name, or of another's `module:Class`, which has LoRA adapters
-    as far as anybody knows before it starts."""
+    """Looks an engine up by its short name. An engine given as `module:Class` is assumed to take
+    LoRA adapters; it refuses them at its start if it does not."""
     return ENGINES.get(engine) or EngineKind(target=engine, has_lora=True)
 
 
@@ -68,7 +68,7 @@ def check_engine_name(engine: str) -> None:
 
 
 def check_lora_engine(engine: str, adapters: Mapping[str, Path]) -> None:
-    """Raises SettingError where one of umbra's engines has no LoRA adapters."""
+    """Raises SettingError if the engine is known not to take LoRA adapters."""
     if adapters and not engine_kind(engine).has_lora:
         raise SettingError(
             f"lora_adapters: engine {engine!r} has no LoRA adapters; use engine 'vllm', or leave "

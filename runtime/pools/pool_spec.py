@@ -35,7 +35,7 @@ class PoolSpec(Settings):
         update_waves: 1 updates all engines at once; more updates one part of them after the other,
             while the others generate. For standalone engines, at most one wave for each.
         load_weights: engines read their weights themselves and serve from the start, as version 0;
-            the pool takes part in no sync. Engines are told by an argument of the same name.
+            the pool takes part in no sync. Engines get it as an argument of the same name.
         bucket_nbytes: size of each of the four buffers that weights travel in, see SyncSettings.
         transport: how weights travel: auto, memfd or cuda_ipc; `transport_choice`.
     """

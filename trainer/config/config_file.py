@@ -1,4 +1,4 @@
-"""Reads a TOML config with command-line overrides, and words what is wrong with it."""
+"""Reads a TOML config with command-line overrides, and words its errors."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ _WORDS: Final = {
     "string_type": "should be text",
     "tuple_type": "should be a list",
 }
-"""For errors that pydantic words for who wrote the Python types."""
+"""Replace messages of pydantic that speak of Python types."""
 _SURE_RATIO: Final = 0.8
-"""How alike a key must be to one of another section; lower, and any key looks like some other."""
+"""Similarity from which a key of another section is suggested. Lower values suggest unrelated
+keys."""
 _Config = TypeVar("_Config", TrainerConfig, ServeConfig)
 
 
@@ -36,11 +37,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainerConfi
 
 
 def read_config(kind: type[_Config], path: str | Path, overrides: Sequence[str] = ()) -> _Config:
-    """Reads `path` and puts `overrides` ("section.key=value", values as in TOML) over it.
+    """Reads `path`; `overrides` ("section.key=value", values as in TOML) replace its values.
 
     Raises:
-        ConfigError: no such file, not TOML, a malformed override, or settings that are wrong:
-            one line for each, with its key, what is allowed, and a close match.
+        ConfigError: there is no such file, it is not TOML, an override is malformed, or settings
+            are wrong. The message names each wrong key, what is allowed, and a close match.
     """
     place = Path(path)
     try:
@@ -58,25 +59,25 @@ def read_config(kind: type[_Config], path: str | Path, overrides: Sequence[str] 
 def check_config(
     kind: type[_Config], values: Mapping[str, Any], source: str, overrides: Sequence[str] = ()
 ) -> _Config:
-    """The same for either kind of config, with `overrides` over it."""
+    """Checks the values of a config, with `overrides` in their place."""
     parsed = [Override.parse(given) for given in overrides]
     changed = copy.deepcopy(dict(values))
     for override in parsed:
-        override.put_over(changed)
+        override.apply_to(changed)
     try:
         # As JSON, lists become tuples and text becomes paths; all else keeps its type. A date or
         # time becomes text, which no number or truth value takes.
         return TypeAdapter(kind).validate_json(json.dumps(changed, default=str))
     except ValidationError as error:
         problems = [
-            _told(problem, source, overrides_behind(problem, parsed, values))
+            _message(problem, source, overrides_behind(problem, parsed, values))
             for problem in error.errors(include_url=False)
         ]
         raise ConfigError("; ".join(problems)) from None
 
 
-def _told(problem: Any, source: str, behind: Sequence[Override]) -> str:
-    """One pydantic error, and where it comes from: the file, or settings on the command line."""
+def _message(problem: Any, source: str, behind: Sequence[Override]) -> str:
+    """One pydantic error and its source: the file, or settings on the command line."""
     text = _describe(problem)
     if not behind:
         return f"{source}: {text}"
@@ -127,7 +128,7 @@ def _close_match(location: tuple[int | str, ...]) -> str:
 
 
 def _settings() -> dict[str, list[str]]:
-    """The names in full of all sections' settings, by that within the section."""
+    """The full names of all settings, by their name within the section."""
     found: dict[str, list[str]] = {}
     for name, section in annotations_of(TrainerConfig).items():
         for field in dataclasses.fields(section) if dataclasses.is_dataclass(section) else ():

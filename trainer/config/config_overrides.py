@@ -1,5 +1,4 @@
-"""Settings given on the command line: put over those of a config file, and found again where one
-of them is what is wrong."""
+"""Settings given on the command line: they replace those of a config file, and errors name them."""
 
 from __future__ import annotations
 
@@ -17,12 +16,12 @@ from umbra.runtime.settings import annotations_of
 from umbra.trainer.config.trainer_config import TrainerConfig
 
 _EMPTY: Final[tuple[Any, ...]] = (None, "", {}, ())
-"""Defaults of settings that need not be there: an empty value takes one out."""
+"""Defaults of optional settings: an empty value removes such a setting."""
 
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """`section.key=value`, as it was given."""
+    """One `section.key=value` argument."""
 
     given: str
     keys: tuple[str, ...]
@@ -30,7 +29,7 @@ class Override:
 
     @classmethod
     def parse(cls, given: str) -> Self:
-        """Raises ConfigError where it is none."""
+        """Raises ConfigError if `given` has another form."""
         dotted, equals, text = given.partition("=")
         keys = tuple(dotted.strip().split("."))
         if not equals or len(keys) < 2 or not all(keys):
@@ -47,26 +46,26 @@ class Override:
     def key(self) -> str:
         return ".".join(self.keys)
 
-    def put_over(self, values: dict[str, Any]) -> None:
-        """Sets it in `values`, or takes it out where it is empty and need not be there.
+    def apply_to(self, values: dict[str, Any]) -> None:
+        """Sets it in `values`, or removes it if it is empty and optional.
 
         Raises:
-            ConfigError: it is no setting of a section, or is empty and has to be there.
+            ConfigError: it is not a setting of a section, or is empty and required.
         """
-        takes_out = not self.text and _may_be_left_out(self.keys)
+        is_removed = not self.text and _may_be_left_out(self.keys)
         table = values
         for key in self.keys[:-1]:
-            inner: Any = table.get(key, {}) if takes_out else table.setdefault(key, {})
+            inner: Any = table.get(key, {}) if is_removed else table.setdefault(key, {})
             if not isinstance(inner, dict):
                 raise ConfigError(f"override {self.given!r}: {key} is a value, not a section")
             table = cast("dict[str, Any]", inner)
-        if takes_out:
+        if is_removed:
             table.pop(self.keys[-1], None)
         else:
             table[self.keys[-1]] = self._value()
 
     def _value(self) -> Any:
-        """A TOML value, or the bare text where it is none or text is what the key takes."""
+        """A TOML value; or the bare text, if it is not TOML or the key takes text."""
         if not self.text and _is_setting(self.keys):
             raise ConfigError(
                 f"{self.given} (command line): {self.key} cannot be unset; give it a value"
@@ -83,10 +82,10 @@ class Override:
 def overrides_behind(
     problem: Any, overrides: Sequence[Override], file_values: Mapping[str, Any]
 ) -> list[Override]:
-    """Those that brought what one pydantic error is about; none where it is the file alone.
+    """The overrides that caused one pydantic error; none if the file alone did.
 
     Args:
-        file_values: settings as they were without the overrides.
+        file_values: the settings without the overrides.
     """
     location = tuple(str(part) for part in problem["loc"])
     if problem["type"] == "missing":
@@ -110,7 +109,7 @@ def _below(location: tuple[str, ...], overrides: Sequence[Override]) -> list[Ove
 
 
 def _is_named(override: Override, text: str, file_values: Mapping[str, Any]) -> bool:
-    """Whether an error about several settings tells of this one, or of the table it made."""
+    """Whether an error about several settings names this one, or the table that it created."""
     is_new_table = not _has(file_values, override.keys[:-1])
     names = override.keys[-2:] if is_new_table else override.keys[-1:]
     return any(re.search(rf"\b{re.escape(name)}\b", text) for name in names)
@@ -126,7 +125,7 @@ def _has(values: Mapping[str, Any], location: Sequence[str]) -> bool:
 
 
 def inner_annotation(annotation: Any, key: int | str) -> Any:
-    """What a section has under `key`, or a table of sections; None where nothing is known."""
+    """The annotation of `key` in a section or a table of sections; None if there is no such key."""
     if annotation is Any:
         return Any
     if _is_table(annotation):
@@ -158,7 +157,7 @@ def _is_setting(keys: Sequence[str]) -> bool:
 
 
 def _may_be_left_out(keys: Sequence[str]) -> bool:
-    """Whether it is an optional setting, or an entry of a table for which no text is no value."""
+    """Whether it is an optional setting, or an entry of a table whose values are not text."""
     table = _annotation(keys[:-1])
     if _is_table(table):
         return inner_annotation(table, keys[-1]) is not str
@@ -166,7 +165,7 @@ def _may_be_left_out(keys: Sequence[str]) -> bool:
 
 
 def _default(section: Any, key: str) -> Any:
-    """MISSING where it has none."""
+    """MISSING if it has no default."""
     (field,) = (field for field in fields(section) if field.name == key)
     return field.default if field.default_factory is MISSING else field.default_factory()
 

@@ -317,7 +317,7 @@ class TrainerConfig:
 
     @property
     def run_name(self) -> str:
-        """How the run is called in progress and report."""
+        """The name of the run in progress lines and the report."""
         return self.run.name or self.run.dir.absolute().name
 
     @property
@@ -328,8 +328,8 @@ class TrainerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
-    """What `umbra serve` and `umbra generate` read of a config file; the other sections may be
-    there, as in the file of a training run, and are checked."""
+    """The sections that `umbra serve` and `umbra generate` use. The others of a training config may
+    be present, and are checked."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
