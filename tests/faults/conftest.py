@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import preloaded_python
 import pytest
 from run_assets import write_assets
 from whole_runs import write_config
 
 
 @pytest.fixture(scope="session")
-def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def fork_server() -> None:
+    """What `start_run` needs. Before the first test, which would seem to leave it behind."""
+    preloaded_python.start_server()
+
+
+@pytest.fixture(scope="session")
+def assets(tmp_path_factory: pytest.TempPathFactory, fork_server: None) -> Path:
     """Holds model/ and train.jsonl, see `write_assets`."""
     folder = tmp_path_factory.mktemp("assets")
     write_assets(folder)

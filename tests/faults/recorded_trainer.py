@@ -19,6 +19,7 @@ from typing import Any
 
 from umbra.runtime import collective
 from umbra.runtime.session import Session
+from umbra.trainer import train
 from umbra.trainer.command_line import run_program
 
 
@@ -65,5 +66,5 @@ def _sample(columns: Mapping[str, Any], idx: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    collective.__dict__["Rollouts"] = RecordedRollouts  # before the trainer imports it
+    train.__dict__["Rollouts"] = RecordedRollouts
     run_program()

@@ -13,12 +13,12 @@ from whole_runs import GONE_WITHIN_S, start_run
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 # Seconds after the first rank was seen. Ranks bind themselves to the agent first, and then start
-# guardian and supervisor. The small job's actor starts at once; the trainer loads torch first.
+# guardian and supervisor. The small job's actor starts at once; the trainer loads a model first.
 _OF_A_SMALL_JOB = (
     *(0.0, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2),
     *(0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 1.0, 1.25, 1.5),
 )
-_OF_THE_TRAINER = (0.1, 1.0, 7.0)
+_OF_THE_TRAINER = (0.1, 0.5, 1.5)
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ _OF_THE_TRAINER = (0.1, 1.0, 7.0)
 def test_nothing_is_left_of_a_job_whose_agent_was_killed_as_it_started(
     folder: Path, program: str, after_s: float
 ) -> None:
-    with start_run(folder, program=program) as run:
+    with start_run(folder, "train.steps=100000", program=program) as run:
         run.wait_for_a_rank()
         time.sleep(after_s)
         there = Counter(kind_of(line, program) for line in run.living())

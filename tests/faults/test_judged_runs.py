@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import time
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pool_log import assert_never_both_awake
-from test_training_runs import read_summary, run, start, write_config
+from test_training_runs import read_summary, run, write_config
 from training_models import save_model
+from whole_runs import start_run
 
 from umbra.trainer.reporting.metrics_log import read_metrics
 
@@ -30,8 +27,7 @@ max_num_seqs = 16
 
 
 @pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("UMBRA_LOG_LEVEL", "DEBUG")
+def config(tmp_path: Path, fork_server: None) -> Path:
     save_model(tmp_path / "model", initializer_range=0.02)
     save_model(tmp_path / "judge", seed=7)
     for name, count in (("train", 64), ("eval", 16)):
@@ -43,6 +39,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
+DEBUG = {"UMBRA_LOG_LEVEL": "DEBUG"}
 JUDGED = "reward.function=digit_rewards:judged"
 
 
@@ -55,21 +52,12 @@ def supervisor_log(config: Path) -> Path:
     return config.parent / "run/logs/supervisor.log"
 
 
-@contextmanager
-def killed(process: subprocess.Popen[str]) -> Generator[None]:
-    """At the end, whatever comes."""
-    try:
-        yield
-    finally:
-        process.kill()
-
-
 def num_turns(config: Path) -> int:
     return supervisor_log(config).read_text().count("pool judge has the memory after policy")
 
 
 def test_a_hybrid_run_shares_its_memory_with_a_judge(config: Path) -> None:
-    run(config, 2, JUDGED)
+    run(config, 2, JUDGED, environ=DEBUG)
 
     summary, steps = read_summary(config.parent), steps_of(config)
     assert [row["step"] for row in steps] == [1, 2, 3, 4]
@@ -84,7 +72,7 @@ def test_a_hybrid_run_shares_its_memory_with_a_judge(config: Path) -> None:
 def test_an_asynchronous_run_is_interrupted_for_its_judge(config: Path) -> None:
     run(
         config, 0, JUDGED, "pool.mode=standalone", "rollout.max_staleness=1",
-        "pools.judge.max_wait_s=0.2",
+        "pools.judge.max_wait_s=0.2", environ=DEBUG,
     )  # fmt: skip
 
     assert [row["step"] for row in steps_of(config)] == [1, 2, 3, 4]
@@ -95,7 +83,7 @@ def test_an_asynchronous_run_is_interrupted_for_its_judge(config: Path) -> None:
 
 def test_a_judge_of_its_own_is_always_awake_and_takes_part_in_talks(config: Path) -> None:
     reward = "reward.function=digit_rewards:judged_in_talk"
-    run(config, 0, reward, "pools.judge.mode=standalone", "train.steps=2")
+    run(config, 0, reward, "pools.judge.mode=standalone", "train.steps=2", environ=DEBUG)
 
     assert [row["step"] for row in steps_of(config)] == [1, 2]
     assert num_turns(config) == 0
@@ -106,18 +94,18 @@ def test_a_judge_of_its_own_is_always_awake_and_takes_part_in_talks(config: Path
 def test_an_engine_that_dies_in_the_judges_turn_costs_nothing_but_time(
     config: Path, victim: str
 ) -> None:
-    log, processes = supervisor_log(config), config.parent / "run/processes.json"
-    with start(config, 0, JUDGED) as process, killed(process):
-        deadline = time.monotonic() + 60
-        # its first turn is for its start
-        while not (log.exists() and num_turns(config) >= 2):
-            assert time.monotonic() < deadline
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.002)
-        os.kill(json.loads(processes.read_text())[victim]["pid"], signal.SIGKILL)
-        output, _ = process.communicate(timeout=120)
+    log = supervisor_log(config)
 
-    assert process.returncode == 0, output
+    def is_second_turn() -> bool | None:
+        # The first turn is for the judge's start.
+        return (log.exists() and num_turns(config) >= 2) or None
+
+    with start_run(config.parent, JUDGED, num_ranks=0, environ=DEBUG) as started:
+        started.wait_for("the judge's second turn", is_second_turn, 60.0, every_s=0.002)
+        os.kill(started.pid_of(victim), signal.SIGKILL)
+        ended = started.wait(120.0)
+
+    assert ended.status == 0, ended.output
     assert [row["step"] for row in steps_of(config)] == [1, 2, 3, 4]
     assert read_summary(config.parent)["engine_restarts"] == 1
     assert_never_both_awake(log)

@@ -6,8 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -15,12 +13,14 @@ from typing import Any
 
 import pytest
 from training_models import save_model
+from whole_runs import start_run
 
 from umbra.trainer.reporting.metrics_log import read_metrics
 from umbra.trainer.reporting.metrics_plot import draw, panels
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
+RUN_LIMIT_S = 150.0
 CONFIG = """
 [run]
 dir = "{folder}/run"
@@ -50,7 +50,7 @@ checkpoint_every = 2
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, fork_server: None) -> Path:
     save_model(tmp_path / "model", initializer_range=0.02)
     for name, count in (("train", 64), ("eval", 16)):
         rows = [{"prompt": f"{name} {idx}=", "answer": "low"} for idx in range(count)]
@@ -65,32 +65,14 @@ def write_config(folder: Path, engines: int = 1) -> Path:
     return path
 
 
-def start(config: Path, num_ranks: int, *overrides: str) -> subprocess.Popen[str]:
-    """`num_ranks` of 0 is one rank without torchrun, which starts faster."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    return subprocess.Popen(
-        [
-            *(sys.executable, *(torchrun if num_ranks else [])),
-            *("-m", "umbra.trainer", str(config), *overrides),
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=config.parent,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-
-
-def run(config: Path, num_ranks: int, *overrides: str) -> str:
+def run(
+    config: Path, num_ranks: int, *overrides: str, environ: Mapping[str, str] | None = None
+) -> str:
     """Runs to the end; returns the output."""
-    process = start(config, num_ranks, *overrides)
-    try:
-        output, _ = process.communicate(timeout=150)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == 0, output
-    return output
+    with start_run(config.parent, *overrides, num_ranks=num_ranks, environ=environ) as started:
+        ended = started.wait(RUN_LIMIT_S)
+    assert ended.status == 0, ended.output
+    return ended.output
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
@@ -231,21 +213,14 @@ def check_picture(metrics: Sequence[dict[str, float]]) -> None:
 
 
 def test_sigterm_while_memory_is_offloaded_ends_the_run_with_a_checkpoint(folder: Path) -> None:
-    process = start(
-        write_config(folder), 2, "train.steps=100000", "train.eval_every=0", "train.offload=all"
-    )
-    assert process.stdout is not None
-    try:
-        for line in process.stdout:
-            if line.startswith("step "):
-                break
-        process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate(timeout=30)
-    finally:
-        process.kill()
-        process.wait()
+    write_config(folder)
+    endless = ("train.steps=100000", "train.eval_every=0", "train.offload=all")
+    with start_run(folder, *endless) as started:
+        started.wait_for_step(1)
+        os.kill(started.pid_of("torchrun"), signal.SIGTERM)
+        ended = started.wait(30.0)
 
     summary = read_summary(folder)
-    assert summary["stopped_by"] == "SIGTERM", output
+    assert summary["stopped_by"] == "SIGTERM", ended.output
     checkpoint = folder / "run/checkpoints" / f"step-{summary['steps']:06d}"
     assert (checkpoint / "COMPLETE").exists()

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from preloaded_python import PreloadedProcess
 from run_traces import RunTraces, command_of, environment_of
 
 from umbra.trainer.reporting.metrics_log import read_metrics
@@ -119,11 +120,17 @@ class Run:
         command = [sys.executable, "-m", "torch.distributed.run", *torchrun]
         command = [*command, "--nproc-per-node", str(num_ranks)] if num_ranks else [sys.executable]
         command = [*launcher] if launcher else [*command, "-m", program]
+        command = [*prefix, *command, *settings]
+        variables = _environment() | self._traces.environment | dict(environ)
+        self.process: subprocess.Popen[bytes] | PreloadedProcess
+        if not (prefix or launcher or terminal):
+            self.process = PreloadedProcess(command, folder, variables, self._output)
+            return
         with self._output.open("wb") as output:
             self.process = subprocess.Popen(
-                [*prefix, *command, *settings],
+                command,
                 cwd=folder,
-                env=_environment() | self._traces.environment | dict(environ),
+                env=variables,
                 stdin=subprocess.DEVNULL if terminal is None else terminal.descriptor,
                 stdout=output if terminal is None else terminal.descriptor,
                 stderr=subprocess.STDOUT,
@@ -299,6 +306,9 @@ def start_run(
     terminal: Terminal | None = None,
 ) -> Generator[Run]:
     """Starts a run whose config is `folder`/config.toml (see `write_config`) plus `settings`.
+
+    Needs the fixture `fork_server`: torchrun and the ranks are forks of a process that has imported
+    torch (see `preloaded_python`), except under a `prefix`, `launcher` or `terminal`.
 
     Args:
         num_ranks: 0 is one rank without torchrun, which starts faster.
