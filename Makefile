@@ -54,7 +54,8 @@ test: $(VENV)/.dev ## Run everything that continuous integration runs (needs no 
 	$(MAKE) --no-print-directory --output-sync=target -j3 lint pyright $(VLLM_VENV)/.made
 	$(BIN)/python -m pytest -m "not alone and not gpu" -n 2 --dist worksteal
 	$(BIN)/python -m pytest -m "alone and not gpu"
-	$(VLLM_VENV)/bin/python -m pytest tests/process/engines/test_vllm.py tests/process/engines/test_vllm_training.py
+	$(VLLM_VENV)/bin/python -m pytest -n 2 --dist loadfile \
+	    tests/process/engines/test_vllm.py tests/process/engines/test_vllm_training.py
 
 test-vllm: $(VLLM_VENV)/.made ## Run all tests that need a real vLLM, including those that start and kill many (ten minutes)
 	$(VLLM_VENV)/bin/python -m pytest tests/process/engines/test_vllm.py tests/process/engines/test_vllm_process.py \
@@ -62,7 +63,11 @@ test-vllm: $(VLLM_VENV)/.made ## Run all tests that need a real vLLM, including 
 	    tests/process/engines/test_vllm_output.py \
 	    tests/process/engines/test_vllm_training.py tests/gpu/trainer/test_serving_engines.py
 
-check: static ## Run format, lint, types and the fast tests (two and a half minutes)
+check: $(VENV)/.dev ## Run format, lint, types and the fast tests (two minutes)
+	$(MAKE) --no-print-directory --output-sync=target -j3 lint pyright fast-tests
+
+.PHONY: fast-tests
+fast-tests: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "not slow and not alone and not gpu" -n 2 --dist worksteal
 
 format: $(VENV)/.dev ## Format the code and fix what ruff can
@@ -76,10 +81,7 @@ lint: $(VENV)/.dev
 pyright: $(VENV)/.dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-.PHONY: static pyright
-static: $(VENV)/.dev
-	$(MAKE) --no-print-directory --output-sync=target -j2 lint pyright
-
+.PHONY: pyright
 bench: $(VENV)/.train $(BENCH_VENV)/.made ## Measure umbra against its peers (installs them in .venv-bench)
 	mkdir -p $(RUNS)/bench
 	for what in rpc startup weights; do \

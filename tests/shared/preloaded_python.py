@@ -85,24 +85,23 @@ class PreloadedProcess:
 
 
 class _ForkedRank(subprocess.Popen[bytes]):
-    """`Popen` for torchrun's agent, which forks where `Popen` would also call `exec`."""
+    """`Popen` for torchrun's agent, which only forks where `Popen` would also call `exec`."""
 
-    def _execute_child(self, args: tuple[str, ...], *rest: Any) -> None:
-        environment = rest[_ENVIRONMENT]
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._environment = environment
+        super().__init__(command)
+
+    def _execute_child(self, args: Sequence[str], *rest: Any) -> None:
         self.pid = os.fork()
         if self.pid == 0:
             os.setsid()
-            _become(list(args), environment)
+            _become(list(args), self._environment)
         self._child_created = True
-
-
-# Of `Popen._execute_child`, behind `args`.
-_ENVIRONMENT: Final = 5
 
 
 def _fork_rank(handler: Any, args: tuple[str, ...], env: dict[str, str]) -> _ForkedRank:
     """Takes the place of `SubprocessHandler._popen`."""
-    return _ForkedRank(args, env=env)
+    return _ForkedRank(args, env)
 
 
 def _begin(command: list[str], folder: Path, environment: dict[str, str], output: Path) -> NoReturn:
@@ -138,7 +137,7 @@ def _become(command: list[str], environment: Mapping[str, str]) -> NoReturn:
     SubprocessHandler._popen = _fork_rank  # pyright: ignore
     status = _status_of(command[at + 1])
     threading._shutdown()  # pyright: ignore
-    atexit._run_exitfuncs()
+    atexit._run_exitfuncs()  # pyright: ignore
     with contextlib.suppress(OSError):
         sys.stdout.flush()
     os._exit(status)

@@ -41,12 +41,12 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The workload and the number of engine failures. A group's trajectories share a prompt."""
+    """Trajectories, by default 1,000 in groups of one prompt, and the number of faults."""
 
-    num_steps: int
-    groups_per_step: int
     dtype: str
     temperature: float
+    num_steps: int = 20
+    groups_per_step: int = 10
     seed: int = 3
     tokens_between_faults: int = 2500
 

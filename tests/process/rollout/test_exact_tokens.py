@@ -34,19 +34,15 @@ from umbra.runtime.session import Session
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
-FULL: Final = {"num_steps": 20, "groups_per_step": 10}  # 1,000 trajectories
-REDUCED: Final = {"num_steps": 8, "groups_per_step": 3, "tokens_between_faults": 600}
 TEMPERATURES: Final = {"greedy": 0.0, "sampled": 1.0}
 WAYS: Final = pytest.mark.parametrize("way", TEMPERATURES)
-SIZES: Final = pytest.mark.parametrize("size", [REDUCED, FULL], ids=["reduced", "full"])
 
 
-@SIZES
 @WAYS
 def test_in_float64_nothing_differs(
-    umbra_session: Session, tmp_path: Path, tiny_model_dir: Path, way: str, size: dict[str, int]
+    umbra_session: Session, tmp_path: Path, tiny_model_dir: Path, way: str
 ) -> None:
-    work = Work(dtype="float64", temperature=TEMPERATURES[way], **size)
+    work = Work(dtype="float64", temperature=TEMPERATURES[way])
 
     wanted = asyncio.run(run_in_peace(tiny_model_dir, work))
     found, happened = run_interrupted(umbra_session, tmp_path, tiny_model_dir, work)
@@ -61,12 +57,11 @@ def test_in_float64_nothing_differs(
     assert_interrupted(happened, work)
 
 
-@SIZES
 @WAYS
 def test_in_float32_every_difference_is_a_near_tie(
-    umbra_session: Session, tmp_path: Path, twins_dir: Path, way: str, size: dict[str, int]
+    umbra_session: Session, tmp_path: Path, twins_dir: Path, way: str
 ) -> None:
-    work = Work(dtype="float32", temperature=TEMPERATURES[way], **size)
+    work = Work(dtype="float32", temperature=TEMPERATURES[way])
 
     wanted = asyncio.run(run_in_peace(twins_dir, work))
     found, happened = run_interrupted(umbra_session, tmp_path, twins_dir, work)
@@ -89,15 +84,13 @@ def test_in_float32_every_difference_is_a_near_tie(
 def assert_interrupted(happened: Interruptions, work: Work) -> None:
     """The run was as rough as it was meant to be."""
     assert happened.syncs == work.num_steps + 1
-    assert happened.cuts >= work.num_samples // 12
     assert happened.segments >= work.num_samples + happened.cut_trajectories
-    if work.num_steps >= FULL["num_steps"]:
-        assert happened.cuts >= work.num_samples // 4
-        assert happened.cut_trajectories >= work.num_samples // 10
-        assert happened.counters["aborts"] >= work.num_samples // 10
-        assert happened.kills >= 2
-        assert happened.engine_aborts >= 1
-        assert happened.counters["engines_lost"] >= happened.kills + 2, "streams that broke"
+    assert happened.cuts >= work.num_samples // 4
+    assert happened.cut_trajectories >= work.num_samples // 10
+    assert happened.counters["aborts"] >= work.num_samples // 10
+    assert happened.kills >= 2
+    assert happened.engine_aborts >= 1
+    assert happened.counters["engines_lost"] >= happened.kills + 2, "streams that broke"
 
 
 def first_difference(one: list[int], other: list[int]) -> int:
