@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import os
 import sys
 
 for module in (
@@ -19,6 +20,8 @@ for module in (
 ):
     importlib.import_module(module)
 
-SYSTEM_PATH = tuple(sys.path[1:])
+_ADDED = os.environ["PYTHONPATH"].split(os.pathsep)
+SYSTEM_PATH = tuple(path for path in sys.path[1:] if path not in _ADDED)
+"""`sys.path` of a Python without PYTHONPATH."""
 
 gc.freeze()  # so that no fork's garbage collection copies pages

@@ -1,8 +1,14 @@
-"""`python -m MODULE` as a fork of a process that has imported torch: a tenth of the usual start.
+"""`python -m MODULE` as a fork of a process that has imported torch and umbra, to save the seconds
+that this takes.
 
-A fork is a process like any other: /proc shows its own command line and environment, it has the
-signal handlers, descriptors and `sys.path` of a new interpreter, and the ranks of a torchrun in it
-are forks of that process. It ends without the interpreter's finalization.
+A fork has the command line and the environment of its own in /proc, where umbra looks at processes,
+and the signal handlers, descriptors, arguments and `sys.path` of a new interpreter
+(tests/faults/test_preloaded_python.py compares them). If it is torchrun, its ranks are forks, too.
+What differs:
+
+- Modules read their environment variables before the fork, and all forks share one hash seed.
+- A process ends without the interpreter's finalization.
+- There must be no GPU: CUDA does not survive a fork.
 """
 
 from __future__ import annotations
@@ -10,6 +16,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import gc
 import multiprocessing
 import os
 import runpy
@@ -23,25 +30,23 @@ from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, Final, NoReturn
+from unittest.mock import patch
 
 _FORKS: Final = multiprocessing.get_context("forkserver")
 _PR_SET_MM: Final = 35
 _PR_SET_MM_MAP: Final = 14
 _NO_FD: Final = 0xFFFFFFFF
+_START_LIMIT_S: Final = 30.0
 _shown: Final[list[object]] = []
-"""What /proc shows of a fork has to stay where it is."""
+"""Keeps the memory alive from which /proc reads."""
 
 
 def start_server() -> None:
     """Starts the server that every `PreloadedProcess` needs; it ends with this process."""
     _FORKS.set_forkserver_preload(["preloaded_modules"])
-    inherited = os.environ.get("PYTHONPATH", "")
-    paths = (inherited, str(Path(__file__).parent))
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    try:
+    paths = (os.environ.get("PYTHONPATH", ""), str(Path(__file__).parent))
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, paths))):
         forkserver.ensure_running()
-    finally:
-        os.environ["PYTHONPATH"] = inherited
 
 
 class PreloadedProcess:
@@ -58,9 +63,13 @@ class PreloadedProcess:
         self, command: Sequence[str], folder: Path, environment: Mapping[str, str], output: Path
     ) -> None:
         output.write_bytes(b"")
-        arguments = (list(command), folder, dict(environment), output)
+        started, starting = _FORKS.Pipe(duplex=False)
+        arguments = (list(command), folder, dict(environment), output, starting)
         self._process = _FORKS.Process(target=_begin, args=arguments)
-        self._process.start()
+        with started:
+            with starting:
+                self._process.start()
+            assert started.poll(_START_LIMIT_S), "the fork did not begin"
         assert self._process.pid is not None
         self.pid = self._process.pid
 
@@ -94,17 +103,28 @@ class _ForkedRank(subprocess.Popen[bytes]):
     def _execute_child(self, args: Sequence[str], *rest: Any) -> None:
         self.pid = os.fork()
         if self.pid == 0:
-            os.setsid()
-            _become(list(args), self._environment)
+            try:
+                os.setsid()
+                _become(list(args), self._environment)
+            finally:  # an error must not continue as a second agent
+                os._exit(1)
         self._child_created = True
 
 
 def _fork_rank(handler: Any, args: tuple[str, ...], env: dict[str, str]) -> _ForkedRank:
     """Takes the place of `SubprocessHandler._popen`."""
+    assert handler._stdout is None, "not for torchrun's --redirects and --tee"
     return _ForkedRank(args, env)
 
 
-def _begin(command: list[str], folder: Path, environment: dict[str, str], output: Path) -> NoReturn:
+def _begin(
+    command: list[str],
+    folder: Path,
+    environment: dict[str, str],
+    output: Path,
+    starting: object,
+) -> NoReturn:
+    """`starting` is closed once /proc shows the command."""
     os.setsid()
     os.chdir(folder)
     with open(os.devnull, "rb") as nothing, output.open("ab") as file:
@@ -119,15 +139,15 @@ def _become(command: list[str], environment: Mapping[str, str]) -> NoReturn:
     from preloaded_modules import SYSTEM_PATH
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-        with contextlib.suppress(OSError):  # libc keeps two real-time signals to itself
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     os.environ.clear()
     os.environ.update(environment)
     _shown.append(_show(command, environment))
+    gc.freeze()  # objects of the parent would close descriptors that are no longer theirs
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     at = command.index("-m")
     sys.orig_argv, sys.argv = command, command[at:]
     del sys.argv[1]

@@ -1,27 +1,24 @@
-"""Every kind of injected fault against a real supervisor and manager, with the embedded engine.
+"""Every kind of injected fault against a real supervisor and manager.
 
 Whatever happens to one of two engines, or both, the batch is that of an undisturbed run: the same
-tokens, because in float64 they depend on seed, prompt and position alone.
+tokens, because they depend on seed, position and context alone, and the logprobs of the published
+weights. `test_exact_tokens` has the embedded engine under faults.
 """
-
-# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
 
 from __future__ import annotations
 
-import asyncio
 import re
 import time
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from live_rollouts import LiveRollouts, merged, while_generating
-from safetensors.torch import load_file
+import torch
+from live_rollouts import VOCAB_SIZE, LiveRollouts, merged, while_generating
 
-from umbra.engines.embedded.embedded_engine import EmbeddedEngine
+from umbra.engines.echo.echo_tokens import EchoTokens, echo_logprobs
+from umbra.engines.echo.echo_weights import weights_fingerprint
 from umbra.runtime.pools.pool_spec import PoolMode
 from umbra.runtime.rollout.buffer.prompt_order import PromptOrder, trajectory_seed
 from umbra.runtime.session import Session
@@ -31,7 +28,15 @@ pytestmark = [pytest.mark.process]
 
 BUDGET = 64
 NUM_STEPS = 4
-SETTINGS: dict[str, Any] = {"dtype": "float64", "max_context_len": 256, "max_num_seqs": 16}
+WEIGHTS = {"w": torch.arange(10.0)}
+FINGERPRINT = weights_fingerprint([WEIGHTS["w"].numpy().tobytes()])
+ENGINE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "tokens_per_s": 200.0,  # so that faults come in the middle
+    "weights_in_logprobs": True,
+    "max_num_seqs": 16,
+    "tick_ms": 10.0,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,39 +48,20 @@ class Completion:
 Completions = dict[str, Completion]
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tiny_model_dir: Path) -> list[Completions]:
-    """The expected samples of the steps, from one engine without a manager."""
-    return [asyncio.run(generate(tiny_model_dir, step)) for step in range(NUM_STEPS)]
-
-
-async def generate(model_dir: Path, step: int) -> Completions:
+def undisturbed(step: int) -> Completions:
+    """The expected samples of a step."""
     order = PromptOrder(8, seed=0)
-    places = [(*order.at(step * 4 + place), k) for place in range(4) for k in range(4)]
-    requests: list[dict[str, Any]] = [
-        {
-            "id": idx,
-            "tokens": np.array([prompt + 1, 2, 3], np.int32),
-            "position": 0,
-            "seed": trajectory_seed(0, epoch, prompt, k),
-            "max_new_tokens": BUDGET,
-            "temperature": 1.0,
-            "stop_token_ids": [],
-        }
-        for idx, (epoch, prompt, k) in enumerate(places)
-    ]
-    completions = [Completion() for _ in requests]
-    async with EmbeddedEngine(model_path=str(model_dir), load_weights=True, **SETTINGS) as engine:
-        await engine.submit(requests)
-        async with aclosing(engine.deltas()) as batches:
-            while min(len(completion.tokens) for completion in completions) < BUDGET:
-                batch = await anext(batches)
-                bounds = batch["offsets"].tolist()
-                for run, idx in enumerate(batch["ids"].tolist()):
-                    own = slice(bounds[run], bounds[run + 1])
-                    completions[idx].tokens.extend(batch["tokens"][own].tolist())
-                    completions[idx].logprobs.extend(batch["logprobs"][own].tolist())
-    return {f"e{e}/p{p}/{k}": completions[idx] for idx, (e, p, k) in enumerate(places)}
+    completions: Completions = {}
+    for place in range(4):
+        epoch, prompt = order.at(step * 4 + place)
+        for k in range(4):
+            seed = trajectory_seed(0, epoch, prompt, k)
+            drawn = EchoTokens(seed, [prompt + 1, 2, 3], vocab_size=VOCAB_SIZE).draw(BUDGET)
+            logprobs = echo_logprobs(drawn.keys, FINGERPRINT)
+            completions[f"e{epoch}/p{prompt}/{k}"] = Completion(
+                drawn.tokens.tolist(), logprobs.tolist()
+            )
+    return completions
 
 
 def assert_whole(batches: list[dict[str, Any]], wanted: Completions) -> None:
@@ -85,14 +71,12 @@ def assert_whole(batches: list[dict[str, Any]], wanted: Completions) -> None:
         name: completion.tokens for name, completion in wanted.items()
     }
     for name, sample in samples.items():
-        # Other batch shapes change the last bits.
-        assert sample["logprobs"] == pytest.approx(wanted[name].logprobs, abs=1e-5)
+        assert sample["logprobs"] == wanted[name].logprobs
 
 
 def start_live(
     session: Session,
     folder: Path,
-    model_dir: Path,
     *faults: dict[str, Any],
     config: dict[str, Any],
     seed: int = 7,
@@ -100,18 +84,16 @@ def start_live(
     **pool: Any,
 ) -> LiveRollouts:
     """Two engines that are as faulty as asked for, and all that a batch needs."""
-    weights = load_file(str(model_dir / "model.safetensors"))
-    kwargs: dict[str, Any] = {"model_path": str(model_dir), "tick_ms": 10.0, **SETTINGS}
     return LiveRollouts(
         session,
         folder,
         pool_mode=pool_mode,
         pool={
             "engine": "umbra.engines.faulty.faulty_engine:FaultyEngine",
-            "kwargs": {"inner": "embedded", "seed": seed, "faults": list(faults), **kwargs},
+            "kwargs": {"inner": "echo", "seed": seed, "faults": list(faults), **ENGINE},
             **pool,
         },
-        weights={name: tensor.double() for name, tensor in weights.items()},
+        weights=WEIGHTS,
         config={"max_new_tokens": BUDGET, **config},
     )
 
@@ -191,19 +173,17 @@ QUICK = {"kill", "drop", "repeat earlier"}
 def test_the_batch_is_that_of_an_undisturbed_run(
     umbra_session_factory: SessionFactory,
     tmp_path: Path,
-    tiny_model_dir: Path,
-    undisturbed: list[Completions],
     name: str,
 ) -> None:
     case = CASES[name]
     fault = {"after_tokens": 100, "engines": ["policy-0"], "incarnations": [1], **case.fault}
     session = umbra_session_factory()
-    live = start_live(session, tmp_path, tiny_model_dir, fault, config=case.config, **case.pool)
+    live = start_live(session, tmp_path, fault, config=case.config, **case.pool)
     live.publish(1)
 
     batches = live.next_batch(0)
 
-    assert_whole(batches, undisturbed[0])
+    assert_whole(batches, undisturbed(0))
     assert injected(tmp_path, "policy-0") == [case.logged] * case.fault.get("times", 1)
     assert injected(tmp_path, "policy-1") == []
     assert counters(live)[case.counter] >= 1, counters(live)
@@ -219,18 +199,16 @@ def test_the_batch_is_that_of_an_undisturbed_run(
 def test_a_late_engine_is_waited_for(
     umbra_session: Session,
     tmp_path: Path,
-    tiny_model_dir: Path,
-    undisturbed: list[Completions],
     kind: str,
     delay_s: float,
 ) -> None:
     fault = {"kind": kind, "for_s": delay_s, "after_tokens": 100, "engines": ["policy-0"]}
-    live = start_live(umbra_session, tmp_path, tiny_model_dir, fault, config=PATIENT)
+    live = start_live(umbra_session, tmp_path, fault, config=PATIENT)
     live.publish(1)
 
     batches = live.next_batch(0)
 
-    assert_whole(batches, undisturbed[0])
+    assert_whole(batches, undisturbed(0))
     assert injected(tmp_path, "policy-0") == [f"{kind} ({delay_s} s)"]
     # The stalled batch is late once, the slow engine's many ones add up.
     assert batches[0]["metrics"]["gen_s"] > (delay_s if kind == "stall" else 3 * delay_s)
@@ -239,28 +217,24 @@ def test_a_late_engine_is_waited_for(
 
 @pytest.mark.slow
 def test_a_pool_that_stalls_as_a_whole_continues_once_it_can(
-    umbra_session: Session, tmp_path: Path, tiny_model_dir: Path, undisturbed: list[Completions]
+    umbra_session: Session, tmp_path: Path
 ) -> None:
     stall = {"kind": "stall", "for_s": 5.0, "after_tokens": 100}
-    live = start_live(
-        umbra_session, tmp_path, tiny_model_dir, stall, config={"delta_timeout_s": 1.5}
-    )
+    live = start_live(umbra_session, tmp_path, stall, config={"delta_timeout_s": 1.5})
     live.publish(1)
 
     batches = live.next_batch(0)
 
-    assert_whole(batches, undisturbed[0])
+    assert_whole(batches, undisturbed(0))
     assert batches[0]["metrics"]["gen_s"] > 5.0
     assert counters(live)["engines_lost"] >= 2, "both were given up"
     assert live.processes()["policy-0"]["num_restarts"] == 0, "but not killed"
 
 
 @pytest.mark.slow
-def test_a_stall_may_outlast_a_sync(
-    umbra_session: Session, tmp_path: Path, tiny_model_dir: Path, undisturbed: list[Completions]
-) -> None:
+def test_a_stall_may_outlast_a_sync(umbra_session: Session, tmp_path: Path) -> None:
     stall = {"kind": "stall", "for_s": 5.0, "after_tokens": 100, "engines": ["policy-0"]}
-    live = start_live(umbra_session, tmp_path, tiny_model_dir, stall, config=PATIENT)
+    live = start_live(umbra_session, tmp_path, stall, config=PATIENT)
     live.publish(1)
     published_at: list[float] = []
 
@@ -274,7 +248,7 @@ def test_a_stall_may_outlast_a_sync(
         batches = live.next_batch(0)
         complete_at = time.monotonic()
 
-    assert_whole(batches, undisturbed[0])
+    assert_whole(batches, undisturbed(0))
     assert batches[0]["metrics"]["gen_s"] > 5.0
     assert complete_at - published_at[0] > 1.0, "the sync did not wait for the stall's end"
     assert counters(live)["engines_lost"] == 0
@@ -282,31 +256,29 @@ def test_a_stall_may_outlast_a_sync(
 
 @pytest.mark.slow
 def test_requests_that_an_engine_does_not_take_are_offered_again(
-    umbra_session: Session, tmp_path: Path, tiny_model_dir: Path, undisturbed: list[Completions]
+    umbra_session: Session, tmp_path: Path
 ) -> None:
     refusals = {"kind": "error", "call": "submit", "after_tokens": 0, "times": 3}
-    live = start_live(umbra_session, tmp_path, tiny_model_dir, refusals, config=PATIENT)
+    live = start_live(umbra_session, tmp_path, refusals, config=PATIENT)
     live.publish(1)
 
     batches = live.next_batch(0)
 
-    assert_whole(batches, undisturbed[0])
+    assert_whole(batches, undisturbed(0))
     assert injected(tmp_path, "policy-0") == ["error (submit)"] * 3
     assert batches[0]["metrics"]["interruptions"] > 0
 
 
 @pytest.mark.slow
-def test_an_abort_that_fails_costs_the_link(
-    umbra_session: Session, tmp_path: Path, tiny_model_dir: Path, undisturbed: list[Completions]
-) -> None:
+def test_an_abort_that_fails_costs_the_link(umbra_session: Session, tmp_path: Path) -> None:
     place = {"after_tokens": 100, "engines": ["policy-0"]}
     faults = [{"kind": "drop", **place}, {"kind": "error", "call": "abort", **place}]
-    live = start_live(umbra_session, tmp_path, tiny_model_dir, *faults, config=IMPATIENT)
+    live = start_live(umbra_session, tmp_path, *faults, config=IMPATIENT)
     live.publish(1)
 
     batches = live.next_batch(0)
 
-    assert_whole(batches, undisturbed[0])
+    assert_whole(batches, undisturbed(0))
     assert injected(tmp_path, "policy-0") == ["drop (batch)", "error (abort)"]
     assert counters(live)["gaps"] >= 1
     assert counters(live)["engines_lost"] >= 1
@@ -329,19 +301,15 @@ def test_an_abort_that_fails_costs_the_link(
 def test_an_engine_that_fails_on_its_way_through_a_step_is_replaced(
     umbra_session: Session,
     tmp_path: Path,
-    tiny_model_dir: Path,
-    undisturbed: list[Completions],
     call: str,
 ) -> None:
     place = {"after_tokens": 0, "engines": ["policy-0"], "incarnations": [1]}
     error = {"kind": "error", "call": call, **place}
-    live = start_live(
-        umbra_session, tmp_path, tiny_model_dir, error, config=PATIENT, pool_mode="hybrid"
-    )
+    live = start_live(umbra_session, tmp_path, error, config=PATIENT, pool_mode="hybrid")
 
     for step in range(2):
         live.publish(step)
-        assert_whole(live.next_batch(step), undisturbed[step])
+        assert_whole(live.next_batch(step), undisturbed(step))
         umbra_session.pool("policy").sleep(2)
 
     assert injected(tmp_path, "policy-0") == [f"error ({call})"]
@@ -356,8 +324,6 @@ def test_an_engine_that_fails_on_its_way_through_a_step_is_replaced(
 def test_faults_of_all_kinds_at_random_points_change_nothing(
     umbra_session: Session,
     tmp_path: Path,
-    tiny_model_dir: Path,
-    undisturbed: list[Completions],
     seed: int,
 ) -> None:
     faults = [
@@ -370,11 +336,11 @@ def test_faults_of_all_kinds_at_random_points_change_nothing(
         {"kind": "error", "call": "submit", "every_tokens": 300, "times": 3},
         {"kind": "error", "call": "deltas", "every_tokens": 900, "times": 1},
     ]
-    live = start_live(umbra_session, tmp_path, tiny_model_dir, *faults, config=IMPATIENT, seed=seed)
+    live = start_live(umbra_session, tmp_path, *faults, config=IMPATIENT, seed=seed)
 
     for step in range(NUM_STEPS):
         live.publish(step)
-        assert_whole(live.next_batch(step), undisturbed[step])
+        assert_whole(live.next_batch(step), undisturbed(step))
 
     kinds = {line for name in ("policy-0", "policy-1") for line in injected(tmp_path, name)}
     assert len(kinds) >= 4, kinds
