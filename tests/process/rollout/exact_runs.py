@@ -41,14 +41,14 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Trajectories, by default 1,000 in groups of one prompt, and the number of faults."""
+    """Trajectories, by default 300 in groups of one prompt, and the number of faults."""
 
     dtype: str
     temperature: float
-    num_steps: int = 20
-    groups_per_step: int = 10
+    num_steps: int = 12
+    groups_per_step: int = 5
     seed: int = 3
-    tokens_between_faults: int = 2500
+    tokens_between_faults: int = 1000
 
     @property
     def num_prompts(self) -> int:
