@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.restart_policy import RestartPolicy
+from umbra.runtime.cluster.placement import PoolMode, engine_name
 from umbra.runtime.engine_api.engine_names import EngineName, engine_target
 from umbra.runtime.errors import ConfigError, SettingError
 from umbra.runtime.pools.pool_settings import OnUpdate, check_update_waves
 from umbra.runtime.pools.time_slicing import SlicingRules
 from umbra.runtime.settings import Positive, Settings
 from umbra.runtime.weights.transport_choice import TransportSetting
-
-PoolMode = Literal["hybrid", "standalone", "colocated"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +86,7 @@ class PoolSpec(Settings):
         own_weights = {"load_weights": True} if self.load_weights else {}
         return [
             ActorSpec(
-                name=f"{self.name}-{idx}",
+                name=engine_name(self.name, idx),
                 target=engine_target(self.engine),
                 kwargs={**self.kwargs, **own_weights},
                 restart=self.restart,

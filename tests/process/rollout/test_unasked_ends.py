@@ -10,8 +10,8 @@ import pytest
 from ending_actors import ENDS, IN_HERE
 from live_rollouts import LiveRollouts, merged, while_generating
 
+from umbra.runtime.cluster.placement import PoolMode
 from umbra.runtime.errors import ConnectionLost
-from umbra.runtime.pools.pool_spec import PoolMode
 from umbra.runtime.testing.session_factory import SessionFactory
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]

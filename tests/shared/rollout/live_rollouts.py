@@ -21,9 +21,10 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.restart_policy import RestartPolicy
+from umbra.runtime.cluster.placement import PoolMode
 from umbra.runtime.collective import SessionSync
 from umbra.runtime.errors import RolloutError
-from umbra.runtime.pools.pool_spec import PoolMode, PoolSpec
+from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rollout.ledger.ledger_history import read_history
 from umbra.runtime.rollout.ledger.ledger_replay import replay
 from umbra.runtime.rollout.ledger.ledger_state import LedgerState

@@ -1,0 +1,250 @@
+"""Which rank and engine is on which GPUs: layouts one by one, then any job against what must
+always hold."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from umbra.runtime.cluster.placement import Assignment, Node, Plan, PoolRequest, plan_placement
+from umbra.runtime.errors import ConfigError
+
+
+def node(num_gpus: int, num_ranks: int) -> Node:
+    return Node(gpus=tuple(map(str, range(num_gpus))), num_ranks=num_ranks)
+
+
+def policy(mode: Any = "hybrid", num_gpus: int = 1, **settings: Any) -> PoolRequest:
+    return PoolRequest(name="policy", mode=mode, num_gpus=num_gpus, **settings)
+
+
+def judge(mode: Any = "colocated", num_gpus: int = 1, **settings: Any) -> PoolRequest:
+    host = "policy" if mode == "colocated" else ""
+    return PoolRequest(name="judge", mode=mode, num_gpus=num_gpus, shares_with=host, **settings)
+
+
+def gpus(plan: Plan, pool: str = "policy") -> list[tuple[int, ...]]:
+    return [place.gpus for place in plan.engines[pool]]
+
+
+def test_hybrid_engines_share_the_ranks_gpus() -> None:
+    plan = plan_placement([node(2, 2)], [policy()])
+
+    assert [rank.gpus for rank in plan.ranks] == [(0,), (1,)]
+    assert gpus(plan) == [(0,), (1,)]
+
+
+def test_a_tensor_parallel_engine_has_neighbouring_gpus() -> None:
+    plan = plan_placement([node(8, 8)], [policy(num_gpus=4)])
+
+    assert gpus(plan) == [(0, 1, 2, 3), (4, 5, 6, 7)]
+
+
+def test_a_number_of_engines_leaves_the_other_gpus_to_the_ranks() -> None:
+    plan = plan_placement([node(8, 8)], [policy(count=3)])
+
+    assert gpus(plan) == [(0,), (1,), (2,)]
+
+
+def test_standalone_engines_get_the_gpus_without_ranks() -> None:
+    plan = plan_placement([node(8, 2)], [policy("standalone", num_gpus=2)])
+
+    assert gpus(plan) == [(2, 3), (4, 5), (6, 7)]
+
+
+def test_standalone_pools_with_a_number_are_served_before_one_that_gets_the_rest() -> None:
+    plan = plan_placement([node(8, 2)], [policy("standalone"), judge("standalone", 2, count=1)])
+
+    assert gpus(plan, "judge") == [(2, 3)]
+    assert gpus(plan) == [(4,), (5,), (6,), (7,)]
+
+
+def test_a_judge_takes_turns_on_the_gpus_of_its_host() -> None:
+    plan = plan_placement([node(8, 4)], [judge(num_gpus=2), policy("standalone")])
+
+    assert gpus(plan) == [(4,), (5,), (6,), (7,)]
+    assert gpus(plan, "judge") == [(4, 5), (6, 7)]
+
+
+def test_without_ranks_on_gpus_all_gpus_are_for_engines() -> None:
+    plan = plan_placement([node(4, 0)], [policy("hybrid"), judge("standalone", count=1)])
+
+    assert gpus(plan, "judge") == [(0,)]
+    assert gpus(plan) == [(1,), (2,), (3,)]
+
+
+def test_gpus_by_hand_override_the_mode_and_may_be_shared() -> None:
+    by_hand = policy("standalone", gpus=(0, 0))
+
+    assert gpus(plan_placement([node(1, 1)], [by_hand])) == [(0,), (0,)]
+
+
+def test_other_pools_avoid_gpus_that_were_chosen_by_hand() -> None:
+    plan = plan_placement([node(4, 1)], [policy("standalone"), judge("standalone", gpus=(2,))])
+
+    assert gpus(plan) == [(1,), (3,)]
+
+
+def test_on_the_cpu_a_pool_has_one_engine_or_as_many_as_set() -> None:
+    pools = [policy(num_gpus=0), judge(num_gpus=0, count=3)]
+
+    plan = plan_placement([node(0, 0)], pools)
+
+    assert [len(plan.engines[name]) for name in ("policy", "judge")] == [1, 3]
+    assert plan.table() == []
+
+
+def test_a_process_sees_its_own_gpus_first_in_the_form_that_the_job_was_given() -> None:
+    names = ("GPU-b", "GPU-a", "GPU-d", "GPU-c")
+
+    plan = plan_placement([Node(gpus=names, num_ranks=4)], [policy(num_gpus=2)])
+
+    visible = [plan.visible_gpus(place) for place in plan.engines["policy"]]
+    assert visible == ["GPU-b,GPU-a,GPU-d,GPU-c", "GPU-d,GPU-c,GPU-b,GPU-a"]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "pools", "said"),
+    [
+        (
+            [node(2, 2)],
+            [policy(num_gpus=2, count=2)],
+            "pool 'policy': its engines need 2 x 2 GPUs, and the ranks' GPUs are 2 in number, "
+            "enough for 1: lower count or the tensor-parallel size, or start more ranks",
+        ),
+        (
+            [node(1, 1)],
+            [policy("standalone")],
+            "pool 'policy': its engines need 1 x 1 GPUs, and the GPUs left without ranks and "
+            "engines are 0 in number, .* start fewer ranks \\(job.trainer_gpus_per_node\\), or set "
+            "gpus to share",
+        ),
+        ([node(3, 3), node(3, 3)], [policy(num_gpus=4)], "need 1 x 4 GPUs, .* are 3 \\+ 3 in"),
+        (
+            [node(4, 2)],
+            [policy("standalone"), judge(num_gpus=4)],
+            "'judge': .* 1 x 4 GPUs, and the GPUs of pool 'policy' are 2 .* 'standalone'",
+        ),
+        ([node(2, 2)], [policy(gpus=(0, 2))], "gpus has 2, and node 0 has 2 GPUs"),
+        ([node(2, 2)], [policy(gpus=(1, 1), num_gpus=2)], "one engine the GPUs \\[1, 1\\]"),
+        ([node(2, 2)], [policy(gpus=(0, 1), count=3)], "need 3 x 1 .* those in gpus are 2 in"),
+        ([node(2, 2)], [policy(gpus=(0,), num_gpus=0)], "gpus is set, .* on the CPU"),
+        ([node(1, 2)], [policy()], "node 0 has 2 ranks and 1 GPUs"),
+    ],
+)  # fmt: skip
+def test_a_plan_without_a_place_for_all_names_the_numbers(
+    nodes: list[Node], pools: list[PoolRequest], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        plan_placement(nodes, pools)
+
+
+# -- any job -----------------------------------------------------------------------------
+
+Job = tuple[list[Node], list[PoolRequest]]
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> Job:
+    """Nodes and pools; not all have a plan."""
+    nodes: list[Node] = []
+    for _ in range(draw(st.integers(1, 4))):
+        num_gpus = draw(st.integers(0, 8))
+        nodes.append(node(num_gpus, draw(st.integers(0, num_gpus))))
+
+    def pool(name: str, mode: Any, host: str = "") -> PoolRequest:
+        return PoolRequest(
+            name=name,
+            mode=mode,
+            num_gpus=draw(st.sampled_from((0, 1, 1, 2, 3, 4))),
+            count=draw(st.none() | st.integers(1, 6)),
+            shares_with=host,
+        )
+
+    pools = [pool("policy", draw(st.sampled_from(("hybrid", "standalone"))))]
+    for idx in range(draw(st.integers(0, 2))):
+        is_colocated = draw(st.booleans())
+        mode = "colocated" if is_colocated else "standalone"
+        pools.append(pool(f"aux{idx}", mode, "policy" if is_colocated else ""))
+    return nodes, pools
+
+
+def planned(job: Job) -> Plan:
+    try:
+        return plan_placement(*job)
+    except ConfigError:
+        assume(False)
+        raise
+
+
+def engines_by_gpu(places: dict[str, tuple[Assignment, ...]]) -> Counter[tuple[int, int]]:
+    return Counter(
+        (place.node, gpu) for engines in places.values() for place in engines for gpu in place.gpus
+    )
+
+
+@given(jobs())
+def test_no_gpu_is_oversubscribed(job: Job) -> None:
+    nodes, pools = job
+    plan = planned(job)
+
+    modes = {pool.name: pool.mode for pool in pools}
+    permanent = {name: e for name, e in plan.engines.items() if modes[name] == "standalone"}
+    turns = {name: e for name, e in plan.engines.items() if modes[name] != "standalone"}
+    ranks = {(rank.node, rank.gpus[0]) for rank in plan.ranks}
+
+    always_used = engines_by_gpu(permanent)
+    assert not ranks & always_used.keys()
+    assert set(always_used.values()) <= {1}
+    for name, engines in turns.items():  # one of them is awake at a time
+        used = engines_by_gpu({name: engines})
+        assert set(used.values()) <= {1}
+        hosts = permanent.keys() & {pool.shares_with for pool in pools if pool.name == name}
+        own = engines_by_gpu({host: permanent[host] for host in hosts})
+        assert not used.keys() & (always_used.keys() - own.keys())
+    assert all(gpu < len(nodes[n].gpus) for n, gpu in always_used)
+
+
+@given(jobs())
+def test_every_rank_and_engine_has_a_place(job: Job) -> None:
+    nodes, pools = job
+    plan = planned(job)
+
+    assert len(plan.ranks) == sum(node.num_ranks for node in nodes)
+    assert list(plan.engines) == [pool.name for pool in pools]
+    for pool in pools:
+        places = plan.engines[pool.name]
+        assert len(places) == pool.count if pool.count else len(places) > 0
+        assert all(len(place.gpus) == pool.num_gpus for place in places)
+        assert list(places) == sorted(places, key=lambda place: (place.node, place.gpus))
+
+
+@given(jobs())
+def test_the_same_job_gets_the_same_plan(job: Job) -> None:
+    plan = planned(job)
+
+    assert plan_placement(*job) == plan
+    assert plan.table() == plan_placement(*job).table()
+
+
+@given(jobs(), st.integers(1, 5))
+def test_more_engines_move_no_other_engine_of_the_pool(job: Job, count: int) -> None:
+    nodes, pools = job
+    fewer = planned((nodes, [replace(pools[0], count=count)]))
+    more = planned((nodes, [replace(pools[0], count=count + 1)]))
+
+    assert more.engines["policy"][:count] == fewer.engines["policy"]
+
+
+@given(st.integers(1, 4), st.integers(1, 8), st.sampled_from((1, 2, 4, 8)))
+def test_auto_fills_every_node(num_nodes: int, num_gpus: int, size: int) -> None:
+    assume(size <= num_gpus)
+
+    plan = plan_placement([node(num_gpus, num_gpus)] * num_nodes, [policy(num_gpus=size)])
+
+    assert len(plan.engines["policy"]) == num_nodes * (num_gpus // size)
