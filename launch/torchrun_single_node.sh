@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Trains on this machine with one rank per GPU, or with two ranks without a GPU.
+# Trains on this machine with one rank on each of the trainer's GPUs (job.trainer_gpus_per_node, by
+# default all), or with two ranks without a GPU.
 #
 #   launch/torchrun_single_node.sh CONFIG.toml [section.key=value ...]
 #
@@ -12,11 +13,7 @@ if [[ $# -lt 1 ]]; then
     exit 2
 fi
 
-num_gpus=0
-if command -v nvidia-smi >/dev/null; then
-    num_gpus=$(nvidia-smi --list-gpus | wc -l)
-fi
-num_ranks=${NUM_RANKS:-$((num_gpus > 0 ? num_gpus : 2))}
+num_ranks=${NUM_RANKS:-$(python -m umbra.trainer.rank_count "$@")}
 
 # torchrun would handle SIGHUP and pass it on to the ranks even if it is ignored.
 if [[ -n $(trap -p HUP) ]]; then

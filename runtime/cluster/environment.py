@@ -5,6 +5,7 @@
 | RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE | torchrun | who this process is; without RANK it is rank 0 of 1 |
 | TORCHELASTIC_RUN_ID, TORCHELASTIC_RESTART_COUNT, TORCHELASTIC_MAX_RESTARTS | torchrun | which job, how often its ranks were and may be restarted |
 | TORCHELASTIC_ERROR_FILE | torchrun | with rank and job it names this start of this rank, which tells a wrapper from torchrun's agent |
+| CUDA_VISIBLE_DEVICES | user, Slurm | the node's GPUs that the job may use, in its order; unset: all |
 | UMBRA_SOCKET_ROOT | user | folder for sockets, default /tmp/umbra-UID; must be node-local and short |
 | UMBRA_SECRET_FILE | user | file with the job's keys, default ~/.config/umbra/jobs/JOB |
 | UMBRA_LOG_LEVEL | user | level of umbra's own processes, default INFO |
@@ -19,6 +20,7 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Final, Self
 
@@ -119,6 +121,19 @@ def bind_to_agent(environ: Mapping[str, str] = os.environ) -> TorchrunAgent | No
 @functools.cache
 def _bind(variables: tuple[tuple[str, str], ...]) -> TorchrunAgent:
     return TorchrunAgent.bind(dict(variables))
+
+
+def visible_gpus(num_gpus: int, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """The GPUs that this job may use on this node, as CUDA_VISIBLE_DEVICES names them.
+
+    Args:
+        num_gpus: how many there are at most.
+    """
+    named = environ.get("CUDA_VISIBLE_DEVICES")
+    if named is None:
+        return tuple(map(str, range(num_gpus)))
+    names = (name.strip() for name in named.split(","))
+    return tuple(takewhile(lambda name: name not in ("", "-1"), names))[:num_gpus]
 
 
 def socket_root(environ: Mapping[str, str] = os.environ) -> Path:

@@ -94,6 +94,10 @@ class Nvml:
     def close(self) -> None:
         self._library.nvmlShutdown()
 
+    @property
+    def num_devices(self) -> int:
+        return len(self._devices)
+
     def read(self, pids: Collection[int]) -> GpuReading:
         """What is used now, and how much of it `pids` hold. A device that does not report counts as
         0."""
@@ -132,3 +136,12 @@ class Nvml:
         ours = [process for process in self._processes(device) if process.pid in pids]
         # A process that is listed holds some memory, whether NVML knows how much or not.
         return sum(max(1, p.used) if p.used != _UNKNOWN_NBYTES else 1 for p in ours)
+
+
+def count_gpus() -> int:
+    """The GPUs of this machine; 0 without NVML."""
+    nvml = Nvml.open()
+    if nvml is None:
+        return 0
+    nvml.close()
+    return nvml.num_devices

@@ -86,6 +86,19 @@ class RunSection(Settings):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JobSection(Settings):
+    """`[job]`: the machines.
+
+    Attributes:
+        trainer_gpus_per_node: GPUs of each node that the trainer gets, the first ones, one for each
+            rank. The launch scripts start so many ranks. Lower numbers leave GPUs to standalone
+            engines. Default: all.
+    """
+
+    trainer_gpus_per_node: Positive | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSection(Settings):
     """`[model]`: the policy.
 
@@ -279,6 +292,7 @@ class TrainerConfig:
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     run: RunSection = RunSection()
+    job: JobSection = JobSection()
     model: ModelSection
     data: DataSection
     reward: RewardSection
@@ -334,6 +348,7 @@ class ServeConfig:
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     run: RunSection = RunSection()
+    job: JobSection = JobSection()
     model: ModelSection
     data: DataSection | None = None
     reward: RewardSection | None = None

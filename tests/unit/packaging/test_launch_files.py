@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -35,6 +36,46 @@ def test_a_launch_script_without_a_config_says_how_to_call_it(script: Path) -> N
 
     assert done.returncode == 2
     assert "usage:" in done.stderr
+
+
+@pytest.mark.parametrize("script", ["torchrun_single_node.sh", "single_node.sbatch"])
+def test_a_launch_script_starts_the_ranks_that_the_config_asks_for(
+    script: str, tmp_path: Path
+) -> None:
+    for name in ("torchrun", "srun"):  # in their place: what they would have been given
+        (tmp_path / name).write_text('#!/bin/sh\necho "$0" "$@"\n')
+        (tmp_path / name).chmod(0o755)
+    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+
+    done = subprocess.run(
+        ["bash", REPOSITORY / "launch" / script, CONFIGS[0], "train.steps=1"],
+        env={**os.environ, "PATH": path, "CUDA_VISIBLE_DEVICES": ""},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+    assert f"--nproc-per-node 2 -m umbra.trainer {CONFIGS[0]} train.steps=1" in done.stdout
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_launch_script_ends_with_the_configs_error(tmp_path: Path) -> None:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+
+    done = subprocess.run(
+        [REPOSITORY / "launch/torchrun_single_node.sh", CONFIGS[0], "train.stepz=1"],
+        env={**os.environ, "PATH": path},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+    assert done.returncode == 1
+    assert "umbra: train.stepz=1 (command line): train.stepz is unknown" in done.stderr
 
 
 def test_the_slurm_template_asks_for_one_task_a_node() -> None:
