@@ -48,6 +48,23 @@ class Checked:
         return value
 
 
+@dataclass(frozen=True, slots=True)
+class _NumberOrAuto:
+    """The bound of a number that may be "auto"; an error names both at once."""
+
+    least: int
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
+        """Called by pydantic, which is loaded by then."""
+        from pydantic_core.core_schema import custom_error_schema, union_schema
+
+        either = union_schema([handler(Annotated[int, Ge(self.least)]), handler(Literal["auto"])])
+        return custom_error_schema(either, "number_or_auto", custom_error_message=f"use {self}")
+
+    def __str__(self) -> str:
+        return f"{self.least} or more, or 'auto'"
+
+
 def check_function_name(spec: str) -> None:
     module, colon, function = spec.partition(":")
     parts = [*module.split("."), *function.split(".")]
@@ -68,6 +85,7 @@ def _check_no_nul_in_items(items: Mapping[str, str]) -> None:
 
 Positive = Annotated[int, Ge(1)]
 Count = Annotated[int, Ge(0)]
+PositiveOrAuto = Annotated[int | Literal["auto"], _NumberOrAuto(1)]
 Seconds = Annotated[float, Gt(0)]
 Share = Annotated[float, Ge(0), Lt(1)]
 FilePath = Annotated[Path, Checked(_check_no_nul)]
@@ -169,6 +187,8 @@ def _check_bound(name: str, value: Any, bound: object) -> None:
             allowed = f"{le} or less"
         case Lt(lt) if not value < lt:
             allowed = f"less than {lt}"
+        case _NumberOrAuto(least) if value != "auto" and not value >= least:
+            allowed = str(bound)
         case Checked(check):
             try:
                 return check(value)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from umbra.runtime.actor.actor_spec import ActorSpec
+from umbra.runtime.cluster.placement import Plan
 from umbra.runtime.errors import DataError
 from umbra.runtime.pools.pool_settings import AuxiliaryPoolSettings
 from umbra.runtime.pools.pool_spec import PoolSpec
@@ -26,26 +27,23 @@ _BUSY_WAIT_S: Final = 10.0
 """Default of `max_wait_s` if the policy always has work, so that the judge gets its time."""
 
 
-def auxiliary_pool_specs(
-    config: TrainerConfig | ServeConfig, device_type: str, host: str, *, host_gets_idle: bool
-) -> list[PoolSpec]:
-    """The specifications of all auxiliary pools.
+def auxiliary_pool_spec(
+    name: str,
+    config: TrainerConfig | ServeConfig,
+    plan: Plan,
+    device_type: str,
+    host: str,
+    *,
+    host_gets_idle: bool,
+) -> PoolSpec:
+    """The specification of one auxiliary pool.
 
     Args:
+        plan: has the places of its engines.
         device_type: the trainer's.
         host: name of the pool whose GPUs colocated pools share.
         host_gets_idle: whether the host is idle from time to time.
     """
-    return [_pool_spec(name, config, device_type, host, host_gets_idle) for name in config.pools]
-
-
-def _pool_spec(
-    name: str,
-    config: TrainerConfig | ServeConfig,
-    device_type: str,
-    host: str,
-    host_gets_idle: bool,
-) -> PoolSpec:
     pool = config.pools[name]
     is_colocated = pool.mode == "colocated"
     max_wait_s = pool.max_wait_s
@@ -54,6 +52,7 @@ def _pool_spec(
     return pool_spec(
         name,
         pool,
+        plan,
         model_path=pool.model_path,
         dtype=pool.dtype or config.model.dtype,
         device_type=device_type,

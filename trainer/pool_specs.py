@@ -8,15 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from umbra.runtime.actor.restart_policy import RestartPolicy
+from umbra.runtime.cluster.placement import Plan
 from umbra.runtime.engine_api.engine_names import engine_kind
 from umbra.runtime.engine_api.lora_adapter import LoraAdapter
 from umbra.runtime.pools.pool_settings import EnginePoolSettings
 from umbra.runtime.pools.pool_spec import PoolSpec
+from umbra.trainer.pool_placement import engine_device
 
 
 def pool_spec(
     name: str,
     pool: EnginePoolSettings,
+    plan: Plan,
     *,
     model_path: Path,
     dtype: str,
@@ -27,22 +30,24 @@ def pool_spec(
     """A specification that takes each field of the same name from the settings.
 
     Args:
+        plan: has the places of the engines.
         device_type: the trainer's.
         given: further fields of the specification; they override those of the settings.
 
     Raises:
         DataError: a LoRA adapter cannot be used with the model.
     """
-    cores = len(os.sched_getaffinity(0))
+    cores, engines = len(os.sched_getaffinity(0)), plan.engines[name]
+    device = engine_device(pool, device_type)
     kwargs: dict[str, Any] = {
         "model_path": str(model_path.absolute()),
         "dtype": dtype,
-        "device": device_type if pool.device == "auto" else pool.device,
+        "device": device,
         "max_num_seqs": pool.max_num_seqs,
         "max_context_len": max_context_len,
         "kv_cache_num_tokens": pool.kv_cache_num_tokens,
         "tick_ms": pool.tick_ms,
-        "num_threads": pool.num_threads or max(1, cores // pool.count),
+        "num_threads": pool.num_threads or max(1, cores // len(engines)),
         **engine_kind(pool.engine).arguments(pool.engine_args),
     }
     if pool.lora_adapters:
@@ -58,7 +63,9 @@ def pool_spec(
     }
     fields_of_spec |= {
         "name": name,
+        "count": len(engines),
         "kwargs": kwargs,
+        "visible_gpus": tuple(map(plan.visible_gpus, engines)) if device == "cuda" else (),
         "restart": RestartPolicy(max_restarts=pool.max_restarts),
         "memory_limit_nbytes": pool.memory_limit_mib << 20,
     }

@@ -13,13 +13,14 @@ from typing import Final
 
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.restart_policy import RestartPolicy
+from umbra.runtime.cluster.placement import Plan
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rollout.ledger.ledger_history import ledger_folder
 from umbra.runtime.rollout.rollout_config import DispatchConfig, RolloutConfig
 from umbra.runtime.session import Session
 from umbra.trainer.auxiliary_pools import (
-    auxiliary_pool_specs,
+    auxiliary_pool_spec,
     generator_spec,
     worker_pool_configs,
 )
@@ -84,7 +85,7 @@ class ServiceStarter:
         for future in self._workers:
             future.result()
 
-    def start_engines(self, device_type: str) -> None:
+    def start_engines(self, plan: Plan, device_type: str) -> None:
         """Starts engines once the workers serve; pools that share memory start one by one.
 
         Args:
@@ -93,12 +94,16 @@ class ServiceStarter:
         config = self._config
         in_turn: list[PoolSpec] = []
         host_gets_idle = config.pool.mode != "standalone"
-        for spec in auxiliary_pool_specs(config, device_type, POOL, host_gets_idle=host_gets_idle):
+        for name in config.pools:
+            spec = auxiliary_pool_spec(
+                name, config, plan, device_type, POOL, host_gets_idle=host_gets_idle
+            )
             if spec.mode == "colocated":
                 in_turn.append(spec)
             else:
                 self._start(partial(self._create_pools, [spec]))
-        self._start(partial(self._create_pools, [*in_turn, engine_pool_spec(config, device_type)]))
+        policy = engine_pool_spec(config, plan, device_type)
+        self._start(partial(self._create_pools, [*in_turn, policy]))
 
     def _create_pools(self, specs: Sequence[PoolSpec]) -> None:
         self.wait_for_workers()
@@ -132,7 +137,11 @@ class ServiceStarter:
 
 
 def engine_pool_spec(
-    config: TrainerConfig | ServeConfig, device_type: str, *, load_weights: bool = False
+    config: TrainerConfig | ServeConfig,
+    plan: Plan,
+    device_type: str,
+    *,
+    load_weights: bool = False,
 ) -> PoolSpec:
     """The pool of engines that generate.
 
@@ -143,6 +152,7 @@ def engine_pool_spec(
     return pool_spec(
         POOL,
         config.pool,
+        plan,
         model_path=config.model.path,
         dtype=config.model.dtype,
         device_type=device_type,

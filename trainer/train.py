@@ -10,7 +10,8 @@ from typing import Final
 
 import torch
 
-from umbra.runtime.cluster.environment import TorchrunEnvironment
+from umbra.runtime.cluster.environment import TorchrunEnvironment, visible_gpus
+from umbra.runtime.cluster.placement import Plan
 from umbra.runtime.collective import Rollouts, SessionSync
 from umbra.runtime.errors import ActorError, JobFailed, TransportError, UmbraError
 from umbra.runtime.session import Session
@@ -31,6 +32,7 @@ from umbra.trainer.model.micro_batches import MicroBatchBuilder
 from umbra.trainer.model.model_loading import prepare_causal_lm
 from umbra.trainer.model.optimizer import PolicyOptimizer
 from umbra.trainer.model.policy import Policy
+from umbra.trainer.pool_placement import plan_pools
 from umbra.trainer.reporting.fatal_error_report import FatalErrorReporter
 from umbra.trainer.reporting.metrics_log import MetricsLog
 from umbra.trainer.reporting.metrics_logger import LoggedRun, MetricsLoggers, logger_names
@@ -41,7 +43,13 @@ from umbra.trainer.services import MANAGER, POOL, ServiceStarter, prompt_budget,
 from umbra.trainer.signals import StopSignals
 from umbra.trainer.step import TrainStep
 from umbra.trainer.waits import collective_timeout_s
-from umbra.trainer.world import World, agree_on_signal, from_lead, pick_device
+from umbra.trainer.world import (
+    World,
+    agree_on_signal,
+    count_usable_gpus,
+    from_lead,
+    pick_device,
+)
 
 # How long a rank that lost another one waits for the supervisor to report which rank or process
 # failed first. The supervisor knows within milliseconds; a rank's own errors are delayed this long.
@@ -83,9 +91,11 @@ class Trainer:
         estimate = load_advantage_estimator(config.train.advantage, folders)
         with contextlib.ExitStack() as stack:
             starter = self._starter
+            plan, device_type = self._plan_pools()
             if starter is not None:
-                device = pick_device(config.train.device, self._session.local_rank)
-                starter.start_engines(device.type)
+                for line in plan.table():
+                    self._notes.put(line)
+                starter.start_engines(plan, device_type)
             limit_s = collective_timeout_s(config)
             world = stack.enter_context(World.join(self._environment, config.train.device, limit_s))
             stack.push(self._announce_failure)
@@ -143,6 +153,19 @@ class Trainer:
             loop.run()
             self._stop.disarm()
             self._leave_results(world, policy, reporter, loop.step)
+
+    def _plan_pools(self) -> tuple[Plan, str]:
+        """The places of ranks and engines, and the type of the ranks' device. Every rank makes the
+        same plan, so that all report the same error."""
+        device = pick_device(self._config.train.device, self._session.local_rank)
+        plan = plan_pools(
+            self._config,
+            POOL,
+            device_type=device.type,
+            num_ranks=self._environment.local_world_size,
+            gpus=visible_gpus(count_usable_gpus()),
+        )
+        return plan, device.type
 
     def _send_away(self, offload: HostOffload) -> None:
         with self._stop.uninterruptible():  # otherwise a checkpoint could miss tensors in transit

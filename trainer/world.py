@@ -75,13 +75,18 @@ class World:
             _dist.destroy_process_group()
 
 
+def count_usable_gpus() -> int:
+    """GPUs that torch can use in this process. Creates no context on them."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 def pick_device(setting: Literal["auto", "cpu", "cuda"], local_rank: int) -> torch.device:
     """This rank's device.
 
     Raises:
         ConfigError: the setting is cuda, and there is no GPU for this rank.
     """
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    num_gpus = count_usable_gpus()
     if setting == "cpu" or (setting == "auto" and num_gpus == 0):
         return torch.device("cpu")
     if local_rank >= num_gpus:

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from umbra.engines.sglang.sglang_processes import ignore_sigquit
 from umbra.engines.shell.adapter_settings import AdapterSettings, EngineOptions, read_config
+from umbra.runtime.engine_api.engine_names import engine_kind
 from umbra.runtime.errors import ConfigError
 
 WEIGHT_LOADER: Final = "umbra.engines.sglang.sglang_worker.obey"
@@ -28,6 +29,8 @@ OPTIONS: Final = EngineOptions(
         "context_length": "pool.max_context_len",
         "max_running_requests": "pool.max_num_seqs",
         "max_total_tokens": "pool.kv_cache_num_tokens",
+        "base_gpu_id": "pool.gpus",
+        "gpu_id_step": "pool.gpus",
     },
     fixed={
         "tokenizer_path": _TOKENS,
@@ -77,7 +80,7 @@ class SglangSettings(AdapterSettings):
     @property
     def num_workers(self) -> int:
         """Scheduler processes, one for each GPU."""
-        return self.num_of("tp_size")
+        return engine_kind("sglang").tensor_parallel_size(self.engine_args)
 
     def options(self, known: Collection[str]) -> dict[str, Any]:
         """The arguments for ServerArgs.
@@ -96,12 +99,15 @@ class SglangSettings(AdapterSettings):
             raise ConfigError(
                 f"dtype {self.dtype!r} is not SGLang's; allowed: {', '.join(_DTYPES)}"
             )
+        if self.device != "cuda":
+            raise ConfigError(
+                f"device {self.device!r}: SGLang's published builds need a GPU; use cuda"
+            )
         args = dict(self.engine_args)
         options: dict[str, Any] = {
             "model_path": self.model_path,
             "dtype": self.dtype,
             "device": "cuda",
-            "base_gpu_id": self._gpu_idx(),
             "context_length": self.max_context_len + _SPARE_CONTEXT_LEN,
             "max_running_requests": self.max_num_seqs,
             "skip_tokenizer_init": True,
@@ -144,14 +150,6 @@ class SglangSettings(AdapterSettings):
                 f"max_context_len={self.max_context_len} exceeds the model's "
                 f"max_position_embeddings={limit}"
             )
-
-    def _gpu_idx(self) -> int:
-        name, _, index = self.device.partition(":")
-        if name != "cuda" or (index and not index.isdecimal()):
-            raise ConfigError(
-                f"device {self.device!r}: SGLang's published builds need a GPU; use cuda or cuda:N"
-            )
-        return int(index or 0)
 
 
 def _without_stop_tokens(overrides: Any) -> str:

@@ -40,13 +40,6 @@ class AdapterSettings:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
 
-    def num_of(self, option: str) -> int:
-        """The number that one of the engine's options is set to, else 1."""
-        value = self.engine_args.get(option, 1)
-        if not isinstance(value, int) or value < 1:
-            raise ConfigError(f"pool.engine_args.{option} must be 1 or more, got {value!r}")
-        return value
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:

@@ -189,7 +189,7 @@ class VllmCore(AdapterCore):
         try:
             await self.call(self._llm.update_weights(request))
         except EngineError:
-            if self._settings.num_of("tensor_parallel_size") > 1:
+            if self._settings.num_workers > 1:
                 # vLLM leaves the other workers' answers unread: every later call would get them.
                 self.died.set()
             raise

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from umbra.engines.shell.adapter_settings import AdapterSettings, EngineOptions, read_config
 from umbra.engines.shell.resident_memory import physical_nbytes
+from umbra.runtime.engine_api.engine_names import engine_kind
 from umbra.runtime.engine_api.lora_adapter import LoraAdapter
 from umbra.runtime.errors import ConfigError
 
@@ -30,6 +31,7 @@ OPTIONS: Final = EngineOptions(
         "max_model_len": "pool.max_context_len",
         "max_num_seqs": "pool.max_num_seqs",
         "kv_cache_memory_bytes": "pool.kv_cache_num_tokens",
+        "device_ids": "pool.gpus",
         "enable_lora": "pool.lora_adapters",
     },
     fixed={
@@ -93,6 +95,11 @@ class VllmSettings(AdapterSettings):
     """
 
     lora_adapters: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def num_workers(self) -> int:
+        """Worker processes, one for each GPU where there are GPUs."""
+        return engine_kind("vllm").tensor_parallel_size(self.engine_args)
 
     def options(self, known: Collection[str], *, is_cpu: bool) -> dict[str, Any]:
         """The arguments for AsyncEngineArgs.
@@ -188,7 +195,7 @@ class VllmSettings(AdapterSettings):
         token_nbytes = kv_token_nbytes(
             read_config(self.model_path),
             self.dtype,
-            tensor_parallel_size=self.num_of("tensor_parallel_size"),
+            tensor_parallel_size=self.num_workers,
         )
         if num_tokens is None:
             most = int(physical_nbytes() * _CPU_KV_SHARE_OF_MEMORY) // token_nbytes

@@ -44,7 +44,7 @@ class PoolRequest:
         count: engines of the job. None: as many as the GPUs hold, and 1 on the CPU.
         gpus: by hand: the GPUs of every node that the engines may use, by index. Engines and pools
             may then share a GPU. If empty, the mode decides.
-        shares_with: the pool that a colocated one takes turns with.
+        shares_with: the pool that takes turns with this one if it is colocated.
     """
 
     name: str

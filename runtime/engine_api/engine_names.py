@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-from umbra.runtime.errors import SettingError
+from umbra.runtime.errors import ConfigError, SettingError
 from umbra.runtime.settings import Checked
 
 
@@ -22,25 +22,45 @@ class EngineKind:
         target: its `module:Class`.
         wraps_library: `pool.engine_args` holds options of a library, and the engine takes the whole
             table as one argument of that name. Otherwise each entry is an argument of its own.
+        parallel_option: the one of them that is an engine's number of GPUs; "": it has one.
         has_lora: the engine takes `lora_adapters`.
     """
 
     target: str
     wraps_library: bool = False
+    parallel_option: str = ""
     has_lora: bool = False
 
     def arguments(self, engine_args: Mapping[str, Any]) -> dict[str, Any]:
         """The engine's arguments from `pool.engine_args`."""
         return {"engine_args": engine_args} if self.wraps_library else dict(engine_args)
 
+    def tensor_parallel_size(self, engine_args: Mapping[str, Any]) -> int:
+        """Worker processes of one engine, each with a GPU of its own where there are GPUs.
+
+        Raises:
+            ConfigError: the option is not such a number.
+        """
+        size = engine_args.get(self.parallel_option, 1)
+        if not isinstance(size, int) or size < 1:
+            raise ConfigError(
+                f"pool.engine_args.{self.parallel_option} must be 1 or more, got {size!r}"
+            )
+        return size
+
 
 ENGINES: Final[Mapping[str, EngineKind]] = {
     "embedded": EngineKind(target="umbra.engines.embedded.embedded_engine:EmbeddedEngine"),
     "vllm": EngineKind(
-        target="umbra.engines.vllm.vllm_engine:VllmEngine", wraps_library=True, has_lora=True
+        target="umbra.engines.vllm.vllm_engine:VllmEngine",
+        wraps_library=True,
+        parallel_option="tensor_parallel_size",
+        has_lora=True,
     ),
     "sglang": EngineKind(
-        target="umbra.engines.sglang.sglang_engine:SglangEngine", wraps_library=True
+        target="umbra.engines.sglang.sglang_engine:SglangEngine",
+        wraps_library=True,
+        parallel_option="tp_size",
     ),
     "echo": EngineKind(target="umbra.engines.echo.echo_engine:EchoEngine"),
     # It passes arguments on to the engine that it wraps.

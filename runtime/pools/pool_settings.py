@@ -15,6 +15,7 @@ from umbra.runtime.settings import (
     Dtype,
     FilePath,
     Positive,
+    PositiveOrAuto,
     Seconds,
     Settings,
     Variables,
@@ -31,14 +32,14 @@ def _check_adapter_names(adapters: Mapping[str, Path]) -> None:
         raise ValueError("a LoRA adapter needs a name")
 
 
-def check_update_waves(update_waves: int, mode: str, count: int) -> None:
+def check_update_waves(update_waves: int, mode: str, count: int | Literal["auto"]) -> None:
     """Raises SettingError where a pool cannot be updated in so many waves."""
     if update_waves != 1 and mode != "standalone":
         raise SettingError(
             f"update_waves {update_waves} is for mode 'standalone': {mode} engines generate "
             "nothing when they are updated; set update_waves to 1, or mode to 'standalone'"
         )
-    if not 1 <= update_waves <= count:
+    if count != "auto" and not 1 <= update_waves <= count:
         raise SettingError(
             f"update_waves {update_waves} is not possible with {count} engines: use 1 to {count}, "
             "or raise count"
@@ -53,7 +54,11 @@ class EnginePoolSettings(Settings):
         engine: "embedded", "vllm" or "sglang" (see docs/engines.md), "echo" (no model, for tests:
             give it the model's vocab_size in `engine_args`), "faulty" (wraps another engine and
             makes it fail on purpose, see docs/faults.md), or the "module:Class" of another.
-        count: Number of engines.
+        count: Engines of the job. "auto" is as many as the pool's GPUs hold, and 1 on the CPU.
+        gpus: GPUs of the engines by hand, as numbers from 0 in the order of CUDA_VISIBLE_DEVICES.
+            The first engine gets the first, or with tensor parallelism the first ones, and so on.
+            Engines may share a GPU that is named twice, and pools one that both name. Default:
+            `mode` decides.
         device: Device of the engines. "auto" is cuda where the trainer runs on it.
         max_num_seqs: Completions an engine works on at a time. More use its device better and take
             more KV cache.
@@ -79,7 +84,8 @@ class EnginePoolSettings(Settings):
     """
 
     engine: EngineName = "embedded"
-    count: Positive = 1
+    count: PositiveOrAuto = "auto"
+    gpus: tuple[Count, ...] = ()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     max_num_seqs: Positive = 256
     max_context_len: Positive | None = None
@@ -104,8 +110,8 @@ class PoolSettings(EnginePoolSettings):
     """`[pool]`: the inference engines.
 
     Attributes:
-        mode: "hybrid" engines take turns with the trainer for the memory, and sleep while it
-            computes. "standalone" engines have their own memory and never sleep, which
+        mode: "hybrid" engines take turns with the trainer for the memory of its GPUs, and sleep
+            while it computes. "standalone" engines get GPUs without ranks and never sleep, which
             `rollout.max_staleness` above 0 makes use of.
         on_update: What new weights do to completions in progress. "abort" continues them under the
             new weights from the tokens so far. "keep" does too, without computing their keys again.
@@ -148,9 +154,10 @@ class AuxiliaryPoolSettings(EnginePoolSettings):
         model_path: A Hugging Face model directory with config, safetensors and tokenizer. The
             engines load it themselves, and training does not change it.
         mode: "colocated" pools share the GPUs of the policy's engines by time-slicing. "standalone"
-            pools have their own, and are always awake.
+            pools have GPUs of their own, and are always awake.
         dtype: Data type of computation. Default: `model.dtype`.
-        env: Variables for the engines' processes, such as CUDA_VISIBLE_DEVICES.
+        env: Variables for the engines' processes. On GPUs, `gpus` takes the place of
+            CUDA_VISIBLE_DEVICES.
         max_wait_s: How long requests of a colocated pool wait while the policy generates. Then the
             policy is interrupted, and continues later from the tokens so far, whose keys are
             computed again. Lower values interrupt it more often; between the turns of several

@@ -27,6 +27,7 @@ class PoolSpec(Settings):
         mode: hybrid engines take turns with the trainer (sleep and wake); standalone ones do not;
             colocated ones take turns with the engines of `shares_with`, see `time_slicing`.
         kwargs: for the engine's constructor.
+        visible_gpus: CUDA_VISIBLE_DEVICES of each engine. Empty: all have that of the supervisor.
         shares_with: name of the pool on whose GPUs a colocated one is.
         max_wait_s, max_turn_s: of a colocated pool, see `SlicingRules`.
         on_update: what a sync does to running generation: abort (resumed under the new weights),
@@ -51,6 +52,7 @@ class PoolSpec(Settings):
     stall_limit_s: float = 100.0
     grace_s: float = 3.0
     env: Mapping[str, str] = field(default_factory=dict[str, str])
+    visible_gpus: tuple[str, ...] = ()
     memory_limit_nbytes: int = 0
     on_update: OnUpdate = "abort"
     update_waves: int = 1
@@ -67,6 +69,11 @@ class PoolSpec(Settings):
             check_update_waves(self.update_waves, self.mode, self.count)
         except SettingError as error:
             raise ConfigError(f"pool {self.name!r}: {error}") from None
+        if self.visible_gpus and len(self.visible_gpus) != self.count:
+            raise ConfigError(
+                f"pool {self.name!r}: visible_gpus has {len(self.visible_gpus)} entries for "
+                f"{self.count} engines: give one for each, or none"
+            )
         if (self.mode == "colocated") != bool(self.shares_with):
             raise ConfigError(
                 f"pool {self.name!r}: mode 'colocated' and shares_with, the pool it takes turns "
@@ -95,9 +102,14 @@ class PoolSpec(Settings):
                 busy_limit_s=self.busy_limit_s,
                 stall_limit_s=self.stall_limit_s,
                 grace_s=self.grace_s,
-                env=self.env,
+                env=self._environment(idx),
                 memory_limit_nbytes=self.memory_limit_nbytes,
                 role="engine",
             )
             for idx in range(self.count)
         ]
+
+    def _environment(self, idx: int) -> Mapping[str, str]:
+        if not self.visible_gpus:
+            return self.env
+        return {**self.env, "CUDA_VISIBLE_DEVICES": self.visible_gpus[idx]}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import socket
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Final
@@ -25,13 +25,14 @@ from umbra.runtime.rollout.dispatch.generator import GeneratedPiece
 from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session import Session
 from umbra.trainer.checkpoint.run_lock import RunLock
-from umbra.trainer.config.trainer_config import ServeConfig
 from umbra.trainer.run_files import check_writable
+from umbra.trainer.services import POOL
 from umbra.trainer.serving.choice import StepWriter
 from umbra.trainer.serving.model_text import ModelText
 from umbra.trainer.serving.pool_session import with_pools
 from umbra.trainer.serving.served_config import (
     alone,
+    plan_served,
     pool_specs,
     read_one_engine_config,
     read_serve_config,
@@ -66,6 +67,15 @@ def serve(arguments: argparse.Namespace) -> int:
     run_dir = config.run.dir / "serve"
     check_writable(run_dir)
 
+    started: list[PoolSpec] = []
+
+    def engine_pools() -> list[PoolSpec]:
+        plan = plan_served(config)
+        for line in plan.table():
+            print(line, file=sys.stderr)
+        started.extend(pool_specs(config, plan))
+        return started
+
     def work(session: Session, front: SyncHandle) -> None:
         at_host, at_port = front.call("address")
         shown = f"[{at_host}]" if ":" in at_host else at_host
@@ -75,7 +85,7 @@ def serve(arguments: argparse.Namespace) -> int:
         print(
             f"{names} {'are' if ' and ' in names else 'is'} served at http://{shown}:{at_port}/v1"
         )
-        print(f"engines: {_describe_engines(config)}; logs: {run_dir / 'logs'}")
+        print(f"engines: {_describe_engines(started)}; logs: {run_dir / 'logs'}")
         if not key and not _is_loopback(at_host):
             print("anybody who can reach this address can use it: set --api-key")
         print("Ctrl-C ends it", flush=True)
@@ -84,7 +94,7 @@ def serve(arguments: argparse.Namespace) -> int:
 
     with RunLock(run_dir):
         front = _front_spec(pools, host, port, key)
-        with_pools(partial(pool_specs, config), run_dir, front, work)
+        with_pools(engine_pools, run_dir, front, work)
     return 0
 
 
@@ -154,12 +164,13 @@ def _encode(
     return np.asarray(tokens, np.int32)
 
 
-def _describe_engines(config: ServeConfig) -> str:
+def _describe_engines(pools: Sequence[PoolSpec]) -> str:
     """`2 vllm; judge: 1 embedded, time-sliced`."""
-    parts = [f"{config.pool.count} {config.pool.engine}"]
-    for name, pool in config.pools.items():
+    parts: list[str] = []
+    for pool in sorted(pools, key=lambda pool: pool.name != POOL):
+        whose = "" if pool.name == POOL else f"{pool.name}: "
         how = ", time-sliced" if pool.mode == "colocated" else ""
-        parts.append(f"{name}: {pool.count} {pool.engine}{how}")
+        parts.append(f"{whose}{pool.count} {pool.engine}{how}")
     return "; ".join(parts)
 
 

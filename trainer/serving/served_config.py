@@ -6,17 +6,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from umbra.runtime.cluster.environment import visible_gpus
+from umbra.runtime.cluster.placement import Plan
 from umbra.runtime.errors import ConfigError, DataError
+from umbra.runtime.pools.pool_settings import EnginePoolSettings
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rollout.rollout_config import DispatchConfig
 from umbra.trainer.auxiliary_pools import (
     auxiliary_dispatch,
-    auxiliary_pool_specs,
+    auxiliary_pool_spec,
     path_setting,
 )
 from umbra.trainer.config.config_file import check_config, read_config
 from umbra.trainer.config.trainer_config import ServeConfig
 from umbra.trainer.data.prompt_tokenizer import read_model_config, vocab_size
+from umbra.trainer.pool_placement import engine_device, plan_pools
 from umbra.trainer.services import POOL, engine_pool_spec, max_context_len
 from umbra.trainer.serving.served_pool import ServedPoolConfig
 
@@ -75,17 +79,37 @@ def _name_conflict(name: str, first: str, second: str) -> str:
     )
 
 
-def pool_specs(config: ServeConfig) -> list[PoolSpec]:
-    """The specifications of all pools; pools that share memory are time-sliced."""
+def plan_served(config: ServeConfig, *, only: str = "") -> Plan:
+    """The places of the engines of all pools, or of the only one that will run.
+
+    Raises:
+        ConfigError: an engine has no place.
+    """
+    device_type, gpus = _device_type(config), tuple[str, ...]()
+    if any(engine_device(pool, device_type) == "cuda" for pool in _pools(config)):
+        from umbra.trainer.world import count_usable_gpus  # imports torch
+
+        gpus = visible_gpus(count_usable_gpus())
+    return plan_pools(config, POOL, device_type=device_type, num_ranks=0, gpus=gpus, only=only)
+
+
+def pool_specs(config: ServeConfig, plan: Plan) -> list[PoolSpec]:
+    """The specifications of the pools of the plan; pools that share memory are time-sliced."""
     device_type = _device_type(config)
-    policy = engine_pool_spec(config, device_type, load_weights=True)
-    return [*auxiliary_pool_specs(config, device_type, POOL, host_gets_idle=False), policy]
+    specs = [
+        auxiliary_pool_spec(name, config, plan, device_type, POOL, host_gets_idle=False)
+        for name in config.pools
+        if name in plan.engines
+    ]
+    if POOL in plan.engines:
+        specs.append(engine_pool_spec(config, plan, device_type, load_weights=True))
+    return specs
 
 
 def alone(config: ServeConfig, pool: str) -> PoolSpec:
     """The specification of a pool that shares its memory with no other."""
-    found = next(spec for spec in pool_specs(config) if spec.name == pool)
-    return replace(found, mode="standalone", shares_with="", max_wait_s=None)
+    (spec,) = pool_specs(config, plan_served(config, only=pool))
+    return replace(spec, mode="standalone", shares_with="", max_wait_s=None)
 
 
 def _find_pool(config: ServeConfig, name: str | None) -> ServedPoolConfig:
@@ -143,8 +167,12 @@ def _auxiliary(config: ServeConfig, name: str) -> ServedPoolConfig:
     )
 
 
+def _pools(config: ServeConfig) -> list[EnginePoolSettings]:
+    return [config.pool, *config.pools.values()]
+
+
 def _device_type(config: ServeConfig) -> str:
-    if "auto" not in [config.pool.device, *(pool.device for pool in config.pools.values())]:
+    if all(pool.device != "auto" for pool in _pools(config)):
         return config.pool.device
     from umbra.trainer.world import pick_device  # imports torch, which finds GPUs
 

@@ -41,7 +41,6 @@ class ServerArgs:
     model_path: str
     dtype: str = "auto"
     device: str = "cuda"
-    base_gpu_id: int = 0
     context_length: int | None = None
     max_running_requests: int | None = None
     max_total_tokens: int | None = None

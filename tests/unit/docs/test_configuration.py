@@ -59,9 +59,10 @@ def _default(field: Field[Any]) -> str:
 
 def _allowed(schema: dict[str, Any]) -> str:
     """What the JSON schema of a setting lets through, in words."""
-    for choice in schema.get("anyOf", []):
-        if choice["type"] != "null":  # that one is an unset setting
-            return _allowed(choice)
+    if choices := [c for c in schema.get("anyOf", []) if c["type"] != "null"]:  # null is unset
+        return ", ".join(map(_allowed, choices))
+    if "const" in schema:
+        return f"`{_toml(schema['const'])}`"
     if "enum" in schema:
         return ", ".join(f"`{_toml(value)}`" for value in schema["enum"])
     match schema["type"]:

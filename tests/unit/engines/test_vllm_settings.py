@@ -120,6 +120,7 @@ def test_the_workers_of_a_tensor_parallel_engine_share_the_kv_heads() -> None:
         ("enable_sleep_mode", "is set by umbra: engines free their memory"),
         ("kv_transfer_config", "is set by umbra: .*another engine's weights"),
         ("kv_offloading_backend", "is set by umbra: .*another engine's weights"),
+        ("device_ids", "set pool.gpus instead"),
         ("data_parallel_size", "is set by umbra: .*pool.count"),
         ("distributed_executor_backend", "is set by umbra: umbra supervises the processes"),
         ("kv_offloading_size", "is set by umbra: .*another engine's weights"),

@@ -107,6 +107,14 @@ def test_an_engine_without_adapters_is_an_error_before_a_start(
         load_config(config_file, [f"pool.engine={engine}", "pool.lora_adapters={a='x'}"])
 
 
+@pytest.mark.parametrize(("given", "count"), [("auto", "auto"), ("'auto'", "auto"), ("3", 3)])
+def test_a_number_of_engines_is_set_or_left_to_the_gpus(
+    config_file: Path, given: str, count: int | str
+) -> None:
+    assert load_config(config_file).pool.count == "auto"
+    assert load_config(config_file, [f"pool.count={given}"]).pool.count == count
+
+
 def test_an_override_may_make_a_new_section(config_file: Path) -> None:
     assert load_config(config_file, ["rollout.group_size=4"]).rollout.group_size == 4
 
@@ -192,10 +200,10 @@ def test_what_has_to_be_there_cannot_be_unset(config_file: Path, override: str) 
     ("overrides", "said"),
     [
         (
-            ["pool.count=abc"],
-            "pool.count=abc (command line): input should be a valid integer, got 'abc'",
+            ["rollout.group_size=abc"],
+            "rollout.group_size=abc (command line): input should be a valid integer, got 'abc'",
         ),
-        (["pool.count=2", "pool.count=0"], "pool.count=0 (command line): input should be gr"),
+        (["pool.count=2", "pool.count=0"], "pool.count=0 (command line): use 1 or more, or 'auto'"),
         (["train.betas=[0.9, 1.5]"], "train.betas=[0.9, 1.5] (command line): train.betas.1: input"),
         (["trian.steps=3"], "trian.steps=3 (command line): trian is unknown"),
         (
@@ -268,7 +276,7 @@ def test_errors_of_file_and_command_line_name_their_source(tmp_path: Path) -> No
         load_config(path, ["pool.count=0", "pools.judge.dtype=float32"])
 
     assert str(raised.value) == (
-        "pool.count=0 (command line): input should be greater than or equal to 1, got 0; "
+        "pool.count=0 (command line): use 1 or more, or 'auto', got 0; "
         f"{path}: pools.judge.model_path is missing; "
         f"{path}: train.steps: input should be greater than or equal to 1, got 0"
     )
@@ -345,7 +353,7 @@ def test_auxiliary_pools_have_names_of_their_own(config_file: Path) -> None:
 
     config = load_config(config_file, [judge, "pools.judge.count=2", "pools.Rm_2.model_path=rm"])
 
-    assert {name: pool.count for name, pool in config.pools.items()} == {"judge": 2, "Rm_2": 1}
+    assert {name: pool.count for name, pool in config.pools.items()} == {"judge": 2, "Rm_2": "auto"}
     assert config.pools["judge"].model_path == Path("models/judge")
 
 
@@ -412,7 +420,8 @@ def test_a_missing_setting_is_named() -> None:
         ({"pools": [3]}, "pools: should be a table, got a list"),
         ({"pools": {"judge": 3}}, "pools.judge: should be a section, got 3"),
         ({"model": {"path": 3}}, "model.path: should be text, got 3"),
-        ({"pool": {"count": {"x": 3}}}, "pool.count: input should be a valid integer, got a table"),
+        ({"pool": {"count": {"x": 3}}}, "pool.count: use 1 or more, or 'auto', got a table"),
+        ({"pool": {"gpus": ["1"]}}, "pool.gpus.0: input should be a valid integer, got '1'"),
         ({"train": {"steps": 1, "betas": 3}}, "train.betas: should be a list, got 3"),
     ],
 )

@@ -1,0 +1,165 @@
+"""From a config and the node's GPUs to each engine's environment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from umbra.runtime.cluster.placement import Plan
+from umbra.runtime.errors import ConfigError
+from umbra.runtime.pools.pool_spec import PoolSpec
+from umbra.runtime.settings import from_wire, to_wire
+from umbra.trainer.auxiliary_pools import auxiliary_pool_spec
+from umbra.trainer.config.config_file import check_config
+from umbra.trainer.config.trainer_config import TrainerConfig
+from umbra.trainer.pool_placement import plan_pools
+from umbra.trainer.services import POOL, engine_pool_spec
+
+UUIDS = ("GPU-aa", "GPU-bb", "GPU-cc", "GPU-dd")
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text('{"vocab_size": 64, "max_position_embeddings": 128}')
+    return tmp_path
+
+
+def config_of(model_dir: Path, **sections: Any) -> TrainerConfig:
+    values: dict[str, Any] = {
+        "model": {"path": str(model_dir)},
+        "data": {"train": "train.jsonl"},
+        "reward": {"function": "rewards:score"},
+        "train": {"steps": 10},
+    }
+    if "judge" in sections:
+        sections["pools"] = {"judge": {"model_path": str(model_dir), **sections.pop("judge")}}
+    return check_config(TrainerConfig, values | sections, "config")
+
+
+def plan_of(
+    config: TrainerConfig, gpus: tuple[str, ...], ranks: int, device_type: str = "cuda"
+) -> Plan:
+    return plan_pools(config, POOL, device_type=device_type, num_ranks=ranks, gpus=gpus)
+
+
+def policy_spec(config: TrainerConfig, plan: Plan, device_type: str = "cuda") -> PoolSpec:
+    """The specification as the supervisor gets it."""
+    return from_wire(PoolSpec, to_wire(engine_pool_spec(config, plan, device_type)))
+
+
+def environments(spec: PoolSpec) -> list[Mapping[str, str]]:
+    return [actor.env for actor in spec.engine_specs()]
+
+
+def visible(spec: PoolSpec) -> list[str]:
+    return [env["CUDA_VISIBLE_DEVICES"] for env in environments(spec)]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "expected"),
+    [(("0", "1"), ["0,1", "1,0"]), (("6", "3"), ["6,3", "3,6"]), (UUIDS[:1], ["GPU-aa"])],
+)
+def test_each_engine_has_its_own_gpu_first(
+    model_dir: Path, gpus: tuple[str, ...], expected: list[str]
+) -> None:
+    config = config_of(model_dir)
+
+    spec = policy_spec(config, plan_of(config, gpus, ranks=len(gpus)))
+
+    assert spec.count == len(expected)
+    assert visible(spec) == expected
+
+
+@pytest.mark.parametrize(
+    ("engine", "option"), [("vllm", "tensor_parallel_size"), ("sglang", "tp_size")]
+)
+def test_a_tensor_parallel_engine_has_its_gpus_first(
+    model_dir: Path, engine: str, option: str
+) -> None:
+    config = config_of(model_dir, pool={"engine": engine, "engine_args": {option: 2}})
+
+    spec = policy_spec(config, plan_of(config, UUIDS, ranks=4))
+
+    assert visible(spec) == ["GPU-aa,GPU-bb,GPU-cc,GPU-dd", "GPU-cc,GPU-dd,GPU-aa,GPU-bb"]
+
+
+def test_a_standalone_engine_is_not_on_the_trainers_gpu_but_sees_it(model_dir: Path) -> None:
+    config = config_of(model_dir, pool={"mode": "standalone"})
+
+    spec = policy_spec(config, plan_of(config, ("0", "1"), ranks=1))
+
+    assert visible(spec) == ["1,0"]
+
+
+def test_gpus_by_hand_override_the_mode(model_dir: Path) -> None:
+    config = config_of(model_dir, pool={"mode": "standalone", "gpus": [0]})
+
+    spec = policy_spec(config, plan_of(config, ("0",), ranks=1))
+
+    assert visible(spec) == ["0"]
+
+
+def test_a_judge_keeps_its_own_variables_beside_its_gpus(model_dir: Path) -> None:
+    config = config_of(model_dir, judge={"env": {"A": "1"}, "count": 1})
+
+    plan = plan_of(config, ("0", "1"), ranks=2)
+    spec = auxiliary_pool_spec("judge", config, plan, "cuda", POOL, host_gets_idle=True)
+
+    assert environments(spec) == [{"A": "1", "CUDA_VISIBLE_DEVICES": "0,1"}]
+
+
+def test_on_the_cpu_an_engine_inherits_its_environment(model_dir: Path) -> None:
+    config = config_of(model_dir, judge={"env": {"CUDA_VISIBLE_DEVICES": ""}})
+
+    plan = plan_of(config, ("0", "1"), ranks=2, device_type="cpu")
+    judge = auxiliary_pool_spec("judge", config, plan, "cpu", POOL, host_gets_idle=True)
+
+    assert plan.table() == []
+    assert environments(policy_spec(config, plan, "cpu")) == [{}]
+    assert environments(judge) == [{"CUDA_VISIBLE_DEVICES": ""}]
+
+
+def test_an_engine_on_a_gpu_needs_a_gpu(model_dir: Path) -> None:
+    config = config_of(model_dir, pool={"device": "cuda"})
+
+    with pytest.raises(ConfigError, match=r"pool.device = 'cuda': this node shows no GPU"):
+        plan_of(config, (), ranks=2, device_type="cpu")
+
+
+def test_a_start_again_makes_the_same_specifications(model_dir: Path) -> None:
+    config = config_of(model_dir)
+
+    first, again = (policy_spec(config, plan_of(config, UUIDS, ranks=4)) for _ in range(2))
+
+    assert first == again
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        (
+            {"judge": {"env": {"CUDA_VISIBLE_DEVICES": "1"}}},
+            r"pools.judge.env sets CUDA_VISIBLE_DEVICES, .* by pools.judge.gpus",
+        ),
+        (
+            {"pool": {"engine": "vllm", "engine_args": {"tensor_parallel_size": 0}}},
+            "tensor_parallel_size must be 1 or more, got 0",
+        ),
+        ({"pool": {"mode": "standalone"}}, r"start fewer ranks \(job.trainer_gpus_per_node\)"),
+        (
+            {"job": {"trainer_gpus_per_node": 1}},
+            "trainer_gpus_per_node = 1, and torchrun started 2 ranks .* --nproc-per-node 1",
+        ),
+        ({"pool": {"update_waves": 2, "mode": "standalone", "gpus": [0]}}, "not possible with 1"),
+    ],
+)
+def test_a_layout_that_is_not_possible_is_an_error_in_words(
+    model_dir: Path, sections: dict[str, Any], said: str
+) -> None:
+    config = config_of(model_dir, **sections)
+
+    with pytest.raises(ConfigError, match=said):
+        policy_spec(config, plan_of(config, ("0", "1"), ranks=2))

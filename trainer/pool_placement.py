@@ -1,0 +1,83 @@
+"""Asks for the places of a job's pools, by their settings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from umbra.runtime.cluster.placement import Node, Plan, PoolRequest, plan_placement
+from umbra.runtime.engine_api.engine_names import engine_kind
+from umbra.runtime.errors import ConfigError
+from umbra.runtime.pools.pool_settings import (
+    AuxiliaryPoolSettings,
+    EnginePoolSettings,
+    PoolSettings,
+)
+from umbra.trainer.config.trainer_config import ServeConfig, TrainerConfig
+
+
+def plan_pools(
+    config: TrainerConfig | ServeConfig,
+    host: str,
+    *,
+    device_type: str,
+    num_ranks: int,
+    gpus: Sequence[str],
+    only: str = "",
+) -> Plan:
+    """Places the ranks and the engines of all pools on this node.
+
+    Args:
+        host: name of the policy's pool.
+        device_type: the trainer's.
+        num_ranks: of the trainer; 0 without one.
+        gpus: that the job may use on this node.
+        only: the only pool that will run, if not all do; it may use all GPUs.
+
+    Raises:
+        ConfigError: a rank or an engine has no place.
+    """
+    pools: dict[str, PoolSettings | AuxiliaryPoolSettings] = {host: config.pool, **config.pools}
+    requests = [
+        PoolRequest(
+            name=name,
+            mode="standalone" if only else pool.mode,
+            num_gpus=_num_gpus(_section(name, host), pool, device_type, has_gpus=bool(gpus)),
+            count=None if pool.count == "auto" else pool.count,
+            gpus=pool.gpus,
+            shares_with=host,
+        )
+        for name, pool in pools.items()
+        if only in ("", name)
+    ]
+    if device_type != "cuda":
+        num_ranks = 0
+    chosen = config.job.trainer_gpus_per_node
+    if num_ranks and chosen not in (None, num_ranks):
+        raise ConfigError(
+            f"job.trainer_gpus_per_node = {chosen}, and torchrun started {num_ranks} ranks on this "
+            f"node: use a script of launch/, or --nproc-per-node {chosen}"
+        )
+    return plan_placement([Node(gpus=tuple(gpus), num_ranks=num_ranks)], requests)
+
+
+def engine_device(pool: EnginePoolSettings, device_type: str) -> str:
+    """The device type of a pool's engines. `device_type`: the trainer's."""
+    return device_type if pool.device == "auto" else pool.device
+
+
+def _section(name: str, host: str) -> str:
+    return "pool" if name == host else f"pools.{name}"
+
+
+def _num_gpus(section: str, pool: EnginePoolSettings, device_type: str, *, has_gpus: bool) -> int:
+    """GPUs of one engine. Raises ConfigError if there are none, or they are chosen in two ways."""
+    if engine_device(pool, device_type) == "cpu":
+        return 0
+    if not has_gpus:
+        raise ConfigError(f"{section}.device = 'cuda': this node shows no GPU: use 'auto' or 'cpu'")
+    if isinstance(pool, AuxiliaryPoolSettings) and "CUDA_VISIBLE_DEVICES" in pool.env:
+        raise ConfigError(
+            f"{section}.env sets CUDA_VISIBLE_DEVICES, and umbra does, too: choose the GPUs by "
+            f"{section}.gpus"
+        )
+    return engine_kind(pool.engine).tensor_parallel_size(pool.engine_args)
