@@ -4,7 +4,7 @@
     ranks       rank 0    rank 1
     hybrid      policy-0  policy-1                    shares the ranks' GPUs
     standalone                      other-0  other-1  gets GPUs without ranks
-    colocated   judge-0   judge-1                     takes turns with a pool, on its GPUs
+    colocated   judge-0   judge-1                     is time-sliced with a pool, on its GPUs
 
 A plan depends on its input alone. A restart finds every process where it was, and an engine that
 dies moves no other.
@@ -40,11 +40,12 @@ class PoolRequest:
     """A pool whose engines need places.
 
     Attributes:
-        num_gpus: of each engine, which is its tensor-parallel size; 0 on the CPU.
-        count: engines of the job. None: as many as the GPUs hold, and 1 on the CPU.
-        gpus: by hand: the GPUs of every node that the engines may use, by index. Engines and pools
-            may then share a GPU. If empty, the mode decides.
-        shares_with: the pool that takes turns with this one if it is colocated.
+        num_gpus: the tensor-parallel size, which is the number of GPUs of one engine; 0 on the CPU.
+        count: number of engines in the job. None places one for every `num_gpus` GPUs of the pool,
+            or one on the CPU.
+        gpus: indices of the GPUs that the user chose on every node. Engines and pools may then
+            share a GPU. If empty, the mode decides.
+        shares_with: name of the pool that a colocated one is time-sliced with.
     """
 
     name: str
@@ -60,8 +61,8 @@ class Assignment:
     """The place of a rank or an engine.
 
     Attributes:
-        node: its index.
-        gpus: indices into the node's GPUs. For the process itself they are devices 0, 1, ...
+        node: index of the node.
+        gpus: indices into the node's GPUs. The process itself sees them as devices 0, 1, ...
     """
 
     node: int
@@ -73,8 +74,8 @@ class Plan:
     """The places of all processes of a job that may use a GPU.
 
     Attributes:
-        ranks: those with a GPU, by rank.
-        engines: by pool, then by the engine's index.
+        ranks: the places of the ranks that use a GPU, by rank.
+        engines: the places of the engines, by pool and then by the engine's index.
     """
 
     nodes: tuple[Node, ...]
@@ -128,44 +129,64 @@ def engine_name(pool: str, idx: int) -> str:
 def plan_placement(nodes: Sequence[Node], pools: Sequence[PoolRequest]) -> Plan:
     """Places all ranks and engines of a job.
 
-    GPUs that are chosen by hand are taken first, then those of pools with a number of engines,
-    beginning with the largest engines, then those of pools that get what is left.
+    Pools that name their GPUs get them first. The other pools share what the ranks leave: those
+    with a number of engines come first, beginning with the largest engines. Then each of the others
+    gets one engine, and the one that was named first takes the rest. Colocated pools come last, on
+    their host's GPUs.
+
+    An engine gets the first GPUs that are enough for it, and is never moved. On nodes of different
+    sizes a job may therefore have no plan although another order would place it.
 
     Raises:
         ConfigError: a rank or an engine has no place.
     """
-    for idx, node in enumerate(nodes):
+    for node in nodes:
         if node.num_ranks > len(node.gpus):
             raise ConfigError(
-                f"node {idx} has {node.num_ranks} ranks and {len(node.gpus)} GPUs, and every rank "
-                "needs a GPU of its own: start fewer ranks (--nproc-per-node)"
+                f"{node.num_ranks} ranks are on a node with {_number_of(node.gpus)}, and every "
+                "rank needs a GPU of its own: start fewer ranks (--nproc-per-node), or set "
+                "train.device = 'cpu'"
             )
     ranked = [list(range(node.num_ranks)) for node in nodes]
     free = [list(range(node.num_ranks, len(node.gpus))) for node in nodes]
+    takes_rest = next((pool.name for pool in pools if _fills(pool, ranked)), "")
+    taken_by: list[str] = []
     engines: dict[str, tuple[Assignment, ...]] = {}
-    for pool in sorted(pools, key=_order):
+
+    def order(pool: PoolRequest) -> tuple[bool, bool, bool, bool, int]:
+        is_last, is_auto = pool.name == takes_rest, pool.count is None
+        return pool.mode == "colocated", not pool.gpus, is_last, is_auto, -pool.num_gpus
+
+    for pool in sorted(pools, key=order):
+        count = pool.count
         if pool.gpus:
             _check_by_hand(pool, nodes)
-            usable = _Usable([list(pool.gpus) for _ in nodes], "those in gpus", "or name more GPUs")
+            usable = _Usable([list(pool.gpus) for _ in nodes], "those in gpus")
         elif pool.mode == "colocated":
-            usable = _Usable(
-                _gpus_of(engines[pool.shares_with], len(nodes)),
-                f"the GPUs of pool {pool.shares_with!r}",
-                "or set mode to 'standalone'",
-            )
-        elif pool.mode == "hybrid" and any(ranked):
-            usable = _Usable(ranked, "the ranks' GPUs", "or start more ranks (--nproc-per-node)")
+            host = _gpus_of(engines[pool.shares_with], len(nodes))
+            usable = _Usable(host, f"the GPUs of pool {pool.shares_with!r}")
+        elif _is_on_ranks(pool, ranked):
+            usable = _Usable(ranked, "the ranks' GPUs")
         else:
-            usable = _Usable(
-                free,
-                "the GPUs left without ranks and engines",
-                "start fewer ranks (job.trainer_gpus_per_node), or set gpus to share some by hand",
-            )
-        engines[pool.name] = _place(pool, usable)
-        taken = _gpus_of(engines[pool.name], len(nodes))
-        free = [
-            [gpu for gpu in gpus if gpu not in gone] for gpus, gone in zip(free, taken, strict=True)
-        ]
+            usable = _Usable(free, _description_of_free(ranked, taken_by))
+            if _fills(pool, ranked) and pool.name != takes_rest:
+                count = 1
+        places = _places(pool, usable)
+        count = count or max(1, len(places))
+        if count > len(places):
+            raise ConfigError(_no_place(pool, count, len(places), usable, nodes))
+        engines[pool.name] = places[:count]
+        if pool.mode == "colocated":
+            _check_on_host(pool, places[:count], engines[pool.shares_with])
+        elif pool.num_gpus:
+            taken = _gpus_of(places[:count], len(nodes))
+            left = [
+                [gpu for gpu in gpus if gpu not in gone]
+                for gpus, gone in zip(free, taken, strict=True)
+            ]
+            if left != free:
+                taken_by.append(pool.name)
+            free = left
     ranks = [Assignment(node=idx, gpus=(gpu,)) for idx, gpus in enumerate(ranked) for gpu in gpus]
     return Plan(
         nodes=tuple(nodes),
@@ -175,48 +196,88 @@ def plan_placement(nodes: Sequence[Node], pools: Sequence[PoolRequest]) -> Plan:
 
 
 class _Usable(NamedTuple):
-    """GPUs by node that the engines of a pool may get; what they are, and what gives more."""
+    """GPUs by node that the engines of a pool may get, and what they are."""
 
     gpus: Sequence[Sequence[int]]
     what: str
-    remedy: str
 
 
-def _order(pool: PoolRequest) -> tuple[bool, bool, bool, int]:
-    return not pool.gpus, pool.mode == "colocated", pool.count is None, -pool.num_gpus
+def _is_on_ranks(pool: PoolRequest, ranked: Sequence[Sequence[int]]) -> bool:
+    return pool.mode == "hybrid" and any(ranked)
 
 
-def _place(pool: PoolRequest, usable: _Usable) -> tuple[Assignment, ...]:
-    """Gives each engine the next GPUs of one node."""
+def _fills(pool: PoolRequest, ranked: Sequence[Sequence[int]]) -> bool:
+    """Whether the pool would get all GPUs that are left."""
+    own = pool.gpus or pool.mode == "colocated" or _is_on_ranks(pool, ranked)
+    return pool.count is None and pool.num_gpus > 0 and not own
+
+
+def _description_of_free(ranked: Sequence[Sequence[int]], taken_by: Sequence[str]) -> str:
+    takers = ["the ranks"] if any(ranked) else []
+    takers += [f"pool {name!r}" for name in taken_by]
+    return f"the GPUs left by {' and '.join(takers)}" if takers else "all GPUs"
+
+
+def _places(pool: PoolRequest, usable: _Usable) -> tuple[Assignment, ...]:
+    """Where the pool's engines fit: each has the next GPUs of one node."""
     size = pool.num_gpus
     if size == 0:
         return (Assignment(node=0, gpus=()),) * (pool.count or 1)
-    places = [
+    return tuple(
         Assignment(node=idx, gpus=tuple(gpus[first : first + size]))
         for idx, gpus in enumerate(usable.gpus)
         for first in range(0, len(gpus) - size + 1, size)
-    ]
-    count = pool.count or max(1, len(places))
-    if count > len(places):
-        sizes = " + ".join(str(len(gpus)) for gpus in usable.gpus)
-        raise ConfigError(
-            f"pool {pool.name!r}: its engines need {count} x {size} GPUs, and {usable.what} are "
-            f"{sizes} in number, enough for {len(places)}: lower count or the "
-            f"tensor-parallel size, {usable.remedy}"
-        )
-    return tuple(places[:count])
+    )
+
+
+def _no_place(
+    pool: PoolRequest, count: int, num_places: int, usable: _Usable, nodes: Sequence[Node]
+) -> str:
+    """The numbers, and what the user can do about them."""
+    is_colocated = pool.mode == "colocated"
+    num_ranks = sum(node.num_ranks for node in nodes)
+    largest = max(len(node.gpus) for node in nodes)
+    largest_shared = max(map(len, usable.gpus)) if is_colocated else largest
+    remedies = {
+        "lower count": pool.count is not None and num_places > 0,
+        "lower the tensor-parallel size": pool.num_gpus > 1,
+        "name more GPUs in gpus": bool(pool.gpus),
+        "start more ranks (--nproc-per-node)": pool.mode == "hybrid"
+        and not pool.gpus
+        and 0 < num_ranks < sum(len(node.gpus) for node in nodes),
+        "start fewer ranks (job.trainer_gpus_per_node)": pool.mode == "standalone"
+        and not pool.gpus
+        and num_ranks > 1
+        and pool.num_gpus < largest,
+        "set mode to 'standalone'": is_colocated and pool.num_gpus <= largest,
+        "set gpus to share GPUs by hand": not pool.gpus and pool.num_gpus <= largest_shared,
+    }
+    possible = ", or ".join(remedy for remedy, helps in remedies.items() if helps)
+    sizes = " + ".join(str(len(gpus)) for gpus in usable.gpus)
+    return (
+        f"pool {pool.name!r}: its engines need {count} x {pool.num_gpus} GPUs, and {usable.what} "
+        f"are {sizes} in number, enough for {num_places}: {possible}"
+    )
 
 
 def _check_by_hand(pool: PoolRequest, nodes: Sequence[Node]) -> None:
-    """Raises ConfigError if a node lacks one of the GPUs, or an engine would get one twice."""
+    """Raises ConfigError if a node lacks one of the GPUs, or they are not whole engines."""
     if pool.num_gpus == 0:
-        raise ConfigError(f"pool {pool.name!r}: gpus is set, and its engines are on the CPU")
-    for idx, node in enumerate(nodes):
+        raise ConfigError(
+            f"pool {pool.name!r}: gpus is set, and its engines are on the CPU: remove gpus, or "
+            "set device = 'cuda'"
+        )
+    for node in nodes:
         if (last := max(pool.gpus)) >= len(node.gpus):
             raise ConfigError(
-                f"pool {pool.name!r}: gpus has {last}, and node {idx} has {len(node.gpus)} GPUs: "
+                f"pool {pool.name!r}: gpus has {last}, and a node has {_number_of(node.gpus)}: "
                 "use numbers from 0, in the order of CUDA_VISIBLE_DEVICES"
             )
+    if len(pool.gpus) % pool.num_gpus:
+        raise ConfigError(
+            f"pool {pool.name!r}: gpus names {len(pool.gpus)}, and its engines have "
+            f"{pool.num_gpus} GPUs each: name {pool.num_gpus} for each engine"
+        )
     for first in range(0, len(pool.gpus), pool.num_gpus):
         own = pool.gpus[first : first + pool.num_gpus]
         if len(set(own)) < len(own):
@@ -224,6 +285,26 @@ def _check_by_hand(pool: PoolRequest, nodes: Sequence[Node]) -> None:
                 f"pool {pool.name!r}: gpus gives one engine the GPUs {list(own)}: name different "
                 f"ones, {pool.num_gpus} for each engine"
             )
+
+
+def _check_on_host(
+    pool: PoolRequest, places: Sequence[Assignment], host: Sequence[Assignment]
+) -> None:
+    """Raises ConfigError if a colocated engine has a GPU that its host's engines have not."""
+    allowed = {(place.node, gpu) for place in host for gpu in place.gpus}
+    for place in places:
+        others = [gpu for gpu in place.gpus if (place.node, gpu) not in allowed]
+        if others:
+            raise ConfigError(
+                f"pool {pool.name!r}: gpus has {others[0]}, and the engines of pool "
+                f"{pool.shares_with!r}, whose GPUs a colocated pool shares, are on "
+                f"{sorted({gpu for _, gpu in allowed})}: name some of these, or set mode to "
+                "'standalone'"
+            )
+
+
+def _number_of(gpus: Sequence[str]) -> str:
+    return "1 GPU" if len(gpus) == 1 else f"{len(gpus)} GPUs"
 
 
 def _gpus_of(places: Sequence[Assignment], num_nodes: int) -> list[list[int]]:

@@ -64,7 +64,7 @@ def test_standalone_pools_with_a_number_are_served_before_one_that_gets_the_rest
     assert gpus(plan) == [(4,), (5,), (6,), (7,)]
 
 
-def test_a_judge_takes_turns_on_the_gpus_of_its_host() -> None:
+def test_a_colocated_judge_is_on_the_gpus_of_its_host() -> None:
     plan = plan_placement([node(8, 4)], [judge(num_gpus=2), policy("standalone")])
 
     assert gpus(plan) == [(4,), (5,), (6,), (7,)]
@@ -76,6 +76,25 @@ def test_without_ranks_on_gpus_all_gpus_are_for_engines() -> None:
 
     assert gpus(plan, "judge") == [(0,)]
     assert gpus(plan) == [(1,), (2,), (3,)]
+
+
+def test_of_pools_without_a_number_the_first_one_takes_what_the_others_leave() -> None:
+    two = plan_placement([node(2, 0)], [policy(), judge("standalone")])
+    eight = plan_placement([node(8, 0)], [policy(), judge("standalone", 2)])
+    trained = plan_placement([node(4, 1)], [policy("standalone"), judge("standalone")])
+
+    assert (gpus(two), gpus(two, "judge")) == ([(1,)], [(0,)])
+    assert (len(gpus(eight)), gpus(eight, "judge")) == (6, [(0, 1)])
+    assert (gpus(trained), gpus(trained, "judge")) == ([(2,), (3,)], [(1,)])
+
+
+def test_a_colocated_pool_chooses_among_the_gpus_of_its_host() -> None:
+    pools = [policy("standalone"), judge(gpus=(3, 3))]
+
+    plan = plan_placement([node(4, 2)], pools)
+
+    assert gpus(plan) == [(2,), (3,)]
+    assert gpus(plan, "judge") == [(3,), (3,)]
 
 
 def test_gpus_by_hand_override_the_mode_and_may_be_shared() -> None:
@@ -115,26 +134,57 @@ def test_a_process_sees_its_own_gpus_first_in_the_form_that_the_job_was_given() 
             [node(2, 2)],
             [policy(num_gpus=2, count=2)],
             "pool 'policy': its engines need 2 x 2 GPUs, and the ranks' GPUs are 2 in number, "
-            "enough for 1: lower count or the tensor-parallel size, or start more ranks",
+            "enough for 1: lower count, or lower the tensor-parallel size, or set gpus to share "
+            "GPUs by hand$",
         ),
+        ([node(3, 2)], [policy(count=3)], "lower count, or start more ranks .*, or set gpus to"),
         (
             [node(1, 1)],
             [policy("standalone")],
-            "pool 'policy': its engines need 1 x 1 GPUs, and the GPUs left without ranks and "
-            "engines are 0 in number, .* start fewer ranks \\(job.trainer_gpus_per_node\\), or set "
-            "gpus to share",
+            "pool 'policy': its engines need 1 x 1 GPUs, and the GPUs left by the ranks are 0 "
+            "in number, enough for 0: set gpus to share GPUs by hand$",
+        ),
+        (
+            [node(2, 2)],
+            [policy("standalone")],
+            "enough for 0: start fewer ranks \\(job.trainer_gpus_per_node\\), or set gpus to share",
+        ),
+        (
+            [node(2, 1)],
+            [policy("standalone"), judge("standalone", count=1)],
+            "'policy': .* the GPUs left by the ranks and pool 'judge' are 0 .* 0: set gpus to",
+        ),
+        (
+            [node(2, 0)],
+            [policy(count=2), judge("standalone", 2)],
+            "'judge': .* 1 x 2 GPUs, and the GPUs left by pool 'policy' are 0 in number, enough "
+            "for 0: lower the tensor-parallel size, or set gpus",
         ),
         ([node(3, 3), node(3, 3)], [policy(num_gpus=4)], "need 1 x 4 GPUs, .* are 3 \\+ 3 in"),
         (
             [node(4, 2)],
             [policy("standalone"), judge(num_gpus=4)],
-            "'judge': .* 1 x 4 GPUs, and the GPUs of pool 'policy' are 2 .* 'standalone'",
+            "'judge': .* 1 x 4 GPUs, and the GPUs of pool 'policy' are 2 .* 'standalone'$",
         ),
-        ([node(2, 2)], [policy(gpus=(0, 2))], "gpus has 2, and node 0 has 2 GPUs"),
+        (
+            [node(4, 2)],
+            [policy("standalone"), judge(gpus=(1,))],
+            "'judge': gpus has 1, and the engines of pool 'policy', .* are on \\[2, 3\\]: name",
+        ),
+        ([node(2, 2)], [policy(gpus=(0, 2))], "gpus has 2, and a node has 2 GPUs"),
         ([node(2, 2)], [policy(gpus=(1, 1), num_gpus=2)], "one engine the GPUs \\[1, 1\\]"),
-        ([node(2, 2)], [policy(gpus=(0, 1), count=3)], "need 3 x 1 .* those in gpus are 2 in"),
-        ([node(2, 2)], [policy(gpus=(0,), num_gpus=0)], "gpus is set, .* on the CPU"),
-        ([node(1, 2)], [policy()], "node 0 has 2 ranks and 1 GPUs"),
+        ([node(4, 4)], [policy(gpus=(0, 1, 2), num_gpus=2)], "gpus names 3, and its .* have 2"),
+        (
+            [node(2, 2)],
+            [policy(gpus=(0, 1), count=3)],
+            "need 3 x 1 .* those in gpus are 2 in .*: lower count, or name more GPUs in gpus$",
+        ),
+        (
+            [node(2, 2)],
+            [policy(gpus=(0,), num_gpus=0)],
+            "engines are on the CPU: remove gpus, or set device = 'cuda'",
+        ),
+        ([node(1, 2)], [policy()], "2 ranks are on a node with 1 GPU, .* train.device = 'cpu'"),
     ],
 )  # fmt: skip
 def test_a_plan_without_a_place_for_all_names_the_numbers(
@@ -163,6 +213,7 @@ def jobs(draw: st.DrawFn) -> Job:
             mode=mode,
             num_gpus=draw(st.sampled_from((0, 1, 1, 2, 3, 4))),
             count=draw(st.none() | st.integers(1, 6)),
+            gpus=draw(st.just(()) | st.lists(st.integers(0, 7), max_size=4).map(tuple)),
             shares_with=host,
         )
 
@@ -172,6 +223,37 @@ def jobs(draw: st.DrawFn) -> Job:
         mode = "colocated" if is_colocated else "standalone"
         pools.append(pool(f"aux{idx}", mode, "policy" if is_colocated else ""))
     return nodes, pools
+
+
+@st.composite
+def feasible_jobs(draw: st.DrawFn) -> Job:
+    """One node with exactly the GPUs that its ranks and engines need."""
+    size, count = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    is_on_ranks = draw(st.booleans())
+    num_ranks = size * count if is_on_ranks else draw(st.integers(0, 3))
+    mode = "hybrid" if is_on_ranks or not num_ranks else "standalone"
+    free = 0 if is_on_ranks else size * count
+
+    def number(count: int) -> int | None:
+        return draw(st.sampled_from((None, count)))
+
+    pools = [policy(mode, size, count=number(count))]
+    for idx in range(draw(st.integers(0, 3))):
+        own_size = draw(st.integers(1, size * count))
+        if draw(st.booleans()):
+            num_engines = size * count // own_size
+            choice = draw(st.permutations(range(size * count)))[: num_engines * own_size]
+            by_hand = is_on_ranks and draw(st.booleans())
+            pool = judge("colocated", own_size, gpus=tuple(choice) if by_hand else ())
+        else:
+            num_engines = draw(st.integers(1, 3))
+            first = num_ranks + free
+            free += num_engines * own_size
+            by_hand = draw(st.booleans())
+            choice = draw(st.permutations(range(first, num_ranks + free)))
+            pool = judge("standalone", own_size, gpus=tuple(choice) if by_hand else ())
+        pools.append(replace(pool, name=f"aux{idx}", count=number(num_engines)))
+    return [node(num_ranks + free, num_ranks)], pools
 
 
 def planned(job: Job) -> Plan:
@@ -188,20 +270,43 @@ def engines_by_gpu(places: dict[str, tuple[Assignment, ...]]) -> Counter[tuple[i
     )
 
 
-@given(jobs())
-def test_no_gpu_is_oversubscribed(job: Job) -> None:
+@given(feasible_jobs())
+def test_a_job_that_fits_on_a_node_is_planned(job: Job) -> None:
+    _, pools = job
+
+    plan = plan_placement(*job)
+
+    for pool in pools:
+        places = plan.engines[pool.name]
+        assert len(places) == pool.count if pool.count else len(places) >= 1
+        if pool.gpus:
+            used = [gpu for place in places for gpu in place.gpus]
+            assert used == list(pool.gpus[: len(used)])
+    standalone = {pool.name: plan.engines[pool.name] for pool in pools if pool.mode == "standalone"}
+    assert set(engines_by_gpu(standalone).values()) <= {1}
+    assert not {(0, rank.gpus[0]) for rank in plan.ranks} & engines_by_gpu(standalone).keys()
+
+
+@given(jobs() | feasible_jobs())
+def test_no_gpu_is_oversubscribed_unless_gpus_says_so(job: Job) -> None:
     nodes, pools = job
     plan = planned(job)
 
-    modes = {pool.name: pool.mode for pool in pools}
-    permanent = {name: e for name, e in plan.engines.items() if modes[name] == "standalone"}
-    turns = {name: e for name, e in plan.engines.items() if modes[name] != "standalone"}
+    modes = {pool.name: pool.mode for pool in pools if not pool.gpus}
+    permanent = {name: plan.engines[name] for name in modes if modes[name] == "standalone"}
+    time_sliced = {name: plan.engines[name] for name in modes if modes[name] != "standalone"}
+    by_hand = {
+        pool.name: plan.engines[pool.name]
+        for pool in pools
+        if pool.gpus and pool.mode != "colocated"
+    }
     ranks = {(rank.node, rank.gpus[0]) for rank in plan.ranks}
 
     always_used = engines_by_gpu(permanent)
     assert not ranks & always_used.keys()
+    assert not engines_by_gpu(by_hand).keys() & always_used.keys()
     assert set(always_used.values()) <= {1}
-    for name, engines in turns.items():  # one of them is awake at a time
+    for name, engines in time_sliced.items():  # one of them is awake at a time
         used = engines_by_gpu({name: engines})
         assert set(used.values()) <= {1}
         hosts = permanent.keys() & {pool.shares_with for pool in pools if pool.name == name}
@@ -210,7 +315,7 @@ def test_no_gpu_is_oversubscribed(job: Job) -> None:
     assert all(gpu < len(nodes[n].gpus) for n, gpu in always_used)
 
 
-@given(jobs())
+@given(jobs() | feasible_jobs())
 def test_every_rank_and_engine_has_a_place(job: Job) -> None:
     nodes, pools = job
     plan = planned(job)
@@ -221,15 +326,8 @@ def test_every_rank_and_engine_has_a_place(job: Job) -> None:
         places = plan.engines[pool.name]
         assert len(places) == pool.count if pool.count else len(places) > 0
         assert all(len(place.gpus) == pool.num_gpus for place in places)
-        assert list(places) == sorted(places, key=lambda place: (place.node, place.gpus))
-
-
-@given(jobs())
-def test_the_same_job_gets_the_same_plan(job: Job) -> None:
-    plan = planned(job)
-
-    assert plan_placement(*job) == plan
-    assert plan.table() == plan_placement(*job).table()
+        if not pool.gpus:
+            assert list(places) == sorted(places, key=lambda place: (place.node, place.gpus))
 
 
 @given(jobs(), st.integers(1, 5))
