@@ -80,4 +80,4 @@ def _num_gpus(section: str, pool: EnginePoolSettings, device_type: str, *, has_g
             f"{section}.env sets CUDA_VISIBLE_DEVICES, and umbra does, too: choose the GPUs by "
             f"{section}.gpus"
         )
-    return engine_kind(pool.engine).tensor_parallel_size(pool.engine_args)
+    return engine_kind(pool.engine).tensor_parallel_size(pool.engine_args, section)

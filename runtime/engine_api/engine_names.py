@@ -23,28 +23,38 @@ class EngineKind:
         wraps_library: `pool.engine_args` holds options of a library, and the engine takes the whole
             table as one argument of that name. Otherwise each entry is an argument of its own.
         parallel_option: the one of them that is an engine's number of GPUs; "": it has one.
+        wraps_engine: the engine starts another one, whose name is the argument `inner`, and passes
+            it the other arguments.
         has_lora: the engine takes `lora_adapters`.
     """
 
     target: str
     wraps_library: bool = False
     parallel_option: str = ""
+    wraps_engine: bool = False
     has_lora: bool = False
 
     def arguments(self, engine_args: Mapping[str, Any]) -> dict[str, Any]:
         """The engine's arguments from `pool.engine_args`."""
         return {"engine_args": engine_args} if self.wraps_library else dict(engine_args)
 
-    def tensor_parallel_size(self, engine_args: Mapping[str, Any]) -> int:
+    def tensor_parallel_size(self, engine_args: Mapping[str, Any], section: str = "pool") -> int:
         """Worker processes of one engine, each with a GPU of its own where there are GPUs.
+
+        Args:
+            section: the section of the config that has `engine_args`.
 
         Raises:
             ConfigError: the option is not such a number.
         """
+        if self.wraps_engine:
+            inner = engine_kind(str(engine_args.get("inner", "embedded")))
+            options = engine_args.get("engine_args", {})
+            return inner.tensor_parallel_size(options, f"{section}.engine_args")
         size = engine_args.get(self.parallel_option, 1)
         if not isinstance(size, int) or size < 1:
             raise ConfigError(
-                f"pool.engine_args.{self.parallel_option} must be 1 or more, got {size!r}"
+                f"{section}.engine_args.{self.parallel_option} must be 1 or more, got {size!r}"
             )
         return size
 
@@ -63,8 +73,9 @@ ENGINES: Final[Mapping[str, EngineKind]] = {
         parallel_option="tp_size",
     ),
     "echo": EngineKind(target="umbra.engines.echo.echo_engine:EchoEngine"),
-    # It passes arguments on to the engine that it wraps.
-    "faulty": EngineKind(target="umbra.engines.faulty.faulty_engine:FaultyEngine", has_lora=True),
+    "faulty": EngineKind(
+        target="umbra.engines.faulty.faulty_engine:FaultyEngine", wraps_engine=True, has_lora=True
+    ),
 }
 
 

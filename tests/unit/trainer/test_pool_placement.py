@@ -86,6 +86,15 @@ def test_a_tensor_parallel_engine_has_its_gpus_first(
     assert visible(spec) == ["GPU-aa,GPU-bb,GPU-cc,GPU-dd", "GPU-cc,GPU-dd,GPU-aa,GPU-bb"]
 
 
+def test_a_faulty_engine_has_the_gpus_of_the_engine_that_it_wraps(model_dir: Path) -> None:
+    arguments = {"inner": "vllm", "engine_args": {"tensor_parallel_size": 2}}
+    config = config_of(model_dir, pool={"engine": "faulty", "engine_args": arguments})
+
+    spec = policy_spec(config, plan_of(config, UUIDS, ranks=4))
+
+    assert visible(spec) == ["GPU-aa,GPU-bb,GPU-cc,GPU-dd", "GPU-cc,GPU-dd,GPU-aa,GPU-bb"]
+
+
 def test_a_standalone_engine_is_not_on_the_trainers_gpu_but_sees_it(model_dir: Path) -> None:
     config = config_of(model_dir, pool={"mode": "standalone"})
 
@@ -146,7 +155,11 @@ def test_a_start_again_makes_the_same_specifications(model_dir: Path) -> None:
         ),
         (
             {"pool": {"engine": "vllm", "engine_args": {"tensor_parallel_size": 0}}},
-            "tensor_parallel_size must be 1 or more, got 0",
+            "^pool.engine_args.tensor_parallel_size must be 1 or more, got 0",
+        ),
+        (
+            {"judge": {"engine": "sglang", "engine_args": {"tp_size": "2"}}},
+            "^pools.judge.engine_args.tp_size must be 1 or more, got '2'",
         ),
         ({"pool": {"mode": "standalone"}}, r"start fewer ranks \(job.trainer_gpus_per_node\)"),
         (
