@@ -81,19 +81,16 @@ def count_usable_gpus() -> int:
 
 
 def pick_device(setting: Literal["auto", "cpu", "cuda"], local_rank: int) -> torch.device:
-    """This rank's device.
+    """This rank's device. The plan of the job's GPUs checks that each rank has one.
 
     Raises:
-        ConfigError: the setting is cuda, and there is no GPU for this rank.
+        ConfigError: the setting is cuda, and there is no GPU.
     """
-    num_gpus = count_usable_gpus()
-    if setting == "cpu" or (setting == "auto" and num_gpus == 0):
+    has_gpus = count_usable_gpus() > 0
+    if setting == "cpu" or (setting == "auto" and not has_gpus):
         return torch.device("cpu")
-    if local_rank >= num_gpus:
-        raise ConfigError(
-            f"train.device: local rank {local_rank} needs a GPU of its own, and this node shows "
-            f"{num_gpus}: start fewer ranks (--nproc-per-node), or set train.device = 'cpu'"
-        )
+    if not has_gpus:
+        raise ConfigError("train.device = 'cuda': this node shows no GPU: use 'auto' or 'cpu'")
     return torch.device("cuda", local_rank)
 
 

@@ -138,6 +138,13 @@ def test_an_engine_on_a_gpu_needs_a_gpu(model_dir: Path) -> None:
         plan_of(config, (), ranks=2, device_type="cpu")
 
 
+def test_ranks_without_a_gpu_are_an_error(model_dir: Path) -> None:
+    config = config_of(model_dir)
+
+    with pytest.raises(ConfigError, match=r"^2 ranks are on a node with 1 GPU, .* 'cpu'$"):
+        plan_of(config, ("0",), ranks=2)
+
+
 def test_a_start_again_makes_the_same_specifications(model_dir: Path) -> None:
     config = config_of(model_dir)
 
