@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-from umbra.runtime.cluster.environment import TorchrunEnvironment, visible_gpus
+from umbra.runtime.cluster.environment import TorchrunEnvironment
 from umbra.runtime.cluster.placement import Plan
 from umbra.runtime.collective import Rollouts, SessionSync
 from umbra.runtime.errors import ActorError, JobFailed, TransportError, UmbraError
@@ -46,9 +46,9 @@ from umbra.trainer.waits import collective_timeout_s
 from umbra.trainer.world import (
     World,
     agree_on_signal,
-    count_usable_gpus,
     from_lead,
     pick_device,
+    usable_gpus,
 )
 
 # How long a rank that lost another one waits for the supervisor to report which rank or process
@@ -163,7 +163,7 @@ class Trainer:
             POOL,
             device_type=device.type,
             num_ranks=self._environment.local_world_size,
-            gpus=visible_gpus(count_usable_gpus()),
+            gpus=usable_gpus(),
         )
         return plan, device.type
 

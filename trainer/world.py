@@ -15,8 +15,9 @@ import torch.distributed
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from umbra.runtime.cluster.environment import TorchrunEnvironment
+from umbra.runtime.cluster.environment import TorchrunEnvironment, visible_gpus
 from umbra.runtime.errors import ConfigError, JobFailed, UmbraError
+from umbra.runtime.process.nvml import count_gpus
 
 T = TypeVar("T")
 _dist: Final[Any] = torch.distributed
@@ -75,9 +76,15 @@ class World:
             _dist.destroy_process_group()
 
 
-def count_usable_gpus() -> int:
-    """GPUs that torch can use in this process. Creates no context on them."""
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+def usable_gpus() -> tuple[str, ...]:
+    """The GPUs that torch can use in this process, as CUDA_VISIBLE_DEVICES names them. Creates no
+    context on them.
+
+    Raises:
+        ConfigError: CUDA_VISIBLE_DEVICES names a GPU twice, or one that the machine does not have.
+    """
+    num_usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return visible_gpus(max(count_gpus(), num_usable))[:num_usable]
 
 
 def pick_device(setting: Literal["auto", "cpu", "cuda"], local_rank: int) -> torch.device:
@@ -86,7 +93,7 @@ def pick_device(setting: Literal["auto", "cpu", "cuda"], local_rank: int) -> tor
     Raises:
         ConfigError: the setting is cuda, and there is no GPU.
     """
-    has_gpus = count_usable_gpus() > 0
+    has_gpus = torch.cuda.is_available()
     if setting == "cpu" or (setting == "auto" and not has_gpus):
         return torch.device("cpu")
     if not has_gpus:

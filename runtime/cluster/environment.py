@@ -124,16 +124,28 @@ def _bind(variables: tuple[tuple[str, str], ...]) -> TorchrunAgent:
 
 
 def visible_gpus(num_gpus: int, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """The GPUs that this job may use on this node, as CUDA_VISIBLE_DEVICES names them.
+    """The GPUs that this job may use on this node, as CUDA_VISIBLE_DEVICES names them. CUDA uses
+    one MIG instance only, whatever else is named.
 
     Args:
-        num_gpus: how many there are at most.
+        num_gpus: number of GPUs of this machine, visible or not.
+
+    Raises:
+        ConfigError: a GPU is named twice, or the machine does not have it.
     """
     named = environ.get("CUDA_VISIBLE_DEVICES")
-    if named is None:
+    if named is None or num_gpus == 0:
         return tuple(map(str, range(num_gpus)))
-    names = (name.strip() for name in named.split(","))
-    return tuple(takewhile(lambda name: name not in ("", "-1"), names))[:num_gpus]
+    listed = (name.strip() for name in named.split(","))
+    names = tuple(takewhile(lambda name: name not in ("", "-1"), listed))
+    if len(set(names)) < len(names):
+        raise ConfigError(f"CUDA_VISIBLE_DEVICES is {named!r}: name each GPU once")
+    if any(name.isdecimal() and int(name) >= num_gpus for name in names):
+        raise ConfigError(
+            f"CUDA_VISIBLE_DEVICES is {named!r}, and the GPUs of this machine are 0 to "
+            f"{num_gpus - 1}: name some of these"
+        )
+    return names[:1] if any(name.startswith("MIG-") for name in names) else names
 
 
 def socket_root(environ: Mapping[str, str] = os.environ) -> Path:

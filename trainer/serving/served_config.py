@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from umbra.runtime.cluster.environment import visible_gpus
 from umbra.runtime.cluster.placement import Plan
 from umbra.runtime.errors import ConfigError, DataError
 from umbra.runtime.pools.pool_settings import EnginePoolSettings
@@ -87,9 +86,9 @@ def plan_served(config: ServeConfig, *, only: str = "") -> Plan:
     """
     device_type, gpus = _device_type(config), tuple[str, ...]()
     if any(engine_device(pool, device_type) == "cuda" for pool in _pools(config)):
-        from umbra.trainer.world import count_usable_gpus  # imports torch
+        from umbra.trainer.world import usable_gpus  # imports torch
 
-        gpus = visible_gpus(count_usable_gpus())
+        gpus = usable_gpus()
     return plan_pools(config, POOL, device_type=device_type, num_ranks=0, gpus=gpus, only=only)
 
 

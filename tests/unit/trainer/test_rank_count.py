@@ -25,14 +25,37 @@ def config_of(**sections: Any) -> TrainerConfig:
 
 @pytest.mark.parametrize(
     ("named", "gpus"),
-    [(None, ("0", "1")), ("3, 1", ("3", "1")), ("", ()), ("2,-1,3", ("2",)), ("0,1,2", ("0", "1"))],
+    [
+        (None, ("0", "1", "2", "3")),
+        ("3, 1", ("3", "1")),
+        ("", ()),
+        ("2,-1,3", ("2",)),
+        ("GPU-b,GPU-a", ("GPU-b", "GPU-a")),
+        ("MIG-b,MIG-a", ("MIG-b",)),
+    ],
 )
 def test_the_jobs_gpus_are_named_as_it_was_given_them(
     named: str | None, gpus: tuple[str, ...]
 ) -> None:
     environ = {} if named is None else {"CUDA_VISIBLE_DEVICES": named}
 
-    assert visible_gpus(2, environ) == gpus
+    assert visible_gpus(4, environ) == gpus
+
+
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ("0,1,0", "is '0,1,0': name each GPU once"),
+        ("0,4", "is '0,4', and the GPUs of this machine are 0 to 3"),
+    ],
+)
+def test_a_gpu_that_cuda_would_not_use_is_an_error(named: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        visible_gpus(4, {"CUDA_VISIBLE_DEVICES": named})
+
+
+def test_without_gpus_none_is_visible() -> None:
+    assert visible_gpus(0, {"CUDA_VISIBLE_DEVICES": "0,1"}) == ()
 
 
 @pytest.mark.parametrize(
