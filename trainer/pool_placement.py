@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 from umbra.runtime.cluster.placement import Node, Plan, PoolRequest, plan_placement
 from umbra.runtime.engine_api.engine_names import engine_kind
-from umbra.runtime.errors import ConfigError
+from umbra.runtime.errors import ConfigError, SettingError
 from umbra.runtime.pools.pool_settings import (
     AuxiliaryPoolSettings,
     EnginePoolSettings,
     PoolSettings,
+    check_update_waves,
 )
 from umbra.trainer.config.trainer_config import ServeConfig, TrainerConfig
 
@@ -34,7 +35,7 @@ def plan_pools(
         only: the only pool that will run, if not all do; it may use all GPUs.
 
     Raises:
-        ConfigError: a rank or an engine has no place.
+        ConfigError: a rank or an engine has no place, or the pool has fewer engines than waves.
     """
     pools: dict[str, PoolSettings | AuxiliaryPoolSettings] = {host: config.pool, **config.pools}
     requests = [
@@ -57,7 +58,13 @@ def plan_pools(
             f"job.trainer_gpus_per_node = {chosen}, and torchrun started {num_ranks} ranks on this "
             f"node: use a script of launch/, or --nproc-per-node {chosen}"
         )
-    return plan_placement([Node(gpus=tuple(gpus), num_ranks=num_ranks)], requests)
+    plan = plan_placement([Node(gpus=tuple(gpus), num_ranks=num_ranks)], requests)
+    if not only:
+        try:
+            check_update_waves(config.pool.update_waves, config.pool.mode, len(plan.engines[host]))
+        except SettingError as error:
+            raise ConfigError(f"pool.{error}") from None
+    return plan
 
 
 def engine_device(pool: EnginePoolSettings, device_type: str) -> str:
