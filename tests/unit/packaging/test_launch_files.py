@@ -42,14 +42,16 @@ def test_a_launch_script_without_a_config_says_how_to_call_it(script: Path) -> N
 def test_a_launch_script_starts_the_ranks_that_the_config_asks_for(
     script: str, tmp_path: Path
 ) -> None:
-    for name in ("torchrun", "srun"):  # in their place: what they would have been given
-        (tmp_path / name).write_text('#!/bin/sh\necho "$0" "$@"\n')
+    show = 'echo "$0" "$@"'
+    count = '[ "$*" = "-m umbra.trainer.rank_count $CONFIG train.steps=1" ] && echo 3'
+    # In the place of the programs, these show what they were given; the trainer has three GPUs.
+    for name, command in {"torchrun": show, "srun": show, "python": count}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{command}\n")
         (tmp_path / name).chmod(0o755)
-    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
 
     done = subprocess.run(
         ["bash", REPOSITORY / "launch" / script, CONFIGS[0], "train.steps=1"],
-        env={**os.environ, "PATH": path, "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "CONFIG": str(CONFIGS[0])},
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -57,7 +59,7 @@ def test_a_launch_script_starts_the_ranks_that_the_config_asks_for(
         check=False,
     )
 
-    assert f"--nproc-per-node 2 -m umbra.trainer {CONFIGS[0]} train.steps=1" in done.stdout
+    assert f"--nproc-per-node 3 -m umbra.trainer {CONFIGS[0]} train.steps=1" in done.stdout
     assert done.returncode == 0, done.stderr
 
 
