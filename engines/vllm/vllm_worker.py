@@ -82,7 +82,7 @@ class SourceTransferEngine(_base):
             if hasattr(layer, "quant_method"):
                 layer.quant_method.process_weights_after_loading(layer)
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # others take turns with this engine on the GPU
+            torch.cuda.empty_cache()  # others are time-sliced with this engine
 
     def _check_complete(self, loaded: set[str] | None) -> None:
         if loaded is None:  # the model's loader does not report what it loaded

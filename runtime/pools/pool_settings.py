@@ -54,11 +54,12 @@ class EnginePoolSettings(Settings):
         engine: "embedded", "vllm" or "sglang" (see docs/engines.md), "echo" (no model, for tests:
             give it the model's vocab_size in `engine_args`), "faulty" (wraps another engine and
             makes it fail on purpose, see docs/faults.md), or the "module:Class" of another.
-        count: Engines of the job. "auto" is as many as the pool's GPUs hold, and 1 on the CPU.
+        count: Number of engines in the job. "auto" starts one for every t GPUs of the pool, where t
+            is the tensor-parallel size, or one on the CPU. See docs/engines.md for several pools.
         gpus: GPUs of the engines by hand, as numbers from 0 in the order of CUDA_VISIBLE_DEVICES.
             The first engine gets the first, or with tensor parallelism the first ones, and so on.
-            Engines may share a GPU that is named twice, and pools one that both name. Default:
-            `mode` decides.
+            Repeat a number to put two engines on one GPU, or list it in two pools to share it
+            between them. Default: `mode` decides.
         device: Device of the engines. "auto" is cuda where the trainer runs on it.
         max_num_seqs: Completions an engine works on at a time. More use its device better and take
             more KV cache.
@@ -110,7 +111,7 @@ class PoolSettings(EnginePoolSettings):
     """`[pool]`: the inference engines.
 
     Attributes:
-        mode: "hybrid" engines take turns with the trainer for the memory of its GPUs, and sleep
+        mode: "hybrid" engines share the memory of the trainer's GPUs by time-slicing, and sleep
             while it computes. "standalone" engines get GPUs without ranks and never sleep, which
             `rollout.max_staleness` above 0 makes use of.
         on_update: What new weights do to completions in progress. "abort" continues them under the

@@ -24,8 +24,8 @@ class PoolSpec(Settings):
     Attributes:
         engine: short name of one of umbra's engines, or the `module:Class` of another.
         count: number of engines on this node.
-        mode: hybrid engines take turns with the trainer (sleep and wake); standalone ones do not;
-            colocated ones take turns with the engines of `shares_with`, see `time_slicing`.
+        mode: hybrid engines are time-sliced with the trainer (they sleep and wake); standalone ones
+            are not; colocated ones are, with the engines of `shares_with`, see `time_slicing`.
         kwargs: for the engine's constructor.
         visible_gpus: CUDA_VISIBLE_DEVICES of each engine. Empty: all have that of the supervisor.
         shares_with: name of the pool on whose GPUs a colocated one is.
@@ -76,8 +76,8 @@ class PoolSpec(Settings):
             )
         if (self.mode == "colocated") != bool(self.shares_with):
             raise ConfigError(
-                f"pool {self.name!r}: mode 'colocated' and shares_with, the pool it takes turns "
-                "with, go together: give both or neither"
+                f"pool {self.name!r}: mode 'colocated' and shares_with, the pool that it is "
+                "time-sliced with, go together: give both or neither"
             )
         if self.mode == "colocated" and not self.load_weights:
             raise ConfigError(

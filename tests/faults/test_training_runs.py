@@ -139,7 +139,7 @@ def test_a_run_with_the_decoupled_loss_resumes_from_its_checkpoint(folder: Path)
     rows = read_metrics(folder / "run/metrics.jsonl")
     steps = [row for row in rows if "train/loss" in row]
     assert [row["step"] for row in steps] == [1, 2, 3]
-    # Engines and trainer take turns, so no token is old.
+    # Engines and trainer are time-sliced, so no token is old.
     assert all(abs(row["train/importance_mean"] - 1) < 1e-3 for row in steps)
     assert all(abs(row["train/importance_max"] - 1) < 1e-3 for row in steps)
     assert all(row["train/importance_limited_share"] == 0 for row in steps)

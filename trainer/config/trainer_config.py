@@ -90,9 +90,9 @@ class JobSection(Settings):
     """`[job]`: the machines.
 
     Attributes:
-        trainer_gpus_per_node: GPUs of each node that the trainer gets, the first ones, one for each
-            rank. The launch scripts start so many ranks. Lower numbers leave GPUs to standalone
-            engines. Default: all.
+        trainer_gpus_per_node: GPUs per node for the trainer: the first ones, one per rank. The
+            scripts in launch/ start as many ranks; with plain torchrun pass the number as
+            --nproc-per-node. Lower numbers leave GPUs to standalone engines. Default: all.
     """
 
     trainer_gpus_per_node: Positive | None = None
