@@ -103,6 +103,28 @@ def test_a_standalone_engine_is_not_on_the_trainers_gpu_but_sees_it(model_dir: P
     assert visible(spec) == ["1,0"]
 
 
+@pytest.mark.parametrize(
+    ("judge", "gpus", "expected"),
+    [
+        ({"mode": "standalone"}, ("0", "1"), (1, 1)),
+        (
+            {"mode": "standalone", "engine": "vllm", "engine_args": {"tensor_parallel_size": 2}},
+            tuple(map(str, range(8))),
+            (6, 1),
+        ),
+    ],
+)
+def test_a_training_runs_config_can_be_served(
+    model_dir: Path, judge: dict[str, Any], gpus: tuple[str, ...], expected: tuple[int, int]
+) -> None:
+    config = config_of(model_dir, job={"trainer_gpus_per_node": 1}, judge=judge)
+
+    trained, served = plan_of(config, gpus, ranks=1), plan_of(config, gpus, ranks=0)
+
+    assert len(trained.engines[POOL]) == 1
+    assert (len(served.engines[POOL]), len(served.engines["judge"])) == expected
+
+
 def test_gpus_by_hand_override_the_mode(model_dir: Path) -> None:
     config = config_of(model_dir, pool={"mode": "standalone", "gpus": [0]})
 
