@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, cast
 
 from umbra.runtime.errors import ConfigError, SettingError
 from umbra.runtime.settings import Checked
@@ -49,8 +49,13 @@ class EngineKind:
         """
         if self.wraps_engine:
             inner = engine_kind(str(engine_args.get("inner", "embedded")))
-            options = engine_args.get("engine_args", {})
-            return inner.tensor_parallel_size(options, f"{section}.engine_args")
+            options: object = engine_args.get("engine_args", {})
+            if not isinstance(options, Mapping):
+                raise ConfigError(
+                    f"{section}.engine_args.engine_args: use a table, got {options!r}"
+                )
+            inner_args = cast("Mapping[str, Any]", options)
+            return inner.tensor_parallel_size(inner_args, f"{section}.engine_args")
         size = engine_args.get(self.parallel_option, 1)
         if not isinstance(size, int) or size < 1:
             raise ConfigError(

@@ -190,6 +190,10 @@ def test_a_start_again_makes_the_same_specifications(model_dir: Path) -> None:
             {"judge": {"engine": "sglang", "engine_args": {"tp_size": "2"}}},
             "^pools.judge.engine_args.tp_size must be 1 or more, got '2'",
         ),
+        (
+            {"pool": {"engine": "faulty", "engine_args": {"inner": "vllm", "engine_args": 2}}},
+            "^pool.engine_args.engine_args: use a table, got 2",
+        ),
         ({"pool": {"mode": "standalone"}}, r"start fewer ranks \(job.trainer_gpus_per_node\)"),
         (
             {"job": {"trainer_gpus_per_node": 1}},
