@@ -21,7 +21,7 @@ def main() -> None:
         "signals": {str(number): str(signal.getsignal(number)) for number in signal.Signals},
         "descriptors": descriptors,
         "num_descriptors": len(os.listdir("/proc/self/fd")),
-        "is_buffered": not sys.stdout.write_through,
+        "is_buffered": not sys.stdout.write_through,  # pyright: ignore
         "name": __name__,
     }
     Path(sys.argv[1]).write_text(json.dumps(report, indent=1))
