@@ -141,8 +141,8 @@ def _become(command: list[str], environment: Mapping[str, str]) -> NoReturn:
 
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
-            signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+            is_interrupt = number == signal.SIGINT
+            signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
     os.environ.clear()
     os.environ.update(environment)
     _shown.append(_show(command, environment))
