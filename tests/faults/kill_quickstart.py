@@ -69,7 +69,8 @@ def _train(
     folder.mkdir(parents=True)
     shutil.copy(_CONFIG, folder / "config.toml")
     begun = time.monotonic()
-    with KilledJob(folder, [*_common(arguments), *settings], rng=rng) as job:
+    given = [*_common(arguments), *settings]
+    with KilledJob(folder, given, rng=rng, is_forked=False) as job:
         for number, kill in enumerate(plan_kills(num_kills, arguments.steps, rng), 1):
             with job.begin() as run:
                 job.kill(run, kill)

@@ -67,13 +67,22 @@ def plan_kills(num_kills: int, steps: int, rng: random.Random) -> list[PlannedKi
 class KilledJob:
     """All incarnations of a job in `folder`, which has a config.toml. A context manager.
 
+    Args:
+        is_forked: see `start_run`.
+
     Attributes:
         num_kills: kills so far.
         num_torn: kills that left an incomplete checkpoint.
     """
 
     def __init__(
-        self, folder: Path, settings: Sequence[str], *, rng: random.Random, num_ranks: int = 2
+        self,
+        folder: Path,
+        settings: Sequence[str],
+        *,
+        rng: random.Random,
+        num_ranks: int = 2,
+        is_forked: bool = True,
     ) -> None:
         self.run_dir = folder / "run"
         self.num_kills = 0
@@ -84,7 +93,8 @@ class KilledJob:
         self._num_ranks = num_ranks
         self._records = folder / "records"
         self._incarnation = 0
-        self._start_s = 8.0  # of the previous incarnation
+        self._is_forked = is_forked
+        self._start_s = 2.0 if is_forked else 8.0  # of the previous incarnation
         self._socket_root = Path(tempfile.mkdtemp(prefix="umbra-f-", dir="/tmp"))
 
     def __enter__(self) -> Self:
@@ -115,6 +125,7 @@ class KilledJob:
             },
             program="recorded_trainer",
             socket_root=self._socket_root,
+            is_forked=self._is_forked,
         ) as run:
             try:
                 yield run

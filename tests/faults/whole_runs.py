@@ -36,10 +36,10 @@ T = TypeVar("T")
 
 HERE = Path(__file__).parent
 START_LIMIT_S = 90.0
-"""From the start to the first step: some eight seconds on two idle cores."""
+"""From the start to the first step: some eight seconds on two idle cores, two as forks."""
 BAD_INPUT_LIMIT_S = 30.0
 """From the start to the end for bad input: under nine seconds on two idle cores, most of them for
-importing torch."""
+importing torch, which forks have done."""
 END_LIMIT_S = 10.0
 """From a fault in a running training to its end: a second or two on idle cores."""
 GONE_WITHIN_S = 5.0
@@ -110,6 +110,7 @@ class Run:
         prefix: Sequence[str],
         launcher: Sequence[str],
         terminal: Terminal | None,
+        is_forked: bool,
     ) -> None:
         self.run_dir = folder / "run"
         self.num_ranks = num_ranks
@@ -123,7 +124,7 @@ class Run:
         command = [*prefix, *command, *settings]
         variables = _environment() | self._traces.environment | dict(environ)
         self.process: subprocess.Popen[bytes] | PreloadedProcess
-        if not (prefix or launcher or terminal):
+        if is_forked:
             self.process = PreloadedProcess(command, folder, variables, self._output)
             return
         with self._output.open("wb") as output:
@@ -304,11 +305,9 @@ def start_run(
     prefix: Sequence[str] = (),
     launcher: Sequence[str] = (),
     terminal: Terminal | None = None,
+    is_forked: bool = True,
 ) -> Generator[Run]:
     """Starts a run whose config is `folder`/config.toml (see `write_config`) plus `settings`.
-
-    Needs the fixture `fork_server`: torchrun and the ranks are forks of a process that has imported
-    torch (see `preloaded_python`), except under a `prefix`, `launcher` or `terminal`.
 
     Args:
         num_ranks: 0 is one rank without torchrun, which starts faster.
@@ -317,6 +316,9 @@ def start_run(
         prefix: a program that runs the command line that follows it, such as a shell.
         launcher: a command that gets config and settings instead of torchrun and `program`.
         terminal: controls the run and shows its output; None for no terminal.
+        is_forked: torchrun and the ranks are forks of a process that has imported torch (see
+            `preloaded_python`; needs the fixture `fork_server`). Never so with a `prefix`,
+            `launcher` or `terminal`.
     """
     run = Run(
         folder,
@@ -329,6 +331,7 @@ def start_run(
         prefix=prefix,
         launcher=launcher,
         terminal=terminal,
+        is_forked=is_forked and not (prefix or launcher or terminal),
     )
     try:
         yield run
