@@ -60,6 +60,7 @@ def test_killed_between_batches_it_delivers_the_next_as_if_undisturbed(
     live = LiveRollouts(umbra_session, tmp_path, config=settings, engine={"tokens_per_s": 200.0})
     order = [*expected_completions(0).items(), *expected_completions(1).items()]
     for step in range(4):
+        live.announce(step, step)
         live.publish(step)
         batch = merged(live.next_batch(step))
         assert completions(batch) == dict(order[8 * step : 8 * step + 8])
