@@ -49,7 +49,7 @@ class ReleaseWatch:
         assert self._last is not None
         held = [
             f"{nbytes / _GIB:.1f} GiB of GPU {idx}"
-            for idx, nbytes in enumerate(self._last.held_nbytes)
+            for idx, nbytes in zip(self._last.indices, self._last.held_nbytes, strict=True)
             if nbytes
         ]
         after = f"{now - self._began:.0f} s after its end"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
@@ -11,6 +11,7 @@ LIBRARY: Final = "libnvidia-ml.so.1"
 
 _MAX_PROCESSES: Final = 512  # on one device; NVML names none if there are more
 _UNKNOWN_NBYTES: Final = 2**64 - 1
+_MAX_UUID_NBYTES: Final = 96  # NVML_DEVICE_UUID_V2_BUFFER_SIZE
 
 
 class _Memory(ctypes.Structure):
@@ -37,11 +38,13 @@ class GpuReading:
     """One reading of all devices.
 
     Attributes:
+        indices: per device, the number that nvidia-smi shows.
         used_nbytes: per device, by all processes.
         held_nbytes: per device, by the processes asked for. It is 0 in a container where NVML knows
             them by other pids.
     """
 
+    indices: tuple[int, ...]
     used_nbytes: tuple[int, ...]
     held_nbytes: tuple[int, ...]
 
@@ -61,35 +64,40 @@ class GpuUse:
 
 
 class Nvml:
-    """Whoever opens it closes it. All calls may block while a device wakes."""
+    """The GPUs of this machine, or some of them. Whoever opens it closes it. All calls may block
+    while a device wakes."""
 
-    def __init__(self, library: Any, devices: list[ctypes.c_void_p]) -> None:
+    def __init__(self, library: Any, devices: Sequence[ctypes.c_void_p]) -> None:
         """Use `open`."""
         self._library = library
         self._devices = devices
         self._processes_of: Any = getattr(library, "nvmlDeviceGetComputeRunningProcesses_v3", None)
 
     @classmethod
-    def open(cls, path: str = LIBRARY) -> Self | None:
-        """None if there is no library, no driver or no device."""
+    def open(cls, path: str = LIBRARY, *, gpus: Sequence[str] | None = None) -> Self | None:
+        """
+        Args:
+            gpus: the devices, in the order in which all methods report them. Each is named as in
+                CUDA_VISIBLE_DEVICES: by its index, as NVML counts, or by its UUID or a beginning
+                that no other has. A MIG instance stands for its GPU. None: all of the machine.
+
+        Returns:
+            None if there is no library, no driver or no device, or if NVML does not find one of
+            `gpus`.
+        """
         try:
             library: Any = ctypes.CDLL(path)
         except OSError:
             return None
         if library.nvmlInit_v2() != 0:
             return None
-        count = ctypes.c_uint()
-        library.nvmlDeviceGetCount_v2(ctypes.byref(count))
-        devices: list[ctypes.c_void_p] = []
-        for idx in range(count.value):
-            device = ctypes.c_void_p()
-            if library.nvmlDeviceGetHandleByIndex_v2(idx, ctypes.byref(device)) == 0:
-                devices.append(device)
-        nvml = cls(library, devices)
-        if not devices:
-            nvml.close()
+        every = _all_devices(library)
+        found = every if gpus is None else [_find_device(library, gpu, every) for gpu in gpus]
+        devices = [device for device in found if device is not None]
+        if not devices or len(devices) < len(found):
+            library.nvmlShutdown()
             return None
-        return nvml
+        return cls(library, devices)
 
     def close(self) -> None:
         self._library.nvmlShutdown()
@@ -102,6 +110,7 @@ class Nvml:
         """What is used now, and how much of it `pids` hold. A device that does not report counts as
         0."""
         return GpuReading(
+            indices=tuple(self._index(device) for device in self._devices),
             used_nbytes=tuple(self._used_nbytes(device) for device in self._devices),
             held_nbytes=tuple(self._held_nbytes(device, pids) for device in self._devices),
         )
@@ -114,6 +123,11 @@ class Nvml:
             by_pid = {p.pid: p.used for p in self._processes(device) if p.used != _UNKNOWN_NBYTES}
             uses.append(GpuUse(total_nbytes=memory.total, used_nbytes=memory.used, by_pid=by_pid))
         return uses
+
+    def _index(self, device: ctypes.c_void_p) -> int:
+        index = ctypes.c_uint()
+        self._library.nvmlDeviceGetIndex(device, ctypes.byref(index))
+        return index.value
 
     def _used_nbytes(self, device: ctypes.c_void_p) -> int:
         return int(self._memory(device).used)
@@ -136,6 +150,46 @@ class Nvml:
         ours = [process for process in self._processes(device) if process.pid in pids]
         # A process that is listed holds some memory, whether NVML knows how much or not.
         return sum(max(1, p.used) if p.used != _UNKNOWN_NBYTES else 1 for p in ours)
+
+
+def _all_devices(library: Any) -> list[ctypes.c_void_p]:
+    count = ctypes.c_uint()
+    library.nvmlDeviceGetCount_v2(ctypes.byref(count))
+    devices = [_device_at(library, idx) for idx in range(count.value)]
+    return [device for device in devices if device is not None]
+
+
+def _find_device(
+    library: Any, name: str, every: Sequence[ctypes.c_void_p]
+) -> ctypes.c_void_p | None:
+    if name.isdecimal():
+        return _device_at(library, int(name))
+    if name.startswith("MIG-"):
+        return _gpu_of_instance(library, name)
+    named = [device for device in every if _uuid(library, device).startswith(name)]
+    return named[0] if len(named) == 1 else None
+
+
+def _device_at(library: Any, index: int) -> ctypes.c_void_p | None:
+    device = ctypes.c_void_p()
+    failed = library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device))
+    return None if failed else device
+
+
+def _gpu_of_instance(library: Any, uuid: str) -> ctypes.c_void_p | None:
+    """The GPU of a MIG instance."""
+    instance, gpu = ctypes.c_void_p(), ctypes.c_void_p()
+    failed = library.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(instance))
+    failed = failed or library.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(
+        instance, ctypes.byref(gpu)
+    )
+    return None if failed else gpu
+
+
+def _uuid(library: Any, device: ctypes.c_void_p) -> str:
+    uuid = ctypes.create_string_buffer(_MAX_UUID_NBYTES)
+    failed = library.nvmlDeviceGetUUID(device, uuid, _MAX_UUID_NBYTES)
+    return "" if failed else uuid.value.decode()
 
 
 def count_gpus() -> int:

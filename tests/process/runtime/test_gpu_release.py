@@ -10,11 +10,13 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 from actor_specs import actor
+from fake_nvml import FakeGpu, FakeNvml
 from watching import kill
 
 from umbra.runtime.errors import ActorDied, DeadlineExceeded
@@ -25,40 +27,12 @@ from umbra.runtime.session import Session
 
 GIB = 1 << 30
 
-FAKE_NVML = r"""
-#include <stdio.h>
-typedef struct { unsigned long long total, free, used; } memory_t;
-typedef struct { unsigned pid; unsigned long long used; unsigned gi, ci; } process_t;
-/* The file holds: bytes used, bytes held, by which pid. */
-static void look(unsigned long long *used, unsigned long long *held, unsigned *pid) {
-    FILE *file = fopen(PATH, "r");
-    *used = *held = 0; *pid = 0;
-    if (file) { if (fscanf(file, "%llu %llu %u", used, held, pid) != 3) *used = 0; fclose(file); }
-}
-int nvmlInit_v2(void) { return 0; }
-int nvmlShutdown(void) { return 0; }
-int nvmlDeviceGetCount_v2(unsigned *count) { *count = 1; return 0; }
-int nvmlDeviceGetHandleByIndex_v2(unsigned idx, void **device) { *device = (void*)7; return 0; }
-int nvmlDeviceGetMemoryInfo(void *device, memory_t *memory) {
-    unsigned long long held; unsigned pid;
-    if (device != (void*)7) return 2;
-    look(&memory->used, &held, &pid);
-    memory->total = 140ULL << 30;
-    return 0;
-}
-int nvmlDeviceGetComputeRunningProcesses_v3(void *device, unsigned *count, process_t *out) {
-    unsigned long long used, held; unsigned pid;
-    if (device != (void*)7 || *count < 2) return 2;
-    look(&used, &held, &pid);
-    out[0].pid = 1; out[0].used = 5; *count = 1;
-    if (held) { out[1].pid = pid; out[1].used = held; *count = 2; }
-    return 0;
-}
-"""
+HOLDING = FakeGpu(used_nbytes=60 * GIB, held_nbytes=55 * GIB, pid=4711)
+FREE = FakeGpu(used_nbytes=5 * GIB)
 
 
 def reading(used: float, held: float = 0.0) -> GpuReading:
-    return GpuReading(used_nbytes=(int(used * GIB),), held_nbytes=(int(held * GIB),))
+    return GpuReading(indices=(0,), used_nbytes=(int(used * GIB),), held_nbytes=(int(held * GIB),))
 
 
 def end_of(readings: list[GpuReading], interval_s: float = 0.1) -> int | None:
@@ -99,25 +73,10 @@ def test_without_nvml_there_is_no_wait() -> None:
     assert time.monotonic() - began < 5.0
 
 
-@pytest.fixture(scope="module")
-def fake_nvml(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """A library with one device, and a file that holds its used and held memory."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("needs a C compiler")
-    folder = tmp_path_factory.mktemp("nvml")
-    source, library, state = folder / "fake.c", folder / "fake.so", folder / "state"
-    source.write_text(FAKE_NVML)
-    flags = ["-shared", "-fPIC", f'-DPATH="{state}"']
-    subprocess.run([compiler, *flags, "-o", library, source], check=True, timeout=60)
-    return str(library), state
+def test_nvml_reports_used_memory_and_its_holders(fake_nvml: FakeNvml) -> None:
+    fake_nvml.show(HOLDING)
 
-
-def test_nvml_reports_used_memory_and_its_holders(fake_nvml: tuple[str, Path]) -> None:
-    library, state = fake_nvml
-    state.write_text(f"{60 * GIB} {55 * GIB} 4711")
-
-    nvml = Nvml.open(library)
+    nvml = Nvml.open(fake_nvml.library)
     assert nvml is not None
     try:
         assert nvml.read([4711]) == reading(60.0, 55.0)
@@ -129,54 +88,85 @@ def test_nvml_reports_used_memory_and_its_holders(fake_nvml: tuple[str, Path]) -
         nvml.close()
 
 
-def test_memory_that_is_never_freed_is_reported_at_the_deadline(
-    fake_nvml: tuple[str, Path],
-) -> None:
-    library, state = fake_nvml
-    state.write_text(f"{60 * GIB} {55 * GIB} 4711")
+def used_gib(fake: FakeNvml, *gpus: str) -> list[int]:
+    """Of each of the named GPUs; empty if NVML does not find one of them."""
+    nvml = Nvml.open(fake.library, gpus=gpus)
+    if nvml is None:
+        return []
+    try:
+        return [use.used_nbytes // GIB for use in nvml.uses()]
+    finally:
+        nvml.close()
 
-    found = asyncio.run(gpu_memory_released([4711], deadline_s=0.3, library=library))
+
+def test_named_gpus_are_reported_in_the_order_of_their_names(fake_nvml: FakeNvml) -> None:
+    uuids = ("GPU-1a2b-77", "GPU-1a2c-88", "GPU-9d0e-99")
+    gpus = [FakeGpu(uuid=uuid, used_nbytes=idx * GIB) for idx, uuid in enumerate(uuids)]
+    fake_nvml.show(*gpus)
+
+    assert used_gib(fake_nvml, "2", "0") == [2, 0]
+    assert used_gib(fake_nvml, "GPU-9d0e-99", "1", "GPU-1a2b") == [2, 1, 0]
+    assert used_gib(fake_nvml, "MIG-instance-of-1") == [1]
+    nvml = Nvml.open(fake_nvml.library, gpus=["2", "GPU-1a2b-77"])
+    assert nvml is not None
+    assert nvml.read([]).indices == (2, 0)
+    nvml.close()
+
+
+@pytest.mark.parametrize("name", ["3", "GPU-1a2", "GPU-cc", "MIG-instance-of-3"])
+def test_a_gpu_that_nvml_does_not_find_is_not_left_out_in_silence(
+    fake_nvml: FakeNvml, name: str
+) -> None:
+    fake_nvml.show(*(FakeGpu(uuid=uuid) for uuid in ("GPU-1a2b", "GPU-1a2c", "GPU-9d0e")))
+
+    assert used_gib(fake_nvml, "0", name) == []
+
+
+def test_memory_that_is_never_freed_is_reported_at_the_deadline(
+    fake_nvml: FakeNvml,
+) -> None:
+    fake_nvml.show(HOLDING)
+
+    found = asyncio.run(gpu_memory_released([4711], deadline_s=0.3, library=fake_nvml.library))
 
     assert found.startswith("its processes still hold 55.0 GiB of GPU 0")
 
 
 @pytest.mark.slow
-def test_the_wait_lasts_until_the_memory_is_freed(fake_nvml: tuple[str, Path]) -> None:
-    library, state = fake_nvml
-    state.write_text(f"{60 * GIB} {55 * GIB} 4711")
+def test_the_wait_lasts_until_the_memory_is_freed(fake_nvml: FakeNvml) -> None:
+    fake_nvml.show(HOLDING)
 
     async def body() -> float:
         loop = asyncio.get_running_loop()
         began = loop.time()
-        loop.call_later(0.5, lambda: state.write_text(f"{5 * GIB} 0 0"))
-        assert await gpu_memory_released([4711], deadline_s=30.0, library=library) == ""
+        loop.call_later(0.5, lambda: fake_nvml.show(FREE))
+        assert await gpu_memory_released([4711], deadline_s=30.0, library=fake_nvml.library) == ""
         return loop.time() - began
 
     assert 0.5 < asyncio.run(body()) < 10.0
 
 
-def test_a_job_that_ends_does_not_wait_for_memory(fake_nvml: tuple[str, Path]) -> None:
-    library, state = fake_nvml
-    state.write_text(f"{60 * GIB} {55 * GIB} 4711")
+def test_a_job_that_ends_does_not_wait_for_memory(fake_nvml: FakeNvml) -> None:
+    fake_nvml.show(HOLDING)
 
     async def body() -> None:
         stop = asyncio.Event()
         stop.set()
         async with asyncio.timeout(5.0):
-            await gpu_memory_released([4711], deadline_s=30.0, stop=stop, library=library)
+            await gpu_memory_released([4711], deadline_s=30.0, stop=stop, library=fake_nvml.library)
 
     asyncio.run(body())
 
 
 @pytest.mark.slow
-def test_a_driver_that_hangs_does_not_hold_up_the_restart(fake_nvml: tuple[str, Path]) -> None:
-    library, state = fake_nvml
+def test_a_driver_that_hangs_does_not_hold_up_the_restart(fake_nvml: FakeNvml) -> None:
+    state = fake_nvml.state
     state.unlink(missing_ok=True)
     os.mkfifo(state)  # to open it waits for a writer
 
     async def body() -> str:
         async with asyncio.timeout(10.0):
-            found = await gpu_memory_released([4711], deadline_s=0.1, library=library)
+            found = await gpu_memory_released([4711], deadline_s=0.1, library=fake_nvml.library)
         return found
 
     is_over = threading.Event()
@@ -200,40 +190,38 @@ def test_a_driver_that_hangs_does_not_hold_up_the_restart(fake_nvml: tuple[str, 
 @pytest.mark.slow
 @pytest.mark.process
 def test_an_engine_is_not_restarted_before_the_memory_of_the_last_is_free(
-    fake_nvml: tuple[str, Path],
+    fake_nvml: FakeNvml,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> None:
-    library, state = fake_nvml
-    state.write_text(f"{5 * GIB} 0 0")
-    shutil.copy(library, tmp_path / LIBRARY)
+    fake_nvml.show(FREE)
+    shutil.copy(fake_nvml.library, tmp_path / LIBRARY)
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))  # for the supervisor, which begins now
     session: Session = request.getfixturevalue("umbra_session")
     engine = session.spawn(actor("Engine", role="engine"))
     pid = int(engine.call("who")["pid"])
-    state.write_text(f"{60 * GIB} {55 * GIB} {pid}")
+    fake_nvml.show(replace(HOLDING, pid=pid))
     resolve = partial(session.supervisor_call, "resolve", engine.ref.name)
 
     kill(pid)
 
     with pytest.raises(DeadlineExceeded):
         resolve(2.0, engine.ref.incarnation)
-    state.write_text(f"{5 * GIB} 0 0")
+    fake_nvml.show(FREE)
     assert resolve(20.0, engine.ref.incarnation).incarnation == engine.ref.incarnation + 1
 
 
 @pytest.mark.slow
 @pytest.mark.process
 def test_an_engine_that_lacks_memory_at_its_first_start_reports_who_holds_it(
-    fake_nvml: tuple[str, Path],
+    fake_nvml: FakeNvml,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> None:
-    library, state = fake_nvml
-    state.write_text(f"{139 * GIB} {93 * GIB} {os.getpid()}")
-    shutil.copy(library, tmp_path / LIBRARY)
+    fake_nvml.show(FakeGpu(used_nbytes=139 * GIB, held_nbytes=93 * GIB, pid=os.getpid()))
+    shutil.copy(fake_nvml.library, tmp_path / LIBRARY)
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))  # for the supervisor, which begins now
     session: Session = request.getfixturevalue("umbra_session")
     environ = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
