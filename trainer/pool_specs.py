@@ -37,7 +37,7 @@ def pool_spec(
     Raises:
         DataError: a LoRA adapter cannot be used with the model.
     """
-    cores, engines = len(os.sched_getaffinity(0)), plan.engines[name]
+    cores, gpus = len(os.sched_getaffinity(0)), plan.engine_gpus(name)
     device = engine_device(pool, device_type)
     kwargs: dict[str, Any] = {
         "model_path": str(model_path.absolute()),
@@ -47,7 +47,7 @@ def pool_spec(
         "max_context_len": max_context_len,
         "kv_cache_num_tokens": pool.kv_cache_num_tokens,
         "tick_ms": pool.tick_ms,
-        "num_threads": pool.num_threads or max(1, cores // len(engines)),
+        "num_threads": pool.num_threads or max(1, cores // len(gpus)),
         **engine_kind(pool.engine).arguments(pool.engine_args),
     }
     if pool.lora_adapters:
@@ -63,9 +63,9 @@ def pool_spec(
     }
     fields_of_spec |= {
         "name": name,
-        "count": len(engines),
+        "count": len(gpus),
         "kwargs": kwargs,
-        "visible_gpus": tuple(map(plan.visible_gpus, engines)) if device == "cuda" else (),
+        "engine_gpus": gpus,
         "restart": RestartPolicy(max_restarts=pool.max_restarts),
         "memory_limit_nbytes": pool.memory_limit_mib << 20,
     }

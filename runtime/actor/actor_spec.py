@@ -50,6 +50,8 @@ class ActorSpec:
         memory_limit_nbytes: the process and all below it are killed when their resident memory
             reaches this; 0 means no limit.
         role: what the process is, for listings and logs.
+        gpus: of an engine: the GPUs that it computes on, by index or UUID; none on the CPU. None:
+            it may be on any GPU.
     """
 
     name: str
@@ -66,6 +68,7 @@ class ActorSpec:
     sys_path: tuple[str, ...] = ()
     memory_limit_nbytes: int = 0
     role: Role = "actor"
+    gpus: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name) or self.name == "supervisor":

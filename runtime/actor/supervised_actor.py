@@ -309,11 +309,12 @@ class SupervisedActor:
         return how
 
     async def _await_free_memory(self, label: str) -> None:
-        """Waits until its descendants have ended and its GPU memory is free for its successor."""
+        """Waits until its descendants have ended and memory of its GPUs is free for its
+        successor."""
         await end_orphans(deadline_s=_ORPHAN_DEADLINE_S)
-        if self.spec.role == "engine":
+        if self.spec.role == "engine" and self.spec.gpus != ():
             problem = await gpu_memory_released(
-                self._tree_pids, deadline_s=_GPU_DEADLINE_S, stop=self._stop
+                self._tree_pids, self.spec.gpus, deadline_s=_GPU_DEADLINE_S, stop=self._stop
             )
             if problem:
                 self._on_note(f"{label}: {problem}; the next one may run out of memory")

@@ -70,6 +70,25 @@ class Assignment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineGpus:
+    """The GPUs of an engine's process, in the form that the job was given.
+
+    Attributes:
+        own: those that the engine computes on; none on the CPU.
+        others: those of its node that it only sees, because CUDA IPC cannot read memory on a GPU
+            that is hidden.
+    """
+
+    own: tuple[str, ...]
+    others: tuple[str, ...] = ()
+
+    @property
+    def visible(self) -> str:
+        """CUDA_VISIBLE_DEVICES of the process: its own GPUs first."""
+        return ",".join((*self.own, *self.others))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """The places of all processes of a job that may use a GPU.
 
@@ -82,12 +101,14 @@ class Plan:
     ranks: tuple[Assignment, ...]
     engines: Mapping[str, tuple[Assignment, ...]]
 
-    def visible_gpus(self, engine: Assignment) -> str:
-        """CUDA_VISIBLE_DEVICES of an engine: its own GPUs, then all others of its node, because
-        CUDA IPC cannot read memory on a GPU that is hidden."""
-        gpus = self.nodes[engine.node].gpus
-        others = [idx for idx in range(len(gpus)) if idx not in engine.gpus]
-        return ",".join(gpus[idx] for idx in (*engine.gpus, *others))
+    def engine_gpus(self, pool: str) -> tuple[EngineGpus, ...]:
+        """The GPUs of each of the pool's engines."""
+        return tuple(map(self._gpus_at, self.engines[pool]))
+
+    def _gpus_at(self, place: Assignment) -> EngineGpus:
+        gpus = self.nodes[place.node].gpus
+        others = tuple(gpu for idx, gpu in enumerate(gpus) if idx not in place.gpus)
+        return EngineGpus(own=tuple(gpus[idx] for idx in place.gpus), others=others)
 
     def table(self) -> list[str]:
         """The plan in lines, one for neighbouring GPUs with the same engines; none if no process

@@ -8,7 +8,7 @@ from typing import Any
 
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.restart_policy import RestartPolicy
-from umbra.runtime.cluster.placement import PoolMode, engine_name
+from umbra.runtime.cluster.placement import EngineGpus, PoolMode, engine_name
 from umbra.runtime.engine_api.engine_names import EngineName, engine_target
 from umbra.runtime.errors import ConfigError, SettingError
 from umbra.runtime.pools.pool_settings import OnUpdate, check_update_waves
@@ -27,7 +27,8 @@ class PoolSpec(Settings):
         mode: hybrid engines are time-sliced with the trainer (they sleep and wake); standalone ones
             are not; colocated ones are, with the engines of `shares_with`, see `time_slicing`.
         kwargs: for the engine's constructor.
-        visible_gpus: CUDA_VISIBLE_DEVICES of each engine. Empty: all have that of the supervisor.
+        engine_gpus: the GPUs of each engine. None: an engine may be on any GPU of the node, and has
+            the supervisor's CUDA_VISIBLE_DEVICES. Engines on the CPU have that, too.
         shares_with: name of the pool on whose GPUs a colocated one is.
         max_wait_s, max_turn_s: of a colocated pool, see `SlicingRules`.
         on_update: what a sync does to running generation: abort (resumed under the new weights),
@@ -52,7 +53,7 @@ class PoolSpec(Settings):
     stall_limit_s: float = 100.0
     grace_s: float = 3.0
     env: Mapping[str, str] = field(default_factory=dict[str, str])
-    visible_gpus: tuple[str, ...] = ()
+    engine_gpus: tuple[EngineGpus, ...] | None = None
     memory_limit_nbytes: int = 0
     on_update: OnUpdate = "abort"
     update_waves: int = 1
@@ -69,10 +70,10 @@ class PoolSpec(Settings):
             check_update_waves(self.update_waves, self.mode, self.count)
         except SettingError as error:
             raise ConfigError(f"pool {self.name!r}: {error}") from None
-        if self.visible_gpus and len(self.visible_gpus) != self.count:
+        if self.engine_gpus is not None and len(self.engine_gpus) != self.count:
             raise ConfigError(
-                f"pool {self.name!r}: visible_gpus has {len(self.visible_gpus)} entries for "
-                f"{self.count} engines: give one for each, or none"
+                f"pool {self.name!r}: engine_gpus has {len(self.engine_gpus)} entries for "
+                f"{self.count} engines: give one for each, or None"
             )
         if (self.mode == "colocated") != bool(self.shares_with):
             raise ConfigError(
@@ -102,14 +103,15 @@ class PoolSpec(Settings):
                 busy_limit_s=self.busy_limit_s,
                 stall_limit_s=self.stall_limit_s,
                 grace_s=self.grace_s,
-                env=self._environment(idx),
+                env=self._environment(gpus),
                 memory_limit_nbytes=self.memory_limit_nbytes,
                 role="engine",
+                gpus=None if gpus is None else gpus.own,
             )
-            for idx in range(self.count)
+            for idx, gpus in enumerate(self.engine_gpus or [None] * self.count)
         ]
 
-    def _environment(self, idx: int) -> Mapping[str, str]:
-        if not self.visible_gpus:
+    def _environment(self, gpus: EngineGpus | None) -> Mapping[str, str]:
+        if gpus is None or not gpus.own:
             return self.env
-        return {**self.env, "CUDA_VISIBLE_DEVICES": self.visible_gpus[idx]}
+        return {**self.env, "CUDA_VISIBLE_DEVICES": gpus.visible}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Final
 
 from umbra.runtime.process.nvml import LIBRARY, GpuReading, Nvml
@@ -60,12 +60,16 @@ class ReleaseWatch:
 
 async def gpu_memory_released(
     pids: Collection[int],
+    gpus: Sequence[str] | None,
     *,
     deadline_s: float,
     stop: asyncio.Event | None = None,
     library: str = LIBRARY,
 ) -> str:
     """Returns once the memory of `pids`, which have ended, is free; at once without NVML.
+
+    Args:
+        gpus: the GPUs to watch, see `Nvml.open`.
 
     Returns:
         The memory that is not free at the deadline, or "". `stop` ends the wait early.
@@ -74,19 +78,23 @@ async def gpu_memory_released(
     limit_s = deadline_s + _ANSWER_LIMIT_S
     try:
         async with asyncio.timeout(limit_s):
-            return await _watch(pids, deadline_s, stop, library)
+            return await _watch(pids, gpus, deadline_s, stop, library)
     except TimeoutError:
         return f"NVML did not report within {limit_s:.3g} s whether its memory is free"
 
 
 async def _watch(
-    pids: Collection[int], deadline_s: float, stop: asyncio.Event, library: str
+    pids: Collection[int],
+    gpus: Sequence[str] | None,
+    deadline_s: float,
+    stop: asyncio.Event,
+    library: str,
 ) -> str:
     clock = asyncio.get_running_loop().time
     began, problem = clock(), ""
     watch = ReleaseWatch(began)
     # In a thread, because a driver that tears something down blocks callers.
-    nvml = await asyncio.to_thread(Nvml.open, library)
+    nvml = await asyncio.to_thread(Nvml.open, library, gpus=gpus)
     if nvml is None:
         return ""
     while not watch.observe(await asyncio.to_thread(nvml.read, pids), clock()):

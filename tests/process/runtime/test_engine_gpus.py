@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from pools_in_turn import spec, wait_until
 
+from umbra.runtime.cluster.placement import EngineGpus
 from umbra.runtime.session import Session
 
 pytestmark = pytest.mark.process
@@ -29,7 +30,11 @@ def visible_gpus(session: Session, name: str) -> str:
 
 def test_an_engine_and_its_successor_see_the_same_gpus(umbra_session: Session) -> None:
     plan = ("GPU-a,GPU-b", "GPU-b,GPU-a")
-    umbra_session.create_pool(spec("policy", count=2, visible_gpus=plan))
+    gpus = (
+        EngineGpus(own=("GPU-a",), others=("GPU-b",)),
+        EngineGpus(own=("GPU-b",), others=("GPU-a",)),
+    )
+    umbra_session.create_pool(spec("policy", count=2, engine_gpus=gpus))
     names = ("policy-0", "policy-1")
     first = tuple(visible_gpus(umbra_session, name) for name in names)
 

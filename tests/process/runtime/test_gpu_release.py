@@ -67,7 +67,7 @@ def test_use_that_grows_or_wavers_holds_nobody_up() -> None:
 def test_without_nvml_there_is_no_wait() -> None:
     began = time.monotonic()
     found = asyncio.run(
-        gpu_memory_released([1], deadline_s=30.0, library="libnone-of-that-name.so.1")
+        gpu_memory_released([1], None, deadline_s=30.0, library="libnone-of-that-name.so.1")
     )
     assert found == ""
     assert time.monotonic() - began < 5.0
@@ -127,9 +127,23 @@ def test_memory_that_is_never_freed_is_reported_at_the_deadline(
 ) -> None:
     fake_nvml.show(HOLDING)
 
-    found = asyncio.run(gpu_memory_released([4711], deadline_s=0.3, library=fake_nvml.library))
+    found = asyncio.run(
+        gpu_memory_released([4711], None, deadline_s=0.3, library=fake_nvml.library)
+    )
 
     assert found.startswith("its processes still hold 55.0 GiB of GPU 0")
+
+
+def test_only_the_gpus_that_are_its_own_are_watched(fake_nvml: FakeNvml) -> None:
+    fake_nvml.show(HOLDING, replace(FREE, uuid="GPU-1"))
+
+    def wait(*gpus: str) -> str:
+        return asyncio.run(
+            gpu_memory_released([4711], gpus, deadline_s=0.5, library=fake_nvml.library)
+        )
+
+    assert wait("1") == wait("GPU-1") == ""
+    assert wait("1", "0").startswith("its processes still hold 55.0 GiB of GPU 0")
 
 
 @pytest.mark.slow
@@ -140,7 +154,10 @@ def test_the_wait_lasts_until_the_memory_is_freed(fake_nvml: FakeNvml) -> None:
         loop = asyncio.get_running_loop()
         began = loop.time()
         loop.call_later(0.5, lambda: fake_nvml.show(FREE))
-        assert await gpu_memory_released([4711], deadline_s=30.0, library=fake_nvml.library) == ""
+        assert (
+            await gpu_memory_released([4711], None, deadline_s=30.0, library=fake_nvml.library)
+            == ""
+        )
         return loop.time() - began
 
     assert 0.5 < asyncio.run(body()) < 10.0
@@ -153,7 +170,9 @@ def test_a_job_that_ends_does_not_wait_for_memory(fake_nvml: FakeNvml) -> None:
         stop = asyncio.Event()
         stop.set()
         async with asyncio.timeout(5.0):
-            await gpu_memory_released([4711], deadline_s=30.0, stop=stop, library=fake_nvml.library)
+            await gpu_memory_released(
+                [4711], None, deadline_s=30.0, stop=stop, library=fake_nvml.library
+            )
 
     asyncio.run(body())
 
@@ -166,7 +185,9 @@ def test_a_driver_that_hangs_does_not_hold_up_the_restart(fake_nvml: FakeNvml) -
 
     async def body() -> str:
         async with asyncio.timeout(10.0):
-            found = await gpu_memory_released([4711], deadline_s=0.1, library=fake_nvml.library)
+            found = await gpu_memory_released(
+                [4711], None, deadline_s=0.1, library=fake_nvml.library
+            )
         return found
 
     is_over = threading.Event()
@@ -187,47 +208,66 @@ def test_a_driver_that_hangs_does_not_hold_up_the_restart(fake_nvml: FakeNvml) -
     assert found.startswith("NVML did not report within 2.1 s")
 
 
+@pytest.fixture
+def library_path(fake_nvml: FakeNvml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that begin now find the library by its name."""
+    shutil.copy(fake_nvml.library, tmp_path / LIBRARY)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+
+
 @pytest.mark.slow
 @pytest.mark.process
+@pytest.mark.usefixtures("library_path")
+@pytest.mark.parametrize("gpus", [None, ("1",)])
 def test_an_engine_is_not_restarted_before_the_memory_of_the_last_is_free(
-    fake_nvml: FakeNvml,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
+    fake_nvml: FakeNvml, umbra_session: Session, gpus: tuple[str, ...] | None
 ) -> None:
-    fake_nvml.show(FREE)
-    shutil.copy(fake_nvml.library, tmp_path / LIBRARY)
-    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))  # for the supervisor, which begins now
-    session: Session = request.getfixturevalue("umbra_session")
-    engine = session.spawn(actor("Engine", role="engine"))
+    fake_nvml.show(FREE, FREE)
+    engine = umbra_session.spawn(actor("Engine", role="engine", gpus=gpus))
     pid = int(engine.call("who")["pid"])
-    fake_nvml.show(replace(HOLDING, pid=pid))
-    resolve = partial(session.supervisor_call, "resolve", engine.ref.name)
+    fake_nvml.show(FREE, replace(HOLDING, pid=pid))
+    resolve = partial(umbra_session.supervisor_call, "resolve", engine.ref.name)
 
     kill(pid)
 
     with pytest.raises(DeadlineExceeded):
         resolve(2.0, engine.ref.incarnation)
-    fake_nvml.show(FREE)
+    fake_nvml.show(FREE, FREE)
     assert resolve(20.0, engine.ref.incarnation).incarnation == engine.ref.incarnation + 1
 
 
 @pytest.mark.slow
 @pytest.mark.process
+@pytest.mark.usefixtures("library_path")
+@pytest.mark.parametrize("gpus", [("0",), ()])
+def test_an_engine_does_not_wait_for_memory_of_gpus_that_are_not_its_own(
+    fake_nvml: FakeNvml, umbra_session: Session, gpus: tuple[str, ...]
+) -> None:
+    fake_nvml.show(FREE, FREE)
+    engine = umbra_session.spawn(actor("Engine", role="engine", gpus=gpus))
+    pid = int(engine.call("who")["pid"])
+    fake_nvml.show(FREE, replace(HOLDING, pid=pid))
+
+    kill(pid)
+
+    # The wait for memory would take twice as long.
+    ref = umbra_session.supervisor_call(
+        "resolve", engine.ref.name, 15.0, engine.ref.incarnation, timeout_s=16.0
+    )
+    assert ref.incarnation == engine.ref.incarnation + 1
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.usefixtures("library_path")
 def test_an_engine_that_lacks_memory_at_its_first_start_reports_who_holds_it(
-    fake_nvml: FakeNvml,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
+    fake_nvml: FakeNvml, umbra_session: Session
 ) -> None:
     fake_nvml.show(FakeGpu(used_nbytes=139 * GIB, held_nbytes=93 * GIB, pid=os.getpid()))
-    shutil.copy(fake_nvml.library, tmp_path / LIBRARY)
-    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))  # for the supervisor, which begins now
-    session: Session = request.getfixturevalue("umbra_session")
     environ = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
 
     with pytest.raises(ActorDied) as died:
-        session.create_pool(
+        umbra_session.create_pool(
             PoolSpec(
                 name="policy",
                 engine="short_engine:ShortEngine",
@@ -283,7 +323,7 @@ def test_the_memory_of_a_killed_process_is_free_after_the_wait() -> None:
             holder.wait(60.0)
             at_its_end = nvml.read([holder.pid])
             began = time.monotonic()
-            assert asyncio.run(gpu_memory_released([holder.pid], deadline_s=30.0)) == ""
+            assert asyncio.run(gpu_memory_released([holder.pid], None, deadline_s=30.0)) == ""
             took_s = time.monotonic() - began
 
         after = nvml.read([holder.pid])

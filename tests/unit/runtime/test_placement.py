@@ -123,8 +123,10 @@ def test_a_process_sees_its_own_gpus_first_in_the_form_that_the_job_was_given() 
 
     plan = plan_placement([Node(gpus=names, num_ranks=4)], [policy(num_gpus=2)])
 
-    visible = [plan.visible_gpus(place) for place in plan.engines["policy"]]
-    assert visible == ["GPU-b,GPU-a,GPU-d,GPU-c", "GPU-d,GPU-c,GPU-b,GPU-a"]
+    first, second = plan.engine_gpus("policy")
+    assert (first.own, second.own) == (("GPU-b", "GPU-a"), ("GPU-d", "GPU-c"))
+    assert first.visible == "GPU-b,GPU-a,GPU-d,GPU-c"
+    assert second.visible == "GPU-d,GPU-c,GPU-b,GPU-a"
 
 
 @pytest.mark.parametrize(

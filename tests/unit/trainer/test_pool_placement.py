@@ -54,6 +54,10 @@ def environments(spec: PoolSpec) -> list[Mapping[str, str]]:
     return [actor.env for actor in spec.engine_specs()]
 
 
+def own(spec: PoolSpec) -> list[tuple[str, ...] | None]:
+    return [actor.gpus for actor in spec.engine_specs()]
+
+
 def visible(spec: PoolSpec) -> list[str]:
     return [env["CUDA_VISIBLE_DEVICES"] for env in environments(spec)]
 
@@ -84,6 +88,7 @@ def test_a_tensor_parallel_engine_has_its_gpus_first(
     spec = policy_spec(config, plan_of(config, UUIDS, ranks=4))
 
     assert visible(spec) == ["GPU-aa,GPU-bb,GPU-cc,GPU-dd", "GPU-cc,GPU-dd,GPU-aa,GPU-bb"]
+    assert own(spec) == [("GPU-aa", "GPU-bb"), ("GPU-cc", "GPU-dd")]
 
 
 def test_a_faulty_engine_has_the_gpus_of_the_engine_that_it_wraps(model_dir: Path) -> None:
@@ -151,6 +156,14 @@ def test_on_the_cpu_an_engine_inherits_its_environment(model_dir: Path) -> None:
     assert plan.table() == []
     assert environments(policy_spec(config, plan, "cpu")) == [{}]
     assert environments(judge) == [{"CUDA_VISIBLE_DEVICES": ""}]
+    assert own(judge) == [()]
+
+
+def test_engines_of_a_pool_without_a_plan_may_be_on_any_gpu() -> None:
+    spec = PoolSpec(name="policy", engine="echo", count=2)
+
+    assert own(from_wire(PoolSpec, to_wire(spec))) == [None, None]
+    assert environments(spec) == [{}, {}]
 
 
 def test_an_engine_on_a_gpu_needs_a_gpu(model_dir: Path) -> None:
