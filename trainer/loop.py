@@ -32,6 +32,7 @@ from umbra.trainer.model.host_offload import HostOffload
 from umbra.trainer.model.micro_batches import RankBatch
 from umbra.trainer.model.optimizer import PolicyOptimizer
 from umbra.trainer.model.policy import Policy
+from umbra.trainer.reporting.gpu_memory import GpuMemorySeen
 from umbra.trainer.reporting.memory_account import MemoryAccount
 from umbra.trainer.reporting.run_reporter import RunReporter
 from umbra.trainer.services import POOL
@@ -66,6 +67,7 @@ class TrainingLoop:
         checkpoints: CheckpointStore,
         versions: VersionCounter,
         reporter: RunReporter,
+        gpu_memory: GpuMemorySeen,
         stop: StopSignals,
         step: int,
     ) -> None:
@@ -85,6 +87,7 @@ class TrainingLoop:
         self._reporter = reporter
         self._stop = stop
         self._memory = MemoryAccount(world.device)
+        self._gpu_memory = gpu_memory
         self._first_step = step
         self._saved_step = step
         self.step = step
@@ -120,6 +123,7 @@ class TrainingLoop:
             columns = self._next_batch()
         if any_rank(columns is None) or columns is None:
             return None
+        self._gpu_memory.look("generation")
         got = time.perf_counter()
         self._sleep_engines()
         self._offload.bring_back()
@@ -128,7 +132,8 @@ class TrainingLoop:
         row |= {"time/rollout_s": got - asked, "time/sleep_s": time.perf_counter() - got}
         with self._memory.phase("train"):
             row |= self._train_step.run(batch, self.step)
-        row |= self._memory.take()
+        self._gpu_memory.look("train")  # torch's cache still holds the peak
+        row |= self._memory.take() | self._gpu_memory.take_metrics()
         self.step += 1
         if offload_s := self._offload.take_seconds():
             row["time/offload_s"] = offload_s

@@ -30,7 +30,7 @@ def pool_spec(
     """A specification that takes each field of the same name from the settings.
 
     Args:
-        plan: has the places of the engines.
+        plan: has the places of the engines, and the sizes of their KV caches.
         device_type: the trainer's.
         given: further fields of the specification; they override those of the settings.
 
@@ -45,7 +45,7 @@ def pool_spec(
         "device": device,
         "max_num_seqs": pool.max_num_seqs,
         "max_context_len": max_context_len,
-        "kv_cache_num_tokens": pool.kv_cache_num_tokens,
+        "kv_cache_num_tokens": plan.kv_num_tokens.get(name, pool.kv_cache_num_tokens),
         "tick_ms": pool.tick_ms,
         "num_threads": pool.num_threads or max(1, cores // len(gpus)),
         **engine_kind(pool.engine).arguments(pool.engine_args),

@@ -31,9 +31,9 @@ from umbra.trainer.pool_specs import pool_spec
 
 POOL: Final = "policy"
 MANAGER: Final = "rollouts"
-# Tokens per micro-batch if the config does not set it. On a CPU, more do not fit its caches, and
-# fewer pay more for Python; on a GPU, more take memory, and fewer leave it idle.
-_DEFAULT_TOKENS: Final = {"cpu": 2048, "cuda": 16384}
+DEFAULT_MICRO_BATCH_TOKENS: Final = {"cpu": 2048, "cuda": 16384}
+"""Tokens per micro-batch if the config does not set it. On a CPU, more do not fit its caches, and
+fewer pay more for Python; on a GPU, more take memory, and fewer leave it idle."""
 # A worker runs user code, which may crash it for transient reasons. `max_failed_share` bounds how
 # often bad prompts may end it; one bad prompt costs four incarnations.
 _WORKER_RESTARTS: Final = RestartPolicy(
@@ -225,7 +225,7 @@ def manager_spec(
         num_micro_batches=max(1, train.micro_batches),
         max_tokens_per_micro_batch=0
         if train.micro_batches
-        else train.max_tokens_per_micro_batch or _DEFAULT_TOKENS[device_type],
+        else train.max_tokens_per_micro_batch or DEFAULT_MICRO_BATCH_TOKENS[device_type],
         ledger_path=str(ledger_folder(config.run.dir.absolute(), MANAGER)),
         # The longest that ranks wait for a batch, and so for anything that it needs.
         pools_timeout_s=config.rollout.timeout_s if config.pools else 0.0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -11,9 +12,17 @@ from typing import Final
 import torch
 
 from umbra.runtime.cluster.environment import TorchrunEnvironment
+from umbra.runtime.cluster.memory_plan import MemoryPlan, plan_memory
 from umbra.runtime.cluster.placement import Plan
 from umbra.runtime.collective import Rollouts, SessionSync
-from umbra.runtime.errors import ActorError, JobFailed, TransportError, UmbraError
+from umbra.runtime.errors import (
+    ActorError,
+    ConfigError,
+    DataError,
+    JobFailed,
+    TransportError,
+    UmbraError,
+)
 from umbra.runtime.session import Session
 from umbra.runtime.settings import to_wire
 from umbra.runtime.weights.weight_publisher import WeightPublisher
@@ -27,6 +36,7 @@ from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.data.prompt_preparation import prepare_prompts
 from umbra.trainer.data.prompt_tokenizer import PromptTokenizer, stop_token_ids
 from umbra.trainer.loop import TrainingLoop
+from umbra.trainer.memory_needs import engine_needs, rank_need
 from umbra.trainer.model.host_offload import HostOffload
 from umbra.trainer.model.micro_batches import MicroBatchBuilder
 from umbra.trainer.model.model_loading import prepare_causal_lm
@@ -34,6 +44,7 @@ from umbra.trainer.model.optimizer import PolicyOptimizer
 from umbra.trainer.model.policy import Policy
 from umbra.trainer.pool_placement import plan_pools
 from umbra.trainer.reporting.fatal_error_report import FatalErrorReporter
+from umbra.trainer.reporting.gpu_memory import GpuMemorySeen, gpu_sizes
 from umbra.trainer.reporting.metrics_log import MetricsLog
 from umbra.trainer.reporting.metrics_logger import LoggedRun, MetricsLoggers, logger_names
 from umbra.trainer.reporting.note_board import NoteBoard
@@ -91,11 +102,16 @@ class Trainer:
         estimate = load_advantage_estimator(config.train.advantage, folders)
         with contextlib.ExitStack() as stack:
             starter = self._starter
-            plan, device_type = self._plan_pools()
-            if starter is not None:
-                for line in plan.table():
+            plan, memory, device_type = self._plan_pools()
+            is_lead = starter is not None
+            if is_lead:
+                if memory.expected_nbytes:
+                    self._notes.put("GPU memory in GiB, as expected in each phase of a step:")
+                for line in [*plan.table(memory.columns()), *memory.warnings]:
                     self._notes.put(line)
                 starter.start_engines(plan, device_type)
+            gpus = plan.nodes[0].gpus if is_lead and plan.ranks else ()
+            gpu_memory = stack.enter_context(GpuMemorySeen.open(gpus))
             limit_s = collective_timeout_s(config)
             world = stack.enter_context(World.join(self._environment, config.train.device, limit_s))
             stack.push(self._announce_failure)
@@ -138,7 +154,7 @@ class Trainer:
                     policy.tensors,
                     self._dtype,
                     locate=offload.locate,
-                    on_read=partial(self._send_away, offload)
+                    on_read=partial(self._send_away, offload, gpu_memory)
                     if config.pool.mode == "hybrid"
                     else None,
                 ),
@@ -146,28 +162,50 @@ class Trainer:
                 checkpoints=checkpoints,
                 versions=versions,
                 reporter=reporter,
+                gpu_memory=gpu_memory,
                 stop=self._stop,
                 step=step,
             )
             self._stop.defer(self._session.pass_on_signal)
             loop.run()
             self._stop.disarm()
+            if gpu_memory.most_nbytes:
+                self._notes.put("GPU memory in GiB, expected and (at most) seen:")
+                for line in plan.table(memory.columns(gpu_memory.most_nbytes)):
+                    self._notes.put(line)
             self._leave_results(world, policy, reporter, loop.step)
 
-    def _plan_pools(self) -> tuple[Plan, str]:
-        """The places of ranks and engines, and the type of the ranks' device. Every rank makes the
-        same plan, so that all report the same error."""
+    def _plan_pools(self) -> tuple[Plan, MemoryPlan, str]:
+        """The places of ranks and engines, their memory, and the type of the ranks' device. Every
+        rank makes the same plan, so that all report the same error."""
         device = pick_device(self._config.train.device, self._session.local_rank)
+        gpus = usable_gpus()
         plan = plan_pools(
             self._config,
             POOL,
             device_type=device.type,
             num_ranks=self._environment.local_world_size,
-            gpus=usable_gpus(),
+            gpus=gpus,
         )
-        return plan, device.type
+        memory = self._plan_memory(plan, device.type)
+        return replace(plan, kv_num_tokens=memory.kv_num_tokens), memory, device.type
 
-    def _send_away(self, offload: HostOffload) -> None:
+    def _plan_memory(self, plan: Plan, device_type: str) -> MemoryPlan:
+        """An empty plan where sizes are not known: engines then choose their KV caches' sizes."""
+        config, num_ranks = self._config, len(plan.ranks)
+        sizes = [gpu_sizes(node.gpus) for node in plan.nodes]
+        if not any(sizes):
+            return MemoryPlan()
+        try:
+            rank = rank_need(config, num_ranks) if num_ranks else None
+            engines = engine_needs(config, POOL, device_type)
+        except (ConfigError, DataError) as error:
+            self._notes.put(f"GPU memory is not planned: {error}")
+            return MemoryPlan()
+        return plan_memory(plan, sizes, rank, engines)
+
+    def _send_away(self, offload: HostOffload, gpu_memory: GpuMemorySeen) -> None:
+        gpu_memory.look("sync")
         with self._stop.uninterruptible():  # otherwise a checkpoint could miss tensors in transit
             offload.send_away()
 

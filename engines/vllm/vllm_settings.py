@@ -10,6 +10,7 @@ from typing import Any, Final
 from umbra.engines.shell.adapter_settings import AdapterSettings, EngineOptions, read_config
 from umbra.engines.shell.resident_memory import physical_nbytes
 from umbra.runtime.engine_api.engine_names import engine_kind
+from umbra.runtime.engine_api.kv_cache_size import kv_token_nbytes
 from umbra.runtime.engine_api.lora_adapter import LoraAdapter
 from umbra.runtime.errors import ConfigError
 
@@ -192,9 +193,13 @@ class VllmSettings(AdapterSettings):
         num_tokens = self.kv_cache_num_tokens
         if num_tokens is None and not is_cpu:
             return None
+        if self.dtype not in _ITEMSIZES:
+            raise ConfigError(
+                f"dtype {self.dtype!r} is not vLLM's; allowed: {', '.join(_ITEMSIZES)}"
+            )
         token_nbytes = kv_token_nbytes(
             read_config(self.model_path),
-            self.dtype,
+            _ITEMSIZES[self.dtype],
             tensor_parallel_size=self.num_workers,
         )
         if num_tokens is None:
@@ -210,29 +215,6 @@ class VllmSettings(AdapterSettings):
                 "kv_cache_num_tokens"
             )
         return nbytes
-
-
-def kv_token_nbytes(config: Mapping[str, Any], dtype: str, *, tensor_parallel_size: int = 1) -> int:
-    """Bytes of one token's keys and values in all layers, for one worker's heads.
-
-    Each worker has its share of the heads, but at least one.
-
-    Raises:
-        ConfigError: the config lacks the sizes, or vLLM does not know the dtype.
-    """
-    if dtype not in _ITEMSIZES:
-        raise ConfigError(f"dtype {dtype!r} is not vLLM's; allowed: {', '.join(_ITEMSIZES)}")
-    try:
-        num_heads = int(config["num_attention_heads"])
-        num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
-        head_dim = int(config.get("head_dim") or int(config["hidden_size"]) // num_heads)
-        num_layers = int(config["num_hidden_layers"])
-        num_kv_heads = max(1, num_kv_heads // tensor_parallel_size)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"the model's config.json does not give the size of its KV cache ({error!r})"
-        ) from None
-    return 2 * num_layers * num_kv_heads * head_dim * _ITEMSIZES[dtype]
 
 
 def _whole_blocks(num_tokens: int) -> int:

@@ -13,7 +13,7 @@ dies moves no other.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Literal, NamedTuple
 
@@ -95,11 +95,13 @@ class Plan:
     Attributes:
         ranks: the places of the ranks that use a GPU, by rank.
         engines: the places of the engines, by pool and then by the engine's index.
+        kv_num_tokens: size of an engine's KV cache by pool, where the memory plan chose it.
     """
 
     nodes: tuple[Node, ...]
     ranks: tuple[Assignment, ...]
     engines: Mapping[str, tuple[Assignment, ...]]
+    kv_num_tokens: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def engine_gpus(self, pool: str) -> tuple[EngineGpus, ...]:
         """The GPUs of each of the pool's engines."""
@@ -110,12 +112,15 @@ class Plan:
         others = tuple(gpu for idx, gpu in enumerate(gpus) if idx not in place.gpus)
         return EngineGpus(own=tuple(gpus[idx] for idx in place.gpus), others=others)
 
-    def table(self) -> list[str]:
-        """The plan in lines, one for neighbouring GPUs with the same engines; none if no process
-        has a GPU.
+    def table(self, more: Mapping[str, Mapping[tuple[int, int], str]] = {}) -> list[str]:
+        """The plan in lines, one for neighbouring GPUs of which the same is known; none if no
+        process has a GPU.
 
         GPUs  ranks  engines
         0-1   0-1    policy-0, judge-0
+
+        Args:
+            more: further columns, by title and then by node and GPU.
         """
         ranks = {(place.node, place.gpus[0]): rank for rank, place in enumerate(self.ranks)}
         engines: dict[tuple[int, int], list[str]] = {}
@@ -127,16 +132,17 @@ class Plan:
         if not ranks and not engines:
             return []
 
-        def processes(cell: tuple[int, int]) -> tuple[int, bool, list[str]]:
-            return cell[0], cell in ranks, engines.get(cell, [])
+        def known(cell: tuple[int, int]) -> tuple[int, bool, list[str], list[str]]:
+            others = [column.get(cell, "-") for column in more.values()]
+            return cell[0], cell in ranks, engines.get(cell, []), others
 
         cells = [(idx, gpu) for idx, node in enumerate(self.nodes) for gpu in range(len(node.gpus))]
-        rows = [("node", "GPUs", "ranks", "engines")]
-        for (node, has_ranks, names), group in groupby(cells, processes):
+        rows = [("node", "GPUs", "ranks", "engines", *more)]
+        for (node, has_ranks, names, others), group in groupby(cells, known):
             here = list(group)
             of_ranks = _span([ranks[cell] for cell in here]) if has_ranks else "-"
             gpus = _span([gpu for _, gpu in here])
-            rows.append((str(node), gpus, of_ranks, ", ".join(names) or "-"))
+            rows.append((str(node), gpus, of_ranks, ", ".join(names) or "-", *others))
         columns = list(zip(*rows, strict=True))[len(self.nodes) == 1 :]
         padded = [[cell.ljust(max(map(len, column))) for cell in column] for column in columns]
         return ["  ".join(row).rstrip() for row in zip(*padded, strict=True)]

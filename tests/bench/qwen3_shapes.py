@@ -1,4 +1,4 @@
-"""Shapes of Qwen3 models that are on the hub, for benchmarks with weights from a seed."""
+"""Shapes of Qwen3 models that are on the hub, and a tiny one, for weights from a seed."""
 
 from __future__ import annotations
 
@@ -21,4 +21,17 @@ QWEN3_8B: dict[str, Any] = {
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "head_dim": 128,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    },
+    "0.6B": QWEN3_0_6B,
+    "8B": QWEN3_8B,
 }

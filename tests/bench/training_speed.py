@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from qwen3_shapes import QWEN3_0_6B, QWEN3_8B
+from qwen3_shapes import SHAPES
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -35,19 +35,6 @@ from umbra.trainer.model.packed_attention import PACKED_ATTENTION, register_pack
 from umbra.trainer.model.policy import Policy
 from umbra.trainer.step import TrainStep
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "vocab_size": 512,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-    },
-    "0.6B": QWEN3_0_6B,
-    "8B": QWEN3_8B,
-}
 PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0}  # dense bfloat16, from the data sheets
 GROUP_SIZE = 8
 PROMPT_LEN = 256

@@ -75,9 +75,7 @@ class Policy:
         self._temperature = temperature
         self._scorer = _Scorer(model, compiles=compiles)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        if wrap == "auto":
-            wrap = "root" if num_parameters <= _ROOT_WRAP_MAX_PARAMETERS else "layer"
-        self._wraps_layers = wrap == "layer"
+        self._wraps_layers = wraps_layers(wrap, num_parameters)
         dtype = next(model.parameters()).dtype
         _shard(
             self._scorer,
@@ -144,6 +142,11 @@ class Policy:
         root.set_is_last_backward(is_last)
         root.set_requires_gradient_sync(is_last)
         root.set_reshard_after_backward(is_last)
+
+
+def wraps_layers(wrap: Wrap, num_parameters: int) -> bool:
+    """Whether FSDP gathers one layer at a time, and not the whole model."""
+    return wrap == "layer" or (wrap == "auto" and num_parameters > _ROOT_WRAP_MAX_PARAMETERS)
 
 
 class _Scorer(nn.Module):

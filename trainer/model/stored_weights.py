@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +24,10 @@ _SINGLE = "model.safetensors"
 class StoredWeights:
     """The index of the safetensors files of a directory. Reads nothing but their headers.
 
+    Attributes:
+        num_elements: of all tensors.
+        nbytes: of all files.
+
     Raises:
         DataError: a file is missing or unreadable.
     """
@@ -31,12 +36,20 @@ class StoredWeights:
         self._folder = folder
         self._files: dict[str, Path] = {}
         self._shapes: dict[str, list[int]] = {}
+        self.nbytes = 0
         for file in self._find_files():
             with ExitStack() as stack:
                 reader = self._open(file, stack)
                 for name in cast("list[str]", reader.keys()):
                     self._files[name] = file
                     self._shapes[name] = list(reader.get_slice(name).get_shape())
+            self.nbytes += file.stat().st_size
+        self.num_elements = sum(map(math.prod, self._shapes.values()))
+
+    @property
+    def names(self) -> Collection[str]:
+        """Of the tensors."""
+        return self._shapes.keys()
 
     def obstacle(self, model: nn.Module) -> str:
         """Why these are not simply the model's tensors under their own names; "" if they are."""

@@ -75,6 +75,21 @@ def score_hidden(
     return cast("tuple[Tensor, Tensor]", scores)
 
 
+def scoring_nbytes(num_tokens: int, vocab_size: int, hidden_size: int, itemsize: int) -> int:
+    """Memory that `score_hidden` takes at most, with its gradient.
+
+    Args:
+        itemsize: bytes of an element of hidden states and head.
+    """
+    num_logits = num_tokens * vocab_size
+    wide = max(4, itemsize)
+    if num_logits <= _MAX_KEPT_LOGITS:
+        return num_logits * (itemsize + 3 * wide)
+    # Logits, their float32 copy, log-probabilities and gradient; the head's gradient and its sum.
+    head = vocab_size * hidden_size * (itemsize + wide)
+    return min(num_logits, _MAX_CHUNK_LOGITS) * (2 * itemsize + 2 * wide) + head
+
+
 def score_logits(
     logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor]:

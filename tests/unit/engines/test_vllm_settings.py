@@ -13,7 +13,8 @@ from engine_runs import make_request
 
 from umbra.engines.vllm.vllm_library import VllmLibrary
 from umbra.engines.vllm.vllm_requests import check_request, draw_seed
-from umbra.engines.vllm.vllm_settings import VllmSettings, kv_token_nbytes
+from umbra.engines.vllm.vllm_settings import VllmSettings
+from umbra.runtime.engine_api.kv_cache_size import kv_token_nbytes
 from umbra.runtime.errors import ConfigError, DataError
 
 KNOWN = ["model", "tensor_parallel_size", "gpu_memory_utilization", "dtype", "max_num_seqs"]
@@ -63,7 +64,7 @@ def test_the_kv_cache_on_the_cpu_holds_whole_blocks_for_all_sequences(tmp_path: 
     options = settings(tmp_path).options(KNOWN, is_cpu=True)
     chosen = settings(tmp_path, kv_cache_num_tokens=300).options(KNOWN, is_cpu=True)
 
-    assert kv_token_nbytes(MODEL, "float32") == token_nbytes
+    assert kv_token_nbytes(MODEL, 4) == token_nbytes
     assert options["kv_cache_memory_bytes"] == (4 * 256 + 128) * token_nbytes
     assert chosen["kv_cache_memory_bytes"] == (384 + 128) * token_nbytes
 
@@ -102,10 +103,10 @@ def test_memory_that_a_trainer_holds_is_not_asked_for_where_the_kv_cache_has_a_s
 
 
 def test_the_workers_of_a_tensor_parallel_engine_share_the_kv_heads() -> None:
-    whole = kv_token_nbytes(MODEL, "float32")
+    whole = kv_token_nbytes(MODEL, 4)
 
-    assert kv_token_nbytes(MODEL, "float32", tensor_parallel_size=2) == whole // 2
-    assert kv_token_nbytes(MODEL, "float32", tensor_parallel_size=64) > 0
+    assert kv_token_nbytes(MODEL, 4, tensor_parallel_size=2) == whole // 2
+    assert kv_token_nbytes(MODEL, 4, tensor_parallel_size=64) > 0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,144 @@
+"""A whole training run of a Qwen3 shape with weights from a seed, and a reward that is random.
+
+    python tests/bench/training_run.py --shape 8B --ranks 1 --steps 6 --folder DIR
+        [section.key=value ...]
+
+The model is made once in DIR (on a GPU if there is one), and runs are in folders below it. Prints
+what the run prints, and then a JSON object: medians, smallest and largest values from the third
+step on of the times, of tokens/s and of memory.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Final
+
+from qwen3_shapes import SHAPES
+
+from umbra.runtime.testing.tiny_model import make_tiny_model
+from umbra.trainer.reporting.metrics_log import read_metrics
+
+FIRST_STEP: Final = 3
+MEASURED: Final = ("time/", "memory/", "rollout/tokens_per_s", "sync/transfer_s")
+
+
+def write_model(folder: Path, shape: dict[str, Any]) -> None:
+    """Weights layer by layer, in bfloat16, which a large model's would not fit in at once."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    config = Qwen3Config(
+        **shape,
+        tie_word_embeddings=shape["hidden_size"] < 4096,
+        max_position_embeddings=4096,
+        eos_token_id=1,
+        pad_token_id=0,
+        bos_token_id=None,
+        architectures=["Qwen3ForCausalLM"],
+        dtype="bfloat16",
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    files: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, parameter in model.named_parameters():
+        file = f"{'-'.join(name.split('.')[:3])}.safetensors"
+        files.setdefault(file, {})[name] = tuple(parameter.shape)
+    torch.manual_seed(0)
+    folder.mkdir(parents=True)
+    for file, shapes in files.items():
+        tensors = {
+            name: torch.ones(size) if len(size) == 1 else torch.randn(size, device=device) * 0.02
+            for name, size in shapes.items()
+        }
+        tensors = {name: tensor.to("cpu", torch.bfloat16) for name, tensor in tensors.items()}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+    weight_map = {name: file for file, shapes in files.items() for name in shapes}
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    AutoTokenizer.from_pretrained(make_tiny_model(folder.parent)).save_pretrained(folder)
+    config.save_pretrained(folder)
+
+
+def write_prompts(path: Path) -> None:
+    questions = (f"Question {i}: how much is {i} times {i * 7 % 13}? " for i in range(512))
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in questions))
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Median, smallest and largest value of each measure, from the third step on."""
+    columns: dict[str, list[float]] = {}
+    for row in rows:
+        if row["step"] >= FIRST_STEP:
+            for name, value in row.items():
+                if name.startswith(MEASURED):
+                    columns.setdefault(name, []).append(value)
+    return {
+        name: {"median": statistics.median(values), "min": min(values), "max": max(values)}
+        for name, values in columns.items()
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--shape", choices=list(SHAPES), default="0.6B")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("settings", nargs="*", help="section.key=value")
+    options = parser.parse_args()
+
+    model, prompts = options.folder / options.shape, options.folder / "prompts.jsonl"
+    if not (model / "config.json").exists():
+        write_model(model, SHAPES[options.shape])
+        write_prompts(prompts)
+    run_dir = options.folder / f"run-{time.strftime('%H%M%S')}"
+    config = options.folder / "config.toml"
+    config.write_text(
+        f"""
+[run]
+dir = "{run_dir}"
+[model]
+path = "{model}"
+dtype = "bfloat16"
+[data]
+train = "{prompts}"
+[reward]
+function = "random_reward:reward"
+python_path = ["{Path(__file__).parent}"]
+[rollout]
+groups_per_step = 16
+group_size = 8
+max_new_tokens = 256
+[pool]
+max_context_len = 1024
+max_num_seqs = 128
+[train]
+steps = {options.steps}
+learning_rate = 1e-6
+export = false
+"""
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(options.ranks), "-m", "umbra.trainer", str(config)]
+    ended = subprocess.run(
+        [*command, *options.settings], env=dict(os.environ, PYTHONUNBUFFERED="1"), check=False
+    )
+    if ended.returncode == 0:
+        print(json.dumps(summary(read_metrics(run_dir / "metrics.jsonl"))), flush=True)
+    return ended.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

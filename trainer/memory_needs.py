@@ -1,0 +1,148 @@
+"""Estimates how much GPU memory ranks and engines take, from the config and the model's sizes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from umbra.runtime.cluster.memory_plan import EngineNeed, RankNeed
+from umbra.runtime.engine_api.engine_names import engine_kind
+from umbra.runtime.engine_api.kv_cache_size import kv_token_nbytes
+from umbra.runtime.pools.pool_settings import (
+    AuxiliaryPoolSettings,
+    EnginePoolSettings,
+    PoolSettings,
+)
+from umbra.trainer.config.trainer_config import TrainerConfig
+from umbra.trainer.data.prompt_tokenizer import default_context_len
+from umbra.trainer.model.model_sizes import ModelSizes
+from umbra.trainer.model.policy import wraps_layers
+from umbra.trainer.model.token_scoring import scoring_nbytes
+from umbra.trainer.pool_placement import engine_device
+from umbra.trainer.services import DEFAULT_MICRO_BATCH_TOKENS
+
+_ITEMSIZES: Final = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+_CONTEXT_NBYTES: Final = 600 << 20
+# CUDA context and libraries of one process, on an H200.
+_COMPILED_SHARE: Final = 0.65
+# Of the activations that torch.compile keeps, measured with Qwen3 shapes on an H200.
+
+
+def engine_needs(config: TrainerConfig, host: str, device_type: str) -> dict[str, EngineNeed]:
+    """What an engine of each pool takes of its GPUs. It has no pools of the CPU, of engines that
+    nobody measured, and of engines whose share of a GPU the user set in `engine_args`.
+
+    Args:
+        host: name of the policy's pool.
+        device_type: the trainer's.
+
+    Raises:
+        ConfigError: the model's config.json lacks a size.
+        DataError: the model's weights are not safetensors, or unreadable.
+    """
+    pools: dict[str, PoolSettings | AuxiliaryPoolSettings] = {host: config.pool, **config.pools}
+    return {
+        name: _engine_need(pool, config)
+        for name, pool in pools.items()
+        if engine_device(pool, device_type) == "cuda" and _is_known(pool)
+    }
+
+
+def rank_need(config: TrainerConfig, num_ranks: int) -> RankNeed:
+    """What a rank takes of its GPU: parameters and AdamW's two states in `master_dtype`, sharded
+    over the ranks, gradients likewise, and what FSDP gathers in `model.dtype`.
+
+    Args:
+        num_ranks: of the job.
+
+    Raises: as for `engine_needs`.
+    """
+    train, sizes = config.train, ModelSizes.read(config.model.path)
+    master = _ITEMSIZES[config.master_dtype] * sizes.num_parameters // num_ranks
+    parameters = master * (2 if train.kl_coef else 1)  # those of the reference model
+    optimizer = 2 * master
+    left = {
+        "none": parameters + optimizer,
+        "optimizer": parameters,
+        "all": 0,
+    }[train.offload]
+    return RankNeed(
+        sync_nbytes=_CONTEXT_NBYTES + parameters + optimizer,
+        generation_nbytes=_CONTEXT_NBYTES + left,
+        training_nbytes=_CONTEXT_NBYTES + parameters + optimizer + master,
+        activations_nbytes=_activations_nbytes(config, sizes, num_ranks),
+    )
+
+
+def _activations_nbytes(config: TrainerConfig, sizes: ModelSizes, num_ranks: int) -> int:
+    """What the largest micro-batch takes: gathered parameters, kept activations, and logits."""
+    itemsize, num_tokens = _ITEMSIZES[config.model.dtype], _micro_batch_tokens(config, num_ranks)
+    if wraps_layers(config.model.fsdp_wrap, sizes.num_parameters):
+        # The root keeps embeddings and head. Of layers, one is gathered ahead, and the gradient of
+        # one is whole, once more in float32 to be reduced.
+        gathered = sizes.embedding_size * itemsize + sizes.layer_size * (3 * itemsize + 4)
+    else:
+        gathered = sizes.num_parameters * (2 * itemsize + 4)
+    layer = _layer_nbytes(sizes, itemsize) * (_COMPILED_SHARE if config.train.compile else 1)
+    kept = sizes.num_layers * layer
+    if config.train.activation_checkpointing == "full":
+        kept = sizes.num_layers * itemsize * sizes.hidden_size + layer
+    scoring = scoring_nbytes(num_tokens, sizes.vocab_size, sizes.hidden_size, itemsize)
+    return int(gathered + kept * num_tokens + scoring)
+
+
+def _layer_nbytes(sizes: ModelSizes, itemsize: int) -> int:
+    """Bytes per token that a decoder layer of transformers keeps for its backward pass, counted by
+    `torch.autograd.graph.saved_tensors_hooks` for Llama and Qwen3.
+
+    A norm keeps its input in float32, the normalised input and its output; attention its queries,
+    keys, values and output; the MLP its two projections, the activation and the product.
+    """
+    norms = 2 * (4 + 2 * itemsize) * sizes.hidden_size
+    attention = 2 * itemsize * (sizes.q_size + sizes.kv_size)
+    if sizes.has_qk_norm:
+        attention += (4 + itemsize) * (sizes.q_size + sizes.kv_size)
+    return norms + attention + 4 * itemsize * sizes.intermediate_size
+
+
+def _micro_batch_tokens(config: TrainerConfig, num_ranks: int) -> int:
+    """The most tokens that a micro-batch may have."""
+    train, num_samples = config.train, -(-config.samples_per_step // num_ranks)
+    whole = num_samples * _context_len(config.pool, config.model.path)
+    if train.micro_batches:
+        return -(-whole // train.micro_batches)
+    return min(whole, train.max_tokens_per_micro_batch or DEFAULT_MICRO_BATCH_TOKENS["cuda"])
+
+
+def _is_known(pool: EnginePoolSettings) -> bool:
+    """Whether the needs of its engines are known, and the user did not set their share of a GPU."""
+    memory = engine_kind(pool.engine).memory
+    return memory is not None and memory.share_option not in pool.engine_args
+
+
+def _engine_need(pool: PoolSettings | AuxiliaryPoolSettings, config: TrainerConfig) -> EngineNeed:
+    is_auxiliary = isinstance(pool, AuxiliaryPoolSettings)
+    path = pool.model_path if is_auxiliary else config.model.path
+    dtype = (pool.dtype if is_auxiliary else None) or config.model.dtype
+    sizes, kind = ModelSizes.read(path), engine_kind(pool.engine)
+    assert kind.memory is not None
+    size = kind.tensor_parallel_size(pool.engine_args)
+    weights = sizes.num_parameters * _ITEMSIZES[dtype]
+    if "quantization_config" in sizes.config:
+        weights = sizes.stored_nbytes
+    token_nbytes = kv_token_nbytes(sizes.config, _ITEMSIZES[dtype], tensor_parallel_size=size)
+    context_len, num_tokens = _context_len(pool, path), pool.kv_cache_num_tokens
+    return EngineNeed(
+        mode=pool.mode,
+        weights_nbytes=weights // size,
+        kv_token_nbytes=token_nbytes,
+        overhead_nbytes=kind.memory.awake_nbytes,
+        asleep_nbytes=kind.memory.asleep_nbytes,
+        kv_num_tokens=num_tokens,
+        least_kv_num_tokens=context_len,
+        most_kv_num_tokens=pool.max_num_seqs * context_len,
+    )
+
+
+def _context_len(pool: EnginePoolSettings, path: Path) -> int:
+    return pool.max_context_len or default_context_len(path)

@@ -1,0 +1,87 @@
+"""The sizes of a model, from config.json and the headers of its weights: nothing is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, cast
+
+from umbra.runtime.errors import ConfigError
+from umbra.trainer.data.prompt_tokenizer import read_model_config
+from umbra.trainer.model.stored_weights import StoredWeights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSizes:
+    """Elements of a decoder's tensors; of a mixture of experts, those that one token uses.
+
+    Attributes:
+        num_parameters: of all tensors in the files.
+        stored_nbytes: of the weights' files, which may be quantised.
+        intermediate_size: of the MLP.
+        q_size, kv_size: heads times head size, of queries and of keys.
+        has_qk_norm: queries and keys have norms of their own.
+        is_tied: embeddings and head are one tensor.
+        config: config.json; of a model with several parts, that of the text part.
+    """
+
+    num_parameters: int
+    stored_nbytes: int
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    q_size: int
+    kv_size: int
+    vocab_size: int
+    has_qk_norm: bool
+    is_tied: bool
+    config: dict[str, Any]
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Reads a model directory.
+
+        Raises:
+            DataError: it has no safetensors, or they are unreadable.
+            ConfigError: config.json lacks a size.
+        """
+        config = read_model_config(folder)
+        if isinstance(config.get("text_config"), dict):
+            config = cast("dict[str, Any]", config["text_config"])
+        weights = StoredWeights(folder)
+        try:
+            num_heads = int(config["num_attention_heads"])
+            hidden_size = int(config["hidden_size"])
+            head_dim = int(config.get("head_dim") or hidden_size // num_heads)
+            return cls(
+                num_parameters=weights.num_elements,
+                stored_nbytes=weights.nbytes,
+                num_layers=int(config["num_hidden_layers"]),
+                hidden_size=hidden_size,
+                intermediate_size=_intermediate_size(config),
+                q_size=num_heads * head_dim,
+                kv_size=int(config.get("num_key_value_heads") or num_heads) * head_dim,
+                vocab_size=int(config["vocab_size"]),
+                has_qk_norm=any(".q_norm." in name for name in weights.names),
+                is_tied=bool(config.get("tie_word_embeddings")),
+                config=config,
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"{folder}/config.json does not give {error}") from None
+
+    @property
+    def embedding_size(self) -> int:
+        """Elements of the embeddings and the head."""
+        return self.vocab_size * self.hidden_size * (1 if self.is_tied else 2)
+
+    @property
+    def layer_size(self) -> int:
+        """Elements of the parameters of one decoder layer."""
+        return max(0, self.num_parameters - self.embedding_size) // self.num_layers
+
+
+def _intermediate_size(config: dict[str, Any]) -> int:
+    num_experts = config.get("num_experts_per_tok")
+    if num_experts and config.get("moe_intermediate_size"):
+        return int(num_experts) * int(config["moe_intermediate_size"])
+    return int(config["intermediate_size"])
