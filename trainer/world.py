@@ -47,6 +47,9 @@ class World:
     ) -> Generator[World]:
         """Connects this rank to the others; collective. Leaves the process group on exit.
 
+        On GPUs, open the session first: a supervisor that starts later inherits the cores of this
+        rank.
+
         Args:
             timeout_s: longest wait of a rank for the others in a collective.
         """
