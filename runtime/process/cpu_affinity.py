@@ -22,7 +22,7 @@ def cores_near(processes: Sequence[Sequence[str]], library: str = LIBRARY) -> li
     """
     allowed = frozenset(os.sched_getaffinity(0))
     gpus = sorted({gpu for own in processes for gpu in own})
-    nvml = Nvml.open(library, gpus=gpus) if gpus else None
+    nvml = Nvml.open(library, gpus=gpus)
     if nvml is None:
         return [allowed] * len(processes)
     near = dict(zip(gpus, nvml.near_cores(), strict=True))

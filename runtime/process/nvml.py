@@ -84,8 +84,10 @@ class Nvml:
 
         Returns:
             None if there is no library, no driver or no device, or if NVML does not find one of
-            `gpus`.
+            `gpus`. If these are none, it loads no library.
         """
+        if gpus is not None and not gpus:
+            return None
         try:
             library: Any = ctypes.CDLL(path)
         except OSError:
