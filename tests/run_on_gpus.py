@@ -91,6 +91,7 @@ JOBS: Final = {
     "embedded": tests_of(
         "", "tests/gpu/engines/test_gpu.py tests/gpu/engines/test_cuda_ipc_gpu.py"
     ),
+    "contexts": tests_of("", "tests/gpu/engines/test_engine_contexts.py"),
     "trainer": tests_of(
         "",
         "tests/gpu/trainer/test_gpu_training.py tests/gpu/trainer/test_packed_attention_gpu.py "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from umbra.runtime.engine_api.engine_names import engine_kind
 from umbra.runtime.engine_api.lora_adapter import LoraAdapter
 from umbra.runtime.pools.pool_settings import EnginePoolSettings
 from umbra.runtime.pools.pool_spec import PoolSpec
+from umbra.runtime.process.cpu_affinity import core_shares, cores_near
 from umbra.trainer.pool_placement import engine_device
 
 
@@ -37,7 +37,8 @@ def pool_spec(
     Raises:
         DataError: a LoRA adapter cannot be used with the model.
     """
-    cores, gpus = len(os.sched_getaffinity(0)), plan.engine_gpus(name)
+    gpus = plan.engine_gpus(name)
+    threads_each = core_shares(cores_near([engine.own for engine in gpus]))
     device = engine_device(pool, device_type)
     kwargs: dict[str, Any] = {
         "model_path": str(model_path.absolute()),
@@ -47,7 +48,7 @@ def pool_spec(
         "max_context_len": max_context_len,
         "kv_cache_num_tokens": plan.kv_num_tokens.get(name, pool.kv_cache_num_tokens),
         "tick_ms": pool.tick_ms,
-        "num_threads": pool.num_threads or max(1, cores // len(gpus)),
+        "num_threads": pool.num_threads or min(threads_each),
         **engine_kind(pool.engine).arguments(pool.engine_args),
     }
     if pool.lora_adapters:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import signal
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from umbra.runtime.cluster.environment import TorchrunEnvironment, visible_gpus
 from umbra.runtime.errors import ConfigError, JobFailed, UmbraError
+from umbra.runtime.process.cpu_affinity import confine, core_shares, cores_near
 from umbra.runtime.process.nvml import count_gpus
 
 T = TypeVar("T")
@@ -47,11 +47,15 @@ class World:
     ) -> Generator[World]:
         """Connects this rank to the others; collective. Leaves the process group on exit.
 
+        On GPUs, open the session first: a supervisor that starts later inherits the cores of this
+        rank.
+
         Args:
             timeout_s: longest wait of a rank for the others in a collective.
         """
         torch_device = pick_device(device, environment.local_rank)
-        limit_threads(environment.local_world_size)
+        gpus = usable_gpus() if torch_device.type == "cuda" else ()
+        share_cores(environment.local_rank, environment.local_world_size, gpus)
         backend = "cpu:gloo,cuda:nccl" if torch_device.type == "cuda" else "gloo"
         arguments: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s)}
         if torch_device.type == "cuda":
@@ -101,14 +105,19 @@ def pick_device(setting: Literal["auto", "cpu", "cuda"], local_rank: int) -> tor
     return torch.device("cuda", local_rank)
 
 
-def limit_threads(local_world_size: int) -> None:
-    """Shares the node's cores among its ranks, since more threads than cores slow them down.
+def share_cores(local_rank: int, local_world_size: int, gpus: Sequence[str]) -> None:
+    """Keeps this rank on the cores near its GPU. The ranks there share them, since more threads
+    than cores slow them down.
 
     Denormal numbers are flushed to zero: gradients are full of them, and each costs a hundred
     times an ordinary multiplication on most CPUs.
+
+    Args:
+        gpus: the job's on this node, of which local rank i has the i-th; none on the CPU.
     """
-    cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(max(1, cores // local_world_size))
+    cores = cores_near([gpus[rank : rank + 1] for rank in range(local_world_size)])
+    confine(cores[local_rank])
+    torch.set_num_threads(core_shares(cores)[local_rank])
     torch.set_flush_denormal(True)
 
 

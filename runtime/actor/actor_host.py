@@ -27,6 +27,7 @@ from umbra.runtime.actor.actor_target import make_target
 from umbra.runtime.actor.heartbeat import HeartbeatResponder, LoopTicker
 from umbra.runtime.errors import ActorError, UmbraError
 from umbra.runtime.process.child_process import PARENT_PID_VARIABLE
+from umbra.runtime.process.cpu_affinity import confine, cores_near
 from umbra.runtime.process.exit_status import STOP_SIGNALS
 from umbra.runtime.process.prctl import become_subreaper, die_with_parent
 from umbra.runtime.rpc.actor_ref import ActorRef
@@ -199,6 +200,8 @@ def main() -> None:
     ready_fd = int(sys.argv[1])
     config = _unpack_config(sys.stdin.buffer.read())
     os.set_inheritable(ready_fd, False)
+    if gpus := config["spec"]["gpus"]:
+        confine(*cores_near([gpus]))  # before libraries see how many cores there are
     logging.basicConfig(
         level=config["log_level"],
         stream=sys.stderr,

@@ -312,7 +312,7 @@ class SupervisedActor:
         """Waits until its descendants have ended and memory of its GPUs is free for its
         successor."""
         await end_orphans(deadline_s=_ORPHAN_DEADLINE_S)
-        if self.spec.role == "engine" and self.spec.gpus != ():
+        if self.spec.role == "engine":
             problem = await gpu_memory_released(
                 self._tree_pids, self.spec.gpus, deadline_s=_GPU_DEADLINE_S, stop=self._stop
             )

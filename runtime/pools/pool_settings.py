@@ -69,7 +69,8 @@ class EnginePoolSettings(Settings):
             ones let fewer sequences run at a time. Default: the engine's choice.
         tick_ms: Interval at which engines report new tokens. Longer intervals cost less; an engine
             that dies loses the tokens of one. With vLLM, the end of a request waits for it too.
-        num_threads: CPU threads of an engine. Default: cores / engines.
+        num_threads: CPU threads of an engine. Default: the cores near its GPUs, or all on the CPU,
+            divided by the pool's engines there.
         engine_args: Options passed to the engine unchanged: for "vllm" those of its
             AsyncEngineArgs, such as tensor_parallel_size, for "sglang" those of its ServerArgs,
             such as tp_size.

@@ -66,7 +66,8 @@ async def gpu_memory_released(
     stop: asyncio.Event | None = None,
     library: str = LIBRARY,
 ) -> str:
-    """Returns once the memory of `pids`, which have ended, is free; at once without NVML.
+    """Returns once the memory of `pids`, which have ended, is free; at once without NVML or
+    without GPUs to watch.
 
     Args:
         gpus: the GPUs to watch, see `Nvml.open`.

@@ -1,4 +1,4 @@
-"""Reads GPU memory use from NVIDIA's management library by ctypes: no CUDA context, no package."""
+"""Reads about GPUs from NVIDIA's management library by ctypes: no CUDA context, no package."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ LIBRARY: Final = "libnvidia-ml.so.1"
 _MAX_PROCESSES: Final = 512  # on one device; NVML names none if there are more
 _UNKNOWN_NBYTES: Final = 2**64 - 1
 _MAX_UUID_NBYTES: Final = 96  # NVML_DEVICE_UUID_V2_BUFFER_SIZE
+_NUM_MASK_WORDS: Final = 128  # of 64 cores each: as many cores as Linux supports
 
 
 class _Memory(ctypes.Structure):
@@ -83,8 +84,10 @@ class Nvml:
 
         Returns:
             None if there is no library, no driver or no device, or if NVML does not find one of
-            `gpus`.
+            `gpus`. If these are none, it loads no library.
         """
+        if gpus is not None and not gpus:
+            return None
         try:
             library: Any = ctypes.CDLL(path)
         except OSError:
@@ -123,6 +126,17 @@ class Nvml:
             by_pid = {p.pid: p.used for p in self._processes(device) if p.used != _UNKNOWN_NBYTES}
             uses.append(GpuUse(total_nbytes=memory.total, used_nbytes=memory.used, by_pid=by_pid))
         return uses
+
+    def near_cores(self) -> list[frozenset[int]]:
+        """The CPU cores near each device; none for a device that does not report."""
+        return [self._near_cores(device) for device in self._devices]
+
+    def _near_cores(self, device: ctypes.c_void_p) -> frozenset[int]:
+        words = (ctypes.c_uint64 * _NUM_MASK_WORDS)()
+        if self._library.nvmlDeviceGetCpuAffinity(device, _NUM_MASK_WORDS, words) != 0:
+            return frozenset()
+        mask = int.from_bytes(words, "little")
+        return frozenset(core for core in range(mask.bit_length()) if mask >> core & 1)
 
     def _index(self, device: ctypes.c_void_p) -> int:
         index = ctypes.c_uint()

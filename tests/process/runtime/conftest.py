@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from fake_nvml import fake_nvml
+from fake_nvml import fake_nvml, nvml_library_path
 
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.errors import ActorNotFound
@@ -16,7 +16,7 @@ from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session import Session
 from umbra.runtime.testing.session_factory import SessionFactory
 
-__all__ = ["fake_nvml", "session", "shared", "socket_root", "spawn"]
+__all__ = ["fake_nvml", "nvml_library_path", "session", "shared", "socket_root", "spawn"]
 
 
 @pytest.fixture(scope="module")

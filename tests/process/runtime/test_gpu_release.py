@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -22,7 +21,7 @@ from watching import kill
 from umbra.runtime.errors import ActorDied, DeadlineExceeded
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.process.gpu_release import ReleaseWatch, gpu_memory_released
-from umbra.runtime.process.nvml import LIBRARY, GpuReading, GpuUse, Nvml
+from umbra.runtime.process.nvml import GpuReading, GpuUse, Nvml
 from umbra.runtime.session import Session
 
 GIB = 1 << 30
@@ -208,16 +207,9 @@ def test_a_driver_that_hangs_does_not_hold_up_the_restart(fake_nvml: FakeNvml) -
     assert found.startswith("NVML did not report within 2.1 s")
 
 
-@pytest.fixture
-def library_path(fake_nvml: FakeNvml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes that begin now find the library by its name."""
-    shutil.copy(fake_nvml.library, tmp_path / LIBRARY)
-    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
-
-
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.usefixtures("library_path")
+@pytest.mark.usefixtures("nvml_library_path")
 @pytest.mark.parametrize("gpus", [None, ("1",)])
 def test_an_engine_is_not_restarted_before_the_memory_of_the_last_is_free(
     fake_nvml: FakeNvml, umbra_session: Session, gpus: tuple[str, ...] | None
@@ -238,7 +230,7 @@ def test_an_engine_is_not_restarted_before_the_memory_of_the_last_is_free(
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.usefixtures("library_path")
+@pytest.mark.usefixtures("nvml_library_path")
 @pytest.mark.parametrize("gpus", [("0",), ()])
 def test_an_engine_does_not_wait_for_memory_of_gpus_that_are_not_its_own(
     fake_nvml: FakeNvml, umbra_session: Session, gpus: tuple[str, ...]
@@ -259,7 +251,7 @@ def test_an_engine_does_not_wait_for_memory_of_gpus_that_are_not_its_own(
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.usefixtures("library_path")
+@pytest.mark.usefixtures("nvml_library_path")
 def test_an_engine_that_lacks_memory_at_its_first_start_reports_who_holds_it(
     fake_nvml: FakeNvml, umbra_session: Session
 ) -> None:

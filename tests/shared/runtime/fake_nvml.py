@@ -10,13 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from umbra.runtime.process.nvml import LIBRARY
+
 SOURCE = r"""
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 typedef struct { unsigned long long total, free, used; } memory_t;
 typedef struct { unsigned pid; unsigned long long used; unsigned gi, ci; } process_t;
-typedef struct { unsigned long long used, held; unsigned pid; char uuid[96]; } state_t;
+typedef struct { unsigned long long used, held; unsigned pid; char uuid[96], cores[96]; } state_t;
 static const long FIRST = 7, FIRST_INSTANCE = 100;  /* devices, and a MIG instance of each */
 /* The file has a line for each device. */
 static int read_states(state_t *states, int max) {
@@ -24,7 +26,8 @@ static int read_states(state_t *states, int max) {
     FILE *file = fopen(PATH, "r");
     while (file && count < max && fgets(line, sizeof line, file)) {
         state_t *s = states + count;
-        if (sscanf(line, "%llu %llu %u %95s", &s->used, &s->held, &s->pid, s->uuid) == 4) count++;
+        count += sscanf(line, "%llu %llu %u %95s %95s",
+                        &s->used, &s->held, &s->pid, s->uuid, s->cores) == 5;
     }
     if (file) fclose(file);
     return count;
@@ -66,6 +69,17 @@ int nvmlDeviceGetDeviceHandleFromMigDeviceHandle(void *instance, void **device) 
     *device = (void*)((long)instance - FIRST_INSTANCE + FIRST);
     return look(*device, &state);
 }
+int nvmlDeviceGetCpuAffinity(void *device, unsigned num_words, unsigned long *words) {
+    state_t state;
+    if (look(device, &state) || !strcmp(state.cores, "unknown")) return 2;
+    memset(words, 0, num_words * sizeof *words);
+    for (char *core = strtok(state.cores, ","); core; core = strtok(NULL, ",")) {
+        unsigned long idx = strtoul(core, NULL, 10);
+        if (idx / 64 >= num_words) return 2;
+        words[idx / 64] |= 1UL << idx % 64;
+    }
+    return 0;
+}
 int nvmlDeviceGetMemoryInfo(void *device, memory_t *memory) {
     state_t state;
     if (look(device, &state)) return 2;
@@ -88,12 +102,18 @@ class FakeGpu:
     """
     Attributes:
         held_nbytes: by process `pid`.
+        cores: those near it; None: unknown.
     """
 
     used_nbytes: int = 0
     held_nbytes: int = 0
     pid: int = 0
     uuid: str = "GPU-0"
+    cores: tuple[int, ...] | None = None
+
+    def line(self) -> str:
+        cores = "unknown" if self.cores is None else ",".join(map(str, self.cores))
+        return f"{self.used_nbytes} {self.held_nbytes} {self.pid} {self.uuid} {cores}\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,9 +128,8 @@ class FakeNvml:
     state: Path
 
     def show(self, *gpus: FakeGpu) -> None:
-        lines = [f"{gpu.used_nbytes} {gpu.held_nbytes} {gpu.pid} {gpu.uuid}\n" for gpu in gpus]
         new = self.state.with_suffix(".new")
-        new.write_text("".join(lines))
+        new.write_text("".join(gpu.line() for gpu in gpus))
         os.replace(new, self.state)  # nobody reads half of it
 
 
@@ -125,3 +144,10 @@ def fake_nvml(tmp_path_factory: pytest.TempPathFactory) -> FakeNvml:
     flags = ["-shared", "-fPIC", f'-DPATH="{state}"']
     subprocess.run([compiler, *flags, "-o", library, source], check=True, timeout=60)
     return FakeNvml(library=str(library), state=state)
+
+
+@pytest.fixture
+def nvml_library_path(fake_nvml: FakeNvml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that begin now find the library by its name."""
+    shutil.copy(fake_nvml.library, tmp_path / LIBRARY)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))

@@ -41,7 +41,7 @@ from umbra.trainer.model.optimizer import PolicyOptimizer
 from umbra.trainer.model.packed_attention import PACKED_ATTENTION, register_packed_attention
 from umbra.trainer.model.policy import Policy, Wrap
 from umbra.trainer.step import TrainStep
-from umbra.trainer.world import World, agree_on_signal, barrier, from_lead, limit_threads
+from umbra.trainer.world import World, agree_on_signal, barrier, from_lead, share_cores
 
 GROUPS, GROUP_SIZE, MAX_NEW_TOKENS = 6, 4, 12
 # A large eps, because Adam divides by the gradient's own size: with the usual one, where a
@@ -157,7 +157,7 @@ def make_world(device_type: str = "cpu") -> World:
     if device_type == "cuda":
         device = torch.device("cuda", dist.get_rank())
         torch.cuda.set_device(device)
-    limit_threads(local_world_size=64)
+    share_cores(0, 64, ())
     return World(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),

@@ -1,0 +1,50 @@
+"""Keeps a process on the CPU cores near its GPUs.
+
+The kernel then puts the memory that it touches first on the NUMA node of these cores.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+
+from umbra.runtime.process.nvml import LIBRARY, Nvml
+
+
+def cores_near(processes: Sequence[Sequence[str]], library: str = LIBRARY) -> list[frozenset[int]]:
+    """The cores for each of several processes: those near its GPUs, of those that this process may
+    use. All of these for a process without GPUs, or if none is near, or if NVML does not report.
+
+    Args:
+        processes: the GPUs of each, see `Nvml.open`.
+    """
+    allowed = frozenset(os.sched_getaffinity(0))
+    gpus = sorted({gpu for own in processes for gpu in own})
+    nvml = Nvml.open(library, gpus=gpus)
+    if nvml is None:
+        return [allowed] * len(processes)
+    near = dict(zip(gpus, nvml.near_cores(), strict=True))
+    nvml.close()
+    return [_united([near[gpu] for gpu in own]) & allowed or allowed for own in processes]
+
+
+def _united(near: Sequence[frozenset[int]]) -> frozenset[int]:
+    """Empty if it is empty for one GPU, which may then be near any core."""
+    return frozenset[int]().union(*near) if all(near) else frozenset()
+
+
+def core_shares(cores: Sequence[AbstractSet[int]]) -> list[int]:
+    """How many threads each of several processes may have: its cores, divided by the number of
+    processes that may use any of them; 1 at least."""
+    return [max(1, len(own) // sum(1 for other in cores if own & other)) for own in cores]
+
+
+def confine(cores: AbstractSet[int]) -> None:
+    """Keeps all threads of this process, and processes that it starts later, on these cores."""
+    if cores == os.sched_getaffinity(0):
+        return
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(int(thread), cores)

@@ -1,0 +1,72 @@
+"""Engines on several GPUs: each has a CUDA context on its own ones only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from process_runs import greedy
+
+from umbra.runtime.cluster.placement import EngineGpus
+from umbra.runtime.pools.pool_spec import PoolSpec
+from umbra.runtime.process.nvml import Nvml
+from umbra.runtime.session import Session
+from umbra.trainer.world import usable_gpus
+
+GPUS = usable_gpus()[:2]  # here: the driver keeps descriptors of the question
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(len(GPUS) < 2, reason="needs two CUDA devices"),
+    pytest.mark.process,
+    pytest.mark.slow,
+]
+
+
+def pids_by_gpu() -> list[set[int]]:
+    """The processes with a context on each of the GPUs. In a container the pids may be the
+    host's."""
+    nvml = Nvml.open(gpus=GPUS)
+    assert nvml is not None
+    try:
+        return [set(use.by_pid) for use in nvml.uses()]
+    finally:
+        nvml.close()
+
+
+def test_engines_have_no_context_on_each_others_gpus_before_they_read_weights_there(
+    umbra_session: Session, model_folder: Callable[[str], Path]
+) -> None:
+    before = pids_by_gpu()
+    first, second = GPUS
+    umbra_session.create_pool(
+        PoolSpec(
+            name="policy",
+            engine="embedded",
+            count=2,
+            mode="standalone",
+            kwargs={
+                "model_path": str(model_folder("qwen3")),
+                "device": "cuda",
+                "dtype": "float32",
+                "max_context_len": 512,
+                "kv_cache_num_tokens": 1 << 14,
+            },
+            load_weights=True,
+            engine_gpus=(
+                EngineGpus(own=(first,), others=(second,)),
+                EngineGpus(own=(second,), others=(first,)),
+            ),
+        )
+    )
+
+    tokens = [greedy(umbra_session.actor(name), 120.0) for name in ("policy-0", "policy-1")]
+    now = pids_by_gpu()
+
+    assert tokens[0] == tokens[1]
+    new = [after - then for after, then in zip(now, before, strict=True)]
+    if not any(new):
+        pytest.skip("NVML lists no processes here")
+    assert [len(pids) for pids in new] == [1, 1]
+    assert new[0].isdisjoint(new[1])

@@ -1,0 +1,160 @@
+"""Processes run on the CPU cores near their GPUs, and share them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from actor_specs import actor
+from fake_nvml import FakeGpu, FakeNvml
+
+from umbra.runtime.process.cpu_affinity import core_shares, cores_near
+from umbra.runtime.process.nvml import Nvml
+from umbra.runtime.session import Session
+
+ALLOWED = frozenset(os.sched_getaffinity(0))
+FIRST, LAST = min(ALLOWED), max(ALLOWED)
+ELSEWHERE = 4000
+
+needs_two_cores = pytest.mark.skipif(FIRST == LAST, reason="needs two CPU cores")
+
+
+def show_near(fake: FakeNvml, *cores: tuple[int, ...] | None) -> None:
+    """Makes GPUs that are near these cores."""
+    fake.show(*(FakeGpu(uuid=f"GPU-{idx}", cores=near) for idx, near in enumerate(cores)))
+
+
+def test_nvml_reports_the_cores_near_a_gpu(fake_nvml: FakeNvml) -> None:
+    show_near(fake_nvml, (0, 3, 64, 8191), (63,), None)
+
+    nvml = Nvml.open(fake_nvml.library)
+
+    assert nvml is not None
+    assert nvml.near_cores() == [{0, 3, 64, 8191}, {63}, set()]
+    nvml.close()
+
+
+@needs_two_cores
+def test_a_process_gets_the_cores_near_its_gpus_that_the_job_has(fake_nvml: FakeNvml) -> None:
+    show_near(fake_nvml, (FIRST, ELSEWHERE), (LAST,))
+
+    processes = [("0",), ("GPU-1",), ("0", "GPU-1"), ()]
+    found = cores_near(processes, fake_nvml.library)
+
+    assert found == [{FIRST}, {LAST}, {FIRST, LAST}, ALLOWED]
+
+
+@needs_two_cores
+def test_a_process_keeps_all_cores_if_those_near_its_gpus_are_not_known_or_not_the_jobs(
+    fake_nvml: FakeNvml,
+) -> None:
+    show_near(fake_nvml, (FIRST,), None, (ELSEWHERE,))
+
+    def cores(*gpus: str) -> frozenset[int]:
+        return cores_near([gpus], fake_nvml.library)[0]
+
+    assert cores("0") == {FIRST}
+    assert cores("1") == cores("0", "1") == cores("2") == ALLOWED
+    assert cores("0", "7") == ALLOWED  # there is no such GPU
+
+
+def test_processes_share_the_cores_that_they_have_in_common() -> None:
+    left, right = set(range(8)), set(range(8, 12))
+
+    assert core_shares([left, left, right]) == [4, 4, 4]
+    assert core_shares([left | right, left, right]) == [4, 4, 2]
+    assert core_shares([{0}] * 3) == [1, 1, 1]
+
+
+def cores_of_threads(pid: int) -> list[set[int]]:
+    return [os.sched_getaffinity(int(task.name)) for task in Path(f"/proc/{pid}/task").iterdir()]
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.usefixtures("nvml_library_path")
+@needs_two_cores
+def test_all_threads_of_an_engine_run_near_its_gpu(
+    fake_nvml: FakeNvml, umbra_session: Session
+) -> None:
+    show_near(fake_nvml, (FIRST,), (LAST,))
+
+    def cores(gpus: tuple[str, ...] | None) -> list[set[int]]:
+        engine = umbra_session.spawn(actor("Engine", role="engine", gpus=gpus))
+        return cores_of_threads(int(engine.call("who")["pid"]))
+
+    first, last, on_cpu, anywhere = map(cores, [("0",), ("1",), (), None])
+
+    assert first == [{FIRST}] * len(first)
+    assert last == [{LAST}] * len(last)
+    assert len(first) > 1  # ZMQ's, for example
+    assert on_cpu == anywhere == [ALLOWED] * len(anywhere)
+
+
+def run_program(program: str) -> str:
+    """What it prints, in a process of its own, because it may change which cores it has."""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "7"},
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    return done.stdout.strip()
+
+
+RANK = """
+import os, threading, torch
+from umbra.trainer.world import share_cores
+
+end = threading.Event()
+other = threading.Thread(target=end.wait)
+other.start()
+share_cores(1, 2, ("0", "GPU-1", "2"))
+print(os.sched_getaffinity(0), os.sched_getaffinity(other.native_id), torch.get_num_threads())
+end.set()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.usefixtures("nvml_library_path")
+@needs_two_cores
+def test_a_rank_moves_to_the_cores_near_its_gpu_with_threads_that_it_has(
+    fake_nvml: FakeNvml,
+) -> None:
+    show_near(fake_nvml, (FIRST,), (LAST,), (LAST,))
+
+    assert run_program(RANK) == f"{{{LAST}}} {{{LAST}}} 1"
+
+
+POOL = """
+from pathlib import Path
+from umbra.runtime.cluster.placement import Node, PoolRequest, plan_placement
+from umbra.runtime.pools.pool_settings import PoolSettings
+from umbra.trainer.pool_specs import pool_spec
+
+request = PoolRequest(name="policy", mode="standalone", num_gpus=1)
+plan = plan_placement([Node(gpus=("GPU-1",), num_ranks=0)], [request])
+spec = pool_spec(
+    "policy", PoolSettings(), plan,
+    model_path=Path("m"), dtype="float32", device_type="cuda", max_context_len=8,
+)
+print(spec.kwargs["num_threads"])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.usefixtures("nvml_library_path")
+@needs_two_cores
+def test_an_engine_has_as_many_threads_as_there_are_cores_near_its_gpu(
+    fake_nvml: FakeNvml,
+) -> None:
+    show_near(fake_nvml, tuple(ALLOWED), (FIRST,))
+
+    assert run_program(POOL) == "1"
