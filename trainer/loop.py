@@ -133,7 +133,7 @@ class TrainingLoop:
         with self._memory.phase("train"):
             row |= self._train_step.run(batch, self.step)
         self._gpu_memory.look("train")  # torch's cache still holds the peak
-        row |= self._memory.take() | self._gpu_memory.take_metrics()
+        row |= self._memory.take() | self._gpu_memory.metrics()
         self.step += 1
         if offload_s := self._offload.take_seconds():
             row["time/offload_s"] = offload_s

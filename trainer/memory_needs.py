@@ -22,8 +22,8 @@ from umbra.trainer.pool_placement import engine_device
 from umbra.trainer.services import DEFAULT_MICRO_BATCH_TOKENS
 
 _ITEMSIZES: Final = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-_CONTEXT_NBYTES: Final = 600 << 20
-# CUDA context and libraries of one process, on an H200.
+_CONTEXT_NBYTES: Final = 1280 << 20
+# CUDA context, libraries and their workspaces, measured on an H200.
 _COMPILED_SHARE: Final = 0.65
 # Of the activations that torch.compile keeps, measured with Qwen3 shapes on an H200.
 
@@ -48,16 +48,15 @@ def engine_needs(config: TrainerConfig, host: str, device_type: str) -> dict[str
     }
 
 
-def rank_need(config: TrainerConfig, num_ranks: int) -> RankNeed:
+def rank_need(config: TrainerConfig, sizes: ModelSizes, num_ranks: int) -> RankNeed:
     """What a rank takes of its GPU: parameters and AdamW's two states in `master_dtype`, sharded
     over the ranks, gradients likewise, and what FSDP gathers in `model.dtype`.
 
     Args:
+        sizes: of the policy.
         num_ranks: of the job.
-
-    Raises: as for `engine_needs`.
     """
-    train, sizes = config.train, ModelSizes.read(config.model.path)
+    train = config.train
     master = _ITEMSIZES[config.master_dtype] * sizes.num_parameters // num_ranks
     parameters = master * (2 if train.kl_coef else 1)  # those of the reference model
     optimizer = 2 * master
@@ -67,6 +66,7 @@ def rank_need(config: TrainerConfig, num_ranks: int) -> RankNeed:
         "all": 0,
     }[train.offload]
     return RankNeed(
+        start_nbytes=_CONTEXT_NBYTES + parameters,
         sync_nbytes=_CONTEXT_NBYTES + parameters + optimizer,
         generation_nbytes=_CONTEXT_NBYTES + left,
         training_nbytes=_CONTEXT_NBYTES + parameters + optimizer + master,
@@ -83,7 +83,7 @@ def _activations_nbytes(config: TrainerConfig, sizes: ModelSizes, num_ranks: int
         gathered = sizes.embedding_size * itemsize + sizes.layer_size * (3 * itemsize + 4)
     else:
         gathered = sizes.num_parameters * (2 * itemsize + 4)
-    layer = _layer_nbytes(sizes, itemsize) * (_COMPILED_SHARE if config.train.compile else 1)
+    layer = layer_nbytes(sizes, itemsize) * (_COMPILED_SHARE if config.train.compile else 1)
     kept = sizes.num_layers * layer
     if config.train.activation_checkpointing == "full":
         kept = sizes.num_layers * itemsize * sizes.hidden_size + layer
@@ -91,7 +91,7 @@ def _activations_nbytes(config: TrainerConfig, sizes: ModelSizes, num_ranks: int
     return int(gathered + kept * num_tokens + scoring)
 
 
-def _layer_nbytes(sizes: ModelSizes, itemsize: int) -> int:
+def layer_nbytes(sizes: ModelSizes, itemsize: int) -> int:
     """Bytes per token that a decoder layer of transformers keeps for its backward pass, counted by
     `torch.autograd.graph.saved_tensors_hooks` for Llama and Qwen3.
 

@@ -40,6 +40,7 @@ from umbra.trainer.memory_needs import engine_needs, rank_need
 from umbra.trainer.model.host_offload import HostOffload
 from umbra.trainer.model.micro_batches import MicroBatchBuilder
 from umbra.trainer.model.model_loading import prepare_causal_lm
+from umbra.trainer.model.model_sizes import ModelSizes
 from umbra.trainer.model.optimizer import PolicyOptimizer
 from umbra.trainer.model.policy import Policy
 from umbra.trainer.pool_placement import plan_pools
@@ -130,7 +131,10 @@ class Trainer:
                 state = checkpoints.load(resumed_from, policy.parameters, optimizer.adamw)
             step = state.step
             offload = self._offload(world, policy, reference, optimizer)
-            offload.release_cache()  # loading filled it, and engines are starting
+            if resumed_from is not None:  # there is an optimizer state, and engines are starting
+                offload.send_away()
+            else:
+                offload.release_cache()  # loading filled it
             from_lead(world, lambda: starter.wait() if starter else None)
             rollouts = Rollouts(self._session, MANAGER)
             newest = from_lead(world, lambda: self._begin_rollouts(rollouts, state, resumed_from))
@@ -169,9 +173,9 @@ class Trainer:
             self._stop.defer(self._session.pass_on_signal)
             loop.run()
             self._stop.disarm()
-            if gpu_memory.most_nbytes:
-                self._notes.put("GPU memory in GiB, expected and (at most) seen:")
-                for line in plan.table(memory.columns(gpu_memory.most_nbytes)):
+            if gpu_memory.seen_nbytes:
+                self._notes.put("GPU memory in GiB, as expected and (seen in the last step):")
+                for line in plan.table(memory.columns(gpu_memory.seen_nbytes)):
                     self._notes.put(line)
             self._leave_results(world, policy, reporter, loop.step)
 
@@ -193,16 +197,17 @@ class Trainer:
     def _plan_memory(self, plan: Plan, device_type: str) -> MemoryPlan:
         """An empty plan where sizes are not known: engines then choose their KV caches' sizes."""
         config, num_ranks = self._config, len(plan.ranks)
-        sizes = [gpu_sizes(node.gpus) for node in plan.nodes]
-        if not any(sizes):
+        gpu_nbytes = [gpu_sizes(node.gpus) for node in plan.nodes]
+        if not any(gpu_nbytes):
             return MemoryPlan()
         try:
-            rank = rank_need(config, num_ranks) if num_ranks else None
+            sizes = ModelSizes.read(config.model.path)
+            rank = rank_need(config, sizes, num_ranks) if num_ranks else None
             engines = engine_needs(config, POOL, device_type)
         except (ConfigError, DataError) as error:
             self._notes.put(f"GPU memory is not planned: {error}")
             return MemoryPlan()
-        return plan_memory(plan, sizes, rank, engines)
+        return plan_memory(plan, gpu_nbytes, rank, engines)
 
     def _send_away(self, offload: HostOffload, gpu_memory: GpuMemorySeen) -> None:
         gpu_memory.look("sync")

@@ -1,6 +1,7 @@
 """Decides how large KV caches are, and whether a job's processes fit their GPUs' memory. Pure.
 
     phase        ranks                                hybrid    colocated  standalone
+    start        parameters                           awake     asleep     awake
     sync         parameters, optimizer                weights   asleep     awake
     generation   what train.offload leaves there      awake     asleep     awake
     colocated    what train.offload leaves there      asleep    awake      awake
@@ -19,14 +20,14 @@ from typing import Final, Literal, get_args
 from umbra.runtime.cluster.placement import Plan, PoolMode, engine_name
 from umbra.runtime.errors import ConfigError
 
-Phase = Literal["sync", "generation", "colocated", "train"]
+Phase = Literal["start", "sync", "generation", "colocated", "train"]
 PHASES: Final[tuple[Phase, ...]] = get_args(Phase)
 
 GIB: Final = 1 << 30
 _RESERVE: Final = 0.04
 # Share of a GPU that KV caches leave free, for the driver and for allocators, which round up.
 _AWAKE: Final[Mapping[PoolMode, tuple[Phase, ...]]] = {
-    "hybrid": ("generation",),
+    "hybrid": ("start", "generation"),
     "colocated": ("colocated",),
     "standalone": PHASES,
 }
@@ -39,12 +40,14 @@ class RankNeed:
     """What one rank takes of its GPU, in bytes.
 
     Attributes:
-        sync_nbytes: parameters, optimizer state and the CUDA context.
+        start_nbytes: parameters and the CUDA context.
+        sync_nbytes: the same with the optimizer's state.
         generation_nbytes: what is left of it while engines generate.
         training_nbytes: the same as for a sync, with gradients.
         activations_nbytes: an estimate of what training takes besides, at most.
     """
 
+    start_nbytes: int
     sync_nbytes: int
     generation_nbytes: int
     training_nbytes: int
@@ -199,6 +202,7 @@ class _Tenants:
         parts: list[tuple[str, int]] = []
         if self._rank is not None and cell in self.ranks:
             of_rank = {
+                "start": self._rank.start_nbytes,
                 "sync": self._rank.sync_nbytes,
                 "generation": self._rank.generation_nbytes,
                 "colocated": self._rank.generation_nbytes,
@@ -208,7 +212,7 @@ class _Tenants:
         for pool, name in self._engines.get(cell, []):
             need = self._needs[pool]
             if phase in _AWAKE[need.mode]:
-                parts.append((f"{name} awake", need.weights_nbytes + need.overhead_nbytes))
+                parts.append((name, need.weights_nbytes + need.overhead_nbytes))
                 cache = (kv_num_tokens[pool] or 0) * need.kv_token_nbytes
                 parts.append((f"its KV cache of {kv_num_tokens[pool]} tokens", cache))
             elif phase == "sync" and need.mode == "hybrid":
@@ -229,11 +233,12 @@ def _does_not_fit(
     phase: Phase, cell: _Cell, parts: Iterable[tuple[str, int]], limit: int, num_nodes: int
 ) -> str:
     remedies = "train on more GPUs, or give the engines GPUs of their own (mode = 'standalone')"
-    if phase in ("generation", "colocated"):
+    if phase in ("start", "generation", "colocated"):
         remedies = (
-            "lower kv_cache_num_tokens or max_context_len, give each engine more GPUs (tensor "
-            "parallelism) or GPUs of its own, or in a hybrid pool set train.offload"
+            "lower kv_cache_num_tokens or max_context_len, or give each engine more GPUs (tensor "
+            "parallelism) or GPUs of its own (mode = 'standalone')"
         )
+        remedies += ", or set train.offload" * (phase != "start")
     return f"{_gpu(cell, limit, num_nodes)}, and {phase} needs {_sum(parts)}: {remedies}"
 
 

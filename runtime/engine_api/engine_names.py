@@ -86,7 +86,7 @@ class EngineKind:
 ENGINES: Final[Mapping[str, EngineKind]] = {
     "embedded": EngineKind(
         target="umbra.engines.embedded.embedded_engine:EmbeddedEngine",
-        memory=EngineOverhead(awake_nbytes=3 * _GIB, asleep_nbytes=1 * _GIB),
+        memory=EngineOverhead(awake_nbytes=2 * _GIB, asleep_nbytes=1 * _GIB),
     ),
     "vllm": EngineKind(
         target="umbra.engines.vllm.vllm_engine:VllmEngine",
@@ -94,7 +94,9 @@ ENGINES: Final[Mapping[str, EngineKind]] = {
         parallel_option="tensor_parallel_size",
         has_lora=True,
         memory=EngineOverhead(
-            awake_nbytes=3 * _GIB, asleep_nbytes=2 * _GIB, share_option="gpu_memory_utilization"
+            awake_nbytes=5 * _GIB // 2,
+            asleep_nbytes=3 * _GIB // 2,
+            share_option="gpu_memory_utilization",
         ),
     ),
     "sglang": EngineKind(

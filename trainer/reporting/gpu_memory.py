@@ -24,13 +24,12 @@ class GpuMemorySeen:
     """Reads NVML when it is told to look, which takes microseconds. One rank of a node has one.
 
     Attributes:
-        most_nbytes: by phase, node (0) and GPU, since the start.
+        seen_nbytes: by phase, node (0) and GPU, when it looked last.
     """
 
     def __init__(self, nvml: Nvml | None) -> None:
         self._nvml = nvml
-        self._last: dict[Phase, int] = {}
-        self.most_nbytes: dict[Phase, dict[tuple[int, int], int]] = {}
+        self.seen_nbytes: dict[Phase, dict[tuple[int, int], int]] = {}
 
     @classmethod
     def open(cls, gpus: Sequence[str]) -> Self:
@@ -52,13 +51,12 @@ class GpuMemorySeen:
         """To be called when the phase takes most."""
         if self._nvml is None:
             return
-        most = self.most_nbytes.setdefault(phase, {})
-        used = [use.used_nbytes for use in self._nvml.uses()]
-        for gpu, nbytes in enumerate(used):
-            most[0, gpu] = max(nbytes, most.get((0, gpu), 0))
-        self._last[phase] = max(used)
+        uses = self._nvml.uses()
+        self.seen_nbytes[phase] = {(0, gpu): use.used_nbytes for gpu, use in enumerate(uses)}
 
-    def take_metrics(self) -> dict[str, float]:
-        """`memory/PHASE_gpu_gib` of the fullest GPU, since the last call."""
-        last, self._last = self._last, {}
-        return {f"memory/{phase}_gpu_gib": nbytes / GIB for phase, nbytes in last.items()}
+    def metrics(self) -> dict[str, float]:
+        """`memory/PHASE_gpu_gib` of the fullest GPU."""
+        return {
+            f"memory/{phase}_gpu_gib": max(by_gpu.values()) / GIB
+            for phase, by_gpu in self.seen_nbytes.items()
+        }

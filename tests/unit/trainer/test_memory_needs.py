@@ -1,0 +1,240 @@
+"""Estimates of GPU memory beside what was measured, and beside what torch keeps."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+
+from umbra.runtime.cluster.memory_plan import GIB
+from umbra.runtime.errors import DataError
+from umbra.trainer.config.config_file import check_config
+from umbra.trainer.config.trainer_config import TrainerConfig
+from umbra.trainer.memory_needs import engine_needs, layer_nbytes, rank_need
+from umbra.trainer.model.model_sizes import ModelSizes
+
+
+def sizes_of(
+    *,
+    num_layers: int,
+    hidden_size: int,
+    intermediate_size: int,
+    q_size: int,
+    kv_size: int,
+    vocab_size: int = 151_936,
+    is_tied: bool = True,
+) -> ModelSizes:
+    """Of a Qwen3 model."""
+    layer = hidden_size * (2 * (q_size + kv_size) + 3 * intermediate_size + 2)
+    embedding = vocab_size * hidden_size * (1 if is_tied else 2)
+    num_parameters = num_layers * layer + embedding
+    return ModelSizes(
+        num_parameters=num_parameters,
+        stored_nbytes=2 * num_parameters,
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        q_size=q_size,
+        kv_size=kv_size,
+        vocab_size=vocab_size,
+        has_qk_norm=True,
+        is_tied=is_tied,
+        config={},
+    )
+
+
+SIZES = {
+    "0.6B": sizes_of(
+        num_layers=28, hidden_size=1024, intermediate_size=3072, q_size=2048, kv_size=1024
+    ),
+    "8B": sizes_of(
+        num_layers=36,
+        hidden_size=4096,
+        intermediate_size=12288,
+        q_size=4096,
+        kv_size=1024,
+        is_tied=False,
+    ),
+}
+
+
+def config_of(folder: Path, **sections: Any) -> TrainerConfig:
+    values: dict[str, Any] = {
+        "model": {"path": str(folder), "dtype": "bfloat16"},
+        "data": {"train": "train.jsonl"},
+        "reward": {"function": "rewards:score"},
+        "pool": {"engine": "vllm", "max_context_len": 1024, "max_num_seqs": 128},
+        "rollout": {"groups_per_step": 16, "group_size": 8},
+        "train": {"steps": 10},
+    }
+    for name, section in sections.items():
+        values[name] = {**values.get(name, {}), **section}
+    return check_config(TrainerConfig, values, "config")
+
+
+@pytest.mark.parametrize(
+    ("model", "num_ranks", "train", "allocated_gib", "peak_gib"),
+    [
+        # docs/runs/hybrid-vllm-8b-h200.jsonl, in two micro-batches
+        (
+            "8B",
+            1,
+            {"activation_checkpointing": "full", "max_tokens_per_micro_batch": 8450},
+            91.60,
+            136.03,
+        ),
+        # docs/runs/hybrid-vllm-8b-2xh200.jsonl
+        (
+            "8B",
+            2,
+            {"activation_checkpointing": "full", "max_tokens_per_micro_batch": 8500},
+            45.84,
+            71.69,
+        ),
+        # docs/runs/hybrid-vllm-h200.jsonl, in three micro-batches
+        ("0.6B", 1, {"max_tokens_per_micro_batch": 11100}, 6.72, 35.71),
+    ],
+)
+def test_a_rank_needs_what_was_measured(
+    tmp_path: Path,
+    model: str,
+    num_ranks: int,
+    train: dict[str, Any],
+    allocated_gib: float,
+    peak_gib: float,
+) -> None:
+    config = config_of(tmp_path, train=train)
+
+    need = rank_need(config, SIZES[model], num_ranks)
+
+    context = rank_need(config, replace(SIZES[model], num_parameters=0), 1).sync_nbytes
+    assert (need.sync_nbytes - context) / GIB == pytest.approx(allocated_gib, rel=0.02)
+    peak = need.training_nbytes + need.activations_nbytes - context
+    assert peak / GIB == pytest.approx(peak_gib, rel=0.1)
+
+
+@pytest.mark.parametrize(("offload", "kept"), [("none", 3.0), ("optimizer", 1.0), ("all", 0.0)])
+def test_offloading_leaves_so_many_times_the_parameters(
+    tmp_path: Path, offload: str, kept: float
+) -> None:
+    config = config_of(tmp_path, train={"offload": offload})
+
+    need = rank_need(config, SIZES["8B"], 1)
+
+    parameters = 4 * SIZES["8B"].num_parameters
+    assert need.sync_nbytes - need.start_nbytes == 2 * parameters
+    assert need.start_nbytes - need.generation_nbytes == (1.0 - kept) * parameters
+
+
+def test_a_reference_model_is_one_more_copy_of_the_parameters(tmp_path: Path) -> None:
+    plain, with_reference = (
+        rank_need(config_of(tmp_path, train={"kl_coef": kl_coef}), SIZES["8B"], 1)
+        for kl_coef in (0.0, 0.1)
+    )
+
+    more = with_reference.training_nbytes - plain.training_nbytes
+    assert more == 4 * SIZES["8B"].num_parameters
+
+
+@pytest.mark.parametrize("config_class", [Qwen3Config, LlamaConfig])
+def test_a_layer_keeps_what_torch_saves_for_its_backward_pass(config_class: Any) -> None:
+    shape = {
+        "vocab_size": 16,
+        "hidden_size": 256,
+        "intermediate_size": 640,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+    }
+    num_tokens = 64
+
+    one, two = (
+        saved_nbytes(config_class(**shape, num_hidden_layers=num_layers), num_tokens)
+        for num_layers in (1, 2)
+    )
+
+    sizes = sizes_of(num_layers=2, hidden_size=256, intermediate_size=640, q_size=512, kv_size=128)
+    sizes = replace(sizes, has_qk_norm=config_class is Qwen3Config)
+    assert layer_nbytes(sizes, 2) == pytest.approx((two - one) / num_tokens, rel=0.01)
+
+
+def saved_nbytes(config: Any, num_tokens: int) -> int:
+    """Bytes that a decoder in bfloat16 saves for its backward pass, parameters apart."""
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    kept: dict[int, torch.UntypedStorage] = {}  # alive, so that no address is used twice
+    own = {parameter.data_ptr() for parameter in model.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = model.model(torch.zeros(1, num_tokens, dtype=torch.long), use_cache=False)
+    assert output.last_hidden_state.requires_grad
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+def test_sizes_are_those_of_the_model_in_the_folder(tiny_model_dir: Path) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+
+    sizes = ModelSizes.read(tiny_model_dir)
+
+    assert sizes.num_parameters == sum(p.numel() for p in model.parameters())
+    assert sizes.embedding_size == model.get_input_embeddings().weight.numel()
+    layer = sum(p.numel() for p in model.model.layers[0].parameters())
+    assert sizes.layer_size == pytest.approx(layer, rel=0.01)
+    assert (sizes.q_size, sizes.kv_size, sizes.has_qk_norm) == (64, 32, True)
+
+
+def test_a_folder_without_safetensors_has_no_sizes(tiny_model_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((tiny_model_dir / "config.json").read_text())
+
+    with pytest.raises(DataError, match=r"model\.safetensors"):
+        ModelSizes.read(tmp_path)
+
+
+def test_a_tensor_parallel_engine_has_its_share_on_each_gpu(tiny_model_dir: Path) -> None:
+    whole = engine_needs(config_of(tiny_model_dir), "policy", "cuda")["policy"]
+    args = {"engine_args": {"tensor_parallel_size": 2}}
+    half = engine_needs(config_of(tiny_model_dir, pool=args), "policy", "cuda")["policy"]
+
+    sizes = ModelSizes.read(tiny_model_dir)
+    assert whole.weights_nbytes == 2 * sizes.num_parameters
+    assert whole.kv_token_nbytes == 2 * 2 * sizes.num_layers * sizes.kv_size
+    assert (half.weights_nbytes, half.kv_token_nbytes) == (
+        whole.weights_nbytes // 2,
+        whole.kv_token_nbytes // 2,
+    )
+    assert (whole.least_kv_num_tokens, whole.most_kv_num_tokens) == (1024, 128 * 1024)
+
+
+def test_quantised_weights_count_as_they_are_stored(tiny_model_dir: Path, tmp_path: Path) -> None:
+    config = json.loads((tiny_model_dir / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {}}))
+    (tmp_path / "model.safetensors").symlink_to(tiny_model_dir / "model.safetensors")
+    judge = {"judge": {"model_path": str(tmp_path), "engine": "sglang"}}
+
+    needs = engine_needs(config_of(tiny_model_dir, pools=judge), "policy", "cuda")
+
+    stored = (tiny_model_dir / "model.safetensors").stat().st_size
+    assert needs["judge"].weights_nbytes == stored
+    assert needs["judge"].mode == "colocated"
+
+
+@pytest.mark.parametrize(
+    "pool",
+    [
+        {"engine": "echo", "engine_args": {"vocab_size": 64}},
+        {"device": "cpu"},
+        {"engine_args": {"gpu_memory_utilization": 0.5}},
+    ],
+)
+def test_engines_that_are_not_planned(tiny_model_dir: Path, pool: dict[str, Any]) -> None:
+    assert engine_needs(config_of(tiny_model_dir, pool=pool), "policy", "cuda") == {}
