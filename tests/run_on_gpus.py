@@ -43,6 +43,7 @@ MOUNT_SHM: Final = "mount -t tmpfs tmpfs /dev/shm"
 END_LIMIT_S: Final = 12.0
 LEAST_S: Final = 15.0
 # Nothing that is worth its start ends within less.
+MEMORY: Final = "tests/gpu/trainer/test_memory_plan_gpu.py"
 RETRACTION: Final = "whole or logprobs_are or drain_finishes"
 # Others compare what two runs sampled, or want requests to run side by side.
 
@@ -100,6 +101,9 @@ JOBS: Final = {
     ),
     "release": tests_of("", "tests/process/runtime/test_gpu_release.py"),
     "serving": tests_of("vllm", "tests/gpu/trainer/test_serving_engines.py"),
+    "memory": tests_of("", f"{MEMORY} -k embedded"),
+    "vllm-memory": tests_of("vllm", f"{MEMORY} -k vllm"),
+    "sglang-memory": tests_of("sglang", f"{MEMORY} -k sglang"),
     "colocated": tests_of("vllm", "tests/gpu/engines/test_colocated_engines.py"),
     "vllm": tests_of("vllm", "tests/gpu/engines/test_vllm_gpu.py"),
     "vllm-lora": tests_of("vllm", "tests/gpu/engines/test_vllm_lora_gpu.py"),

@@ -104,7 +104,9 @@ ENGINES: Final[Mapping[str, EngineKind]] = {
         wraps_library=True,
         parallel_option="tp_size",
         memory=EngineOverhead(
-            awake_nbytes=4 * _GIB, asleep_nbytes=3 * _GIB, share_option="mem_fraction_static"
+            awake_nbytes=5 * _GIB // 2,
+            asleep_nbytes=3 * _GIB // 2,
+            share_option="mem_fraction_static",
         ),
     ),
     "echo": EngineKind(target="umbra.engines.echo.echo_engine:EchoEngine"),

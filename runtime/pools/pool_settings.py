@@ -66,7 +66,8 @@ class EnginePoolSettings(Settings):
         max_context_len: Longest prompt + completion in tokens. Longer contexts take more KV cache.
             Default: the model's limit, at most 4096.
         kv_cache_num_tokens: Size of an engine's KV cache, in tokens of all its sequences. Smaller
-            ones let fewer sequences run at a time. Default: the engine's choice.
+            ones let fewer sequences run at a time. Default, in training on GPUs: what other memory
+            leaves (docs/engines.md); otherwise the engine's choice.
         tick_ms: Interval at which engines report new tokens. Longer intervals cost less; an engine
             that dies loses the tokens of one. With vLLM, the end of a request waits for it too.
         num_threads: CPU threads of an engine. Default: the cores near its GPUs, or all on the CPU,

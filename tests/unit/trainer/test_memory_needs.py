@@ -48,6 +48,7 @@ def sizes_of(
     )
 
 
+MODELS: Any = AutoModelForCausalLM  # untyped
 SIZES = {
     "0.6B": sizes_of(
         num_layers=28, hidden_size=1024, intermediate_size=3072, q_size=2048, kv_size=1024
@@ -165,7 +166,7 @@ def test_a_layer_keeps_what_torch_saves_for_its_backward_pass(config_class: Any)
 
 def saved_nbytes(config: Any, num_tokens: int) -> int:
     """Bytes that a decoder in bfloat16 saves for its backward pass, parameters apart."""
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    model: Any = MODELS.from_config(config, dtype=torch.bfloat16).eval()
     kept: dict[int, torch.UntypedStorage] = {}  # alive, so that no address is used twice
     own = {parameter.data_ptr() for parameter in model.parameters()}
 
@@ -182,7 +183,7 @@ def saved_nbytes(config: Any, num_tokens: int) -> int:
 
 
 def test_sizes_are_those_of_the_model_in_the_folder(tiny_model_dir: Path) -> None:
-    model: Any = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    model: Any = MODELS.from_pretrained(tiny_model_dir)
 
     sizes = ModelSizes.read(tiny_model_dir)
 
