@@ -22,7 +22,7 @@ from umbra.trainer.pool_placement import engine_device
 from umbra.trainer.services import DEFAULT_MICRO_BATCH_TOKENS
 
 _ITEMSIZES: Final = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-_CONTEXT_NBYTES: Final = 1280 << 20
+_CONTEXT_NBYTES: Final = 1536 << 20
 # CUDA context, libraries and their workspaces, measured on an H200.
 _COMPILED_SHARE: Final = 0.65
 # Of the activations that torch.compile keeps, measured with Qwen3 shapes on an H200.

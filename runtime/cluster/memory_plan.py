@@ -4,7 +4,7 @@
     start        parameters                           awake     asleep     awake
     sync         parameters, optimizer                weights   asleep     awake
     generation   what train.offload leaves there      awake     asleep     awake
-    colocated    what train.offload leaves there      asleep    awake      awake
+    colocated    the larger of these and the start's  asleep    awake      awake
     train        all of it, gradients, activations    asleep    asleep     awake
 
 An engine that is awake has its weights, its KV cache and what it needs besides; of one that is
@@ -205,7 +205,8 @@ class _Tenants:
                 "start": self._rank.start_nbytes,
                 "sync": self._rank.sync_nbytes,
                 "generation": self._rank.generation_nbytes,
-                "colocated": self._rank.generation_nbytes,
+                # Colocated engines are awake as they start, too: before the others, beside ranks.
+                "colocated": max(self._rank.start_nbytes, self._rank.generation_nbytes),
                 "train": self._rank.training_nbytes,
             }
             parts.append(("the rank", of_rank[phase]))

@@ -94,8 +94,8 @@ ENGINES: Final[Mapping[str, EngineKind]] = {
         parallel_option="tensor_parallel_size",
         has_lora=True,
         memory=EngineOverhead(
-            awake_nbytes=5 * _GIB // 2,
-            asleep_nbytes=3 * _GIB // 2,
+            awake_nbytes=2 * _GIB,
+            asleep_nbytes=1 * _GIB,
             share_option="gpu_memory_utilization",
         ),
     ),
@@ -104,8 +104,8 @@ ENGINES: Final[Mapping[str, EngineKind]] = {
         wraps_library=True,
         parallel_option="tp_size",
         memory=EngineOverhead(
-            awake_nbytes=5 * _GIB // 2,
-            asleep_nbytes=3 * _GIB // 2,
+            awake_nbytes=2 * _GIB,
+            asleep_nbytes=1 * _GIB,
             share_option="mem_fraction_static",
         ),
     ),

@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final
 
@@ -101,7 +102,12 @@ def main() -> int:
 
     model, prompts = options.folder / options.shape, options.folder / "prompts.jsonl"
     if not (model / "config.json").exists():
-        write_model(model, SHAPES[options.shape])
+        # In a process of its own, whose memory on the GPU is free when the run begins.
+        writer = get_context("spawn").Process(
+            target=write_model, args=(model, SHAPES[options.shape])
+        )
+        writer.start()
+        writer.join()
         write_prompts(prompts)
     run_dir = options.folder / f"run-{time.strftime('%H%M%S')}"
     config = options.folder / "config.toml"
