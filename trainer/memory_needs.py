@@ -29,8 +29,8 @@ _COMPILED_SHARE: Final = 0.65
 
 
 def engine_needs(config: TrainerConfig, host: str, device_type: str) -> dict[str, EngineNeed]:
-    """What an engine of each pool takes of its GPUs. It has no pools of the CPU, of engines that
-    nobody measured, and of engines whose share of a GPU the user set in `engine_args`.
+    """What an engine of each pool takes of its GPUs. Left out are pools on the CPU, engines that
+    nobody measured, those with LoRA adapters, and those whose share of a GPU is in `engine_args`.
 
     Args:
         host: name of the policy's pool.
@@ -42,7 +42,7 @@ def engine_needs(config: TrainerConfig, host: str, device_type: str) -> dict[str
     """
     pools: dict[str, PoolSettings | AuxiliaryPoolSettings] = {host: config.pool, **config.pools}
     return {
-        name: _engine_need(pool, config)
+        name: _engine_need(pool, config, host)
         for name, pool in pools.items()
         if engine_device(pool, device_type) == "cuda" and _is_known(pool)
     }
@@ -66,7 +66,6 @@ def rank_need(config: TrainerConfig, sizes: ModelSizes, num_ranks: int) -> RankN
         "all": 0,
     }[train.offload]
     return RankNeed(
-        start_nbytes=_CONTEXT_NBYTES + parameters,
         sync_nbytes=_CONTEXT_NBYTES + parameters + optimizer,
         generation_nbytes=_CONTEXT_NBYTES + left,
         training_nbytes=_CONTEXT_NBYTES + parameters + optimizer + master,
@@ -117,28 +116,31 @@ def _micro_batch_tokens(config: TrainerConfig, num_ranks: int) -> int:
 def _is_known(pool: EnginePoolSettings) -> bool:
     """Whether the needs of its engines are known, and the user did not set their share of a GPU."""
     memory = engine_kind(pool.engine).memory
-    return memory is not None and memory.share_option not in pool.engine_args
+    if memory is None or pool.lora_adapters:
+        return False
+    return memory.share_option not in pool.engine_args
 
 
-def _engine_need(pool: PoolSettings | AuxiliaryPoolSettings, config: TrainerConfig) -> EngineNeed:
-    is_auxiliary = isinstance(pool, AuxiliaryPoolSettings)
-    path = pool.model_path if is_auxiliary else config.model.path
-    dtype = (pool.dtype if is_auxiliary else None) or config.model.dtype
+def _engine_need(
+    pool: PoolSettings | AuxiliaryPoolSettings, config: TrainerConfig, host: str
+) -> EngineNeed:
+    path, dtype, is_updated = config.model.path, config.model.dtype, True
+    if isinstance(pool, AuxiliaryPoolSettings):
+        path, dtype, is_updated = pool.model_path, pool.dtype or dtype, False
     sizes, kind = ModelSizes.read(path), engine_kind(pool.engine)
     assert kind.memory is not None
-    size = kind.tensor_parallel_size(pool.engine_args)
-    weights = sizes.num_parameters * _ITEMSIZES[dtype]
-    if "quantization_config" in sizes.config:
-        weights = sizes.stored_nbytes
-    token_nbytes = kv_token_nbytes(sizes.config, _ITEMSIZES[dtype], tensor_parallel_size=size)
-    context_len, num_tokens = _context_len(pool, path), pool.kv_cache_num_tokens
+    num_gpus, itemsize = kind.tensor_parallel_size(pool.engine_args), _ITEMSIZES[dtype]
+    weights = sizes.stored_nbytes if sizes.is_quantised else sizes.num_parameters * itemsize
+    context_len = _context_len(pool, path)
     return EngineNeed(
         mode=pool.mode,
-        weights_nbytes=weights // size,
-        kv_token_nbytes=token_nbytes,
+        shares_with=host if pool.mode == "colocated" else "",
+        is_updated=is_updated,
+        weights_nbytes=weights // num_gpus,
+        kv_token_nbytes=kv_token_nbytes(sizes.config, itemsize, tensor_parallel_size=num_gpus),
         overhead_nbytes=kind.memory.awake_nbytes,
         asleep_nbytes=kind.memory.asleep_nbytes,
-        kv_num_tokens=num_tokens,
+        kv_num_tokens=pool.kv_cache_num_tokens,
         least_kv_num_tokens=context_len,
         most_kv_num_tokens=pool.max_num_seqs * context_len,
     )

@@ -106,13 +106,11 @@ class Trainer:
             plan, memory, device_type = self._plan_pools()
             is_lead = starter is not None
             if is_lead:
-                if memory.expected_nbytes:
-                    self._notes.put("GPU memory in GiB, as expected in each phase of a step:")
-                for line in [*plan.table(memory.columns()), *memory.warnings]:
+                for line in (*plan.table(memory.columns()), *memory.notes):
                     self._notes.put(line)
                 starter.start_engines(plan, device_type)
-            gpus = plan.nodes[0].gpus if is_lead and plan.ranks else ()
-            gpu_memory = stack.enter_context(GpuMemorySeen.open(gpus))
+            planned = memory.gpus if is_lead else ()
+            gpu_memory = stack.enter_context(GpuMemorySeen.open(plan.nodes[0].gpus, planned))
             limit_s = collective_timeout_s(config)
             world = stack.enter_context(World.join(self._environment, config.train.device, limit_s))
             stack.push(self._announce_failure)
@@ -131,10 +129,7 @@ class Trainer:
                 state = checkpoints.load(resumed_from, policy.parameters, optimizer.adamw)
             step = state.step
             offload = self._offload(world, policy, reference, optimizer)
-            if resumed_from is not None:  # there is an optimizer state, and engines are starting
-                offload.send_away()
-            else:
-                offload.release_cache()  # loading filled it
+            offload.release_cache()  # loading filled it, and engines are starting
             from_lead(world, lambda: starter.wait() if starter else None)
             rollouts = Rollouts(self._session, MANAGER)
             newest = from_lead(world, lambda: self._begin_rollouts(rollouts, state, resumed_from))
@@ -174,7 +169,7 @@ class Trainer:
             loop.run()
             self._stop.disarm()
             if gpu_memory.seen_nbytes:
-                self._notes.put("GPU memory in GiB, as expected and (seen in the last step):")
+                self._notes.put("GPU memory in GiB, expected and (seen in the last step):")
                 for line in plan.table(memory.columns(gpu_memory.seen_nbytes)):
                     self._notes.put(line)
             self._leave_results(world, policy, reporter, loop.step)

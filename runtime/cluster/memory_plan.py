@@ -1,36 +1,32 @@
 """Decides how large KV caches are, and whether a job's processes fit their GPUs' memory. Pure.
 
-    phase        ranks                                hybrid    colocated  standalone
-    start        parameters                           awake     asleep     awake
-    sync         parameters, optimizer                weights   asleep     awake
-    generation   what train.offload leaves there      awake     asleep     awake
-    colocated    the larger of these and the start's  asleep    awake      awake
-    train        all of it, gradients, activations    asleep    asleep     awake
+    phase        ranks                                  hybrid    colocated  standalone
+    sync         parameters, optimizer                  weights   asleep     awake
+    generation   what train.offload leaves there        awake     asleep     awake
+    colocated    what train.offload leaves there        asleep    awake      awake, hosts asleep
+    train        all of it, gradients, activations      asleep    asleep     awake
 
-An engine that is awake has its weights, its KV cache and what it needs besides; of one that is
-asleep a rest stays. Nothing is known of pools whose sizes are not given: they count as nothing.
+An engine that is awake has its weights, its KV cache and an overhead; one that sleeps keeps a part
+of the overhead. Pools whose needs are not given count as nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal, get_args
 
 from umbra.runtime.cluster.placement import Plan, PoolMode, engine_name
 from umbra.runtime.errors import ConfigError
 
-Phase = Literal["start", "sync", "generation", "colocated", "train"]
+Phase = Literal["sync", "generation", "colocated", "train"]
 PHASES: Final[tuple[Phase, ...]] = get_args(Phase)
 
 GIB: Final = 1 << 30
 _RESERVE: Final = 0.04
 # Share of a GPU that KV caches leave free, for the driver and for allocators, which round up.
-_AWAKE: Final[Mapping[PoolMode, tuple[Phase, ...]]] = {
-    "hybrid": ("start", "generation"),
-    "colocated": ("colocated",),
-    "standalone": PHASES,
-}
+_FOREIGN_CONTEXT_NBYTES: Final = 512 << 20
+# An engine that reads weights on another GPU creates a CUDA context there. A guess.
 _Cell = tuple[int, int]
 """A GPU: the indices of its node and of itself in the node."""
 
@@ -40,14 +36,12 @@ class RankNeed:
     """What one rank takes of its GPU, in bytes.
 
     Attributes:
-        start_nbytes: parameters and the CUDA context.
-        sync_nbytes: the same with the optimizer's state.
+        sync_nbytes: parameters, optimizer state and the CUDA context.
         generation_nbytes: what is left of it while engines generate.
         training_nbytes: the same as for a sync, with gradients.
-        activations_nbytes: an estimate of what training takes besides, at most.
+        activations_nbytes: an estimate of the most that training takes besides.
     """
 
-    start_nbytes: int
     sync_nbytes: int
     generation_nbytes: int
     training_nbytes: int
@@ -59,15 +53,19 @@ class EngineNeed:
     """What one engine of a pool takes of each of its GPUs, in bytes.
 
     Attributes:
-        mode: of the pool.
-        kv_token_nbytes: of one token in the KV cache.
+        mode: the pool's.
+        shares_with: name of the pool that a colocated one is time-sliced with.
+        is_updated: it reads weights from the ranks.
+        kv_token_nbytes: size of one token in the KV cache.
         overhead_nbytes: CUDA context, graphs and buffers, while it is awake.
-        asleep_nbytes: all that stays while it sleeps.
+        asleep_nbytes: the part of it that stays while it sleeps.
         kv_num_tokens: size of the KV cache, if the user set it.
         least_kv_num_tokens, most_kv_num_tokens: otherwise the bounds of what the plan gives it.
     """
 
     mode: PoolMode
+    shares_with: str
+    is_updated: bool
     weights_nbytes: int
     kv_token_nbytes: int
     overhead_nbytes: int
@@ -82,26 +80,32 @@ class MemoryPlan:
     """Which memory the processes are expected to take.
 
     Attributes:
-        kv_num_tokens: of an engine of each pool whose needs are known.
-        expected_nbytes: by phase, node and GPU; only GPUs of a rank or of a known pool, and only
-            phases that the job has.
-        warnings: for the user, about phases that may not fit.
+        kv_num_tokens: size of an engine's KV cache, by pool.
+        expected_nbytes: by phase, node and GPU. It has the GPUs of ranks and of the pools whose
+            needs are known, and the phases of the job.
+        notes: sentences for the user.
     """
 
     kv_num_tokens: Mapping[str, int] = field(default_factory=dict[str, int])
     expected_nbytes: Mapping[Phase, Mapping[tuple[int, int], int]] = field(
         default_factory=dict[Phase, Mapping[tuple[int, int], int]]
     )
-    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def gpus(self) -> list[int]:
+        """The GPUs of the first node that it covers."""
+        cells = {cell for by_gpu in self.expected_nbytes.values() for cell in by_gpu}
+        return sorted(gpu for node, gpu in cells if node == 0)
 
     def columns(
         self, seen_nbytes: Mapping[Phase, Mapping[tuple[int, int], int]] = {}
     ) -> dict[str, dict[tuple[int, int], str]]:
-        """Columns for `Plan.table`: expected memory by phase, and what was seen of it, in GiB."""
+        """Columns for `Plan.table`: expected memory by phase, and in brackets what was seen."""
         columns: dict[str, dict[_Cell, str]] = {}
         for phase, by_gpu in self.expected_nbytes.items():
             seen = seen_nbytes.get(phase, {})
-            columns[phase] = {
+            columns[f"{phase} GiB"] = {
                 cell: f"{nbytes / GIB:.1f}" + (f" ({seen[cell] / GIB:.1f})" if cell in seen else "")
                 for cell, nbytes in by_gpu.items()
             }
@@ -117,7 +121,8 @@ def plan_memory(
     """Sizes the KV caches and checks each phase of each GPU.
 
     What is free on a GPU is shared equally by the engines on it that are awake at the same time and
-    have no size set. All engines of a pool get the size that the fullest GPU allows.
+    have no size set. All engines of a pool get the size that the fullest GPU allows. Caches never
+    get what `train.offload` frees, because ranks that resume hold all of it while engines start.
 
     Args:
         gpu_nbytes: memory of the GPUs, by node.
@@ -127,43 +132,64 @@ def plan_memory(
     Raises:
         ConfigError: a phase does not fit a GPU, activations apart.
     """
+    sizes = _kv_sizes(plan, gpu_nbytes, rank, engines)
     tenants = _Tenants(plan, rank, engines)
-    sizes = {name: need.kv_num_tokens for name, need in engines.items()}
-    free = {
-        (phase, cell): gpu_nbytes[cell[0]][cell[1]] * (1 - _RESERVE)
-        - sum(nbytes for _, nbytes in tenants.fixed(phase, cell, sizes))
-        for phase in tenants.phases
-        for cell in tenants.cells
-    }
-    chosen = dict(sizes)
-    for name, need in engines.items():
-        if need.kv_num_tokens is None:
-            shares = [
-                free[phase, cell] / sum(sizes[other] is None for other in awake)
-                for phase, cell, awake in tenants.awake()
-                if name in awake
-            ]
-            num_tokens = int(min(shares) / need.kv_token_nbytes)
-            chosen[name] = max(need.least_kv_num_tokens, min(num_tokens, need.most_kv_num_tokens))
     expected: dict[Phase, dict[_Cell, int]] = {}
-    warnings: list[str] = []
+    notes = [
+        f"an engine of pool {pool} has a KV cache of {size} tokens" for pool, size in sizes.items()
+    ]
+    has_warned = False
     for phase in tenants.phases:
         for cell in tenants.cells:
-            parts = tenants.fixed(phase, cell, chosen)
-            total, limit = sum(nbytes for _, nbytes in parts), gpu_nbytes[cell[0]][cell[1]]
+            parts = tenants.parts(phase, cell, sizes)
+            total, limit = sum(parts.values()), gpu_nbytes[cell[0]][cell[1]]
+            where = _gpu(cell, limit, len(plan.nodes))
             if total > limit:
-                raise ConfigError(_does_not_fit(phase, cell, parts, limit, len(plan.nodes)))
+                remedies = tenants.remedies(phase, cell)
+                raise ConfigError(f"{where}, and {phase} needs {_sum(parts)}: {remedies}")
             if rank is not None and phase == "train" and cell in tenants.ranks:
-                parts = [*parts, ("activations, at most,", rank.activations_nbytes)]
-                total += rank.activations_nbytes
-                if total > limit and not warnings:
-                    warnings.append(_may_not_fit(cell, parts, limit, len(plan.nodes)))
+                parts["activations, at most,"] = rank.activations_nbytes
+                total = sum(parts.values())
+                if total > limit and not has_warned:
+                    has_warned = True
+                    notes.append(
+                        f"{where}, and training may need {_sum(parts)}. If it runs out of memory, "
+                        "lower train.max_tokens_per_micro_batch, or set "
+                        "train.activation_checkpointing = 'full'"
+                    )
             expected.setdefault(phase, {})[cell] = total
-    return MemoryPlan(
-        kv_num_tokens={name: size for name, size in chosen.items() if size is not None},
-        expected_nbytes=expected,
-        warnings=tuple(warnings),
-    )
+    return MemoryPlan(kv_num_tokens=sizes, expected_nbytes=expected, notes=tuple(notes))
+
+
+def _kv_sizes(
+    plan: Plan,
+    gpu_nbytes: Sequence[Sequence[int]],
+    rank: RankNeed | None,
+    engines: Mapping[str, EngineNeed],
+) -> dict[str, int]:
+    if rank is not None:
+        rank = replace(
+            rank,
+            generation_nbytes=rank.sync_nbytes,
+            training_nbytes=rank.training_nbytes + rank.activations_nbytes,
+        )
+    tenants = _Tenants(plan, rank, engines)
+    given = {name: need.kv_num_tokens or 0 for name, need in engines.items()}
+    shares: dict[str, list[float]] = {}
+    for phase in tenants.phases:
+        for cell in tenants.cells:
+            usable = gpu_nbytes[cell[0]][cell[1]] * (1 - _RESERVE)
+            free = usable - sum(tenants.parts(phase, cell, given).values())
+            sized = [pool for pool in tenants.awake(phase, cell) if not given[pool]]
+            for pool in sized:
+                shares.setdefault(pool, []).append(free / len(sized))
+    sizes: dict[str, int] = {}
+    for pool, need in engines.items():
+        sizes[pool] = given[pool]
+        if pool in shares:
+            num_tokens = int(min(shares[pool]) / need.kv_token_nbytes)
+            sizes[pool] = max(need.least_kv_num_tokens, min(num_tokens, need.most_kv_num_tokens))
+    return sizes
 
 
 class _Tenants:
@@ -177,84 +203,80 @@ class _Tenants:
     ) -> None:
         self._rank = rank
         self._needs = engines
+        self._hosts = {need.shares_with for need in engines.values()} - {""}
         self.ranks = {(place.node, gpu) for place in plan.ranks for gpu in place.gpus}
         self._engines: dict[_Cell, list[tuple[str, str]]] = {}
-        for pool, places in plan.engines.items():
-            if pool in engines:
-                for idx, place in enumerate(places):
-                    for gpu in place.gpus:
-                        cell = (place.node, gpu)
-                        self._engines.setdefault(cell, []).append((pool, engine_name(pool, idx)))
+        self._num_readers = [0] * len(plan.nodes)
+        for pool in engines:
+            for idx, place in enumerate(plan.engines[pool]):
+                self._num_readers[place.node] += engines[pool].is_updated
+                for gpu in place.gpus:
+                    on_gpu = self._engines.setdefault((place.node, gpu), [])
+                    on_gpu.append((pool, engine_name(pool, idx)))
         self.cells = sorted(self.ranks | self._engines.keys())
-        has_colocated = any(need.mode == "colocated" for need in engines.values())
-        self.phases: list[Phase] = [
-            phase
-            for phase in PHASES
-            if (
-                has_colocated if phase == "colocated" else phase == "generation" or rank is not None
-            )
-        ]
+        is_there: dict[Phase, bool] = {
+            "sync": rank is not None,
+            "generation": True,
+            "colocated": bool(self._hosts),
+            "train": rank is not None,
+        }
+        self.phases: list[Phase] = [phase for phase in PHASES if is_there[phase]]
 
-    def fixed(
-        self, phase: Phase, cell: _Cell, kv_num_tokens: Mapping[str, int | None]
-    ) -> list[tuple[str, int]]:
-        """Bytes by process, activations and KV caches without a size apart."""
-        parts: list[tuple[str, int]] = []
+    def awake(self, phase: Phase, cell: _Cell) -> list[str]:
+        """The pool of each engine that is awake."""
+        pools = [pool for pool, _ in self._engines.get(cell, [])]
+        return [pool for pool in pools if self._is_awake(pool, phase)]
+
+    def _is_awake(self, pool: str, phase: Phase) -> bool:
+        mode = self._needs[pool].mode
+        if phase == "colocated":
+            return mode == "colocated" or (mode == "standalone" and pool not in self._hosts)
+        return mode == "standalone" or (mode == "hybrid" and phase == "generation")
+
+    def parts(self, phase: Phase, cell: _Cell, kv_num_tokens: Mapping[str, int]) -> dict[str, int]:
+        """Bytes by what takes them, activations apart."""
+        parts: dict[str, int] = {}
+        engines = self._engines.get(cell, [])
         if self._rank is not None and cell in self.ranks:
-            of_rank = {
-                "start": self._rank.start_nbytes,
+            of_rank: dict[Phase, int] = {
                 "sync": self._rank.sync_nbytes,
                 "generation": self._rank.generation_nbytes,
-                # Colocated engines are awake as they start, too: before the others, beside ranks.
-                "colocated": max(self._rank.start_nbytes, self._rank.generation_nbytes),
+                "colocated": self._rank.generation_nbytes,
                 "train": self._rank.training_nbytes,
             }
-            parts.append(("the rank", of_rank[phase]))
-        for pool, name in self._engines.get(cell, []):
+            parts["the rank"] = of_rank[phase]
+            num_own = sum(self._needs[pool].is_updated for pool, _ in engines)
+            num_foreign = self._num_readers[cell[0]] - num_own
+            parts["contexts of other GPUs' engines"] = num_foreign * _FOREIGN_CONTEXT_NBYTES
+        for pool, name in engines:
             need = self._needs[pool]
-            if phase in _AWAKE[need.mode]:
-                parts.append((name, need.weights_nbytes + need.overhead_nbytes))
-                cache = (kv_num_tokens[pool] or 0) * need.kv_token_nbytes
-                parts.append((f"its KV cache of {kv_num_tokens[pool]} tokens", cache))
+            if self._is_awake(pool, phase):
+                parts[name] = need.weights_nbytes + need.overhead_nbytes
+                cache = f"{name}'s KV cache of {kv_num_tokens[pool]} tokens"
+                parts[cache] = kv_num_tokens[pool] * need.kv_token_nbytes
             elif phase == "sync" and need.mode == "hybrid":
-                parts.append((f"{name}'s weights", need.weights_nbytes + need.overhead_nbytes))
+                parts[name] = need.weights_nbytes + need.overhead_nbytes
             else:
-                parts.append((f"{name} asleep", need.asleep_nbytes))
+                parts[f"{name} asleep"] = need.asleep_nbytes
         return parts
 
-    def awake(self) -> Iterator[tuple[Phase, _Cell, list[str]]]:
-        """The pools of all engines that are awake together, once for each of their engines."""
-        for phase in self.phases:
-            for cell in self.cells:
-                pools = [pool for pool, _ in self._engines.get(cell, [])]
-                yield phase, cell, [p for p in pools if phase in _AWAKE[self._needs[p].mode]]
+    def remedies(self, phase: Phase, cell: _Cell) -> str:
+        """What can make a phase fit."""
+        pools, has_rank = self.awake(phase, cell), cell in self.ranks
+        is_set = any(self._needs[pool].kv_num_tokens for pool in pools)
+        remedies = {
+            "lower kv_cache_num_tokens": is_set,
+            "lower max_context_len": bool(pools) and not is_set,
+            "give each engine more GPUs (tensor parallelism)": bool(pools),
+            "give the engines GPUs without ranks": has_rank and cell in self._engines,
+            "train on more GPUs": has_rank,
+        }
+        return ", or ".join(remedy for remedy, helps in remedies.items() if helps)
 
 
-def _does_not_fit(
-    phase: Phase, cell: _Cell, parts: Iterable[tuple[str, int]], limit: int, num_nodes: int
-) -> str:
-    remedies = "train on more GPUs, or give the engines GPUs of their own (mode = 'standalone')"
-    if phase in ("start", "generation", "colocated"):
-        remedies = (
-            "lower kv_cache_num_tokens or max_context_len, or give each engine more GPUs (tensor "
-            "parallelism) or GPUs of its own (mode = 'standalone')"
-        )
-        remedies += ", or set train.offload" * (phase != "start")
-    return f"{_gpu(cell, limit, num_nodes)}, and {phase} needs {_sum(parts)}: {remedies}"
-
-
-def _may_not_fit(cell: _Cell, parts: Iterable[tuple[str, int]], limit: int, num_nodes: int) -> str:
-    return (
-        f"{_gpu(cell, limit, num_nodes)}, and training may need {_sum(parts)}. If it runs out of "
-        "memory, lower train.max_tokens_per_micro_batch, or set train.activation_checkpointing = "
-        "'full'"
-    )
-
-
-def _sum(parts: Iterable[tuple[str, int]]) -> str:
-    listed = [(name, nbytes / GIB) for name, nbytes in parts if nbytes]
-    total = sum(gib for _, gib in listed)
-    return f"{total:.1f} GiB ({', '.join(f'{name} {gib:.1f}' for name, gib in listed)})"
+def _sum(parts: Mapping[str, int]) -> str:
+    listed = ", ".join(f"{name} {nbytes / GIB:.1f}" for name, nbytes in parts.items() if nbytes)
+    return f"{sum(parts.values()) / GIB:.1f} GiB ({listed})"
 
 
 def _gpu(cell: _Cell, limit: int, num_nodes: int) -> str:

@@ -13,7 +13,8 @@ def kv_token_nbytes(
 ) -> int:
     """Bytes of one token's keys and values in all layers, for one worker's heads.
 
-    Each worker has its share of the heads, but at least one.
+    Each worker has its share of the heads, but at least one. With latent attention (DeepSeek-V2,
+    arXiv:2405.04434) all workers have the same latent vector and rotary key.
 
     Args:
         config: of the model; of one with several parts, that of the text part.
@@ -27,6 +28,9 @@ def kv_token_nbytes(
         num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
         head_dim = int(config.get("head_dim") or int(config["hidden_size"]) // num_heads)
         num_layers = int(config["num_hidden_layers"])
+        if config.get("kv_lora_rank"):
+            latent_size = int(config["kv_lora_rank"]) + int(config["qk_rope_head_dim"])
+            return num_layers * latent_size * itemsize
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"the model's config.json does not give the size of its KV cache ({error!r})"

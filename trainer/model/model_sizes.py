@@ -16,13 +16,14 @@ class ModelSizes:
     """Elements of a decoder's tensors; of a mixture of experts, those that one token uses.
 
     Attributes:
-        num_parameters: of all tensors in the files.
-        stored_nbytes: of the weights' files, which may be quantised.
-        intermediate_size: of the MLP.
+        num_parameters: elements of the whole model; tied embeddings count once.
+        stored_nbytes: size of the weights' files.
+        intermediate_size: width of the MLP.
         q_size, kv_size: heads times head size, of queries and of keys.
         has_qk_norm: queries and keys have norms of their own.
         is_tied: embeddings and head are one tensor.
-        config: config.json; of a model with several parts, that of the text part.
+        is_quantised: the files hold quantised weights.
+        config: config.json; for a model with several parts, that of the text part.
     """
 
     num_parameters: int
@@ -35,6 +36,7 @@ class ModelSizes:
     vocab_size: int
     has_qk_norm: bool
     is_tied: bool
+    is_quantised: bool
     config: dict[str, Any]
 
     @classmethod
@@ -45,25 +47,28 @@ class ModelSizes:
             DataError: it has no safetensors, or they are unreadable.
             ConfigError: config.json lacks a size.
         """
-        config = read_model_config(folder)
+        whole = config = read_model_config(folder)
         if isinstance(config.get("text_config"), dict):
             config = cast("dict[str, Any]", config["text_config"])
         weights = StoredWeights(folder)
+        is_tied = bool(config.get("tie_word_embeddings"))
         try:
             num_heads = int(config["num_attention_heads"])
-            hidden_size = int(config["hidden_size"])
+            hidden_size, vocab_size = int(config["hidden_size"]), int(config["vocab_size"])
             head_dim = int(config.get("head_dim") or hidden_size // num_heads)
+            is_repeated = is_tied and "lm_head.weight" in weights.names
             return cls(
-                num_parameters=weights.num_elements,
+                num_parameters=weights.num_elements - is_repeated * vocab_size * hidden_size,
                 stored_nbytes=weights.nbytes,
                 num_layers=int(config["num_hidden_layers"]),
                 hidden_size=hidden_size,
                 intermediate_size=_intermediate_size(config),
                 q_size=num_heads * head_dim,
                 kv_size=int(config.get("num_key_value_heads") or num_heads) * head_dim,
-                vocab_size=int(config["vocab_size"]),
+                vocab_size=vocab_size,
                 has_qk_norm=any(".q_norm." in name for name in weights.names),
-                is_tied=bool(config.get("tie_word_embeddings")),
+                is_tied=is_tied,
+                is_quantised="quantization_config" in whole or "quantization_config" in config,
                 config=config,
             )
         except (KeyError, TypeError, ValueError) as error:

@@ -48,7 +48,7 @@ class StoredWeights:
 
     @property
     def names(self) -> Collection[str]:
-        """Of the tensors."""
+        """The names of all tensors."""
         return self._shapes.keys()
 
     def obstacle(self, model: nn.Module) -> str:

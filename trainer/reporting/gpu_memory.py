@@ -6,39 +6,42 @@ from collections.abc import Sequence
 from typing import Self
 
 from umbra.runtime.cluster.memory_plan import GIB, Phase
-from umbra.runtime.process.nvml import Nvml
+from umbra.runtime.process.nvml import LIBRARY, Nvml
 
 
-def gpu_sizes(gpus: Sequence[str]) -> list[int]:
-    """Bytes of the named GPUs; [] if NVML cannot tell, or one is a MIG instance."""
-    nvml = None if any(gpu.startswith("MIG-") for gpu in gpus) else Nvml.open(gpus=gpus)
+def gpu_sizes(gpus: Sequence[str], library: str = LIBRARY) -> list[int]:
+    """Bytes of the named GPUs; [] if NVML does not report one, or one is a MIG instance."""
+    nvml = None if any(gpu.startswith("MIG-") for gpu in gpus) else Nvml.open(library, gpus=gpus)
     if nvml is None:
         return []
     try:
-        return [use.total_nbytes for use in nvml.uses()]
+        sizes = [use.total_nbytes for use in nvml.uses()]
     finally:
         nvml.close()
+    return sizes if all(sizes) else []
 
 
 class GpuMemorySeen:
-    """Reads NVML when it is told to look, which takes microseconds. One rank of a node has one.
+    """Reads NVML when it is asked, which takes microseconds.
 
     Attributes:
-        seen_nbytes: by phase, node (0) and GPU, when it looked last.
+        seen_nbytes: by phase, node (0) and GPU, at the last reading.
     """
 
-    def __init__(self, nvml: Nvml | None) -> None:
+    def __init__(self, nvml: Nvml | None, planned: Sequence[int]) -> None:
         self._nvml = nvml
+        self._planned = planned
         self.seen_nbytes: dict[Phase, dict[tuple[int, int], int]] = {}
 
     @classmethod
-    def open(cls, gpus: Sequence[str]) -> Self:
-        """Sees nothing without NVML.
+    def open(cls, gpus: Sequence[str], planned: Sequence[int], library: str = LIBRARY) -> Self:
+        """Reads nothing if nothing is planned.
 
         Args:
-            gpus: as the plan names them.
+            gpus: of the node, as the plan names them.
+            planned: indices of those to read.
         """
-        return cls(Nvml.open(gpus=gpus) if gpus else None)
+        return cls(Nvml.open(library, gpus=[gpus[idx] for idx in planned]), planned)
 
     def __enter__(self) -> Self:
         return self
@@ -48,11 +51,10 @@ class GpuMemorySeen:
             self._nvml.close()
 
     def look(self, phase: Phase) -> None:
-        """To be called when the phase takes most."""
-        if self._nvml is None:
-            return
-        uses = self._nvml.uses()
-        self.seen_nbytes[phase] = {(0, gpu): use.used_nbytes for gpu, use in enumerate(uses)}
+        """Must be called when the phase takes most."""
+        if self._nvml is not None:
+            uses = zip(self._planned, self._nvml.uses(), strict=True)
+            self.seen_nbytes[phase] = {(0, gpu): use.used_nbytes for gpu, use in uses}
 
     def metrics(self) -> dict[str, float]:
         """`memory/PHASE_gpu_gib` of the fullest GPU."""
