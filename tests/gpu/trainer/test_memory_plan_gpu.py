@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "training_run.py"
 LIMIT_S = 280.0
 SETTINGS = {
     "embedded": [],
-    "vllm": ["pool.engine_args={enforce_eager = true}"],
+    "vllm": [],
     "sglang": [
         'pool.engine_args={attention_backend = "triton", sampling_backend = "pytorch", '
         "disable_cuda_graph = true}"
