@@ -20,6 +20,9 @@ with contextlib.suppress(ImportError):  # vLLM's environment and GPU hosts have 
 
 # Before anything imports torch, here or in a child: tests share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Engines and ranks choose the number of their threads by the cores, as if each had them to itself.
+# Two that wait for each other in the midst of a small product burn a core each.
+os.environ["OMP_THREAD_LIMIT"] = "1"
 
 # What is imported and collected lives to the end: a third of the time would go into looking at it.
 gc.disable()
