@@ -29,19 +29,19 @@ def main() -> None:
     sys.path[:] = call.sys_path
     try:
         data = WorldOutcome(value=_run(call)).encode()
-        failed = False
+        status = 0
     except Exception as error:  # noqa: BLE001 -- passed to the test's process
         text = f"{type(error).__name__}: {error}"
         data = WorldOutcome(error=text, traceback=traceback.format_exc()).encode()
-        failed = True
+        status = 1
     path = Path(sys.argv[3])
     partial = path.with_suffix(".partial")
     partial.write_bytes(data)
     partial.rename(path)
-    if failed:
-        # No orderly end: a broken process group may block in its destructor.
-        sys.stdout.flush()
-        os._exit(1)
+    # No orderly end: it takes a second with torch, and a broken process group may block in its
+    # destructor.
+    sys.stdout.flush()
+    os._exit(status)
 
 
 def _run(call: WorldCall) -> object:
