@@ -13,6 +13,7 @@ from typing import Final, NoReturn
 
 from umbra.runtime.cluster.environment import TorchrunEnvironment, log_level
 from umbra.runtime.errors import UmbraError
+from umbra.runtime.process.large_imports import large_imports
 from umbra.runtime.session import Session, SessionConfig
 from umbra.runtime.settings import annotations_of
 from umbra.trainer.checkpoint.run_dir import process_age_s
@@ -109,7 +110,8 @@ def _run(
             if environment.rank == 0:
                 starter = stack.enter_context(ServiceStarter.open(session, config))
             # Imports torch, while the supervisor and the rollout workers start.
-            from umbra.trainer.train import Trainer
+            with large_imports():
+                from umbra.trainer.train import Trainer
 
             Trainer(config, session, environment, stop, notes, fatal_errors, starter).run()
         except UmbraError as error:

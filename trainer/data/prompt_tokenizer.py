@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from umbra.runtime.errors import DataError
+from umbra.runtime.process.large_imports import large_imports
 
 # Longest context if the config does not set one; an engine's KV cache grows with it.
 _DEFAULT_CONTEXT_LEN: Final = 4096
@@ -23,7 +24,8 @@ class PromptTokenizer:
     """
 
     def __init__(self, model_path: Path, *, trust_remote_code: bool = False) -> None:
-        from transformers import AutoTokenizer
+        with large_imports():
+            from transformers import AutoTokenizer
 
         self.model_path = model_path
         auto: Any = AutoTokenizer
