@@ -47,13 +47,14 @@ def server() -> Generator[Server]:
 
 @contextmanager
 def serving_bytes(*arguments: str) -> Generator[Server]:
-    """A server of a model whose tokens are bytes."""
+    """A server of a model whose tokens are bytes. No model is run: no test asks for its text."""
     # Not below pytest's folder: a socket's path may have 100 bytes.
     with tempfile.TemporaryDirectory(prefix="umbra-test-", dir="/tmp") as name:
         folder = Path(name)
         model = save_model(folder / "tiny", vocab_size=300, max_position_embeddings=CONTEXT_LEN)
         save_byte_tokenizer(model / "tokenizer.json")
-        with serving(folder, model, arguments) as server:
+        echo = ("pool.engine=echo", "pool.engine_args.vocab_size=300")
+        with serving(folder, model, [*echo, *arguments]) as server:
             yield server
 
 
@@ -158,7 +159,7 @@ def test_millions_of_values_are_refused_at_once(server: Server, shape: str) -> N
 
 def test_requests_under_way_take_so_much_memory_and_no_more() -> None:
     settings = ("vocab_size=1_000_000", "tokens_per_s=20")  # no stop comes for 200 seconds
-    slow = ["pool.engine=echo", *(f"pool.engine_args.{setting}" for setting in settings)]
+    slow = [f"pool.engine_args.{setting}" for setting in settings]
     body = json.dumps({"prompt": "1", "max_tokens": 4000}).encode().ljust(BODY_NBYTES)
 
     with serving_bytes(*slow) as server:

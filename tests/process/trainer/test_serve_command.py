@@ -23,6 +23,9 @@ from umbra.trainer.data.prompt_tokenizer import PromptTokenizer
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
+ECHO = ("pool.device=cpu", "pool.engine=echo", "pool.engine_args.vocab_size=64")
+"""For tests of the command and not of the model: an engine without torch starts sooner."""
+
 
 @pytest.fixture
 def folder() -> Generator[Path]:
@@ -71,7 +74,7 @@ def test_clients_that_hang_up_free_the_engines_and_a_signal_ends_it_all(folder: 
 def test_a_server_with_a_key_lets_in_who_knows_it(folder: Path) -> None:
     model = save_model(folder / "tiny")
 
-    with serving(folder, model, ["--api-key", "secret"]) as server:
+    with serving(folder, model, [*ECHO, "--api-key", "secret"]) as server:
         body = {"prompt": "1", "max_tokens": 3}
         without = server.ask("/v1/completions", body)
         wrong = [
@@ -94,7 +97,7 @@ def test_a_signal_to_one_actor_replaces_it_and_one_to_all_is_a_stop(folder: Path
     model = save_model(folder / "tiny")
     body = {"prompt": "1", "max_tokens": 20, "seed": 1}
 
-    with serving(folder, model) as server:
+    with serving(folder, model, ECHO) as server:
         expected = server.complete(**body)["choices"]
         for name in ("policy-0", "front"):
             os.kill(server.pids()[name], signal.SIGTERM)
@@ -136,11 +139,11 @@ def test_output_that_nobody_reads_ends_the_commands_quietly(folder: Path) -> Non
     ask = ("generate", "--prompt", "12+3=", "--temperature", 0)
 
     try:
-        with serving(folder, model) as server:
+        with serving(folder, model, ECHO) as server:
             asked = run_umbra(folder, *ask, "--url", server.url, stdout=unread)
-        alone = run_umbra(folder, *ask, model, stdout=unread)
+        alone = run_umbra(folder, *ask, model, *ECHO, stdout=unread)
         served = run_umbra(
-            folder, "serve", model, "--port", 0, f"run.dir={folder / 'run'}", stdout=unread
+            folder, "serve", model, *ECHO, "--port", 0, f"run.dir={folder / 'run'}", stdout=unread
         )
     finally:
         os.close(unread)
@@ -208,7 +211,7 @@ def test_a_model_without_a_tokenizer_is_not_served_though_engines_could(folder: 
     model = save_model(folder / "tiny")
     (model / "tokenizer.json").unlink()
 
-    done = run_umbra(folder, "serve", model, f"run.dir={folder / 'run'}", "--port", 0)
+    done = run_umbra(folder, "serve", model, *ECHO, f"run.dir={folder / 'run'}", "--port", 0)
 
     assert done.returncode == 1, done.stderr
     assert "holds no usable tokenizer" in done.stderr

@@ -32,6 +32,8 @@ LONG = 1500  # tokens: several turns
 CONFIG = """
 [model]
 path = "{folder}/tiny"
+[pool]
+device = "cpu"
 [pools.judge]
 model_path = "{folder}/judge"
 device = "cpu"
@@ -251,8 +253,14 @@ def test_a_judge_without_a_tokenizer_is_named(folder: Path, tmp_path: Path) -> N
     model = save_model(tmp_path / "bare")
     (model / "tokenizer.json").unlink()
 
+    echo = [
+        f"{section}.{setting}"
+        for section in ("pool", "pools.judge", "pools.referee")
+        for setting in ("engine=echo", "engine_args.vocab_size=64")
+    ]
+
     done = run_umbra(
-        folder, "serve", folder / "serve.toml", f"run.dir={tmp_path / 'run'}",
+        folder, "serve", folder / "serve.toml", f"run.dir={tmp_path / 'run'}", *echo,
         f"pools.judge.model_path={model}", "--port", 0,
     )  # fmt: skip
 
