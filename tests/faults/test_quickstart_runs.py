@@ -1,4 +1,4 @@
-"""The promises of `make quickstart`, by the command that it runs."""
+"""The promises of `make quickstart` and `make drill`, by the commands that they run."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIG = REPOSITORY / "launch/configs/quickstart.toml"
+DRILL = Path(__file__).with_name("drill") / "drill.py"
 LIMIT_S = 120.0
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = pytest.mark.process
 
 
 def run_python(*arguments: str, folder: Path, timeout_s: float) -> str:
     """Output of a Python command that has to succeed."""
     done = subprocess.run(
-        [sys.executable, "-m", *arguments],
+        [sys.executable, *arguments],
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -34,19 +35,27 @@ def run_python(*arguments: str, folder: Path, timeout_s: float) -> str:
     return done.stdout
 
 
-def test_the_quickstart_learns_in_time_and_says_so(tmp_path: Path) -> None:
-    make_assets = ("umbra.trainer.quickstart", "runs/quickstart-assets")
-    run_python(*make_assets, folder=tmp_path, timeout_s=LIMIT_S)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder outside the repository with the quickstart's files."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    make_assets = ("-m", "umbra.trainer.quickstart", "runs/quickstart-assets")
+    run_python(*make_assets, folder=folder, timeout_s=LIMIT_S)
+    return folder
+
+
+@pytest.mark.slow
+def test_the_quickstart_learns_in_time_and_says_so(folder: Path) -> None:
     started = time.monotonic()
 
     output = run_python(
-        *("torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
         *("-m", "umbra.trainer", str(CONFIG)),
-        folder=tmp_path,
+        folder=folder,
         timeout_s=2 * LIMIT_S,
     )
 
-    summary = json.loads((tmp_path / "runs/quickstart/summary.json").read_text())
+    summary = json.loads((folder / "runs/quickstart/summary.json").read_text())
     assert time.monotonic() - started <= LIMIT_S
     assert summary["accuracy_before"] <= 0.4
     assert summary["accuracy_after"] >= 0.8
@@ -54,4 +63,30 @@ def test_the_quickstart_learns_in_time_and_says_so(tmp_path: Path) -> None:
     assert summary["wall_s"] <= LIMIT_S
     for name in ("report", "plot"):
         assert summary["files"][name] in output
-        assert (tmp_path / summary["files"][name]).stat().st_size > 0
+        assert (folder / summary["files"][name]).stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_the_drill_reaches_the_same_bar(folder: Path) -> None:
+    # In two thirds of the steps that `make drill` has.
+    command = (str(DRILL), str(CONFIG), "train.steps=40")
+
+    output = run_python(*command, folder=folder, timeout_s=5 * LIMIT_S)
+
+    summary = json.loads((folder / "runs/drill/summary.json").read_text())
+    assert summary["accuracy_before"] <= 0.4
+    assert summary["accuracy_after"] >= 0.8
+    assert summary["engine_restarts"] >= 2
+    assert "nothing left behind" in output
+
+
+def test_the_drill_does_not_end_with_its_reader(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, str(DRILL), str(tmp_path / "missing.toml")]
+
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, timeout=60, check=False)
+
+    os.close(writing)
+    assert done.stderr.startswith(b"drill: failed: config file"), done.stderr
+    assert done.returncode == 1
