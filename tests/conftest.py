@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Callable, Generator
 from pathlib import Path
 
+import preloaded_python
 import pytest
 
 with contextlib.suppress(ImportError):  # vLLM's environment and GPU hosts have none
@@ -33,6 +34,13 @@ MountDisk = Callable[[str], Path]
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> None:
+    """What a `PreloadedProcess` needs. Before the first test, which would seem to leave it
+    behind."""
+    preloaded_python.start_server()
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.process import descendants
@@ -49,45 +49,79 @@ class RankFailed(UmbraError):
         self.rank = rank
 
 
+class RankProcess(Protocol):
+    """What a world needs of a rank's process; `subprocess.Popen` has it."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None:
+        """The exit status, -N if signal N ended it; None while it runs."""
+        ...
+
+    def wait(self, timeout: float | None = None, /) -> int: ...
+
+
+StartRank = Callable[[Sequence[str], Mapping[str, str], Path], RankProcess]
+"""Starts a rank: the command, its whole environment, and the file for its output."""
+
+
+def start_interpreter(
+    command: Sequence[str], environment: Mapping[str, str], output_path: Path
+) -> RankProcess:
+    """Starts a rank as a new interpreter."""
+    with output_path.open("wb") as output:
+        return subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
 class _Rank:
     """One process of a world."""
 
-    def __init__(self, rank: int, call: WorldCall, folder: Path, env: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        call: WorldCall,
+        folder: Path,
+        env: Mapping[str, str],
+        start: StartRank,
+    ) -> None:
         self.rank = rank
+        self.status: int | None = None
         self.ended_at: float | None = None
         self._outcome_path = folder / f"rank{rank}.outcome"
         self._output_path = folder / f"rank{rank}.log"
         call_path = folder / f"rank{rank}.call"
         call_path.write_bytes(call.encode())
-        with self._output_path.open("wb") as output:
-            self.popen = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "umbra.runtime.testing.world_rank"),
-                    *(str(os.getpid()), str(call_path), str(self._outcome_path)),
-                ],
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        command = [
+            *(sys.executable, "-m", "umbra.runtime.testing.world_rank"),
+            *(str(call_path), str(self._outcome_path)),
+        ]
+        self.process = start(command, env, self._output_path)
 
     def poll(self) -> bool:
         """Returns whether it has ended."""
-        if self.ended_at is None and self.popen.poll() is not None:
+        if self.status is None and (status := self.process.poll()) is not None:
+            self.status = status
             self.ended_at = time.monotonic()
-        return self.ended_at is not None
+        return self.status is not None
 
     def kill(self) -> None:
         if not self.poll():
-            descendants.kill_tree(self.popen.pid)
-            self.popen.wait(30.0)
+            descendants.kill_tree(self.process.pid)
+            self.status = self.process.wait(30.0)
 
     def outcome(self) -> WorldOutcome:
         """The function's outcome; an error if the process ended without one."""
         if self._outcome_path.exists():
             return WorldOutcome.decode(self._outcome_path.read_bytes())
-        return WorldOutcome(error=f"its process {ExitStatus(self.popen.returncode)}")
+        return WorldOutcome(error=f"its process {ExitStatus(self.status)}")
 
     def describe(self, outcome: WorldOutcome) -> str:
         output = self._output_path.read_text(errors="replace")[-_OUTPUT_MAX_CHARS:].rstrip()
@@ -100,8 +134,9 @@ class _Rank:
 class DistributedWorld:
     """Callable: starts the ranks, waits, and returns their results in order of rank."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, start: StartRank = start_interpreter) -> None:
         self._folder = folder
+        self._start = start
         self._numbers = itertools.count()
 
     def __call__(
@@ -132,7 +167,8 @@ class DistributedWorld:
         with contextlib.ExitStack() as stack:
             ranks: list[_Rank] = []
             for rank in range(num_ranks):
-                member = _Rank(rank, call, folder, _environment(rank, num_ranks, env or {}))
+                environment = _environment(rank, num_ranks, env or {})
+                member = _Rank(rank, call, folder, environment, self._start)
                 stack.callback(member.kill)
                 ranks.append(member)
             late = _wait(ranks, time.monotonic() + timeout_s)
@@ -145,21 +181,21 @@ def _wait(ranks: Sequence[_Rank], deadline: float) -> list[_Rank]:
     """Waits until all have ended, or soon after one has failed; returns the late ones."""
     while True:
         running = [member for member in ranks if not member.poll()]
-        failed = [member for member in ranks if member.popen.returncode]
+        failed = [member for member in ranks if member.status]
         if failed:
             ends = [member.ended_at for member in failed if member.ended_at is not None]
             deadline = min(deadline, min(ends) + _OTHERS_GRACE_S)
         left_s = deadline - time.monotonic()
         if not running or left_s <= 0:
             return [] if failed else running
-        descendants.wait_for_exits([member.popen.pid for member in running], left_s)
+        descendants.wait_for_exits([member.process.pid for member in running], left_s)
 
 
 def _dump_stacks(late: Sequence[_Rank]) -> None:
     """Makes the ranks write the stacks of all their threads to their output."""
     for member in late:
-        descendants.send_signal(member.popen.pid, signal.SIGUSR1)
-    pids = [member.popen.pid for member in late]
+        descendants.send_signal(member.process.pid, signal.SIGUSR1)
+    pids = [member.process.pid for member in late]
     descendants.wait_for_exits(pids, _STACK_DUMP_WAIT_S)
 
 
@@ -171,7 +207,7 @@ def _collect(ranks: Sequence[_Rank], late: set[int], timeout_s: float) -> list[A
     for rank in late:
         outcomes[rank] = WorldOutcome(error=f"was not done within {timeout_s:g} s")
     # Ranks that were killed with the others come last; the first failure is the cause.
-    failed.sort(key=lambda member: (member.popen.returncode == -9, member.ended_at))
+    failed.sort(key=lambda member: (member.status == -9, member.ended_at))
     texts = [member.describe(outcomes[member.rank]) for member in failed]
     raise RankFailed(failed[0].rank, "\n\n".join(texts))
 

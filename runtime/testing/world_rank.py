@@ -1,7 +1,8 @@
-"""One rank of a test's world: `python -m umbra.runtime.testing.world_rank PARENT CALL OUTCOME`.
+"""One rank of a test's world: `python -m umbra.runtime.testing.world_rank CALL OUTCOME`.
 
 It imports the function, initialises `torch.distributed` and writes what the function returned or
-raised to the file OUTCOME. SIGUSR1 makes it write the stacks of all threads to its output.
+raised to the file OUTCOME. It ends with its parent. SIGUSR1 makes it write the stacks of all
+threads to its output.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -22,10 +23,10 @@ from umbra.runtime.testing.world_call import WorldCall, WorldOutcome
 
 def main() -> None:
     """Entry point; exits with status 1 if the function raised."""
-    die_with_parent(int(sys.argv[1]))
+    die_with_parent(os.getppid())
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    call = WorldCall.decode(Path(sys.argv[2]).read_bytes())
+    call = WorldCall.decode(Path(sys.argv[1]).read_bytes())
     sys.path[:] = call.sys_path
     try:
         data = WorldOutcome(value=_run(call)).encode()
@@ -34,7 +35,7 @@ def main() -> None:
         text = f"{type(error).__name__}: {error}"
         data = WorldOutcome(error=text, traceback=traceback.format_exc()).encode()
         status = 1
-    path = Path(sys.argv[3])
+    path = Path(sys.argv[2])
     partial = path.with_suffix(".partial")
     partial.write_bytes(data)
     partial.rename(path)

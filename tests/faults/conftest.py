@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import preloaded_python
 import pytest
 from run_assets import write_assets
 from whole_runs import write_config
-
-
-@pytest.fixture(scope="session")
-def fork_server() -> None:
-    """What `start_run` needs. Before the first test, which would seem to leave it behind."""
-    preloaded_python.start_server()
 
 
 @pytest.fixture(scope="session")

@@ -75,7 +75,10 @@ class PreloadedProcess:
 
     def poll(self) -> int | None:
         """The exit status, -N if signal N ended it; None while it runs."""
-        return self._process.exitcode
+        status = self._process.exitcode
+        if status is not None:
+            self._process.join()  # multiprocessing keeps its descriptors until then
+        return status
 
     def wait(self, timeout_s: float | None = None) -> int:
         """Waits for the end and returns the exit status.

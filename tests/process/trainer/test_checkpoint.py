@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from forked_ranks import start_fork
 from rank_programs import run_all
 from training_models import make_model, save_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -33,7 +34,7 @@ class Ran:
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+def ran(tmp_path_factory: pytest.TempPathFactory, fork_server: None) -> Ran:
     folder = tmp_path_factory.mktemp("checkpoints")
     for kind in ("qwen3", "llama"):
         save_model(folder / kind, kind)
@@ -64,7 +65,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
         "first": ["save_many", f"{place}/anew", [1, 2], 2],
         "anew": ["save_anew_cut_short", f"{place}/anew", 2],
     }
-    run = DistributedWorld(tmp_path_factory.mktemp("worlds"))
+    run = DistributedWorld(tmp_path_factory.mktemp("worlds"), start_fork)
     return Ran(
         folder,
         run(run_all, two_ranks, num_ranks=2, timeout_s=120.0),

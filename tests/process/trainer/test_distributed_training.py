@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from forked_ranks import start_fork
 from rank_programs import GROUP_SIZE, GROUPS, MAX_NEW_TOKENS, Arrays, run_all
 
 from umbra.runtime.testing.distributed_world import DistributedWorld
@@ -56,12 +57,12 @@ ON_TWO_RANKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+def one_rank(tmp_path_factory: pytest.TempPathFactory, fork_server: None) -> Outcomes:
     return train_all(tmp_path_factory, ON_ONE_RANK, 1)[0]
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Outcomes]:
+def two_ranks(tmp_path_factory: pytest.TempPathFactory, fork_server: None) -> list[Outcomes]:
     return train_all(tmp_path_factory, ON_TWO_RANKS, 2)
 
 
@@ -70,7 +71,7 @@ def train_all(
     variants: dict[str, tuple[dict[str, Any], dict[str, Any]]],
     num_ranks: int,
 ) -> list[Outcomes]:
-    run = DistributedWorld(folders.mktemp("world"))
+    run = DistributedWorld(folders.mktemp("world"), start_fork)
     calls = {name: ["train_variant", *arguments] for name, arguments in variants.items()}
     return run(run_all, calls, num_ranks=num_ranks, timeout_s=120.0)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from forked_ranks import start_fork
 from off_policy_programs import run_all
 from rank_programs import Arrays
 from training_models import save_model
@@ -20,7 +21,7 @@ NUM_MICRO_BATCHES = 3
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def ran(tmp_path_factory: pytest.TempPathFactory, fork_server: None) -> dict[str, Any]:
     """Results of one rank's programs."""
     folder = tmp_path_factory.mktemp("off_policy")
     calls: dict[str, list[Any]] = {
@@ -36,7 +37,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         for updates in (1, 2):
             settings = changes | {"updates_per_batch": updates}
             calls[f"on-policy {name} {updates}"] = ["train_on_policy", settings, 2]
-    world = DistributedWorld(tmp_path_factory.mktemp("world"))
+    world = DistributedWorld(tmp_path_factory.mktemp("world"), start_fork)
     return world(run_all, calls, num_ranks=1, timeout_s=120.0)[0]
 
 
@@ -97,7 +98,9 @@ ATTENTIONS = ("packed", "padded")
 
 @pytest.fixture(scope="module", params=["qwen3", "llama", "qwen2"])
 def generated(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    fork_server: None,
 ) -> dict[str, Arrays]:
     """By temperature and attention: logprobs of an engine and of the trainer."""
     folders = [
@@ -108,7 +111,7 @@ def generated(
         for temperature in TEMPERATURES
         for attention in ATTENTIONS
     }
-    world = DistributedWorld(tmp_path_factory.mktemp("world"))
+    world = DistributedWorld(tmp_path_factory.mktemp("world"), start_fork)
     return world(run_all, calls, num_ranks=1, timeout_s=120.0)[0]
 
 
