@@ -253,13 +253,6 @@ class LeastRequests(Router):
         return min(free, key=lambda engine: (-self.capacity_left(engine), engine), default=None)
 
 
-class LeastTokens(Router):
-    """Without measured speeds: the engine with the fewest outstanding tokens."""
-
-    def measure(self, engine: EngineId, num_tokens: int, now: float) -> None:
-        pass
-
-
 def lower_bound_s(engines: Sequence[EngineKind], lengths: Sequence[int], max_running: int) -> float:
     """No schedule is faster: all engines at the best speed that so many requests allow; nor
     does the longest request take less than alone on the fastest engine."""

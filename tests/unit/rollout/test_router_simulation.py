@@ -15,7 +15,6 @@ from router_simulation import (
     CAP,
     EngineKind,
     LeastRequests,
-    LeastTokens,
     Result,
     RoundRobin,
     Simulation,
@@ -32,7 +31,6 @@ KINDS: Final = {
 POLICIES: Final[dict[str, type[Router]]] = {
     "round robin": RoundRobin,
     "least requests": LeastRequests,
-    "least tokens": LeastTokens,
     "by speed": Router,
 }
 SCENARIOS: Final = ("equal", "one slow", "one joins", "one leaves")
