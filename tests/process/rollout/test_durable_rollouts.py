@@ -78,6 +78,7 @@ def wait_for_progress(live: LiveRollouts, name: str, count: int) -> None:
     deadline = time.monotonic() + 20.0
     while (found := live.manager.call("stats")["training"][name]) < count:
         assert time.monotonic() < deadline, f"{found} {name}"
+        time.sleep(0.002)
 
 
 def test_killed_while_the_ranks_train_it_resumes_before_they_ask(

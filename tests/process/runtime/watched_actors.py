@@ -26,6 +26,7 @@ def wait_for_incarnation(session: Session, incarnation: int, name: str) -> int:
                 continue
             if who["incarnation"] >= incarnation:
                 return int(who["pid"])
+        time.sleep(0.005)  # else it and the supervisor are busy with asking
     raise AssertionError(f"{name} did not reach incarnation {incarnation}")
 
 

@@ -36,6 +36,8 @@ from umbra.runtime.weights.weight_publisher import WeightPublisher
 
 VOCAB_SIZE = 64
 USER_CODE = Path(__file__).parent
+_LOOK_S = 0.002
+"""Between two questions to the manager, which would otherwise answer all the time."""
 
 
 def write_tokenizer(path: Path) -> None:
@@ -236,6 +238,7 @@ class LiveRollouts:
         deadline = time.monotonic() + 20.0
         while (found := self.manager.call("stats")["call"]) != name:
             assert time.monotonic() < deadline, found
+            time.sleep(_LOOK_S)
 
     def wait_for_tokens(self, num_tokens: int) -> None:
         """Returns once the manager has so many tokens of the batch in progress."""
@@ -244,6 +247,7 @@ class LiveRollouts:
             parts = [stats["training"], stats["evaluation"] or {"tokens": 0}]
             if sum(part["tokens"] for part in parts) >= num_tokens:
                 return
+            time.sleep(_LOOK_S)
 
 
 @contextmanager
