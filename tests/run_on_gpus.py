@@ -77,6 +77,12 @@ def restart(engine: str, engine_args: str) -> Job:
     )
 
 
+def training_run(settings: str, steps: int = 8) -> Job:
+    """A run of a Qwen3-0.6B shape with vLLM."""
+    script = "tests/bench/training_run.py"
+    return Job(arguments=f"{script} --steps {steps} {settings} pool.engine=vllm", engine="vllm")
+
+
 def tests_of(engine: str, what: str) -> Job:
     return Job(arguments=f"{PYTEST} {what}", engine=engine)
 
@@ -126,6 +132,11 @@ JOBS: Final = {
         f"--engine-args '{GRAPHS}'",
         engine="sglang",
     ),
+    "hybrid": training_run("--ranks 1"),
+    "hybrid-of-two": training_run("--ranks 2 rollout.groups_per_step=32"),
+    "hybrid-of-two-killed": training_run("--ranks 2 --kill policy-0 rollout.groups_per_step=32"),
+    "hybrid-parallel": training_run("--ranks 2 pool.engine_args={tensor_parallel_size=2}"),
+    "standalone": training_run("--ranks 1 pool.mode=standalone rollout.max_staleness=2", 22),
     "weights": Job(arguments="tests/bench/weights.py --device cuda"),
 }
 

@@ -1,11 +1,11 @@
 """A whole training run of a Qwen3 shape with weights from a seed, and a reward that is random.
 
-    python tests/bench/training_run.py --shape 8B --ranks 1 --steps 6 --folder DIR
-        [section.key=value ...]
+    python tests/bench/training_run.py --shape 8B --ranks 1 --steps 6 [--folder DIR]
+        [--kill policy-0] [section.key=value ...]
 
-The model is made once in DIR (on a GPU if there is one), and runs are in folders below it. Prints
-what the run prints, and then a JSON object: medians, smallest and largest values from the third
-step on of the times, of tokens/s and of memory.
+The model is made once in DIR (on a GPU if there is one), and runs are in folders below it. `--kill`
+kills an actor in the middle of the run. Prints what the run prints, and then a JSON object:
+medians, smallest and largest values from the third step on of times, tokens/s and memory.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -14,11 +14,14 @@ step on of the times, of tokens/s and of memory.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from multiprocessing import get_context
 from pathlib import Path
@@ -96,11 +99,17 @@ def main() -> int:
     parser.add_argument("--shape", choices=list(SHAPES), default="0.6B")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--folder", type=Path, help="kept; without it, a temporary one is made")
+    parser.add_argument("--kill", metavar="ACTOR", help="such as policy-0")
     parser.add_argument("settings", nargs="*", help="section.key=value")
     options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="umbra-training-") as temporary:
+        return run(options, options.folder or Path(temporary))
 
-    model, prompts = options.folder / options.shape, options.folder / "prompts.jsonl"
+
+def run(options: argparse.Namespace, folder: Path) -> int:
+    """Returns the exit status of the run."""
+    model, prompts = folder / options.shape, folder / "prompts.jsonl"
     if not (model / "config.json").exists():
         # In a process of its own, whose memory on the GPU is free when the run begins.
         writer = get_context("spawn").Process(
@@ -109,8 +118,8 @@ def main() -> int:
         writer.start()
         writer.join()
         write_prompts(prompts)
-    run_dir = options.folder / f"run-{time.strftime('%H%M%S')}"
-    config = options.folder / "config.toml"
+    run_dir = folder / f"run-{time.strftime('%H%M%S')}"
+    config = folder / "config.toml"
     config.write_text(
         f"""
 [run]
@@ -138,12 +147,32 @@ export = false
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(options.ranks), "-m", "umbra.trainer", str(config)]
-    ended = subprocess.run(
-        [*command, *options.settings], env=dict(os.environ, PYTHONUNBUFFERED="1"), check=False
-    )
-    if ended.returncode == 0:
-        print(json.dumps(summary(read_metrics(run_dir / "metrics.jsonl"))), flush=True)
-    return ended.returncode
+    metrics = run_dir / "metrics.jsonl"
+    with subprocess.Popen(
+        [*command, *options.settings], env=dict(os.environ, PYTHONUNBUFFERED="1")
+    ) as job:
+        if options.kill:
+            while job.poll() is None and num_steps(metrics) < options.steps // 2:
+                time.sleep(0.1)
+            os.kill(pid_of(options.kill, run_dir), signal.SIGKILL)
+        status = job.wait()
+    if status == 0:
+        print(json.dumps(summary(read_metrics(metrics))), flush=True)
+    return status
+
+
+def num_steps(metrics: Path) -> int:
+    return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+
+
+def pid_of(actor: str, run_dir: Path) -> int:
+    """The process of a run's actor, whose command line has its name and its log."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            command = (process / "cmdline").read_text()
+            if f"{actor}#" in command and str(run_dir) in command:
+                return int(process.name)
+    raise SystemExit(f"no process of {actor!r}")
 
 
 if __name__ == "__main__":
