@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import logging
 import os
 import sys
@@ -13,7 +14,6 @@ from typing import Final, NoReturn
 
 from umbra.runtime.cluster.environment import TorchrunEnvironment, log_level
 from umbra.runtime.errors import UmbraError
-from umbra.runtime.process.large_imports import large_imports
 from umbra.runtime.session import Session, SessionConfig
 from umbra.runtime.settings import annotations_of
 from umbra.trainer.checkpoint.run_dir import process_age_s
@@ -110,9 +110,11 @@ def _run(
             if environment.rank == 0:
                 starter = stack.enter_context(ServiceStarter.open(session, config))
             # Imports torch, while the supervisor and the rollout workers start.
-            with large_imports():
-                from umbra.trainer.train import Trainer
+            gc.disable()  # looking for garbage among torch's modules takes a sixth of the time
+            from umbra.trainer.train import Trainer
 
+            gc.freeze()  # they never become garbage
+            gc.enable()
             Trainer(config, session, environment, stop, notes, fatal_errors, starter).run()
         except UmbraError as error:
             fatal_errors.report(error)

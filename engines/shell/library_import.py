@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from umbra.runtime.errors import ConfigError
-from umbra.runtime.process.large_imports import large_imports
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +30,7 @@ def load_library(
         ConfigError: the library is not installed, cannot be imported, or lacks a needed name.
     """
     try:
-        with large_imports():
-            library: Any = importlib.import_module(module)
+        library: Any = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name != module:
             raise ConfigError(f"{name} cannot be imported: {error}") from error
@@ -43,8 +41,7 @@ def load_library(
         raise ConfigError(f"{name} cannot be imported: {error}") from error
     version = str(library.__version__)
     try:
-        with large_imports():
-            picked = pick(version)
+        picked = pick(version)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             f"{name} {version} lacks what umbra needs: {error}; tested with {', '.join(tested)}"

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from umbra.runtime.errors import ConfigError
-from umbra.runtime.process.large_imports import large_imports
 
 
 def load_target(target: str) -> type:
@@ -21,8 +20,7 @@ def load_target(target: str) -> type:
     if not module_name or not class_name:
         raise ConfigError(f"actor target {target!r} must be written module:Class")
     try:
-        with large_imports():
-            module = importlib.import_module(module_name)
+        module = importlib.import_module(module_name)
     except ImportError as error:
         raise ConfigError(
             f"cannot import {module_name!r} for actor target {target!r}: {error}. "

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from umbra.runtime.errors import DataError
-from umbra.runtime.process.large_imports import large_imports
 
 # Longest context if the config does not set one; an engine's KV cache grows with it.
 _DEFAULT_CONTEXT_LEN: Final = 4096
@@ -24,8 +23,7 @@ class PromptTokenizer:
     """
 
     def __init__(self, model_path: Path, *, trust_remote_code: bool = False) -> None:
-        with large_imports():
-            from transformers import AutoTokenizer
+        from transformers import AutoTokenizer
 
         self.model_path = model_path
         auto: Any = AutoTokenizer

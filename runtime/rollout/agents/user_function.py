@@ -14,7 +14,6 @@ from typing import Any, Final, cast
 import umbra
 from umbra.runtime.disk import is_full_disk
 from umbra.runtime.errors import ConfigError, RolloutError
-from umbra.runtime.process.large_imports import large_imports
 
 _UMBRA: Final = Path(umbra.__path__[0])
 _PYTHON: Final = Path(sysconfig.get_path("stdlib"))
@@ -34,8 +33,7 @@ def load_function(target: str, setting: str) -> Callable[..., Any]:
     if not module_name or not function_name:
         raise ConfigError(f"{setting} {target!r} must be written module:function")
     try:
-        with large_imports():
-            module = importlib.import_module(module_name)
+        module = importlib.import_module(module_name)
     except Exception as error:  # a user's module may raise anything while it is imported
         raise ConfigError(
             f"{setting} {target!r}: importing {module_name!r} raised {describe(error)}"
