@@ -169,7 +169,7 @@ class Trainer:
             loop.run()
             self._stop.disarm()
             if gpu_memory.seen_nbytes:
-                self._notes.put("GPU memory in GiB, expected and (seen in the last step):")
+                self._notes.put("GPU memory, planned and (seen in the last step):")
                 for line in plan.table(memory.columns(gpu_memory.seen_nbytes)):
                     self._notes.put(line)
             self._leave_results(world, policy, reporter, loop.step)
@@ -196,8 +196,9 @@ class Trainer:
         if not any(gpu_nbytes):
             return MemoryPlan()
         try:
-            sizes = ModelSizes.read(config.model.path)
-            rank = rank_need(config, sizes, num_ranks) if num_ranks else None
+            rank = None
+            if num_ranks:
+                rank = rank_need(config, ModelSizes.read(config.model.path), num_ranks)
             engines = engine_needs(config, POOL, device_type)
         except (ConfigError, DataError) as error:
             self._notes.put(f"GPU memory is not planned: {error}")

@@ -37,7 +37,7 @@ def test_memory_is_within_a_tenth_of_the_plan(tmp_path: Path, engine: str) -> No
 
     output = trained(tmp_path, f"pool.engine={engine}", *SETTINGS[engine])
 
-    table = output.rpartition("expected and (seen in the last step):")[2]
+    table = output.rpartition("planned and (seen in the last step):")[2]
     cells = re.findall(r"(\d+\.\d) \((\d+\.\d)\)", table)
     assert len(cells) == 3, output  # sync, generation, train
     for expected, seen in cells:
