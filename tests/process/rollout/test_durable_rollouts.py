@@ -285,6 +285,7 @@ def test_a_rollback_takes_back_what_came_after_the_checkpoint(
         if step == 1:  # after the step that the batch of step 1 was for
             position = live.manager.call("position")
             live.manager.call("checkpointed", 2, 2)
+    wait_for_progress(live, "groups_ready", 4)  # with weights that came after the checkpoint
     made = tokens_made(live)
 
     kept = live.manager.call("begin", 2, 2, position)
@@ -299,6 +300,7 @@ def test_a_rollback_takes_back_what_came_after_the_checkpoint(
             assert again == batches[2], "it was made before the checkpoint: nothing is made anew"
 
     assert kept["groups"] > 0
+    wait_for_progress(live, "groups_ready", 4)
     assert tokens_made(live) > made
     state = ledger_of(live)
     assert state.totals.restores == 1
