@@ -214,7 +214,7 @@ def main() -> None:
     sys.path[:0] = config["spec"]["sys_path"]
     host = _Host(config, ready_fd)
     status = _serve(host)
-    if config["spec"]["role"] == "engine":
+    if host.signal is None and config["spec"]["role"] == "engine":
         _leave_at_once(status)
     sys.exit(status)
 
@@ -242,7 +242,7 @@ def _serve(host: _Host) -> int:
 
 def _leave_at_once(status: int) -> NoReturn:
     """Skips the interpreter's own shutdown, which takes seconds with an engine's libraries loaded,
-    while everyone waits for the successor or for the end of the job."""
+    while everyone waits for the successor."""
     logging.shutdown()
     sys.stdout.flush()
     os._exit(status)
