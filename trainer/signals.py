@@ -37,6 +37,8 @@ _SAME_REQUEST_S: Final = 1.0
 _LAST_RESORT_S: Final = 2.0
 # Interval of attempts to end a wait after a signal.
 _REPEAT_S: Final = 0.5
+# Interval of attempts to make the main thread run its handler.
+_WAKE_S: Final = 0.1
 # Time for another rank's signal to be passed on to this one; it takes milliseconds.
 _NEWS_LIMIT_S: Final = 1.0
 
@@ -116,10 +118,23 @@ class StopSignals:
         while data := reader.recv(1):
             number = data[0] if data[0] in _SIGNALS else self._passed_in
             if number is not None:
-                grace_s = self._grace_s if self._is_deferring else 0.0
-                if not self._disarmed.wait(grace_s + _LAST_RESORT_S):
-                    os._exit(128 + number)
+                self._await_end(number)
                 return
+
+    def _await_end(self, number: int) -> None:
+        """Makes the main thread run its handler; ends the process if that does not end it.
+
+        A signal may come just before the main thread begins to wait for a lock. Python then runs
+        the handler after the wait, unless another signal interrupts it.
+        """
+        grace_s = self._grace_s if self._is_deferring else 0.0
+        deadline = time.monotonic() + grace_s + _LAST_RESORT_S
+        while (left_s := deadline - time.monotonic()) > 0:
+            if self._disarmed.wait(left_s if self.requested else min(left_s, _WAKE_S)):
+                return
+            if not self.requested:
+                signal.pthread_kill(self._main_thread, signal.SIGALRM)
+        os._exit(128 + number)
 
     @property
     def requested(self) -> bool:

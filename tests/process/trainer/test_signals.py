@@ -255,3 +255,29 @@ def test_handlers_are_restored() -> None:
         assert not stop.requested
 
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_a_signal_that_does_not_interrupt_the_wait_that_has_just_begun_is_sent_again() -> None:
+    code = """
+        send = signal.pthread_kill
+        def come_just_before_the_wait(thread, number):
+            signal.pthread_kill = send
+            os.write(wakeup, bytes([number]))
+        with StopSignals(grace_s=20) as stop:
+            stop.defer()
+            wakeup = signal.set_wakeup_fd(-1)
+            signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+            signal.pthread_kill = come_just_before_the_wait
+            threading.Timer(0.1, stop.pass_in, [signal.SIGTERM]).start()
+            lock = threading.Lock()
+            lock.acquire()
+            say("ready")
+            try:
+                with stop.interruptible():
+                    say(lock.acquire(timeout=10.0))
+            except StopRequested:
+                say(stop.name)
+            stop.disarm()
+    """
+    with rank(code) as process:
+        assert rest_of(process) == "SIGTERM\n"
