@@ -135,6 +135,11 @@ class SupervisedActor:
         self._tree_pids: list[int] = []  # of the last incarnation, when last checked
 
     @property
+    def is_stopping(self) -> bool:
+        """Whether `stop` was called."""
+        return self._stop.is_set()
+
+    @property
     def num_restarts(self) -> int:
         return max(0, self.incarnation - self._num_earlier - 1)
 

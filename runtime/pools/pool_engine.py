@@ -127,7 +127,12 @@ class PoolEngine:
             self.apply(Invalidate())
 
     def kill(self, reason: str) -> None:
-        """Ends this incarnation; the restart policy replaces it."""
+        """Ends this incarnation; the restart policy replaces it.
+
+        Does nothing if the engine is being stopped: that calls stay unanswered is no failure then.
+        """
+        if self.actor.is_stopping:
+            return
         logger.warning("killing %s#%d: %s", self.name, self.incarnation, reason)
         self.actor.kill(reason)
 
