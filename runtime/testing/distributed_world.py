@@ -101,7 +101,7 @@ class _Rank:
         call_path.write_bytes(call.encode())
         command = [
             *(sys.executable, "-m", "umbra.runtime.testing.world_rank"),
-            *(str(call_path), str(self._outcome_path)),
+            *(str(os.getpid()), str(call_path), str(self._outcome_path)),
         ]
         self.process = start(command, env, self._output_path)
 

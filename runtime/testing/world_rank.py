@@ -1,8 +1,8 @@
-"""One rank of a test's world: `python -m umbra.runtime.testing.world_rank CALL OUTCOME`.
+"""One rank of a test's world: `python -m umbra.runtime.testing.world_rank TEST CALL OUTCOME`.
 
 It imports the function, initialises `torch.distributed` and writes what the function returned or
-raised to the file OUTCOME. It ends with its parent. SIGUSR1 makes it write the stacks of all
-threads to its output.
+raised to the file OUTCOME. It ends with its parent, which is the process TEST or ends with it.
+SIGUSR1 makes it write the stacks of all threads to its output.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -17,16 +17,20 @@ import traceback
 from datetime import timedelta
 from pathlib import Path
 
-from umbra.runtime.process.prctl import die_with_parent
+from umbra.runtime.process.descendants import process_stat
+from umbra.runtime.process.prctl import die_with_parent, exit_as_orphan
 from umbra.runtime.testing.world_call import WorldCall, WorldOutcome
 
 
 def main() -> None:
     """Entry point; exits with status 1 if the function raised."""
     die_with_parent(os.getppid())
+    test = process_stat(int(sys.argv[1]))
+    if test is None or test.is_ending:  # it ended before the kernel knew that this one should
+        exit_as_orphan("the test has ended: exiting")
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    call = WorldCall.decode(Path(sys.argv[1]).read_bytes())
+    call = WorldCall.decode(Path(sys.argv[2]).read_bytes())
     sys.path[:] = call.sys_path
     try:
         data = WorldOutcome(value=_run(call)).encode()
@@ -35,7 +39,7 @@ def main() -> None:
         text = f"{type(error).__name__}: {error}"
         data = WorldOutcome(error=text, traceback=traceback.format_exc()).encode()
         status = 1
-    path = Path(sys.argv[2])
+    path = Path(sys.argv[3])
     partial = path.with_suffix(".partial")
     partial.write_bytes(data)
     partial.rename(path)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -61,3 +65,20 @@ def test_what_cannot_travel_is_refused_by_name(distributed_world: DistributedWor
         distributed_world(world_functions.return_a_tensor, num_ranks=1)
     with pytest.raises(ValueError, match="define it at the top of a module"):
         distributed_world(lambda: None)
+
+
+def test_a_rank_whose_test_has_ended_before_it_began_ends_at_once(tmp_path: Path) -> None:
+    test = subprocess.Popen([sys.executable, "-c", ""])
+    test.wait(30.0)
+    command = [sys.executable, "-m", "umbra.runtime.testing.world_rank", str(test.pid)]
+
+    rank = subprocess.run(
+        [*command, str(tmp_path / "call"), str(tmp_path / "outcome")],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60.0,
+        check=False,
+    )
+
+    assert (rank.returncode, rank.stderr) == (1, "the test has ended: exiting\n")
