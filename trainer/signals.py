@@ -80,13 +80,14 @@ class StopSignals:
     def __enter__(self) -> Self:
         self._main_thread = threading.get_ident()
         with contextlib.ExitStack() as stack:
+            # Restored last: the thread of the last resort sends this signal until it is joined.
+            former = signal.signal(signal.SIGALRM, self._on_alarm)
+            stack.callback(signal.signal, signal.SIGALRM, former)
             self._watch_wakeups(stack)
             for number in _SIGNALS:
                 if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                     continue
                 stack.callback(signal.signal, number, signal.signal(number, self._on_signal))
-            former = signal.signal(signal.SIGALRM, self._on_alarm)
-            stack.callback(signal.signal, signal.SIGALRM, former)
             stack.callback(self.disarm)
             self._stack = stack.pop_all()
         return self
