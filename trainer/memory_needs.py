@@ -6,7 +6,11 @@ from pathlib import Path
 from typing import Final
 
 from umbra.runtime.cluster.memory_plan import EngineNeed, RankNeed
-from umbra.runtime.engine_api.engine_names import engine_kind
+from umbra.runtime.engine_api.engine_names import (
+    ENGINE_ASLEEP_NBYTES,
+    ENGINE_AWAKE_NBYTES,
+    engine_kind,
+)
 from umbra.runtime.engine_api.kv_cache_size import kv_token_nbytes
 from umbra.runtime.pools.pool_settings import (
     AuxiliaryPoolSettings,
@@ -115,10 +119,9 @@ def _micro_batch_tokens(config: TrainerConfig, num_ranks: int) -> int:
 
 def _is_known(pool: EnginePoolSettings) -> bool:
     """Whether the needs of its engines are known, and the user did not set their share of a GPU."""
-    memory = engine_kind(pool.engine).memory
-    if memory is None or pool.lora_adapters:
-        return False
-    return memory.share_option not in pool.engine_args
+    kind = engine_kind(pool.engine)
+    has_own_share = kind.share_option in pool.engine_args
+    return kind.has_known_memory and not has_own_share and not pool.lora_adapters
 
 
 def _engine_need(
@@ -127,9 +130,8 @@ def _engine_need(
     path, dtype, is_updated = config.model.path, config.model.dtype, True
     if isinstance(pool, AuxiliaryPoolSettings):
         path, dtype, is_updated = pool.model_path, pool.dtype or dtype, False
-    sizes, kind = ModelSizes.read(path), engine_kind(pool.engine)
-    assert kind.memory is not None
-    num_gpus, itemsize = kind.tensor_parallel_size(pool.engine_args), _ITEMSIZES[dtype]
+    sizes, itemsize = ModelSizes.read(path), _ITEMSIZES[dtype]
+    num_gpus = engine_kind(pool.engine).tensor_parallel_size(pool.engine_args)
     weights = sizes.stored_nbytes if sizes.is_quantised else sizes.num_parameters * itemsize
     context_len = _context_len(pool, path)
     return EngineNeed(
@@ -138,8 +140,8 @@ def _engine_need(
         is_updated=is_updated,
         weights_nbytes=weights // num_gpus,
         kv_token_nbytes=kv_token_nbytes(sizes.config, itemsize, tensor_parallel_size=num_gpus),
-        overhead_nbytes=kind.memory.awake_nbytes,
-        asleep_nbytes=kind.memory.asleep_nbytes,
+        overhead_nbytes=ENGINE_AWAKE_NBYTES,
+        asleep_nbytes=ENGINE_ASLEEP_NBYTES,
         kv_num_tokens=pool.kv_cache_num_tokens,
         least_kv_num_tokens=context_len,
         most_kv_num_tokens=pool.max_num_seqs * context_len,

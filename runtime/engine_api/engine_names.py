@@ -13,22 +13,11 @@ from typing import Annotated, Any, Final, cast
 from umbra.runtime.errors import ConfigError, SettingError
 from umbra.runtime.settings import Checked
 
-_GIB: Final = 1 << 30
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOverhead:
-    """Memory of one GPU, measured on an H200 (docs/benchmarks.md).
-
-    Attributes:
-        awake_nbytes: CUDA context, graphs and buffers, while the engine is awake.
-        asleep_nbytes: all that stays while it sleeps.
-        share_option: the option that sizes the KV cache by a share of the GPU; "": there is none.
-    """
-
-    awake_nbytes: int
-    asleep_nbytes: int
-    share_option: str = ""
+ENGINE_AWAKE_NBYTES: Final = 2 << 30
+"""What an awake engine takes of a GPU besides weights and KV cache: CUDA context, graphs, buffers.
+Measured on an H200 (docs/benchmarks.md), where umbra's engines hardly differ."""
+ENGINE_ASLEEP_NBYTES: Final = 1 << 30
+"""All that an engine keeps while it sleeps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +32,8 @@ class EngineKind:
         wraps_engine: the engine starts another one, whose name is the argument `inner`, and passes
             it the other arguments.
         has_lora: the engine takes `lora_adapters`.
-        memory: what it takes of a GPU besides weights and KV cache; None if nobody measured it.
+        has_known_memory: ENGINE_AWAKE_NBYTES and ENGINE_ASLEEP_NBYTES hold for it.
+        share_option: the option that sizes the KV cache by a share of the GPU; "": there is none.
     """
 
     target: str
@@ -51,7 +41,8 @@ class EngineKind:
     parallel_option: str = ""
     wraps_engine: bool = False
     has_lora: bool = False
-    memory: EngineOverhead | None = None
+    has_known_memory: bool = False
+    share_option: str = ""
 
     def arguments(self, engine_args: Mapping[str, Any]) -> dict[str, Any]:
         """The engine's arguments from `pool.engine_args`."""
@@ -86,28 +77,22 @@ class EngineKind:
 ENGINES: Final[Mapping[str, EngineKind]] = {
     "embedded": EngineKind(
         target="umbra.engines.embedded.embedded_engine:EmbeddedEngine",
-        memory=EngineOverhead(awake_nbytes=2 * _GIB, asleep_nbytes=1 * _GIB),
+        has_known_memory=True,
     ),
     "vllm": EngineKind(
         target="umbra.engines.vllm.vllm_engine:VllmEngine",
         wraps_library=True,
         parallel_option="tensor_parallel_size",
         has_lora=True,
-        memory=EngineOverhead(
-            awake_nbytes=2 * _GIB,
-            asleep_nbytes=1 * _GIB,
-            share_option="gpu_memory_utilization",
-        ),
+        has_known_memory=True,
+        share_option="gpu_memory_utilization",
     ),
     "sglang": EngineKind(
         target="umbra.engines.sglang.sglang_engine:SglangEngine",
         wraps_library=True,
         parallel_option="tp_size",
-        memory=EngineOverhead(
-            awake_nbytes=2 * _GIB,
-            asleep_nbytes=1 * _GIB,
-            share_option="mem_fraction_static",
-        ),
+        has_known_memory=True,
+        share_option="mem_fraction_static",
     ),
     "echo": EngineKind(target="umbra.engines.echo.echo_engine:EchoEngine"),
     "faulty": EngineKind(

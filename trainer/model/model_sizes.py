@@ -13,12 +13,12 @@ from umbra.trainer.model.stored_weights import StoredWeights
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSizes:
-    """Elements of a decoder's tensors; of a mixture of experts, those that one token uses.
+    """How large the parts of a decoder are.
 
     Attributes:
         num_parameters: elements of the whole model; tied embeddings count once.
         stored_nbytes: size of the weights' files.
-        intermediate_size: width of the MLP.
+        intermediate_size: width of the MLP; of a mixture of experts, of those that a token uses.
         q_size, kv_size: heads times head size, of queries and of keys.
         has_qk_norm: queries and keys have norms of their own.
         is_tied: embeddings and head are one tensor.

@@ -109,6 +109,15 @@ def test_the_workers_of_a_tensor_parallel_engine_share_the_kv_heads() -> None:
     assert kv_token_nbytes(MODEL, 4, tensor_parallel_size=64) > 0
 
 
+def test_latent_attention_has_one_vector_and_one_key_a_layer_in_every_worker() -> None:
+    latent = {**MODEL, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+
+    num_layers = MODEL["num_hidden_layers"]
+    for workers in (1, 8):
+        size = kv_token_nbytes(latent, 2, tensor_parallel_size=workers)
+        assert size == num_layers * (512 + 64) * 2
+
+
 @pytest.mark.parametrize(
     ("option", "text"),
     [

@@ -198,6 +198,19 @@ def test_sizes_are_those_of_the_model_in_the_folder(tiny_model_dir: Path) -> Non
     assert (sizes.q_size, sizes.kv_size, sizes.has_qk_norm) == (64, 32, True)
 
 
+def test_of_a_model_with_several_parts_the_text_part_counts(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    text = json.loads((tiny_model_dir / "config.json").read_text())
+    whole = {"text_config": text, "quantization_config": {}, "vision_config": {"hidden_size": 9}}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    (tmp_path / "model.safetensors").symlink_to(tiny_model_dir / "model.safetensors")
+
+    sizes, alone = ModelSizes.read(tmp_path), ModelSizes.read(tiny_model_dir)
+
+    assert sizes == replace(alone, is_quantised=True)
+
+
 def test_a_folder_without_safetensors_has_no_sizes(tiny_model_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((tiny_model_dir / "config.json").read_text())
 
