@@ -117,6 +117,8 @@ def run(options: argparse.Namespace, folder: Path) -> int:
         )
         writer.start()
         writer.join()
+        if writer.exitcode != 0:
+            return 1
         write_prompts(prompts)
     run_dir = folder / f"run-{time.strftime('%H%M%S')}"
     config = folder / "config.toml"
