@@ -92,10 +92,12 @@ class LoopSocket:
         if self._unsent:
             self._unsent.append(frames)
             return
-        if not self._try_send(frames):
-            self._unsent.append(frames)
-        # A send may consume the edge that signals input.
-        self._schedule_drain()
+        try:
+            if not self._try_send(frames):
+                self._unsent.append(frames)
+        finally:
+            # A send may consume the edge that signals input, also one that fails.
+            self._schedule_drain()
 
     def _try_send(self, frames: Sequence[Frame]) -> bool:
         try:
