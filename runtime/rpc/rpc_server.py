@@ -22,7 +22,7 @@ from typing import Any, Final, TypeVar, cast
 
 import zmq
 
-from umbra.runtime.errors import ProtocolError
+from umbra.runtime.errors import ProtocolError, brief
 from umbra.runtime.rpc.envelopes import (
     CALL,
     CANCEL,
@@ -226,7 +226,7 @@ class ActorServer:
                 f"stale: incarnation {self._incarnation} is here, the call was for {incarnation}"
             )
         elif method is None:
-            refusal = f"no method {name!r}; there are: {', '.join(sorted(self._methods))}"
+            refusal = f"no method {brief(name)}; there are: {', '.join(sorted(self._methods))}"
         elif self._tasks is None:
             refusal = "the actor is shutting down"
         elif call_id in peer.calls:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Self, cast
 
-from umbra.runtime.errors import ProtocolError
+from umbra.runtime.errors import ProtocolError, brief
 
 ALIGNMENT: Final = 256
 # A multiple of every item size, so that neither a bucket nor a shard edge ever splits an element,
@@ -179,7 +179,7 @@ def _read_entry(raw: object) -> TensorEntry:
         raise ProtocolError(f"a tensor has 4 fields on the wire, got {len(fields)}")
     name, dtype, shape = _name(fields[0]), fields[1], _typed(fields[2], list, "shape")
     if not isinstance(dtype, str) or dtype not in ITEMSIZES:
-        raise ProtocolError(f"tensor {name!r} has unknown dtype {str(dtype)[:64]!r}")
+        raise ProtocolError(f"tensor {name!r} has unknown dtype {brief(dtype)}")
     if len(shape) > MAX_DIMS:
         raise ProtocolError(
             f"tensor {name!r} has {len(shape)} dims, at most {MAX_DIMS} are allowed"
@@ -201,13 +201,11 @@ def _name(raw: object) -> str:
         not isinstance(raw, str)
         or not 0 < len(raw.encode(errors="surrogatepass")) <= MAX_NAME_NBYTES
     ):
-        raise ProtocolError(
-            f"a tensor name has 1 to {MAX_NAME_NBYTES} bytes, got {str(raw)[:64]!r}"
-        )
+        raise ProtocolError(f"a tensor name has 1 to {MAX_NAME_NBYTES} bytes, got {brief(raw)}")
     return raw
 
 
 def _bounded(raw: object, limit: int, what: str) -> int:
     if not isinstance(raw, int) or isinstance(raw, bool) or not 0 <= raw <= limit:
-        raise ProtocolError(f"{what} must be an integer in [0, {limit}], got {str(raw)[:64]}")
+        raise ProtocolError(f"{what} must be an integer in [0, {limit}], got {brief(raw)}")
     return raw

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self, cast
 
-from umbra.runtime.errors import ProtocolError
+from umbra.runtime.errors import ProtocolError, brief
 from umbra.runtime.weights.manifest import ITEMSIZES, MAX_DIMS, MAX_IMAGE_NBYTES, MAX_TENSORS
 
 UUID_NBYTES: Final = 16
@@ -45,7 +45,7 @@ class Allocation:
             ):
                 return cls(device, handle, nbytes)
             case _:
-                raise ProtocolError(f"not an allocation of a GPU: {str(raw)[:200]}")
+                raise ProtocolError(f"not an allocation of a GPU: {brief(raw)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class TensorPart:
                     return part
             case _:
                 pass
-        raise ProtocolError(f"not a part of an exported allocation: {str(raw)[:200]}")
+        raise ProtocolError(f"not a part of an exported allocation: {brief(raw)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class RankExports:
                     read, tuple(TensorPart.from_wire(p, read) for p in _list(parts, MAX_TENSORS))
                 )
             case _:
-                raise ProtocolError(f"not the exports of a rank: {str(raw)[:200]}")
+                raise ProtocolError(f"not the exports of a rank: {brief(raw)}")
 
 
 Offer = RankExports | str
@@ -158,13 +158,13 @@ def probe_allocations(exports: Sequence[RankExports]) -> list[Allocation]:
 def _numbers(raw: object, least: int) -> tuple[int, ...]:
     values = _list(raw, MAX_DIMS)
     if not all(type(v) is int and least <= v <= MAX_IMAGE_NBYTES for v in values):
-        raise ProtocolError(f"not the shape or strides of an exported part: {str(raw)[:200]}")
+        raise ProtocolError(f"not the shape or strides of an exported part: {brief(raw)}")
     return tuple(values)
 
 
 def _list(raw: object, limit: int) -> list[Any]:
     if not isinstance(raw, list):
-        raise ProtocolError(f"expected a list in exports, got: {str(raw)[:200]}")
+        raise ProtocolError(f"expected a list in exports, got: {brief(raw)}")
     values = cast("list[Any]", raw)
     if len(values) > limit:
         raise ProtocolError(f"exports hold a list of {len(values)}; at most {limit} are allowed")
