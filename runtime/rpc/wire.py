@@ -10,12 +10,13 @@ A decoded array is a read-only view of the received frame.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 import msgpack
 
-from umbra.runtime.errors import ProtocolError
+from umbra.runtime.errors import ProtocolError, brief
 from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.envelopes import BadEnvelope
 
@@ -40,6 +41,8 @@ _EXT_REF: Final = 1
 _EXT_ARRAY: Final = 2
 _EXT_FRAME_ARRAY: Final = 3
 _ARRAY_KINDS: Final = frozenset("biuf")
+# numpy also takes descriptions of records, of any length, and parses them as Python literals.
+_ARRAY_DTYPE: Final = re.compile(r"[<>|][biuf](1|2|4|8|16)")
 
 
 class Encoder:
@@ -155,11 +158,12 @@ class Decoder:
         match code:
             case 1:
                 name, incarnation, node_id, ipc, tcp = msgpack.unpackb(data)
-                if not all(type(text) is str for text in (name, node_id, ipc, tcp)):
+                texts = (name, node_id, ipc, tcp)
+                if type(incarnation) is not int or not all(type(text) is str for text in texts):
                     raise ProtocolError("malformed actor reference")
                 return ActorRef(
                     name=name,
-                    incarnation=int(incarnation),
+                    incarnation=incarnation,
                     node_id=node_id,
                     ipc_endpoint=ipc,
                     tcp_endpoint=tcp,
@@ -197,12 +201,11 @@ def _first_two_integers(header: Frame, position: int) -> tuple[int, int] | None:
     return None
 
 
-def _as_array(dtype: str, shape: list[int], data: Frame) -> NDArray[np.generic]:
+def _as_array(dtype: object, shape: list[int], data: Frame) -> NDArray[np.generic]:
     import numpy as np
 
-    kind = np.dtype(dtype)
-    if kind.kind not in _ARRAY_KINDS:
-        raise ProtocolError(f"array of dtype {dtype!r} refused: only numbers travel")
-    array = np.frombuffer(data, dtype=kind).reshape(shape)
+    if not isinstance(dtype, str) or not _ARRAY_DTYPE.fullmatch(dtype):
+        raise ProtocolError(f"array of dtype {brief(dtype)} refused: only numbers travel")
+    array = np.frombuffer(data, dtype=np.dtype(dtype)).reshape(shape)
     array.flags.writeable = False
     return array

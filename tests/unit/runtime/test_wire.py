@@ -314,6 +314,24 @@ def test_an_array_cannot_refer_to_a_frame_that_is_not_there() -> None:
         list(Decoder().decode(header, [bytes(frames[0])[:-1]]))
 
 
+@pytest.mark.parametrize(
+    "dtype", [None, 3, ["f8"], {"names": ["a"], "formats": ["f8"]}, "float32", "f8", "f8,f8", "9f8"]
+)
+def test_only_the_names_of_numbers_reach_numpys_parser_of_dtypes(dtype: object) -> None:
+    header = msgpack.packb(msgpack.ExtType(2, msgpack.packb((dtype, [1], bytes(8)))))
+
+    with pytest.raises(ProtocolError, match="only numbers travel"):
+        list(Decoder().decode(header))
+
+
+@pytest.mark.parametrize("incarnation", ["1", 1.0, True, None])
+def test_the_incarnation_of_a_reference_is_an_integer(incarnation: object) -> None:
+    fields = ("name", incarnation, "node", "ipc://x", "")
+
+    with pytest.raises(ProtocolError, match="malformed actor reference"):
+        list(Decoder().decode(msgpack.packb(msgpack.ExtType(1, msgpack.packb(fields)))))
+
+
 def test_the_call_of_a_bad_envelope_is_known() -> None:
     with pytest.raises(BadEnvelope) as bad:
         list(Decoder().decode(msgpack.packb([RESULT, 4711, {1: "one"}])))
