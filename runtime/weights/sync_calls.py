@@ -13,19 +13,25 @@ is on the monotonic clock of the process that holds it; between processes it tra
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol, Self, cast
+from typing import Any, Final, Protocol, Self, TypeVar, cast
 
-from umbra.runtime.errors import DeadlineExceeded, ProtocolError
+from umbra.runtime.errors import DeadlineExceeded, ProtocolError, brief
 from umbra.runtime.weights.transports.cuda_ipc.rank_exports import (
     Offer,
     offer_from_wire,
     offer_to_wire,
 )
 
+T = TypeVar("T")
+
 Region = tuple[int, int, int | None]
 """Image offset, nbytes and checksum of bytes that one rank sent."""
+
+MAX_RANKS: Final = 1 << 20
+_MAX_TIMEOUT_S: Final = 1e9
+# Bounds of values accepted from another process; far above any real job.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +81,9 @@ class SyncBegin(_Call):
                 "manifest": manifest,
                 "offer": offer,
                 "timeout_s": float(timeout_s),
-            } if manifest is None or isinstance(manifest, dict):
+            } if 0 <= rank < world_size <= MAX_RANKS and (
+                manifest is None or isinstance(manifest, dict)
+            ):
                 return cls(
                     pool=pool,
                     version=version,
@@ -83,10 +91,10 @@ class SyncBegin(_Call):
                     world_size=world_size,
                     manifest=cast("dict[str, Any] | None", manifest),
                     offer=offer_from_wire(offer),
-                    deadline=time.monotonic() + timeout_s,
+                    deadline=_read_deadline(timeout_s),
                 )
             case _:
-                raise ProtocolError(f"not a rank's sync_begin: {str(raw)[:200]}")
+                raise ProtocolError(f"not a rank's sync_begin: {brief(raw)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,10 +126,10 @@ class SyncFilled(_LaterCall):
                     sync_id=sync_id,
                     rank=rank,
                     regions=[_read_region(region) for region in cast("list[Any]", regions)],
-                    deadline=time.monotonic() + timeout_s,
+                    deadline=_read_deadline(timeout_s),
                 )
             case _:
-                raise ProtocolError(f"not a rank's sync_filled: {str(raw)[:200]}")
+                raise ProtocolError(f"not a rank's sync_filled: {brief(raw)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,9 +141,9 @@ class SyncEnd(_LaterCall):
         """Raises ProtocolError for anything that `to_wire` could not have made."""
         match cast("Any", raw):
             case {"sync_id": str(sync_id), "rank": int(rank), "timeout_s": float(timeout_s)}:
-                return cls(sync_id=sync_id, rank=rank, deadline=time.monotonic() + timeout_s)
+                return cls(sync_id=sync_id, rank=rank, deadline=_read_deadline(timeout_s))
             case _:
-                raise ProtocolError(f"not a rank's sync_end: {str(raw)[:200]}")
+                raise ProtocolError(f"not a rank's sync_end: {brief(raw)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,10 +162,10 @@ class SyncAbort(_LaterCall):
                 "reason": str(reason),
                 "timeout_s": float(timeout_s),
             }:
-                deadline = time.monotonic() + timeout_s
+                deadline = _read_deadline(timeout_s)
                 return cls(sync_id=sync_id, rank=rank, reason=reason, deadline=deadline)
             case _:
-                raise ProtocolError(f"not a rank's sync_abort: {str(raw)[:200]}")
+                raise ProtocolError(f"not a rank's sync_abort: {brief(raw)}")
 
 
 SyncCall = SyncBegin | SyncFilled | SyncEnd | SyncAbort
@@ -188,8 +196,22 @@ class SyncGrant:
         return _plain(self)
 
     @classmethod
-    def from_wire(cls, raw: Mapping[str, Any]) -> Self:
-        return cls(**_answered(raw, cls.__slots__))
+    def from_wire(cls, raw: object) -> Self:
+        """Raises ProtocolError for anything that `to_wire` could not have made."""
+        match cast("Any", raw):
+            case {
+                "sync_id": str(),
+                "transport": "memfd" | "cuda_ipc",
+                "fd_socket": str(),
+                "buckets": list(),
+                "bucket_nbytes": int(),
+                "progress": dict(),
+                "num_buckets": int(),
+                "has_checksums": bool(),
+            }:
+                return _of_fields(cls, cast("dict[str, Any]", raw))
+            case _:
+                raise ProtocolError(f"not the supervisor's grant of a sync: {brief(raw)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,8 +240,23 @@ class SyncReport:
         return _plain(self)
 
     @classmethod
-    def from_wire(cls, raw: Mapping[str, Any]) -> Self:
-        return cls(**_answered(raw, cls.__slots__))
+    def from_wire(cls, raw: object) -> Self:
+        """Raises ProtocolError for anything that `to_wire` could not have made."""
+        match cast("Any", raw):
+            case {
+                "version": int(),
+                "transport": str(),
+                "engines": dict(),
+                "failed": dict(),
+                "remaining": list(),
+                "prepare_s": float(),
+                "transfer_s": float(),
+                "verify_s": float(),
+                "resume_s": float(),
+            }:
+                return _of_fields(cls, cast("dict[str, Any]", raw))
+            case _:
+                raise ProtocolError(f"not the supervisor's report of a sync: {brief(raw)}")
 
     def joined(self, later: SyncReport) -> SyncReport:
         """Adds the report of the next wave."""
@@ -265,11 +302,17 @@ def _plain(message: Any) -> dict[str, Any]:
     return {field.name: getattr(message, field.name) for field in fields(message)}
 
 
-def _answered(raw: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    try:
-        return {name: raw[name] for name in names}
-    except KeyError as error:
-        raise ProtocolError(f"the supervisor's answer lacks {error}") from None
+def _of_fields(kind: type[T], raw: Mapping[str, Any]) -> T:
+    return kind(**{field.name: raw[field.name] for field in fields(cast("Any", kind))})
+
+
+def _read_deadline(timeout_s: float) -> float:
+    if not 0 < timeout_s <= _MAX_TIMEOUT_S:
+        raise ProtocolError(
+            f"the time left for a sync is {timeout_s} s, expected more than 0 and at most "
+            f"{_MAX_TIMEOUT_S:g}"
+        )
+    return time.monotonic() + timeout_s
 
 
 def _read_region(raw: Any) -> Region:
@@ -277,4 +320,4 @@ def _read_region(raw: Any) -> Region:
         case [int(offset), int(nbytes), int() | None as checksum] if min(offset, nbytes) >= 0:
             return offset, nbytes, checksum
         case _:
-            raise ProtocolError(f"a region is [offset, nbytes, checksum], got {raw!r}"[:200])
+            raise ProtocolError(f"a region is [offset, nbytes, checksum], got {brief(raw)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -9,6 +10,7 @@ import msgpack
 import pytest
 
 from umbra.runtime.errors import DeadlineExceeded, ProtocolError
+from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.sync_calls import (
     SyncAbort,
     SyncBegin,
@@ -27,6 +29,28 @@ from umbra.runtime.weights.transports.cuda_ipc.rank_exports import (
 EXPORTS = RankExports(
     allocations=(Allocation(b"\1" * 16, b"\2" * 64, 4096),),
     parts=(TensorPart(0, 0, 512, "float32", (3, 5), (5, 1)),),
+)
+
+GRANT = SyncGrant(
+    sync_id="policy-1",
+    transport="memfd",
+    fd_socket="/tmp/fds",
+    buckets=["a", "b"],
+    bucket_nbytes=512,
+    progress={"name": "c", "num_ranks": 1, "num_engines": 1},
+    num_buckets=3,
+    has_checksums=True,
+)
+REPORT = SyncReport(
+    version=3,
+    transport="memfd",
+    engines={"policy-0": {"nbytes": 64, "load_s": 0.25}},
+    failed={},
+    remaining=["policy-1"],
+    prepare_s=0.5,
+    transfer_s=0.25,
+    verify_s=0.125,
+    resume_s=0.5,
 )
 
 
@@ -72,30 +96,8 @@ def test_a_call_arrives_as_it_was_sent() -> None:
 
 
 def test_an_answer_arrives_as_it_was_sent() -> None:
-    grant = SyncGrant(
-        sync_id="policy-1",
-        transport="memfd",
-        fd_socket="/tmp/fds",
-        buckets=["a", "b"],
-        bucket_nbytes=512,
-        progress={"name": "c", "num_ranks": 1, "num_engines": 1},
-        num_buckets=3,
-        has_checksums=True,
-    )
-    report = SyncReport(
-        version=3,
-        transport="memfd",
-        engines={"policy-0": {"nbytes": 64, "load_s": 0.25}},
-        failed={},
-        remaining=["policy-1"],
-        prepare_s=0.5,
-        transfer_s=0.25,
-        verify_s=0.125,
-        resume_s=0.5,
-    )
-
-    assert SyncGrant.from_wire(over_the_wire(grant)) == grant
-    assert SyncReport.from_wire(over_the_wire(report)) == report
+    assert SyncGrant.from_wire(over_the_wire(GRANT)) == GRANT
+    assert SyncReport.from_wire(over_the_wire(REPORT)) == REPORT
 
 
 def test_a_pool_whose_name_has_a_dash_is_found_by_its_sync() -> None:
@@ -109,6 +111,56 @@ def test_a_call_that_lacks_something_or_has_it_wrong_is_refused() -> None:
             for raw in ({k: v for k, v in sent.items() if k != name}, sent | {name: object()}):
                 with pytest.raises(ProtocolError):
                     type(call).from_wire(raw)
+
+
+@pytest.mark.parametrize("answer", [GRANT, REPORT], ids=["grant", "report"])
+def test_an_answer_that_lacks_something_or_has_it_wrong_is_refused(
+    answer: SyncGrant | SyncReport,
+) -> None:
+    sent = over_the_wire(answer)
+    wrong: list[Any] = [None, [], "text"]
+    wrong += [{k: v for k, v in sent.items() if k != name} for name in sent]
+    wrong += [sent | {name: object()} for name in sent]
+
+    for raw in wrong:
+        with pytest.raises(ProtocolError):
+            type(answer).from_wire(raw)
+
+
+def test_an_answer_with_an_unknown_transport_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="not the supervisor's grant"):
+        SyncGrant.from_wire(over_the_wire(GRANT) | {"transport": "pigeon"})
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0, math.nan, math.inf, 1e300])
+def test_a_call_needs_a_finite_time(timeout_s: float) -> None:
+    for call in calls(time.monotonic() + 20.0):
+        with pytest.raises(ProtocolError, match="time left for a sync"):
+            type(call).from_wire(over_the_wire(call) | {"timeout_s": timeout_s})
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(-1, 2), (2, 2), (0, 0), (0, 2**40)])
+def test_a_rank_must_be_one_of_the_job(rank: int, world_size: int) -> None:
+    sent = over_the_wire(calls(time.monotonic() + 20.0)[0])
+
+    with pytest.raises(ProtocolError, match="not a rank's sync_begin"):
+        SyncBegin.from_wire(sent | {"rank": rank, "world_size": world_size})
+
+
+def test_values_that_are_nested_too_deeply_for_repr_are_refused() -> None:
+    deep: list[Any] = []
+    for _ in range(1000):
+        deep = [deep]
+
+    for call in calls(time.monotonic() + 20.0):
+        sent = over_the_wire(call)
+        for name in sent:
+            with pytest.raises(ProtocolError):
+                type(call).from_wire(sent | {name: deep})
+    with pytest.raises(ProtocolError):
+        SyncFilled.from_wire({"sync_id": "a-1", "rank": 0, "timeout_s": 1.0, "regions": [deep]})
+    with pytest.raises(ProtocolError):
+        Manifest.from_wire({"tensors": [["w", deep, [], 0]], "aliases": {}, "nbytes": 0})
 
 
 @pytest.mark.parametrize("region", [[0, 1], [-1, 1, None], [0, -1, None], ["0", 1, None], 5])
