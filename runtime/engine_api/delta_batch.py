@@ -15,7 +15,7 @@ from typing import Any, Final, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from umbra.runtime.errors import ProtocolError
+from umbra.runtime.errors import ProtocolError, brief
 
 _DTYPES: Final = {
     "ids": np.int64,
@@ -49,26 +49,28 @@ class DeltaBatch:
     finishes: list[tuple[int, str]]
 
     @classmethod
-    def from_wire(cls, item: Mapping[str, Any]) -> DeltaBatch:
+    def from_wire(cls, item: object) -> DeltaBatch:
         """Checks an engine's batch.
 
         Raises:
             ProtocolError: a column is missing, of another dtype or length, or inconsistent.
         """
+        if not isinstance(item, Mapping):
+            raise ProtocolError(f"a delta batch must be a map, got {brief(item)}")
+        fields = cast("Mapping[str, Any]", item)
         columns: dict[str, NDArray[Any]] = {}
         for name, dtype in _DTYPES.items():
-            column = item.get(name)
+            column = fields.get(name)
             if not isinstance(column, np.ndarray):
                 raise ProtocolError(f"delta column {name} is missing or not an array")
             array = cast(NDArray[Any], column)
             if array.dtype != dtype or array.ndim != 1:
                 raise ProtocolError(f"delta column {name} must be 1-d {np.dtype(dtype)}")
             columns[name] = array
-        reasons: list[Any] | None = item.get("finish_reasons")
-        if not isinstance(reasons, list):
-            raise ProtocolError("delta column finish_reasons must be a list")
-        texts = [str(reason) for reason in reasons]
-        _check_lengths(columns, len(texts))
+        reasons: list[Any] | None = fields.get("finish_reasons")
+        if not isinstance(reasons, list) or not all(isinstance(text, str) for text in reasons):
+            raise ProtocolError("delta column finish_reasons must be a list of texts")
+        _check_lengths(columns, len(reasons))
         return cls(
             ids=columns["ids"],
             positions=columns["positions"].astype(np.int64),
@@ -76,7 +78,7 @@ class DeltaBatch:
             versions=columns["versions"],
             tokens=columns["tokens"],
             logprobs=columns["logprobs"],
-            finishes=list(zip(columns["finished_ids"].tolist(), texts, strict=True)),
+            finishes=list(zip(columns["finished_ids"].tolist(), reasons, strict=True)),
         )
 
     def select(self, mask: NDArray[np.bool_]) -> DeltaBatch:
@@ -112,9 +114,11 @@ def _check_lengths(columns: dict[str, NDArray[Any]], num_reasons: int) -> None:
     for name, length in lengths.items():
         if len(columns[name]) != length:
             raise ProtocolError(f"delta column {name}: {len(columns[name])} values, not {length}")
-    offsets = columns["offsets"]
+    offsets = columns["offsets"].astype(np.int64)  # differences of 32-bit integers may overflow
     if offsets[0] != 0 or offsets[-1] != num_tokens or bool((np.diff(offsets) < 0).any()):
-        raise ProtocolError(f"delta offsets {offsets.tolist()} do not cut {num_tokens} tokens")
+        raise ProtocolError(
+            f"delta offsets {brief(offsets.tolist())} do not cut {num_tokens} tokens"
+        )
     if bool((columns["versions"] < 0).any()):
         raise ProtocolError("a delta of tokens with a negative version")
     if not bool(np.isfinite(columns["logprobs"]).all()):
