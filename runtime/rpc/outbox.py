@@ -17,12 +17,16 @@ _FLUSH_NBYTES: Final = 64 * 1024
 
 
 class Outbox:
-    """Encodes envelopes for one peer and hands them to `send` in order."""
+    """Encodes envelopes for one peer and hands them to `send` in order.
 
-    def __init__(self, send: Callable[[Sequence[Frame]], None]) -> None:
+    Args:
+        encoder: many peers of one loop may share it; its buffer is as large as the largest value.
+    """
+
+    def __init__(self, send: Callable[[Sequence[Frame]], None], encoder: Encoder) -> None:
         self._send = send
         self._loop = asyncio.get_running_loop()
-        self._encoder = Encoder()
+        self._encoder = encoder
         self._headers: list[bytes] = []
         self._nbytes = 0
         self._flush_scheduled = False

@@ -41,7 +41,7 @@ from umbra.runtime.rpc.envelopes import (
 )
 from umbra.runtime.rpc.loop_socket import LoopSocket
 from umbra.runtime.rpc.outbox import Outbox
-from umbra.runtime.rpc.wire import Decoder, Frame
+from umbra.runtime.rpc.wire import Decoder, Encoder, Frame
 
 # Interval of reconnects while a peer starts: a shorter one burns CPU, a longer one delays start-up.
 _RECONNECT_INTERVAL_MS: Final = 10
@@ -103,7 +103,7 @@ class Connection:
         monitor = socket.get_monitor_socket(_MONITORED)
         self._monitor = LoopSocket(monitor, self._on_monitor_event, sender="the socket's monitor")
         self._socket = LoopSocket(socket, self._on_message, sender=str(ref))
-        self.outbox = Outbox(self._socket.send)
+        self.outbox = Outbox(self._socket.send, Encoder())
         socket.connect(endpoint)
         self.outbox.put((HELLO,))
 

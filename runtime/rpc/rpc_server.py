@@ -40,7 +40,7 @@ from umbra.runtime.rpc.envelopes import (
 )
 from umbra.runtime.rpc.loop_socket import LoopSocket
 from umbra.runtime.rpc.outbox import Outbox
-from umbra.runtime.rpc.wire import Decoder, Frame
+from umbra.runtime.rpc.wire import Decoder, Encoder, Frame
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,13 @@ class _Peer:
 
     __slots__ = ("calls", "identity", "outbox", "socket")
 
-    def __init__(self, socket: LoopSocket, identity: bytes, lost: Callable[[_Peer], None]) -> None:
+    def __init__(
+        self,
+        socket: LoopSocket,
+        identity: bytes,
+        encoder: Encoder,
+        lost: Callable[[_Peer], None],
+    ) -> None:
         self.socket = socket
         self.identity = identity
         self.calls: dict[int, _Running] = {}
@@ -97,7 +103,7 @@ class _Peer:
                     raise
                 lost(self)
 
-        self.outbox = Outbox(send)
+        self.outbox = Outbox(send, encoder)
 
 
 class ActorServer:
@@ -111,6 +117,7 @@ class ActorServer:
         )
         self._sockets: list[LoopSocket] = []
         self._peers: dict[tuple[int, bytes], _Peer] = {}
+        self._encoder = Encoder()
         self._tasks: asyncio.TaskGroup | None = None
 
     def bind(self, socket: zmq.Socket[bytes], endpoint: str) -> str:
@@ -179,7 +186,7 @@ class ActorServer:
     def _peer(self, socket_idx: int, identity: bytes) -> _Peer:
         peer = self._peers.get((socket_idx, identity))
         if peer is None:
-            peer = _Peer(self._sockets[socket_idx], identity, self._on_peer_lost)
+            peer = _Peer(self._sockets[socket_idx], identity, self._encoder, self._on_peer_lost)
             self._peers[(socket_idx, identity)] = peer
         return peer
 

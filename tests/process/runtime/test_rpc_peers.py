@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import time
 from pathlib import Path
@@ -293,3 +294,21 @@ def test_sigterm_ends_an_actor_with_running_calls_cleanly(actor: ActorProcess) -
     run(main())
     assert actor.wait() == 128 + signal.SIGTERM
     assert "Traceback" not in actor.log()
+
+
+def test_callers_that_got_a_large_answer_cost_no_memory(actor: ActorProcess) -> None:
+    async def call_once(num_bytes: int) -> None:
+        async with connected(actor.ref) as probe:
+            assert len(await probe.call("echo", "x" * num_bytes)) == num_bytes
+
+    def resident_mib() -> int:
+        pages = int(Path(f"/proc/{actor.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGESIZE") >> 20
+
+    run(call_once(1 << 20))
+    before = resident_mib()
+
+    for _ in range(30):
+        run(call_once(1 << 20))
+
+    assert resident_mib() - before < 15
