@@ -5,22 +5,27 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import msgpack
 import pytest
 import zmq
 from actor_specs import PROGRAMS, actor
+from raw_socket import receive_result
+from rpc_process import ActorProcess, short_folder
 from watching import tree
 
 from umbra.runtime.errors import ActorNotFound, ConfigError, ConnectionLost, UmbraError
 from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.curve_keys import CurveKeys
-from umbra.runtime.rpc.envelopes import HELLO
+from umbra.runtime.rpc.envelopes import CALL, HELLO
 from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.rpc.wire import Encoder
 from umbra.runtime.session import Session
@@ -150,6 +155,72 @@ def test_a_client_without_curve_is_refused(remote: ActorRef, keys: CurveKeys) ->
     with pytest.raises(UmbraError):
         call_from_node_a(None, remote, timeout_s=0.7)
     assert call_from_node_a(keys, remote)
+
+
+# -- strangers -----------------------------------------------------------------------------
+
+
+GARBAGE = b"\xc1"
+"""Each message of it that a server reads is counted in the server's log."""
+
+
+@contextmanager
+def peer(endpoint: str, own: CurveKeys | None, server: CurveKeys) -> Generator[zmq.Socket[bytes]]:
+    """A plain ZMQ client; `own` None: without CURVE."""
+    with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        if own is not None:
+            socket.curve_publickey, socket.curve_secretkey = own.public, own.secret
+            socket.curve_serverkey = server.public
+        socket.connect(endpoint)
+        yield socket
+
+
+def append_call(call_id: int) -> bytes:
+    return msgpack.packb([CALL, call_id, 1, "append", [1], {}, 5000, 0])
+
+
+@pytest.mark.slow
+def test_strangers_get_nothing_and_cost_no_parsed_message() -> None:
+    ours, theirs = CurveKeys.generate(), CurveKeys.generate()
+    with (
+        short_folder() as folder,
+        ActorProcess(Path(folder), keys=ours, tcp_host="127.0.0.1") as actor,
+        peer(actor.ref.tcp_endpoint, None, ours) as without_curve,
+        peer(actor.ref.tcp_endpoint, theirs, ours) as with_a_random_key,
+        peer(actor.ref.tcp_endpoint, theirs, theirs) as of_another_job,
+        peer(actor.ref.tcp_endpoint, ours, ours) as of_the_job,
+    ):
+        strangers = (without_curve, with_a_random_key, of_another_job)
+        for stranger in strangers:
+            for call_id in range(100):
+                stranger.send(append_call(call_id))
+                stranger.send(GARBAGE)
+        for _ in range(3):
+            of_the_job.send(GARBAGE)
+        of_the_job.send(append_call(7))
+        assert receive_result(of_the_job, 7) == 0
+
+        assert not any(stranger.poll(500) for stranger in strangers)
+        of_the_job.send(append_call(8))
+        assert receive_result(of_the_job, 8) == 1  # no stranger has called it meanwhile
+        actor.end()
+        log = actor.log()
+
+    assert "dropped 2 more messages from a caller, 3 in all" in log
+
+
+def test_tcp_is_bound_to_the_chosen_address_only() -> None:
+    with (
+        short_folder() as folder,
+        ActorProcess(Path(folder), keys=CurveKeys.generate(), tcp_host="127.0.0.1") as actor,
+    ):
+        port = int(actor.ref.tcp_endpoint.rpartition(":")[2])
+
+        with socket.create_connection(("127.0.0.1", port), timeout=10.0):
+            pass
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", port), timeout=10.0)
 
 
 # -- secrets -------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -21,10 +22,11 @@ from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.process.child_process import PARENT_PID_VARIABLE
 from umbra.runtime.process.memory_file import open_memory_file
 from umbra.runtime.rpc.actor_ref import ActorRef
+from umbra.runtime.rpc.curve_keys import CurveKeys
 from umbra.runtime.rpc.rpc_client import Client, Handle
 from umbra.runtime.settings import to_wire
 
-PROGRAMS = Path(__file__).parent.parent / "programs"
+PROGRAMS = Path(__file__).parents[2] / "process/programs"
 NODE = "node"
 START_TIMEOUT_S = 20.0
 TEST_TIMEOUT_S = 60.0
@@ -37,11 +39,19 @@ T = TypeVar("T")
 class ActorProcess:
     """One incarnation of an actor; a context manager, which ends it."""
 
-    def __init__(self, folder: Path, incarnation: int = 1, target: str = "rpc_probe:Probe") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        incarnation: int = 1,
+        target: str = "rpc_probe:Probe",
+        sys_path: Path = PROGRAMS,
+        keys: CurveKeys | None = None,
+        tcp_host: str = "",
+    ) -> None:
         self.ref = make_ref(folder, incarnation)
         self.heartbeat_endpoint = f"{self.ref.ipc_endpoint}.hb"
         self.log_path = folder / f"probe.{incarnation}.log"
-        self._config = _config(self.ref, self.heartbeat_endpoint, target)
+        self._config = _config(self.ref, self.heartbeat_endpoint, target, sys_path, keys, tcp_host)
         self._popen: subprocess.Popen[bytes]
 
     def __enter__(self) -> Self:
@@ -61,6 +71,7 @@ class ActorProcess:
         if "tcp_endpoint" not in announced:
             self.end()
             raise RuntimeError(f"not started: {announced}\n{self.log()}")
+        self.ref = replace(self.ref, tcp_endpoint=announced["tcp_endpoint"])
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -101,8 +112,15 @@ def make_ref(folder: Path, incarnation: int = 1) -> ActorRef:
     return ActorRef(name="probe", incarnation=incarnation, node_id=NODE, ipc_endpoint=endpoint)
 
 
-def _config(ref: ActorRef, heartbeat_endpoint: str, target: str) -> bytes:
-    spec = ActorSpec(name=ref.name, target=target, sys_path=(str(PROGRAMS),))
+def _config(
+    ref: ActorRef,
+    heartbeat_endpoint: str,
+    target: str,
+    sys_path: Path,
+    keys: CurveKeys | None,
+    tcp_host: str,
+) -> bytes:
+    spec = ActorSpec(name=ref.name, target=target, sys_path=(str(sys_path),))
     supervisor = {
         "name": "supervisor",
         "incarnation": 1,
@@ -118,8 +136,8 @@ def _config(ref: ActorRef, heartbeat_endpoint: str, target: str) -> bytes:
             "node_id": NODE,
             "ipc_endpoint": ref.ipc_endpoint,
             "heartbeat": heartbeat_endpoint,
-            "tcp_host": "",
-            "keys": [],
+            "tcp_host": tcp_host,
+            "keys": [keys.public, keys.secret] if keys else [],
             "supervisor": supervisor,
             "log_level": 20,
         }
