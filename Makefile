@@ -23,7 +23,7 @@ QUICKSTART_CONFIG := launch/configs/quickstart.toml
 # Tests start hundreds of processes, each of which would compile what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help quickstart drill kills chaos mutants test test-vllm check format lint bench bench-trl install lock clean
+.PHONY: help quickstart drill kills chaos fuzz mutants test test-vllm check format lint bench bench-trl install lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -37,6 +37,9 @@ drill: $(VENV)/.train assets ## Run the quickstart while engines are killed
 
 chaos: $(VENV)/.train ## Make 10,000 rollouts while processes are killed and stopped (two minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/chaos/chaos.py --run-dir $(RUNS)/chaos
+
+fuzz: $(VENV)/.train ## Send and read ten million malformed messages; FUZZ="--seed N --frames N" (a quarter of an hour)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/fuzz/fuzz.py --run-dir $(RUNS)/fuzz $(FUZZ)
 
 mutants: $(VENV)/.train ## Plant mistakes in copies of umbra; a test must catch each of them (four minutes)
 	$(BIN)/python tests/faults/mutants/mutants.py

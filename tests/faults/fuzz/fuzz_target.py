@@ -1,0 +1,107 @@
+"""An actor that gets malformed messages: it has the methods of recorded calls, and reads weight
+metadata as the supervisor does."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import sys
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any, Final
+
+import numpy as np
+
+from umbra.runtime.errors import ProtocolError
+from umbra.runtime.weights.manifest import Manifest
+from umbra.runtime.weights.sync_calls import SyncAbort, SyncBegin, SyncCall, SyncEnd, SyncFilled
+
+SYNC_CALLS: Final[Mapping[str, type[SyncCall]]] = {
+    "sync_begin": SyncBegin,
+    "sync_filled": SyncFilled,
+    "sync_end": SyncEnd,
+    "sync_abort": SyncAbort,
+}
+_NUM_BATCHES: Final = 30
+"""Of a stream, which malformed credits must not make endless."""
+
+
+def read_sync_call(method: str, raw: object) -> tuple[SyncCall, Manifest | None]:
+    """Reads the argument of a sync call.
+
+    Raises ProtocolError, and AssertionError for what `to_wire` could not have made.
+    """
+    call = SYNC_CALLS[method].from_wire(raw)
+    assert math.isfinite(call.deadline), raw
+    if isinstance(call, SyncBegin) and call.manifest is not None:
+        return call, Manifest.from_wire(call.manifest)
+    return call, None
+
+
+class FuzzTarget:
+    def __init__(self) -> None:
+        self._unpickled: list[str] = []
+        self._surprises: list[str] = []
+        sys.addaudithook(self._on_audit_event)
+
+    def _on_audit_event(self, event: str, args: tuple[Any, ...]) -> None:
+        if event == "pickle.find_class":
+            self._unpickled.append(".".join(args))
+
+    def unpickle(self, data: bytes) -> None:
+        pickle.loads(data)
+
+    def report(self) -> dict[str, Any]:
+        """Classes that were unpickled, and errors of sync calls that are not documented."""
+        return {"unpickled": self._unpickled[:10], "surprises": self._surprises[:10]}
+
+    def _read(self, method: str, raw: object) -> object:
+        try:
+            _, manifest = read_sync_call(method, raw)
+        except ProtocolError:
+            raise
+        except Exception as error:
+            self._surprises.append(f"{method}: {error!r}"[:1000])
+            raise
+        return None if manifest is None else manifest.to_wire()
+
+    def sync_begin(self, call: Any) -> object:
+        return self._read("sync_begin", call)
+
+    async def sync_filled(self, call: Any) -> object:
+        return self._read("sync_filled", call)
+
+    async def sync_end(self, call: Any) -> object:
+        return self._read("sync_end", call)
+
+    def sync_abort(self, call: Any) -> object:
+        return self._read("sync_abort", call)
+
+    async def deltas(self) -> AsyncGenerator[Any, None]:
+        for number in range(_NUM_BATCHES):
+            yield {"tokens": np.full(100, number, np.int32)}
+
+    # What the others do with their arguments is not tested here: they are sent back.
+
+    def attach(self, *args: Any) -> Any:
+        return args
+
+    async def spawn(self, spec: Any) -> Any:
+        return spec
+
+    async def create_pool(self, spec: Any) -> Any:
+        return spec
+
+    async def resolve(self, *args: Any) -> Any:
+        return args
+
+    async def submit(self, requests: Any) -> Any:
+        return requests
+
+    def pool_states(self, name: Any) -> Any:
+        return name
+
+    def detach(self, rank: Any) -> Any:
+        return rank
+
+    def who(self) -> str:
+        return "the target"

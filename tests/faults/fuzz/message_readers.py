@@ -1,0 +1,91 @@
+"""Reads any message as its receiver would, and fails if that fails in an undocumented way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from fuzz_target import SYNC_CALLS, read_sync_call
+from recorded_traffic import Message
+
+from umbra.runtime.actor.heartbeat import Beat
+from umbra.runtime.engine_api.delta_batch import DeltaBatch
+from umbra.runtime.errors import ProtocolError, WeightSyncError
+from umbra.runtime.rpc.envelopes import CALL, CANCEL, CREDIT, HELLO, ITEM, RESULT, check_envelope
+from umbra.runtime.rpc.wire import Decoder
+from umbra.runtime.weights.sync_calls import SyncBegin, SyncGrant, SyncReport
+from umbra.runtime.weights.transports.cuda_ipc.exported_image import ExportedImage
+from umbra.runtime.weights.transports.cuda_ipc.rank_exports import RankExports
+
+_FROM_CALLERS: Final = frozenset({CALL, CANCEL, CREDIT, HELLO})
+_ANSWERS: Final[Sequence[Callable[[Any], object]]] = (
+    SyncGrant.from_wire,
+    SyncReport.from_wire,
+    DeltaBatch.from_wire,
+    Beat.decode,
+)
+
+
+class MessageReader:
+    """The receiving end of calls, sync calls, their answers and token deltas, without a socket.
+
+    Attributes:
+        num_read: values that were found well-formed: weight metadata, heartbeats, token deltas.
+    """
+
+    def __init__(self) -> None:
+        self._decoder = Decoder()
+        self.num_read = 0
+
+    def read(self, message: Message) -> bool:
+        """Whether a server accepts the whole message; False if it must count it as malformed.
+
+        Raises whatever but ProtocolError the code under test raises, and AssertionError if it
+        accepts what no process of umbra could have sent.
+        """
+        is_good = True
+        try:
+            for raw in self._decoder.decode(message[0], message[1:]):
+                envelope = check_envelope(raw)
+                self._read_values(envelope)
+                is_good &= envelope[0] in _FROM_CALLERS
+        except ProtocolError:
+            return False
+        return is_good
+
+    def _read_values(self, envelope: list[Any]) -> None:
+        match envelope:
+            case [kind, _, _, str(method), [argument, *_], *_] if (
+                kind == CALL and method in SYNC_CALLS
+            ):
+                self._try(lambda raw: _read_sync_call(method, raw), argument)
+            case [kind, _, value] if kind in (RESULT, ITEM):
+                for reader in _ANSWERS:
+                    self._try(reader, value)
+            case _:
+                pass
+
+    def _try(self, reader: Callable[[Any], object], raw: object) -> None:
+        try:
+            reader(raw)
+        except ProtocolError:
+            return
+        self.num_read += 1
+
+
+def _read_sync_call(method: str, raw: object) -> None:
+    """As the supervisor does, and then as an engine does that gets the exports of all ranks."""
+    call, manifest = read_sync_call(method, raw)
+    if manifest is None or not isinstance(call, SyncBegin) or isinstance(call.offer, str):
+        return
+    assert isinstance(call.offer, RankExports)
+    try:
+        image = ExportedImage(manifest, [call.offer.to_wire()], make_opener=_open_nothing)
+    except WeightSyncError:  # not the tensors of the manifest
+        return
+    for idx in range(len(manifest.entries)):
+        image.regions(idx)
+
+
+def _open_nothing() -> Any:
+    """There is no GPU whose memory could be opened."""
