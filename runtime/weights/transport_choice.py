@@ -10,21 +10,21 @@ from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.weights.transports.base import (
     ProbedEngine,
     Problem,
+    RankOffer,
     TransportName,
     TransportPlan,
 )
-from umbra.runtime.weights.transports.cuda_ipc.rank_exports import Offer
 
 logger = logging.getLogger(__name__)
 
-TransportSetting = Literal["auto", "memfd", "cuda_ipc"]
+TransportSetting = Literal["auto", "memfd", "cuda_ipc", "nccl"]
 
 
 class TransportChooser:
     """Chooses once for each sync of one pool.
 
     Args:
-        plans: of all transports, the fastest first; the last one works everywhere.
+        plans: of all transports, the fastest first.
         setting: "auto" tries them in this order; else only that one may be used.
     """
 
@@ -37,7 +37,7 @@ class TransportChooser:
         self._logged: tuple[TransportName, str] | None = None
 
     async def choose(
-        self, offers: Sequence[Offer], engines: Sequence[ProbedEngine], timeout_s: float
+        self, offers: Sequence[RankOffer], engines: Sequence[ProbedEngine], timeout_s: float
     ) -> TransportPlan:
         """
         Args:
@@ -57,7 +57,7 @@ class TransportChooser:
         assert faster is not None
         raise WeightSyncError(
             f"pool {self._pool}: transport {self._setting!r} is unavailable: {faster.text}. "
-            "Set pool.transport = 'auto' to fall back to shared memory."
+            "Set pool.transport = 'auto' to use any that works."
         )
 
     def _log(self, name: TransportName, faster: Problem | None) -> None:

@@ -71,6 +71,8 @@ class LocalSync:
         self._loading: Future[dict[str, int]]
         self.verified: dict[str, Any] = {}
 
+    node_id = ""
+
     def check(self) -> None:
         pass
 
@@ -83,12 +85,10 @@ class LocalSync:
         return SyncGrant(
             sync_id="sync",
             transport="memfd",
-            fd_socket=self._buckets["fd_socket"],
-            buckets=self._buckets["names"],
             bucket_nbytes=bucket_nbytes,
-            progress=self._buckets["progress"],
             num_buckets=BucketGrid(nbytes, bucket_nbytes).num_buckets,
             has_checksums=True,
+            details=self._buckets,
         )
 
     def sync_filled(self, call: SyncFilled) -> None:

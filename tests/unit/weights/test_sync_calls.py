@@ -16,6 +16,7 @@ from umbra.runtime.weights.sync_calls import (
     SyncEnd,
     SyncFilled,
     SyncGrant,
+    SyncProgressed,
     SyncReport,
 )
 from umbra.runtime.weights.transports.cuda_ipc.rank_exports import (
@@ -40,6 +41,8 @@ def calls(deadline: float) -> list[SyncCall]:
             world_size=2,
             manifest={"tensors": [], "aliases": {}, "nbytes": 0},
             offer=EXPORTS,
+            node_id="first",
+            store="10.0.0.1:4000",
             deadline=deadline,
         ),
         SyncBegin(
@@ -49,8 +52,11 @@ def calls(deadline: float) -> list[SyncCall]:
             world_size=2,
             manifest=None,
             offer="it has no GPU",
+            node_id="second",
+            store="",
             deadline=deadline,
         ),
+        SyncProgressed(sync_id="policy-1", rank=1, num_filled=4, sent=[2, 4], deadline=deadline),
         SyncFilled(sync_id="policy-1", rank=1, regions=regions, deadline=deadline),
         SyncEnd(sync_id="policy-1", rank=1, deadline=deadline),
         SyncAbort(sync_id="policy-1", rank=1, reason="it was killed", deadline=deadline),
@@ -75,12 +81,10 @@ def test_an_answer_arrives_as_it_was_sent() -> None:
     grant = SyncGrant(
         sync_id="policy-1",
         transport="memfd",
-        fd_socket="/tmp/fds",
-        buckets=["a", "b"],
         bucket_nbytes=512,
-        progress={"name": "c", "num_ranks": 1, "num_engines": 1},
         num_buckets=3,
         has_checksums=True,
+        details={"fd_socket": "/tmp/fds", "names": ["a", "b"]},
     )
     report = SyncReport(
         version=3,

@@ -67,6 +67,8 @@ class SecondRank:
             world_size=2,
             manifest=None,
             offer="it has no GPU",
+            node_id="here",
+            store="",
             deadline=time.monotonic() + 20.0,
         )
         self.supervisor.sync_begin(call)
