@@ -58,7 +58,8 @@ class LinkSource:
                 yield idx, memory
                 self._num_loaded = idx + 1
         finally:
-            self._close_links()
+            for link in self._links:
+                link.close()
 
     def check_all_loaded(self, num_buckets: int) -> None:
         """See `BucketSource.check_all_loaded`."""
@@ -85,9 +86,3 @@ class LinkSource:
             if chunk is not None:
                 return chunk
         raise WeightSyncError(f"the update was stopped before bucket {idx} arrived")
-
-    def _close_links(self) -> None:
-        for link in self._links:
-            link.close()
-        for link in self._links:
-            link.join()

@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from umbra.runtime.errors import DeadlineExceeded
 from umbra.runtime.weights.sync_calls import (
     Region,
     SyncGrant,
@@ -33,7 +34,9 @@ from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketPie
 _NUM_SLOTS: Final = 2
 # A bucket is sent while the next one is read.
 _REPORT_INTERVAL_S: Final = 0.25
-# A longer one notices later that the sync was aborted; a shorter one costs the supervisor calls.
+_REPORT_SHARE: Final = 0.05
+# Time between two reports, and its largest share of the time for the sync. A longer one notices
+# later that the sync was aborted; a shorter one costs the supervisor calls.
 
 
 class LinkSender:
@@ -86,6 +89,7 @@ class _Sending:
         self._deadline = deadline
         self._changed = threading.Condition()
         self._num_filled = 0
+        self._interval_s = min(_REPORT_INTERVAL_S, _REPORT_SHARE * remaining_s(deadline))
         self._report_at = 0.0
         self._num_engines: int = grant.details["progress"]["num_engines"]
         self._links: dict[int, SendingLink] = {}  # by engine
@@ -115,8 +119,6 @@ class _Sending:
     def close(self) -> None:
         for link in self._links.values():
             link.close()
-        for link in self._links.values():
-            link.join()
 
     def _open_links(self) -> bool:
         """To all engines but those that were lost while they got ready; False if the sync is
@@ -150,7 +152,14 @@ class _Sending:
             with self._changed:
                 if self._is_sent(num_buckets):
                     return True
-                timeout_s = min(remaining_s(self._deadline), _REPORT_INTERVAL_S)
+                left_s = self._deadline - time.monotonic()
+                if left_s <= 0:
+                    sent = [link.num_sent for link in self._links.values()]
+                    raise DeadlineExceeded(
+                        f"{sent} of at least {num_buckets} buckets are sent to engines and the "
+                        "time is used up"
+                    )
+                timeout_s = min(left_s, self._interval_s)
                 self._changed.wait_for(lambda: self._is_sent(num_buckets), timeout_s)
 
     def _is_sent(self, num_buckets: int) -> bool:
@@ -167,7 +176,7 @@ class _Sending:
     def _exchange(self) -> Mapping[str, Any]:
         """Reports what was sent; returns the answer, see `ReportedProgress.observe`."""
         self._supervisor.check()
-        self._report_at = time.monotonic() + _REPORT_INTERVAL_S
+        self._report_at = time.monotonic() + self._interval_s
         with self._changed:
             links = (self._links.get(engine) for engine in range(self._num_engines))
             sent = [0 if link is None else link.num_sent for link in links]

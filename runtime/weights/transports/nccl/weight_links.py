@@ -48,8 +48,6 @@ _RECEIVER: Final = 1
 _NUM_SLOTS: Final = 2
 # Chunks of one rank that an engine holds: one arrives while the other is loaded. Each further one
 # costs an engine the size of a bucket for every rank.
-_CLOSE_WAIT_S: Final = 0.5
-# For a link's thread to free its connection; it may be blocked until the deadline of the sync.
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +91,7 @@ class _Link:
         self._member = member
         self._deadline = deadline
         self._group: Any = None
-        self._is_closed = False
-        self._thread = threading.Thread(target=self._main, name="weight-link", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._main, name="weight-link", daemon=True).start()
 
     def _main(self) -> None:
         try:
@@ -114,9 +110,6 @@ class _Link:
 
     def _wait(self, work: Any) -> None:
         work.wait(timedelta(seconds=remaining_s(self._deadline)))
-
-    def _join(self) -> None:
-        self._thread.join(_CLOSE_WAIT_S)
 
 
 class SendingLink(_Link):
@@ -153,12 +146,7 @@ class SendingLink(_Link):
         """Ends the link, even if not everything was sent. Idempotent."""
         with self._changed:
             self.error = self.error or reason
-            self._is_closed = True
         self._chunks.put(None)
-
-    def join(self) -> None:
-        """After `close`: waits a moment for the connection to be freed."""
-        self._join()
 
     def _run(self) -> None:
         rows = torch.tensor([(e.offset, e.nbytes) for e in self._extents], dtype=torch.int64)
@@ -167,7 +155,7 @@ class SendingLink(_Link):
             self._send(rows)
         for idx in range(self._num_buckets):
             chunk = self._chunks.get()
-            if chunk is None or self._is_closed:
+            if chunk is None or self.error:
                 return
             if len(chunk):
                 self._send(chunk)
@@ -200,6 +188,7 @@ class ReceivingLink(_Link):
 
     def __init__(self, address: LinkAddress, grid: BucketGrid, deadline: float) -> None:
         self._grid = grid
+        self._is_closed = False
         self._arrived: queue.SimpleQueue[Chunk | Exception] = queue.SimpleQueue()
         self._free: queue.SimpleQueue[Tensor | None] = queue.SimpleQueue()
         for _ in range(_NUM_SLOTS):
@@ -228,10 +217,6 @@ class ReceivingLink(_Link):
         """Idempotent."""
         self._is_closed = True
         self._free.put(None)
-
-    def join(self) -> None:
-        """After `close`: waits a moment for the connection to be freed."""
-        self._join()
 
     def _run(self) -> None:
         for pieces in self._grid.cut(self._receive_extents()):
@@ -287,18 +272,14 @@ def _open_group(address: LinkAddress, member: int, deadline: float) -> Any:
     """A group of two. It is gloo's own class: torch's default group is not touched, and nothing
     watches it."""
     host, _, port = address.store.rpartition(":")
+    # The other ends reach this one where the store does. It also finds out fast whether the store
+    # is still there, while its client would try until the deadline.
+    with socket.create_connection((host, int(port)), remaining_s(deadline)) as probe:
+        own_address = str(probe.getsockname()[0])
     limit = timedelta(seconds=remaining_s(deadline))
     store = dist.TCPStore(host, int(port), None, False, limit, wait_for_workers=False)
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout, options._threads = limit, 1
-    options._devices = [gloo.create_device(hostname=_own_address(host, int(port)))]
+    options._devices = [gloo.create_device(hostname=own_address)]
     return gloo(dist.PrefixStore(address.key, store), member, 2, options)
-
-
-def _own_address(host: str, port: int) -> str:
-    """The address of this machine from which it reaches the host: the other ends reach it there."""
-    family, kind, proto, _, peer = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, proto) as probe:
-        probe.connect(peer)  # sends nothing
-        return str(probe.getsockname()[0])
