@@ -36,7 +36,7 @@ from umbra.runtime.weights.sync_events import (
     Verify,
 )
 from umbra.runtime.weights.sync_transaction import Phase, SyncTransaction
-from umbra.runtime.weights.transports.base import Progress
+from umbra.runtime.weights.transports.base import TransferProgress
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class OpenedImage:
     engines: Sequence[SyncEngine]
     buckets: dict[str, Any]
     details: Mapping[str, Any]
-    progress: Progress
+    progress: TransferProgress
     num_buckets: int
     has_checksums: bool
 

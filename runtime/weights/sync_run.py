@@ -2,7 +2,7 @@
 
 Ranks wait on futures, and every engine has a task (`umbra.runtime.weights.engine_sync`), all on the
 supervisor's loop. The transfer itself does not go through the supervisor. When the transaction
-aborts, the transport's `Progress` stops it.
+aborts, the transport's `TransferProgress` stops it.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     sender     rank         send                       writes the rank's shards, or exports them
     receiver   engine       load, verify               reads them into the engine's parameters
 
-A transport also carries the progress of its syncs: `Progress` is the supervisor's view of it.
+A transport also carries the progress of its syncs: `TransferProgress` is the supervisor's view of it.
 
 `weights/transport_choice.py` chooses between plans. Torch-free, as are all plans.
 """
@@ -68,11 +68,11 @@ class Layout:
 
     details: Mapping[str, Any]
     engine_details: Mapping[str, Any]
-    progress: Progress
+    progress: TransferProgress
     num_buckets: int
 
 
-class Progress(Protocol):
+class TransferProgress(Protocol):
     """How far a sync is, for the supervisor. Ranks and engines are numbered."""
 
     @property

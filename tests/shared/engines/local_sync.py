@@ -19,6 +19,7 @@ from umbra.runtime.weights.sync_calls import (
     SyncEnd,
     SyncFilled,
     SyncGrant,
+    SyncProgressed,
     SyncReport,
 )
 from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketGrid
@@ -90,6 +91,9 @@ class LocalSync:
             has_checksums=True,
             details=self._buckets,
         )
+
+    def sync_progress(self, call: SyncProgressed) -> dict[str, Any]:
+        raise AssertionError("memfd has its progress in shared memory")
 
     def sync_filled(self, call: SyncFilled) -> None:
         self._regions = [list(region) for region in call.regions]

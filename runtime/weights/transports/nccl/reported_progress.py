@@ -14,7 +14,7 @@ from umbra.runtime.weights.sync_calls import SyncProgressed
 
 
 class ReportedProgress:
-    """Implements `Progress`. An engine has loaded what every rank has sent to it, but for the
+    """Implements `TransferProgress`. An engine has loaded what every rank has sent to it, but for the
     chunks that are on their way."""
 
     def __init__(self, num_ranks: int, num_engines: int) -> None:

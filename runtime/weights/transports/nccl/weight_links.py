@@ -31,7 +31,7 @@ from datetime import timedelta
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 from torch import Tensor
 
 from umbra.runtime.errors import ProtocolError
@@ -43,6 +43,7 @@ from umbra.runtime.weights.transports.shared_memory.bucket_grid import (
     Extent,
 )
 
+_c10d: Any = torch.distributed  # which exports these classes without declaring it
 _SENDER: Final = 0  # members of a link's group
 _RECEIVER: Final = 1
 _NUM_SLOTS: Final = 2
@@ -63,7 +64,7 @@ class LinkAddress:
     key: str
 
 
-def open_store(host: str) -> tuple[dist.TCPStore, str]:
+def open_store(host: str) -> tuple[Any, str]:
     """A store that listens at the address `host` only; returns it with its "HOST:PORT".
 
     Its protocol is plain text without any check of who asks. It holds the endpoints of links and
@@ -72,7 +73,7 @@ def open_store(host: str) -> tuple[dist.TCPStore, str]:
     family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
     with socket.create_server((host, 0), family=family, backlog=512) as listener:
         port = int(listener.getsockname()[1])
-        store = dist.TCPStore(
+        store = _c10d.TCPStore(
             host,
             port,
             None,
@@ -237,7 +238,7 @@ class ReceivingLink(_Link):
         rows = torch.zeros(int(count.item()), 2, dtype=torch.int64)
         if len(rows):
             self._wait(self._group.recv([rows], _SENDER, 0))
-        numbers: list[list[int]] = rows.tolist()
+        numbers: list[list[int]] = rows.numpy().tolist()
         end = 0
         for offset, nbytes in numbers:
             if offset < end or nbytes < 1 or offset + nbytes > self._grid.image_nbytes:
@@ -277,9 +278,9 @@ def _open_group(address: LinkAddress, member: int, deadline: float) -> Any:
     with socket.create_connection((host, int(port)), remaining_s(deadline)) as probe:
         own_address = str(probe.getsockname()[0])
     limit = timedelta(seconds=remaining_s(deadline))
-    store = dist.TCPStore(host, int(port), None, False, limit, wait_for_workers=False)
-    gloo: Any = dist.ProcessGroupGloo
+    store = _c10d.TCPStore(host, int(port), None, False, limit, wait_for_workers=False)
+    gloo = _c10d.ProcessGroupGloo
     options = gloo._Options()
     options._timeout, options._threads = limit, 1
     options._devices = [gloo.create_device(hostname=own_address)]
-    return gloo(dist.PrefixStore(address.key, store), member, 2, options)
+    return gloo(_c10d.PrefixStore(address.key, store), member, 2, options)
