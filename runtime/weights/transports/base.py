@@ -4,7 +4,8 @@
     sender     rank         send                       writes the rank's shards, or exports them
     receiver   engine       load, verify               reads them into the engine's parameters
 
-A transport also carries the progress of its syncs: `TransferProgress` is the supervisor's view of it.
+A transport also carries the progress of its syncs, which the supervisor sees as
+`TransferProgress`.
 
 `weights/transport_choice.py` chooses between plans. Torch-free, as are all plans.
 """

@@ -14,8 +14,8 @@ from umbra.runtime.weights.sync_calls import SyncProgressed
 
 
 class ReportedProgress:
-    """Implements `TransferProgress`. An engine has loaded what every rank has sent to it, but for the
-    chunks that are on their way."""
+    """Implements `TransferProgress`. An engine has loaded what every rank has sent to it, except
+    for chunks that are on their way."""
 
     def __init__(self, num_ranks: int, num_engines: int) -> None:
         self.is_aborted = False
