@@ -21,6 +21,7 @@ from umbra.runtime.weights.sync_calls import (
     SyncEnd,
     SyncFilled,
     SyncGrant,
+    SyncProgressed,
     SyncReport,
 )
 
@@ -36,11 +37,19 @@ class SessionSync:
     def __init__(self, session: Session) -> None:
         self._session = session
 
+    @property
+    def node_id(self) -> str:
+        return self._session.node_id
+
     def check(self) -> None:
         self._session.raise_if_lost()
 
     def sync_begin(self, call: SyncBegin) -> SyncGrant:
         return SyncGrant.from_wire(self._call("sync_begin", call))
+
+    def sync_progress(self, call: SyncProgressed) -> Mapping[str, Any]:
+        answer: Mapping[str, Any] = self._call("sync_progress", call)
+        return answer
 
     def sync_filled(self, call: SyncFilled) -> None:
         self._call("sync_filled", call)

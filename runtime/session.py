@@ -138,6 +138,10 @@ class Session:
         return cls(config, TorchrunEnvironment.read(), on_note, on_failed, on_signal)
 
     @property
+    def node_id(self) -> str:
+        return self._node_id
+
+    @property
     def rank(self) -> int:
         return self._environment.rank
 

@@ -35,7 +35,13 @@ from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.rpc.rpc_server import idempotent
 from umbra.runtime.settings import from_wire
-from umbra.runtime.weights.sync_calls import SyncAbort, SyncBegin, SyncEnd, SyncFilled
+from umbra.runtime.weights.sync_calls import (
+    SyncAbort,
+    SyncBegin,
+    SyncEnd,
+    SyncFilled,
+    SyncProgressed,
+)
 from umbra.runtime.weights.transports.shared_memory.memfd import FdServer, serve_fds
 
 logger = logging.getLogger(__name__)
@@ -402,6 +408,10 @@ class Supervisor:
 
     async def sync_begin(self, call: dict[str, Any]) -> dict[str, Any]:
         return (await self._pools.sync_begin(SyncBegin.from_wire(call))).to_wire()
+
+    def sync_progress(self, call: dict[str, Any]) -> dict[str, Any]:
+        progress = SyncProgressed.from_wire(call)
+        return self._pools[progress.pool].sync.sync_progress(progress)
 
     async def sync_filled(self, call: dict[str, Any]) -> None:
         filled = SyncFilled.from_wire(call)

@@ -156,6 +156,7 @@ class Trainer:
                     on_read=partial(self._send_away, offload, gpu_memory)
                     if config.pool.mode == "hybrid"
                     else None,
+                    store_host="127.0.0.1" if config.pool.transport == "nccl" else "",
                 ),
                 offload=offload,
                 checkpoints=checkpoints,

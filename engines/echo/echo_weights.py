@@ -11,8 +11,10 @@ import xxhash
 from umbra.engines.shell.weight_updates import WeightUpdates
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.weights.manifest import Manifest
+from umbra.runtime.weights.transports.base import BucketSource
 from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketGrid, Extent
 from umbra.runtime.weights.transports.shared_memory.memfd import BucketMappings
+from umbra.runtime.weights.transports.shared_memory.ring_source import RingSource
 from umbra.runtime.weights.transports.shared_memory.sync_progress import EngineEnd
 
 _OPEN_TIMEOUT_S = 10.0
@@ -69,20 +71,25 @@ class EchoUpdates(WeightUpdates):
         self._weights = weights
         self._verify = verify
         self._mappings = BucketMappings()
-        self._end: EngineEnd | None = None
+        self._source: BucketSource | None = None
 
     async def begin(self, manifest: Mapping[str, Any], buckets: Mapping[str, Any]) -> None:
         layout = Manifest.from_wire(manifest)
         self._bucket_nbytes: int = buckets["bucket_nbytes"]
         self._extents = [Extent(key, e.offset, e.nbytes) for key, e in enumerate(layout.entries)]
         self._plan = BucketGrid(layout.nbytes, self._bucket_nbytes).cut(self._extents)
-        await asyncio.to_thread(self._open, buckets)
+        self._source = await asyncio.to_thread(self._open, layout.nbytes, buckets)
 
-    def _open(self, buckets: Mapping[str, Any]) -> None:
-        self._buckets = self._mappings.open(
+    def _open(self, image_nbytes: int, buckets: Mapping[str, Any]) -> BucketSource:
+        if buckets["transport"] == "nccl":
+            # It imports torch, which this engine otherwise does without.
+            from umbra.runtime.weights.transports.nccl.link_receiver import LinkSource
+
+            return LinkSource(image_nbytes, buckets)
+        mapped = self._mappings.open(
             buckets["fd_socket"], buckets["names"], self._bucket_nbytes, _OPEN_TIMEOUT_S
         )
-        self._end = EngineEnd(buckets, _OPEN_TIMEOUT_S)
+        return RingSource(mapped, EngineEnd(buckets, _OPEN_TIMEOUT_S))
 
     async def load(self) -> int:
         return await asyncio.to_thread(self._load)
@@ -91,16 +98,15 @@ class EchoUpdates(WeightUpdates):
         nbytes = 0
         if self._weights is not None:
             self._weights.lay_out(self._extents, len(self._plan) * self._bucket_nbytes)
-        for idx in self._open_end().buckets(len(self._plan)):
+        for idx, memory in self._open_source().buckets(len(self._plan)):
             if self._weights is not None:
-                bucket = self._buckets[idx % len(self._buckets)]
-                self._weights.write(idx * self._bucket_nbytes, memoryview(bucket.memory))
+                self._weights.write(idx * self._bucket_nbytes, memoryview(memory))
             nbytes += sum(piece.nbytes for piece in self._plan[idx])
         return nbytes
 
     async def finish(self, regions: Sequence[Sequence[int | None]]) -> dict[str, Any]:
         """Counts the regions, and verifies them if `verify` is set."""
-        self._open_end().check_all_loaded(len(self._plan))
+        self._open_source().check_all_loaded(len(self._plan))
         mismatches: list[str] = []
         if self._verify and self._weights is not None:
             mismatches = _mismatches(self._weights.image, regions)
@@ -111,12 +117,12 @@ class EchoUpdates(WeightUpdates):
         }
 
     def stop(self) -> None:
-        if self._end is not None:
-            self._end.close()
+        if self._source is not None:
+            self._source.close()
 
     async def end(self) -> None:
         self.stop()
-        self._end = None
+        self._source = None
 
     async def release(self) -> None:
         await self.end()
@@ -125,10 +131,10 @@ class EchoUpdates(WeightUpdates):
     async def close(self) -> None:
         await self.release()
 
-    def _open_end(self) -> EngineEnd:
-        if self._end is None:
+    def _open_source(self) -> BucketSource:
+        if self._source is None:
             raise WeightSyncError("no update is in progress; begin_update comes first")
-        return self._end
+        return self._source
 
 
 def _mismatches(image: bytearray, regions: Sequence[Sequence[int | None]]) -> list[str]:

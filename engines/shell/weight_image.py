@@ -47,7 +47,8 @@ class WeightImage:
             self._open(manifest)
         assert self._receiver is not None
         self._receiver.begin(manifest, buckets)
-        self._sync = {name: buckets[name] for name in ("fd_socket", "progress")}
+        known = ("fd_socket", "progress") if "fd_socket" in buckets else ()
+        self._sync = {name: buckets[name] for name in known}
 
     def load(self) -> int:
         """Copies all buckets as they are filled and returns the bytes. Raises WeightSyncError if

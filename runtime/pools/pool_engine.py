@@ -73,6 +73,11 @@ class PoolEngine:
         return self.actor.incarnation
 
     @property
+    def node_id(self) -> str:
+        """Its node while it has a process that answers, else ""."""
+        return "" if self._handle is None else self._handle.ref.node_id
+
+    @property
     def state(self) -> EngineState:
         return self.lifecycle.state
 

@@ -37,8 +37,8 @@ class PoolSpec(Settings):
             while the others generate. For standalone engines, at most one wave for each.
         load_weights: engines read their weights themselves and serve from the start, as version 0;
             the pool takes part in no sync. Engines get it as an argument of the same name.
-        bucket_nbytes: size of each of the four buffers that weights travel in, see SyncSettings.
-        transport: how weights travel: auto, memfd or cuda_ipc; `transport_choice`.
+        bucket_nbytes: size of each of the buffers that weights travel in, see SyncSettings.
+        transport: how weights travel: auto, memfd, cuda_ipc or nccl; `transport_choice`.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """One engine in a sync: makes the requests that the transaction decides on, one after the other.
 
-So a revert never overtakes a load that is still copying. While an engine loads, its word in the
-control block is watched: an engine that makes no progress although there are buckets to load has
+So a revert never overtakes a load that is still copying. While an engine loads, its progress is
+watched: an engine that makes no progress although there are buckets to load has
 failed.
 """
 
@@ -36,7 +36,7 @@ from umbra.runtime.weights.sync_events import (
     Verify,
 )
 from umbra.runtime.weights.sync_transaction import Phase, SyncTransaction
-from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncProgress
+from umbra.runtime.weights.transports.base import TransferProgress
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class SyncEngine(Protocol):
 
     `begin_update` does not change the weights. `touch` announces, before `load`, that they will
     have no version (lifecycle BeginUpdate). `load` returns when the model has the weights, and
-    fails soon after the sync's control block reports an abort. `finish_update` verifies what was
+    fails soon after the sync is aborted. `finish_update` verifies what was
     loaded, and changes nothing. `abort_update` ends the update; the lifecycle loses the version
     only if it was touched. `probe_import` returns why allocations (`rank_exports`) cannot be
     opened, or "".
@@ -71,6 +71,8 @@ class SyncEngine(Protocol):
     def name(self) -> str: ...
     @property
     def incarnation(self) -> int: ...
+    @property
+    def node_id(self) -> str: ...
     @property
     def lifecycle(self) -> EngineLifecycle: ...
 
@@ -96,16 +98,16 @@ class OpenedImage:
     """The part of a sync that the coordinator provides once the layout is known.
 
     Attributes:
-        buckets: for engines: transport, fd_socket, names, bucket_nbytes, progress (name, num_ranks,
-            num_engines). Engines are numbered in the order of `engines`. With cuda_ipc there are no
-            names, but has_checksums and exports, those of each rank.
-        progress: the control block, mapped; the host closes it after the run.
+        buckets: for engines: transport, bucket_nbytes, and the details of the transport's layout.
+            Engines are numbered in the order of `engines`.
+        details: for ranks.
         num_buckets: with cuda_ipc the number of tensors, which are loaded one by one.
     """
 
     engines: Sequence[SyncEngine]
     buckets: dict[str, Any]
-    progress: SyncProgress
+    details: Mapping[str, Any]
+    progress: TransferProgress
     num_buckets: int
     has_checksums: bool
 
@@ -134,7 +136,7 @@ class EngineSync:
     """Passes the outcome of every request to the transaction, by `feed`.
 
     Args:
-        number: the engine's index in the control block.
+        number: the engine's index in the sync.
         lease: the time that the ranks set for the sync; it limits the engine.
     """
 

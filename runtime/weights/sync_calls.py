@@ -2,6 +2,7 @@
 
     rank                                      supervisor
     sync_begin  ──SyncBegin──▶   SyncGrant    all ranks have joined, engines get ready
+    sync_progress ──SyncProgressed──▶         without shared memory: what was sent, who is lost
     sync_filled ──SyncFilled──▶               all ranks have filled, all engines have loaded
     sync_end    ──SyncEnd──▶     SyncReport   the version is committed, engines serve it
     sync_abort  ──SyncAbort──▶                the sync ends for every rank
@@ -58,6 +59,8 @@ class SyncBegin(_Call):
     Attributes:
         manifest: the wire form of a `Manifest`, from rank 0; the coordinator reads it.
         offer: the GPU memory that the rank exports.
+        node_id: the rank's node.
+        store: "HOST:PORT" of a store in which process groups can meet, from rank 0; "" for none.
     """
 
     pool: str
@@ -65,6 +68,8 @@ class SyncBegin(_Call):
     world_size: int
     manifest: Mapping[str, Any] | None
     offer: Offer
+    node_id: str
+    store: str
 
     def to_wire(self) -> dict[str, Any]:
         return _Call.to_wire(self) | {"offer": offer_to_wire(self.offer)}
@@ -80,6 +85,8 @@ class SyncBegin(_Call):
                 "world_size": int(world_size),
                 "manifest": manifest,
                 "offer": offer,
+                "node_id": str(node_id),
+                "store": str(store),
                 "timeout_s": float(timeout_s),
             } if 0 <= rank < world_size <= MAX_RANKS and (
                 manifest is None or isinstance(manifest, dict)
@@ -91,6 +98,8 @@ class SyncBegin(_Call):
                     world_size=world_size,
                     manifest=cast("dict[str, Any] | None", manifest),
                     offer=offer_from_wire(offer),
+                    node_id=node_id,
+                    store=store,
                     deadline=_read_deadline(timeout_s),
                 )
             case _:
@@ -104,6 +113,40 @@ class _LaterCall(_Call):
     @property
     def pool(self) -> str:
         return self.sync_id.rpartition("-")[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncProgressed(_LaterCall):
+    """A rank reports how far it is, now and then; see `ReportedProgress.observe` for the answer.
+
+    Attributes:
+        num_filled: buckets that it has read.
+        sent: buckets sent to each engine, in the order of the sync.
+    """
+
+    num_filled: int
+    sent: Sequence[int]
+
+    @classmethod
+    def from_wire(cls, raw: object) -> Self:
+        """Raises ProtocolError for anything that `to_wire` could not have made."""
+        match cast("Any", raw):
+            case {
+                "sync_id": str(sync_id),
+                "rank": int(rank),
+                "num_filled": int(num_filled),
+                "sent": [*sent],
+                "timeout_s": float(timeout_s),
+            } if all(isinstance(count, int) for count in sent):
+                return cls(
+                    sync_id=sync_id,
+                    rank=rank,
+                    num_filled=num_filled,
+                    sent=sent,
+                    deadline=_read_deadline(timeout_s),
+                )
+            case _:
+                raise ProtocolError(f"not a rank's sync_progress: {brief(raw)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +211,7 @@ class SyncAbort(_LaterCall):
                 raise ProtocolError(f"not a rank's sync_abort: {brief(raw)}")
 
 
-SyncCall = SyncBegin | SyncFilled | SyncEnd | SyncAbort
+SyncCall = SyncBegin | SyncProgressed | SyncFilled | SyncEnd | SyncAbort
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,21 +219,17 @@ class SyncGrant:
     """The information that a rank needs to hand over its tensors.
 
     Attributes:
-        transport: "memfd" or "cuda_ipc".
-        buckets: names of the buckets at `fd_socket`; none with cuda_ipc.
-        progress: name and sizes of the control block, see `SyncProgress.receive`.
         num_buckets: with cuda_ipc the number of tensors.
         has_checksums: whether the ranks compute checksums.
+        details: of the transport, from its plan's `Layout`.
     """
 
     sync_id: str
     transport: str
-    fd_socket: str
-    buckets: Sequence[str]
     bucket_nbytes: int
-    progress: Mapping[str, Any]
     num_buckets: int
     has_checksums: bool
+    details: Mapping[str, Any]
 
     def to_wire(self) -> dict[str, Any]:
         return _plain(self)
@@ -201,13 +240,11 @@ class SyncGrant:
         match cast("Any", raw):
             case {
                 "sync_id": str(),
-                "transport": "memfd" | "cuda_ipc",
-                "fd_socket": str(),
-                "buckets": list(),
+                "transport": "memfd" | "cuda_ipc" | "nccl",
                 "bucket_nbytes": int(),
-                "progress": dict(),
                 "num_buckets": int(),
                 "has_checksums": bool(),
+                "details": dict(),
             }:
                 return _of_fields(cls, cast("dict[str, Any]", raw))
             case _:
@@ -222,7 +259,7 @@ class SyncReport:
         engines: name -> {"nbytes": bytes loaded, "load_s": seconds, waits included}.
         failed: name -> why this engine did not get the version; it is being replaced.
         remaining: engines that serve an older version, and get this one in the next wave.
-        transport: "memfd" or "cuda_ipc"; for a rolling update, the last wave's.
+        transport: by name; for a rolling update, the last wave's.
         prepare_s, transfer_s, verify_s, resume_s: seconds of each phase, over all waves.
     """
 
@@ -278,13 +315,20 @@ class SyncSupervisor(Protocol):
 
     Each raises `WeightSyncError` on all ranks if the sync fails, and DeadlineExceeded if the call's
     time is used up.
+
+    Attributes:
+        node_id: the rank's node.
     """
+
+    @property
+    def node_id(self) -> str: ...
 
     def check(self) -> None:
         """Raises if the job is lost; called while a rank waits for buckets."""
         ...
 
     def sync_begin(self, call: SyncBegin) -> SyncGrant: ...
+    def sync_progress(self, call: SyncProgressed) -> Mapping[str, Any]: ...
     def sync_filled(self, call: SyncFilled) -> None: ...
     def sync_end(self, call: SyncEnd) -> SyncReport: ...
     def sync_abort(self, call: SyncAbort) -> None: ...

@@ -3,7 +3,7 @@
     rank 0 ──sync_begin──┐                                     ┌── begin_update ──> engine a
     rank 1 ──sync_begin──┴─> SyncCoordinator ── one SyncRun ───┴── begin_update ──> engine b
 
-Ranks make the four `sync_*` calls, see `sync_calls`. Torch-free.
+Ranks make the `sync_*` calls, see `sync_calls`. Torch-free.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from umbra.runtime.errors import WeightSyncError
+from umbra.runtime.errors import ProtocolError, WeightSyncError
 from umbra.runtime.weights.engine_sync import OpenedImage, SyncEngine
 from umbra.runtime.weights.manifest import ALIGNMENT, Manifest, align
 from umbra.runtime.weights.sync_calls import (
@@ -26,15 +26,17 @@ from umbra.runtime.weights.sync_calls import (
     SyncEnd,
     SyncFilled,
     SyncGrant,
+    SyncProgressed,
     SyncReport,
 )
 from umbra.runtime.weights.sync_events import Aborted, RankFilled, RankJoined
 from umbra.runtime.weights.sync_run import SyncRun
 from umbra.runtime.weights.sync_transaction import Phase
 from umbra.runtime.weights.transport_choice import TransportChooser, TransportSetting
-from umbra.runtime.weights.transports.base import TransportPlan
+from umbra.runtime.weights.transports.base import RankOffer, TransportPlan
 from umbra.runtime.weights.transports.cuda_ipc.export_plan import ExportPlan
-from umbra.runtime.weights.transports.cuda_ipc.rank_exports import Offer
+from umbra.runtime.weights.transports.nccl.link_plan import LinkPlan
+from umbra.runtime.weights.transports.nccl.reported_progress import ReportedProgress
 from umbra.runtime.weights.transports.shared_memory.memfd import FdServer
 from umbra.runtime.weights.transports.shared_memory.ring_plan import RingPlan
 from umbra.runtime.weights.transports.shared_memory.sync_memory import SyncMemory
@@ -99,11 +101,10 @@ class SyncCoordinator:
         self.version: int | None = None
         self._pool = pool
         self._engines = engines
-        self._fd_socket = fd_socket
         self._settings = settings or SyncSettings()
-        self._memory = SyncMemory(pool, self._settings.bucket_nbytes, fd_server)
+        self._memory = SyncMemory(pool, self._settings.bucket_nbytes, fd_server, fd_socket)
         self._on_commit = on_commit
-        plans = [ExportPlan(), RingPlan(self._memory)]
+        plans = [ExportPlan(self._memory), RingPlan(self._memory), LinkPlan()]
         self._transports = TransportChooser(pool, self._settings.transport, plans)
         self._sync_ids = itertools.count(1)
         self._num_versions = 0  # committed
@@ -167,21 +168,31 @@ class SyncCoordinator:
                 world_size=call.world_size,
                 version=call.version,
                 manifest=layout,
-                offer=call.offer,
+                offer=RankOffer(exports=call.offer, node_id=call.node_id, store=call.store),
             )
         )
         assert run.opened is not None
-        buckets = run.opened.buckets
         return SyncGrant(
             sync_id=run.sync_id,
-            transport=buckets["transport"],
-            fd_socket=self._fd_socket,
-            buckets=buckets["names"],
-            bucket_nbytes=buckets["bucket_nbytes"],
-            progress=buckets["progress"],
+            transport=run.opened.buckets["transport"],
+            bucket_nbytes=run.opened.buckets["bucket_nbytes"],
             num_buckets=run.opened.num_buckets,
             has_checksums=run.opened.has_checksums,
+            details=run.opened.details,
         )
+
+    def sync_progress(self, call: SyncProgressed) -> dict[str, Any]:
+        """Called now and then by a rank that shares no memory with the others; see
+        `ReportedProgress.observe`.
+
+        Raises:
+            WeightSyncError: the sync is unknown.
+            ProtocolError: the report does not fit it.
+        """
+        opened = self._find(call.sync_id).opened
+        if opened is None or not isinstance(opened.progress, ReportedProgress):
+            raise ProtocolError(f"sync {call.sync_id!r} has its progress in shared memory")
+        return opened.progress.observe(call)
 
     async def sync_filled(self, call: SyncFilled) -> None:
         """Called by a rank that wrote its part of every bucket; returns once every engine has
@@ -215,12 +226,14 @@ class SyncCoordinator:
 
     # -- calls of a run ------------------------------------------------------------------
 
-    async def choose_transport(self, offers: Sequence[Offer], timeout_s: float) -> TransportPlan:
+    async def choose_transport(
+        self, offers: Sequence[RankOffer], timeout_s: float
+    ) -> TransportPlan:
         """Raises WeightSyncError if the configured transport is unavailable."""
         return await self._transports.choose(offers, self._able_engines(), timeout_s)
 
     def open_image(
-        self, version: int, manifest: Manifest, offers: Sequence[Offer], plan: TransportPlan
+        self, version: int, manifest: Manifest, offers: Sequence[RankOffer], plan: TransportPlan
     ) -> OpenedImage:
         """Chooses the engines: the next wave of those that can take part and lack `version`.
 
@@ -230,20 +243,19 @@ class SyncCoordinator:
         chosen = self._choose_engines(version, plan)
         bucket_nbytes = min(self._memory.bucket_nbytes, max(align(manifest.nbytes), ALIGNMENT))
         has_checksums = self._needs_checksums(version, chosen)
-        layout = plan.lay_out(manifest, bucket_nbytes, offers, has_checksums=has_checksums)
-        name, progress = self._memory.open_progress(len(offers), len(chosen))
-        buckets: dict[str, Any] = {
-            "transport": plan.name,
-            "fd_socket": self._fd_socket,
-            "names": layout.names,
-            "bucket_nbytes": bucket_nbytes,
-            "progress": {"name": name, "num_ranks": len(offers), "num_engines": len(chosen)},
-            **layout.details,
-        }
+        layout = plan.lay_out(
+            manifest, bucket_nbytes, offers, len(chosen), has_checksums=has_checksums
+        )
         return OpenedImage(
             engines=chosen,
-            buckets=buckets,
-            progress=progress,
+            buckets={
+                "transport": plan.name,
+                "bucket_nbytes": bucket_nbytes,
+                **layout.details,
+                **layout.engine_details,
+            },
+            details=layout.details,
+            progress=layout.progress,
             num_buckets=layout.num_buckets,
             has_checksums=has_checksums,
         )

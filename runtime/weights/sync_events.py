@@ -7,20 +7,20 @@ from dataclasses import dataclass
 
 from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.sync_calls import Region
-from umbra.runtime.weights.transports.cuda_ipc.rank_exports import Offer
+from umbra.runtime.weights.transports.base import RankOffer
 
 # -- events ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankJoined:
-    """A rank called sync_begin. Rank 0 sends the layout; each offers the memory that it exports."""
+    """A rank called sync_begin. Rank 0 sends the layout; each offers what transports may use."""
 
     rank: int
     world_size: int
     version: int
     manifest: Manifest | None
-    offer: Offer = "it offers no GPU memory"
+    offer: RankOffer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,11 +28,12 @@ class Opened:
     """The answer to `Open`: these engines take part.
 
     `reads_exports`: they read the ranks' own memory, so nothing else may use it before they are
-    done.
+    done. `grants_late`: ranks may begin only when all engines are prepared.
     """
 
     engines: Sequence[str]
     reads_exports: bool = False
+    grants_late: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +138,7 @@ class Open:
     """Choose transport and engines, make the control block; answer with `Opened` or `Aborted`."""
 
     manifest: Manifest
-    offers: Sequence[Offer]  # of each rank
+    offers: Sequence[RankOffer]  # of each rank
 
 
 @dataclass(frozen=True, slots=True)

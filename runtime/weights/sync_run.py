@@ -1,8 +1,8 @@
 """Drives one sync: carries out what `SyncTransaction` decides.
 
 Ranks wait on futures, and every engine has a task (`umbra.runtime.weights.engine_sync`), all on the
-supervisor's loop. The transfer itself goes through shared memory, and is stopped there when the
-transaction aborts (`umbra.runtime.weights.transports.shared_memory.sync_progress`).
+supervisor's loop. The transfer itself does not go through the supervisor. When the transaction
+aborts, the transport's `TransferProgress` stops it.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ from umbra.runtime.weights.sync_events import (
     Verify,
 )
 from umbra.runtime.weights.sync_transaction import Phase, SyncTransaction
-from umbra.runtime.weights.transports.base import TransportPlan
-from umbra.runtime.weights.transports.cuda_ipc.rank_exports import Offer
+from umbra.runtime.weights.transports.base import RankOffer, TransportPlan
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +53,10 @@ class SyncHost(Protocol):
     @property
     def pause_mode(self) -> str: ...
     async def choose_transport(
-        self, offers: Sequence[Offer], timeout_s: float
+        self, offers: Sequence[RankOffer], timeout_s: float
     ) -> TransportPlan: ...
     def open_image(
-        self, version: int, manifest: Manifest, offers: Sequence[Offer], plan: TransportPlan
+        self, version: int, manifest: Manifest, offers: Sequence[RankOffer], plan: TransportPlan
     ) -> OpenedImage: ...
     def commit_version(self, version: int, run: SyncRun) -> None: ...
     def remaining(self, version: int) -> list[str]: ...
@@ -224,7 +223,13 @@ class SyncRun:
                 pause_mode=self._host.pause_mode,
             )
             self._tasks.create_task(worker.run(), name=f"sync:{engine.name}")
-        self.feed(Opened(engines=list(self._workers), reads_exports=plan.reads_exports))
+        self.feed(
+            Opened(
+                engines=list(self._workers),
+                reads_exports=plan.reads_exports,
+                grants_late=plan.grants_late,
+            )
+        )
 
     def _make_report(self) -> None:
         entered: dict[Phase, float] = {}

@@ -11,9 +11,11 @@ actions.
 
 If engines read the ranks' own memory, COMMITTING also waits until all ranks are ready, because an
 engine that commits allocates more memory, and a rank may first have work to do once its memory was
-read. An engine that fails is discarded and the others continue. In TRANSFERRING an engine loads as
-soon as it is prepared. Ranks and engines tell each other directly which bucket to fill or load next
-(`sync_progress`); events only report who is done with all of them.
+read. Ranks begin while engines get ready, unless the transport connects them with each other: then
+they begin when all engines are ready. An engine that fails is discarded and the others continue. In
+TRANSFERRING an engine loads as soon as it is prepared. Ranks and engines tell each other directly
+which bucket to fill or load next (`sync_progress`); events only report who is done with all of
+them.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ from umbra.runtime.weights.sync_events import (
     Revert,
     Verify,
 )
-from umbra.runtime.weights.transports.cuda_ipc.rank_exports import Offer
+from umbra.runtime.weights.transports.base import RankOffer
 
 
 class Phase(IntEnum):
@@ -102,10 +104,11 @@ class SyncTransaction:
         self.failed: dict[str, str] = {}
         self._require_engine = require_engine
         self._world_size = 0
-        self._joined: dict[int, Offer] = {}
+        self._joined: dict[int, RankOffer] = {}
         self._filled: set[int] = set()
         self._released: set[int] = set()
         self._reads_exports = False
+        self._is_granted = False
         self._engines: dict[str, _Engine] = {}
 
     @property
@@ -181,7 +184,9 @@ class SyncTransaction:
         self.phase = Phase.TRANSFERRING
         self._engines = {name: _Engine() for name in event.engines}
         self._reads_exports = event.reads_exports
-        return [*(Prepare(name) for name in event.engines), GrantBegin(), *self._advance()]
+        self._is_granted = not event.grants_late
+        grant = [GrantBegin()] if self._is_granted else []
+        return [*(Prepare(name) for name in event.engines), *grant, *self._advance()]
 
     def _on_filled(self, event: RankFilled) -> list[Action]:
         if self.phase != Phase.TRANSFERRING:
@@ -216,7 +221,7 @@ class SyncTransaction:
             case EnginePrepared():
                 if self.phase == Phase.TRANSFERRING:
                     engine.stage = Stage.LOADING
-                    return [Load(event.engine)]
+                    return [Load(event.engine), *self._advance()]
             case EngineCommitted():
                 engine.stage = Stage.COMMITTED
                 return [ResumeEngine(event.engine)]
@@ -250,6 +255,9 @@ class SyncTransaction:
         """Moves to the next phases as far as known progress allows."""
         if self._require_engine and not self._engines and self.phase < Phase.ABORTING:
             return self._abort_without_engines()
+        if self.phase == Phase.TRANSFERRING and not self._is_granted and self._all_prepared():
+            self._is_granted = True
+            return [GrantBegin()]
         if self.phase == Phase.TRANSFERRING and self._is_transferred():
             return self._finish_transfer()
         if self.phase == Phase.VERIFYING and self._is_verified():
@@ -263,6 +271,9 @@ class SyncTransaction:
             self.phase = Phase.CLOSED
             return [Close()]
         return []
+
+    def _all_prepared(self) -> bool:
+        return all(engine.stage != Stage.PREPARING for engine in self._engines.values())
 
     def _is_transferred(self) -> bool:
         return self._filled == self._joined.keys() and self._all_at(Stage.LOADED)

@@ -10,21 +10,21 @@ from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.weights.transports.base import (
     ProbedEngine,
     Problem,
+    RankOffer,
     TransportName,
     TransportPlan,
 )
-from umbra.runtime.weights.transports.cuda_ipc.rank_exports import Offer
 
 logger = logging.getLogger(__name__)
 
-TransportSetting = Literal["auto", "memfd", "cuda_ipc"]
+TransportSetting = Literal["auto", "memfd", "cuda_ipc", "nccl"]
 
 
 class TransportChooser:
     """Chooses once for each sync of one pool.
 
     Args:
-        plans: of all transports, the fastest first; the last one works everywhere.
+        plans: of all transports, the fastest first.
         setting: "auto" tries them in this order; else only that one may be used.
     """
 
@@ -37,7 +37,7 @@ class TransportChooser:
         self._logged: tuple[TransportName, str] | None = None
 
     async def choose(
-        self, offers: Sequence[Offer], engines: Sequence[ProbedEngine], timeout_s: float
+        self, offers: Sequence[RankOffer], engines: Sequence[ProbedEngine], timeout_s: float
     ) -> TransportPlan:
         """
         Args:
@@ -45,29 +45,36 @@ class TransportChooser:
             engines: engines that may take part.
 
         Raises:
-            WeightSyncError: the configured transport cannot be used.
+            WeightSyncError: none that is allowed can be used.
         """
-        faster: Problem | None = None
+        problems: list[Problem] = []
         for plan in self._plans:
             problem = await plan.find_problem(offers, engines, timeout_s)
             if problem is None:
-                self._log(plan.name, faster)
+                self._log(plan.name, problems)
                 return plan
-            faster = problem
-        assert faster is not None
+            problems.append(problem)
+        others = "Set pool.transport = 'auto' to use any that works."
         raise WeightSyncError(
-            f"pool {self._pool}: transport {self._setting!r} is unavailable: {faster.text}. "
-            "Set pool.transport = 'auto' to fall back to shared memory."
+            f"pool {self._pool}: transport {self._setting!r} is unavailable: {_reasons(problems)}."
+            + ("" if self._setting == "auto" else f" {others}")
         )
 
-    def _log(self, name: TransportName, faster: Problem | None) -> None:
-        """Logs the choice if it differs from the last one."""
-        reason = "all ranks and engines can" if faster is None else faster.text
+    def _log(self, name: TransportName, problems: Sequence[Problem]) -> None:
+        """Logs the choice if it differs from the last one.
+
+        Args:
+            problems: of the faster transports.
+        """
+        reason = _reasons(problems) if problems else "all ranks and engines can"
         if self._setting == name:
             reason = "pool.transport sets it"
         if self._logged == (name, reason):
             return
         self._logged = name, reason
-        is_warning = faster is not None and faster.is_warning
-        level = logging.WARNING if is_warning else logging.INFO
+        level = logging.WARNING if any(p.is_warning for p in problems) else logging.INFO
         logger.log(level, "pool %s: weights travel by %s: %s", self._pool, name, reason)
+
+
+def _reasons(problems: Sequence[Problem]) -> str:
+    return "; ".join(dict.fromkeys(problem.text for problem in problems))

@@ -1,7 +1,6 @@
 """The trainer's side of a sync: every rank hands over its own shards, by the granted transport.
 
-Progress is in shared memory (`sync_progress`). The supervisor gets one call, when this rank has
-handed over everything.
+The supervisor gets one call when this rank has handed over everything.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from umbra.runtime.weights.sync_calls import (
 from umbra.runtime.weights.transports.base import Sender
 from umbra.runtime.weights.transports.cuda_ipc.export_sender import Export, ExportSender
 from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import export_tensors
+from umbra.runtime.weights.transports.nccl.link_sender import LinkSender
 from umbra.runtime.weights.transports.shard_reader import RankShards, ShardSource
 from umbra.runtime.weights.transports.shared_memory.bucket_grid import Extent
 from umbra.runtime.weights.transports.shared_memory.ring_sender import RingSender
@@ -51,6 +51,8 @@ class WeightPublisher:
         on_read: called when the tensors of this rank have been read, by itself or by the engines.
             The engines allocate their KV cache only after it has returned on every rank.
         export: see `Export`.
+        store_host: address of this node at which the other nodes reach rank 0. If it is set, rank 0
+            offers a `TCPStore` there while a sync is open, which the transport "nccl" needs.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class WeightPublisher:
         locate: Callable[[Tensor], Tensor] = local_part,
         on_read: Callable[[], None] | None = None,
         export: Export = export_tensors,
+        store_host: str = "",
     ) -> None:
         self._supervisor = supervisor
         self._rank = rank
@@ -84,9 +87,11 @@ class WeightPublisher:
             rank=rank, manifest=self.manifest, extents=extents, sources=sources, locate=locate
         )
         self._exports = ExportSender(shards, export)
+        self._links = LinkSender(shards, supervisor, store_host)
         self._senders: dict[str, Sender] = {
             "memfd": RingSender(shards, supervisor.check),
             "cuda_ipc": self._exports,
+            "nccl": self._links,
         }
         self._on_read = on_read or _nothing
         self._wire = self.manifest.to_wire()
@@ -118,6 +123,8 @@ class WeightPublisher:
                 world_size=self._world_size,
                 manifest=self._wire if rank == 0 else None,
                 offer=self._exports.offer(),
+                node_id=supervisor.node_id,
+                store=self._links.offer_store(),
                 deadline=deadline,
             )
         )
@@ -142,6 +149,8 @@ class WeightPublisher:
                     SyncAbort(sync_id=sync_id, rank=rank, reason=reason, deadline=until)
                 )
             raise
+        finally:
+            self._links.close()  # nobody else meets at its store
 
     def close(self) -> None:
         """Unmaps the buckets, which `publish` keeps mapped; it maps them again. Idempotent."""

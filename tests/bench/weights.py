@@ -31,7 +31,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Any, Final
 
 import uvloop
 import zmq
@@ -57,7 +57,6 @@ from umbra.runtime.rpc.rpc_client import Client, Handle
 from umbra.runtime.rpc.rpc_server import ActorServer
 from umbra.runtime.weights.sync_calls import SyncAbort, SyncBegin, SyncEnd, SyncFilled
 from umbra.runtime.weights.sync_coordinator import SyncCoordinator, SyncSettings
-from umbra.runtime.weights.transports.base import TransportName
 from umbra.runtime.weights.transports.shared_memory.memfd import serve_fds
 
 _ROUND_TIMEOUT_S: Final = 120.0
@@ -117,7 +116,7 @@ def _run(rounds: int, total_nbytes: int) -> dict[str, Any]:
 def _run_on_gpu(rounds: int) -> dict[str, Any]:
     pools = {
         f"{transport}{suffix}": SyncSettings(transport=transport, verify_every=every)
-        for transport in get_args(TransportName)
+        for transport in ("memfd", "cuda_ipc")
         for suffix, every in {"": 1 << 30, "_verified": 1}.items()
     }
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -225,6 +224,7 @@ class _Engine:
 
     name = "engine"
     incarnation = 1
+    node_id = "here"
 
     def __init__(self, handle: Handle) -> None:
         self._handle = handle

@@ -34,6 +34,7 @@ from umbra.runtime.weights.sync_calls import (
     SyncEnd,
     SyncFilled,
     SyncGrant,
+    SyncProgressed,
     SyncReport,
 )
 from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import probe_import
@@ -136,11 +137,17 @@ class RemoteSupervisor:
         self._loop = loop
         self._handle = handle
 
+    node_id = "here"
+
     def check(self) -> None:
         pass
 
     def sync_begin(self, call: SyncBegin) -> SyncGrant:
         return SyncGrant.from_wire(self._call("sync_begin", call))
+
+    def sync_progress(self, call: SyncProgressed) -> dict[str, Any]:
+        answer: dict[str, Any] = self._call("sync_progress", call)
+        return answer
 
     def sync_filled(self, call: SyncFilled) -> None:
         self._call("sync_filled", call)

@@ -4,12 +4,15 @@
     sender     rank         send                       writes the rank's shards, or exports them
     receiver   engine       load, verify               reads them into the engine's parameters
 
+A transport also carries the progress of its syncs, which the supervisor sees as
+`TransferProgress`.
+
 `weights/transport_choice.py` chooses between plans. Torch-free, as are all plans.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -17,7 +20,7 @@ from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.sync_calls import Region, SyncGrant
 from umbra.runtime.weights.transports.cuda_ipc.rank_exports import Offer
 
-TransportName = Literal["memfd", "cuda_ipc"]
+TransportName = Literal["memfd", "cuda_ipc", "nccl"]
 
 
 class ProbedEngine(Protocol):
@@ -30,7 +33,18 @@ class ProbedEngine(Protocol):
     def name(self) -> str: ...
     @property
     def incarnation(self) -> int: ...
+    @property
+    def node_id(self) -> str: ...
     async def probe_import(self, allocations: list[list[Any]], timeout_s: float) -> str: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankOffer:
+    """What a rank offers to transports; see `SyncBegin`."""
+
+    exports: Offer
+    node_id: str
+    store: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +61,48 @@ class Layout:
     """The location of the tensors of one sync.
 
     Attributes:
-        names: names of the buckets, for ranks and engines; empty without buckets.
-        details: other facts that engines need.
-        num_buckets: steps that the control block counts.
+        details: facts that ranks and engines need. "progress" is what they need to report theirs;
+            an engine gets it with its number, "engine", and "timeout_s", the time that is left.
+        engine_details: further facts, for engines only.
+        num_buckets: steps that `progress` counts.
     """
 
-    names: Sequence[str]
     details: Mapping[str, Any]
+    engine_details: Mapping[str, Any]
+    progress: TransferProgress
     num_buckets: int
+
+
+class TransferProgress(Protocol):
+    """How far a sync is, for the supervisor. Ranks and engines are numbered."""
+
+    @property
+    def is_aborted(self) -> bool: ...
+
+    def num_filled(self) -> list[int]:
+        """Buckets that each rank has filled."""
+        ...
+
+    def num_loaded(self, engine: int) -> int: ...
+
+    def abort(self) -> None:
+        """Makes ranks and engines stop."""
+        ...
+
+    def dismiss(self, engine: int) -> None:
+        """Makes nobody wait for this engine any more; it must not be loading."""
+        ...
+
+
+def find_distance(offers: Sequence[RankOffer], engines: Sequence[ProbedEngine]) -> Problem | None:
+    """The problem of a transport that works only within a node, if there are several."""
+    nodes = {f"rank {rank}": offer.node_id for rank, offer in enumerate(offers)}
+    nodes |= {engine.name: engine.node_id for engine in engines}
+    first = next(iter(nodes))
+    for name, node_id in nodes.items():
+        if node_id != nodes[first]:
+            return Problem(f"{first} is on node {nodes[first]}, {name} on node {node_id}")
+    return None
 
 
 class TransportPlan(Protocol):
@@ -63,13 +111,15 @@ class TransportPlan(Protocol):
     Attributes:
         reads_exports: engines read the ranks' own memory, so nothing else may use it before they
             are done.
+        grants_late: ranks may begin only when all engines are prepared.
     """
 
     name: TransportName
     reads_exports: bool
+    grants_late: bool
 
     async def find_problem(
-        self, offers: Sequence[Offer], engines: Sequence[ProbedEngine], timeout_s: float
+        self, offers: Sequence[RankOffer], engines: Sequence[ProbedEngine], timeout_s: float
     ) -> Problem | None:
         """Why it cannot be used now with the offers of all ranks and these engines; None if it
         can."""
@@ -83,7 +133,8 @@ class TransportPlan(Protocol):
         self,
         manifest: Manifest,
         bucket_nbytes: int,
-        offers: Sequence[Offer],
+        offers: Sequence[RankOffer],
+        num_engines: int,
         *,
         has_checksums: bool,
     ) -> Layout:
@@ -112,6 +163,31 @@ class Sender(Protocol):
 
     def close(self) -> None:
         """Idempotent."""
+        ...
+
+
+class BucketSource(Protocol):
+    """The buckets of one sync, as an engine gets them; `BucketGrid` says what is in them."""
+
+    def buckets(self, num_buckets: int) -> Iterator[tuple[int, Any]]:
+        """Yields every bucket once all ranks have filled it: its index and its memory, a buffer.
+        Taking the next one gives it back.
+
+        Raises:
+            WeightSyncError: the sync was aborted, its time is over, or `stop` was called.
+        """
+        ...
+
+    def check_all_loaded(self, num_buckets: int) -> None:
+        """Raises WeightSyncError unless this many buckets were given back."""
+        ...
+
+    def stop(self) -> None:
+        """Ends `buckets` within 50 ms. From any thread."""
+        ...
+
+    def close(self) -> None:
+        """Leaves the sync. Idempotent."""
         ...
 
 

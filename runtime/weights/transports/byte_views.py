@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-
-from umbra.runtime.weights.transports.shared_memory.memfd import MappedBucket
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -23,10 +24,10 @@ def flatten(tensor: Tensor) -> Tensor:
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
-def bucket_bytes(bucket: MappedBucket) -> Tensor:
-    """The bucket's memory, uint8 [bucket_nbytes]; it stays mapped while the view lives.
+def buffer_bytes(buffer: mmap.mmap | NDArray[np.uint8]) -> Tensor:
+    """The bytes of a bucket's memory, uint8 [nbytes]; a mapping stays mapped while the view lives.
 
     It uses numpy, which keeps the mapping alive. torch.frombuffer does not (2.13): closing the
     mapping under it causes a segmentation fault.
     """
-    return torch.as_tensor(np.frombuffer(bucket.memory, dtype=np.uint8))
+    return torch.as_tensor(np.frombuffer(buffer, dtype=np.uint8))

@@ -8,10 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from umbra.runtime.errors import ProtocolError
 from umbra.runtime.weights.checksum import checksum_of, copy_with_checksum
 from umbra.runtime.weights.manifest import Manifest
+from umbra.runtime.weights.sync_calls import SyncGrant
 from umbra.runtime.weights.transports.byte_views import flatten
-from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketPiece, Extent
+from umbra.runtime.weights.transports.shared_memory.bucket_grid import (
+    BucketGrid,
+    BucketPiece,
+    Extent,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +51,26 @@ class RankShards:
     def reader(self) -> ShardReader:
         """A reader for one sync: it reads each shard once."""
         return ShardReader(self)
+
+
+class ShardBuckets:
+    """The pieces of every bucket that one rank fills."""
+
+    def __init__(self, shards: RankShards) -> None:
+        self._shards = shards
+        self._last: tuple[int, list[list[BucketPiece]]] | None = None  # for buckets of this size
+
+    def cut(self, grant: SyncGrant) -> list[list[BucketPiece]]:
+        """A list per bucket. Raises ProtocolError if rank 0 publishes different tensors."""
+        if self._last is None or self._last[0] != grant.bucket_nbytes:
+            grid = BucketGrid(self._shards.manifest.nbytes, grant.bucket_nbytes)
+            self._last = grant.bucket_nbytes, grid.cut(self._shards.extents)
+        if len(self._last[1]) != grant.num_buckets:
+            raise ProtocolError(
+                f"rank {self._shards.rank} cuts its image into {len(self._last[1])} buckets, "
+                f"rank 0's has {grant.num_buckets}: their tensors differ"
+            )
+        return self._last[1]
 
 
 class ShardReader:

@@ -118,6 +118,8 @@ def _publish_weights(session: Session) -> None:
         world_size=1,
         manifest=publisher.manifest.to_wire(),
         offer=exports,
+        node_id=session.node_id,
+        store="127.0.0.1:4000",
         deadline=deadline,
     )
     abort = SyncAbort(sync_id="elsewhere-1", rank=0, reason="it failed", deadline=deadline)

@@ -30,7 +30,14 @@ from umbra.runtime.engine_api.lifecycle import (
     Tag,
 )
 from umbra.runtime.errors import UmbraError
-from umbra.runtime.weights.sync_calls import SyncAbort, SyncBegin, SyncCall, SyncEnd, SyncFilled
+from umbra.runtime.weights.sync_calls import (
+    SyncAbort,
+    SyncBegin,
+    SyncCall,
+    SyncEnd,
+    SyncFilled,
+    SyncProgressed,
+)
 from umbra.runtime.weights.sync_coordinator import SyncCoordinator, SyncSettings
 from umbra.runtime.weights.transports.cuda_ipc.exported_image import MakeOpener
 from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import CudaOpener, probe_import
@@ -96,6 +103,7 @@ class EngineInPool:
 
     name = "engine"
     incarnation = 1
+    node_id = "here"
 
     def __init__(self, engine: UpdatedEngine) -> None:
         self.lifecycle = EngineLifecycle().apply(EngineStarted())
@@ -227,6 +235,8 @@ async def _ask(coordinator: SyncCoordinator, call: SyncCall) -> Any:
                 return await coordinator.sync_begin(call)
             case SyncFilled():
                 return await coordinator.sync_filled(call)
+            case SyncProgressed():
+                return coordinator.sync_progress(call)
             case SyncEnd():
                 return await coordinator.sync_end(call)
             case SyncAbort():

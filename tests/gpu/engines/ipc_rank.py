@@ -29,6 +29,7 @@ from umbra.runtime.weights.sync_calls import (
     SyncEnd,
     SyncFilled,
     SyncGrant,
+    SyncProgressed,
     SyncReport,
 )
 from umbra.runtime.weights.weight_publisher import WeightPublisher
@@ -63,6 +64,7 @@ class TestSupervisor:
     """`SyncSupervisor` by way of the test."""
 
     __test__ = False
+    node_id = "here"
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -73,6 +75,10 @@ class TestSupervisor:
     def sync_begin(self, call: SyncBegin) -> SyncGrant:
         grant: SyncGrant = self._call(call)
         return grant
+
+    def sync_progress(self, call: SyncProgressed) -> dict[str, Any]:
+        answer: dict[str, Any] = self._call(call)
+        return answer
 
     def sync_filled(self, call: SyncFilled) -> None:
         self._call(call)

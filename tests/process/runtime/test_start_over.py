@@ -104,6 +104,8 @@ def test_engines_of_a_sync_that_is_being_undone_stay_warm(
         world_size=1,
         manifest=manifest,
         offer="it has no GPU",
+        node_id=session.node_id,
+        store="",
         deadline=time.monotonic() + 20.0,
     )
     sync_id = SessionSync(session).sync_begin(begin).sync_id

@@ -19,6 +19,7 @@ from umbra.runtime.weights.sync_calls import (
     SyncEnd,
     SyncFilled,
     SyncGrant,
+    SyncProgressed,
     SyncReport,
 )
 from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketGrid
@@ -71,6 +72,8 @@ class LocalSync:
         self._loading: Future[dict[str, int]]
         self.verified: dict[str, Any] = {}
 
+    node_id = ""
+
     def check(self) -> None:
         pass
 
@@ -83,13 +86,14 @@ class LocalSync:
         return SyncGrant(
             sync_id="sync",
             transport="memfd",
-            fd_socket=self._buckets["fd_socket"],
-            buckets=self._buckets["names"],
             bucket_nbytes=bucket_nbytes,
-            progress=self._buckets["progress"],
             num_buckets=BucketGrid(nbytes, bucket_nbytes).num_buckets,
             has_checksums=True,
+            details=self._buckets,
         )
+
+    def sync_progress(self, call: SyncProgressed) -> dict[str, Any]:
+        raise AssertionError("memfd has its progress in shared memory")
 
     def sync_filled(self, call: SyncFilled) -> None:
         self._regions = [list(region) for region in call.regions]

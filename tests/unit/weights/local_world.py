@@ -40,6 +40,7 @@ from umbra.runtime.weights.sync_calls import (
     SyncEnd,
     SyncFilled,
     SyncGrant,
+    SyncProgressed,
     SyncReport,
 )
 from umbra.runtime.weights.sync_coordinator import SyncCoordinator, SyncSettings
@@ -65,6 +66,7 @@ class ThreadEngine:
         self.name = name
         self._make_opener = make_opener
         self.incarnation = 1
+        self.node_id = "here"
         self.lifecycle = EngineLifecycle().apply(EngineStarted())
         self._receiver = WeightReceiver({})
         self.destinations = tensors
@@ -185,6 +187,8 @@ class ThreadEngine:
 class LocalSupervisor:
     """The blocking sync calls of one rank thread, straight to a coordinator on a loop thread."""
 
+    node_id = "here"
+
     def __init__(self, loop: LoopThread, coordinator: SyncCoordinator) -> None:
         self._loop = loop
         self.coordinator = coordinator
@@ -194,6 +198,12 @@ class LocalSupervisor:
 
     def sync_begin(self, call: SyncBegin) -> SyncGrant:
         return self._loop.run(self.coordinator.sync_begin(call))
+
+    def sync_progress(self, call: SyncProgressed) -> dict[str, Any]:
+        async def report() -> dict[str, Any]:
+            return self.coordinator.sync_progress(call)
+
+        return self._loop.run(report())
 
     def sync_filled(self, call: SyncFilled) -> None:
         self._loop.run(self.coordinator.sync_filled(call))

@@ -18,6 +18,7 @@ from umbra.runtime.weights.sync_calls import (
     SyncEnd,
     SyncFilled,
     SyncGrant,
+    SyncProgressed,
     SyncReport,
 )
 from umbra.runtime.weights.transports.cuda_ipc.rank_exports import (
@@ -34,12 +35,10 @@ EXPORTS = RankExports(
 GRANT = SyncGrant(
     sync_id="policy-1",
     transport="memfd",
-    fd_socket="/tmp/fds",
-    buckets=["a", "b"],
     bucket_nbytes=512,
-    progress={"name": "c", "num_ranks": 1, "num_engines": 1},
     num_buckets=3,
     has_checksums=True,
+    details={"fd_socket": "/tmp/fds", "names": ["a", "b"]},
 )
 REPORT = SyncReport(
     version=3,
@@ -64,6 +63,8 @@ def calls(deadline: float) -> list[SyncCall]:
             world_size=2,
             manifest={"tensors": [], "aliases": {}, "nbytes": 0},
             offer=EXPORTS,
+            node_id="first",
+            store="10.0.0.1:4000",
             deadline=deadline,
         ),
         SyncBegin(
@@ -73,8 +74,11 @@ def calls(deadline: float) -> list[SyncCall]:
             world_size=2,
             manifest=None,
             offer="it has no GPU",
+            node_id="second",
+            store="",
             deadline=deadline,
         ),
+        SyncProgressed(sync_id="policy-1", rank=1, num_filled=4, sent=[2, 4], deadline=deadline),
         SyncFilled(sync_id="policy-1", rank=1, regions=regions, deadline=deadline),
         SyncEnd(sync_id="policy-1", rank=1, deadline=deadline),
         SyncAbort(sync_id="policy-1", rank=1, reason="it was killed", deadline=deadline),

@@ -32,6 +32,12 @@ from umbra.runtime.weights.weight_publisher import WeightPublisher
 SMALL = SyncSettings(bucket_nbytes=512, verify_every=1)
 
 
+@pytest.fixture(params=["memfd", pytest.param("nccl", marks=pytest.mark.slow)])
+def small(request: pytest.FixtureRequest) -> SyncSettings:
+    """With each transport that has buckets."""
+    return replace(SMALL, transport=request.param)
+
+
 @pytest.fixture
 def sources() -> dict[str, Tensor]:
     """Many more buckets than there are buffers."""
@@ -41,7 +47,8 @@ def sources() -> dict[str, Tensor]:
 def publish(supervisor: LocalSupervisor, tensors: dict[str, Tensor], **options: Any) -> SyncReport:
     arguments: dict[str, Any] = {"rank": 0, "world_size": 1, "timeout_s": 20.0} | options
     rank, world_size = arguments["rank"], arguments["world_size"]
-    with closing(WeightPublisher(supervisor, rank, world_size, tensors)) as publisher:
+    made = WeightPublisher(supervisor, rank, world_size, tensors, store_host="127.0.0.1")
+    with closing(made) as publisher:
         return publisher.publish("pool", arguments.get("version", 1), arguments["timeout_s"])
 
 
@@ -67,6 +74,8 @@ class SecondRank:
             world_size=2,
             manifest=None,
             offer="it has no GPU",
+            node_id="here",
+            store="",
             deadline=time.monotonic() + 20.0,
         )
         self.supervisor.sync_begin(call)
@@ -80,10 +89,10 @@ class SecondRank:
 
 @pytest.mark.slow
 def test_a_rank_that_dies_in_mid_transfer_frees_engine_and_ranks(
-    sources: dict[str, Tensor],
+    sources: dict[str, Tensor], small: SyncSettings
 ) -> None:
     engine = ThreadEngine("engine", empty_like(sources))
-    with local_pool([engine], SMALL) as supervisor:
+    with local_pool([engine], small) as supervisor:
         rank = SecondRank(supervisor, version := next_version())
         died_at: list[float] = []
 
@@ -112,11 +121,11 @@ def test_a_rank_that_dies_in_mid_transfer_frees_engine_and_ranks(
 
 
 def test_an_engine_that_dies_in_mid_transfer_does_not_hold_the_others(
-    sources: dict[str, Tensor],
+    sources: dict[str, Tensor], small: SyncSettings
 ) -> None:
     broken, sound = (ThreadEngine(name, empty_like(sources)) for name in ("broken", "sound"))
     broken.hang_at = "load"
-    with local_pool([broken, sound], SMALL) as supervisor:
+    with local_pool([broken, sound], small) as supervisor:
 
         def die_when_the_rank_waits() -> None:
             until(broken.hanging.is_set)
@@ -132,11 +141,13 @@ def test_an_engine_that_dies_in_mid_transfer_does_not_hold_the_others(
 
 
 @pytest.mark.slow
-def test_an_engine_that_stands_still_is_replaced(sources: dict[str, Tensor]) -> None:
+def test_an_engine_that_stands_still_is_replaced(
+    sources: dict[str, Tensor], small: SyncSettings
+) -> None:
     stuck, sound = (ThreadEngine(name, empty_like(sources)) for name in ("stuck", "sound"))
     stuck.hang_at = "load"
     begun_at = time.monotonic()
-    with local_pool([stuck, sound], SMALL) as supervisor:
+    with local_pool([stuck, sound], small) as supervisor:
         report = publish(supervisor, sources, timeout_s=4.0)
 
     assert 2.0 < time.monotonic() - begun_at < 4.0
@@ -149,11 +160,11 @@ def test_an_engine_that_stands_still_is_replaced(sources: dict[str, Tensor]) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize(("timeout_s", "is_in_time"), [(4.0, False), (20.0, True)])
 def test_how_long_a_load_may_stand_still_is_up_to_the_time_of_the_sync(
-    sources: dict[str, Tensor], timeout_s: float, is_in_time: bool
+    sources: dict[str, Tensor], small: SyncSettings, timeout_s: float, is_in_time: bool
 ) -> None:
     slow, sound = (ThreadEngine(name, empty_like(sources)) for name in ("slow", "sound"))
     slow.load_takes_s = 3.5
-    with local_pool([slow, sound], SMALL) as supervisor:
+    with local_pool([slow, sound], small) as supervisor:
         report = publish(supervisor, sources, timeout_s=timeout_s)
 
     assert list(report.engines) == (["slow", "sound"] if is_in_time else ["sound"])
@@ -161,10 +172,10 @@ def test_how_long_a_load_may_stand_still_is_up_to_the_time_of_the_sync(
 
 
 def test_an_engine_has_most_of_the_time_of_the_sync_for_each_request(
-    sources: dict[str, Tensor],
+    sources: dict[str, Tensor], small: SyncSettings
 ) -> None:
     engine = ThreadEngine("engine", empty_like(sources))
-    with local_pool([engine], SMALL) as supervisor:
+    with local_pool([engine], small) as supervisor:
         publish(supervisor, sources, timeout_s=3600.0)
 
     assert engine.limits_s.keys() == {"begin_update", "finish_update"}
@@ -172,10 +183,10 @@ def test_an_engine_has_most_of_the_time_of_the_sync_for_each_request(
 
 
 def test_an_engine_that_fails_in_each_incarnation_leaves_one_note(
-    sources: dict[str, Tensor],
+    sources: dict[str, Tensor], small: SyncSettings
 ) -> None:
     engine = ThreadEngine("broken", empty_like(sources))
-    with local_pool([engine], SMALL) as supervisor:
+    with local_pool([engine], small) as supervisor:
         for life in range(1, 4):
             engine.incarnation, engine.lifecycle = life, EngineLifecycle().apply(EngineStarted())
             engine.fail_at = "load"
@@ -192,7 +203,9 @@ def test_an_engine_that_fails_in_each_incarnation_leaves_one_note(
 
 
 @pytest.mark.slow
-def test_a_slow_rank_is_not_the_fault_of_an_engine(sources: dict[str, Tensor]) -> None:
+def test_a_slow_rank_is_not_the_fault_of_an_engine(
+    sources: dict[str, Tensor], small: SyncSettings
+) -> None:
     class Slow(LocalSupervisor):
         def sync_begin(self, call: SyncBegin) -> SyncGrant:
             grant = super().sync_begin(call)
@@ -200,7 +213,7 @@ def test_a_slow_rank_is_not_the_fault_of_an_engine(sources: dict[str, Tensor]) -
             return grant
 
     engine = ThreadEngine("engine", empty_like(sources))
-    with local_pool([engine], SMALL) as plain:
+    with local_pool([engine], small) as plain:
         slow = Slow(plain._loop, plain.coordinator)  # pyright: ignore[reportPrivateUsage]
         report = publish(slow, sources, timeout_s=4.0)  # of which an engine may have 2.7 s
 
@@ -208,13 +221,15 @@ def test_a_slow_rank_is_not_the_fault_of_an_engine(sources: dict[str, Tensor]) -
     assert engine.killed is None
 
 
-def test_a_rank_that_gives_up_fails_the_others(sources: dict[str, Tensor]) -> None:
+def test_a_rank_that_gives_up_fails_the_others(
+    sources: dict[str, Tensor], small: SyncSettings
+) -> None:
     class GivesUp(LocalSupervisor):
         def sync_filled(self, call: SyncFilled) -> None:
             raise RuntimeError("no memory on the host")
 
     engine = ThreadEngine("engine", empty_like(sources))
-    with local_pool([engine], SMALL) as plain:
+    with local_pool([engine], small) as plain:
         giving_up = GivesUp(plain._loop, plain.coordinator)  # pyright: ignore[reportPrivateUsage]
         options = {"world_size": 2, "version": next_version(), "timeout_s": 3.0}
 
@@ -229,9 +244,11 @@ def test_a_rank_that_gives_up_fails_the_others(sources: dict[str, Tensor]) -> No
 
 
 @pytest.mark.slow
-def test_a_rank_that_never_fills_ends_the_sync_by_its_lease(sources: dict[str, Tensor]) -> None:
+def test_a_rank_that_never_fills_ends_the_sync_by_its_lease(
+    sources: dict[str, Tensor], small: SyncSettings
+) -> None:
     engine = ThreadEngine("engine", empty_like(sources))
-    with local_pool([engine], SMALL) as supervisor:
+    with local_pool([engine], small) as supervisor:
         rank = SecondRank(supervisor, version := next_version())
         outcomes = in_threads(
             lambda: publish(
@@ -243,12 +260,15 @@ def test_a_rank_that_never_fills_ends_the_sync_by_its_lease(sources: dict[str, T
 
     assert isinstance(outcomes[0], WeightSyncError)
     assert "not filled by ranks [0, 1]" in str(outcomes[0])
-    assert "ranks filled [4, 0]" in str(outcomes[0])
+    num_filled = {"memfd": 4, "nccl": 5}[small.transport]  # until the engine needs rank 1's part
+    assert f"ranks filled [{num_filled}, 0]" in str(outcomes[0])
     assert engine.lifecycle.state == EngineState.PENDING_WEIGHTS
     assert engine.killed is None
 
 
-def test_a_rank_that_waits_hears_that_the_job_is_lost(sources: dict[str, Tensor]) -> None:
+def test_a_rank_that_waits_hears_that_the_job_is_lost(
+    sources: dict[str, Tensor], small: SyncSettings
+) -> None:
     lost = threading.Event()
 
     class Losable(LocalSupervisor):
@@ -258,7 +278,7 @@ def test_a_rank_that_waits_hears_that_the_job_is_lost(sources: dict[str, Tensor]
 
     engine = ThreadEngine("engine", empty_like(sources))
     engine.hang_at = "load"
-    with local_pool([engine], SMALL) as plain:
+    with local_pool([engine], small) as plain:
         losable = Losable(plain._loop, plain.coordinator)  # pyright: ignore[reportPrivateUsage]
 
         def lose() -> None:
@@ -274,13 +294,13 @@ def test_a_rank_that_waits_hears_that_the_job_is_lost(sources: dict[str, Tensor]
 
 @pytest.mark.parametrize("hangs_at", ["begin_update", "finish_update"])
 def test_an_engine_that_hangs_does_not_hold_an_aborted_sync(
-    sources: dict[str, Tensor], hangs_at: str, monkeypatch: pytest.MonkeyPatch
+    sources: dict[str, Tensor], small: SyncSettings, hangs_at: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An elastic restart waits for it."""
     monkeypatch.setattr(engine_sync, "_ABORTED_LIMIT_S", 0.2)
     engine = ThreadEngine("engine", empty_like(sources))
     engine.hang_at = hangs_at
-    with local_pool([engine], SMALL) as supervisor:
+    with local_pool([engine], small) as supervisor:
         _, settled_after_s = in_threads(
             lambda: publish(supervisor, sources), lambda: supervisor.lose_rank(0, engine.hanging)
         )
@@ -290,7 +310,9 @@ def test_an_engine_that_hangs_does_not_hold_an_aborted_sync(
     assert "after the sync was aborted" in engine.killed
 
 
-def test_a_rank_cannot_report_twice_that_it_is_done(sources: dict[str, Tensor]) -> None:
+def test_a_rank_cannot_report_twice_that_it_is_done(
+    sources: dict[str, Tensor], small: SyncSettings
+) -> None:
     class Twice(LocalSupervisor):
         def sync_filled(self, call: SyncFilled) -> None:
             super().sync_filled(call)
@@ -298,14 +320,16 @@ def test_a_rank_cannot_report_twice_that_it_is_done(sources: dict[str, Tensor]) 
 
     engine = ThreadEngine("engine", empty_like(sources))
     engine.hang_at = "finish_update"
-    with local_pool([engine], SMALL) as plain:
+    with local_pool([engine], small) as plain:
         twice = Twice(plain._loop, plain.coordinator)  # pyright: ignore[reportPrivateUsage]
         with pytest.raises(WeightSyncError, match="in phase VERIFYING"):
             publish(twice, sources, timeout_s=3.0)
 
 
 @pytest.mark.slow
-def test_a_deadline_of_the_rank_alone_ends_its_wait(sources: dict[str, Tensor]) -> None:
+def test_a_deadline_of_the_rank_alone_ends_its_wait(
+    sources: dict[str, Tensor], small: SyncSettings
+) -> None:
     class Unbounded(LocalSupervisor):
         """Asks for a lease that outlives the rank's own patience."""
 
@@ -314,7 +338,7 @@ def test_a_deadline_of_the_rank_alone_ends_its_wait(sources: dict[str, Tensor]) 
 
     engine = ThreadEngine("engine", empty_like(sources))
     engine.hang_at = "load"
-    with local_pool([engine], SMALL) as plain:
+    with local_pool([engine], small) as plain:
         unbounded = Unbounded(plain._loop, plain.coordinator)  # pyright: ignore[reportPrivateUsage]
         with pytest.raises(DeadlineExceeded, match="the time is used up"):
             publish(unbounded, sources, timeout_s=0.5)

@@ -1,4 +1,5 @@
-"""Tensors arrive bit for bit, whatever their layout: publisher, memfds and receivers in threads."""
+"""Tensors arrive bit for bit, whatever their layout: publisher, memfds or process groups, and
+receivers, in threads."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -70,9 +72,14 @@ def engine() -> ThreadEngine:
     return ThreadEngine("engine", {})
 
 
+@pytest.fixture(scope="module", params=["memfd", pytest.param("nccl", marks=pytest.mark.slow)])
+def settings_of_pool(request: pytest.FixtureRequest) -> SyncSettings:
+    return replace(SMALL, transport=request.param)
+
+
 @pytest.fixture(scope="module")
-def supervisor(engine: ThreadEngine) -> Iterator[LocalSupervisor]:
-    with local_pool([engine], SMALL) as supervisor:
+def supervisor(engine: ThreadEngine, settings_of_pool: SyncSettings) -> Iterator[LocalSupervisor]:
+    with local_pool([engine], settings_of_pool) as supervisor:
         publish(supervisor, {})  # the buckets are there then, and no test is blamed for them
         engine.unmap()
         yield supervisor
@@ -87,7 +94,8 @@ def unmapped(engine: ThreadEngine) -> Iterator[None]:
 
 
 def publish(supervisor: LocalSupervisor, tensors: dict[str, Tensor], **options: Any) -> SyncReport:
-    with closing(WeightPublisher(supervisor, 0, 1, tensors, **options)) as publisher:
+    made = WeightPublisher(supervisor, 0, 1, tensors, store_host="127.0.0.1", **options)
+    with closing(made) as publisher:
         return publisher.publish("pool", next_version(), timeout_s=20.0)
 
 
@@ -189,11 +197,11 @@ def test_an_engine_with_another_model_is_refused(
     assert all(not tensor.any() for tensor in destinations.values())
 
 
-def test_corruption_after_the_copy_is_found() -> None:
+def test_corruption_after_the_copy_is_found(settings_of_pool: SyncSettings) -> None:
     sources = {"a": torch.randn(1000), "b": torch.randn(10)}
     broken, sound = (ThreadEngine(name, empty_like(sources)) for name in ("broken", "sound"))
     broken.corrupts_after_load = True
-    with local_pool([broken, sound], SMALL) as supervisor:
+    with local_pool([broken, sound], settings_of_pool) as supervisor:
         report = publish(supervisor, sources)
 
     assert list(report.engines) == ["sound"]
@@ -234,10 +242,13 @@ def test_checksums_come_first_then_every_kth_time_and_for_new_engines() -> None:
     assert have_checksums == [True, False, False, True, False, True]
 
 
-def test_ranks_that_publish_different_models_are_found_out() -> None:
+def test_ranks_that_publish_different_models_are_found_out(
+    settings_of_pool: SyncSettings,
+) -> None:
     engine = ThreadEngine("engine", {"a": torch.zeros(1000)})
-    with local_pool([engine], SMALL) as supervisor:
-        first = WeightPublisher(supervisor, 0, 2, {"a": torch.randn(1000)})
+    with local_pool([engine], settings_of_pool) as supervisor:
+        tensors = {"a": torch.randn(1000)}
+        first = WeightPublisher(supervisor, 0, 2, tensors, store_host="127.0.0.1")
         second = WeightPublisher(supervisor, 1, 2, {"a": torch.randn(5000)})
         version = next_version()
         outcomes = in_threads(

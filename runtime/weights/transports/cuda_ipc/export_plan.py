@@ -13,13 +13,20 @@ from typing import Final
 
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.weights.manifest import Manifest
-from umbra.runtime.weights.transports.base import Layout, ProbedEngine, Problem, TransportName
+from umbra.runtime.weights.transports.base import (
+    Layout,
+    ProbedEngine,
+    Problem,
+    RankOffer,
+    TransportName,
+    find_distance,
+)
 from umbra.runtime.weights.transports.cuda_ipc.rank_exports import (
     Allocation,
-    Offer,
     RankExports,
     probe_allocations,
 )
+from umbra.runtime.weights.transports.shared_memory.sync_memory import SyncMemory
 
 logger = logging.getLogger(__name__)
 
@@ -28,21 +35,30 @@ _PROBE_TIMEOUT_S: Final = 20.0
 
 
 class ExportPlan:
-    """Remembers which engines have passed the probe."""
+    """Remembers which engines have passed the probe.
+
+    Args:
+        memory: holds the control block; the pool's coordinator owns it.
+    """
 
     name: TransportName = "cuda_ipc"
     reads_exports = True
+    grants_late = False
 
-    def __init__(self) -> None:
+    def __init__(self, memory: SyncMemory) -> None:
+        self._memory = memory
         self._problems: dict[tuple[str, int], tuple[frozenset[bytes], str]] = {}
 
     async def find_problem(
-        self, offers: Sequence[Offer], engines: Sequence[ProbedEngine], timeout_s: float
+        self, offers: Sequence[RankOffer], engines: Sequence[ProbedEngine], timeout_s: float
     ) -> Problem | None:
         """See `TransportPlan.find_problem`; each engine is probed once, before it may take part."""
         for rank, offer in enumerate(offers):
-            if isinstance(offer, str):
-                return Problem(f"rank {rank}: {offer}")
+            if isinstance(offer.exports, str):
+                return Problem(f"rank {rank}: {offer.exports}")
+        distance = find_distance(offers, engines)
+        if distance is not None:
+            return distance
         exports = _exports(offers)
         if not any(exported.parts for exported in exports):
             return Problem("there is nothing to send")
@@ -57,14 +73,20 @@ class ExportPlan:
         self,
         manifest: Manifest,
         bucket_nbytes: int,
-        offers: Sequence[Offer],
+        offers: Sequence[RankOffer],
+        num_engines: int,
         *,
         has_checksums: bool,
     ) -> Layout:
         """Tensors are loaded one by one, so the control block counts tensors."""
         exports = [exported.to_wire() for exported in _exports(offers)]
-        details = {"exports": exports, "has_checksums": has_checksums}
-        return Layout(names=[], details=details, num_buckets=len(manifest.entries))
+        details, progress = self._memory.open_progress(len(offers), num_engines)
+        return Layout(
+            details=details,
+            engine_details={"exports": exports, "has_checksums": has_checksums},
+            progress=progress,
+            num_buckets=len(manifest.entries),
+        )
 
     async def _probe(
         self, exports: Sequence[RankExports], engines: Sequence[ProbedEngine], timeout_s: float
@@ -104,5 +126,5 @@ class ExportPlan:
         return str(problem)
 
 
-def _exports(offers: Sequence[Offer]) -> list[RankExports]:
-    return [offer for offer in offers if isinstance(offer, RankExports)]
+def _exports(offers: Sequence[RankOffer]) -> list[RankExports]:
+    return [offer.exports for offer in offers if isinstance(offer.exports, RankExports)]

@@ -41,7 +41,8 @@ class ExportSender:
                 f"rank 0 {grant.num_buckets}: their tensors differ"
             )
         left_s = remaining_s(deadline)
-        progress = SyncProgress.receive_open(grant.fd_socket, grant.progress, left_s)
+        fd_socket, wire = grant.details["fd_socket"], grant.details["progress"]
+        progress = SyncProgress.receive_open(fd_socket, wire, left_s)
         if progress is None:
             return None
         try:

@@ -11,11 +11,10 @@ from collections.abc import Callable
 
 import torch
 
-from umbra.runtime.errors import ProtocolError
 from umbra.runtime.weights.sync_calls import Region, SyncGrant, remaining_s
-from umbra.runtime.weights.transports.byte_views import bucket_bytes
-from umbra.runtime.weights.transports.shard_reader import RankShards
-from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketGrid, BucketPiece
+from umbra.runtime.weights.transports.byte_views import buffer_bytes
+from umbra.runtime.weights.transports.shard_reader import RankShards, ShardBuckets
+from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketPiece
 from umbra.runtime.weights.transports.shared_memory.memfd import BucketMappings, MappedBucket
 from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncProgress
 
@@ -33,19 +32,14 @@ class RingSender:
         self._shards = shards
         self._check = check
         self._mappings = BucketMappings()
-        self._plan: tuple[int, list[list[BucketPiece]]] | None = None  # for buckets of this size
+        self._buckets = ShardBuckets(shards)
 
     def send(self, grant: SyncGrant, deadline: float) -> list[Region] | None:
         """Fills all buckets; see `Sender.send`."""
-        plan = self._plan_for(grant.bucket_nbytes)
-        if len(plan) != grant.num_buckets:
-            raise ProtocolError(
-                f"rank {self._shards.rank} cuts its image into {len(plan)} buckets, "
-                f"rank 0's has {grant.num_buckets}: their tensors differ"
-            )
-        left_s = remaining_s(deadline)
-        buckets = self._mappings.open(grant.fd_socket, grant.buckets, grant.bucket_nbytes, left_s)
-        progress = SyncProgress.receive_open(grant.fd_socket, grant.progress, left_s)
+        plan, details = self._buckets.cut(grant), grant.details
+        left_s, fd_socket = remaining_s(deadline), details["fd_socket"]
+        buckets = self._mappings.open(fd_socket, details["names"], grant.bucket_nbytes, left_s)
+        progress = SyncProgress.receive_open(fd_socket, details["progress"], left_s)
         if progress is None:
             return None
         try:
@@ -55,12 +49,6 @@ class RingSender:
 
     def close(self) -> None:
         self._mappings.close()
-
-    def _plan_for(self, bucket_nbytes: int) -> list[list[BucketPiece]]:
-        if self._plan is None or self._plan[0] != bucket_nbytes:
-            grid = BucketGrid(self._shards.manifest.nbytes, bucket_nbytes)
-            self._plan = bucket_nbytes, grid.cut(self._shards.extents)
-        return self._plan[1]
 
     @torch.no_grad()
     def _fill_buckets(
@@ -72,7 +60,7 @@ class RingSender:
         deadline: float,
     ) -> list[Region] | None:
         reader = self._shards.reader()
-        memories = [bucket_bytes(bucket) for bucket in buckets]
+        memories = [buffer_bytes(bucket.memory) for bucket in buckets]
         regions: list[Region] = []
         for idx, pieces in enumerate(plan):
             num_needed = idx + 1 - len(memories)  # then the memory of bucket idx is free again

@@ -6,6 +6,7 @@ import asyncio
 import os
 import secrets
 from contextlib import suppress
+from typing import Any
 
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.weights.manifest import align
@@ -20,13 +21,14 @@ class SyncMemory:
 
     Args:
         bucket_nbytes: size of each of the NUM_BUFFERS buckets, before rounding up.
-        fd_server: offers the descriptors.
+        fd_server: offers the descriptors at `fd_socket`.
     """
 
-    def __init__(self, pool: str, bucket_nbytes: int, fd_server: FdServer) -> None:
+    def __init__(self, pool: str, bucket_nbytes: int, fd_server: FdServer, fd_socket: str) -> None:
         self.bucket_nbytes = align(bucket_nbytes)
         self._pool = pool
         self._fd_server = fd_server
+        self._fd_socket = fd_socket
         self._fds: dict[str, int] = {}
         self._progress: tuple[str, int, SyncProgress] | None = None  # name, descriptor, mapping
         self._why_none = ""
@@ -60,8 +62,11 @@ class SyncMemory:
             raise WeightSyncError(self._why_none)
         return list(self._fds)
 
-    def open_progress(self, num_ranks: int, num_engines: int) -> tuple[str, SyncProgress]:
-        """A control block for the open sync, offered until `close_progress`.
+    def open_progress(
+        self, num_ranks: int, num_engines: int
+    ) -> tuple[dict[str, Any], SyncProgress]:
+        """A control block for the open sync, offered until `close_progress`; first what ranks and
+        engines need to map it.
 
         Raises:
             WeightSyncError: the system has no memory or descriptors for it.
@@ -70,7 +75,8 @@ class SyncMemory:
         fd, progress = SyncProgress.create(name, num_ranks, num_engines)
         self._progress = (name, fd, progress)
         self._fd_server.offer({name: fd})
-        return name, progress
+        wire = {"name": name, "num_ranks": num_ranks, "num_engines": num_engines}
+        return {"fd_socket": self._fd_socket, "progress": wire}, progress
 
     def close_progress(self) -> None:
         """Idempotent."""

@@ -1,0 +1,286 @@
+"""Connections for the weights of one sync: for each rank and engine a process group of these two.
+
+    rank 0 ═══ engine a      a link is broken by the death of either end, and no other link is
+    rank 0 ═══ engine b      disturbed: the engines that are left get the version
+    rank 1 ═══ engine a
+    rank 1 ═══ engine b
+
+One larger group would break as a whole, and its members would have to agree on the next one while
+the sync is in progress. Links are made for each sync and end with it. So nothing of an aborted sync
+reaches the next one, and nothing has to be rebuilt when an engine is replaced or sleeps.
+
+What gloo does (torch 2.13): if a peer is killed, whoever sends to it or waits for it gets a
+RuntimeError at once. If a peer is stopped, they wait. A wait that times out breaks its group, and
+nothing else ends it: `abort` of a group does not, and a timeout is the only way to look whether it
+is done. So every link has a thread that waits in gloo until the deadline of the sync, while the
+thread that owns the sync can leave at any time. The other end notices when the thread frees the
+group, which closes the connection.
+
+A rank's link sends its extents first, and then, in the order of `BucketGrid`, a packed chunk for
+each bucket of which it holds anything. The engine's link answers the last one.
+"""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from umbra.runtime.errors import ProtocolError
+from umbra.runtime.weights.manifest import MAX_TENSORS, align
+from umbra.runtime.weights.sync_calls import remaining_s
+from umbra.runtime.weights.transports.shared_memory.bucket_grid import (
+    BucketGrid,
+    BucketPiece,
+    Extent,
+)
+
+_c10d: Any = torch.distributed  # which exports these classes without declaring it
+_SENDER: Final = 0  # members of a link's group
+_RECEIVER: Final = 1
+_NUM_SLOTS: Final = 2
+# Chunks of one rank that an engine holds: one arrives while the other is loaded. Each further one
+# costs an engine the size of a bucket for every rank.
+
+
+@dataclass(frozen=True, slots=True)
+class LinkAddress:
+    """Where the two ends of a link meet.
+
+    Attributes:
+        store: "HOST:PORT" of rank 0's TCPStore, as both ends reach it.
+        key: prefix in the store, of this link alone.
+    """
+
+    store: str
+    key: str
+
+
+def open_store(host: str) -> tuple[Any, str]:
+    """A store that listens at the address `host` only; returns it with its "HOST:PORT".
+
+    Its protocol is plain text without any check of who asks. It holds the endpoints of links and
+    nothing else, and lives as long as one sync.
+    """
+    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+    with socket.create_server((host, 0), family=family, backlog=512) as listener:
+        port = int(listener.getsockname()[1])
+        store = _c10d.TCPStore(
+            host,
+            port,
+            None,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+    return store, f"{host}:{port}"
+
+
+class _Link:
+    """The thread of one end. A subclass says what it does in `_run`, with `self._group`."""
+
+    def __init__(self, address: LinkAddress, member: int, deadline: float) -> None:
+        self._address = address
+        self._member = member
+        self._deadline = deadline
+        self._group: Any = None
+        threading.Thread(target=self._main, name="weight-link", daemon=True).start()
+
+    def _main(self) -> None:
+        try:
+            self._group = _open_group(self._address, self._member, self._deadline)
+            self._run()
+        except Exception as error:  # noqa: BLE001 - gloo raises RuntimeError for everything
+            self._on_error(error)
+        finally:
+            self._group = None  # closes the connection, so that the other end notices
+
+    def _run(self) -> None:
+        raise NotImplementedError
+
+    def _on_error(self, error: Exception) -> None:
+        raise NotImplementedError
+
+    def _wait(self, work: Any) -> None:
+        work.wait(timedelta(seconds=remaining_s(self._deadline)))
+
+
+class SendingLink(_Link):
+    """A rank's end. `changed` is notified after every chunk and at an error.
+
+    Attributes:
+        num_sent: buckets whose chunk has been sent, and after the last one has arrived; read it
+            under `changed`.
+        error: why the link is broken; "" while it works.
+    """
+
+    def __init__(
+        self,
+        address: LinkAddress,
+        extents: Sequence[Extent],
+        num_buckets: int,
+        deadline: float,
+        changed: threading.Condition,
+    ) -> None:
+        self.num_sent = 0
+        self.error = ""
+        self._extents = extents
+        self._num_buckets = num_buckets
+        self._changed = changed
+        self._chunks: queue.SimpleQueue[Tensor | None] = queue.SimpleQueue()
+        super().__init__(address, _SENDER, deadline)
+
+    def put(self, chunk: Tensor) -> None:
+        """Queues the chunk of the next bucket: uint8 [nbytes]. It must not change until it was
+        sent."""
+        self._chunks.put(chunk)
+
+    def close(self, reason: str = "it was closed") -> None:
+        """Ends the link, even if not everything was sent. Idempotent."""
+        with self._changed:
+            self.error = self.error or reason
+        self._chunks.put(None)
+
+    def _run(self) -> None:
+        rows = torch.tensor([(e.offset, e.nbytes) for e in self._extents], dtype=torch.int64)
+        self._send(torch.tensor([len(rows)]))
+        if len(rows):
+            self._send(rows)
+        for idx in range(self._num_buckets):
+            chunk = self._chunks.get()
+            if chunk is None or self.error:
+                return
+            if len(chunk):
+                self._send(chunk)
+            if idx == self._num_buckets - 1:
+                # A connection that is closed too early may lose what it still carries.
+                self._wait(self._group.recv([torch.zeros(1)], _RECEIVER, 0))
+            with self._changed:
+                self.num_sent += 1
+                self._changed.notify_all()
+
+    def _send(self, data: Tensor) -> None:
+        self._wait(self._group.send([data], _RECEIVER, 0))
+
+    def _on_error(self, error: Exception) -> None:
+        with self._changed:
+            self.error = self.error or str(error)
+            self._changed.notify_all()
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What a rank holds of one bucket: pieces, each with its first byte in `memory`."""
+
+    pieces: Sequence[tuple[int, BucketPiece]]
+    memory: Tensor
+
+
+class ReceivingLink(_Link):
+    """An engine's end, for all buckets of `grid`."""
+
+    def __init__(self, address: LinkAddress, grid: BucketGrid, deadline: float) -> None:
+        self._grid = grid
+        self._is_closed = False
+        self._arrived: queue.SimpleQueue[Chunk | Exception] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[Tensor | None] = queue.SimpleQueue()
+        for _ in range(_NUM_SLOTS):
+            self._free.put(torch.empty(grid.bucket_nbytes, dtype=torch.uint8))
+        super().__init__(address, _RECEIVER, deadline)
+
+    def take(self, timeout_s: float) -> Chunk | None:
+        """The chunk of the next bucket, or None if it does not arrive in time; `give_back` it.
+
+        Raises:
+            RuntimeError, ProtocolError, DeadlineExceeded: the link is broken.
+        """
+        try:
+            arrived = self._arrived.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        if isinstance(arrived, Exception):
+            raise arrived
+        return arrived
+
+    def give_back(self, chunk: Chunk) -> None:
+        """Its memory is overwritten by a later chunk."""
+        self._free.put(chunk.memory)
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._is_closed = True
+        self._free.put(None)
+
+    def _run(self) -> None:
+        for pieces in self._grid.cut(self._receive_extents()):
+            memory = self._free.get()
+            if memory is None or self._is_closed:
+                return
+            packed, nbytes = pack(pieces)
+            if nbytes:
+                self._wait(self._group.recv([memory[:nbytes]], _SENDER, 0))
+            self._arrived.put(Chunk(packed, memory))
+        self._wait(self._group.send([torch.zeros(1)], _SENDER, 0))
+
+    def _receive_extents(self) -> list[Extent]:
+        count = torch.zeros(1, dtype=torch.int64)
+        self._wait(self._group.recv([count], _SENDER, 0))
+        if not 0 <= count.item() <= MAX_TENSORS:
+            raise ProtocolError(f"a rank holds at most {MAX_TENSORS} tensors, got {count.item()}")
+        rows = torch.zeros(int(count.item()), 2, dtype=torch.int64)
+        if len(rows):
+            self._wait(self._group.recv([rows], _SENDER, 0))
+        numbers: list[list[int]] = rows.numpy().tolist()
+        end = 0
+        for offset, nbytes in numbers:
+            if offset < end or nbytes < 1 or offset + nbytes > self._grid.image_nbytes:
+                raise ProtocolError(
+                    f"a rank holds bytes [{offset}, {offset + nbytes}) of the image, after byte "
+                    f"{end} of {self._grid.image_nbytes}"
+                )
+            end = offset + nbytes
+        return [Extent(key, offset, nbytes) for key, (offset, nbytes) in enumerate(numbers)]
+
+    def _on_error(self, error: Exception) -> None:
+        self._arrived.put(error)
+
+
+def pack(pieces: Sequence[BucketPiece]) -> tuple[list[tuple[int, BucketPiece]], int]:
+    """Places pieces in a chunk one after the other; each with its first byte, and the chunk's
+    length.
+
+    Each begins at a multiple of `ALIGNMENT`, so that it can be written as any dtype. The extents of
+    a rank are of different tensors, so a chunk is never longer than a bucket.
+    """
+    placed: list[tuple[int, BucketPiece]] = []
+    end = 0
+    for piece in pieces:
+        start = align(end)
+        placed.append((start, piece))
+        end = start + piece.nbytes
+    return placed, end
+
+
+def _open_group(address: LinkAddress, member: int, deadline: float) -> Any:
+    """A group of two. It is gloo's own class: torch's default group is not touched, and nothing
+    watches it."""
+    host, _, port = address.store.rpartition(":")
+    # The other ends reach this one where the store does. It also finds out fast whether the store
+    # is still there, while its client would try until the deadline.
+    with socket.create_connection((host, int(port)), remaining_s(deadline)) as probe:
+        own_address = str(probe.getsockname()[0])
+    limit = timedelta(seconds=remaining_s(deadline))
+    store = _c10d.TCPStore(host, int(port), None, False, limit, wait_for_workers=False)
+    gloo = _c10d.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout, options._threads = limit, 1
+    options._devices = [gloo.create_device(hostname=own_address)]
+    return gloo(_c10d.PrefixStore(address.key, store), member, 2, options)

@@ -1,0 +1,91 @@
+"""Which transport reaches engines on other nodes, and when its ranks begin."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+import torch
+from local_world import LocalSupervisor, ThreadEngine, empty_like, local_pool, raw_bytes
+from torch import Tensor
+
+from umbra.runtime.errors import WeightSyncError
+from umbra.runtime.weights.sync_calls import SyncBegin, SyncGrant, SyncReport
+from umbra.runtime.weights.sync_coordinator import SyncSettings
+from umbra.runtime.weights.weight_publisher import WeightPublisher
+
+AUTO = SyncSettings(bucket_nbytes=512, verify_every=1)
+NCCL = replace(AUTO, transport="nccl")
+TENSORS = {"a": torch.randn(1000)}
+
+
+def publish(supervisor: LocalSupervisor, version: int, store_host: str = "127.0.0.1") -> SyncReport:
+    made = WeightPublisher(supervisor, 0, 1, TENSORS, store_host=store_host)
+    with closing(made) as publisher:
+        return publisher.publish("pool", version, timeout_s=20.0)
+
+
+def holds(engine: ThreadEngine, tensors: dict[str, Tensor]) -> bool:
+    return raw_bytes(engine.destinations["a"]) == raw_bytes(tensors["a"])
+
+
+def test_the_network_is_used_only_while_an_engine_is_on_another_node() -> None:
+    near, far = (ThreadEngine(name, empty_like(TENSORS)) for name in ("near", "far"))
+    with local_pool([near, far], AUTO) as supervisor:
+        transports = [publish(supervisor, 1).transport]
+        far.node_id = "there"
+        transports.append(publish(supervisor, 2).transport)
+        far.node_id = "here"
+        transports.append(publish(supervisor, 3).transport)
+
+    assert transports == ["memfd", "nccl", "memfd"]
+    assert holds(near, TENSORS)
+    assert holds(far, TENSORS)
+
+
+def test_shared_memory_does_not_reach_another_node() -> None:
+    engine = ThreadEngine("far", empty_like(TENSORS))
+    engine.node_id = "there"
+    message = "'memfd' is unavailable: rank 0 is on node here, far on node there. Set pool"
+    with (
+        local_pool([engine], replace(AUTO, transport="memfd")) as supervisor,
+        pytest.raises(WeightSyncError, match=message),
+    ):
+        publish(supervisor, 1)
+
+
+def test_ranks_without_a_store_reach_no_other_node() -> None:
+    engine = ThreadEngine("far", empty_like(TENSORS))
+    engine.node_id = "there"
+    message = "far on node there; rank 0 offers no store in which process groups could meet$"
+    with (
+        local_pool([engine], AUTO) as supervisor,
+        pytest.raises(WeightSyncError, match=message.replace("meet$", r"meet\.$")),
+    ):
+        publish(supervisor, 1, store_host="")
+
+
+def test_ranks_begin_when_every_engine_is_ready_or_lost() -> None:
+    ready_at_grant: list[list[str]] = []
+
+    class Recorder(LocalSupervisor):
+        def sync_begin(self, call: SyncBegin) -> SyncGrant:
+            grant = super().sync_begin(call)
+            ready_at_grant.append([engine.name for engine in engines if engine.log])
+            return grant
+
+    engines = [ThreadEngine(name, empty_like(TENSORS)) for name in ("broken", "sound")]
+    broken, sound = engines
+    broken.fail_at = "begin_update"
+    begun_at = time.monotonic()
+    with local_pool(engines, NCCL) as plain:
+        supervisor = Recorder(plain._loop, plain.coordinator)  # pyright: ignore[reportPrivateUsage]
+        report = publish(supervisor, 1)
+
+    assert ready_at_grant == [["broken", "sound"]]
+    assert list(report.engines) == ["sound"]
+    assert "begin_update" in report.failed["broken"]
+    assert holds(sound, TENSORS)
+    assert time.monotonic() - begun_at < 10.0  # nobody waits for the engine that is lost
