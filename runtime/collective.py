@@ -63,7 +63,7 @@ class SessionSync:
     def _call(self, method: str, call: SyncCall) -> Any:
         # The supervisor's own deadline comes first: its error names the late rank or engine.
         wait_s = call.left_s + 2.0
-        return self._session.supervisor_call(method, call.to_wire(), timeout_s=wait_s)
+        return self._session.lead_call(method, call.to_wire(), timeout_s=wait_s)
 
 
 class Rollouts:

@@ -35,17 +35,27 @@ from umbra.runtime.cluster.environment import (
     log_level,
     secret_file,
     socket_root,
+    visible_gpus,
 )
 from umbra.runtime.cluster.guardian_process import GuardianProcess, start_guardian
+from umbra.runtime.cluster.job_nodes import (
+    JobNode,
+    check_several_nodes,
+    job_name,
+    key_digest,
+    meet_nodes,
+    own_address,
+)
 from umbra.runtime.cluster.socket_dir import SocketDir, is_in_use, socket_dir_path
 from umbra.runtime.errors import ConfigError, ConnectionLost, JobFailed, UmbraError
 from umbra.runtime.pools.pool_spec import PoolSpec
+from umbra.runtime.process.nvml import count_gpus, gpu_sizes
 from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.curve_keys import CurveKeys
 from umbra.runtime.rpc.loop_thread import LoopThread
 from umbra.runtime.rpc.rpc_client import Client, Handle
 from umbra.runtime.rpc.sync_handle import Pool, SyncHandle
-from umbra.runtime.settings import to_wire
+from umbra.runtime.settings import from_wire, to_wire
 from umbra.runtime.supervisor_host import SupervisorConfig, supervisor_ref
 
 logger = logging.getLogger(__name__)
@@ -61,8 +71,9 @@ class SessionConfig:
     Attributes:
         run_dir: holds logs and `processes.json`; created if missing.
         node_id: this host's name among the job's nodes; the host name by default.
-        tcp_host: address at which other nodes reach this one; "" for a job of one node.
-        attach_timeout_s: longest wait for the supervisor.
+        tcp_host: address at which other nodes reach this one. By default there is none in a job of
+            one node; in others it is that which reaches torchrun's store, or UMBRA_HOST_ADDRESS.
+        attach_timeout_s: longest wait for the supervisor, and for those of the other nodes.
         shutdown_grace_s: time from the end of the job to SIGKILL of its remaining processes.
     """
 
@@ -90,17 +101,32 @@ class Session:
         self._on_note = on_note or _log_note
         self._on_failed = on_failed or self._log_failure
         self._on_signal = on_signal or self._fail_by_signal
-        self._node_id = config.node_id or socket.gethostname()
+        self._has_peers = environment.num_nodes > 1
         self._agent = bind_to_agent()
         owner_pid = os.getpid() if self._agent is None else self._agent.pid
-        self._job = f"{environment.run_id}-{owner_pid}"
+        self._node_id = config.node_id or socket.gethostname()
+        if self._has_peers:
+            check_several_nodes(environment)
+            self._node_id += f"-{owner_pid}"  # hosts may have one name, and a host several nodes
+            self._job = job_name(environment)
+        else:
+            self._job = f"{environment.run_id}-{owner_pid}"
+        self._tcp_host = config.tcp_host
+        if self._has_peers and not self._tcp_host:
+            self._tcp_host = own_address(environment)
         self._socket_dir = socket_dir_path(self._job, self._node_id, socket_root())
+        self._log_dir = config.run_dir / "logs"
+        if environment.node_rank > 0:
+            self._log_dir /= self._node_id
         self._loop = LoopThread("umbra-session")
         self._stack = contextlib.ExitStack()
         self._attached = threading.Event()
+        self._has_met = threading.Event()  # set also if the job is lost
+        self._nodes: tuple[JobNode, ...] = ()
         self._supervisor_lost = False
         self._is_closing = False
         self._guardian: GuardianProcess | None = None
+        self._tcp_endpoint = ""  # of the supervisor that this rank has started
         self._client: Client
         self._supervisor: Handle
 
@@ -116,11 +142,10 @@ class Session:
         """Every rank calls it. Without torchrun the process is rank 0 of 1.
 
         From here on the rank ends with torchrun's agent (at once if the agent has ended already).
-        In a job of several nodes each node has a supervisor of its own, with actors and pools that
-        only its own ranks find by name. Actors of another node are called by reference (`connect`);
-        this requires `tcp_host` and the same UMBRA_SECRET_FILE on all nodes. A rank's failure is
-        not reported to other nodes. A pool's weights can be updated only if all ranks of the job
-        are on its node.
+        In a job of several nodes each node has a supervisor of its own, linked to that of rank 0's
+        node. An actor is found by the ranks of its own node, and from everywhere if it is on rank
+        0's. Pools belong to rank 0's supervisor; their engines may be on any node. A rank's failure
+        is reported on all nodes.
 
         Args:
             on_note: called with each line for the operator (engine died, restarted, caught up), on
@@ -133,7 +158,7 @@ class Session:
                 supervisor or the guardian. By default the job fails.
 
         Raises:
-            ConfigError: torchrun's environment is incomplete.
+            ConfigError: torchrun's environment is incomplete, or does not suit several nodes.
         """
         return cls(config, TorchrunEnvironment.read(), on_note, on_failed, on_signal)
 
@@ -162,22 +187,42 @@ class Session:
     def socket_dir(self) -> Path:
         return self._socket_dir
 
+    @property
+    def tcp_host(self) -> str:
+        """Address of this node for the others; "" in a job of one node."""
+        return self._tcp_host
+
+    @property
+    def log_dir(self) -> Path:
+        """Folder of the logs of this node's processes."""
+        return self._log_dir
+
+    @property
+    def nodes(self) -> tuple[JobNode, ...]:
+        """All nodes, in the order of their ranks; empty in a job of one node."""
+        return self._nodes
+
     # -- lifecycle -----------------------------------------------------------------------
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
             if self.local_rank == 0 and not is_in_use(self._socket_dir):
                 stack.callback(self._forget_keys)
-                self._guardian = stack.enter_context(self._start_supervisor())
+                self._guardian, self._tcp_endpoint = self._start_supervisor()
+                stack.enter_context(self._guardian)
             stack.enter_context(self._loop)
             self._client = self._loop.run(self._open_client())
             stack.callback(self._close_client)
             ref = supervisor_ref(self._node_id, self._socket_dir)
-            self._supervisor = self._client.handle(ref, awaits_start=True)
+            self._supervisor = self._lead = self._client.handle(ref, awaits_start=True)
             self._loop.start(self._follow_events())
             try:
                 self._await_attached()
-            except BaseException:
+                if self._has_peers:
+                    self._meet_other_nodes()
+            except BaseException as error:
+                if self._attached.is_set():
+                    self._leave(error)
                 if self._guardian is not None:
                     self._guardian.stop(self._config.shutdown_grace_s + 5.0)
                 raise
@@ -188,33 +233,41 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, _: object
     ) -> None:
         try:
-            # An exit status of 0 is an orderly end, even if it interrupts something here.
-            is_exit = isinstance(error, SystemExit) and not error.code
-            if error is not None and not is_exit and not isinstance(error, JobFailed):
-                self._send_last("fail_job", f"rank {self.rank}", f"{type(error).__name__}: {error}")
-            self._send_last("detach", self.rank)
+            self._leave(error)
         finally:
             self._stack.close()
 
-    def _start_supervisor(self) -> GuardianProcess:
+    def _leave(self, error: BaseException | None) -> None:
+        # An exit status of 0 is an orderly end, even if it interrupts something here.
+        is_exit = isinstance(error, SystemExit) and not error.code
+        if error is not None and not is_exit and not isinstance(error, JobFailed):
+            self._send_last("fail_job", f"rank {self.rank}", f"{type(error).__name__}: {error}")
+        self._send_last("detach", self.rank)
+
+    def _start_supervisor(self) -> tuple[GuardianProcess, str]:
+        """Returns the guardian, and the supervisor's address for other nodes."""
         config = self._config
-        log_path = config.run_dir / "logs" / "supervisor.log"
+        log_path = self._log_dir / "supervisor.log"
         secret = ""
-        if config.tcp_host:
+        if self._tcp_host:
             secret = str(self._job_keys())
+        is_lead = self._environment.node_rank == 0
+        processes = (config.run_dir if is_lead else self._log_dir) / "processes.json"
         settings = SupervisorConfig(
             node_id=self._node_id,
-            run_dir=str(config.run_dir.absolute()),
+            log_dir=str(self._log_dir.absolute()),
+            processes_path=str(processes.absolute()),
             socket_dir=str(self._socket_dir),
-            tcp_host=config.tcp_host,
+            tcp_host=self._tcp_host,
             secret_file=secret,
             log_level=log_level(),
         )
+        program = [sys.executable, "-m", "umbra.runtime.supervisor_host"]
         with self._owner_pidfd() as owner_pidfd, contextlib.ExitStack() as stack:
             socket_dir = SocketDir.create(self._job, self._node_id, socket_root())
             stack.enter_context(socket_dir)
             guardian = start_guardian(
-                [sys.executable, "-m", "umbra.runtime.supervisor_host", settings.run_dir],
+                [*program, str(config.run_dir.absolute())],
                 config=settings.to_json(),
                 socket_dir=socket_dir,
                 log_path=log_path,
@@ -225,9 +278,9 @@ class Session:
         with contextlib.ExitStack() as stack:
             stack.enter_context(guardian)
             stack.callback(guardian.stop, config.shutdown_grace_s + 5.0)
-            guardian.wait_ready(config.attach_timeout_s)
+            ready = guardian.wait_ready(config.attach_timeout_s)
             stack.pop_all()
-        return guardian
+        return guardian, ready["tcp_endpoint"]
 
     @contextlib.contextmanager
     def _owner_pidfd(self) -> Generator[int]:
@@ -246,12 +299,13 @@ class Session:
     def _job_keys(self) -> Path:
         path = secret_file(self._job)
         if not path.exists():
-            CurveKeys.generate().save(path)
+            with contextlib.suppress(FileExistsError):  # another node was faster
+                CurveKeys.generate().save(path)
         return path
 
     def _forget_keys(self) -> None:
         """Removes the secret file if only this job used it."""
-        if self._config.tcp_host and not is_secret_file_named() and not self._is_outlived:
+        if self._tcp_host and not is_secret_file_named() and not self._is_outlived:
             secret_file(self._job).unlink(missing_ok=True)
 
     @property
@@ -261,7 +315,7 @@ class Session:
 
     async def _open_client(self) -> Client:
         keys = None
-        if self._config.tcp_host:
+        if self._tcp_host:
             keys = CurveKeys.load(secret_file(self._job))
         return Client(self._node_id, keys)
 
@@ -289,6 +343,9 @@ class Session:
                 async for event in events:
                     if event["kind"] == "attached":
                         self._attached.set()
+                    elif event["kind"] == "nodes":
+                        self._nodes = tuple(from_wire(JobNode, raw) for raw in event["nodes"])
+                        self._has_met.set()
                     elif event["kind"] == "failed":
                         self._fail(JobFailed(event["message"]))
                     elif event["kind"] == "note":
@@ -302,6 +359,39 @@ class Session:
                 self._fail(JobFailed(f"rank {self.rank} lost its supervisor: {error!r}"))
         finally:
             self._attached.set()
+            self._has_met.set()
+
+    def _meet_other_nodes(self) -> None:
+        """Returns once the supervisors of all nodes are linked."""
+        timeout_s = self._config.attach_timeout_s
+        if self._guardian is not None:
+            gpus = visible_gpus(count_gpus())
+            me = JobNode(
+                node_id=self._node_id,
+                num_ranks=self._environment.local_world_size,
+                gpus=gpus,
+                gpu_nbytes=tuple(gpu_sizes(gpus)),
+                tcp_endpoint=self._tcp_endpoint,
+                key_digest=key_digest(CurveKeys.load(secret_file(self._job))),
+            )
+            nodes = meet_nodes(self._environment, me, self._config.run_dir, timeout_s)
+            self.supervisor_call(
+                "join_job",
+                [to_wire(node) for node in nodes],
+                self._environment.node_rank,
+                timeout_s,
+                timeout_s=timeout_s + 1.0,
+            )
+        is_in_time = self._has_met.wait(2 * timeout_s)
+        if self._loop.failure is not None:
+            raise self._loop.failure
+        if not is_in_time:
+            raise JobFailed(
+                f"rank {self.rank}: this node has not met the others within {2 * timeout_s:g} s; "
+                "see the output of its local rank 0"
+            )
+        if self._environment.node_rank > 0:
+            self._lead = self._client.handle(self._nodes[0].supervisor)
 
     def _fail(self, failure: JobFailed) -> None:
         if self._loop.failure is None:
@@ -324,12 +414,12 @@ class Session:
             raise JobFailed(
                 f"rank {self.rank}: no supervisor on node {self._node_id} within "
                 f"{self._config.attach_timeout_s:g} s; local rank 0 starts it: see its output and "
-                f"{self._config.run_dir / 'logs' / 'supervisor.log'}"
+                f"{self._log_dir / 'supervisor.log'}"
             )
 
     def _supervisor_loss(self) -> JobFailed:
         self._supervisor_lost = True
-        logs = self._config.run_dir / "logs" / "supervisor.log"
+        logs = self._log_dir / "supervisor.log"
         return JobFailed(
             f"the supervisor of this node ended, and with it all processes that it owned: it was "
             f"killed (out of memory?) or crashed; see the end of {logs}"
@@ -355,6 +445,17 @@ class Session:
             return self._loop.run(self._supervisor.call(method, *args, timeout_s=timeout_s))
         except ConnectionLost as error:
             raise self._supervisor_loss() from error
+
+    def lead_call(self, method: str, *args: object, timeout_s: float = 30.0) -> Any:
+        """Calls the supervisor of rank 0's node, which has the pools.
+
+        Raises:
+            JobFailed: the supervisor is gone, or the job is lost.
+            UmbraError: what the supervisor raised.
+        """
+        if self._lead is self._supervisor:
+            return self.supervisor_call(method, *args, timeout_s=timeout_s)
+        return self._loop.run(self._lead.call(method, *args, timeout_s=timeout_s))
 
     def raise_if_lost(self, within_s: float = 0.0) -> None:
         """Raises JobFailed if the job is lost, or is reported lost within `within_s` seconds.
@@ -383,7 +484,7 @@ class Session:
             )
 
     def spawn(self, spec: ActorSpec) -> SyncHandle:
-        """Starts an actor and waits until it serves. One rank calls it.
+        """Starts an actor on this rank's node and waits until it serves. One rank calls it.
 
         Raises:
             RemoteError: the supervisor's ConfigError or ActorDied, with the actor's traceback.
@@ -393,7 +494,7 @@ class Session:
         return self._sync_handle(ref)
 
     def actor(self, name: str, timeout_s: float = 60.0) -> SyncHandle:
-        """The actor of that name, once it serves. Any rank calls it."""
+        """The actor of that name, on this node or rank 0's, once it serves. Any rank calls it."""
         return self._sync_handle(self._loop.run(self._resolve(name, timeout_s)))
 
     def connect(self, ref: ActorRef) -> SyncHandle:
@@ -407,12 +508,12 @@ class Session:
             others_s: time that other pools which share its memory may take to start first.
         """
         wait_s = others_s + spec.start_timeout_s + 20.0
-        self.supervisor_call("create_pool", to_wire(spec), timeout_s=wait_s)
-        return Pool(self.supervisor_call, spec.name)
+        self.lead_call("create_pool", to_wire(spec), timeout_s=wait_s)
+        return self.pool(spec.name)
 
     def pool(self, name: str) -> Pool:
         """A pool that a rank has created."""
-        return Pool(self.supervisor_call, name)
+        return Pool(self.lead_call, name)
 
     def _sync_handle(self, ref: ActorRef) -> SyncHandle:
         return SyncHandle(self._loop, self._client.handle(ref, self._successor))

@@ -24,12 +24,16 @@ from umbra.runtime.actor.job_stop import STOP_WINDOW_S, JobStop
 from umbra.runtime.actor.supervised_actor import ActorState, NodeSettings, SupervisedActor
 from umbra.runtime.cluster.attached_ranks import AttachedRank, AttachedRanks
 from umbra.runtime.cluster.gpu_shortage import RankMemory, read_gpu_memory
+from umbra.runtime.cluster.job_nodes import JobNode, ranks_of
+from umbra.runtime.cluster.node_links import JobLinks
 from umbra.runtime.cluster.socket_dir import MAX_SOCKET_PATH_NBYTES
 from umbra.runtime.engine_api.lifecycle import SleepLevel, Tag
 from umbra.runtime.errors import ActorNotFound, ConfigError, DeadlineExceeded, MailboxClosed
 from umbra.runtime.pools.engine_pool import EnginePool
+from umbra.runtime.pools.hosted_engines import HostedEngines
 from umbra.runtime.pools.node_pools import NodePools
 from umbra.runtime.pools.pool_spec import PoolSpec
+from umbra.runtime.pools.remote_actor import EngineActor, RemoteActor
 from umbra.runtime.process.pid_watch import PidWatch
 from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.rpc_client import Client
@@ -58,18 +62,21 @@ NO_RANK_LIMIT_S: Final = 60.0
 class Supervisor:
     """Owns all actors and pools of a node. `run()` lives until `over` is set."""
 
-    def __init__(self, node: NodeSettings, run_dir: Path, client: Client) -> None:
+    def __init__(self, node: NodeSettings, processes_path: Path, client: Client) -> None:
         self._node = node
-        self._run_dir = run_dir
+        self._processes_path = processes_path
         self._client = client
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._actors: dict[str, SupervisedActor] = {}
         self._pools = NodePools(
             self._make_pool,
-            self._start,
+            self._start_engine,
             lambda work: self._tasks.create_task(work),
         )
-        self._ranks = AttachedRanks()
+        self._hosted = HostedEngines(self._start)
+        self._remote: dict[str, RemoteActor] = {}
+        self._links = JobLinks(client, self._on_event_elsewhere, self._on_node_lost)
+        self._ranks = AttachedRanks(on_event=self._links.tell)
         self._job_stop = JobStop()
         self._stopped_at: float | None = None  # when a stop signal reached this process
         self._fd_socket = str(node.socket_dir / "fds")
@@ -90,7 +97,7 @@ class Supervisor:
         """A rank's stream of events, open as long as the rank lives: its end is noticed here.
 
         Events: {"kind": "attached"}, {"kind": "failed", "message"}, {"kind": "note", "text"},
-        {"kind": "signal", "number"}.
+        {"kind": "signal", "number"}, {"kind": "nodes", "nodes"}.
         """
         if incarnation > self._ranks.incarnation:
             self._start_over(incarnation)
@@ -185,8 +192,9 @@ class Supervisor:
             self.over.set()
 
     def note(self, text: str) -> None:
-        """Shows one line to the person who runs the job."""
+        """Shows one line to the person who runs the job, who looks at rank 0's output."""
         self._ranks.note(text)
+        self._links.tell_lead({"kind": "note", "text": text})
 
     def note_gpu_memory(self, rank: int, allocated_nbytes: int, reserved_nbytes: int) -> None:
         """Called by a rank with the memory that torch has on its GPU; see `gpu_shortage`."""
@@ -224,6 +232,75 @@ class Supervisor:
     def _end_syncs_of(self, lost_rank: int) -> None:
         for pool in self._pools.all():
             pool.sync.rank_lost(lost_rank)
+        self._links.tell_lead({"kind": "rank_lost", "rank": lost_rank})
+
+    # -- other nodes -----------------------------------------------------------------------
+
+    async def join_job(self, nodes: list[dict[str, Any]], node: int, timeout_s: float) -> None:
+        """Called by local rank 0: links this supervisor to those of the other nodes.
+
+        Args:
+            nodes: all nodes (`JobNode`), in the order of their ranks.
+            node: index of this one.
+
+        Raises:
+            DeadlineExceeded: another supervisor cannot be reached.
+        """
+        parsed = [from_wire(JobNode, raw) for raw in nodes]
+        await self._links.connect(parsed, node, timeout_s, self._tasks)
+        self._ranks.tell_nodes(nodes)
+
+    async def join(self, node: int) -> AsyncGenerator[dict[str, Any], None]:
+        """Called by the supervisor of another node; see `LeadLink`."""
+        async for event in self._links.join(node):
+            yield event
+
+    async def report(self, node: int, event: dict[str, Any]) -> None:
+        """Called by the supervisor of another node; see `LeadLink`."""
+        await self._links.report(node, event)
+
+    def _on_event_elsewhere(self, node: int, event: dict[str, Any]) -> None:
+        match event:
+            case {"kind": "failed", "message": str(message)}:
+                self._ranks.fail_as(message)
+            case {"kind": "signal", "number": int(number)}:
+                self._job_stop.request()
+                self._ranks.pass_on_signal(f"node {node}", self._ranks.incarnation, number)
+            case {"kind": "rank_lost", "rank": int(rank)}:
+                self._end_syncs_of(rank)
+            case {"kind": "note", "text": str(text)}:
+                self._ranks.note(text)
+            case _:
+                logger.error("node %d sent an event that this one does not know: %s", node, event)
+
+    def _on_node_lost(self, node: int, why: str) -> None:
+        nodes = self._links.nodes
+        for rank in ranks_of(nodes, node):
+            self._end_syncs_of(rank)
+        name = f"node {node} ({nodes[node].node_id})"
+        self.end(name, f"it cannot be reached any more: {why}")
+
+    async def host_engine(self, spec: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """Called by the supervisor of another node; see `HostedEngines.host`."""
+        async for state in self._hosted.host(from_wire(ActorSpec, spec)):
+            yield state
+
+    async def command_hosted(self, command: str, name: str, *arguments: Any) -> None:
+        """Called by the supervisor of another node; see `HostedEngines.command`."""
+        await self._hosted.command(command, name, *arguments)
+
+    def _start_engine(self, spec: ActorSpec, node: int, may_start: asyncio.Event) -> EngineActor:
+        if node == 0:
+            return self._start(spec, may_start)
+        there = self._links.supervisor_of(node)
+        actor = RemoteActor(spec, there, may_start, self._on_remote_change)
+        self._remote[spec.name] = actor
+        self._actor_tasks.create_task(actor.run(), name=f"actor:{spec.name}")
+        return actor
+
+    def _on_remote_change(self, actor: EngineActor) -> None:
+        for pool in self._pools.all():
+            pool.on_actor_change(actor)
 
     # -- actors --------------------------------------------------------------------------
 
@@ -257,9 +334,17 @@ class Supervisor:
         `lost_incarnation`: the caller has lost its connection to that one, whose end may not have
         been noticed here. The call then waits for its successor.
 
+        Another node asks rank 0's for an actor that it does not have.
+
         Raises:
             ActorNotFound, ActorDied, DeadlineExceeded.
         """
+        if name not in self._actors and self._links.lead is not None:
+            arguments = (name, timeout_s, lost_incarnation)
+            found: ActorRef = await self._links.lead.call(
+                "resolve", *arguments, timeout_s=timeout_s + 0.5
+            )
+            return found
         deadline = time.monotonic() + timeout_s
         if not lost_incarnation:
             with contextlib.suppress(TimeoutError):
@@ -312,7 +397,7 @@ class Supervisor:
             self._node,
             self._context,
             self._on_actor_change,
-            self._ranks.note,
+            self.note,
             self._job_stop,
             # A reused name continues its incarnations, or an old reference would match it.
             num_earlier=self._last_incarnations.get(spec.name, 0),
@@ -328,6 +413,7 @@ class Supervisor:
     def _on_actor_change(self, actor: SupervisedActor) -> None:
         self._last_incarnations[actor.spec.name] = actor.incarnation
         self._write_processes()
+        self._hosted.on_actor_change(actor)
         for pool in self._pools.all():
             pool.on_actor_change(actor)
         # A failed first start is the answer to `spawn`, not the job's failure.
@@ -335,8 +421,8 @@ class Supervisor:
             self._ranks.fail(actor.spec.name, actor.failure)
 
     def _write_processes(self) -> None:
-        """Writes RUN_DIR/processes.json, which describes the processes for people and scripts."""
-        path = self._run_dir / "processes.json"
+        """Writes processes.json, which describes the processes for people and scripts."""
+        path = self._processes_path
         temporary = path.with_suffix(".tmp")
         try:
             temporary.write_text(json.dumps({row.pop("name"): row for row in self.list_actors()}))
@@ -437,9 +523,10 @@ class Supervisor:
                 async with asyncio.TaskGroup() as self._actor_tasks:
                     await self._until_over()
                     logger.info("the job is over: stopping %d actors", len(self._actors))
-                    for actor in self._actors.values():
+                    for actor in (*self._actors.values(), *self._remote.values()):
                         actor.stop()
                 self._pools.close()
+                await self._links.leave()
         finally:
             self._context.destroy(linger=0)
 

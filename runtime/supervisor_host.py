@@ -49,12 +49,15 @@ class SupervisorConfig:
     """Settings that a rank passes to the supervisor that it starts.
 
     Attributes:
+        log_dir: folder of this node's logs.
+        processes_path: file that describes this node's processes.
         tcp_host: address to offer to other nodes; "" for none (then no keys are needed).
         secret_file: path of the job's keys; "" for none.
     """
 
     node_id: str
-    run_dir: str
+    log_dir: str
+    processes_path: str
     socket_dir: str
     tcp_host: str
     secret_file: str
@@ -82,7 +85,7 @@ async def serve(config: SupervisorConfig, ready_fd: int, guardian_pid: int) -> N
     node = NodeSettings(
         node_id=config.node_id,
         socket_dir=socket_dir,
-        log_dir=Path(config.run_dir) / "logs",
+        log_dir=Path(config.log_dir),
         supervisor=ref,
         tcp_host=config.tcp_host,
         keys=() if keys is None else (keys.public, keys.secret),
@@ -90,7 +93,7 @@ async def serve(config: SupervisorConfig, ready_fd: int, guardian_pid: int) -> N
     )
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     async with Client(config.node_id, keys) as client:
-        supervisor = Supervisor(node, Path(config.run_dir), client)
+        supervisor = Supervisor(node, Path(config.processes_path), client)
         for number in STOP_SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, supervisor.stop_job, number)
 

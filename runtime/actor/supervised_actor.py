@@ -109,7 +109,7 @@ class SupervisedActor:
         describe_gpu_memory: Callable[[], Awaitable[str]] = read_gpu_memory,
     ) -> None:
         self.spec = spec
-        self.shortages = GpuShortages(describe_gpu_memory)
+        self._shortages = GpuShortages(describe_gpu_memory)
         self.state = ActorState.STARTING
         self.incarnation = num_earlier
         self.ref: ActorRef | None = None
@@ -158,6 +158,14 @@ class SupervisedActor:
             if stat is not None and not stat.is_ending:
                 self._kill_reason = self._kill_reason or reason
             self._child.kill()
+
+    async def failed_to_wake(self) -> None:
+        """Reports that the engine could not wake, maybe for lack of GPU memory."""
+        await self._shortages.failed_to_wake()
+
+    def woke(self) -> None:
+        """Reports that the engine is awake."""
+        self._shortages.woke()
 
     def signalled(self, incarnation: int) -> bool:
         """Reports that the actor has got a stop signal. Returns whether it must end: umbra sent the
@@ -228,7 +236,7 @@ class SupervisedActor:
             if not self.has_run and not self._was_killed:
                 await self._end(ActorState.FAILED, how)  # it would fail again
                 return
-            if self.shortages.is_final:
+            if self._shortages.is_final:
                 await self._end(ActorState.FAILED, how)
                 return
             decision = tracker.observe(status, time.monotonic())
@@ -287,7 +295,7 @@ class SupervisedActor:
             self._was_killed = child.status is not None and child.status.is_from_outside
             if not start_error:
                 self.has_run = True
-                self.shortages.started()
+                self._shortages.started()
                 await self._enter(ActorState.RUNNING)
                 await self._watch(child)
             if child.status is not None and child.status.stop_signal is not None:
@@ -301,7 +309,7 @@ class SupervisedActor:
         if start_error:
             how = f"{label} failed to start: {self._kill_reason or start_error}"
         text = f"{how}\n{child.log_tail(_MAX_LOG_LINES)}"
-        if why := await self.shortages.explain_end(text, is_start=bool(start_error)):
+        if why := await self._shortages.explain_end(text, is_start=bool(start_error)):
             how = f"{label} has {why}\n{how}"
         return status, how
 

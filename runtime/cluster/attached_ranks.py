@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+from collections.abc import Callable
 from typing import Any, Final
 
 from umbra.runtime.cluster.gpu_shortage import RankMemory
@@ -38,18 +39,24 @@ class AttachedRank:
 class AttachedRanks:
     """Owned by the supervisor.
 
+    Args:
+        on_event: called with the loss of the job, and with a stop signal: each once, wherever on
+            the job's nodes it happened.
+
     Attributes:
         incarnation: of the ranks, counted by torchrun.
         has_failed: whether the job is lost; all ranks, also later ones, get that event.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_event: Callable[[dict[str, Any]], None]) -> None:
+        self._on_event = on_event
         self.incarnation = 1
         self._ranks: dict[int, AttachedRank] = {}
         self._detached: set[int] = set()
         self._failure: dict[str, Any] | None = None
         self._failed = asyncio.Event()
         self._signal: dict[str, Any] | None = None
+        self._nodes: dict[str, Any] | None = None
         self._came = asyncio.Event()
         self._gone = asyncio.Event()  # set when no rank is attached
 
@@ -70,7 +77,7 @@ class AttachedRanks:
         self._came.set()
         self._gone.clear()
         me.put({"kind": "attached"})
-        for event in (self._failure, self._signal):
+        for event in (self._nodes, self._failure, self._signal):
             if event is not None:
                 me.put(event)
         return me
@@ -124,12 +131,17 @@ class AttachedRanks:
 
     def fail(self, who: str, message: str) -> None:
         """Marks the job as lost and sends that to every rank; the first failure counts."""
+        self.fail_as(f"{who} failed: {message}")
+
+    def fail_as(self, message: str) -> None:
+        """`fail` with a message that names who failed."""
         if self._failure is None:
             self._failed.set()
-            logger.error("%s failed: %s", who, message)
-            self._failure = {"kind": "failed", "message": f"{who} failed: {message}"}
+            logger.error("%s", message)
+            self._failure = {"kind": "failed", "message": message}
             for rank in self._ranks.values():
                 rank.put(self._failure)
+            self._on_event(self._failure)
 
     def pass_on_signal(self, receiver: str, incarnation: int, number: int) -> None:
         """Sends every rank a stop signal that some process of the job got, once.
@@ -144,12 +156,19 @@ class AttachedRanks:
         logger.info("%s got %s: stopping all ranks", receiver, name)
         for rank in self._ranks.values():
             rank.put(self._signal)
+        self._on_event(self._signal)
 
     async def await_failure(self, limit_s: float) -> None:
         """Waits until the job is lost, or the time is over."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 await self._failed.wait()
+
+    def tell_nodes(self, nodes: list[dict[str, Any]]) -> None:
+        """Sends every rank, also later ones, the nodes of the job."""
+        self._nodes = {"kind": "nodes", "nodes": nodes}
+        for rank in self._ranks.values():
+            rank.put(self._nodes)
 
     def note(self, text: str) -> None:
         """Shows one line to the person who runs the job."""

@@ -3,9 +3,12 @@
 | variable | set by | meaning |
 |---|---|---|
 | RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE | torchrun | who this process is; without RANK it is rank 0 of 1 |
+| GROUP_RANK, GROUP_WORLD_SIZE, MASTER_ADDR, MASTER_PORT | torchrun | which node this is, and where the nodes meet |
 | TORCHELASTIC_RUN_ID, TORCHELASTIC_RESTART_COUNT, TORCHELASTIC_MAX_RESTARTS | torchrun | which job, how often its ranks were and may be restarted |
 | TORCHELASTIC_ERROR_FILE | torchrun | with rank and job it names this start of this rank, which tells a wrapper from torchrun's agent |
 | CUDA_VISIBLE_DEVICES | user, Slurm | the node's GPUs that the job may use, in its order; unset: all |
+| SLURM_JOB_ID | Slurm | part of the name of a job of several nodes |
+| UMBRA_HOST_ADDRESS | user | address of this host for other nodes; default: the one that it reaches MASTER_ADDR from |
 | UMBRA_SOCKET_ROOT | user | folder for sockets, default /tmp/umbra-UID; must be node-local and short |
 | UMBRA_SECRET_FILE | user | file with the job's keys, default ~/.config/umbra/jobs/JOB |
 | UMBRA_LOG_LEVEL | user | level of umbra's own processes, default INFO |
@@ -64,6 +67,8 @@ class TorchrunEnvironment:
 
     Attributes:
         local_world_size: ranks on this node.
+        node_rank: index of this node among the `num_nodes` of the job.
+        meeting_point: host and port of torchrun's store.
         under_torchrun: whether torchrun started it; otherwise it is rank 0 of 1.
         run_id: torchrun's rendezvous id, "none" by default.
         incarnation: 1 at the first start, one more after each elastic restart.
@@ -74,6 +79,9 @@ class TorchrunEnvironment:
     local_rank: int
     world_size: int
     local_world_size: int
+    node_rank: int
+    num_nodes: int
+    meeting_point: tuple[str, int]
     run_id: str
     incarnation: int
     may_restart: bool
@@ -88,6 +96,9 @@ class TorchrunEnvironment:
                 local_rank=0,
                 world_size=1,
                 local_world_size=1,
+                node_rank=0,
+                num_nodes=1,
+                meeting_point=("", 0),
                 run_id="single",
                 incarnation=1,
                 may_restart=False,
@@ -100,6 +111,12 @@ class TorchrunEnvironment:
             local_rank=_read_int(environ, "LOCAL_RANK"),
             world_size=_read_int(environ, "WORLD_SIZE"),
             local_world_size=_read_int(environ, "LOCAL_WORLD_SIZE"),
+            node_rank=_read_int(environ, "GROUP_RANK", default=0),
+            num_nodes=_read_int(environ, "GROUP_WORLD_SIZE", default=1),
+            meeting_point=(
+                environ.get("MASTER_ADDR", ""),
+                _read_int(environ, "MASTER_PORT", default=0),
+            ),
             run_id=environ.get("TORCHELASTIC_RUN_ID", "none"),
             incarnation=num_restarts + 1,
             may_restart=num_restarts < max_restarts,
@@ -146,6 +163,16 @@ def visible_gpus(num_gpus: int, environ: Mapping[str, str] = os.environ) -> tupl
             f"{num_gpus - 1}: name some of these"
         )
     return names[:1] if any(name.startswith("MIG-") for name in names) else names
+
+
+def slurm_job_id(environ: Mapping[str, str] = os.environ) -> str:
+    """The job's number, or "" outside Slurm."""
+    return environ.get("SLURM_JOB_ID", "")
+
+
+def host_address(environ: Mapping[str, str] = os.environ) -> str:
+    """The address that the user chose for this host, or ""."""
+    return environ.get("UMBRA_HOST_ADDRESS", "")
 
 
 def socket_root(environ: Mapping[str, str] = os.environ) -> Path:

@@ -42,7 +42,7 @@ class PoolRequest:
     Attributes:
         num_gpus: the tensor-parallel size, which is the number of GPUs of one engine; 0 on the CPU.
         count: number of engines in the job. None places one for every `num_gpus` GPUs of the pool,
-            or one on the CPU.
+            or, on the CPU, one for each node.
         gpus: indices of the GPUs that the user chose on every node. Engines and pools may then
             share a GPU. If empty, the mode decides.
         shares_with: name of the pool that a colocated one is time-sliced with.
@@ -249,7 +249,9 @@ def _places(pool: PoolRequest, usable: _Usable) -> tuple[Assignment, ...]:
     """Where the pool's engines fit: each has the next GPUs of one node."""
     size = pool.num_gpus
     if size == 0:
-        return (Assignment(node=0, gpus=()),) * (pool.count or 1)
+        num_nodes = len(usable.gpus)
+        count = pool.count or num_nodes
+        return tuple(Assignment(node=idx % num_nodes, gpus=()) for idx in range(count))
     return tuple(
         Assignment(node=idx, gpus=tuple(gpus[first : first + size]))
         for idx, gpus in enumerate(usable.gpus)

@@ -15,12 +15,13 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
 from typing import Any, Final
 
-from umbra.runtime.actor.supervised_actor import ActorState, SupervisedActor
+from umbra.runtime.actor.supervised_actor import ActorState
 from umbra.runtime.engine_api.lifecycle import ALL_TAGS, EngineState, SleepLevel, Tag, catch_up
 from umbra.runtime.errors import DeadlineExceeded, EngineError, WeightSyncError
 from umbra.runtime.first_of import first_of
 from umbra.runtime.pools.pool_engine import PoolEngine
 from umbra.runtime.pools.pool_spec import PoolSpec
+from umbra.runtime.pools.remote_actor import EngineActor
 from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.weights.sync_calls import SyncBegin, SyncGrant
 from umbra.runtime.weights.sync_coordinator import SyncCoordinator, SyncSettings
@@ -85,7 +86,7 @@ class EnginePool:
         self._returned: dict[str, int] = {}  # by engine: the last incarnation that was reported
         self._watchers: set[asyncio.Queue[dict[str, Any]]] = set()
 
-    def add(self, actor: SupervisedActor) -> None:
+    def add(self, actor: EngineActor) -> None:
         """Adds an actor as an engine; its process may not be ready yet."""
         self.engines[actor.spec.name] = PoolEngine(
             actor, self._client, self._on_engine_change, loads_weights=self.spec.load_weights
@@ -109,7 +110,7 @@ class EnginePool:
             for engine in self.engines.values():
                 await engine.actor.ended.wait()
 
-    def on_actor_change(self, actor: SupervisedActor) -> None:
+    def on_actor_change(self, actor: EngineActor) -> None:
         """Called when a process became ready or ended."""
         engine = self.engines.get(actor.spec.name)
         if engine is None:

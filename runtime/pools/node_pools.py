@@ -10,17 +10,17 @@ from contextlib import asynccontextmanager
 from typing import Any, Final
 
 from umbra.runtime.actor.actor_spec import ActorSpec
-from umbra.runtime.actor.supervised_actor import SupervisedActor
 from umbra.runtime.engine_api.lifecycle import SleepLevel, Tag
 from umbra.runtime.errors import ActorNotFound, ConfigError
 from umbra.runtime.pools.engine_pool import EnginePool
 from umbra.runtime.pools.pool_slicing import PoolSlicing
 from umbra.runtime.pools.pool_spec import PoolSpec
+from umbra.runtime.pools.remote_actor import EngineActor
 from umbra.runtime.weights.sync_calls import SyncBegin, SyncGrant
 
 _INVALIDATE_LIMIT_S: Final = 60.0
 
-StartActor = Callable[[ActorSpec, asyncio.Event], SupervisedActor]
+StartEngine = Callable[[ActorSpec, int, asyncio.Event], EngineActor]
 
 
 class NodePools:
@@ -28,14 +28,14 @@ class NodePools:
 
     Args:
         make: makes a pool without engines.
-        start: starts an engine's actor once the event is set.
+        start: starts an engine's actor on the node of that index, once the event is set.
         run: runs a coroutine as a task that lives as long as the supervisor; `close` ends it.
     """
 
     def __init__(
         self,
         make: Callable[[PoolSpec], EnginePool],
-        start: StartActor,
+        start: StartEngine,
         run: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
     ) -> None:
         self._make = make
@@ -98,8 +98,8 @@ class NodePools:
     async def _start_engines(self, pool: EnginePool) -> None:
         """Starts all engines or, if one cannot start, none."""
         try:
-            for spec in pool.spec.engine_specs():
-                pool.add(self._start(spec, pool.may_start))
+            for spec, node in zip(pool.spec.engine_specs(), pool.spec.nodes, strict=True):
+                pool.add(self._start(spec, node, pool.may_start))
             await pool.wait_running()
         except BaseException:
             with contextlib.suppress(TimeoutError):  # the first error is the one to raise

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
-from umbra.runtime.actor.supervised_actor import ActorState, SupervisedActor
+from umbra.runtime.actor.supervised_actor import ActorState
 from umbra.runtime.engine_api.lifecycle import (
     ALL_TAGS,
     AbortUpdate,
@@ -32,6 +32,7 @@ from umbra.runtime.engine_api.lifecycle import (
     Woken,
 )
 from umbra.runtime.errors import EngineUnhealthy, UmbraError
+from umbra.runtime.pools.remote_actor import EngineActor
 from umbra.runtime.rpc.rpc_client import Client, Handle
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class PoolEngine:
 
     def __init__(
         self,
-        actor: SupervisedActor,
+        actor: EngineActor,
         client: Client,
         on_change: Callable[[PoolEngine], None],
         *,
@@ -175,11 +176,11 @@ class PoolEngine:
         try:
             await self._request("wake", sorted(asleep), timeout_s=timeout_s)
         except EngineUnhealthy:
-            await self.actor.shortages.failed_to_wake()
+            await self.actor.failed_to_wake()
             raise
         self.apply(Woken())
         if self.lifecycle.awake == ALL_TAGS:
-            self.actor.shortages.woke()
+            self.actor.woke()
 
     async def probe_import(self, allocations: list[list[Any]], timeout_s: float) -> str:
         """Why it cannot open the ranks' memory, or ""."""

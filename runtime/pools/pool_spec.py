@@ -23,12 +23,14 @@ class PoolSpec(Settings):
 
     Attributes:
         engine: short name of one of umbra's engines, or the `module:Class` of another.
-        count: number of engines on this node.
+        count: number of engines in the job.
         mode: hybrid engines are time-sliced with the trainer (they sleep and wake); standalone ones
             are not; colocated ones are, with the engines of `shares_with`, see `time_slicing`.
         kwargs: for the engine's constructor.
         engine_gpus: the GPUs of each engine. None: an engine may be on any GPU of the node, and has
             the supervisor's CUDA_VISIBLE_DEVICES. Engines on the CPU have that, too.
+        engine_nodes: the node of each engine, by its index in the job. None: this node, which is
+            rank 0's.
         shares_with: name of the pool on whose GPUs a colocated one is.
         max_wait_s, max_turn_s: of a colocated pool, see `SlicingRules`.
         on_update: what a sync does to running generation: abort (resumed under the new weights),
@@ -54,6 +56,7 @@ class PoolSpec(Settings):
     grace_s: float = 3.0
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     engine_gpus: tuple[EngineGpus, ...] | None = None
+    engine_nodes: tuple[int, ...] | None = None
     memory_limit_nbytes: int = 0
     on_update: OnUpdate = "abort"
     update_waves: int = 1
@@ -70,11 +73,13 @@ class PoolSpec(Settings):
             check_update_waves(self.update_waves, self.mode, self.count)
         except SettingError as error:
             raise ConfigError(f"pool {self.name!r}: {error}") from None
-        if self.engine_gpus is not None and len(self.engine_gpus) != self.count:
-            raise ConfigError(
-                f"pool {self.name!r}: engine_gpus has {len(self.engine_gpus)} entries for "
-                f"{self.count} engines: give one for each, or None"
-            )
+        for name in ("engine_gpus", "engine_nodes"):
+            places = getattr(self, name)
+            if places is not None and len(places) != self.count:
+                raise ConfigError(
+                    f"pool {self.name!r}: {name} has {len(places)} entries for {self.count} "
+                    "engines: give one for each, or None"
+                )
         if (self.mode == "colocated") != bool(self.shares_with):
             raise ConfigError(
                 f"pool {self.name!r}: mode 'colocated' and shares_with, the pool that it is "
@@ -84,6 +89,11 @@ class PoolSpec(Settings):
             raise ConfigError(
                 f"pool {self.name!r}: a colocated pool gets no weights by a sync: set load_weights"
             )
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """The node of each engine."""
+        return self.engine_nodes or (0,) * self.count
 
     @property
     def turn_rules(self) -> SlicingRules:

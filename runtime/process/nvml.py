@@ -213,3 +213,15 @@ def count_gpus() -> int:
         return 0
     nvml.close()
     return nvml.num_devices
+
+
+def gpu_sizes(gpus: Sequence[str], library: str = LIBRARY) -> list[int]:
+    """Bytes of the named GPUs; [] if NVML does not report one, or one is a MIG instance."""
+    nvml = None if any(gpu.startswith("MIG-") for gpu in gpus) else Nvml.open(library, gpus=gpus)
+    if nvml is None:
+        return []
+    try:
+        sizes = [use.total_nbytes for use in nvml.uses()]
+    finally:
+        nvml.close()
+    return sizes if all(sizes) else []

@@ -8,6 +8,8 @@ any client that knows how to speak it; the ZAP handler refuses every key but the
 from __future__ import annotations
 
 import os
+import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -49,11 +51,13 @@ class CurveKeys:
         return cls(public=public, secret=secret)
 
     def save(self, path: Path) -> None:
-        """Writes the keys to a new file of mode 0600 (FileExistsError if there is one)."""
+        """Writes the keys to a new file of mode 0600 (FileExistsError if there is one). Nobody sees
+        half of it."""
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        with os.fdopen(os.open(path, flags, 0o600), "wb") as file:
+        with tempfile.NamedTemporaryFile(dir=path.parent) as file:  # of mode 0600
             file.write(self.public + b"\n" + self.secret + b"\n")
+            file.flush()
+            os.link(file.name, path)
 
     def __repr__(self) -> str:
         return f"CurveKeys(public={self.public!r})"
@@ -78,6 +82,11 @@ class CurveKeys:
         return authenticator
 
 
+def main() -> None:
+    """`python -m umbra.runtime.rpc.curve_keys FILE` writes new keys to a file."""
+    CurveKeys.generate().save(Path(sys.argv[1]))
+
+
 class _OnlyKey:
     def __init__(self, public: bytes) -> None:
         self._public = public
@@ -85,3 +94,7 @@ class _OnlyKey:
     def callback(self, domain: str, key: bytes) -> bool:
         del domain
         return (z85.encode(key) if len(key) == 32 else key) == self._public
+
+
+if __name__ == "__main__":
+    main()

@@ -44,7 +44,8 @@ def _start_supervisor(folder: Path) -> GuardianProcess:
     sockets = SocketDir.create("bench", "bench", folder)
     config = SupervisorConfig(
         node_id="bench",
-        run_dir=str(folder),
+        log_dir=str(folder / "logs"),
+        processes_path=str(folder / "processes.json"),
         socket_dir=str(sockets.path),
         tcp_host="",
         secret_file="",

@@ -9,6 +9,7 @@ standard output. What follows depends on the scenario; RANK names the one it is 
 - raise-once: the same in the job's first incarnation; later ones leave
 - exit: RANK exits with status 5 by sys.exit, the others block
 - early: RANK leaves, the others meet again a while later and leave
+- pause: all meet again after six seconds and leave
 - late: RANK attaches a while after the others have left
 - crash: the actor ends by a signal, again and again, the ranks block
 """
@@ -62,6 +63,10 @@ def take_part(session: Session, scenario: str, chosen: bool) -> None:
     if scenario == "early" and not chosen:
         time.sleep(AFTER_A_WHILE_S)
         meeting.call("arrive", "second", session.world_size - 1, timeout_s=20.0)
+        say(event="met again")
+    if scenario == "pause":
+        time.sleep(6.0)
+        meeting.call("arrive", "second", session.world_size, timeout_s=20.0)
         say(event="met again")
     if scenario in ("block", "raise", "exit") or (scenario == "raise-once" and is_first):
         meeting.call("arrive", "never", 10**6, timeout_s=60.0)

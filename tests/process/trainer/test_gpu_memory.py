@@ -6,7 +6,8 @@ import pytest
 from fake_nvml import FakeGpu, FakeNvml
 
 from umbra.runtime.cluster.memory_plan import GIB
-from umbra.trainer.reporting.gpu_memory import GpuMemorySeen, gpu_sizes
+from umbra.runtime.process.nvml import gpu_sizes
+from umbra.trainer.reporting.gpu_memory import GpuMemorySeen
 
 pytestmark = pytest.mark.process
 

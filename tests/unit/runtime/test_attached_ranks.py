@@ -14,7 +14,7 @@ def signals_sent(rank: AttachedRank) -> list[int]:
 
 
 def test_a_signal_of_one_rank_is_passed_on_to_all_once() -> None:
-    ranks = AttachedRanks()
+    ranks = AttachedRanks(on_event=lambda event: None)
     attached = [ranks.add(rank, pid=rank) for rank in range(2)]
 
     for sender in (1, 0):
@@ -24,7 +24,7 @@ def test_a_signal_of_one_rank_is_passed_on_to_all_once() -> None:
 
 
 def test_the_signal_that_ends_the_ranks_of_a_lost_job_is_not_passed_on() -> None:
-    ranks = AttachedRanks()
+    ranks = AttachedRanks(on_event=lambda event: None)
     attached = ranks.add(0, pid=1)
     ranks.fail("rank 1", "it was killed")
 
@@ -34,7 +34,7 @@ def test_the_signal_that_ends_the_ranks_of_a_lost_job_is_not_passed_on() -> None
 
 
 def test_a_signal_to_ranks_before_a_restart_does_not_reach_those_after_it() -> None:
-    ranks = AttachedRanks()
+    ranks = AttachedRanks(on_event=lambda event: None)
     ranks.pass_on_signal("rank 1", 1, signal.SIGTERM)
     ranks.start_over(2)
     attached = ranks.add(0, pid=2)

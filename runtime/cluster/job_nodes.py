@@ -1,0 +1,213 @@
+"""The nodes of a job, and how they find each other: through torchrun's store.
+
+    node 0   makes a file in the run directory ─▶ its name ─┐
+    others   look for that file there; if it is missing, the directory is not shared
+    all      their own addresses ─▶ the store ─▶ all
+
+The store is plain text and admits everybody, so it carries addresses only, never keys.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import secrets
+import socket
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from umbra.runtime.cluster.environment import TorchrunEnvironment, host_address, slurm_job_id
+from umbra.runtime.errors import ConfigError, JobFailed
+from umbra.runtime.rpc.actor_ref import ActorRef
+from umbra.runtime.rpc.curve_keys import CurveKeys
+from umbra.runtime.settings import from_wire, to_wire
+
+_SHARED_LIMIT_S: Final = 10.0
+"""How long a file that node 0 made may take to appear elsewhere: NFS caches folders for seconds."""
+_LOOK_INTERVAL_S: Final = 0.1
+
+
+class Store(Protocol):
+    """What this module needs of torch's store."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobNode:
+    """A node as the others see it.
+
+    Attributes:
+        num_ranks: of the trainer.
+        gpus: those that the job may use there, as CUDA_VISIBLE_DEVICES names them.
+        gpu_nbytes: their sizes; empty if NVML does not tell.
+        tcp_endpoint: of its supervisor; "" in a job of one node.
+        key_digest: of the job's keys there.
+        problem: why this node cannot take part, or "".
+    """
+
+    node_id: str
+    num_ranks: int
+    gpus: tuple[str, ...] = ()
+    gpu_nbytes: tuple[int, ...] = ()
+    tcp_endpoint: str = ""
+    key_digest: str = ""
+    problem: str = ""
+
+    @property
+    def supervisor(self) -> ActorRef:
+        """The address of its supervisor for other nodes."""
+        return ActorRef(
+            name="supervisor",
+            incarnation=1,
+            node_id=self.node_id,
+            ipc_endpoint="",
+            tcp_endpoint=self.tcp_endpoint,
+        )
+
+
+def ranks_of(nodes: Sequence[JobNode], node: int) -> range:
+    """The trainer's ranks on one of the nodes."""
+    first = sum(other.num_ranks for other in nodes[:node])
+    return range(first, first + nodes[node].num_ranks)
+
+
+def check_several_nodes(environment: TorchrunEnvironment) -> None:
+    """Raises ConfigError if torchrun was not started as a job of several nodes needs it."""
+    if environment.run_id in ("", "none"):
+        raise ConfigError(
+            "a job of several nodes needs a name: start torchrun with --rdzv-id NAME, the same on "
+            "all nodes"
+        )
+    if environment.incarnation > 1 or environment.may_restart:
+        raise ConfigError(
+            "torchrun restarts failed ranks (--max-restarts), which umbra does on one node only: "
+            "start it with --max-restarts 0, and run the job again to resume it"
+        )
+
+
+def job_name(environment: TorchrunEnvironment) -> str:
+    """The name of a job of several nodes, the same on all of them."""
+    return "-".join(filter(None, (environment.run_id, slurm_job_id())))
+
+
+def own_address(environment: TorchrunEnvironment) -> str:
+    """The address of this host for the other nodes: as chosen by the user, or that from which it
+    reaches torchrun's store.
+
+    Raises:
+        ConfigError: the store's host has no address.
+    """
+    if chosen := host_address():
+        return chosen
+    host, port = environment.meeting_point
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:  # UDP: connecting sends nothing
+            probe.connect(address)
+            name: str = probe.getsockname()[0]
+            return name
+    except OSError as error:
+        raise ConfigError(
+            f"no address of this host reaches {host}, where torchrun's store is ({error}): set "
+            "UMBRA_HOST_ADDRESS to the one that the other nodes can reach"
+        ) from error
+
+
+def key_digest(keys: CurveKeys) -> str:
+    """Tells different keys apart without revealing them."""
+    return hashlib.sha256(keys.public + keys.secret).hexdigest()[:16]
+
+
+def meet_nodes(
+    environment: TorchrunEnvironment, me: JobNode, run_dir: Path, timeout_s: float
+) -> tuple[JobNode, ...]:
+    """All nodes of the job, in the order of their ranks. Local rank 0 of every node calls it.
+
+    Raises:
+        ConfigError: nodes do not share the run directory or the keys, or cannot reach each other.
+        JobFailed: a node is missing after `timeout_s`.
+    """
+    deadline = time.monotonic() + timeout_s
+    try:
+        store = _open_store(environment, timeout_s)
+        with _shared_file(store, environment.node_rank, run_dir) as problem:
+            store.set(
+                f"node-{environment.node_rank}", json.dumps(to_wire(replace(me, problem=problem)))
+            )
+            nodes: list[JobNode] = []
+            for rank in range(environment.num_nodes):
+                left_s = max(0.0, deadline - time.monotonic())
+                store.wait([f"node-{rank}"], timedelta(seconds=left_s))
+                nodes.append(from_wire(JobNode, json.loads(store.get(f"node-{rank}"))))
+            # Node 0 removes the file once all have looked for it.
+    except RuntimeError as error:  # torch.distributed.DistError and its timeouts
+        raise JobFailed(
+            f"node {environment.node_rank} did not meet all {environment.num_nodes} nodes within "
+            f"{timeout_s:g} s: {str(error).splitlines()[0]}"
+        ) from error
+    _check(nodes)
+    return tuple(nodes)
+
+
+def _open_store(environment: TorchrunEnvironment, timeout_s: float) -> Store:
+    import torch.distributed
+
+    dist: Any = torch.distributed
+    host, port = environment.meeting_point
+    store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+    opened: Store = dist.PrefixStore("umbra-nodes", store)
+    return opened
+
+
+@contextlib.contextmanager
+def _shared_file(store: Store, node_rank: int, run_dir: Path) -> Generator[str]:
+    """Yields why this node does not share node 0's run directory, or ""."""
+    if node_rank == 0:
+        path = run_dir / f".shared-{secrets.token_hex(8)}"
+        run_dir.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        try:
+            store.set("shared-file", path.name)
+            yield ""
+        finally:
+            path.unlink()
+        return
+    path = run_dir / store.get("shared-file").decode()
+    deadline = time.monotonic() + _SHARED_LIMIT_S
+    while not path.exists():
+        if time.monotonic() > deadline:
+            yield (
+                f"run.dir = {run_dir.absolute()} is not the same directory there as on node 0: put "
+                "it on a file system that all nodes share"
+            )
+            return
+        time.sleep(_LOOK_INTERVAL_S)
+    yield ""
+
+
+def _check(nodes: Sequence[JobNode]) -> None:
+    for rank, node in enumerate(nodes):
+        if node.problem:
+            raise ConfigError(f"node {rank} ({node.node_id}): {node.problem}")
+        if node.key_digest != nodes[0].key_digest:
+            raise ConfigError(
+                f"node {rank} ({node.node_id}) has other keys than node 0: the nodes share no home "
+                "directory, so make a file of keys by `python -m umbra.runtime.rpc.curve_keys "
+                "FILE`, copy it to all nodes, and name it in UMBRA_SECRET_FILE"
+            )
+    if len({node.node_id for node in nodes}) < len(nodes):
+        raise ConfigError(f"two nodes have the same id: {[node.node_id for node in nodes]}")
+    local = [node.tcp_endpoint.startswith(("tcp://127.", "tcp://[::1]")) for node in nodes]
+    if any(local) and not all(local):
+        raise ConfigError(
+            f"node {local.index(True)} is known by the address of its own loopback only: set "
+            "UMBRA_HOST_ADDRESS there to the one that the other nodes can reach"
+        )

@@ -1,0 +1,321 @@
+"""The links between the supervisors of a job: a star around the lead, which is rank 0's.
+
+    member ── join ────▶ lead     a stream: what happens elsewhere comes back, and heartbeats
+    member ── report ──▶ lead     what happens on the member's node, and heartbeats
+
+Both send something at least every `HEARTBEAT_S`. Who is silent for `LOST_AFTER_S` is lost, and with
+it the job. `JobLinks` is either end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any, Final
+
+from umbra.runtime.cluster.job_nodes import JobNode
+from umbra.runtime.errors import ConfigError, DeadlineExceeded, UmbraError
+from umbra.runtime.rpc.rpc_client import Client, Handle
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_S: Final = 4.0
+LOST_AFTER_S: Final = 2 * HEARTBEAT_S
+# A network that fails for 3 s costs nothing: tcp sends again after 0.2, 0.6, 1.4, 3 and 6.2 s. With
+# a longer limit, ranks stay longer in collectives with a node that is gone.
+_FAREWELL_LIMIT_S: Final = 1.0
+
+Event = dict[str, Any]
+
+
+class LeadLink:
+    """A member's link to the lead.
+
+    Args:
+        node: index of this node.
+        on_event: called with 0, the lead's index, and each event of another node.
+        on_lost: called once with 0 and the reason if the lead is lost.
+    """
+
+    def __init__(
+        self,
+        lead: Handle,
+        node: int,
+        on_event: Callable[[int, Event], None],
+        on_lost: Callable[[int, str], None],
+    ) -> None:
+        self.lead = lead
+        self._joined = asyncio.Event()
+        self._node = node
+        self._on_event = on_event
+        self._on_lost = on_lost
+        self._reports: asyncio.Queue[Event] = asyncio.Queue()
+
+    def report(self, event: Event) -> None:
+        """Sends an event of this node to the lead, in order."""
+        self._reports.put_nowait(event)
+
+    async def wait_joined(self, timeout_s: float) -> None:
+        """Raises DeadlineExceeded if the lead has not answered in time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._joined.wait()
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"this node's supervisor has not reached that of rank 0's node at "
+                f"{self.lead.ref.tcp_endpoint} within {timeout_s:g} s: does a firewall lie between "
+                "them?"
+            ) from None
+
+    async def run(self) -> None:
+        """Returns when the lead has left or is lost."""
+        async with asyncio.TaskGroup() as tasks:
+            parts = [tasks.create_task(self._follow()), tasks.create_task(self._send())]
+            done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+            for part in parts:
+                part.cancel()
+        if why := "; ".join(part.result() for part in done):
+            self._on_lost(0, why)
+
+    async def leave(self) -> None:
+        """Sends what is left to report, and that this node's end is no failure. The lead may be
+        gone already."""
+        self.report({"kind": "left"})
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_FAREWELL_LIMIT_S):
+                await self._reports.join()
+
+    async def _follow(self) -> str:
+        """Returns why the lead is lost, or "" if it has left."""
+        try:
+            async with self.lead.stream("join", self._node, timeout_s=LOST_AFTER_S) as events:
+                async for event in events:
+                    self._joined.set()
+                    if event["kind"] == "left":
+                        return ""
+                    if event["kind"] != "beat":
+                        self._on_event(0, event)
+        except DeadlineExceeded:
+            return f"it was silent for {LOST_AFTER_S:g} s"
+        except UmbraError as error:
+            return str(error)
+        return "it ended"
+
+    async def _send(self) -> str:
+        """Returns why the lead is lost."""
+        while True:
+            event: Event | None = None
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(HEARTBEAT_S):
+                    event = await self._reports.get()
+            try:
+                arguments = self._node, event or {"kind": "beat"}
+                await self.lead.call("report", *arguments, timeout_s=LOST_AFTER_S)
+            except UmbraError as error:
+                return str(error)
+            if event is not None:
+                self._reports.task_done()
+
+
+class _Member:
+    """Another node, as the lead knows it."""
+
+    def __init__(self, node: JobNode) -> None:
+        self.node = node
+        self.has_joined = asyncio.Event()
+        self.has_left = asyncio.Event()
+        self.events: asyncio.Queue[Event] = asyncio.Queue()
+        self.heard = asyncio.Event()
+
+
+class MemberLinks:
+    """The lead's links to all members.
+
+    Args:
+        nodes: all nodes of the job; the first is the lead's own.
+        on_event: called with the index of a node and an event there.
+        on_lost: called once for a node that is lost, with the reason.
+    """
+
+    def __init__(
+        self,
+        nodes: Sequence[JobNode],
+        on_event: Callable[[int, Event], None],
+        on_lost: Callable[[int, str], None],
+    ) -> None:
+        self._members = {idx: _Member(node) for idx, node in enumerate(nodes) if idx > 0}
+        self._on_event = on_event
+        self._on_lost = on_lost
+
+    async def wait_joined(self, timeout_s: float) -> None:
+        """Raises DeadlineExceeded if a node has not joined in time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                for member in self._members.values():
+                    await member.has_joined.wait()
+        except TimeoutError:
+            late = [m.node.node_id for m in self._members.values() if not m.has_joined.is_set()]
+            raise DeadlineExceeded(
+                f"the supervisors of {', '.join(late)} have not joined this one within "
+                f"{timeout_s:g} s: does a firewall lie between them?"
+            ) from None
+
+    async def run(self) -> None:
+        """Watches all members until they have left; a lost one ends the watch of that one only."""
+        async with asyncio.TaskGroup() as tasks:
+            for idx in self._members:
+                tasks.create_task(self._watch(idx))
+
+    async def _watch(self, idx: int) -> None:
+        member = self._members[idx]
+        await member.has_joined.wait()
+        while not member.has_left.is_set():
+            member.heard.clear()
+            try:
+                async with asyncio.timeout(LOST_AFTER_S):
+                    await member.heard.wait()
+            except TimeoutError:
+                self._on_lost(idx, f"it was silent for {LOST_AFTER_S:g} s")
+                return
+
+    def broadcast(self, event: Event) -> None:
+        """Sends an event to all members."""
+        for member in self._members.values():
+            member.events.put_nowait(event)
+
+    async def leave(self) -> None:
+        """Says that the lead's end is no failure. Members may be gone already."""
+        self.broadcast({"kind": "left"})
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_FAREWELL_LIMIT_S):
+                for member in self._members.values():
+                    if not member.has_left.is_set():
+                        await member.events.join()
+
+    async def join(self, idx: int) -> AsyncGenerator[Event, None]:
+        """The stream of a member's `LeadLink`."""
+        member = self._members[idx]
+        member.has_joined.set()
+        logger.info("node %d (%s) has joined", idx, member.node.node_id)
+        yield {"kind": "beat"}
+        while True:
+            try:
+                async with asyncio.timeout(HEARTBEAT_S):
+                    event = await member.events.get()
+            except TimeoutError:
+                yield {"kind": "beat"}
+            else:
+                yield event
+                member.events.task_done()
+
+    def report(self, idx: int, event: Event) -> None:
+        """Takes what a member's `LeadLink` sends."""
+        member = self._members[idx]
+        member.heard.set()
+        if event["kind"] == "left":
+            member.has_left.set()
+        elif event["kind"] != "beat":
+            self._on_event(idx, event)
+
+
+class JobLinks:
+    """The links of one supervisor, which owns them; there are none in a job of one node.
+
+    Attributes:
+        nodes: all nodes of the job, in the order of their ranks; empty before `connect`.
+        lead: the supervisor of rank 0's node; None on that node itself.
+
+    Args:
+        on_event: called with the index of a node and an event that came from there.
+        on_lost: called once for a node that is lost, with the reason.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        on_event: Callable[[int, Event], None],
+        on_lost: Callable[[int, str], None],
+    ) -> None:
+        self.nodes: Sequence[JobNode] = ()
+        self.lead: Handle | None = None
+        self._client = client
+        self._on_event = on_event
+        self._on_lost = on_lost
+        self._to_lead: LeadLink | None = None
+        self._to_members: MemberLinks | None = None
+        self._knows_nodes = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def connect(
+        self, nodes: Sequence[JobNode], node: int, timeout_s: float, tasks: asyncio.TaskGroup
+    ) -> None:
+        """Returns when this node is linked to rank 0's, or rank 0's to all.
+
+        Args:
+            node: index of this one.
+
+        Raises:
+            DeadlineExceeded: another supervisor cannot be reached.
+        """
+        self.nodes = nodes
+        if node == 0:
+            members = self._to_members = MemberLinks(nodes, self._on_event, self._lose)
+            self._task = tasks.create_task(members.run(), name="members")
+            self._knows_nodes.set()
+            await members.wait_joined(timeout_s)
+        else:
+            self.lead = self._client.handle(nodes[0].supervisor, awaits_start=True)
+            link = self._to_lead = LeadLink(self.lead, node, self._on_event, self._lose)
+            self._task = tasks.create_task(link.run(), name="lead")
+            await link.wait_joined(timeout_s)
+
+    def supervisor_of(self, node: int) -> Handle:
+        """Raises ConfigError if the job has no such node."""
+        if node >= len(self.nodes):
+            raise ConfigError(f"there is no node {node}; the job has {max(1, len(self.nodes))}")
+        return self._client.handle(self.nodes[node].supervisor)
+
+    def tell(self, event: Event) -> None:
+        """Sends an event of this node to the lead, or of the lead to all others."""
+        if self._to_lead is not None:
+            self._to_lead.report(event)
+        if self._to_members is not None:
+            self._to_members.broadcast(event)
+
+    def tell_lead(self, event: Event) -> None:
+        """Sends an event of this node to the lead, if that is another one."""
+        if self._to_lead is not None:
+            self._to_lead.report(event)
+
+    async def leave(self) -> None:
+        """Says that this node's end is no failure, and closes the links."""
+        if self._to_lead is not None:
+            await self._to_lead.leave()
+        if self._to_members is not None:
+            await self._to_members.leave()
+        if self._task is not None:
+            self._task.cancel()
+
+    async def join(self, node: int) -> AsyncGenerator[Event, None]:
+        """See `MemberLinks.join`."""
+        members = await self._members()
+        async for event in members.join(node):
+            yield event
+
+    async def report(self, node: int, event: Event) -> None:
+        """See `MemberLinks.report`."""
+        members = await self._members()
+        members.report(node, event)
+
+    async def _members(self) -> MemberLinks:
+        """Another node may know all nodes before this one does."""
+        async with asyncio.timeout(LOST_AFTER_S):
+            await self._knows_nodes.wait()
+        assert self._to_members is not None
+        return self._to_members
+
+    def _lose(self, node: int, why: str) -> None:
+        self._client.drop(self.nodes[node].supervisor, why)
+        self._on_lost(node, why)

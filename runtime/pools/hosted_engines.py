@@ -1,0 +1,91 @@
+"""Engines on this node that belong to a pool of another node's supervisor; see `RemoteActor`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+from umbra.runtime.actor.actor_spec import ActorSpec
+from umbra.runtime.actor.supervised_actor import ActorState, SupervisedActor
+from umbra.runtime.errors import ActorNotFound, ProtocolError
+
+
+class _Hosted:
+    def __init__(self, actor: SupervisedActor, may_start: asyncio.Event) -> None:
+        self.actor = actor
+        self.may_start = may_start
+        self.changed = asyncio.Event()
+
+    def describe(self) -> dict[str, Any]:
+        actor = self.actor
+        return {
+            "state": str(actor.state),
+            "ref": actor.ref,
+            "incarnation": actor.incarnation,
+            "pid": actor.pid,
+            "has_process": actor.has_process,
+            "num_restarts": actor.num_restarts,
+            "failure": actor.failure,
+        }
+
+
+class HostedEngines:
+    """Owned by the supervisor.
+
+    Args:
+        start: starts an actor whose processes each wait for the event.
+    """
+
+    def __init__(self, start: Callable[[ActorSpec, asyncio.Event], SupervisedActor]) -> None:
+        self._start = start
+        self._hosted: dict[str, _Hosted] = {}
+
+    async def host(self, spec: ActorSpec) -> AsyncGenerator[dict[str, Any], None]:
+        """Starts an engine, yields its state after every change, and returns when it has ended for
+        good. If the caller is lost, the engine ends."""
+        may_start = asyncio.Event()
+        hosted = self._hosted[spec.name] = _Hosted(self._start(spec, may_start), may_start)
+        try:
+            while True:
+                hosted.changed.clear()
+                yield hosted.describe()
+                if hosted.actor.state in (ActorState.STOPPED, ActorState.FAILED):
+                    return
+                await hosted.changed.wait()
+        finally:
+            hosted.actor.stop()
+            if self._hosted.get(spec.name) is hosted:
+                del self._hosted[spec.name]
+
+    def on_actor_change(self, actor: SupervisedActor) -> None:
+        """Called after each change of any actor of this node."""
+        hosted = self._hosted.get(actor.spec.name)
+        if hosted is not None:
+            if actor.state == ActorState.RUNNING:
+                hosted.may_start.clear()  # a permit is for one process
+            hosted.changed.set()
+
+    async def command(self, command: str, name: str, *arguments: Any) -> None:
+        """Does what the pool wants of an engine.
+
+        Raises:
+            ActorNotFound, ProtocolError: there is no such engine or command.
+        """
+        if name not in self._hosted:
+            raise ActorNotFound(f"no pool of another node has an engine {name!r} here")
+        hosted = self._hosted[name]
+        match command, arguments:
+            case "permit", ():
+                hosted.may_start.set()
+            case "stop", ():
+                hosted.actor.stop()
+            case "kill", (int(incarnation), str(reason)):
+                if incarnation == hosted.actor.incarnation:
+                    hosted.actor.kill(reason)
+            case "failed_to_wake", ():
+                await hosted.actor.failed_to_wake()
+            case "woke", ():
+                hosted.actor.woke()
+            case _:
+                raise ProtocolError(f"not a command to an engine: {command!r}{arguments}")

@@ -1,0 +1,182 @@
+"""An engine's process on another node, as the pool's supervisor sees it.
+
+    RemoteActor ── host_engine ──────────────▶ supervisor there    a stream of its states comes back
+                ── command_hosted ───────────▶                     what the pool wants of it
+
+The supervisor there starts the process, restarts it and watches it, as any other of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Final, Protocol
+
+from umbra.runtime.actor.actor_spec import ActorSpec
+from umbra.runtime.actor.supervised_actor import ActorState
+from umbra.runtime.errors import ActorDied, DeadlineExceeded, ProtocolError, UmbraError
+from umbra.runtime.rpc.actor_ref import ActorRef
+from umbra.runtime.rpc.rpc_client import Handle
+from umbra.runtime.settings import to_wire
+
+logger = logging.getLogger(__name__)
+
+_CALL_LIMIT_S: Final = 10.0
+
+
+class EngineActor(Protocol):
+    """The process of an engine: `SupervisedActor` on this node, `RemoteActor` on another one."""
+
+    spec: ActorSpec
+    state: ActorState
+    incarnation: int
+    ref: ActorRef | None
+    pid: int
+    has_process: bool
+    ended: asyncio.Event
+
+    @property
+    def is_stopping(self) -> bool: ...
+    @property
+    def num_restarts(self) -> int: ...
+    def stop(self) -> None: ...
+    def kill(self, reason: str) -> None: ...
+    async def failed_to_wake(self) -> None: ...
+    def woke(self) -> None: ...
+    async def wait_running(self, timeout_s: float) -> ActorRef: ...
+
+
+class RemoteActor:
+    """Implements `EngineActor`. `run()` lives until the actor has ended for good.
+
+    Args:
+        there: the supervisor of its node.
+        may_start: no process is started while it is not set.
+        on_change: called after each change that the other node reports.
+    """
+
+    def __init__(
+        self,
+        spec: ActorSpec,
+        there: Handle,
+        may_start: asyncio.Event,
+        on_change: Callable[[EngineActor], None],
+    ) -> None:
+        self.spec = spec
+        self.state = ActorState.STARTING
+        self.incarnation = 0
+        self.ref: ActorRef | None = None
+        self.pid = 0
+        self.has_process = False
+        self.ended = asyncio.Event()
+        self.failure = ""
+        self._there = there
+        self._may_start = may_start
+        self._on_change = on_change
+        self._num_restarts = 0
+        self._changed = asyncio.Condition()
+        self._stop = asyncio.Event()
+        self._commands: asyncio.Queue[tuple[object, ...]] = asyncio.Queue()
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether `stop` was called."""
+        return self._stop.is_set()
+
+    @property
+    def num_restarts(self) -> int:
+        return self._num_restarts
+
+    def stop(self) -> None:
+        """Asks for the final end; `run()` returns afterwards."""
+        if not self._stop.is_set():
+            self._stop.set()
+            self._command("stop")
+
+    def kill(self, reason: str) -> None:
+        """SIGKILLs this incarnation; the restart policy decides what follows."""
+        self._command("kill", self.incarnation, reason)
+
+    async def failed_to_wake(self) -> None:
+        """Reports that the engine could not wake; returns at once."""
+        self._command("failed_to_wake")
+
+    def woke(self) -> None:
+        """Reports that the engine is awake."""
+        self._command("woke")
+
+    async def wait_running(self, timeout_s: float) -> ActorRef:
+        """The live incarnation.
+
+        Raises:
+            ActorDied: it has ended for good.
+            DeadlineExceeded: not ready in time.
+        """
+        try:
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(lambda: self.state != ActorState.STARTING)
+        except TimeoutError:
+            raise DeadlineExceeded(f"{self.spec.name} was not ready in {timeout_s:.3g} s") from None
+        if self.ref is None:
+            raise ActorDied(self.failure or f"{self.spec.name} was stopped")
+        return self.ref
+
+    async def run(self) -> None:
+        """Follows the process. Whatever ends the stream of its states ends it."""
+        why = f"{self.spec.name} was stopped"
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                sending = tasks.create_task(self._send_commands())
+                try:
+                    await self._follow(tasks)
+                finally:
+                    sending.cancel()
+        except* UmbraError as group:
+            why = f"{self.spec.name} is lost with its node: {group.exceptions[0]}"
+        if self.state not in (ActorState.STOPPED, ActorState.FAILED):
+            state = ActorState.STOPPED if self.is_stopping else ActorState.FAILED
+            await self._enter({"state": state, "failure": why})
+        self.ended.set()
+
+    async def _follow(self, tasks: asyncio.TaskGroup) -> None:
+        stream = self._there.stream("host_engine", to_wire(self.spec), timeout_s=None)
+        async with stream as states:
+            async for state in states:
+                await self._enter(state)
+                if self.state == ActorState.STARTING and not self.has_process:
+                    tasks.create_task(self._permit(self.incarnation))
+
+    async def _permit(self, ended_incarnation: int) -> None:
+        await self._may_start.wait()
+        if not self.is_stopping and self.incarnation == ended_incarnation:
+            self.has_process = True
+            self._command("permit")
+
+    async def _enter(self, state: dict[str, Any]) -> None:
+        async with self._changed:
+            self.state = ActorState(state["state"])
+            self.failure = str(state["failure"])
+            self.ref = None
+            if "ref" in state:
+                if not isinstance(state["ref"], ActorRef | None):
+                    raise ProtocolError(f"not the state of an actor: {str(state)[:200]}")
+                self.ref = state["ref"]
+                self.incarnation = int(state["incarnation"])
+                self.pid = int(state["pid"])
+                self.has_process = bool(state["has_process"])
+                self._num_restarts = int(state["num_restarts"])
+            else:
+                self.has_process = False
+            self._changed.notify_all()
+        self._on_change(self)
+
+    def _command(self, command: str, *arguments: object) -> None:
+        self._commands.put_nowait((command, self.spec.name, *arguments))
+
+    async def _send_commands(self) -> None:
+        while True:
+            command = await self._commands.get()
+            with suppress(UmbraError):  # the end of the stream reports a node that is gone
+                await self._there.call("command_hosted", *command, timeout_s=_CALL_LIMIT_S)

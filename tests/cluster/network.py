@@ -1,0 +1,81 @@
+"""Hosts of a test: network namespaces of this machine, joined by a bridge. They share its files."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
+
+_INTERFACE = "eth0"
+
+
+class Hosts:
+    """Hosts 0, 1, ... with addresses in one network. A context manager; needs root."""
+
+    def __init__(self, num_hosts: int) -> None:
+        self._switch = f"umbra-{os.getpid()}-switch"
+        self._names = [f"umbra-{os.getpid()}-{idx}" for idx in range(num_hosts)]
+        self._stack = contextlib.ExitStack()
+
+    def address(self, host: int) -> str:
+        return f"10.87.0.{host + 1}"
+
+    def __enter__(self) -> Hosts:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_namespace(self._switch))
+            _ip("-n", self._switch, "link", "add", "bridge", "up", "type", "bridge")
+            for idx, name in enumerate(self._names):
+                stack.enter_context(_namespace(name))
+                port = f"port{idx}"
+                ends = ("type", "veth", "peer", "name", port, "netns", self._switch)
+                _ip("link", "add", _INTERFACE, "netns", name, *ends)
+                _ip("-n", self._switch, "link", "set", port, "master", "bridge", "up")
+                _ip("-n", name, "addr", "add", f"{self.address(idx)}/24", "dev", _INTERFACE)
+                _ip("-n", name, "link", "set", "lo", "up")
+                _ip("-n", name, "link", "set", _INTERFACE, "up")
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stack.close()
+
+    def start(
+        self, host: int, command: Sequence[str], output_path: Path, env: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
+        """Starts a command on a host. Its output goes to the file."""
+        with output_path.open("wb") as output:
+            return subprocess.Popen(
+                ["ip", "netns", "exec", self._names[host], *command],
+                env={**os.environ, "GLOO_SOCKET_IFNAME": _INTERFACE, **env},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def cut_off(self, host: int) -> None:
+        """Drops all that the host sends to others or gets from them."""
+        for chain, direction in (("INPUT", "-i"), ("OUTPUT", "-o")):
+            self._iptables(host, "-A", chain, direction, _INTERFACE, "-j", "DROP")
+
+    def reconnect(self, host: int) -> None:
+        self._iptables(host, "-F")
+
+    def _iptables(self, host: int, *arguments: str) -> None:
+        subprocess.run(
+            ["ip", "netns", "exec", self._names[host], "iptables", *arguments], check=True
+        )
+
+
+@contextlib.contextmanager
+def _namespace(name: str) -> Generator[None]:
+    _ip("netns", "add", name)
+    try:
+        yield
+    finally:
+        _ip("netns", "del", name)
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True)

@@ -1,0 +1,84 @@
+"""A job of several nodes: torchrun on every host, with one rank each."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from network import Hosts
+from watching import DEADLINE_S, tree
+
+_PORT = 29400
+
+
+class NodeJob:
+    """Runs one command under torchrun on every host; killed on exit.
+
+    Args:
+        program: of each rank, with its arguments.
+        rdzv_id: the job's name.
+        environments: variables of a host's processes, where they differ.
+    """
+
+    def __init__(
+        self,
+        hosts: Hosts,
+        folder: Path,
+        num_nodes: int,
+        program: Sequence[str],
+        *,
+        rdzv_id: str = "job",
+        options: Sequence[str] = (),
+        environments: Mapping[int, Mapping[str, str]] = {},
+    ) -> None:
+        self.outputs = [folder / f"node{idx}.log" for idx in range(num_nodes)]
+        self.agents: list[subprocess.Popen[bytes]] = []
+        for idx, output in enumerate(self.outputs):
+            address = hosts.address(idx)
+            torchrun = [
+                *(sys.executable, "-m", "torch.distributed.run", "--nnodes", str(num_nodes)),
+                *("--nproc-per-node", "1", "--node-rank", str(idx)),
+                *("--master-addr", hosts.address(0), "--master-port", str(_PORT)),
+                *("--local-addr", address, "--rdzv-id", rdzv_id, "--max-restarts", "0"),
+                *("--monitor-interval", "0.1", *options),
+            ]
+            env = environments.get(idx, {})
+            self.agents.append(hosts.start(idx, [*torchrun, *program], output, env))
+
+    def wait(self, within_s: float = 3 * DEADLINE_S) -> list[int]:
+        """The exit statuses of all nodes."""
+        deadline = time.monotonic() + within_s
+        return [agent.wait(deadline - time.monotonic()) for agent in self.agents]
+
+    def tree(self, node: int) -> list[int]:
+        """All processes of a node."""
+        return tree(self.agents[node].pid)
+
+    def text(self, node: int) -> str:
+        return self.outputs[node].read_text()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for agent in self.agents:
+            if agent.poll() is None:
+                agent.send_signal(signal.SIGKILL)
+            agent.wait(DEADLINE_S)
+
+
+def assert_nothing_left(home: Path) -> None:
+    """No socket directory and no key, see the fixture `home`."""
+    assert list((home / "umbra_socket_root").iterdir()) == []
+    assert list((home / "home").rglob("jobs/*")) == []

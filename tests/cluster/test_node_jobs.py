@@ -1,0 +1,160 @@
+"""Supervisors of several nodes: they meet, pass on failures, survive a short cut and end together.
+
+The hosts are network namespaces; torchrun runs on each of them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from actor_specs import PROGRAMS
+from network import Hosts
+from node_jobs import NodeJob, assert_nothing_left
+from rank_processes import poll, read_events
+from run_traces import command_of
+from watching import all_end
+
+from umbra.runtime.cluster.node_links import HEARTBEAT_S, LOST_AFTER_S
+from umbra.runtime.rpc.curve_keys import CurveKeys
+
+pytestmark = [pytest.mark.process, pytest.mark.cluster]
+
+
+def ranks(home: Path, *scenario: str) -> list[str]:
+    return [str(PROGRAMS / "rank.py"), str(home / "run"), *scenario]
+
+
+def wait_for(job: NodeJob, event: str) -> None:
+    poll(lambda: read_events(job.outputs, event), len(job.agents), event)
+
+
+def test_ranks_of_all_nodes_find_what_is_on_rank_0s(hosts: Hosts, home: Path) -> None:
+    with NodeJob(hosts, home, 3, ranks(home, "leave")) as job:
+        assert job.wait() == [0, 0, 0]
+
+    assert len(read_events(job.outputs, "met")) == 3
+    assert len(list((home / "run").rglob("supervisor.log"))) == 3
+    assert_nothing_left(home)
+
+
+def test_a_rank_that_raises_is_named_on_every_node(hosts: Hosts, home: Path) -> None:
+    with NodeJob(hosts, home, 3, ranks(home, "raise", "2")) as job:
+        assert job.wait() == [1, 1, 1]
+
+    for node in (0, 1):
+        assert f"rank {node}: rank 2 failed: ValueError: loss is NaN\n" in job.text(node)
+    assert_nothing_left(home)
+
+
+def test_a_signal_to_one_node_stops_all(hosts: Hosts, home: Path) -> None:
+    with NodeJob(hosts, home, 2, ranks(home, "block")) as job:
+        wait_for(job, "met")
+        (rank,) = (
+            pid for pid in job.tree(1) if pid == read_events(job.outputs, "started")[1]["pid"]
+        )
+        begin = time.monotonic()
+        os.kill(rank, signal.SIGTERM)
+        assert all(job.wait())
+
+    assert time.monotonic() - begin < 2 * LOST_AFTER_S
+    assert_nothing_left(home)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_node_that_dies_ends_the_job_on_the_others(hosts: Hosts, home: Path, lost: int) -> None:
+    with NodeJob(hosts, home, 2, ranks(home, "block")) as job:
+        wait_for(job, "met")
+        hosts.cut_off(lost)  # as a host that loses its power: nobody says goodbye
+        begin = time.monotonic()
+        try:
+            with all_end([pid for node in (0, 1) for pid in job.tree(node)]):
+                statuses = job.wait()
+        finally:
+            hosts.reconnect(lost)
+
+    failed = read_events(job.outputs, "failed")
+    assert all(statuses)
+    for node in (0, 1):
+        assert f"node {1 - node} (" in failed[node]["message"]
+        assert "cannot be reached any more" in failed[node]["message"]
+    assert failed[1 - lost]["at"] - begin < LOST_AFTER_S + HEARTBEAT_S
+    assert_nothing_left(home)
+
+
+def test_a_network_that_fails_for_three_seconds_costs_nothing(hosts: Hosts, home: Path) -> None:
+    with NodeJob(hosts, home, 2, ranks(home, "pause")) as job:
+        wait_for(job, "met")
+        hosts.cut_off(1)
+        time.sleep(3.0)
+        hosts.reconnect(1)
+        assert job.wait() == [0, 0]
+
+    assert len(read_events(job.outputs, "met again")) == 2
+    assert_nothing_left(home)
+
+
+def test_an_engine_on_another_node_is_restarted_there(hosts: Hosts, home: Path) -> None:
+    program = [str(PROGRAMS / "pool_rank.py"), str(home / "run")]
+    with NodeJob(hosts, home, 2, program) as job:
+        wait_for(job, "serving")
+        (engine,) = (pid for pid in job.tree(1) if "pool-1#1" in command_of(pid))
+        os.kill(engine, signal.SIGKILL)
+        assert job.wait() == [0, 0]
+
+    assert "pool-1#2" in "".join(path.read_text() for path in (home / "run/logs").glob("*/*.log"))
+    assert not (home / "run/logs/pool-1.log").exists()
+    assert_nothing_left(home)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "environment", "said"),
+    [
+        ("none", (), {}, "start torchrun with --rdzv-id NAME"),
+        ("job", ("--max-restarts", "1"), {}, "start it with --max-restarts 0"),
+        ("job", (), {"UMBRA_SECRET_FILE": "{other_keys}"}, "has other keys than node 0"),
+        ("job", (), {"UMBRA_HOST_ADDRESS": "127.0.0.1"}, "UMBRA_HOST_ADDRESS"),
+    ],
+)
+def test_a_setup_that_cannot_work_is_explained_on_every_node(
+    hosts: Hosts,
+    home: Path,
+    name: str,
+    options: tuple[str, ...],
+    environment: dict[str, str],
+    said: str,
+) -> None:
+    CurveKeys.generate().save(home / "other_keys")
+    of_node_1 = {
+        key: value.format(other_keys=home / "other_keys") for key, value in environment.items()
+    }
+    program = ranks(home, "leave")
+
+    with NodeJob(
+        hosts, home, 2, program, rdzv_id=name, options=options, environments={1: of_node_1}
+    ) as job:
+        assert all(job.wait())
+
+    for node in (0, 1):
+        assert said in job.text(node)
+    assert_nothing_left(home)
+
+
+def test_a_run_directory_that_is_not_shared_is_refused(hosts: Hosts, home: Path) -> None:
+    (home / "elsewhere").mkdir()
+    script = home / "elsewhere_on_node_1.py"
+    script.write_text(
+        "import os, runpy, sys\n"
+        f"os.chdir({str(home)!r} + ('/elsewhere' if os.environ['RANK'] == '1' else ''))\n"
+        f"runpy.run_path({str(PROGRAMS / 'rank.py')!r}, run_name='__main__')\n"
+    )
+    with NodeJob(hosts, home, 2, [str(script), "run", "leave"]) as job:
+        assert all(job.wait())
+
+    for node in (0, 1):
+        assert "node 1" in job.text(node)
+        assert "is not the same directory there as on node 0" in job.text(node)
+    assert_nothing_left(home)

@@ -1,0 +1,61 @@
+"""One rank of a job, for tests: python pool_rank.py RUN_DIR
+
+Rank 0 makes a pool with an echo engine on each of two nodes. Every rank says when both serve, and
+whenever a restarted one serves again. Rank 0 ends the job once that has happened.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from rank import say
+
+from umbra.runtime.actor.restart_policy import RestartPolicy
+from umbra.runtime.pools.pool_spec import PoolSpec
+from umbra.runtime.rpc.sync_handle import Pool
+from umbra.runtime.session import Session, SessionConfig
+
+LIMIT_S = 30.0
+
+
+def main() -> None:
+    with Session.from_torchrun(SessionConfig(run_dir=Path(sys.argv[1]))) as session:
+        if session.rank == 0:
+            session.create_pool(
+                PoolSpec(
+                    name="pool",
+                    engine="echo",
+                    count=2,
+                    mode="standalone",
+                    kwargs={"model_path": "", "vocab_size": 64},
+                    load_weights=True,
+                    engine_nodes=(0, 1),
+                    restart=RestartPolicy(backoff_initial_s=0.02),
+                )
+            )
+        pool = session.pool("pool")
+        wait_serving(pool, num_restarts=0)
+        say(event="serving", nodes=[node.node_id for node in session.nodes])
+        wait_serving(pool, num_restarts=1)
+        say(event="serving again")
+
+
+def wait_serving(pool: Pool, num_restarts: int) -> None:
+    """Waits until both engines serve, and have been restarted so often in all."""
+    deadline = time.monotonic() + LIMIT_S
+    while True:
+        states = pool.states()
+        if (
+            len(states) == 2
+            and all(state["state"] == "SERVING" for state in states)
+            and sum(state["num_restarts"] for state in states) == num_restarts
+        ):
+            return
+        assert time.monotonic() < deadline, states
+        time.sleep(0.02)
+
+
+if __name__ == "__main__":
+    main()
