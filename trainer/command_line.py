@@ -24,7 +24,7 @@ from umbra.trainer.reporting.console import Console
 from umbra.trainer.reporting.fatal_error_report import FatalErrorReporter
 from umbra.trainer.reporting.note_board import NoteBoard
 from umbra.trainer.services import ServiceStarter
-from umbra.trainer.setup_check import check_one_node, check_setup
+from umbra.trainer.setup_check import check_setup
 from umbra.trainer.signals import StopSignals
 
 _MAX_WAIT_FOR_OTHERS_S: Final = 5.0
@@ -54,7 +54,6 @@ def _read_settings(
     fatal_errors: FatalErrorReporter,
 ) -> TrainerConfig:
     try:
-        check_one_node(environment)
         config = load_config(arguments.config, arguments.overrides)
         check_setup(config, environment)
     except UmbraError as error:
@@ -102,9 +101,7 @@ def _run(
         ) as session,
         contextlib.ExitStack() as stack,
     ):
-        console.log_losses(
-            config.run.dir / "logs" / "supervisor.log", name=f"rank {environment.rank}"
-        )
+        console.log_losses(session.log_dir / "supervisor.log", name=f"rank {environment.rank}")
         try:
             starter: ServiceStarter | None = None
             if environment.rank == 0:

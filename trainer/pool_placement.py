@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from umbra.runtime.cluster.placement import Node, Plan, PoolRequest, plan_placement
 from umbra.runtime.engine_api.engine_names import engine_kind
@@ -21,17 +22,15 @@ def plan_pools(
     host: str,
     *,
     device_type: str,
-    num_ranks: int,
-    gpus: Sequence[str],
+    nodes: Sequence[Node],
     only: str = "",
 ) -> Plan:
-    """Places the ranks and the engines of all pools on this node.
+    """Places the ranks and the engines of all pools.
 
     Args:
         host: name of the policy's pool.
         device_type: the trainer's.
-        num_ranks: of the trainer; 0 without one.
-        gpus: that the job may use on this node.
+        nodes: the GPUs that the job may use, and the trainer's ranks, also those on the CPU.
         only: the only pool that will run, if not all do; it may use all GPUs.
 
     Raises:
@@ -42,7 +41,9 @@ def plan_pools(
         PoolRequest(
             name=name,
             mode="standalone" if only else pool.mode,
-            num_gpus=_num_gpus(_section(name, host), pool, device_type, has_gpus=bool(gpus)),
+            num_gpus=_num_gpus(
+                _section(name, host), pool, device_type, has_gpus=all(node.gpus for node in nodes)
+            ),
             count=None if pool.count == "auto" else pool.count,
             gpus=pool.gpus,
             shares_with=host,
@@ -51,14 +52,15 @@ def plan_pools(
         if only in ("", name)
     ]
     if device_type != "cuda":
-        num_ranks = 0
+        nodes = [replace(node, num_ranks=0) for node in nodes]
     chosen = config.job.trainer_gpus_per_node
-    if num_ranks and chosen not in (None, num_ranks):
-        raise ConfigError(
-            f"job.trainer_gpus_per_node = {chosen}, and torchrun started {num_ranks} ranks on this "
-            f"node: use a script of launch/, or --nproc-per-node {chosen}"
-        )
-    plan = plan_placement([Node(gpus=tuple(gpus), num_ranks=num_ranks)], requests)
+    for node in nodes:
+        if node.num_ranks and chosen not in (None, node.num_ranks):
+            raise ConfigError(
+                f"job.trainer_gpus_per_node = {chosen}, and torchrun started {node.num_ranks} "
+                f"ranks on a node: use a script of launch/, or --nproc-per-node {chosen}"
+            )
+    plan = plan_placement(nodes, requests)
     if not only:
         try:
             check_update_waves(config.pool.update_waves, config.pool.mode, len(plan.engines[host]))
@@ -81,7 +83,7 @@ def _num_gpus(section: str, pool: EnginePoolSettings, device_type: str, *, has_g
     if engine_device(pool, device_type) == "cpu":
         return 0
     if not has_gpus:
-        raise ConfigError(f"{section}.device = 'cuda': this node shows no GPU: use 'auto' or 'cpu'")
+        raise ConfigError(f"{section}.device = 'cuda': a node shows no GPU: use 'auto' or 'cpu'")
     if isinstance(pool, AuxiliaryPoolSettings) and "CUDA_VISIBLE_DEVICES" in pool.env:
         raise ConfigError(
             f"{section}.env sets CUDA_VISIBLE_DEVICES, and umbra does, too: choose the GPUs by "

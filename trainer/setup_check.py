@@ -39,16 +39,6 @@ def check_setup(config: TrainerConfig, environment: TorchrunEnvironment) -> None
     check_run_dir(config.run, environment.incarnation)
 
 
-def check_one_node(environment: TorchrunEnvironment) -> None:
-    """Raises ConfigError if some of the job's ranks are on other nodes."""
-    if environment.local_world_size < environment.world_size:
-        raise ConfigError(
-            f"torchrun starts {environment.world_size} ranks, {environment.local_world_size} of "
-            "them on this node, but umbra trains on one node only: start all ranks on one node, "
-            "with --standalone (or --nnodes 1) and --nproc-per-node"
-        )
-
-
 def check_models(config: TrainerConfig | ServeConfig, only: str = "") -> None:
     """Raises DataError if a path is not a model directory, and ConfigError if the embedded engine
     does not support the model's architecture, or the context is too long for it.

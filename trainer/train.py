@@ -13,7 +13,7 @@ import torch
 
 from umbra.runtime.cluster.environment import TorchrunEnvironment
 from umbra.runtime.cluster.memory_plan import MemoryPlan, plan_memory
-from umbra.runtime.cluster.placement import Plan
+from umbra.runtime.cluster.placement import Node, Plan
 from umbra.runtime.collective import Rollouts, SessionSync
 from umbra.runtime.errors import (
     ActorError,
@@ -23,6 +23,7 @@ from umbra.runtime.errors import (
     TransportError,
     UmbraError,
 )
+from umbra.runtime.process.nvml import gpu_sizes
 from umbra.runtime.session import Session
 from umbra.runtime.settings import to_wire
 from umbra.runtime.weights.weight_publisher import WeightPublisher
@@ -45,7 +46,7 @@ from umbra.trainer.model.optimizer import PolicyOptimizer
 from umbra.trainer.model.policy import Policy
 from umbra.trainer.pool_placement import plan_pools
 from umbra.trainer.reporting.fatal_error_report import FatalErrorReporter
-from umbra.trainer.reporting.gpu_memory import GpuMemorySeen, gpu_sizes
+from umbra.trainer.reporting.gpu_memory import GpuMemorySeen
 from umbra.trainer.reporting.metrics_log import MetricsLog
 from umbra.trainer.reporting.metrics_logger import LoggedRun, MetricsLoggers, logger_names
 from umbra.trainer.reporting.note_board import NoteBoard
@@ -156,7 +157,8 @@ class Trainer:
                     on_read=partial(self._send_away, offload, gpu_memory)
                     if config.pool.mode == "hybrid"
                     else None,
-                    store_host="127.0.0.1" if config.pool.transport == "nccl" else "",
+                    store_host=self._session.tcp_host
+                    or ("127.0.0.1" if config.pool.transport == "nccl" else ""),
                 ),
                 offload=offload,
                 checkpoints=checkpoints,
@@ -179,21 +181,21 @@ class Trainer:
         """The places of ranks and engines, their memory, and the type of the ranks' device. Every
         rank makes the same plan, so that all report the same error."""
         device = pick_device(self._config.train.device, self._session.local_rank)
-        gpus = usable_gpus()
-        plan = plan_pools(
-            self._config,
-            POOL,
-            device_type=device.type,
-            num_ranks=self._environment.local_world_size,
-            gpus=gpus,
-        )
+        plan = plan_pools(self._config, POOL, device_type=device.type, nodes=self._nodes())
         memory = self._plan_memory(plan, device.type)
         return replace(plan, kv_num_tokens=memory.kv_num_tokens), memory, device.type
+
+    def _nodes(self) -> list[Node]:
+        others = self._session.nodes
+        if others:
+            return [Node(gpus=node.gpus, num_ranks=node.num_ranks) for node in others]
+        return [Node(gpus=usable_gpus(), num_ranks=self._environment.local_world_size)]
 
     def _plan_memory(self, plan: Plan, device_type: str) -> MemoryPlan:
         """An empty plan where sizes are not known: engines then choose their KV caches' sizes."""
         config, num_ranks = self._config, len(plan.ranks)
-        gpu_nbytes = [gpu_sizes(node.gpus) for node in plan.nodes]
+        gpu_nbytes = [node.gpu_nbytes for node in self._session.nodes]
+        gpu_nbytes = gpu_nbytes or [gpu_sizes(plan.nodes[0].gpus)]
         if not any(gpu_nbytes):
             return MemoryPlan()
         try:

@@ -1,4 +1,4 @@
-"""The memory of GPUs, by NVML: its size, and what all processes together use in each phase."""
+"""The memory that all processes together use on the GPUs in each phase, by NVML."""
 
 from __future__ import annotations
 
@@ -7,18 +7,6 @@ from typing import Self
 
 from umbra.runtime.cluster.memory_plan import GIB, Phase
 from umbra.runtime.process.nvml import LIBRARY, Nvml
-
-
-def gpu_sizes(gpus: Sequence[str], library: str = LIBRARY) -> list[int]:
-    """Bytes of the named GPUs; [] if NVML does not report one, or one is a MIG instance."""
-    nvml = None if any(gpu.startswith("MIG-") for gpu in gpus) else Nvml.open(library, gpus=gpus)
-    if nvml is None:
-        return []
-    try:
-        sizes = [use.total_nbytes for use in nvml.uses()]
-    finally:
-        nvml.close()
-    return sizes if all(sizes) else []
 
 
 class GpuMemorySeen:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from umbra.runtime.cluster.placement import Plan
+from umbra.runtime.cluster.placement import Node, Plan
 from umbra.runtime.errors import ConfigError, DataError
 from umbra.runtime.pools.pool_settings import EnginePoolSettings
 from umbra.runtime.pools.pool_spec import PoolSpec
@@ -89,7 +89,9 @@ def plan_served(config: ServeConfig, *, only: str = "") -> Plan:
         from umbra.trainer.world import usable_gpus  # imports torch
 
         gpus = usable_gpus()
-    return plan_pools(config, POOL, device_type=device_type, num_ranks=0, gpus=gpus, only=only)
+    return plan_pools(
+        config, POOL, device_type=device_type, nodes=[Node(gpus=gpus, num_ranks=0)], only=only
+    )
 
 
 def pool_specs(config: ServeConfig, plan: Plan) -> list[PoolSpec]:

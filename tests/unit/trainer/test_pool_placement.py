@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from umbra.runtime.cluster.placement import Plan
+from umbra.runtime.cluster.placement import Node, Plan
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.settings import from_wire, to_wire
@@ -42,7 +42,8 @@ def config_of(model_dir: Path, **sections: Any) -> TrainerConfig:
 def plan_of(
     config: TrainerConfig, gpus: tuple[str, ...], ranks: int, device_type: str = "cuda"
 ) -> Plan:
-    return plan_pools(config, POOL, device_type=device_type, num_ranks=ranks, gpus=gpus)
+    nodes = [Node(gpus=gpus, num_ranks=ranks)]
+    return plan_pools(config, POOL, device_type=device_type, nodes=nodes)
 
 
 def policy_spec(config: TrainerConfig, plan: Plan, device_type: str = "cuda") -> PoolSpec:
@@ -169,7 +170,7 @@ def test_engines_of_a_pool_without_a_plan_may_be_on_any_gpu() -> None:
 def test_an_engine_on_a_gpu_needs_a_gpu(model_dir: Path) -> None:
     config = config_of(model_dir, pool={"device": "cuda"})
 
-    with pytest.raises(ConfigError, match=r"pool.device = 'cuda': this node shows no GPU"):
+    with pytest.raises(ConfigError, match=r"pool.device = 'cuda': a node shows no GPU"):
         plan_of(config, (), ranks=2, device_type="cpu")
 
 

@@ -12,7 +12,7 @@ from umbra.runtime.cluster.environment import TorchrunEnvironment
 from umbra.runtime.errors import ConfigError, UmbraError
 from umbra.trainer.config.config_file import check_config
 from umbra.trainer.config.trainer_config import TrainerConfig
-from umbra.trainer.setup_check import check_models, check_one_node, check_setup
+from umbra.trainer.setup_check import check_models, check_setup
 
 MODEL = {
     "model_type": "qwen3",
@@ -88,14 +88,6 @@ def test_a_setting_that_does_not_fit_is_named(
         return
     with pytest.raises(UmbraError, match=said):
         check_setup(config, environment())
-
-
-def test_ranks_on_several_nodes_are_refused() -> None:
-    check_one_node(TorchrunEnvironment.read({}))  # without torchrun
-    check_one_node(environment())
-
-    with pytest.raises(ConfigError, match=r"4 ranks, 2 of them on this node, .* --standalone"):
-        check_one_node(environment(num_ranks=4))
 
 
 @pytest.mark.parametrize("pool", [{"engine": "vllm"}, {"engine_args": {"max_context_len": 8}}])

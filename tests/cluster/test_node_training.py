@@ -1,0 +1,144 @@
+"""Training over two nodes: the samples, tokens and logprobs of the same run on one node.
+
+Both ranks are on one node in the run that the others are compared with.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from killed_jobs import KilledJob
+from network import Hosts
+from node_jobs import NodeJob, assert_nothing_left
+from run_assets import write_assets
+from run_traces import command_of
+from trained_history import (
+    History,
+    check_exactly_once,
+    check_ledger,
+    check_order,
+    check_same,
+    surviving_history,
+)
+from whole_runs import HERE as FAULTS
+from whole_runs import write_config
+
+from umbra.runtime.cluster.node_links import LOST_AFTER_S
+from umbra.trainer.reporting.metrics_log import read_metrics
+
+pytestmark = [pytest.mark.process, pytest.mark.cluster]
+
+STEPS, GROUP_SIZE = 8, 2
+SETTINGS = (
+    "model.dtype=float64",  # an interrupted completion is then the uninterrupted one
+    "pool.engine=embedded",
+    "pool.engine_args={}",
+    "pool.count=2",
+    "reward.function=plain_rewards:distinct",
+    "rollout.max_new_tokens=20",
+    f"train.steps={STEPS}",
+    "train.learning_rate=1e-2",
+    "train.checkpoint_every=2",
+)
+START_LIMIT_S = 90.0
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory: pytest.TempPathFactory, fork_server: None) -> Path:
+    folder = tmp_path_factory.mktemp("assets")
+    write_assets(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def on_one_node(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> History:
+    folder = tmp_path_factory.mktemp("one-node")
+    write_config(folder, assets)
+    with KilledJob(folder, SETTINGS, rng=random.Random(0)) as job:
+        job.run_through([])
+        return job.history()
+
+
+class TwoNodes:
+    """Incarnations of one job on two hosts."""
+
+    def __init__(self, hosts: Hosts, home: Path) -> None:
+        self._hosts = hosts
+        self._home = home
+        self._records = home / "records"
+        self._records.mkdir()
+        self._incarnation = 0
+
+    def begin(self) -> NodeJob:
+        self._incarnation += 1
+        environment = {
+            "RECORDED_IN": str(self._records),
+            "RECORDED_INCARNATION": str(self._incarnation),
+            "PYTHONPATH": os.pathsep.join([str(FAULTS), os.environ.get("PYTHONPATH", "")]),
+        }
+        program = ["-m", "recorded_trainer", str(self._home / "config.toml")]
+        program += [f"run.dir={self._home / 'run'}", "run.resume=auto", *SETTINGS]
+        environments = dict.fromkeys((0, 1), environment)
+        return NodeJob(self._hosts, self._home, 2, program, environments=environments)
+
+    def wait_for_step(self, job: NodeJob, step: int) -> None:
+        deadline = time.monotonic() + START_LIMIT_S
+        path = self._home / "run" / "metrics.jsonl"
+        while not any(int(row["step"]) >= step for row in read_metrics(path)):
+            assert all(agent.poll() is None for agent in job.agents), job.text(0) + job.text(1)
+            assert time.monotonic() < deadline, job.text(0) + job.text(1)
+            time.sleep(0.02)
+
+    def check(self, reference: History) -> None:
+        """Nothing was lost, repeated or different."""
+        history = surviving_history(self._records)
+        assert sorted(history) == list(range(STEPS))
+        check_exactly_once(history)
+        check_order(history, self._home / "run", group_size=GROUP_SIZE)
+        check_ledger(history, self._home / "run")
+        check_same(history, reference)
+        assert_nothing_left(self._home)
+
+
+@pytest.fixture
+def two_nodes(hosts: Hosts, home: Path, assets: Path) -> TwoNodes:
+    write_config(home, assets)
+    return TwoNodes(hosts, home)
+
+
+def test_two_nodes_train_as_one_also_if_an_engine_is_killed(
+    two_nodes: TwoNodes, on_one_node: History
+) -> None:
+    with two_nodes.begin() as job:
+        two_nodes.wait_for_step(job, 2)
+        (engine,) = (pid for pid in job.tree(1) if "policy-1#1" in command_of(pid))
+        os.kill(engine, signal.SIGKILL)
+        assert job.wait() == [0, 0], job.text(0) + job.text(1)
+
+    assert "policy-1#1" in job.text(0)  # its end is reported to whom looks at rank 0
+    two_nodes.check(on_one_node)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_job_that_lost_a_node_resumes_and_trains_as_if_nothing_had_happened(
+    hosts: Hosts, two_nodes: TwoNodes, on_one_node: History, lost: int
+) -> None:
+    with two_nodes.begin() as job:
+        two_nodes.wait_for_step(job, 3)
+        hosts.cut_off(lost)
+        begin = time.monotonic()
+        try:
+            assert all(job.wait())
+        finally:
+            hosts.reconnect(lost)
+    assert time.monotonic() - begin < LOST_AFTER_S + 15.0
+    assert f"node {lost} (" in job.text(1 - lost)
+
+    with two_nodes.begin() as job:
+        assert job.wait() == [0, 0], job.text(0) + job.text(1)
+    two_nodes.check(on_one_node)
