@@ -82,7 +82,7 @@ class Session:
         environment: TorchrunEnvironment,
         on_note: Callable[[str], None] | None = None,
         on_failed: Callable[[JobFailed], None] | None = None,
-        on_signal: Callable[[int], None] | None = None,
+        on_signal: Callable[[int, float | None], None] | None = None,
     ) -> None:
         """Use `from_torchrun`."""
         self._config = config
@@ -111,7 +111,7 @@ class Session:
         *,
         on_note: Callable[[str], None] | None = None,
         on_failed: Callable[[JobFailed], None] | None = None,
-        on_signal: Callable[[int], None] | None = None,
+        on_signal: Callable[[int, float | None], None] | None = None,
     ) -> Self:
         """Every rank calls it. Without torchrun the process is rank 0 of 1.
 
@@ -130,7 +130,9 @@ class Session:
                 it only from this callback.
             on_signal: called, on the session's thread, with the number of a stop signal that
                 another process of the job got: a rank that passed it on (`pass_on_signal`), the
-                supervisor or the guardian. By default the job fails.
+                supervisor or the guardian. `umbra stop` and `umbra preempt` come as SIGTERM and
+                SIGUSR1, with the seconds that the work in progress may take. By default the job
+                fails.
 
         Raises:
             ConfigError: torchrun's environment is incomplete.
@@ -290,7 +292,7 @@ class Session:
                     elif event["kind"] == "note":
                         self._on_note(event["text"])
                     elif event["kind"] == "signal":
-                        self._on_signal(event["number"])
+                        self._on_signal(event["number"], event["grace_s"])
         except ConnectionLost:
             self._fail(self._supervisor_loss())
         except Exception as error:  # noqa: BLE001 -- nothing else would report it, and all wait
@@ -304,7 +306,7 @@ class Session:
             self._on_failed(failure)
         self._loop.fail(failure)
 
-    def _fail_by_signal(self, number: int) -> None:
+    def _fail_by_signal(self, number: int, grace_s: float | None) -> None:
         self._fail(JobFailed(f"the job was stopped by {signal.Signals(number).name}"))
 
     def _log_failure(self, failure: JobFailed) -> None:
