@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -129,3 +130,52 @@ def test_a_killed_job_is_reported_and_its_request_does_not_stop_the_next_one(
     assert done.returncode == 1
     assert "the job was killed" in done.stderr
     resume(folder, run, 60)
+
+
+WAITING = "train.loss=long_steps:waiting_loss"
+
+
+def in_a_long_step(folder: Path, run: Run) -> None:
+    run.wait_for("a step", lambda: (folder / "waiting").exists() or None, START_LIMIT_S)
+
+
+def test_a_stop_waits_for_a_step_longer_than_the_grace_of_signals(folder: Path) -> None:
+    with start_run(folder, LONG, WAITING, "train.shutdown_grace_s=1") as run:
+        in_a_long_step(folder, run)
+        with ThreadPoolExecutor() as threads:
+            stopping = threads.submit(umbra, "stop", run.run_dir)
+            time.sleep(3.0)
+            (folder / "go_on").touch()
+            done = stopping.result()
+        run.wait(END_LIMIT_S)
+
+    assert done.returncode == 0, done.stderr
+    assert checkpoints(run) == ["step-000001"]
+
+
+def test_a_step_longer_than_the_time_given_is_cut(folder: Path) -> None:
+    with start_run(folder, LONG, WAITING) as run:
+        in_a_long_step(folder, run)
+        done = umbra("preempt", run.run_dir, "--within", "1")
+        ended = run.wait(END_LIMIT_S)
+
+    assert done.returncode == 0, done.stderr
+    assert ended.status == 1
+    assert (run.run_dir / "preempted").exists()
+    assert checkpoints(run) == []
+
+
+def test_a_second_stop_does_not_wait_for_the_step(folder: Path) -> None:
+    with start_run(folder, LONG, WAITING) as run:
+        in_a_long_step(folder, run)
+        with ThreadPoolExecutor() as threads:
+            first = threads.submit(umbra, "stop", run.run_dir)
+            log = run.run_dir / "logs" / "supervisor.log"
+            run.wait_for("the stop", lambda: "got SIGTERM" in log.read_text() or None, END_LIMIT_S)
+            time.sleep(2.0)
+            second = umbra("stop", run.run_dir)
+            codes = [first.result().returncode, second.returncode]
+        run.wait(END_LIMIT_S)
+
+    assert codes == [0, 0]
+    assert checkpoints(run) == []
