@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+from types import FrameType
 
 from umbra.runtime.process.descendants import kill_all_descendants
 from umbra.runtime.process.prctl import become_subreaper
@@ -20,7 +21,11 @@ from umbra.runtime.process.prctl import become_subreaper
 def main() -> None:
     become_subreaper()
     daemon = subprocess.Popen(sys.argv[1:])
-    signal.signal(signal.SIGTERM, lambda *_: os.kill(daemon.pid, signal.SIGTERM))
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        os.kill(daemon.pid, number)
+
+    signal.signal(signal.SIGTERM, pass_on)
     while os.wait()[0] != daemon.pid:
         pass
     kill_all_descendants(deadline_s=10.0)

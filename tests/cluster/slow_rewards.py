@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from typing import Any
 
 from umbra.trainer.quickstart.quickstart_task import reward
 
-GROUP_S = 1 / 32
+_GROUP_S = 1 / 32
 
 
 def slow(
-    prompts: Sequence[str], completions: Sequence[str], answer: Sequence[str], **columns: object
+    prompts: list[str], completions: list[str], *, answer: list[str], **columns: list[Any]
 ) -> list[float]:
-    time.sleep(GROUP_S)
-    return reward(prompts, completions, answer)
+    time.sleep(_GROUP_S)
+    return reward(prompts, completions, answer=answer)

@@ -23,7 +23,7 @@ TEMPLATE = REPOSITORY / "launch/slurm/single_node.sbatch"
 CONFIG = REPOSITORY / "launch/configs/quickstart.toml"
 SAMPLES_PER_STEP = 32 * 8
 START_LIMIT_S = 90.0
-RUN_LIMIT_S = 300.0
+RUN_LIMIT_S = 400.0
 GONE_WITHIN_S = 10.0
 
 
