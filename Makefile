@@ -23,7 +23,7 @@ QUICKSTART_CONFIG := launch/configs/quickstart.toml
 # Tests start hundreds of processes, each of which would compile what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help quickstart drill kills chaos fuzz mutants test test-vllm check format lint bench bench-trl install lock clean
+.PHONY: help quickstart drill kills chaos fuzz mutants test test-vllm test-cluster check format lint bench bench-trl install lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -54,10 +54,10 @@ assets: $(VENV)/.train ## Make the quickstart's model and data sets (once)
 # vLLM is installed while the type checker runs, and tested last: its shared memory has names in
 # /dev/shm, which other tests would report as left behind. The tests of a file run in one process,
 # because they share fixtures, and three processes at a time because tests also wait.
-test: $(VENV)/.dev ## Run everything that continuous integration runs (needs no GPU; fifteen to eighteen minutes)
+test: $(VENV)/.dev ## Run all tests that need neither a GPU nor a cluster (fifteen to eighteen minutes)
 	$(MAKE) --no-print-directory --output-sync=target -j3 lint pyright $(VLLM_VENV)/.made
-	$(BIN)/python -m pytest -m "not alone and not gpu" -n 3 --dist loadfile
-	$(BIN)/python -m pytest -m "alone and not gpu"
+	$(BIN)/python -m pytest -m "not alone and not gpu and not cluster" -n 3 --dist loadfile
+	$(BIN)/python -m pytest -m "alone and not gpu and not cluster"
 	$(VLLM_VENV)/bin/python -m pytest -n 2 --dist loadfile \
 	    tests/process/engines/test_vllm.py tests/process/engines/test_vllm_training.py
 
@@ -67,12 +67,15 @@ test-vllm: $(VLLM_VENV)/.made ## Run all tests that need a real vLLM, including 
 	    tests/process/engines/test_vllm_output.py \
 	    tests/process/engines/test_vllm_training.py tests/gpu/trainer/test_serving_engines.py
 
+test-cluster: $(VENV)/.dev ## Run the tests that submit jobs to a Slurm of their own (needs slurm-wlm and munge; five minutes)
+	$(BIN)/python -m pytest tests/cluster -m cluster -o faulthandler_timeout=420
+
 check: $(VENV)/.dev ## Run format, lint, types and the fast tests (two minutes)
 	$(MAKE) --no-print-directory --output-sync=target -j3 lint pyright fast-tests
 
 .PHONY: fast-tests
 fast-tests: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not slow and not alone and not gpu" -n 2 --dist worksteal
+	$(BIN)/python -m pytest -m "not slow and not alone and not gpu and not cluster" -n 2 --dist worksteal
 
 format: $(VENV)/.dev ## Format the code and fix what ruff can
 	$(BIN)/ruff format

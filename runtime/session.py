@@ -93,7 +93,7 @@ class Session:
         environment: TorchrunEnvironment,
         on_note: Callable[[str], None] | None = None,
         on_failed: Callable[[JobFailed], None] | None = None,
-        on_signal: Callable[[int], None] | None = None,
+        on_signal: Callable[[int, float | None], None] | None = None,
     ) -> None:
         """Use `from_torchrun`."""
         self._config = config
@@ -137,7 +137,7 @@ class Session:
         *,
         on_note: Callable[[str], None] | None = None,
         on_failed: Callable[[JobFailed], None] | None = None,
-        on_signal: Callable[[int], None] | None = None,
+        on_signal: Callable[[int, float | None], None] | None = None,
     ) -> Self:
         """Every rank calls it. Without torchrun the process is rank 0 of 1.
 
@@ -155,7 +155,9 @@ class Session:
                 it only from this callback.
             on_signal: called, on the session's thread, with the number of a stop signal that
                 another process of the job got: a rank that passed it on (`pass_on_signal`), the
-                supervisor or the guardian. By default the job fails.
+                supervisor or the guardian. `umbra stop` and `umbra preempt` come as SIGTERM and
+                SIGUSR1, with the seconds that the work in progress may take. By default the job
+                fails.
 
         Raises:
             ConfigError: torchrun's environment is incomplete, or does not suit several nodes.
@@ -251,12 +253,11 @@ class Session:
         secret = ""
         if self._tcp_host:
             secret = str(self._job_keys())
-        is_lead = self._environment.node_rank == 0
-        processes = (config.run_dir if is_lead else self._log_dir) / "processes.json"
+        run_dir = str(config.run_dir.absolute())
         settings = SupervisorConfig(
             node_id=self._node_id,
             log_dir=str(self._log_dir.absolute()),
-            processes_path=str(processes.absolute()),
+            run_dir=run_dir if self._environment.node_rank == 0 else "",
             socket_dir=str(self._socket_dir),
             tcp_host=self._tcp_host,
             secret_file=secret,
@@ -267,7 +268,7 @@ class Session:
             socket_dir = SocketDir.create(self._job, self._node_id, socket_root())
             stack.enter_context(socket_dir)
             guardian = start_guardian(
-                [*program, str(config.run_dir.absolute())],
+                [*program, run_dir],
                 config=settings.to_json(),
                 socket_dir=socket_dir,
                 log_path=log_path,
@@ -351,7 +352,7 @@ class Session:
                     elif event["kind"] == "note":
                         self._on_note(event["text"])
                     elif event["kind"] == "signal":
-                        self._on_signal(event["number"])
+                        self._on_signal(event["number"], event["grace_s"])
         except ConnectionLost:
             self._fail(self._supervisor_loss())
         except Exception as error:  # noqa: BLE001 -- nothing else would report it, and all wait
@@ -398,7 +399,7 @@ class Session:
             self._on_failed(failure)
         self._loop.fail(failure)
 
-    def _fail_by_signal(self, number: int) -> None:
+    def _fail_by_signal(self, number: int, grace_s: float | None) -> None:
         self._fail(JobFailed(f"the job was stopped by {signal.Signals(number).name}"))
 
     def _log_failure(self, failure: JobFailed) -> None:

@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import os
+import secrets
 import time
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -26,6 +27,12 @@ from umbra.runtime.cluster.attached_ranks import AttachedRank, AttachedRanks
 from umbra.runtime.cluster.gpu_shortage import RankMemory, read_gpu_memory
 from umbra.runtime.cluster.job_nodes import JobNode, ranks_of
 from umbra.runtime.cluster.node_links import JobLinks
+from umbra.runtime.cluster.run_notice import (
+    PREEMPT_SIGNAL,
+    RunNotice,
+    StopRequest,
+    SupervisorAddress,
+)
 from umbra.runtime.cluster.socket_dir import MAX_SOCKET_PATH_NBYTES
 from umbra.runtime.engine_api.lifecycle import SleepLevel, Tag
 from umbra.runtime.errors import ActorNotFound, ConfigError, DeadlineExceeded, MailboxClosed
@@ -55,17 +62,27 @@ logger = logging.getLogger(__name__)
 _DEATH_NEWS_LIMIT_S: Final = 0.5
 # Time to end the old ranks' actors: their grace, and the reaping.
 _START_OVER_LIMIT_S: Final = 60.0
+# Interval of looks for a stop request. A longer one delays the stop; each asks the file system.
+_REQUEST_LOOK_INTERVAL_S: Final = 1.0
 # The job is over once no rank has been attached for this long (all failed, and none restarted).
 NO_RANK_LIMIT_S: Final = 60.0
 
 
 class Supervisor:
-    """Owns all actors and pools of a node. `run()` lives until `over` is set."""
+    """Owns all actors and pools of a node. `run()` lives until `over` is set.
 
-    def __init__(self, node: NodeSettings, processes_path: Path, client: Client) -> None:
+    Args:
+        run_dir: None on all nodes but rank 0's.
+    """
+
+    def __init__(self, node: NodeSettings, run_dir: Path | None, client: Client) -> None:
         self._node = node
-        self._processes_path = processes_path
+        self._processes_path = (run_dir or node.log_dir) / "processes.json"
         self._client = client
+        self._notice = None if run_dir is None else RunNotice(run_dir)
+        self._address = SupervisorAddress(
+            job=secrets.token_hex(8), node_id=node.node_id, socket_dir=str(node.socket_dir)
+        )
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._actors: dict[str, SupervisedActor] = {}
         self._pools = NodePools(
@@ -97,7 +114,7 @@ class Supervisor:
         """A rank's stream of events, open as long as the rank lives: its end is noticed here.
 
         Events: {"kind": "attached"}, {"kind": "failed", "message"}, {"kind": "note", "text"},
-        {"kind": "signal", "number"}, {"kind": "nodes", "nodes"}.
+        {"kind": "signal", "number", "grace_s"}, {"kind": "nodes", "nodes"}.
         """
         if incarnation > self._ranks.incarnation:
             self._start_over(incarnation)
@@ -175,19 +192,38 @@ class Supervisor:
             self._job_stop.request()
         self._ranks.pass_on_signal(f"rank {rank}", incarnation, number)
 
-    def stop_job(self, number: int) -> None:
+    def request_stop(self, call: dict[str, Any]) -> None:
+        """Called for `umbra stop` and `umbra preempt`, with a `StopRequest`.
+
+        Raises:
+            ActorNotFound: it is addressed to another job.
+        """
+        request = from_wire(StopRequest, call)
+        if request.job != self._address.job:
+            raise ActorNotFound(f"job {request.job} has ended; {self._address.job} is running")
+        self.stop_job(request.number, request.grace_s)
+
+    def stop_job(self, number: int, grace_s: float | None = None) -> None:
         """Called when a stop signal reached this process, maybe through the guardian.
 
         The ranks stop as if it had reached them, and the job is over when the last has left. A
-        second signal, after a moment, does not wait for them.
+        second signal, after a moment, does not wait for them, unless it is a preemption.
+
+        Args:
+            grace_s: see `AttachedRanks.pass_on_signal`.
         """
         now = time.monotonic()
         if self._stopped_at is not None and now - self._stopped_at > STOP_WINDOW_S:
+            if number == PREEMPT_SIGNAL:
+                return
             self.end("the supervisor", "a second signal stopped it before the ranks had left")
             return
         self._job_stop.request()
         self._stopped_at = now if self._stopped_at is None else self._stopped_at
-        self._ranks.pass_on_signal("the supervisor", self._ranks.incarnation, number)
+        incarnation = self._ranks.incarnation
+        is_new = self._ranks.pass_on_signal("the supervisor", incarnation, number, grace_s)
+        if is_new and number == PREEMPT_SIGNAL and self._notice is not None:
+            self._notice.mark_preempted()
         if not len(self._ranks):
             self.over.set()
 
@@ -263,9 +299,10 @@ class Supervisor:
         match event:
             case {"kind": "failed", "message": str(message)}:
                 self._ranks.fail_as(message)
-            case {"kind": "signal", "number": int(number)}:
+            case {"kind": "signal", "number": int(number), "grace_s": float() | None as grace_s}:
                 self._job_stop.request()
-                self._ranks.pass_on_signal(f"node {node}", self._ranks.incarnation, number)
+                sender = f"a process of node {node}"
+                self._ranks.pass_on_signal(sender, self._ranks.incarnation, number, grace_s)
             case {"kind": "rank_lost", "rank": int(rank)}:
                 self._end_syncs_of(rank)
             case {"kind": "note", "text": str(text)}:
@@ -516,25 +553,46 @@ class Supervisor:
     async def run(self) -> None:
         """Runs until the job is over; then ends every actor and returns."""
         try:
-            async with (
-                serve_fds(self._fd_socket) as self._fd_server,
-                asyncio.TaskGroup() as self._tasks,
-            ):
-                async with asyncio.TaskGroup() as self._actor_tasks:
-                    await self._until_over()
-                    logger.info("the job is over: stopping %d actors", len(self._actors))
-                    for actor in (*self._actors.values(), *self._remote.values()):
-                        actor.stop()
-                self._pools.close()
-                await self._links.leave()
+            notice = self._notice
+            with contextlib.nullcontext() if notice is None else notice.posted(self._address):
+                await self._run_actors()
         finally:
             self._context.destroy(linger=0)
 
+    async def _run_actors(self) -> None:
+        async with (
+            serve_fds(self._fd_socket) as self._fd_server,
+            asyncio.TaskGroup() as self._tasks,
+        ):
+            async with asyncio.TaskGroup() as self._actor_tasks:
+                await self._until_over()
+                logger.info("the job is over: stopping %d actors", len(self._actors))
+                for actor in (*self._actors.values(), *self._remote.values()):
+                    actor.stop()
+            self._pools.close()
+            await self._links.leave()
+
     async def _until_over(self) -> None:
         """Waits until the job is ended, or until no rank has been attached for a while."""
-        abandoned = self._tasks.create_task(self._until_abandoned())
+        watches = [self._tasks.create_task(self._until_abandoned())]
+        if self._notice is not None:
+            watches.append(self._tasks.create_task(self._look_for_requests(self._notice)))
         await self.over.wait()
-        abandoned.cancel()
+        for watch in watches:
+            watch.cancel()
+
+    async def _look_for_requests(self, notice: RunNotice) -> None:
+        """Acts on requests of those who cannot reach this process's socket."""
+        while True:
+            await asyncio.sleep(_REQUEST_LOOK_INTERVAL_S)
+            try:
+                # The file system may be shared, and answer late.
+                request = await asyncio.to_thread(notice.take_request)
+            except OSError as error:
+                logger.warning("cannot look for a stop request: %s", error)
+                continue
+            if request is not None and request.job == self._address.job:
+                self.stop_job(request.number, request.grace_s)
 
     async def _until_abandoned(self) -> None:
         await self._ranks.until_abandoned(NO_RANK_LIMIT_S)

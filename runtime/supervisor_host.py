@@ -50,14 +50,14 @@ class SupervisorConfig:
 
     Attributes:
         log_dir: folder of this node's logs.
-        processes_path: file that describes this node's processes.
+        run_dir: the run directory; "" on all nodes but rank 0's.
         tcp_host: address to offer to other nodes; "" for none (then no keys are needed).
         secret_file: path of the job's keys; "" for none.
     """
 
     node_id: str
     log_dir: str
-    processes_path: str
+    run_dir: str
     socket_dir: str
     tcp_host: str
     secret_file: str
@@ -92,8 +92,9 @@ async def serve(config: SupervisorConfig, ready_fd: int, guardian_pid: int) -> N
         log_level=config.log_level,
     )
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    run_dir = Path(config.run_dir) if config.run_dir else None
     async with Client(config.node_id, keys) as client:
-        supervisor = Supervisor(node, Path(config.processes_path), client)
+        supervisor = Supervisor(node, run_dir, client)
         for number in STOP_SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, supervisor.stop_job, number)
 

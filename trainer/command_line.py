@@ -32,7 +32,7 @@ _LIBRARIES: Final = ("torch", "transformers", "matplotlib", "tensorboard")
 
 
 def main(console: Console) -> None:
-    """Runs one rank; exits with 0, with 1 after an error, or with 128 + signal."""
+    """Runs one rank; exits with 0, with 1 after an error, or as a signal asks (`stop_status`)."""
     arguments = _parse(sys.argv[1:])
     fatal_errors = FatalErrorReporter(-1, 0.0)
     try:
@@ -116,7 +116,7 @@ def _run(
         except UmbraError as error:
             fatal_errors.report(error)
             raise
-        return 128 + int(stop.received) if stop.received is not None else 0
+        return stop.exit_status
 
 
 def _configure_logging(rank: int) -> None:

@@ -7,6 +7,9 @@
         │     └─ if StopNow does not end it       ──▶ the process ends
         └─ it is passed on to the other ranks, which act as if they had got it (`pass_in`)
 
+    `umbra stop`, `umbra preempt` ──▶ the supervisor passes SIGTERM or SIGUSR1 in, with a time that
+                                      replaces shutdown_grace_s
+
 torchrun passes a signal on to its ranks, and a terminal sends it to all of them, too: signals
 within a second of the first are the same request. If a signal reaches only one rank, that rank ends
 its wait for rollouts and then waits for the others to agree. Their waits only end by a signal, so
@@ -31,6 +34,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Final, Self
 
+from umbra.runtime.cluster.run_notice import stop_status
+
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SAME_REQUEST_S: Final = 1.0
 # Time from StopNow, which a call into C may delay, to the end of the process.
@@ -51,11 +56,14 @@ class StopRequested(Exception):
 
 
 class StopNow(SystemExit):
-    """Raised in the main thread, wherever it is; carries 128 + the signal's number."""
+    """Raised in the main thread, wherever it is; carries the signal's exit status."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(stop_status(number))
+        self._name = number.name
 
     def __str__(self) -> str:
-        assert isinstance(self.code, int)
-        return f"stopped by a signal ({signal.Signals(self.code - 128).name})"
+        return f"stopped by a signal ({self._name})"
 
 
 class StopSignals:
@@ -135,12 +143,17 @@ class StopSignals:
                 return
             if not self.requested:
                 signal.pthread_kill(self._main_thread, signal.SIGALRM)
-        os._exit(128 + number)
+        os._exit(stop_status(number))
 
     @property
     def requested(self) -> bool:
         """Whether this rank was asked to stop."""
         return self.received is not None
+
+    @property
+    def exit_status(self) -> int:
+        """What this process ends with: 0 without a signal."""
+        return 0 if self.received is None else stop_status(self.received)
 
     @property
     def name(self) -> str:
@@ -157,11 +170,16 @@ class StopSignals:
         self._pass_on = pass_on
         self._is_deferring = True
 
-    def pass_in(self, number: int) -> None:
-        """Takes a signal that another rank got. Called on any thread, while this is entered.
+    def pass_in(self, number: int, grace_s: float | None = None) -> None:
+        """Takes a signal that another process got. Called on any thread, while this is entered.
 
         It never counts as a second request. SIGALRM makes the main thread handle it.
+
+        Args:
+            grace_s: time for the step in progress, if this is the first signal.
         """
+        if grace_s is not None and not self.requested:
+            self._grace_s = grace_s
         self._passed_in = signal.Signals(number)
         signal.pthread_kill(self._main_thread, signal.SIGALRM)
 
@@ -229,4 +247,4 @@ class StopSignals:
 
     def _stop_now(self) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)  # cleaning up must not be interrupted
-        raise StopNow(128 + int(self.received or signal.SIGTERM))
+        raise StopNow(self.received or signal.SIGTERM)

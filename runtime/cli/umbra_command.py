@@ -29,6 +29,16 @@ _PLOT: Final = (
     "Draws a training run's metrics over its steps: reward, KL, the parts of a step's time, and "
     "the ranks' memory by phase. The run may be in progress."
 )
+_STOP: Final = (
+    "Ends a running job in order and waits for its end: the ranks end the step in progress, write "
+    "a checkpoint and exit. Works on the job's node, and on any other that sees the run directory. "
+    "A second call ends the job at once."
+)
+_PREEMPT: Final = (
+    "Like stop, for a job that its launcher is to start again: the ranks exit with status 75 "
+    "(torchrun with 1), and RUN_DIR/preempted tells the launcher. launch/slurm/single_node.sbatch "
+    "requeues such a job."
+)
 _GENERATE: Final = (
     "Generates one completion and prints it as it comes: with an engine started for it, or, with "
     "--url, by a server that is running."
@@ -66,6 +76,10 @@ def _run_reporting_errors(argv: Sequence[str]) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     match arguments.command:
+        case "stop" | "preempt":
+            from umbra.runtime.cli import stop_command
+
+            return stop_command.run(arguments)
         case "ledger":
             from umbra.runtime.cli import ledger_command
 
@@ -109,6 +123,11 @@ def _parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentP
     _add_plot_arguments(
         commands.add_parser("plot", help="a run's metrics as a picture", description=_PLOT)
     )
+    for name, purpose, description in (
+        ("stop", "end a running job with a checkpoint", _STOP),
+        ("preempt", "the same, to be started again", _PREEMPT),
+    ):
+        _add_stop_arguments(commands.add_parser(name, help=purpose, description=description))
     _add_serve_arguments(
         commands.add_parser("serve", help="engines behind an HTTP endpoint", description=_SERVE)
     )
@@ -116,6 +135,17 @@ def _parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentP
         commands.add_parser("generate", help="one completion", description=_GENERATE)
     )
     return parser, commands.choices
+
+
+def _add_stop_arguments(stop: argparse.ArgumentParser) -> None:
+    stop.add_argument("run_dir", metavar="RUN_DIR", help="the job's run.dir")
+    stop.add_argument(
+        "--within",
+        type=_seconds,
+        default=300.0,
+        metavar="SECONDS",
+        help="longest time for the step in progress and its checkpoint (default 300)",
+    )
 
 
 def _add_serve_arguments(serve: argparse.ArgumentParser) -> None:
@@ -215,6 +245,16 @@ def _positive(text: str) -> int:
         number = 0
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return number
+
+
+def _seconds(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
     return number
 
 

@@ -143,20 +143,28 @@ class AttachedRanks:
                 rank.put(self._failure)
             self._on_event(self._failure)
 
-    def pass_on_signal(self, receiver: str, incarnation: int, number: int) -> None:
+    def pass_on_signal(
+        self, receiver: str, incarnation: int, number: int, grace_s: float | None = None
+    ) -> bool:
         """Sends every rank a stop signal that some process of the job got, once.
+
+        Returns whether it is the first one.
 
         When ranks have failed, torchrun ends the others by a signal, too. That one concerns neither
         them nor the ranks that it starts in their place.
+
+        Args:
+            grace_s: time for the step in progress; None for `train.shutdown_grace_s`.
         """
         if self._signal is not None or self.has_failed or incarnation != self.incarnation:
-            return
-        self._signal = {"kind": "signal", "number": number}
+            return False
+        self._signal = {"kind": "signal", "number": number, "grace_s": grace_s}
         name = signal.Signals(number).name
         logger.info("%s got %s: stopping all ranks", receiver, name)
         for rank in self._ranks.values():
             rank.put(self._signal)
         self._on_event(self._signal)
+        return True
 
     async def await_failure(self, limit_s: float) -> None:
         """Waits until the job is lost, or the time is over."""

@@ -83,7 +83,7 @@ class TwoNodes:
         }
         program = ["-m", "recorded_trainer", str(self._home / "config.toml")]
         program += [f"run.dir={self._home / 'run'}", "run.resume=auto", *SETTINGS]
-        environments = dict.fromkeys((0, 1), environment)
+        environments = {node: environment for node in (0, 1)}
         return NodeJob(self._hosts, self._home, 2, program, environments=environments)
 
     def wait_for_step(self, job: NodeJob, step: int) -> None:

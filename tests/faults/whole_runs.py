@@ -118,6 +118,7 @@ class Run:
         self._program = program
         self._output = folder / "output.txt"
         self._traces = RunTraces(socket_root)
+        self.socket_root = Path(self._traces.environment["UMBRA_SOCKET_ROOT"])
         command = [sys.executable, "-m", "torch.distributed.run", *torchrun]
         command = [*command, "--nproc-per-node", str(num_ranks)] if num_ranks else [sys.executable]
         command = [*launcher] if launcher else [*command, "-m", program]

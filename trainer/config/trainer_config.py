@@ -243,6 +243,7 @@ class TrainSection(Settings):
         seed: Seed of data order and sampling.
         shutdown_grace_s: How long the step in progress may take to end and be checkpointed after
             SIGINT, SIGTERM or SIGHUP. For 30 s and more, give torchrun a longer --shutdown-timeout.
+            `umbra stop` and `umbra preempt` have a limit of their own (--within).
         device: Device of the trainer. "auto" is cuda where there is one.
     """
 

@@ -50,7 +50,7 @@ def with_pools(
                 work(session, _start(session, pools(), spec))
         except StopRequested:
             pass
-    return 128 + int(signals.received) if signals.received is not None else 0
+    return signals.exit_status
 
 
 def _start(session: Session, pools: Sequence[PoolSpec], spec: ActorSpec) -> SyncHandle:

@@ -45,7 +45,7 @@ def _start_supervisor(folder: Path) -> GuardianProcess:
     config = SupervisorConfig(
         node_id="bench",
         log_dir=str(folder / "logs"),
-        processes_path=str(folder / "processes.json"),
+        run_dir=str(folder),
         socket_dir=str(sockets.path),
         tcp_host="",
         secret_file="",

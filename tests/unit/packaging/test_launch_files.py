@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from umbra.trainer.config.config_file import load_config
 
 REPOSITORY = Path(__file__).parents[3]
-SCRIPTS = [*REPOSITORY.glob("launch/*.sh"), *REPOSITORY.glob("launch/*.sbatch")]
+SCRIPTS = [*REPOSITORY.glob("launch/**/*.sh"), *REPOSITORY.glob("launch/**/*.sbatch")]
 SCRIPTS.append(REPOSITORY / ".ci/run")
 CONFIGS = sorted(REPOSITORY.glob("launch/configs/*.toml"))
 
@@ -38,14 +38,20 @@ def test_a_launch_script_without_a_config_says_how_to_call_it(script: Path) -> N
     assert "usage:" in done.stderr
 
 
-@pytest.mark.parametrize("script", ["torchrun_single_node.sh", "single_node.sbatch"])
+@pytest.mark.parametrize("script", ["torchrun_single_node.sh", "slurm/single_node.sbatch"])
 def test_a_launch_script_starts_the_ranks_that_the_config_asks_for(
     script: str, tmp_path: Path
 ) -> None:
     show = 'echo "$0" "$@"'
-    count = '[ "$*" = "-m umbra.trainer.rank_count $CONFIG train.steps=1" ] && echo 3'
-    # In the place of the programs, these show what they were given; the trainer has three GPUs.
-    for name, command in {"torchrun": show, "srun": show, "python": count}.items():
+    # The trainer has three GPUs.
+    asked = (
+        'case "$*" in '
+        '"-m umbra.trainer.rank_count $CONFIG train.steps=1") echo 3;; '
+        '"-m umbra.trainer.run_folder $CONFIG train.steps=1") echo runs/this;; '
+        "*) exit 1;; esac"
+    )
+    # In the place of the programs, these show what they were given.
+    for name, command in {"torchrun": show, "srun": show, "python": asked}.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{command}\n")
         (tmp_path / name).chmod(0o755)
 
@@ -81,13 +87,20 @@ def test_a_launch_script_ends_with_the_configs_error(tmp_path: Path) -> None:
 
 
 def test_the_slurm_template_asks_for_one_task_a_node() -> None:
-    lines = (REPOSITORY / "launch/single_node.sbatch").read_text().splitlines()
+    lines = (REPOSITORY / "launch/slurm/single_node.sbatch").read_text().splitlines()
     directives = [line for line in lines if line.startswith("#SBATCH")]
     first_command = next(idx for idx, line in enumerate(lines) if line and not line.startswith("#"))
 
-    options = dict(line.removeprefix("#SBATCH --").split("=", 1) for line in directives)
+    options = {
+        name: value
+        for name, _, value in (
+            line.removeprefix("#SBATCH --").partition("=") for line in directives
+        )
+    }
 
     assert options["ntasks-per-node"] == "1", "torchrun starts the ranks itself"
+    assert options["signal"].startswith("B:"), "torchrun dies of the signal"
+    assert options["open-mode"] == "append", "a requeued job would overwrite its output"
     # sbatch reads no directive after the first command.
     assert all(lines.index(line) < first_command for line in directives)
 

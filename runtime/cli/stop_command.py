@@ -1,0 +1,122 @@
+"""`umbra stop` and `umbra preempt`: end the job that runs in a run directory, in order.
+
+The request goes to the supervisor's socket. Where that cannot be reached, on another node or in
+another container, it is left in the run directory, where the supervisor looks once a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, Literal
+
+from umbra.runtime.cluster.run_notice import RunNotice, StopRequest, SupervisorAddress
+from umbra.runtime.cluster.socket_dir import is_in_use
+from umbra.runtime.errors import (
+    ActorNotFound,
+    ConfigError,
+    ConnectionLost,
+    DeadlineExceeded,
+    MailboxClosed,
+    UmbraError,
+)
+from umbra.runtime.rpc.rpc_client import Client
+from umbra.runtime.settings import to_wire
+from umbra.runtime.supervisor_host import supervisor_ref
+
+_END_LIMIT_S: Final = 120.0
+"""From the end of that time to the end of the job: results are written and processes end. Longer
+delays the report of a job that hangs; shorter reports one that only ends slowly."""
+_CALL_LIMIT_S: Final = 10.0
+_TAKEN_WITHIN_S: Final = 120.0
+"""For the supervisor to see a request in the run directory. Network file systems may show a new
+file a minute later."""
+_LOOK_INTERVAL_S: Final = 0.25
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Returns 0 when the job has ended as requested.
+
+    Raises:
+        ConfigError: there is no such directory, or it cannot be read or written.
+        ActorNotFound: no job runs in it.
+        DeadlineExceeded: the job does not react, or does not end.
+        UmbraError: the job ended by itself before it was preempted.
+    """
+    run_dir = Path(arguments.run_dir)
+    if not run_dir.is_dir():
+        raise ConfigError(f"{run_dir} is not a directory: give a job's run.dir")
+    try:
+        return _end_job(run_dir, arguments.command, arguments.within)
+    except OSError as error:
+        raise ConfigError(f"cannot use {run_dir}: {error}") from error
+
+
+def _end_job(run_dir: Path, kind: Literal["stop", "preempt"], grace_s: float) -> int:
+    notice = RunNotice(run_dir)
+    address = notice.address()
+    if address is None:
+        raise ActorNotFound(f"no job is running in {run_dir}")
+    request = StopRequest(job=address.job, kind=kind, grace_s=grace_s)
+    deadline = time.monotonic() + grace_s + _END_LIMIT_S
+
+    def has_ended() -> bool:
+        return notice.address() != address
+
+    if not _is_reachable(address) or not asyncio.run(_call(address, request)):
+        _leave(notice, request, address, has_ended)
+    _wait(lambda: has_ended() and not notice.is_locked, deadline, f"the job in {run_dir} ended")
+    if kind == "preempt" and not notice.is_preempted:
+        raise UmbraError(f"the job in {run_dir} ended before it could be preempted")
+    print(f"{run_dir}: {'preempted' if kind == 'preempt' else 'stopped'}")
+    return 0
+
+
+def _is_reachable(address: SupervisorAddress) -> bool:
+    """Raises ActorNotFound if the supervisor was killed."""
+    socket_dir = Path(address.socket_dir)
+    if not os.access(socket_dir, os.R_OK | os.W_OK):  # elsewhere, or another user's
+        return False
+    if not is_in_use(socket_dir):
+        raise ActorNotFound(f"the job was killed: its socket folder {socket_dir} is abandoned")
+    return True
+
+
+async def _call(address: SupervisorAddress, request: StopRequest) -> bool:
+    """Returns False if the supervisor did not answer."""
+    ref = supervisor_ref(address.node_id, Path(address.socket_dir))
+    async with Client(address.node_id) as client:
+        try:
+            supervisor = client.handle(ref)
+            await supervisor.call("request_stop", to_wire(request), timeout_s=_CALL_LIMIT_S)
+        except (ConnectionLost, DeadlineExceeded, MailboxClosed):
+            return False
+    return True
+
+
+def _leave(
+    notice: RunNotice,
+    request: StopRequest,
+    address: SupervisorAddress,
+    has_ended: Callable[[], bool],
+) -> None:
+    """Leaves the request in the run directory, and waits until it is taken."""
+    if has_ended():
+        return
+    notice.leave_request(request)
+    _wait(
+        lambda: has_ended() or not notice.is_request_left,
+        time.monotonic() + _TAKEN_WITHIN_S,
+        f"its supervisor on {address.node_id} took the request; was the job killed?",
+    )
+
+
+def _wait(look: Callable[[], bool], deadline: float, what: str) -> None:
+    while not look():
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(f"not within the deadline: {what}")
+        time.sleep(_LOOK_INTERVAL_S)

@@ -1,0 +1,158 @@
+"""The files of a run directory by which a running job is found and asked to stop.
+
+    RUN_DIR/supervisor.json    where the job's supervisor listens; exists while it serves
+    RUN_DIR/stop_request.json  a request to it, from where its socket cannot be reached
+    RUN_DIR/preempted          exists if the last job was preempted: its launcher starts it again
+
+A launcher reads `preempted`, because torchrun turns every exit status of a rank into 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import signal
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal, TypeVar
+
+from umbra.runtime.disk import replacing
+from umbra.runtime.errors import ConfigError
+from umbra.runtime.settings import Seconds, Settings, from_wire, to_wire
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+PREEMPT_SIGNAL: Final = signal.SIGUSR1
+"""Stands for a preemption wherever a stop signal's number is passed on."""
+PREEMPTED_STATUS: Final = 75
+"""Exit status of a preempted rank: EX_TEMPFAIL of sysexits.h, which asks for another try."""
+
+
+def stop_status(number: int) -> int:
+    """Exit status of a rank that ends because of a stop signal."""
+    return PREEMPTED_STATUS if number == PREEMPT_SIGNAL else 128 + number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisorAddress:
+    """Where a job's supervisor listens.
+
+    Attributes:
+        job: a random name that no other job has.
+        node_id: the supervisor's host.
+        socket_dir: its folder of sockets, which other hosts and containers do not see.
+    """
+
+    job: str
+    node_id: str
+    socket_dir: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopRequest(Settings):
+    """Asks `job` to end.
+
+    Attributes:
+        kind: "stop" is what SIGTERM does; after "preempt" the launcher starts the job again.
+        grace_s: time for the step in progress and its checkpoint.
+    """
+
+    job: str
+    kind: Literal["stop", "preempt"]
+    grace_s: Seconds
+
+    @property
+    def number(self) -> int:
+        """The signal that stands for it."""
+        return PREEMPT_SIGNAL if self.kind == "preempt" else signal.SIGTERM
+
+
+class RunNotice:
+    """These files of one run directory. The job's supervisor writes all but the request."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._address = run_dir / "supervisor.json"
+        self._request = run_dir / "stop_request.json"
+        self._preempted = run_dir / "preempted"
+        self._lock = run_dir / ".lock"
+
+    @contextlib.contextmanager
+    def posted(self, address: SupervisorAddress) -> Generator[None]:
+        """Makes the supervisor known within the block. Removes what concerns an earlier job."""
+        try:
+            self._request.unlink(missing_ok=True)
+            self._preempted.unlink(missing_ok=True)
+            _write(self._address, address)
+        except OSError as error:  # the job needs none of them
+            logger.warning("cannot write %s: %s", self._address, error)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                self._address.unlink(missing_ok=True)
+
+    def take_request(self) -> StopRequest | None:
+        """The request that was left, once. One that makes no sense is logged and removed."""
+        try:
+            request = _read(StopRequest, self._request)
+            self._request.unlink(missing_ok=True)
+        except ConfigError as error:
+            logger.warning("%s is ignored: %s", self._request, error)
+            self._request.unlink(missing_ok=True)
+            return None
+        return request
+
+    def leave_request(self, request: StopRequest) -> None:
+        """Raises OSError if the run directory cannot be written."""
+        _write(self._request, request)
+
+    @property
+    def is_request_left(self) -> bool:
+        """Whether the supervisor has not taken the request yet."""
+        return self._request.exists()
+
+    def mark_preempted(self) -> None:
+        try:
+            self._preempted.touch()
+        except OSError as error:
+            logger.warning("cannot write %s: %s", self._preempted, error)
+
+    def address(self) -> SupervisorAddress | None:
+        """The running job's supervisor; None if there is none.
+
+        A supervisor that was killed leaves its address behind.
+        """
+        return _read(SupervisorAddress, self._address)
+
+    @property
+    def is_preempted(self) -> bool:
+        return self._preempted.exists()
+
+    @property
+    def is_locked(self) -> bool:
+        """Whether rank 0 of a run uses the directory."""
+        with contextlib.suppress(OSError), self._lock.open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+        return False
+
+
+def _write(path: Path, value: object) -> None:
+    with replacing(path) as file:
+        file.write(json.dumps(to_wire(value)).encode())
+
+
+def _read(kind: type[T], path: Path) -> T | None:
+    """None if there is no such file. Raises ConfigError if it holds something else, OSError."""
+    try:
+        return from_wire(kind, json.loads(path.read_bytes()))
+    except FileNotFoundError:
+        return None
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error

@@ -1,0 +1,214 @@
+"""launch/slurm/single_node.sbatch, submitted to a real Slurm."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+from run_traces import RunTraces
+from slurm_cluster import SlurmCluster
+
+from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
+from umbra.trainer.reporting.metrics_log import read_metrics
+
+pytestmark = [pytest.mark.cluster, pytest.mark.process]
+
+REPOSITORY = Path(__file__).parents[2]
+TEMPLATE = REPOSITORY / "launch/slurm/single_node.sbatch"
+CONFIG = REPOSITORY / "launch/configs/quickstart.toml"
+SAMPLES_PER_STEP = 32 * 8
+START_LIMIT_S = 90.0
+RUN_LIMIT_S = 400.0
+GONE_WITHIN_S = 10.0
+
+
+class Submission:
+    """A job made from the template, with the quickstart's config, in a folder of its own."""
+
+    def __init__(self, slurm: SlurmCluster, folder: Path, assets: Path) -> None:
+        self.slurm = slurm
+        self.folder = folder
+        self.run_dir = folder / "run"
+        self.traces = RunTraces()
+        self._settings = (
+            f"model.path={assets}/model",
+            f"data.train={assets}/train.jsonl",
+            "data.eval=",
+            f"run.dir={self.run_dir}",
+            "train.export=false",
+        )
+
+    def submit(self, *settings: str, options: tuple[str, ...] = ()) -> str:
+        """Submits the template with sbatch's `options`; returns the job's id."""
+        bin_folder = str(Path(sys.executable).parent)
+        kept = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
+        environ = kept | self.traces.environment
+        environ["PATH"] = os.pathsep.join([bin_folder, environ["PATH"]])
+        return self.slurm.submit(
+            *options,
+            TEMPLATE,
+            CONFIG,
+            *self._settings,
+            *settings,
+            folder=self.folder,
+            environ=environ,
+        )
+
+    def output(self, job: str) -> Path:
+        return self.folder / f"umbra-{job}.log"
+
+    def num_steps(self, run_dir: Path | None = None) -> int:
+        rows = read_metrics((run_dir or self.run_dir) / "metrics.jsonl")
+        return max((int(row["step"]) for row in rows), default=0)
+
+    def wait_for_step(self, job: str, step: int, run_dir: Path | None = None) -> None:
+        deadline = time.monotonic() + START_LIMIT_S
+        while self.num_steps(run_dir) < step:
+            state = self.slurm.field(job, "JobState")
+            assert state in ("PENDING", "RUNNING"), f"{state}\n{self.output(job).read_text()}"
+            assert time.monotonic() < deadline, self.output(job).read_text()
+            time.sleep(0.1)
+
+    def wait_for_state(self, job: str, state: str) -> None:
+        self.slurm.wait_for_state(job, state, RUN_LIMIT_S, self.output(job))
+
+    def check_nothing_is_left(self) -> None:
+        left = self.traces.find(GONE_WITHIN_S)
+        assert not left, "left behind:\n" + "\n".join(left)
+
+    def check_each_sample_is_trained_once(
+        self, num_steps: int, run_dir: Path | None = None
+    ) -> None:
+        run_dir = run_dir or self.run_dir
+        with LedgerIndex.build(run_dir) as index:
+            rows = index.rows("SELECT sample_id, step FROM samples WHERE state = 'trained'")
+        assert len({row["sample_id"] for row in rows}) == len(rows)
+        expected = {step: SAMPLES_PER_STEP for step in range(1, num_steps + 1)}
+        assert Counter(row["step"] for row in rows) == expected
+        steps = [row["step"] for row in read_metrics(run_dir / "metrics.jsonl")]
+        assert sorted(set(steps)) == list(range(1, num_steps + 1))
+
+
+@pytest.fixture
+def submission(slurm: SlurmCluster, tmp_path: Path, assets: Path) -> Generator[Submission]:
+    submission = Submission(slurm, tmp_path, assets)
+    with submission.traces:
+        yield submission
+
+
+def test_the_quickstart_runs_to_its_end(submission: Submission) -> None:
+    job = submission.submit("train.steps=3")
+
+    submission.wait_for_state(job, "COMPLETED")
+
+    assert submission.slurm.field(job, "ExitCode") == "0:0"
+    assert "done: 3 steps" in submission.output(job).read_text()
+    submission.check_each_sample_is_trained_once(3)
+    submission.check_nothing_is_left()
+
+
+def test_a_job_that_gets_usr1_is_requeued_and_finishes(submission: Submission) -> None:
+    job = submission.submit("train.steps=12")
+    submission.wait_for_step(job, 2)
+
+    submission.slurm.run("scancel", "--signal=USR1", "--batch", job)
+    submission.wait_for_state(job, "COMPLETED")
+
+    output = submission.output(job).read_text()
+    assert submission.slurm.field(job, "Restarts") == "1", output
+    assert "stopped by SIGUSR1 after" in output
+    assert "resuming after step" in output
+    submission.check_each_sample_is_trained_once(12)
+    submission.check_nothing_is_left()
+
+
+def test_a_job_that_gets_usr1_before_it_trains_is_requeued_and_finishes(
+    submission: Submission,
+) -> None:
+    job = submission.submit("train.steps=2")
+    submission.wait_for_state(job, "RUNNING")
+
+    submission.slurm.run("scancel", "--signal=USR1", "--batch", job)
+    submission.wait_for_state(job, "COMPLETED")
+
+    assert submission.slurm.field(job, "Restarts") == "1"
+    submission.check_each_sample_is_trained_once(2)
+    submission.check_nothing_is_left()
+
+
+def test_scancel_leaves_nothing(submission: Submission) -> None:
+    job = submission.submit("train.steps=1000")
+    submission.wait_for_step(job, 1)
+
+    submission.slurm.run("scancel", job)
+    submission.wait_for_state(job, "CANCELLED")
+
+    submission.check_nothing_is_left()
+    assert not (submission.run_dir / "preempted").exists()
+
+
+def test_a_preemption_of_an_array_task_concerns_no_other(submission: Submission) -> None:
+    array = submission.submit("train.steps=12", options=("--array=0-1",))
+    dirs = [submission.run_dir / str(task) for task in range(2)]
+    for task, run_dir in enumerate(dirs):
+        submission.wait_for_step(f"{array}_{task}", 1, run_dir)
+    # Slurm takes the id of one of the tasks, which is the array's, for all of them.
+    leader = [submission.slurm.field(f"{array}_{task}", "JobId") for task in range(2)].index(array)
+
+    submission.slurm.run("scancel", "--signal=USR1", "--batch", f"{array}_{leader}")
+    for task in range(2):
+        submission.wait_for_state(f"{array}_{task}", "COMPLETED")
+
+    restarts = [submission.slurm.field(f"{array}_{task}", "Restarts") for task in range(2)]
+    assert restarts == [str(int(task == leader)) for task in range(2)]
+    for run_dir in dirs:
+        submission.check_each_sample_is_trained_once(12, run_dir)
+    submission.check_nothing_is_left()
+
+
+def test_a_chain_of_jobs_continues_where_jobs_are_not_requeued(submission: Submission) -> None:
+    first = submission.submit("train.steps=12", options=("--no-requeue",))
+    options = ("--no-requeue", f"--dependency=afternotok:{first}")
+    second = submission.submit("train.steps=12", options=options)
+    submission.wait_for_step(first, 1)
+
+    submission.slurm.run("scancel", "--signal=USR1", "--batch", first)
+    submission.wait_for_state(first, "FAILED")
+    submission.wait_for_state(second, "COMPLETED")
+
+    assert submission.slurm.field(first, "ExitCode") == "75:0"
+    submission.check_each_sample_is_trained_once(12)
+    submission.check_nothing_is_left()
+
+
+def test_a_wrong_config_fails_and_is_not_requeued(submission: Submission) -> None:
+    submission.run_dir.mkdir()
+    (submission.run_dir / "preempted").touch()  # an earlier job's
+    job = submission.submit("train.stepz=2")
+
+    submission.wait_for_state(job, "FAILED")
+
+    assert submission.slurm.field(job, "ExitCode") == "1:0"
+    assert "train.stepz is unknown" in submission.output(job).read_text()
+
+
+def test_a_job_outlives_its_time_limit(submission: Submission) -> None:
+    """Slurm looks at time limits every 30 s: it sends the signal 60 to 90 s after the start."""
+    job = submission.submit(
+        "train.steps=95",
+        "rollout.workers=1",
+        "reward.function=slow_rewards:slow",
+        f"reward.python_path=['{Path(__file__).parent}']",
+        options=("--time=2", "--signal=B:USR1@30"),
+    )
+
+    submission.wait_for_state(job, "COMPLETED")
+
+    assert int(submission.slurm.field(job, "Restarts")) >= 1
+    submission.check_each_sample_is_trained_once(95)
+    submission.check_nothing_is_left()

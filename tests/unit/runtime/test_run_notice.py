@@ -1,0 +1,44 @@
+"""The files by which a job is found and asked to stop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from umbra.runtime.cluster.run_notice import RunNotice, StopRequest, SupervisorAddress
+
+ADDRESS = SupervisorAddress(job="a", node_id="node", socket_dir="/tmp/none")
+REQUEST = StopRequest(job="a", kind="preempt", grace_s=3.0)
+
+
+def test_a_request_is_taken_once(tmp_path: Path) -> None:
+    notice = RunNotice(tmp_path)
+    notice.leave_request(REQUEST)
+
+    assert notice.is_request_left
+    assert [notice.take_request() for _ in range(2)] == [REQUEST, None]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", '{"job": "a"}', '{"job": "a", "kind": "pause", "grace_s": 1.0}', "\xff"]
+)
+def test_a_request_that_makes_no_sense_is_ignored(tmp_path: Path, text: str) -> None:
+    (tmp_path / "stop_request.json").write_bytes(text.encode("latin-1"))
+    notice = RunNotice(tmp_path)
+
+    assert notice.take_request() is None
+    assert not notice.is_request_left
+
+
+def test_a_new_job_removes_what_concerns_the_last_one(tmp_path: Path) -> None:
+    notice = RunNotice(tmp_path)
+    notice.leave_request(REQUEST)
+    notice.mark_preempted()
+
+    with notice.posted(ADDRESS):
+        assert notice.address() == ADDRESS
+        assert not notice.is_request_left
+        assert not notice.is_preempted
+
+    assert notice.address() is None
