@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, cast
 
@@ -52,6 +52,9 @@ _ENGINE_SHARE: Final = 0.75
 # Share of the sync's remaining time that an engine has for a request, or for a load without
 # progress. A larger share leaves too little for the others when it fails; a smaller one replaces
 # slow engines.
+_RANK_NEWS_LIMIT_S: Final = 3.0
+# How much later than an engine the supervisor may notice that a rank is lost. Shorter: engines are
+# killed for what a rank did. Longer: an engine whose own connection broke delays the others.
 _WATCH_INTERVAL_S: Final = 0.1
 _MIN_TIMEOUT_S: Final = 3 * _WATCH_INTERVAL_S
 
@@ -102,6 +105,7 @@ class OpenedImage:
             Engines are numbered in the order of `engines`.
         details: for ranks.
         num_buckets: with cuda_ipc the number of tensors, which are loaded one by one.
+        connects: see `TransportPlan`.
     """
 
     engines: Sequence[SyncEngine]
@@ -110,6 +114,7 @@ class OpenedImage:
     progress: TransferProgress
     num_buckets: int
     has_checksums: bool
+    connects: bool
 
 
 class Lease:
@@ -163,6 +168,7 @@ class EngineSync:
         self._feed = feed
         self._pause_mode = pause_mode
         self._requests: asyncio.Queue[Action] = asyncio.Queue()
+        self._was_aborted = asyncio.Event()
         self._request_timeout: asyncio.Timeout | None = None  # of the request in progress
 
     def request(self, action: Action) -> None:
@@ -171,6 +177,7 @@ class EngineSync:
 
     def abort(self) -> None:
         """Shortens the request in progress, because the sync was aborted; the revert follows."""
+        self._was_aborted.set()
         timeout, limit = self._request_timeout, asyncio.get_running_loop().time() + _ABORTED_LIMIT_S
         if timeout is not None and not timeout.expired():
             timeout.reschedule(min(timeout.when() or limit, limit))
@@ -206,7 +213,7 @@ class EngineSync:
             elif timeout_s != _SETTLE_TIMEOUT_S:
                 reason += f", {_ENGINE_SHARE:.0%} of what was left of pool.sync_timeout_s"
         except UmbraError as error:
-            if isinstance(request, Load) and self._image.progress.is_aborted:
+            if isinstance(request, Load) and await self._is_load_aborted():
                 return  # the abort stopped it; the revert that follows finds its state
             reason = str(error)
         except Exception as error:  # an engine must not end the supervisor
@@ -296,6 +303,19 @@ class EngineSync:
         finally:
             if timer is not None:
                 timer.cancel()
+
+    async def _is_load_aborted(self) -> bool:
+        """Whether a load failed because the sync was aborted.
+
+        A lost rank breaks its connections before the supervisor hears of it, and the engines that
+        notice are not to blame.
+        """
+        is_alive = self._engine.lifecycle.state != EngineState.DEAD
+        if self._image.connects and is_alive:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(_RANK_NEWS_LIMIT_S, self._lease.left_s)):
+                    await self._was_aborted.wait()
+        return self._image.progress.is_aborted
 
     async def _resume(self, timeout_s: float) -> None:
         await self._engine.wake(["kv_cache"], timeout_s)

@@ -258,6 +258,7 @@ class SyncCoordinator:
             progress=layout.progress,
             num_buckets=layout.num_buckets,
             has_checksums=has_checksums,
+            connects=plan.connects,
         )
 
     def commit_version(self, version: int, run: SyncRun) -> None:

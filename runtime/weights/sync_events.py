@@ -28,12 +28,12 @@ class Opened:
     """The answer to `Open`: these engines take part.
 
     `reads_exports`: they read the ranks' own memory, so nothing else may use it before they are
-    done. `grants_late`: ranks may begin only when all engines are prepared.
+    done. `connects`: ranks may begin only when all engines are prepared.
     """
 
     engines: Sequence[str]
     reads_exports: bool = False
-    grants_late: bool = False
+    connects: bool = False
 
 
 @dataclass(frozen=True, slots=True)

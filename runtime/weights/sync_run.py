@@ -227,7 +227,7 @@ class SyncRun:
             Opened(
                 engines=list(self._workers),
                 reads_exports=plan.reads_exports,
-                grants_late=plan.grants_late,
+                connects=plan.connects,
             )
         )
 

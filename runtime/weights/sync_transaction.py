@@ -184,7 +184,7 @@ class SyncTransaction:
         self.phase = Phase.TRANSFERRING
         self._engines = {name: _Engine() for name in event.engines}
         self._reads_exports = event.reads_exports
-        self._is_granted = not event.grants_late
+        self._is_granted = not event.connects
         grant = [GrantBegin()] if self._is_granted else []
         return [*(Prepare(name) for name in event.engines), *grant, *self._advance()]
 

@@ -111,12 +111,13 @@ class TransportPlan(Protocol):
     Attributes:
         reads_exports: engines read the ranks' own memory, so nothing else may use it before they
             are done.
-        grants_late: ranks may begin only when all engines are prepared.
+        connects: it connects ranks with engines. So ranks may begin only when all engines are
+            prepared, and a rank that is lost also breaks the loads of engines.
     """
 
     name: TransportName
     reads_exports: bool
-    grants_late: bool
+    connects: bool
 
     async def find_problem(
         self, offers: Sequence[RankOffer], engines: Sequence[ProbedEngine], timeout_s: float

@@ -157,13 +157,14 @@ def test_an_engine_stopped_in_mid_transfer_is_replaced_within_the_time_of_the_sy
 ) -> None:
     start_pool(umbra_session)
     ranks = TwoRanks(umbra_session, layers(1.0))
+    ranks.publish(1, 60.0)  # the engines have imported torch then
     pid = pid_of(umbra_session, "policy-0")
     ranks.in_the_midst = lambda: os.kill(pid, signal.SIGSTOP)
     begun_at = time.monotonic()
 
-    first, second = ranks.publish(1, 8.0)
+    first, second = ranks.publish(2, 8.0)
 
     assert first == second, [first, second]
     assert time.monotonic() - begun_at < 8.0
-    assert list(first.engines) == ["policy-1"]
+    assert list(first.engines) == ["policy-1"], first
     assert "no progress within" in first.failed["policy-0"]

@@ -12,7 +12,7 @@ from local_world import LocalSupervisor, ThreadEngine, empty_like, local_pool, r
 from torch import Tensor
 
 from umbra.runtime.errors import WeightSyncError
-from umbra.runtime.weights.sync_calls import SyncBegin, SyncGrant, SyncReport
+from umbra.runtime.weights.sync_calls import SyncAbort, SyncBegin, SyncGrant, SyncReport
 from umbra.runtime.weights.sync_coordinator import SyncSettings
 from umbra.runtime.weights.weight_publisher import WeightPublisher
 
@@ -89,3 +89,32 @@ def test_ranks_begin_when_every_engine_is_ready_or_lost() -> None:
     assert "begin_update" in report.failed["broken"]
     assert holds(sound, TENSORS)
     assert time.monotonic() - begun_at < 10.0  # nobody waits for the engine that is lost
+
+
+def test_an_engine_outlives_a_rank_that_breaks_their_connection() -> None:
+    engine = ThreadEngine("engine", empty_like(TENSORS))
+
+    def fail_in_mid_transfer(tensor: Tensor) -> Tensor:
+        if engine.log[-1:] == ["load"]:
+            raise RuntimeError("the GPU is lost")
+        return tensor
+
+    class Slow(LocalSupervisor):
+        """Hears of the rank later than the engine does."""
+
+        def sync_abort(self, call: SyncAbort) -> None:
+            time.sleep(0.5)
+            super().sync_abort(call)
+
+    with local_pool([engine], NCCL) as plain:
+        supervisor = Slow(plain._loop, plain.coordinator)  # pyright: ignore[reportPrivateUsage]
+        made = WeightPublisher(
+            supervisor, 0, 1, TENSORS, locate=fail_in_mid_transfer, store_host="127.0.0.1"
+        )
+        with closing(made) as publisher, pytest.raises(RuntimeError, match="the GPU is lost"):
+            publisher.publish("pool", 1, timeout_s=20.0)
+        report = publish(supervisor, 2)
+
+    assert engine.killed is None
+    assert list(report.engines) == ["engine"]
+    assert holds(engine, TENSORS)

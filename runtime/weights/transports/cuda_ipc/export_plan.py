@@ -43,7 +43,7 @@ class ExportPlan:
 
     name: TransportName = "cuda_ipc"
     reads_exports = True
-    grants_late = False
+    connects = False
 
     def __init__(self, memory: SyncMemory) -> None:
         self._memory = memory

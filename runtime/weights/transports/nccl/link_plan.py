@@ -22,7 +22,7 @@ class LinkPlan:
 
     name: TransportName = "nccl"
     reads_exports = False
-    grants_late = True
+    connects = True
 
     async def find_problem(
         self, offers: Sequence[RankOffer], engines: Sequence[ProbedEngine], timeout_s: float

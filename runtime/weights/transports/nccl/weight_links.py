@@ -49,6 +49,15 @@ _RECEIVER: Final = 1
 _NUM_SLOTS: Final = 2
 # Chunks of one rank that an engine holds: one arrives while the other is loaded. Each further one
 # costs an engine the size of a bucket for every rank.
+_FIRST_LOOK_S: Final = 0.005
+_LAST_LOOK_S: Final = 0.1
+# Time between two looks whether the other end has come, which doubles. A wait in the store could
+# not be ended. All links look at one store.
+_CLIENT_LIMIT_S: Final = 0.5
+# For one attempt to connect to the store, after which it may have been closed.
+_MEETING_LIMIT_S: Final = 10.0
+# For each step of two ends that are both there. Longer: an engine that dies in these milliseconds
+# holds a thread of each rank. Shorter: links fail on a busy machine.
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +101,12 @@ class _Link:
         self._member = member
         self._deadline = deadline
         self._group: Any = None
+        self._is_closed = threading.Event()
         threading.Thread(target=self._main, name="weight-link", daemon=True).start()
 
     def _main(self) -> None:
         try:
-            self._group = _open_group(self._address, self._member, self._deadline)
+            self._group = self._meet()
             self._run()
         except Exception as error:  # noqa: BLE001 - gloo raises RuntimeError for everything
             self._on_error(error)
@@ -108,6 +118,42 @@ class _Link:
 
     def _on_error(self, error: Exception) -> None:
         raise NotImplementedError
+
+    def _meet(self) -> Any:
+        """A group of two, once the other end is there. It is gloo's own class: torch's default
+        group is not touched, and nothing watches it."""
+        own_address, client = self._connect_store()
+        store = _c10d.PrefixStore(self._address.key, client)
+        store.set(f"member{self._member}", "here")
+        interval_s = _FIRST_LOOK_S
+        while not store.check([f"member{1 - self._member}"]):
+            remaining_s(self._deadline)
+            if self._is_closed.wait(interval_s):
+                raise ConnectionAbortedError("the link was closed before the other end came")
+            interval_s = min(2 * interval_s, _LAST_LOOK_S)
+        gloo = _c10d.ProcessGroupGloo
+        options = gloo._Options()
+        options._timeout, options._threads = timedelta(seconds=self._limit_s()), 1
+        options._devices = [gloo.create_device(hostname=own_address)]
+        return gloo(store, self._member, 2, options)
+
+    def _connect_store(self) -> tuple[str, Any]:
+        """The address of this end, as the store sees it, and a client of the store."""
+        host, _, port = self._address.store.rpartition(":")
+        while True:
+            # A store that is gone is refused here at once. Its client tries for the whole time.
+            with socket.create_connection((host, int(port)), self._limit_s()) as probe:
+                own_address = str(probe.getsockname()[0])
+            limit = timedelta(seconds=min(self._limit_s(), _CLIENT_LIMIT_S))
+            try:
+                client = _c10d.TCPStore(host, int(port), None, False, limit, wait_for_workers=False)
+            except _c10d.DistError:
+                continue
+            client.set_timeout(timedelta(seconds=self._limit_s()))
+            return own_address, client
+
+    def _limit_s(self) -> float:
+        return min(remaining_s(self._deadline), _MEETING_LIMIT_S)
 
     def _wait(self, work: Any) -> None:
         work.wait(timedelta(seconds=remaining_s(self._deadline)))
@@ -147,6 +193,7 @@ class SendingLink(_Link):
         """Ends the link, even if not everything was sent. Idempotent."""
         with self._changed:
             self.error = self.error or reason
+        self._is_closed.set()
         self._chunks.put(None)
 
     def _run(self) -> None:
@@ -189,7 +236,6 @@ class ReceivingLink(_Link):
 
     def __init__(self, address: LinkAddress, grid: BucketGrid, deadline: float) -> None:
         self._grid = grid
-        self._is_closed = False
         self._arrived: queue.SimpleQueue[Chunk | Exception] = queue.SimpleQueue()
         self._free: queue.SimpleQueue[Tensor | None] = queue.SimpleQueue()
         for _ in range(_NUM_SLOTS):
@@ -216,13 +262,13 @@ class ReceivingLink(_Link):
 
     def close(self) -> None:
         """Idempotent."""
-        self._is_closed = True
+        self._is_closed.set()
         self._free.put(None)
 
     def _run(self) -> None:
         for pieces in self._grid.cut(self._receive_extents()):
             memory = self._free.get()
-            if memory is None or self._is_closed:
+            if memory is None or self._is_closed.is_set():
                 return
             packed, nbytes = pack(pieces)
             if nbytes:
@@ -267,20 +313,3 @@ def pack(pieces: Sequence[BucketPiece]) -> tuple[list[tuple[int, BucketPiece]], 
         placed.append((start, piece))
         end = start + piece.nbytes
     return placed, end
-
-
-def _open_group(address: LinkAddress, member: int, deadline: float) -> Any:
-    """A group of two. It is gloo's own class: torch's default group is not touched, and nothing
-    watches it."""
-    host, _, port = address.store.rpartition(":")
-    # The other ends reach this one where the store does. It also finds out fast whether the store
-    # is still there, while its client would try until the deadline.
-    with socket.create_connection((host, int(port)), remaining_s(deadline)) as probe:
-        own_address = str(probe.getsockname()[0])
-    limit = timedelta(seconds=remaining_s(deadline))
-    store = _c10d.TCPStore(host, int(port), None, False, limit, wait_for_workers=False)
-    gloo = _c10d.ProcessGroupGloo
-    options = gloo._Options()
-    options._timeout, options._threads = limit, 1
-    options._devices = [gloo.create_device(hostname=own_address)]
-    return gloo(_c10d.PrefixStore(address.key, store), member, 2, options)

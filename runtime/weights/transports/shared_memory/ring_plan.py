@@ -22,7 +22,7 @@ class RingPlan:
 
     name: TransportName = "memfd"
     reads_exports = False
-    grants_late = False
+    connects = False
 
     def __init__(self, memory: SyncMemory) -> None:
         self._memory = memory
