@@ -15,7 +15,7 @@ import sys
 from types import FrameType
 
 from umbra.runtime.process.descendants import kill_all_descendants
-from umbra.runtime.process.prctl import become_subreaper
+from umbra.runtime.process.prctl import become_subreaper, set_parent_death_signal
 
 
 def main() -> None:
@@ -26,6 +26,7 @@ def main() -> None:
         os.kill(daemon.pid, number)
 
     signal.signal(signal.SIGTERM, pass_on)
+    set_parent_death_signal(signal.SIGTERM)  # pytest may be killed
     while os.wait()[0] != daemon.pid:
         pass
     kill_all_descendants(deadline_s=10.0)

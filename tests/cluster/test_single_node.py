@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections import Counter
@@ -10,7 +11,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
-from run_traces import RunTraces
+from run_traces import RunTraces, command_of
 from slurm_cluster import SlurmCluster
 
 from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
@@ -77,6 +78,13 @@ class Submission:
     def wait_for_state(self, job: str, state: str) -> None:
         self.slurm.wait_for_state(job, state, RUN_LIMIT_S, self.output(job))
 
+    def wait_for_trap(self, job: str) -> None:
+        """Waits until the batch script handles USR1, which is among the first things it does."""
+        deadline = time.monotonic() + START_LIMIT_S
+        while not any(map(_traps_usr1, self.traces.pids())):
+            assert time.monotonic() < deadline, self.slurm.field(job, "JobState")
+            time.sleep(0.02)
+
     def check_nothing_is_left(self) -> None:
         left = self.traces.find(GONE_WITHIN_S)
         assert not left, "left behind:\n" + "\n".join(left)
@@ -92,6 +100,16 @@ class Submission:
         assert Counter(row["step"] for row in rows) == expected
         steps = [row["step"] for row in read_metrics(run_dir / "metrics.jsonl")]
         assert sorted(set(steps)) == list(range(1, num_steps + 1))
+
+
+def _traps_usr1(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False  # it has ended
+    caught = int(status.partition("SigCgt:")[2].split()[0], 16)
+    is_script = any(word.endswith("slurm_script") for word in command_of(pid))
+    return is_script and bool(caught & 1 << (signal.SIGUSR1 - 1))
 
 
 @pytest.fixture
@@ -131,7 +149,7 @@ def test_a_job_that_gets_usr1_before_it_trains_is_requeued_and_finishes(
     submission: Submission,
 ) -> None:
     job = submission.submit("train.steps=2")
-    submission.wait_for_state(job, "RUNNING")
+    submission.wait_for_trap(job)
 
     submission.slurm.run("scancel", "--signal=USR1", "--batch", job)
     submission.wait_for_state(job, "COMPLETED")
