@@ -30,6 +30,7 @@ from typing import Any, Self, TypeVar
 from preloaded_python import PreloadedProcess
 from run_traces import RunTraces, command_of, environment_of
 
+from umbra.runtime.process.descendants import child_pids
 from umbra.trainer.reporting.metrics_log import read_metrics
 
 T = TypeVar("T")
@@ -179,7 +180,7 @@ class Run:
         """Waits until torchrun has started the first rank, and returns as soon as possible."""
         self.wait_for(
             "a rank",
-            lambda: any(self._is_rank(pid) for pid in self._traces.pids()) or None,
+            lambda: any(self._is_rank(pid) for pid in child_pids(self.process.pid)) or None,
             START_LIMIT_S,
             every_s=0.001,
         )
