@@ -27,9 +27,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+import preloaded_python
 from preloaded_python import PreloadedProcess
 from run_traces import RunTraces, command_of, environment_of
 
+from umbra.runtime.process.descendants import child_pids
 from umbra.trainer.reporting.metrics_log import read_metrics
 
 T = TypeVar("T")
@@ -122,10 +124,13 @@ class Run:
         command = [sys.executable, "-m", "torch.distributed.run", *torchrun]
         command = [*command, "--nproc-per-node", str(num_ranks)] if num_ranks else [sys.executable]
         command = [*launcher] if launcher else [*command, "-m", program]
+        is_wrapped = bool(prefix or terminal)
+        if is_forked and is_wrapped and num_ranks and not launcher:
+            command = [sys.executable, preloaded_python.__file__, *command]
         command = [*prefix, *command, *settings]
         variables = _environment() | self._traces.environment | dict(environ)
         self.process: subprocess.Popen[bytes] | PreloadedProcess
-        if is_forked:
+        if is_forked and not (is_wrapped or launcher):
             self.process = PreloadedProcess(command, folder, variables, self._output)
             return
         with self._output.open("wb") as output:
@@ -180,7 +185,7 @@ class Run:
         """Waits until torchrun has started the first rank, and returns as soon as possible."""
         self.wait_for(
             "a rank",
-            lambda: any(self._is_rank(pid) for pid in self._traces.pids()) or None,
+            lambda: any(self._is_rank(pid) for pid in child_pids(self.process.pid)) or None,
             START_LIMIT_S,
             every_s=0.001,
         )
@@ -318,8 +323,8 @@ def start_run(
         launcher: a command that gets config and settings instead of torchrun and `program`.
         terminal: controls the run and shows its output; None for no terminal.
         is_forked: torchrun and the ranks are forks of a process that has imported torch (see
-            `preloaded_python`; needs the fixture `fork_server`). Never so with a `prefix`,
-            `launcher` or `terminal`.
+            `preloaded_python`; needs the fixture `fork_server`). With a `prefix` or `terminal` only
+            the ranks are, and with a `launcher` nothing is.
     """
     run = Run(
         folder,
@@ -332,7 +337,7 @@ def start_run(
         prefix=prefix,
         launcher=launcher,
         terminal=terminal,
-        is_forked=is_forked and not (prefix or launcher or terminal),
+        is_forked=is_forked,
     )
     try:
         yield run

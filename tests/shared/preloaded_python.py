@@ -1,6 +1,9 @@
 """`python -m MODULE` as a fork of a process that has imported torch and umbra, to save the seconds
 that this takes.
 
+`python preloaded_python.py COMMAND` imports them and becomes COMMAND in the same process, for a
+torchrun that a shell or a terminal controls: its ranks are forks.
+
 A fork has the command line and the environment of its own in /proc, where umbra looks at processes,
 and the signal handlers, descriptors, arguments and `sys.path` of a new interpreter
 (tests/faults/test_preloaded_python.py compares them). If it is torchrun, its ranks are forks, too.
@@ -207,3 +210,7 @@ def _show(command: Sequence[str], environment: Mapping[str, str]) -> object:
 
 def _block_of(strings: Sequence[str]) -> bytes:
     return b"".join(os.fsencode(string) + b"\0" for string in strings)
+
+
+if __name__ == "__main__":
+    _become(sys.argv[1:], dict(os.environ))

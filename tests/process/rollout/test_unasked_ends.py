@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from umbra.runtime.testing.session_factory import SessionFactory
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
-SLOW = {"tokens_per_s": 60.0}  # a second for each completion
+SLOW: dict[str, Any] = {"tokens_per_s": 60.0}  # a second for each completion
+MAX_STEPS = 40
+"""Each engine process needs one or two of them until it ends."""
 
 
 def check_batch(live: LiveRollouts, step: int) -> None:
@@ -25,12 +28,12 @@ def check_batch(live: LiveRollouts, step: int) -> None:
     assert [len(sample["completion"]) for sample in samples.values()] == [64] * 16
 
 
-def check_reported(factory: SessionFactory, name: str, lives: int, how: str) -> None:
+def check_reported(factory: SessionFactory, name: str, hows: Sequence[str]) -> None:
     """Asserts that the end of each of its first incarnations was reported.
 
     One that closes its sockets before it ends may be killed by who calls it.
     """
-    for life in range(1, lives + 1):
+    for life, how in enumerate(hows, 1):
         (note,) = [
             note
             for note in factory.notes
@@ -40,7 +43,6 @@ def check_reported(factory: SessionFactory, name: str, lives: int, how: str) -> 
         assert f") {ENDS[how]}; restarting" in note or is_killed
 
 
-@pytest.mark.parametrize("how", ENDS)
 @pytest.mark.parametrize(
     ("mode", "num_engines", "points"),
     [
@@ -54,56 +56,60 @@ def test_an_engine_that_ends_at_any_point_is_replaced(
     mode: PoolMode,
     num_engines: int,
     points: list[str],
-    how: str,
 ) -> None:
+    lives = [(point, how) for how in ENDS for point in points]
     session = umbra_session_factory()
     pool: dict[str, Any] = {"engine": "ending_actors:EndingEcho", "env": {"PYTHONPATH": IN_HERE}}
-    engine = SLOW | {"points": points, "how": how}
     live = LiveRollouts(
-        session, tmp_path, num_engines=num_engines, pool_mode=mode, pool=pool, engine=engine
-    )
+        session, tmp_path, num_engines=num_engines, pool_mode=mode, pool=pool,
+        engine=SLOW | {"lives": lives}, max_restarts=len(lives),
+    )  # fmt: skip
 
-    for step in range(3):
-        live.publish(step)
+    step = 0
+    while live.processes()["policy-0"]["incarnation"] <= len(lives):
+        assert step < MAX_STEPS, live.processes()["policy-0"]
+        live.publish(step)  # one that ended asleep is started now
         check_batch(live, step)
         if mode == "hybrid":
             session.pool("policy").sleep(2)
+        step += 1
+    session.supervisor_call("resolve", "policy-0", 20.0, len(lives), timeout_s=21.0)
 
-    live.publish(3)  # one that ends asleep is started with the next sync
-    session.supervisor_call("resolve", "policy-0", 20.0, len(points), timeout_s=21.0)
-    check_reported(umbra_session_factory, "policy-0", len(points), how)
+    check_reported(umbra_session_factory, "policy-0", [how for _, how in lives])
 
 
-@pytest.mark.parametrize("how", ENDS)
 def test_a_manager_that_ends_is_replaced(
-    umbra_session_factory: SessionFactory, tmp_path: Path, how: str
+    umbra_session_factory: SessionFactory, tmp_path: Path
 ) -> None:
     session = umbra_session_factory()
     live = LiveRollouts(session, tmp_path, engine=SLOW, manager="ending_actors:EndingManager")
 
-    def end() -> None:
-        with contextlib.suppress(ConnectionLost):
-            live.manager.call("end", how)
+    for step, how in enumerate(ENDS):
 
-    live.publish(0)
-    with while_generating(live, 100, end), contextlib.suppress(ConnectionLost):
-        live.next_batch(0)
-    session.supervisor_call("resolve", "rollouts", 20.0, 1, timeout_s=21.0)
-    check_batch(live, 0)
+        def end(how: str = how) -> None:
+            with contextlib.suppress(ConnectionLost):
+                live.manager.call("end", how)
 
-    check_reported(umbra_session_factory, "rollouts", 1, how)
+        live.publish(step)
+        with while_generating(live, 100, end), contextlib.suppress(ConnectionLost):
+            live.next_batch(step)
+        session.supervisor_call("resolve", "rollouts", 20.0, step + 1, timeout_s=21.0)
+        check_batch(live, step)
+
+    check_reported(umbra_session_factory, "rollouts", list(ENDS))
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "os._exit(0)"])
 def test_a_worker_that_its_reward_ends_is_replaced(
-    umbra_session_factory: SessionFactory, tmp_path: Path, how: str
+    umbra_session_factory: SessionFactory, tmp_path: Path
 ) -> None:
+    hows = ["SIGTERM", "SIGINT", "os._exit(0)"]
     session = umbra_session_factory()
-    (tmp_path / "marker").write_text(how)
     live = LiveRollouts(session, tmp_path, reward="ends_once")
 
-    live.publish(0)
-    check_batch(live, 0)
-    session.supervisor_call("resolve", "rewards-0", 20.0, 1, timeout_s=21.0)
+    for step, how in enumerate(hows):
+        (tmp_path / "marker").write_text(how)
+        live.publish(step)
+        check_batch(live, step)
+        session.supervisor_call("resolve", "rewards-0", 20.0, step + 1, timeout_s=21.0)
 
-    check_reported(umbra_session_factory, "rewards-0", 1, how)
+    check_reported(umbra_session_factory, "rewards-0", hows)

@@ -43,14 +43,15 @@ class EndingEcho(EchoEngine):
     """The first of a pool ends at one point of each of its first lives.
 
     Args:
-        points: of these lives, in order: "generation" (with tokens on their way), "sync", "sleep".
+        lives: where and how each of them ends, in order. Where is "generation" (with tokens on
+            their way), "sync" or "sleep"; how is a key of `ENDS`.
     """
 
-    def __init__(self, *, points: Sequence[str], how: str, **settings: Any) -> None:
+    def __init__(self, *, lives: Sequence[tuple[str, str]], **settings: Any) -> None:
         super().__init__(**settings)
         context = actor_context()
-        lives = dict(enumerate(points, 1)) if context.name == "policy-0" else {}
-        self._point, self._how = lives.get(context.incarnation), how
+        ends = dict(enumerate(lives, 1)) if context.name == "policy-0" else {}
+        self._point, self._how = ends.get(context.incarnation, ("", ""))
 
     async def submit(self, requests: Sequence[Mapping[str, Any]]) -> None:
         await super().submit(requests)

@@ -135,7 +135,7 @@ def dies_once(prompts: list[str], completions: list[str], **columns: list[Any]) 
 
 
 def ends_once(prompts: list[str], completions: list[str], **columns: list[Any]) -> list[float]:
-    """Ends its process at the first call ever, in the way that the file `marker` names."""
+    """Empties the file `marker` and ends its process in the way that was named there."""
     marker = Path(columns["marker"][0])
     how = marker.read_text()
     if how:

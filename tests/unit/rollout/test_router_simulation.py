@@ -86,14 +86,16 @@ def test_a_little_work_is_done_in_time(scenario: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_engines_are_used_as_well_as_their_speeds_allow(kind: str, scenario: str) -> None:
     engines = engines_of(scenario, KINDS[kind])
-    results: dict[str, list[Result]] = {policy: [] for policy in POLICIES}
-    ratios: dict[str, list[float]] = {policy: [] for policy in POLICIES}
+    # Taking turns is compared only where the engines differ.
+    policies = [name for name in POLICIES if scenario == "one slow" or name != "round robin"]
+    results: dict[str, list[Result]] = {policy: [] for policy in policies}
+    ratios: dict[str, list[float]] = {policy: [] for policy in policies}
     for tail, seed in (("log-normal", 0), ("log-normal", 1), ("Pareto", 2)):
         lengths = lengths_of(tail, seed, 640)
         bound_s = lower_bound_s(engines, lengths, MAX_OPEN)
         # The longest may be the last to be begun, and on the slowest engine.
         longest_s = max(lengths) * max(engine.step_s(engine.slots) for engine in engines)
-        for policy in POLICIES:
+        for policy in policies:
             result = simulate(policy, engines, lengths)
             assert sum(result.tokens.values()) >= sum(lengths)
             assert bound_s <= result.makespan_s
