@@ -300,7 +300,7 @@ class Session:
     def _job_keys(self) -> Path:
         path = secret_file(self._job)
         if not path.exists():
-            with contextlib.suppress(FileExistsError):  # another node was faster
+            with contextlib.suppress(FileExistsError):  # another rank was faster
                 CurveKeys.generate().save(path)
         return path
 
@@ -317,7 +317,7 @@ class Session:
     async def _open_client(self) -> Client:
         keys = None
         if self._tcp_host:
-            keys = CurveKeys.load(secret_file(self._job))
+            keys = CurveKeys.load(self._job_keys())
         return Client(self._node_id, keys)
 
     def _close_client(self) -> None:

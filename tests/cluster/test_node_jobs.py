@@ -33,10 +33,11 @@ def wait_for(job: NodeJob, event: str) -> None:
 
 
 def test_ranks_of_all_nodes_find_what_is_on_rank_0s(hosts: Hosts, home: Path) -> None:
-    with NodeJob(hosts, home, 3, ranks(home, "leave")) as job:
+    several = ("--nproc-per-node", "2")
+    with NodeJob(hosts, home, 3, ranks(home, "leave"), options=several) as job:
         assert job.wait() == [0, 0, 0]
 
-    assert len(read_events(job.outputs, "met")) == 3
+    assert len(read_events(job.outputs, "met")) == 6
     assert len(list((home / "run").rglob("supervisor.log"))) == 3
     assert_nothing_left(home)
 
