@@ -28,10 +28,10 @@ fi
 
 exec torchrun \
     --nnodes "$NUM_NODES" \
-    --nproc-per-node "$num_ranks" \
     --rdzv-backend c10d \
     --rdzv-endpoint "$RDZV_ENDPOINT" \
     --rdzv-id "$RDZV_ID" \
     ${UMBRA_HOST_ADDRESS:+--local-addr "$UMBRA_HOST_ADDRESS"} \
     --max-restarts 0 \
+    --nproc-per-node "$num_ranks" \
     -m umbra.trainer "$@"

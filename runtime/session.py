@@ -8,7 +8,7 @@
 
 Entering attaches this rank to its node's supervisor, which local rank 0 starts. Leaving detaches
 it; once every local rank has left, the supervisor ends all processes it owns. If a rank leaves by
-an exception or dies, every blocked call on the other ranks of its node raises `JobFailed`.
+an exception or dies, every blocked call on the other ranks, on all nodes, raises `JobFailed`.
 Calls run on a background event-loop thread, so the caller's code stays synchronous.
 """
 

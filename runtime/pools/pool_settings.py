@@ -55,9 +55,11 @@ class EnginePoolSettings(Settings):
             give it the model's vocab_size in `engine_args`), "faulty" (wraps another engine and
             makes it fail on purpose, see docs/faults.md), or the "module:Class" of another.
         count: Number of engines in the job. "auto" starts one for every t GPUs of the pool, where t
-            is the tensor-parallel size, or one on the CPU. See docs/engines.md for several pools.
-        gpus: GPUs of the engines by hand, as numbers from 0 in the order of CUDA_VISIBLE_DEVICES.
-            The first engine gets the first, or with tensor parallelism the first ones, and so on.
+            is the tensor-parallel size, or one for each node on the CPU. See docs/engines.md for
+            several pools.
+        gpus: GPUs of the engines by hand, on every node, as numbers from 0 in the order of
+            CUDA_VISIBLE_DEVICES. The first engine gets the first, or with tensor parallelism the
+            first ones, and so on.
             Repeat a number to put two engines on one GPU, or list it in two pools to share it
             between them. Default: `mode` decides.
         device: Device of the engines. "auto" is cuda where the trainer runs on it.

@@ -38,7 +38,9 @@ def test_a_launch_script_without_a_config_says_how_to_call_it(script: Path) -> N
     assert "usage:" in done.stderr
 
 
-@pytest.mark.parametrize("script", ["torchrun_single_node.sh", "slurm/single_node.sbatch"])
+@pytest.mark.parametrize(
+    "script", ["torchrun_single_node.sh", "torchrun_multi_node.sh", "slurm/single_node.sbatch"]
+)
 def test_a_launch_script_starts_the_ranks_that_the_config_asks_for(
     script: str, tmp_path: Path
 ) -> None:
@@ -57,7 +59,11 @@ def test_a_launch_script_starts_the_ranks_that_the_config_asks_for(
 
     done = subprocess.run(
         ["bash", REPOSITORY / "launch" / script, CONFIGS[0], "train.steps=1"],
-        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "CONFIG": str(CONFIGS[0])},
+        env={
+            **os.environ,
+            **{"NUM_NODES": "2", "RDZV_ENDPOINT": "node1:29400", "RDZV_ID": "job"},
+            **{"PATH": f"{tmp_path}:{os.environ['PATH']}", "CONFIG": str(CONFIGS[0])},
+        },
         cwd=tmp_path,
         capture_output=True,
         text=True,
