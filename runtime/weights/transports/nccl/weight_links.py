@@ -54,7 +54,8 @@ _LAST_LOOK_S: Final = 0.1
 # Time between two looks whether the other end has come, which doubles. A wait in the store could
 # not be ended. All links look at one store.
 _CLIENT_LIMIT_S: Final = 0.5
-# For one attempt to connect to the store, after which it may have been closed.
+# For the first attempt to connect to the store, after which it may have been closed; the next ones
+# take twice as long, for busy machines.
 _MEETING_LIMIT_S: Final = 10.0
 # For each step of two ends that are both there. Longer: an engine that dies in these milliseconds
 # holds a thread of each rank. Shorter: links fail on a busy machine.
@@ -140,14 +141,16 @@ class _Link:
     def _connect_store(self) -> tuple[str, Any]:
         """The address of this end, as the store sees it, and a client of the store."""
         host, _, port = self._address.store.rpartition(":")
+        client_limit_s = _CLIENT_LIMIT_S
         while True:
             # A store that is gone is refused here at once. Its client tries for the whole time.
             with socket.create_connection((host, int(port)), self._limit_s()) as probe:
                 own_address = str(probe.getsockname()[0])
-            limit = timedelta(seconds=min(self._limit_s(), _CLIENT_LIMIT_S))
+            limit = timedelta(seconds=min(self._limit_s(), client_limit_s))
             try:
                 client = _c10d.TCPStore(host, int(port), None, False, limit, wait_for_workers=False)
             except _c10d.DistError:
+                client_limit_s *= 2
                 continue
             client.set_timeout(timedelta(seconds=self._limit_s()))
             return own_address, client
