@@ -312,10 +312,10 @@ class Supervisor:
 
     def _on_node_lost(self, node: int, why: str) -> None:
         nodes = self._links.nodes
+        name = f"node {node} ({nodes[node].node_id})"
+        self.end(name, f"it cannot be reached any more: {why}")  # before syncs fail for it
         for rank in ranks_of(nodes, node):
             self._end_syncs_of(rank)
-        name = f"node {node} ({nodes[node].node_id})"
-        self.end(name, f"it cannot be reached any more: {why}")
 
     async def host_engine(self, spec: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """Called by the supervisor of another node; see `HostedEngines.host`."""
