@@ -36,7 +36,7 @@ _STOP: Final = (
 )
 _PREEMPT: Final = (
     "Like stop, for a job that its launcher is to start again: the ranks exit with status 75 "
-    "(torchrun with 1), and RUN_DIR/preempted tells the launcher. launch/slurm/single_node.sbatch "
+    "(torchrun with 1), and RUN_DIR/preempted tells the launcher. launch/slurm/train.sbatch "
     "requeues such a job."
 )
 _GENERATE: Final = (

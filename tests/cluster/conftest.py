@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
 
 import pytest
 from network import Hosts
-from slurm_cluster import SlurmCluster, missing_programs
+from slurm_cluster import PROGRAMS, SlurmCluster
 
 from umbra.trainer.quickstart.quickstart_assets import ensure_assets
 
 
 @pytest.fixture(scope="session")
 def hosts() -> Generator[Hosts]:
+    _require(("ip", "iptables"), "iproute2 iptables")
     with Hosts(3) as hosts:
         yield hosts
 
@@ -32,11 +34,7 @@ def home(monkeypatch: pytest.MonkeyPatch) -> Generator[Path]:
 
 @pytest.fixture(scope="session")
 def slurm() -> Generator[SlurmCluster]:
-    if missing := missing_programs():
-        pytest.fail(
-            f"not installed: {', '.join(missing)}; run: apt-get install -y slurm-wlm munge",
-            pytrace=False,
-        )
+    _require(PROGRAMS, "slurm-wlm munge")
     with SlurmCluster() as cluster:
         yield cluster
 
@@ -47,3 +45,11 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("quickstart") / "assets"
     ensure_assets(folder, seed=0)
     return folder
+
+
+def _require(programs: Sequence[str], packages: str) -> None:
+    if missing := [name for name in programs if shutil.which(name) is None]:
+        pytest.fail(
+            f"not installed: {', '.join(missing)}; run: apt-get install -y {packages}",
+            pytrace=False,
+        )

@@ -192,11 +192,6 @@ class SlurmCluster:
         _wait(lambda: not self.run("squeue", "--noheader"), 60.0, self.logs)
 
 
-def missing_programs() -> list[str]:
-    """Slurm's programs that are not installed."""
-    return [name for name in PROGRAMS if shutil.which(name) is None]
-
-
 def _free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]

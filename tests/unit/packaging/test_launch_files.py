@@ -39,7 +39,7 @@ def test_a_launch_script_without_a_config_says_how_to_call_it(script: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "script", ["torchrun_single_node.sh", "torchrun_multi_node.sh", "slurm/single_node.sbatch"]
+    "script", ["torchrun_single_node.sh", "torchrun_multi_node.sh", "slurm/train.sbatch"]
 )
 def test_a_launch_script_starts_the_ranks_that_the_config_asks_for(
     script: str, tmp_path: Path
@@ -93,7 +93,7 @@ def test_a_launch_script_ends_with_the_configs_error(tmp_path: Path) -> None:
 
 
 def test_the_slurm_template_asks_for_one_task_a_node() -> None:
-    lines = (REPOSITORY / "launch/slurm/single_node.sbatch").read_text().splitlines()
+    lines = (REPOSITORY / "launch/slurm/train.sbatch").read_text().splitlines()
     directives = [line for line in lines if line.startswith("#SBATCH")]
     first_command = next(idx for idx, line in enumerate(lines) if line and not line.startswith("#"))
 

@@ -1,4 +1,4 @@
-"""launch/slurm/single_node.sbatch, submitted to a real Slurm."""
+"""launch/slurm/train.sbatch, submitted to a real Slurm of two nodes, which are on one host."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from umbra.trainer.reporting.metrics_log import read_metrics
 pytestmark = [pytest.mark.cluster, pytest.mark.process]
 
 REPOSITORY = Path(__file__).parents[2]
-TEMPLATE = REPOSITORY / "launch/slurm/single_node.sbatch"
+TEMPLATE = REPOSITORY / "launch/slurm/train.sbatch"
 CONFIG = REPOSITORY / "launch/configs/quickstart.toml"
 SAMPLES_PER_STEP = 32 * 8
 START_LIMIT_S = 90.0
@@ -140,6 +140,23 @@ def test_a_job_that_gets_usr1_is_requeued_and_finishes(submission: Submission) -
     output = submission.output(job).read_text()
     assert submission.slurm.field(job, "Restarts") == "1", output
     assert "stopped by SIGUSR1 after" in output
+    assert "resuming after step" in output
+    submission.check_each_sample_is_trained_once(12)
+    submission.check_nothing_is_left()
+
+
+def test_a_job_of_two_nodes_that_gets_usr1_is_requeued_and_finishes(
+    submission: Submission,
+) -> None:
+    job = submission.submit("train.steps=12", options=("--nodes=2",))
+    submission.wait_for_step(job, 2)
+    assert len(list((submission.run_dir / "logs").rglob("supervisor.log"))) == 2
+
+    submission.slurm.run("scancel", "--signal=USR1", "--batch", job)
+    submission.wait_for_state(job, "COMPLETED")
+
+    output = submission.output(job).read_text()
+    assert submission.slurm.field(job, "Restarts") == "1", output
     assert "resuming after step" in output
     submission.check_each_sample_is_trained_once(12)
     submission.check_nothing_is_left()
