@@ -67,14 +67,16 @@ def random_tensor(dtype: str, shape: list[int], layout: str, seed: int) -> Tenso
     return draw(shape)
 
 
-@pytest.fixture(scope="module")
-def engine() -> ThreadEngine:
-    return ThreadEngine("engine", {})
-
-
 @pytest.fixture(scope="module", params=["memfd", pytest.param("nccl", marks=pytest.mark.slow)])
 def settings_of_pool(request: pytest.FixtureRequest) -> SyncSettings:
     return replace(SMALL, transport=request.param)
+
+
+@pytest.fixture(scope="module")
+def engine(settings_of_pool: SyncSettings) -> ThreadEngine:
+    """One for each transport, because the first sync of a supervisor has no tensors."""
+    del settings_of_pool
+    return ThreadEngine("engine", {})
 
 
 @pytest.fixture(scope="module")
