@@ -41,7 +41,7 @@ class RemoteSession:
     def raise_if_lost(self) -> None:
         pass
 
-    def supervisor_call(self, method: str, *args: object, timeout_s: float) -> Any:
+    def lead_call(self, method: str, *args: object, timeout_s: float) -> Any:
         handle = self.client.handle(supervisor_ref(self.node_id, self.socket_dir))
         return self.loop.run(handle.call(method, *args, timeout_s=timeout_s))
 
