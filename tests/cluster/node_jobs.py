@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from network import Hosts
@@ -66,12 +65,7 @@ class NodeJob:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         for agent in self.agents:
             if agent.poll() is None:
                 agent.send_signal(signal.SIGKILL)
