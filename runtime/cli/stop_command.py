@@ -65,7 +65,10 @@ def _end_job(run_dir: Path, kind: Literal["stop", "preempt"], grace_s: float) ->
     deadline = time.monotonic() + grace_s + _END_LIMIT_S
 
     def has_ended() -> bool:
-        return notice.address() != address
+        if notice.address() != address:
+            return True
+        _is_reachable(address)  # raises if the job has been killed since
+        return False
 
     if not _is_reachable(address) or not asyncio.run(_call(address, request)):
         _leave(notice, request, address, has_ended)

@@ -17,7 +17,7 @@ from whole_runs import END_LIMIT_S, START_LIMIT_S, Run, start_run
 
 from umbra.trainer.reporting.metrics_log import read_metrics
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.alone]
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 LONG = "train.steps=1000"
 SLOW = "pool.engine_args={vocab_size=42, tokens_per_s=0.01}"
@@ -51,8 +51,9 @@ def resume(folder: Path, run: Run, num_steps: int) -> None:
     assert not (run.run_dir / "preempted").exists()
 
 
-@pytest.mark.parametrize("place", ["on the node", "elsewhere"])
-@pytest.mark.parametrize(("kind", "status"), [("stop", 143), ("preempt", 75)])
+@pytest.mark.parametrize(
+    ("kind", "status", "place"), [("stop", 143, "elsewhere"), ("preempt", 75, "on the node")]
+)
 def test_a_job_ends_with_a_checkpoint_and_resumes(
     folder: Path, kind: str, status: int, place: str
 ) -> None:
