@@ -144,8 +144,8 @@ class Session:
         From here on the rank ends with torchrun's agent (at once if the agent has ended already).
         In a job of several nodes each node has a supervisor of its own, linked to that of rank 0's
         node. An actor is found by the ranks of its own node, and from everywhere if it is on rank
-        0's. Pools belong to rank 0's supervisor; their engines may be on any node. A rank's failure
-        is reported on all nodes.
+        0's. Pools belong to rank 0's supervisor; their engines may be on any node, and end with the
+        last rank there. A rank's failure is reported on all nodes.
 
         Args:
             on_note: called with each line for the operator (engine died, restarted, caught up), on

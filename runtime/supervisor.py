@@ -15,6 +15,7 @@ import os
 import secrets
 import time
 from collections.abc import AsyncGenerator
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -330,14 +331,17 @@ class Supervisor:
         if node == 0:
             return self._start(spec, may_start)
         there = self._links.supervisor_of(node)
-        actor = RemoteActor(spec, there, may_start, self._on_remote_change)
+        actor = RemoteActor(spec, there, may_start, partial(self._on_remote_change, node))
         self._remote[spec.name] = actor
         self._actor_tasks.create_task(actor.run(), name=f"actor:{spec.name}")
         return actor
 
-    def _on_remote_change(self, actor: EngineActor) -> None:
+    def _on_remote_change(self, node: int, actor: RemoteActor) -> None:
         for pool in self._pools.all():
             pool.on_actor_change(actor)
+        is_lost = actor.state == ActorState.FAILED and actor.has_run
+        if is_lost and not self._links.has_left(node):
+            self._ranks.fail(actor.spec.name, actor.failure)
 
     # -- actors --------------------------------------------------------------------------
 

@@ -136,6 +136,7 @@ def meet_nodes(
         JobFailed: a node is missing after `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
+    missing = "the others"
     try:
         store = _open_store(environment, timeout_s)
         with _shared_file(store, environment.node_rank, run_dir) as problem:
@@ -144,14 +145,14 @@ def meet_nodes(
             )
             nodes: list[JobNode] = []
             for rank in range(environment.num_nodes):
-                left_s = max(0.0, deadline - time.monotonic())
+                left_s, missing = max(0.0, deadline - time.monotonic()), f"node {rank}"
                 store.wait([f"node-{rank}"], timedelta(seconds=left_s))
                 nodes.append(from_wire(JobNode, json.loads(store.get(f"node-{rank}"))))
             # Node 0 removes the file once all have looked for it.
     except RuntimeError as error:  # torch.distributed.DistError and its timeouts
         raise JobFailed(
-            f"node {environment.node_rank} did not meet all {environment.num_nodes} nodes within "
-            f"{timeout_s:g} s: {str(error).splitlines()[0]}"
+            f"node {environment.node_rank} did not meet {missing} of {environment.num_nodes} nodes "
+            f"within {timeout_s:g} s: see the output there ({str(error).splitlines()[0]})"
         ) from error
     _check(nodes)
     return tuple(nodes)

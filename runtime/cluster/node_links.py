@@ -162,6 +162,9 @@ class MemberLinks:
                 f"{timeout_s:g} s: does a firewall lie between them?"
             ) from None
 
+    def has_left(self, idx: int) -> bool:
+        return self._members[idx].has_left.is_set()
+
     async def run(self) -> None:
         """Watches all members until they have left; a lost one ends the watch of that one only."""
         async with asyncio.TaskGroup() as tasks:
@@ -276,6 +279,10 @@ class JobLinks:
         if node >= len(self.nodes):
             raise ConfigError(f"there is no node {node}; the job has {max(1, len(self.nodes))}")
         return self._client.handle(self.nodes[node].supervisor)
+
+    def has_left(self, node: int) -> bool:
+        """Whether another node has said that its end is no failure; asked on rank 0's node."""
+        return self._to_members is not None and self._to_members.has_left(node)
 
     def tell(self, event: Event) -> None:
         """Sends an event of this node to the lead, or of the lead to all others."""

@@ -62,8 +62,8 @@ class HostedEngines:
         """Called after each change of any actor of this node."""
         hosted = self._hosted.get(actor.spec.name)
         if hosted is not None:
-            if actor.state == ActorState.RUNNING:
-                hosted.may_start.clear()  # a permit is for one process
+            if actor.state == ActorState.RUNNING or not actor.has_process:
+                hosted.may_start.clear()  # a permit is for one process, also if it did not start
             hosted.changed.set()
 
     async def command(self, command: str, name: str, *arguments: Any) -> None:

@@ -16,7 +16,15 @@ from typing import Any, Final, Protocol
 
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.supervised_actor import ActorState
-from umbra.runtime.errors import ActorDied, DeadlineExceeded, ProtocolError, UmbraError
+from umbra.runtime.errors import (
+    ActorDied,
+    DeadlineExceeded,
+    ProtocolError,
+    RemoteError,
+    TransportError,
+    UmbraError,
+)
+from umbra.runtime.first_of import first_of
 from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.rpc_client import Handle
 from umbra.runtime.settings import to_wire
@@ -62,7 +70,7 @@ class RemoteActor:
         spec: ActorSpec,
         there: Handle,
         may_start: asyncio.Event,
-        on_change: Callable[[EngineActor], None],
+        on_change: Callable[[RemoteActor], None],
     ) -> None:
         self.spec = spec
         self.state = ActorState.STARTING
@@ -70,6 +78,7 @@ class RemoteActor:
         self.ref: ActorRef | None = None
         self.pid = 0
         self.has_process = False
+        self.has_run = False
         self.ended = asyncio.Event()
         self.failure = ""
         self._there = there
@@ -78,6 +87,7 @@ class RemoteActor:
         self._num_restarts = 0
         self._changed = asyncio.Condition()
         self._stop = asyncio.Event()
+        self._permits: list[asyncio.Task[None]] = []  # that wait for `may_start`
         self._commands: asyncio.Queue[tuple[object, ...]] = asyncio.Queue()
 
     @property
@@ -132,9 +142,12 @@ class RemoteActor:
                 try:
                     await self._follow(tasks)
                 finally:
-                    sending.cancel()
+                    for task in (sending, *self._permits):
+                        task.cancel()
+        except* TransportError as group:
+            why = f"{self.spec.name} is lost, because its node was: {group.exceptions[0]}"
         except* UmbraError as group:
-            why = f"{self.spec.name} is lost with its node: {group.exceptions[0]}"
+            why = f"{self.spec.name} could not be started: {group.exceptions[0]}"
         if self.state not in (ActorState.STOPPED, ActorState.FAILED):
             state = ActorState.STOPPED if self.is_stopping else ActorState.FAILED
             await self._enter({"state": state, "failure": why})
@@ -146,17 +159,21 @@ class RemoteActor:
             async for state in states:
                 await self._enter(state)
                 if self.state == ActorState.STARTING and not self.has_process:
-                    tasks.create_task(self._permit(self.incarnation))
+                    self._permits = [task for task in self._permits if not task.done()]
+                    self._permits.append(tasks.create_task(self._permit(self.incarnation)))
 
     async def _permit(self, ended_incarnation: int) -> None:
-        await self._may_start.wait()
+        """Lets the next process start, which has its number from here on."""
+        await first_of(self._may_start, self._stop)
         if not self.is_stopping and self.incarnation == ended_incarnation:
+            self.incarnation += 1
             self.has_process = True
             self._command("permit")
 
     async def _enter(self, state: dict[str, Any]) -> None:
         async with self._changed:
             self.state = ActorState(state["state"])
+            self.has_run = self.has_run or self.state == ActorState.RUNNING
             self.failure = str(state["failure"])
             self.ref = None
             if "ref" in state:
@@ -178,5 +195,5 @@ class RemoteActor:
     async def _send_commands(self) -> None:
         while True:
             command = await self._commands.get()
-            with suppress(UmbraError):  # the end of the stream reports a node that is gone
+            with suppress(RemoteError):  # the engine has ended: the stream says how
                 await self._there.call("command_hosted", *command, timeout_s=_CALL_LIMIT_S)

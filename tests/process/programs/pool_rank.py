@@ -1,17 +1,21 @@
 """One rank of a job, for tests: python pool_rank.py RUN_DIR
 
 Rank 0 makes a pool with an echo engine on each of two nodes. Every rank says when both serve, and
-whenever a restarted one serves again. Rank 0 ends the job once that has happened.
+whenever a restarted one serves again. Then the pool sleeps. Once an engine is dead, both ranks
+leave.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rank import say
 
+from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.restart_policy import RestartPolicy
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rpc.sync_handle import Pool
@@ -28,31 +32,45 @@ def main() -> None:
                     name="pool",
                     engine="echo",
                     count=2,
-                    mode="standalone",
+                    mode="hybrid",
                     kwargs={"model_path": "", "vocab_size": 64},
                     load_weights=True,
                     engine_nodes=(0, 1),
                     restart=RestartPolicy(backoff_initial_s=0.02),
                 )
             )
+            folder = str(Path(__file__).parent)
+            spec = ActorSpec(name="meeting", target="actors:Meeting", sys_path=(folder,))
+            session.spawn(spec)
+        meeting = session.actor("meeting")  # the pool is there, too
         pool = session.pool("pool")
         wait_serving(pool, num_restarts=0)
         say(event="serving", nodes=[node.node_id for node in session.nodes])
         wait_serving(pool, num_restarts=1)
         say(event="serving again")
+        meeting.call("arrive", "served", 2)
+        if session.rank == 0:
+            pool.sleep(level=1)
+            say(event="asleep")
+        wait_for(pool, lambda states: any(state["state"] == "DEAD" for state in states))
+        meeting.call("arrive", "end", 2)
 
 
 def wait_serving(pool: Pool, num_restarts: int) -> None:
     """Waits until both engines serve, and have been restarted so often in all."""
-    deadline = time.monotonic() + LIMIT_S
-    while True:
-        states = pool.states()
-        if (
+    wait_for(
+        pool,
+        lambda states: (
             len(states) == 2
             and all(state["state"] == "SERVING" for state in states)
             and sum(state["num_restarts"] for state in states) == num_restarts
-        ):
-            return
+        ),
+    )
+
+
+def wait_for(pool: Pool, is_so: Callable[[list[dict[str, Any]]], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not is_so(states := pool.states()):
         assert time.monotonic() < deadline, states
         time.sleep(0.02)
 

@@ -328,7 +328,9 @@ def test_every_rank_and_engine_has_a_place(job: Job) -> None:
         places = plan.engines[pool.name]
         assert len(places) == pool.count if pool.count else len(places) > 0
         assert all(len(place.gpus) == pool.num_gpus for place in places)
-        if not pool.gpus:
+        if pool.num_gpus == 0:  # the nodes take turns
+            assert [place.node for place in places] == [i % len(nodes) for i in range(len(places))]
+        elif not pool.gpus:
             assert list(places) == sorted(places, key=lambda place: (place.node, place.gpus))
 
 
