@@ -451,7 +451,9 @@ class Session:
         """Calls the supervisor of rank 0's node, which has the pools.
 
         Raises:
-            JobFailed: the supervisor is gone, or the job is lost.
+            JobFailed: the job is lost, or this node's supervisor is gone.
+            ConnectionLost: that of rank 0's node, if it is another one, is gone; `raise_if_lost`
+                soon says why.
             UmbraError: what the supervisor raised.
         """
         if self._lead is self._supervisor:

@@ -12,7 +12,6 @@ import contextlib
 import json
 import logging
 import os
-import secrets
 import time
 from collections.abc import AsyncGenerator
 from functools import partial
@@ -28,13 +27,9 @@ from umbra.runtime.cluster.attached_ranks import AttachedRank, AttachedRanks
 from umbra.runtime.cluster.gpu_shortage import RankMemory, read_gpu_memory
 from umbra.runtime.cluster.job_nodes import JobNode, ranks_of
 from umbra.runtime.cluster.node_links import JobLinks
-from umbra.runtime.cluster.run_notice import (
-    PREEMPT_SIGNAL,
-    RunNotice,
-    StopRequest,
-    SupervisorAddress,
-)
+from umbra.runtime.cluster.run_notice import PREEMPT_SIGNAL, StopRequest
 from umbra.runtime.cluster.socket_dir import MAX_SOCKET_PATH_NBYTES
+from umbra.runtime.cluster.stop_requests import StopRequests
 from umbra.runtime.engine_api.lifecycle import SleepLevel, Tag
 from umbra.runtime.errors import ActorNotFound, ConfigError, DeadlineExceeded, MailboxClosed
 from umbra.runtime.pools.engine_pool import EnginePool
@@ -63,8 +58,6 @@ logger = logging.getLogger(__name__)
 _DEATH_NEWS_LIMIT_S: Final = 0.5
 # Time to end the old ranks' actors: their grace, and the reaping.
 _START_OVER_LIMIT_S: Final = 60.0
-# Interval of looks for a stop request. A longer one delays the stop; each asks the file system.
-_REQUEST_LOOK_INTERVAL_S: Final = 1.0
 # The job is over once no rank has been attached for this long (all failed, and none restarted).
 NO_RANK_LIMIT_S: Final = 60.0
 
@@ -80,10 +73,14 @@ class Supervisor:
         self._node = node
         self._processes_path = (run_dir or node.log_dir) / "processes.json"
         self._client = client
-        self._notice = None if run_dir is None else RunNotice(run_dir)
-        self._address = SupervisorAddress(
-            job=secrets.token_hex(8), node_id=node.node_id, socket_dir=str(node.socket_dir)
-        )
+        self._requests: StopRequests | None = None
+        if run_dir is not None:
+            self._requests = StopRequests(
+                run_dir,
+                node.node_id,
+                node.socket_dir,
+                lambda request: self.stop_job(request.number, request.grace_s),
+            )
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._actors: dict[str, SupervisedActor] = {}
         self._pools = NodePools(
@@ -199,10 +196,9 @@ class Supervisor:
         Raises:
             ActorNotFound: it is addressed to another job.
         """
-        request = from_wire(StopRequest, call)
-        if request.job != self._address.job:
-            raise ActorNotFound(f"job {request.job} has ended; {self._address.job} is running")
-        self.stop_job(request.number, request.grace_s)
+        if self._requests is None:
+            raise ActorNotFound("the supervisor of rank 0's node takes requests to stop the job")
+        self._requests.take(from_wire(StopRequest, call))
 
     def stop_job(self, number: int, grace_s: float | None = None) -> None:
         """Called when a stop signal reached this process, maybe through the guardian.
@@ -223,8 +219,8 @@ class Supervisor:
         self._stopped_at = now if self._stopped_at is None else self._stopped_at
         incarnation = self._ranks.incarnation
         is_new = self._ranks.pass_on_signal("the supervisor", incarnation, number, grace_s)
-        if is_new and number == PREEMPT_SIGNAL and self._notice is not None:
-            self._notice.mark_preempted()
+        if is_new and number == PREEMPT_SIGNAL and self._requests is not None:
+            self._requests.mark_preempted()
         if not len(self._ranks):
             self.over.set()
 
@@ -557,8 +553,8 @@ class Supervisor:
     async def run(self) -> None:
         """Runs until the job is over; then ends every actor and returns."""
         try:
-            notice = self._notice
-            with contextlib.nullcontext() if notice is None else notice.posted(self._address):
+            requests = self._requests
+            with contextlib.nullcontext() if requests is None else requests.posted():
                 await self._run_actors()
         finally:
             self._context.destroy(linger=0)
@@ -579,24 +575,11 @@ class Supervisor:
     async def _until_over(self) -> None:
         """Waits until the job is ended, or until no rank has been attached for a while."""
         watches = [self._tasks.create_task(self._until_abandoned())]
-        if self._notice is not None:
-            watches.append(self._tasks.create_task(self._look_for_requests(self._notice)))
+        if self._requests is not None:
+            watches.append(self._tasks.create_task(self._requests.look()))
         await self.over.wait()
         for watch in watches:
             watch.cancel()
-
-    async def _look_for_requests(self, notice: RunNotice) -> None:
-        """Acts on requests of those who cannot reach this process's socket."""
-        while True:
-            await asyncio.sleep(_REQUEST_LOOK_INTERVAL_S)
-            try:
-                # The file system may be shared, and answer late.
-                request = await asyncio.to_thread(notice.take_request)
-            except OSError as error:
-                logger.warning("cannot look for a stop request: %s", error)
-                continue
-            if request is not None and request.job == self._address.job:
-                self.stop_job(request.number, request.grace_s)
 
     async def _until_abandoned(self) -> None:
         await self._ranks.until_abandoned(NO_RANK_LIMIT_S)

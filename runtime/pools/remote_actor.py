@@ -23,6 +23,7 @@ from umbra.runtime.errors import (
     RemoteError,
     TransportError,
     UmbraError,
+    brief,
 )
 from umbra.runtime.first_of import first_of
 from umbra.runtime.rpc.actor_ref import ActorRef
@@ -154,6 +155,8 @@ class RemoteActor:
         self.ended.set()
 
     async def _follow(self, tasks: asyncio.TaskGroup) -> None:
+        # No deadline per item: a process that does not change reports nothing. A node that is lost
+        # is noticed by its link, and its connection dropped.
         stream = self._there.stream("host_engine", to_wire(self.spec), timeout_s=None)
         async with stream as states:
             async for state in states:
@@ -178,7 +181,7 @@ class RemoteActor:
             self.ref = None
             if "ref" in state:
                 if not isinstance(state["ref"], ActorRef | None):
-                    raise ProtocolError(f"not the state of an actor: {str(state)[:200]}")
+                    raise ProtocolError(f"not the state of an actor: {brief(state)}")
                 self.ref = state["ref"]
                 self.incarnation = int(state["incarnation"])
                 self.pid = int(state["pid"])

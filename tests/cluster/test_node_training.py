@@ -29,6 +29,7 @@ from whole_runs import HERE as FAULTS
 from whole_runs import write_config
 
 from umbra.runtime.cluster.node_links import LOST_AFTER_S
+from umbra.runtime.process.descendants import child_pids
 from umbra.trainer.reporting.metrics_log import read_metrics
 
 pytestmark = [pytest.mark.process, pytest.mark.cluster]
@@ -74,7 +75,7 @@ class TwoNodes:
         self._records.mkdir()
         self._incarnation = 0
 
-    def begin(self) -> NodeJob:
+    def begin(self, *settings: str) -> NodeJob:
         self._incarnation += 1
         environment = {
             "RECORDED_IN": str(self._records),
@@ -82,7 +83,7 @@ class TwoNodes:
             "PYTHONPATH": os.pathsep.join([str(FAULTS), os.environ.get("PYTHONPATH", "")]),
         }
         program = ["-m", "recorded_trainer", str(self._home / "config.toml")]
-        program += [f"run.dir={self._home / 'run'}", "run.resume=auto", *SETTINGS]
+        program += [f"run.dir={self._home / 'run'}", "run.resume=auto", *SETTINGS, *settings]
         environments = {node: environment for node in (0, 1)}
         return NodeJob(self._hosts, self._home, 2, program, environments=environments)
 
@@ -121,6 +122,22 @@ def test_two_nodes_train_as_one_also_if_an_engine_is_killed(
         assert job.wait() == [0, 0], job.text(0) + job.text(1)
 
     assert "policy-1#1" in job.text(0)  # its end is reported to whom looks at rank 0
+    two_nodes.check(on_one_node)
+
+
+def test_a_stop_signal_to_one_rank_stops_both_nodes_with_a_checkpoint(
+    two_nodes: TwoNodes, on_one_node: History
+) -> None:
+    with two_nodes.begin("train.checkpoint_every=100") as job:
+        two_nodes.wait_for_step(job, 3)
+        (rank,) = (pid for pid in child_pids(job.agents[1].pid) if "-m" in command_of(pid))
+        os.kill(rank, signal.SIGTERM)
+        assert all(job.wait())
+
+    assert "stopped by SIGTERM after" in job.text(0)
+    with two_nodes.begin() as job:
+        assert job.wait() == [0, 0], job.text(0) + job.text(1)
+    assert "resuming after step" in job.text(0)  # of a checkpoint that only the stop can have made
     two_nodes.check(on_one_node)
 
 

@@ -1,0 +1,63 @@
+"""Requests to stop the job that runs in a run directory: by a call, or left there as a file."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Final
+
+from umbra.runtime.cluster.run_notice import RunNotice, StopRequest, SupervisorAddress
+from umbra.runtime.errors import ActorNotFound
+
+logger = logging.getLogger(__name__)
+
+_LOOK_INTERVAL_S: Final = 1.0
+"""Interval of looks for a request. A longer one delays the stop; each asks the file system."""
+
+
+class StopRequests:
+    """Owned by the supervisor of rank 0's node.
+
+    Args:
+        stop: called with each request to this job.
+    """
+
+    def __init__(
+        self, run_dir: Path, node_id: str, socket_dir: Path, stop: Callable[[StopRequest], None]
+    ) -> None:
+        self._notice = RunNotice(run_dir)
+        job = secrets.token_hex(8)
+        self._address = SupervisorAddress(job=job, node_id=node_id, socket_dir=str(socket_dir))
+        self._stop = stop
+
+    def posted(self) -> AbstractContextManager[None]:
+        """See `RunNotice.posted`."""
+        return self._notice.posted(self._address)
+
+    def mark_preempted(self) -> None:
+        """Tells the launcher to start the job again."""
+        self._notice.mark_preempted()
+
+    def take(self, request: StopRequest) -> None:
+        """Raises ActorNotFound if it is addressed to another job."""
+        job = self._address.job
+        if request.job != job:
+            raise ActorNotFound(f"job {request.job} has ended; {job} is running")
+        self._stop(request)
+
+    async def look(self) -> None:
+        """Takes the requests of those who cannot reach the supervisor's socket, until cancelled."""
+        while True:
+            await asyncio.sleep(_LOOK_INTERVAL_S)
+            try:
+                # The file system may be shared, and answer late.
+                request = await asyncio.to_thread(self._notice.take_request)
+            except OSError as error:
+                logger.warning("cannot look for a stop request: %s", error)
+                continue
+            if request is not None and request.job == self._address.job:
+                self._stop(request)
