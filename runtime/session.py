@@ -220,6 +220,8 @@ class Session:
             self._loop.start(self._follow_events())
             try:
                 self._await_attached()
+                if self._tcp_host:  # local rank 0 has made them before it started the supervisor
+                    self._client.keys = CurveKeys.load(secret_file(self._job))
                 if self._has_peers:
                     self._meet_other_nodes()
             except BaseException as error:
@@ -300,7 +302,7 @@ class Session:
     def _job_keys(self) -> Path:
         path = secret_file(self._job)
         if not path.exists():
-            with contextlib.suppress(FileExistsError):  # another rank was faster
+            with contextlib.suppress(FileExistsError):  # another node was faster
                 CurveKeys.generate().save(path)
         return path
 
@@ -315,10 +317,7 @@ class Session:
         return self._loop.failure is not None and self._environment.may_restart
 
     async def _open_client(self) -> Client:
-        keys = None
-        if self._tcp_host:
-            keys = CurveKeys.load(self._job_keys())
-        return Client(self._node_id, keys)
+        return Client(self._node_id)
 
     def _close_client(self) -> None:
         async def close() -> None:

@@ -47,12 +47,13 @@ class Client:
 
     Args:
         node_id: the caller's host, which decides between ipc and tcp.
-        keys: the job's CURVE keys, for actors on other nodes.
+        keys: the job's CURVE keys, for actors on other nodes; may be set later, before these are
+            called.
     """
 
     def __init__(self, node_id: str, keys: CurveKeys | None = None) -> None:
         self.node_id = node_id
-        self._keys = keys
+        self.keys = keys
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._connections: dict[tuple[str, int, str], Connection] = {}
         self._is_closed = False
@@ -98,7 +99,7 @@ class Client:
             endpoint = ref.endpoint_from(self.node_id)
             if not endpoint:
                 raise ActorNotFound(f"{ref} has no endpoint reachable from node {self.node_id}")
-            connection = Connection(self._context, ref, endpoint, self._keys, awaits_start)
+            connection = Connection(self._context, ref, endpoint, self.keys, awaits_start)
             self._connections[key] = connection
         return connection
 
