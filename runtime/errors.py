@@ -26,12 +26,10 @@ UmbraError
 
 from __future__ import annotations
 
-from itertools import islice
-from typing import Any, Final, cast
+import reprlib
+from typing import Final, cast
 
 _BRIEF_MAX_LEN: Final = 200
-_BRIEF_MAX_ITEMS: Final = 6
-_BRIEF_DEPTH: Final = 3
 
 
 class UmbraError(Exception):
@@ -156,28 +154,23 @@ def how_to_install(extra: str) -> str:
     return f"run pip install -e '.[{extra}]' in your clone of umbra"
 
 
+class _Brief(reprlib.Repr):
+    """Reads no more than it shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 2
+        self.maxdict = self.maxlist = self.maxtuple = 6
+        self.maxstring = self.maxother = _BRIEF_MAX_LEN
+
+    def repr_bytes(self, value: bytes, level: int) -> str:
+        """Called by the base class, which would read all of it."""
+        return repr(value[:_BRIEF_MAX_LEN])
+
+
 def brief(value: object) -> str:
     """Text of at most 200 characters about a value that another process sent.
 
     `repr` would take long for a large value, and fail for a deeply nested one.
     """
-    return _brief(value, _BRIEF_DEPTH)[:_BRIEF_MAX_LEN]
-
-
-def _brief(value: object, depth: int) -> str:
-    if isinstance(value, str | bytes):
-        return repr(value[:_BRIEF_MAX_LEN])
-    if value is None or isinstance(value, int | float):
-        return repr(value)
-    if not isinstance(value, list | tuple | dict):
-        return f"a {type(value).__name__}"
-    if depth == 0:
-        return "..."
-    values = cast("list[Any] | tuple[Any, ...] | dict[Any, Any]", value)
-    rest = ", ..." if len(values) > _BRIEF_MAX_ITEMS else ""
-    if isinstance(values, dict):
-        pairs = islice(values.items(), _BRIEF_MAX_ITEMS)
-        texts = [f"{_brief(key, 0)}: {_brief(item, depth - 1)}" for key, item in pairs]
-        return f"{{{', '.join(texts)}{rest}}}"
-    texts = [_brief(item, depth - 1) for item in islice(values, _BRIEF_MAX_ITEMS)]
-    return f"[{', '.join(texts)}{rest}]"
+    return _Brief().repr(value)[:_BRIEF_MAX_LEN]

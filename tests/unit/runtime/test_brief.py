@@ -18,11 +18,11 @@ from umbra.runtime.errors import brief
         (b"\xff", "b'\\xff'"),
         (None, "None"),
         (2.5, "2.5"),
-        ([1, "a", (2, 3)], "[1, 'a', [2, 3]]"),
+        ([1, "a", (2, 3)], "[1, 'a', (2, 3)]"),
         ({"a": {"b": []}}, "{'a': {'b': []}}"),
         (list(range(9)), "[0, 1, 2, 3, 4, 5, ...]"),
         ([[[["deep"]]]], "[[[...]]]"),
-        (np.zeros(3), "a ndarray"),
+        (np.zeros(3), "array([0., 0., 0.])"),
     ],
 )
 def test_a_small_value_is_shown(value: object, text: str) -> None:
