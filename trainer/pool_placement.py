@@ -45,6 +45,7 @@ def plan_pools(
                 _section(name, host), pool, device_type, has_gpus=all(node.gpus for node in nodes)
             ),
             count=None if pool.count == "auto" else pool.count,
+            nodes=pool.nodes,
             gpus=pool.gpus,
             shares_with=host,
         )

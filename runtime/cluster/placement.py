@@ -42,9 +42,10 @@ class PoolRequest:
     Attributes:
         num_gpus: the tensor-parallel size, which is the number of GPUs of one engine; 0 on the CPU.
         count: number of engines in the job. None places one for every `num_gpus` GPUs of the pool,
-            or, on the CPU, one for each node.
-        gpus: indices of the GPUs that the user chose on every node. Engines and pools may then
-            share a GPU. If empty, the mode decides.
+            or, on the CPU, one for each of its nodes.
+        nodes: indices of the nodes that the user chose for the engines. If empty, any node.
+        gpus: indices of the GPUs that the user chose on each of these nodes. Engines and pools may
+            then share a GPU. If empty, the mode decides.
         shares_with: name of the pool that a colocated one is time-sliced with.
     """
 
@@ -52,6 +53,7 @@ class PoolRequest:
     mode: PoolMode
     num_gpus: int
     count: int | None = None
+    nodes: tuple[int, ...] = ()
     gpus: tuple[int, ...] = ()
     shares_with: str = ""
 
@@ -185,6 +187,7 @@ def plan_placement(nodes: Sequence[Node], pools: Sequence[PoolRequest]) -> Plan:
         return pool.mode == "colocated", not pool.gpus, is_last, is_auto, -pool.num_gpus
 
     for pool in sorted(pools, key=order):
+        _check_nodes(pool, len(nodes))
         count = pool.count
         if pool.gpus:
             _check_by_hand(pool, nodes)
@@ -198,6 +201,7 @@ def plan_placement(nodes: Sequence[Node], pools: Sequence[PoolRequest]) -> Plan:
             usable = _Usable(free, _description_of_free(ranked, taken_by))
             if _fills(pool, ranked) and pool.name != takes_rest:
                 count = 1
+        usable = _on_nodes_of(pool, usable)
         places = _places(pool, usable)
         count = count or max(1, len(places))
         if count > len(places):
@@ -229,6 +233,14 @@ class _Usable(NamedTuple):
     what: str
 
 
+def _on_nodes_of(pool: PoolRequest, usable: _Usable) -> _Usable:
+    """What of it is on the nodes that the user chose."""
+    if not pool.nodes:
+        return usable
+    gpus = [there if idx in pool.nodes else () for idx, there in enumerate(usable.gpus)]
+    return _Usable(gpus, f"{usable.what} on nodes {list(pool.nodes)}")
+
+
 def _is_on_ranks(pool: PoolRequest, ranked: Sequence[Sequence[int]]) -> bool:
     return pool.mode == "hybrid" and any(ranked)
 
@@ -249,9 +261,9 @@ def _places(pool: PoolRequest, usable: _Usable) -> tuple[Assignment, ...]:
     """Where the pool's engines fit: each has the next GPUs of one node."""
     size = pool.num_gpus
     if size == 0:
-        num_nodes = len(usable.gpus)
-        count = pool.count or num_nodes
-        return tuple(Assignment(node=idx % num_nodes, gpus=()) for idx in range(count))
+        nodes = pool.nodes or range(len(usable.gpus))
+        count = pool.count or len(nodes)
+        return tuple(Assignment(node=nodes[idx % len(nodes)], gpus=()) for idx in range(count))
     return tuple(
         Assignment(node=idx, gpus=tuple(gpus[first : first + size]))
         for idx, gpus in enumerate(usable.gpus)
@@ -270,6 +282,7 @@ def _no_place(
     remedies = {
         "lower count": pool.count is not None and num_places > 0,
         "lower the tensor-parallel size": pool.num_gpus > 1,
+        "name more nodes in nodes": 0 < len(pool.nodes) < len(nodes),
         "name more GPUs in gpus": bool(pool.gpus),
         "start more ranks (--nproc-per-node)": pool.mode == "hybrid"
         and not pool.gpus
@@ -289,6 +302,21 @@ def _no_place(
     )
 
 
+def _check_nodes(pool: PoolRequest, num_nodes: int) -> None:
+    """Raises ConfigError if the job lacks one of the nodes, or one is named twice."""
+    if pool.nodes and (last := max(pool.nodes)) >= num_nodes:
+        raise ConfigError(
+            f"pool {pool.name!r}: nodes has {last}, and the job has "
+            f"{'1 node' if num_nodes == 1 else f'{num_nodes} nodes'}: use numbers from 0, which "
+            "is the node of rank 0"
+        )
+    if len(set(pool.nodes)) < len(pool.nodes):
+        raise ConfigError(
+            f"pool {pool.name!r}: nodes names a node twice in {list(pool.nodes)}: name each once, "
+            "and set count to have more engines"
+        )
+
+
 def _check_by_hand(pool: PoolRequest, nodes: Sequence[Node]) -> None:
     """Raises ConfigError if a node lacks one of the GPUs, or they are not whole engines."""
     if pool.num_gpus == 0:
@@ -296,7 +324,8 @@ def _check_by_hand(pool: PoolRequest, nodes: Sequence[Node]) -> None:
             f"pool {pool.name!r}: gpus is set, and its engines are on the CPU: remove gpus, or "
             "set device = 'cuda'"
         )
-    for node in nodes:
+    for idx in pool.nodes or range(len(nodes)):
+        node = nodes[idx]
         if (last := max(pool.gpus)) >= len(node.gpus):
             raise ConfigError(
                 f"pool {pool.name!r}: gpus has {last}, and a node has {_number_of(node.gpus)}: "

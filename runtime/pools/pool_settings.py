@@ -57,7 +57,8 @@ class EnginePoolSettings(Settings):
         count: Number of engines in the job. "auto" starts one for every t GPUs of the pool, where t
             is the tensor-parallel size, or one for each node on the CPU. See docs/engines.md for
             several pools.
-        gpus: GPUs of the engines by hand, on every node, as numbers from 0 in the order of
+        nodes: Nodes of the engines by hand, as numbers from 0, which is rank 0's. Default: all.
+        gpus: GPUs of the engines by hand, on each of these nodes, as numbers from 0 in the order of
             CUDA_VISIBLE_DEVICES. The first engine gets the first, or with tensor parallelism the
             first ones, and so on.
             Repeat a number to put two engines on one GPU, or list it in two pools to share it
@@ -90,6 +91,7 @@ class EnginePoolSettings(Settings):
 
     engine: EngineName = "embedded"
     count: PositiveOrAuto = "auto"
+    nodes: tuple[Count, ...] = ()
     gpus: tuple[Count, ...] = ()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     max_num_seqs: Positive = 256

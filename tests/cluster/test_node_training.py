@@ -95,6 +95,20 @@ class TwoNodes:
             assert time.monotonic() < deadline, job.text(0) + job.text(1)
             time.sleep(0.02)
 
+    def wait_for_engines(self, job: NodeJob, node: int, num_engines: int) -> list[int]:
+        """Their process ids."""
+        deadline = time.monotonic() + START_LIMIT_S
+        while True:
+            engines = [
+                pid
+                for pid in job.tree(node)
+                if any(word.startswith("policy-") for word in command_of(pid))
+            ]
+            if len(engines) == num_engines:
+                return engines
+            assert time.monotonic() < deadline, job.text(0) + job.text(1)
+            time.sleep(0.02)
+
     def check(self, reference: History) -> None:
         """Nothing was lost, repeated or different."""
         history = surviving_history(self._records)
@@ -117,7 +131,7 @@ def test_two_nodes_train_as_one_also_if_an_engine_is_killed(
 ) -> None:
     with two_nodes.begin() as job:
         two_nodes.wait_for_step(job, 2)
-        (engine,) = (pid for pid in job.tree(1) if "policy-1#1" in command_of(pid))
+        (engine,) = two_nodes.wait_for_engines(job, node=1, num_engines=1)
         os.kill(engine, signal.SIGKILL)
         assert job.wait() == [0, 0], job.text(0) + job.text(1)
 
@@ -135,7 +149,8 @@ def test_a_stop_signal_to_one_rank_stops_both_nodes_with_a_checkpoint(
         assert all(job.wait())
 
     assert "stopped by SIGTERM after" in job.text(0)
-    with two_nodes.begin() as job:
+    with two_nodes.begin("pool.nodes=[1]") as job:
+        two_nodes.wait_for_engines(job, node=1, num_engines=2)
         assert job.wait() == [0, 0], job.text(0) + job.text(1)
     assert "resuming after step" in job.text(0)  # of a checkpoint that only the stop can have made
     two_nodes.check(on_one_node)

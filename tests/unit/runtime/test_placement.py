@@ -103,6 +103,25 @@ def test_gpus_by_hand_override_the_mode_and_may_be_shared() -> None:
     assert gpus(plan_placement([node(1, 1)], [by_hand])) == [(0,), (0,)]
 
 
+def test_a_pool_stays_on_the_nodes_that_were_chosen() -> None:
+    nodes = [node(2, 1), node(2, 1), node(4, 1)]
+    pools = [policy("standalone", nodes=(0, 2)), judge("standalone", nodes=(1,), gpus=(0, 1))]
+
+    plan = plan_placement(nodes, pools)
+
+    assert plan.engines["policy"] == (
+        Assignment(node=0, gpus=(1,)),
+        *(Assignment(node=2, gpus=(gpu,)) for gpu in (1, 2, 3)),
+    )
+    assert plan.engines["judge"] == tuple(Assignment(node=1, gpus=(gpu,)) for gpu in (0, 1))
+
+
+def test_on_the_cpu_the_chosen_nodes_take_turns() -> None:
+    plan = plan_placement([node(0, 0)] * 3, [policy(num_gpus=0, nodes=(2, 1), count=3)])
+
+    assert [place.node for place in plan.engines["policy"]] == [2, 1, 2]
+
+
 def test_other_pools_avoid_gpus_that_were_chosen_by_hand() -> None:
     plan = plan_placement([node(4, 1)], [policy("standalone"), judge("standalone", gpus=(2,))])
 
@@ -173,6 +192,13 @@ def test_a_process_sees_its_own_gpus_first_in_the_form_that_the_job_was_given() 
             [policy("standalone"), judge(gpus=(1,))],
             "'judge': gpus has 1, and the engines of pool 'policy', .* are on \\[2, 3\\]: name",
         ),
+        (
+            [node(2, 2), node(2, 2)],
+            [policy(count=3, nodes=(1,))],
+            "the ranks' GPUs on nodes \\[1\\] are 0 \\+ 2 .*: lower count, or name more nodes",
+        ),
+        ([node(2, 2)], [policy(nodes=(1,))], "nodes has 1, and the job has 1 node: use numbers"),
+        ([node(2, 2)] * 2, [policy(nodes=(1, 1))], "a node twice in \\[1, 1\\]: name each once"),
         ([node(2, 2)], [policy(gpus=(0, 2))], "gpus has 2, and a node has 2 GPUs"),
         ([node(2, 2)], [policy(gpus=(1, 1), num_gpus=2)], "one engine the GPUs \\[1, 1\\]"),
         ([node(4, 4)], [policy(gpus=(0, 1, 2), num_gpus=2)], "gpus names 3, and its .* have 2"),
@@ -215,6 +241,7 @@ def jobs(draw: st.DrawFn) -> Job:
             mode=mode,
             num_gpus=draw(st.sampled_from((0, 1, 1, 2, 3, 4))),
             count=draw(st.none() | st.integers(1, 6)),
+            nodes=draw(st.just(()) | st.sets(st.integers(0, len(nodes) - 1)).map(tuple)),
             gpus=draw(st.just(()) | st.lists(st.integers(0, 7), max_size=4).map(tuple)),
             shares_with=host,
         )
@@ -328,8 +355,11 @@ def test_every_rank_and_engine_has_a_place(job: Job) -> None:
         places = plan.engines[pool.name]
         assert len(places) == pool.count if pool.count else len(places) > 0
         assert all(len(place.gpus) == pool.num_gpus for place in places)
+        chosen = pool.nodes or range(len(nodes))
+        assert {place.node for place in places} <= set(chosen)
         if pool.num_gpus == 0:  # the nodes take turns
-            assert [place.node for place in places] == [i % len(nodes) for i in range(len(places))]
+            turns = [chosen[i % len(chosen)] for i in range(len(places))]
+            assert [place.node for place in places] == turns
         elif not pool.gpus:
             assert list(places) == sorted(places, key=lambda place: (place.node, place.gpus))
 
