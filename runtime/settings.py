@@ -24,11 +24,37 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, cast
 
-from annotated_types import Ge, Gt, Le, Lt
-
 from umbra.runtime.errors import ConfigError, SettingError
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """The bounds of a number. annotated_types has such, and takes 20 ms to import, which every
+    actor would wait for."""
+
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
+        """Called by pydantic."""
+        limits = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return handler(source) | {key: limit for key, limit in limits.items() if limit is not None}
+
+    def allowed_instead_of(self, value: float) -> str:
+        """Empty if the value is allowed."""
+        if self.ge is not None and not value >= self.ge:
+            return f"{self.ge} or more"
+        if self.gt is not None and not value > self.gt:
+            return f"more than {self.gt}"
+        if self.le is not None and not value <= self.le:
+            return f"{self.le} or less"
+        if self.lt is not None and not value < self.lt:
+            return f"less than {self.lt}"
+        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +84,9 @@ class _NumberOrAuto:
         """Called by pydantic, which is loaded by then."""
         from pydantic_core.core_schema import custom_error_schema, union_schema
 
-        either = union_schema([handler(Annotated[int, Ge(self.least)]), handler(Literal["auto"])])
+        either = union_schema(
+            [handler(Annotated[int, Bounds(ge=self.least)]), handler(Literal["auto"])]
+        )
         return custom_error_schema(either, "number_or_auto", custom_error_message=f"use {self}")
 
     def __str__(self) -> str:
@@ -83,11 +111,11 @@ def _check_no_nul_in_items(items: Mapping[str, str]) -> None:
         _check_no_nul("=".join(item))
 
 
-Positive = Annotated[int, Ge(1)]
-Count = Annotated[int, Ge(0)]
+Positive = Annotated[int, Bounds(ge=1)]
+Count = Annotated[int, Bounds(ge=0)]
 PositiveOrAuto = Annotated[int | Literal["auto"], _NumberOrAuto(1)]
-Seconds = Annotated[float, Gt(0)]
-Share = Annotated[float, Ge(0), Lt(1)]
+Seconds = Annotated[float, Bounds(gt=0)]
+Share = Annotated[float, Bounds(ge=0, lt=1)]
 FilePath = Annotated[Path, Checked(_check_no_nul)]
 PathText = Annotated[str, Checked(_check_no_nul)]
 Variables = Annotated[Mapping[str, str], Checked(_check_no_nul_in_items)]
@@ -179,14 +207,8 @@ def _check(name: str, value: Any, hint: Any) -> None:
 
 def _check_bound(name: str, value: Any, bound: object) -> None:
     match bound:
-        case Ge(ge) if not value >= ge:
-            allowed = f"{ge} or more"
-        case Gt(gt) if not value > gt:
-            allowed = f"more than {gt}"
-        case Le(le) if not value <= le:
-            allowed = f"{le} or less"
-        case Lt(lt) if not value < lt:
-            allowed = f"less than {lt}"
+        case Bounds():
+            allowed = bound.allowed_instead_of(value)
         case _NumberOrAuto(least) if value != "auto" and not value >= least:
             allowed = str(bound)
         case Checked(check):
@@ -196,4 +218,5 @@ def _check_bound(name: str, value: Any, bound: object) -> None:
                 raise SettingError(f"{name}: {error}") from None
         case _:
             return
-    raise SettingError(f"{name} is {value!r}: use {allowed}")
+    if allowed:
+        raise SettingError(f"{name} is {value!r}: use {allowed}")

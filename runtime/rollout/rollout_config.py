@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Le
-
 from umbra.runtime.errors import ConfigError, SettingError
-from umbra.runtime.settings import Count, FunctionName, Positive, Seconds, Settings
+from umbra.runtime.settings import Bounds, Count, FunctionName, Positive, Seconds, Settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,13 +56,13 @@ class RolloutSettings(Settings):
     groups_per_step: Positive = 32
     group_size: Positive = 8
     max_new_tokens: Positive = 256
-    temperature: Annotated[float, Ge(0)] = 1.0
+    temperature: Annotated[float, Bounds(ge=0)] = 1.0
     stop_token_ids: tuple[Count, ...] = ()
     max_staleness: Count = 0
     batch_order: Literal["in_order", "first_finished"] = "in_order"
-    over_sampling: Annotated[float, Ge(1)] = 1.0
+    over_sampling: Annotated[float, Bounds(ge=1)] = 1.0
     drop_zero_variance_groups: bool = False
-    max_failed_share: Annotated[float, Ge(0), Le(1)] = 0.05
+    max_failed_share: Annotated[float, Bounds(ge=0, le=1)] = 0.05
     workers: Positive = 1
     agent: FunctionName | None = None
     agent_concurrency: Positive = 32
@@ -150,7 +148,7 @@ class RolloutConfig(Settings):
     num_micro_batches: Positive = 1
     max_tokens_per_micro_batch: Count = 0
     ledger_path: str = ""
-    pools_timeout_s: Annotated[float, Ge(0)] = 0.0
+    pools_timeout_s: Annotated[float, Bounds(ge=0)] = 0.0
     accuracy_threshold: float = 1.0
     rank_timeout_s: Seconds = 120.0
     reward_timeout_s: Seconds = 120.0

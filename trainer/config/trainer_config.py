@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from annotated_types import Ge, Gt, Le
 from pydantic import ConfigDict
 
 from umbra.runtime.errors import SettingError
 from umbra.runtime.pools.pool_settings import AuxiliaryPoolSettings, PoolSettings
 from umbra.runtime.rollout.rollout_config import RolloutSettings
 from umbra.runtime.settings import (
+    Bounds,
     Checked,
     Count,
     Dtype,
@@ -248,26 +248,26 @@ class TrainSection(Settings):
     """
 
     steps: Positive
-    learning_rate: Annotated[float, Gt(0)] = 1e-6
+    learning_rate: Annotated[float, Bounds(gt=0)] = 1e-6
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: Count = 0
-    min_lr_ratio: Annotated[float, Ge(0), Le(1)] = 0.0
-    weight_decay: Annotated[float, Ge(0)] = 0.0
+    min_lr_ratio: Annotated[float, Bounds(ge=0, le=1)] = 0.0
+    weight_decay: Annotated[float, Bounds(ge=0)] = 0.0
     betas: tuple[Share, Share] = (0.9, 0.999)
-    eps: Annotated[float, Gt(0)] = 1e-8
-    max_grad_norm: Annotated[float, Ge(0)] = 1.0
+    eps: Annotated[float, Bounds(gt=0)] = 1e-8
+    max_grad_norm: Annotated[float, Bounds(ge=0)] = 1.0
     micro_batches: Count = 0
     max_tokens_per_micro_batch: Count = 0
     updates_per_batch: Positive = 1
     loss: Annotated[str, Checked(_check_loss)] = "clipped"
-    clip_eps_low: Annotated[float, Ge(0), Le(1)] = 0.2
-    clip_eps_high: Annotated[float, Ge(0)] = 0.2
-    importance_cap: Annotated[float, Ge(1)] = 2.0
+    clip_eps_low: Annotated[float, Bounds(ge=0, le=1)] = 0.2
+    clip_eps_high: Annotated[float, Bounds(ge=0)] = 0.2
+    importance_cap: Annotated[float, Bounds(ge=1)] = 2.0
     importance_above_cap: Literal["truncate", "mask"] = "truncate"
     importance_floor: Share = 0.0
     advantage: Annotated[str, Checked(_check_advantage)] = "grpo"
     loss_aggregation: Literal["token", "sequence", "constant"] = "token"
-    kl_coef: Annotated[float, Ge(0)] = 0.0
+    kl_coef: Annotated[float, Bounds(ge=0)] = 0.0
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     log_entropy: bool = True
     activation_checkpointing: Literal["none", "full"] = "none"
