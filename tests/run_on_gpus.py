@@ -138,6 +138,7 @@ JOBS: Final = {
     "hybrid-parallel": training_run("--ranks 2 pool.engine_args={tensor_parallel_size=2}"),
     "standalone": training_run("--ranks 1 pool.mode=standalone rollout.max_staleness=2", 22),
     "weights": Job(arguments="tests/bench/weights.py --device cuda"),
+    "verl-protocol": Job(arguments="tests/bench/verl_protocol.py"),
 }
 
 

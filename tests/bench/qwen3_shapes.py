@@ -35,3 +35,32 @@ SHAPES: dict[str, dict[str, Any]] = {
     "0.6B": QWEN3_0_6B,
     "8B": QWEN3_8B,
 }
+
+
+def parameter_shapes(shape: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Of all parameters, by their names in a checkpoint. Models below 8B have no lm_head."""
+    width, inner = shape["hidden_size"], shape["intermediate_size"]
+    dim = shape["head_dim"]
+    queries, keys = shape["num_attention_heads"] * dim, shape["num_key_value_heads"] * dim
+    layer = {
+        "self_attn.q_proj": (queries, width),
+        "self_attn.k_proj": (keys, width),
+        "self_attn.v_proj": (keys, width),
+        "self_attn.o_proj": (width, queries),
+        "self_attn.q_norm": (dim,),
+        "self_attn.k_norm": (dim,),
+        "mlp.gate_proj": (inner, width),
+        "mlp.up_proj": (inner, width),
+        "mlp.down_proj": (width, inner),
+        "input_layernorm": (width,),
+        "post_attention_layernorm": (width,),
+    }
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (shape["vocab_size"], width),
+    }
+    for idx in range(shape["num_hidden_layers"]):
+        shapes |= {f"model.layers.{idx}.{name}.weight": sizes for name, sizes in layer.items()}
+    shapes["model.norm.weight"] = (width,)
+    if width >= 4096:
+        shapes["lm_head.weight"] = (shape["vocab_size"], width)
+    return shapes

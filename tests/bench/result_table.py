@@ -16,13 +16,13 @@ _PLAIN_WIDTH: Final = 120
 
 
 def print_result(result: dict[str, Any], *, as_json: bool) -> int:
-    """The exit status of the script: 1 if umbra itself could not be measured."""
+    """The exit status of the script: 1 if umbra itself was to be measured and could not be."""
     if as_json:
         print(json.dumps(result))
     else:
         console = Console()
         _print_table(result, console if console.is_terminal else Console(width=_PLAIN_WIDTH))
-    return 1 if result["umbra"] is None else 0
+    return 1 if result.get("umbra", {}) is None else 0
 
 
 def _print_table(result: dict[str, Any], console: Console) -> None:

@@ -83,6 +83,25 @@ def test_startup_prints_a_table_and_what_failed_or_is_absent(tmp_path: Path) -> 
     assert "xoscar is not installed in the peers' environment" in ended.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.process
+def test_verls_protocol_brings_the_same_weights_in_several_buckets_and_in_one(
+    tmp_path: Path,
+) -> None:
+    """The script itself compares them after each sync. 0.05 MiB hold all but the embedding."""
+    options = ["--device", "cpu", "--shapes", "tiny", "--buckets-mib", "0.05", "1"]
+
+    ended = run_script(tmp_path, "verl_protocol.py", *options, "--rounds", "1", "--json")
+
+    assert ended.returncode == 0, ended.stderr
+    result = json.loads(ended.stdout)
+    for case in ("tiny, 0.05 MiB", "tiny, 1 MiB"):
+        facts = result[case]
+        assert facts["nbytes"] == 213_760
+        assert 0 < facts["verl_min_s"] <= facts["verl_s"] <= facts["verl_max_s"]
+        assert 0 < facts["copy_s"] < facts["first_s"]
+
+
 def test_medians_are_taken_of_numbers_and_the_commonest_of_texts() -> None:
     rows: list[dict[str, Any]] = [
         {"p50_us": 300.0, "idiom": "gather"},

@@ -15,7 +15,8 @@ copies alternate. All numbers are medians over the rounds.
 With `--device cuda`, the tensors are those of a Qwen3-0.6B on one GPU, cast from float32 to
 bfloat16. Each number is then the seconds of a rank's `publish` through one transport, and
 `..._verified_s` with checksums; in a round, the transports alternate. The plain copy is the same
-cast within the rank.
+cast within the rank. Beside them, `verl_protocol.py` measures tensors that are in bfloat16 already:
+`verl_s` is verl's protocol with its own size of bucket, `copy_s` one copy of as many bytes.
 
     python tests/bench/weights.py [--rounds 5] [--megabytes 1024] [--device cpu] [--json]
 """
@@ -120,12 +121,20 @@ def _run_on_gpu(rounds: int) -> dict[str, Any]:
         for suffix, every in {"": 1 << 30, "_verified": 1}.items()
     }
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        rows = [runner.run(_round(0, pools, "gpu_")) for _ in range(rounds)]
+        rows = [_gpu_round(runner, pools) for _ in range(rounds)]
     median = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
-    umbra: dict[str, Any] = {key: round(value, 4) for key, value in median.items()}
+    umbra: dict[str, Any] = {key: round(value, 5) for key, value in median.items()}
     umbra["nbytes"] = int(median["nbytes"])
     umbra["memfd_to_cuda_ipc"] = round(median["memfd_s"] / median["cuda_ipc_s"], 2)
     return umbra
+
+
+def _gpu_round(runner: asyncio.Runner, pools: Mapping[str, SyncSettings]) -> dict[str, float]:
+    from verl_protocol import DEFAULT_BUCKET_MIB, measure
+
+    row = runner.run(_round(0, pools, "gpu_"))
+    beside = measure("0.6B", DEFAULT_BUCKET_MIB, "cuda")
+    return row | {"verl_s": beside["verl_s"], "copy_s": beside["copy_s"]}
 
 
 async def _round(

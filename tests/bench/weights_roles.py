@@ -21,6 +21,7 @@ from typing import Any, Final
 import torch
 import uvloop
 import zmq
+from qwen3_shapes import QWEN3_0_6B, parameter_shapes
 from torch import Tensor
 
 from umbra.runtime.rpc.actor_ref import ActorRef
@@ -71,18 +72,9 @@ def model_tensors(total_nbytes: int) -> dict[str, Tensor]:
 
 def qwen3_tensors(dtype: torch.dtype) -> dict[str, Tensor]:
     """Tensors with the names and shapes of a Qwen3-0.6B, on the GPU."""
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens": (151936, 1024)}
-    for idx in range(28):
-        rows = {"q_proj": 2048, "k_proj": 1024, "v_proj": 1024, "gate_proj": 3072, "up_proj": 3072}
-        shapes |= {f"model.layers.{idx}.{name}": (count, 1024) for name, count in rows.items()}
-        shapes |= {f"model.layers.{idx}.o_proj": (1024, 2048)}
-        shapes |= {f"model.layers.{idx}.down_proj": (1024, 3072)}
-        shapes |= {f"model.layers.{idx}.{name}_norm": (128,) for name in ("q", "k")}
-        shapes |= {f"model.layers.{idx}.{name}_layernorm": (1024,) for name in ("input", "post")}
-    shapes["model.norm"] = (1024,)
     return {
         name: torch.full(shape, len(name) / 64, dtype=dtype, device="cuda")
-        for name, shape in shapes.items()
+        for name, shape in parameter_shapes(QWEN3_0_6B).items()
     }
 
 
