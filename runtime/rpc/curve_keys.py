@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -53,6 +52,8 @@ class CurveKeys:
     def save(self, path: Path) -> None:
         """Writes the keys to a new file of mode 0600 (FileExistsError if there is one). Nobody sees
         half of it."""
+        import tempfile  # takes 5 ms, which every actor would wait for
+
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.NamedTemporaryFile(dir=path.parent) as file:  # of mode 0600
             file.write(self.public + b"\n" + self.secret + b"\n")
