@@ -125,6 +125,17 @@ def test_two_nodes_train_as_one_also_if_an_engine_is_killed(
     two_nodes.check(on_one_node)
 
 
+def test_a_network_that_loses_packets_costs_only_time(
+    hosts: Hosts, two_nodes: TwoNodes, on_one_node: History
+) -> None:
+    with hosts.losing(0.05), two_nodes.begin() as job:
+        assert job.wait(2 * START_LIMIT_S) == [0, 0], job.text(0) + job.text(1)
+        dropped = [hosts.num_dropped(host) for host in (0, 1)]
+
+    assert min(dropped) > 0
+    two_nodes.check(on_one_node)
+
+
 def test_a_stop_signal_to_one_rank_stops_both_nodes_with_a_checkpoint(
     two_nodes: TwoNodes, on_one_node: History
 ) -> None:
