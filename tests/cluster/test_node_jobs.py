@@ -25,6 +25,8 @@ pytestmark = [pytest.mark.process, pytest.mark.cluster]
 
 END_LIMIT_S = 10.0
 """Of a job whose ranks leave: a second or two, and the end of torchrun."""
+REPORT_LIMIT_S = 30.0
+"""Of a failure at the start: ranks import torch for it. Without a report, nodes wait 60 s."""
 
 
 def ranks(home: Path, *scenario: str) -> list[str]:
@@ -151,6 +153,24 @@ def test_a_setup_that_cannot_work_is_explained_on_every_node(
 
     for node in (0, 1):
         assert said in job.text(node)
+    assert_nothing_left(home)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_node_that_cannot_start_is_named_on_the_others_at_once(
+    hosts: Hosts, home: Path, failing: int
+) -> None:
+    wrong = {failing: {"UMBRA_LOG_LEVEL": "loud"}}
+    with NodeJob(hosts, home, 3, ranks(home, "leave"), environments=wrong) as job:
+        assert all(job.wait())
+
+    failed = read_events(job.outputs, "failed")
+    started = read_events(job.outputs, "started")
+    for node in {0, 1, 2} - {failing}:
+        assert f"node {failing} (" in failed[node]["message"]
+        assert "failed: ConfigError: UMBRA_LOG_LEVEL is 'LOUD'" in failed[node]["message"]
+        assert failed[node]["at"] - started[failing]["at"] < REPORT_LIMIT_S
+    assert "ConfigError: UMBRA_LOG_LEVEL is 'LOUD'" in job.text(failing)
     assert_nothing_left(home)
 
 
