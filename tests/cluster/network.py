@@ -59,6 +59,11 @@ class Hosts:
         for chain, direction in (("INPUT", "-i"), ("OUTPUT", "-o")):
             self._iptables(host, "-A", chain, direction, _INTERFACE, "-j", "DROP")
 
+    def reset_connections(self, host: int, port: int) -> None:
+        """Answers whatever others send to a tcp port of the host as if nobody had it open."""
+        packets = ("-i", _INTERFACE, "-p", "tcp", "--dport", str(port))
+        self._iptables(host, "-A", "INPUT", *packets, "-j", "REJECT", "--reject-with", "tcp-reset")
+
     def reconnect(self, host: int) -> None:
         self._iptables(host, "-F")
 

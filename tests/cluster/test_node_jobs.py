@@ -123,6 +123,26 @@ def test_an_engine_on_another_node_is_restarted_there(hosts: Hosts, home: Path) 
     assert_nothing_left(home)
 
 
+def test_an_engine_lost_by_its_connection_only_is_named_on_both_nodes(
+    hosts: Hosts, home: Path
+) -> None:
+    program = [str(PROGRAMS / "pool_rank.py"), str(home / "run")]
+    with NodeJob(hosts, home, 2, program) as job:
+        wait_for(job, "serving")
+        there = read_events(job.outputs, "serving")[0]["supervisors"][1]
+        hosts.reset_connections(1, int(there.rpartition(":")[2]))  # node 1's own link stays
+        try:
+            with all_end([pid for node in (0, 1) for pid in job.tree(node)]):
+                statuses = job.wait()
+        finally:
+            hosts.reconnect(1)
+
+    assert all(statuses)
+    for node in (0, 1):
+        assert "pool-1 failed: pool-1 is lost" in job.text(node)
+    assert_nothing_left(home)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "environment", "said"),
     [
