@@ -41,6 +41,7 @@ from umbra.runtime.cluster.guardian_process import GuardianProcess, start_guardi
 from umbra.runtime.cluster.job_nodes import (
     JobNode,
     check_several_nodes,
+    failure_reported,
     job_name,
     key_digest,
     meet_nodes,
@@ -207,7 +208,7 @@ class Session:
     # -- lifecycle -----------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        with contextlib.ExitStack() as stack:
+        with failure_reported(self._environment), contextlib.ExitStack() as stack:
             if self.local_rank == 0 and not is_in_use(self._socket_dir):
                 stack.callback(self._forget_keys)
                 self._guardian, self._tcp_endpoint = self._start_supervisor()

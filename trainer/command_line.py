@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Final, NoReturn
 
 from umbra.runtime.cluster.environment import TorchrunEnvironment, log_level
+from umbra.runtime.cluster.job_nodes import failure_reported
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.session import Session, SessionConfig
 from umbra.runtime.settings import annotations_of
@@ -54,8 +55,9 @@ def _read_settings(
     fatal_errors: FatalErrorReporter,
 ) -> TrainerConfig:
     try:
-        config = load_config(arguments.config, arguments.overrides)
-        check_setup(config, environment)
+        with failure_reported(environment):
+            config = load_config(arguments.config, arguments.overrides)
+            check_setup(config, environment)
     except UmbraError as error:
         fatal_errors.report(error)
         if environment.world_size > 1:
@@ -94,7 +96,7 @@ def _run(
     settings = SessionConfig(run_dir=config.run.dir, shutdown_grace_s=grace_s)
     with (
         fatal_errors,
-        RunLock(config.run.dir) if environment.rank == 0 else contextlib.nullcontext(),
+        _run_lock(config, environment),
         StopSignals(grace_s) as stop,
         Session.from_torchrun(
             settings, on_note=notes.put, on_failed=fatal_errors.job_failed, on_signal=stop.pass_in
@@ -117,6 +119,16 @@ def _run(
             fatal_errors.report(error)
             raise
         return stop.exit_status
+
+
+def _run_lock(
+    config: TrainerConfig, environment: TorchrunEnvironment
+) -> contextlib.AbstractContextManager[object]:
+    if environment.rank != 0:
+        return contextlib.nullcontext()
+    with failure_reported(environment), contextlib.ExitStack() as stack:
+        stack.enter_context(RunLock(config.run.dir))
+        return stack.pop_all()
 
 
 def _configure_logging(rank: int) -> None:

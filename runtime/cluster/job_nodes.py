@@ -3,8 +3,9 @@
     node 0   makes a file in the run directory ─▶ its name ─┐
     others   look for that file there; if it is missing, the directory is not shared
     all      their own addresses ─▶ the store ─▶ all
+    a node that fails before this   its error in place of its address ─▶ the store ─▶ all
 
-The store is plain text and admits everybody, so it carries addresses only, never keys.
+The store is plain text and admits everybody, so it carries addresses and errors only, never keys.
 """
 
 from __future__ import annotations
@@ -27,9 +28,15 @@ from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.curve_keys import CurveKeys
 from umbra.runtime.settings import from_wire, to_wire
 
+_SHARED_FILE: Final = "shared-file"
 _SHARED_LIMIT_S: Final = 10.0
 """How long a file that node 0 made may take to appear elsewhere: NFS caches folders for seconds."""
 _LOOK_INTERVAL_S: Final = 0.1
+_MAX_FAILURE_LEN: Final = 500
+"""Of a failed node's error. A longer text fills the output of all other nodes."""
+_REPORT_LIMIT_S: Final = 10.0
+"""For reporting a failure. With less, slow nodes miss it; with more, a failed node stays longer
+where torchrun's store has ended, and node 0 where a node does not come."""
 
 
 class Store(Protocol):
@@ -37,6 +44,7 @@ class Store(Protocol):
 
     def set(self, key: str, value: str, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
     def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
 
 
@@ -51,6 +59,7 @@ class JobNode:
         tcp_endpoint: of its supervisor; "" in a job of one node.
         key_digest: of the job's keys there.
         problem: why this node cannot take part, or "".
+        failure: the error by which it failed before it met the others, or "".
     """
 
     node_id: str
@@ -60,6 +69,7 @@ class JobNode:
     tcp_endpoint: str = ""
     key_digest: str = ""
     problem: str = ""
+    failure: str = ""
 
     @property
     def supervisor(self) -> ActorRef:
@@ -133,21 +143,24 @@ def meet_nodes(
 
     Raises:
         ConfigError: nodes do not share the run directory or the keys, or cannot reach each other.
-        JobFailed: a node is missing after `timeout_s`.
+        JobFailed: a node has failed, or is missing after `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
     missing = "the others"
     try:
         store = _open_store(environment, timeout_s)
         with _shared_file(store, environment.node_rank, run_dir) as problem:
-            store.set(
-                f"node-{environment.node_rank}", json.dumps(to_wire(replace(me, problem=problem)))
-            )
+            store.set(_key(environment.node_rank), _encode(replace(me, problem=problem)))
             nodes: list[JobNode] = []
             for rank in range(environment.num_nodes):
                 left_s, missing = max(0.0, deadline - time.monotonic()), f"node {rank}"
-                store.wait([f"node-{rank}"], timedelta(seconds=left_s))
-                nodes.append(from_wire(JobNode, json.loads(store.get(f"node-{rank}"))))
+                store.wait([_key(rank)], timedelta(seconds=left_s))
+                node = from_wire(JobNode, json.loads(store.get(_key(rank))))
+                if node.failure:
+                    _stay_for_others(store, environment)
+                    failure = node.failure[:_MAX_FAILURE_LEN]
+                    raise JobFailed(f"node {rank} ({node.node_id}) failed: {failure}")
+                nodes.append(node)
             # Node 0 removes the file once all have looked for it.
     except RuntimeError as error:  # torch.distributed.DistError and its timeouts
         raise JobFailed(
@@ -156,6 +169,49 @@ def meet_nodes(
         ) from error
     _check(nodes)
     return tuple(nodes)
+
+
+@contextlib.contextmanager
+def failure_reported(environment: TorchrunEnvironment) -> Generator[None]:
+    """Reports an error of the block to the nodes that wait in `meet_nodes` for this one, or will
+    soon. It does nothing in a job of one node, on another rank than local rank 0, and once this
+    node has met the others."""
+    try:
+        yield
+    except Exception as error:
+        if environment.num_nodes > 1 and environment.local_rank == 0:
+            _report_failure(environment, f"{type(error).__name__}: {error}")
+        raise
+
+
+def _report_failure(environment: TorchrunEnvironment, failure: str) -> None:
+    me = JobNode(
+        node_id=socket.gethostname(),
+        num_ranks=environment.local_world_size,
+        failure=failure[:_MAX_FAILURE_LEN],
+    )
+    with contextlib.suppress(RuntimeError):  # no store: torchrun has ended on node 0
+        store = _open_store(environment, _REPORT_LIMIT_S)
+        store.compare_set(_key(environment.node_rank), "", _encode(me))
+        if environment.node_rank == 0:
+            store.compare_set(_SHARED_FILE, "", ".")  # others look for no file
+        _stay_for_others(store, environment)
+
+
+def _stay_for_others(store: Store, environment: TorchrunEnvironment) -> None:
+    """Returns when all nodes have come to the store, which ends with torchrun on node 0."""
+    if environment.node_rank == 0:
+        others = [_key(rank) for rank in range(1, environment.num_nodes)]
+        with contextlib.suppress(RuntimeError):  # one does not come in time
+            store.wait(others, timedelta(seconds=_REPORT_LIMIT_S))
+
+
+def _key(node_rank: int) -> str:
+    return f"node-{node_rank}"
+
+
+def _encode(node: JobNode) -> str:
+    return json.dumps(to_wire(node))
 
 
 def _open_store(environment: TorchrunEnvironment, timeout_s: float) -> Store:
@@ -176,12 +232,12 @@ def _shared_file(store: Store, node_rank: int, run_dir: Path) -> Generator[str]:
         run_dir.mkdir(parents=True, exist_ok=True)
         path.touch()
         try:
-            store.set("shared-file", path.name)
+            store.set(_SHARED_FILE, path.name)
             yield ""
         finally:
             path.unlink()
         return
-    path = run_dir / store.get("shared-file").decode()
+    path = run_dir / store.get(_SHARED_FILE).decode()
     deadline = time.monotonic() + _SHARED_LIMIT_S
     while not path.exists():
         if time.monotonic() > deadline:

@@ -59,13 +59,40 @@ class Hosts:
         for chain, direction in (("INPUT", "-i"), ("OUTPUT", "-o")):
             self._iptables(host, "-A", chain, direction, _INTERFACE, "-j", "DROP")
 
+    def reset_connections(self, host: int, port: int) -> None:
+        """Answers whatever others send to a tcp port of the host as if nobody had it open."""
+        packets = ("-i", _INTERFACE, "-p", "tcp", "--dport", str(port))
+        self._iptables(host, "-A", "INPUT", *packets, "-j", "REJECT", "--reject-with", "tcp-reset")
+
     def reconnect(self, host: int) -> None:
         self._iptables(host, "-F")
 
-    def _iptables(self, host: int, *arguments: str) -> None:
-        subprocess.run(
-            ["ip", "netns", "exec", self._names[host], "iptables", *arguments], check=True
-        )
+    @contextlib.contextmanager
+    def losing(self, share: float) -> Generator[None]:
+        """Within the block, each host loses this share of the packets that others send to it."""
+        # Dropped where they arrive: the sender of a packet that its own OUTPUT chain drops is
+        # informed of it.
+        loss = ("-m", "statistic", "--mode", "random", "--probability", str(share))
+        try:
+            for host in range(len(self._names)):
+                self._iptables(host, "-A", "INPUT", "-i", _INTERFACE, *loss, "-j", "DROP")
+            yield
+        finally:
+            for host in range(len(self._names)):
+                self.reconnect(host)
+
+    def num_dropped(self, host: int) -> int:
+        """Packets to this host that were dropped since it was last reconnected."""
+        rows = self._iptables(host, "-L", "INPUT", "-v", "-x", "-n").splitlines()
+        return sum(int(row.split()[0]) for row in rows if "DROP" in row.split())
+
+    def _iptables(self, host: int, *arguments: str) -> str:
+        return subprocess.run(
+            ["ip", "netns", "exec", self._names[host], "iptables", *arguments],
+            check=True,
+            stdout=subprocess.PIPE,
+            text=True,
+        ).stdout
 
 
 @contextlib.contextmanager

@@ -25,6 +25,8 @@ pytestmark = [pytest.mark.process, pytest.mark.cluster]
 
 END_LIMIT_S = 10.0
 """Of a job whose ranks leave: a second or two, and the end of torchrun."""
+REPORT_LIMIT_S = 30.0
+"""Of a failure at the start: ranks import torch for it. Without a report, nodes wait 60 s."""
 
 
 def ranks(home: Path, *scenario: str) -> list[str]:
@@ -121,6 +123,26 @@ def test_an_engine_on_another_node_is_restarted_there(hosts: Hosts, home: Path) 
     assert_nothing_left(home)
 
 
+def test_an_engine_lost_by_its_connection_only_is_named_on_both_nodes(
+    hosts: Hosts, home: Path
+) -> None:
+    program = [str(PROGRAMS / "pool_rank.py"), str(home / "run")]
+    with NodeJob(hosts, home, 2, program) as job:
+        wait_for(job, "serving")
+        there = read_events(job.outputs, "serving")[0]["supervisors"][1]
+        hosts.reset_connections(1, int(there.rpartition(":")[2]))  # node 1's own link stays
+        try:
+            with all_end([pid for node in (0, 1) for pid in job.tree(node)]):
+                statuses = job.wait()
+        finally:
+            hosts.reconnect(1)
+
+    assert all(statuses)
+    for node in (0, 1):
+        assert "pool-1 failed: pool-1 is lost" in job.text(node)
+    assert_nothing_left(home)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "environment", "said"),
     [
@@ -151,6 +173,24 @@ def test_a_setup_that_cannot_work_is_explained_on_every_node(
 
     for node in (0, 1):
         assert said in job.text(node)
+    assert_nothing_left(home)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_node_that_cannot_start_is_named_on_the_others_at_once(
+    hosts: Hosts, home: Path, failing: int
+) -> None:
+    wrong = {failing: {"UMBRA_LOG_LEVEL": "loud"}}
+    with NodeJob(hosts, home, 3, ranks(home, "leave"), environments=wrong) as job:
+        assert all(job.wait())
+
+    failed = read_events(job.outputs, "failed")
+    started = read_events(job.outputs, "started")
+    for node in {0, 1, 2} - {failing}:
+        assert f"node {failing} (" in failed[node]["message"]
+        assert "failed: ConfigError: UMBRA_LOG_LEVEL is 'LOUD'" in failed[node]["message"]
+        assert failed[node]["at"] - started[failing]["at"] < REPORT_LIMIT_S
+    assert "ConfigError: UMBRA_LOG_LEVEL is 'LOUD'" in job.text(failing)
     assert_nothing_left(home)
 
 

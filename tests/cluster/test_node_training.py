@@ -30,6 +30,7 @@ from whole_runs import write_config
 
 from umbra.runtime.cluster.node_links import LOST_AFTER_S
 from umbra.runtime.process.descendants import child_pids
+from umbra.trainer.checkpoint.run_lock import RunLock
 from umbra.trainer.reporting.metrics_log import read_metrics
 
 pytestmark = [pytest.mark.process, pytest.mark.cluster]
@@ -136,6 +137,28 @@ def test_two_nodes_train_as_one_also_if_an_engine_is_killed(
         assert job.wait() == [0, 0], job.text(0) + job.text(1)
 
     assert "policy-1#1" in job.text(0)  # its end is reported to whom looks at rank 0
+    two_nodes.check(on_one_node)
+
+
+def test_an_error_of_one_node_before_its_session_ends_both(two_nodes: TwoNodes, home: Path) -> None:
+    (home / "run").mkdir()
+    with RunLock(home / "run"), two_nodes.begin() as job:
+        assert all(job.wait())
+
+    assert "in use by process" in job.text(0)
+    assert "node 0 (" in job.text(1)
+    assert "failed: ConfigError: run.dir: " in job.text(1)
+    assert_nothing_left(home)
+
+
+def test_a_network_that_loses_packets_costs_only_time(
+    hosts: Hosts, two_nodes: TwoNodes, on_one_node: History
+) -> None:
+    with hosts.losing(0.05), two_nodes.begin() as job:
+        assert job.wait(2 * START_LIMIT_S) == [0, 0], job.text(0) + job.text(1)
+        dropped = [hosts.num_dropped(host) for host in (0, 1)]
+
+    assert min(dropped) > 0
     two_nodes.check(on_one_node)
 
 

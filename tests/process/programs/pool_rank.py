@@ -45,7 +45,7 @@ def main() -> None:
         meeting = session.actor("meeting")  # the pool is there, too
         pool = session.pool("pool")
         wait_serving(pool, num_restarts=0)
-        say(event="serving", nodes=[node.node_id for node in session.nodes])
+        say(event="serving", supervisors=[node.tcp_endpoint for node in session.nodes])
         wait_serving(pool, num_restarts=1)
         say(event="serving again")
         meeting.call("arrive", "served", 2)

@@ -33,7 +33,7 @@ AFTER_A_WHILE_S = 0.7
 def main() -> None:
     run_dir, scenario = Path(sys.argv[1]), sys.argv[2]
     chosen = len(sys.argv) > 3 and os.environ["RANK"] == sys.argv[3]
-    say(event="started", pid=os.getpid())
+    say(event="started", pid=os.getpid(), at=time.monotonic())
     if scenario == "late" and chosen:
         time.sleep(AFTER_A_WHILE_S)
     try:
