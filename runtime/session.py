@@ -208,7 +208,7 @@ class Session:
     # -- lifecycle -----------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        with failure_reported(self._environment), contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack, failure_reported(self._environment):
             if self.local_rank == 0 and not is_in_use(self._socket_dir):
                 stack.callback(self._forget_keys)
                 self._guardian, self._tcp_endpoint = self._start_supervisor()

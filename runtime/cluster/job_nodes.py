@@ -35,8 +35,8 @@ _LOOK_INTERVAL_S: Final = 0.1
 _MAX_FAILURE_LEN: Final = 500
 """Of a failed node's error. A longer text fills the output of all other nodes."""
 _REPORT_LIMIT_S: Final = 10.0
-"""For reporting a failure. With less, slow nodes miss it; with more, a failed node stays longer
-where torchrun's store has ended, and node 0 where a node does not come."""
+"""For reporting a failure. With less, slow nodes miss it; with more, nodes end later where one does
+not come, or where torchrun's store has ended."""
 
 
 class Store(Protocol):
@@ -199,11 +199,11 @@ def _report_failure(environment: TorchrunEnvironment, failure: str) -> None:
 
 
 def _stay_for_others(store: Store, environment: TorchrunEnvironment) -> None:
-    """Returns when all nodes have come to the store, which ends with torchrun on node 0."""
-    if environment.node_rank == 0:
-        others = [_key(rank) for rank in range(1, environment.num_nodes)]
-        with contextlib.suppress(RuntimeError):  # one does not come in time
-            store.wait(others, timedelta(seconds=_REPORT_LIMIT_S))
+    """Returns when all nodes have come to the store. Until then they need the job's keys, which a
+    node that ends removes, and the store itself, which ends with torchrun on node 0."""
+    keys = [_key(rank) for rank in range(environment.num_nodes)]
+    with contextlib.suppress(RuntimeError):  # one does not come in time
+        store.wait(keys, timedelta(seconds=_REPORT_LIMIT_S))
 
 
 def _key(node_rank: int) -> str:
