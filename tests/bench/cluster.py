@@ -1,0 +1,428 @@
+"""What the supervisor of rank 0's node, the lead, costs as a job gets more nodes.
+
+Measured, for each size: a job of so many nodes on this machine. Each node has a real supervisor
+(`supervisor_host.serve`), whose links, calls and CURVE are those of a job over several machines,
+and an echo engine in a process of its own. What differs: several supervisors share a process (the
+lead has one for itself), no guardian watches them, this process attaches in place of the ranks and
+of the rollout manager, and the network is the loopback of a namespace of its own.
+
+- `join_s`: from the news of all nodes until the last one is linked to the lead
+- `engines_s`: from creating a pool with an engine on each node until all serve
+- `pause_ms`, `pause_max_ms`: from the call that pauses the pool at the lead until all engines have
+  acknowledged it: median and maximum
+- `rest_kb_per_s`: all bytes through the loopback at rest, both directions and the headers of IP and
+  tcp included, for each node but the lead; `lead_kb_per_s` is their sum
+- `lead_core`: the lead's processor seconds per second at rest; `lead_mb` its resident memory, and
+  `lead_fds` its open files
+- `lost_s`, `lost_known_s`: from stopping a node's supervisor (SIGSTOP: it sends nothing more) until
+  the lead's ranks are notified, and those of all other nodes
+
+Modelled, for 8 to 4,096 nodes: `cluster_model`, with the costs of this run.
+
+    python tests/bench/cluster.py [--nodes 2,8,16,64] [--rounds 15] [--rest-s 24] [--json]
+
+Needs `unshare` and `ip`, and root or user namespaces.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from signal import SIGKILL, SIGSTOP
+from typing import Any, Final
+
+import cluster_model
+import uvloop
+from bench_hardware import describe_hardware
+from bench_options import options_parser, positive
+from bench_programs import BenchError
+from cluster_model import ClusterCosts
+from result_table import print_result
+
+from umbra.runtime.cli.umbra_command import umbra_version
+from umbra.runtime.cluster.job_nodes import JobNode
+from umbra.runtime.engine_api.engine_names import EngineName
+from umbra.runtime.pools.pool_spec import PoolSpec
+from umbra.runtime.process.child_process import resident_nbytes
+from umbra.runtime.process.descendants import kill_all_descendants
+from umbra.runtime.process.prctl import become_subreaper
+from umbra.runtime.rpc.actor_ref import ActorRef
+from umbra.runtime.rpc.curve_keys import CurveKeys
+from umbra.runtime.rpc.rpc_client import Client, Handle
+from umbra.runtime.rpc.wire import Encoder
+from umbra.runtime.settings import to_wire
+from umbra.runtime.supervisor_host import SupervisorConfig
+from umbra.runtime.weights.manifest import Manifest
+from umbra.runtime.weights.transports.nccl.reported_progress import ReportedProgress
+
+_IN_NAMESPACE: Final = "UMBRA_BENCH_CLUSTER_NAMESPACE"
+_PROGRAM: Final = Path(__file__).with_name("cluster_nodes.py")
+_NODES_PER_PROCESS: Final = 8
+_POOL: Final = "echo"
+_LIMIT_S: Final = 300.0
+_SETTLE_S: Final = 3.0  # from the engines' start to the measurement at rest
+_MODELLED: Final = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+_NUM_TENSORS: Final = 399  # of a Qwen3-8B
+_LOG_LEVEL: Final = 30
+
+
+def main() -> int:
+    parser = options_parser(__doc__)
+    parser.set_defaults(rounds=15)
+    parser.add_argument(
+        "--nodes", type=_sizes, default=[2, 8, 16, 64], help="sizes of jobs (default 2,8,16,64)"
+    )
+    parser.add_argument(
+        "--rest-s", type=positive, default=24, help="seconds at rest that are measured (24)"
+    )
+    given = parser.parse_args()
+    if _IN_NAMESPACE not in os.environ:
+        return _run_in_namespace()
+    become_subreaper()
+    measured: dict[str, dict[str, float]] = {}
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        for num_nodes in given.nodes:
+            try:
+                facts = runner.run(_measure(num_nodes, given.rounds, given.rest_s))
+            finally:
+                kill_all_descendants(10.0)
+            measured[f"{num_nodes} nodes"] = facts
+    costs = _costs(list(measured.values()))
+    result: dict[str, Any] = {
+        "bench": "cluster",
+        "hardware": describe_hardware(),
+        "versions": {"umbra": umbra_version(), "pyzmq": version("pyzmq")},
+        "rounds": given.rounds,
+        "umbra": asdict(costs),
+        **{name: _shown(facts) for name, facts in measured.items()},
+        "limits": cluster_model.most_nodes(costs),
+        **{
+            f"model of {size}": facts
+            for size, facts in cluster_model.table(_MODELLED, costs).items()
+        },
+    }
+    return print_result(result, as_json=given.json)
+
+
+def _sizes(text: str) -> list[int]:
+    return sorted(max(2, positive(part)) for part in text.split(","))
+
+
+def _run_in_namespace() -> int:
+    """Runs this script again where only its own bytes pass through the loopback."""
+    user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+    script = ["unshare", *user, "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+    ended = subprocess.run(
+        [*script, sys.executable, *sys.argv], env={**os.environ, _IN_NAMESPACE: "1"}, check=False
+    )
+    return ended.returncode
+
+
+# -- a job on this machine ---------------------------------------------------------------------
+
+
+class _Job:
+    """Supervisors that are ready, not yet linked.
+
+    Attributes:
+        lead_pid, last_pid: processes of the lead and of the last node, which has its own, too.
+        lost: set for each node when its rank is notified that the job is lost.
+    """
+
+    def __init__(self, folder: Path, num_nodes: int, client: Client) -> None:
+        refs = [
+            ActorRef(
+                name=f"supervisor-{idx}",
+                incarnation=1,
+                node_id=client.node_id,
+                ipc_endpoint=f"ipc://{folder / str(idx) / 'supervisor'}",
+            )
+            for idx in range(num_nodes)
+        ]
+        self.supervisors: list[Handle] = [client.handle(ref) for ref in refs]
+        self.nodes: list[JobNode] = []
+        self.lost = [asyncio.Event() for _ in refs]
+        self.lead_pid = 0
+        self.last_pid = 0
+        self.ready_s = 0.0
+
+    @property
+    def lead(self) -> Handle:
+        return self.supervisors[0]
+
+    async def attach(self, idx: int) -> None:
+        """Takes the place of a rank on a node until the job is lost."""
+        arguments = (idx, 1, os.getpid(), 1, False)
+        async with self.supervisors[idx].stream("attach", *arguments, timeout_s=None) as events:
+            async for event in events:
+                if event["kind"] == "failed":
+                    self.lost[idx].set()
+                    return
+
+    async def join(self) -> None:
+        """Links all nodes."""
+        nodes = [to_wire(node) for node in self.nodes]
+        async with asyncio.TaskGroup() as tasks:
+            for idx, supervisor in enumerate(self.supervisors):
+                call = supervisor.call("join_job", nodes, idx, _LIMIT_S, timeout_s=_LIMIT_S)
+                tasks.create_task(call)
+
+
+@asynccontextmanager
+async def _job(folder: Path, num_nodes: int) -> AsyncGenerator[_Job]:
+    keys = folder / "keys"
+    CurveKeys.generate().save(keys)
+    configs = [_config(folder, idx, keys) for idx in range(num_nodes)]
+    between = configs[1:-1]
+    groups = [configs[:1], configs[-1:]]
+    groups += [
+        between[start : start + _NODES_PER_PROCESS]
+        for start in range(0, len(between), _NODES_PER_PROCESS)
+    ]
+    processes: list[asyncio.subprocess.Process] = []
+    endpoints: dict[str, str] = {}
+    ready_s: list[float] = []
+    try:
+        async with Client("bench") as client:
+            job = _Job(folder, num_nodes, client)
+            for group in groups:  # one process after the other: each of them has a core
+                started_at = time.perf_counter()
+                process, lines = await _start(group)
+                processes.append(process)
+                ready_s.append(time.perf_counter() - started_at)
+                for config, line in zip(group, lines, strict=True):
+                    endpoints[config.node_id] = json.loads(line)["tcp_endpoint"]
+            job.lead_pid, job.last_pid, job.ready_s = processes[0].pid, processes[1].pid, ready_s[0]
+            job.nodes = [
+                JobNode(node_id=c.node_id, num_ranks=1, tcp_endpoint=endpoints[c.node_id])
+                for c in configs
+            ]
+            async with asyncio.TaskGroup() as tasks:
+                ranks = [tasks.create_task(job.attach(idx)) for idx in range(num_nodes)]
+                yield job
+                for rank in ranks:
+                    rank.cancel()
+    finally:
+        for process in processes:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+
+def _config(folder: Path, idx: int, keys: Path) -> SupervisorConfig:
+    logs = folder / str(idx) / "logs"
+    logs.mkdir(parents=True)
+    return SupervisorConfig(
+        node_id=f"node-{idx}",
+        log_dir=str(logs),
+        run_dir=str(folder) if idx == 0 else "",
+        socket_dir=str(folder / str(idx)),
+        tcp_host="127.0.0.1",
+        secret_file=str(keys),
+        log_level=_LOG_LEVEL,
+    )
+
+
+async def _start(group: Sequence[SupervisorConfig]) -> tuple[asyncio.subprocess.Process, list[str]]:
+    """Starts a process with the supervisors of some nodes; returns their ready lines, in order."""
+    ready, write_end = os.pipe()
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, str(_PROGRAM), str(write_end)),
+            stdin=asyncio.subprocess.PIPE,
+            pass_fds=[write_end],
+        )
+    finally:
+        os.close(write_end)
+    reader = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    transport, _ = await loop.connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(ready, "rb")
+    )
+    try:
+        assert process.stdin is not None
+        process.stdin.write(json.dumps([asdict(config) for config in group]).encode())
+        process.stdin.close()
+        async with asyncio.timeout(_LIMIT_S):
+            lines = [(await reader.readline()).decode() for _ in group]
+    finally:
+        transport.close()
+    if not all(lines):
+        raise BenchError("a supervisor did not start; its error is above")
+    return process, lines
+
+
+# -- measurements ------------------------------------------------------------------------------
+
+
+async def _measure(num_nodes: int, num_pauses: int, rest_s: float) -> dict[str, float]:
+    with tempfile.TemporaryDirectory(prefix="umbra-bench-") as name:
+        async with _job(Path(name), num_nodes) as job:
+            facts = {"num_nodes": float(num_nodes), "ready_s": job.ready_s}
+            before_nbytes = resident_nbytes(job.lead_pid)
+            facts |= await _timed("join", job.lead_pid, job.join())
+            facts |= await _timed("engines", job.lead_pid, _create_pool(job))
+            await asyncio.sleep(_SETTLE_S)
+            facts |= await _rest(job.lead_pid, rest_s)
+            facts |= await _pauses(job, num_pauses)
+            facts["lead_mb"] = resident_nbytes(job.lead_pid) / 1e6
+            facts["lead_added_mb"] = facts["lead_mb"] - before_nbytes / 1e6
+            facts["lead_fds"] = float(len(os.listdir(f"/proc/{job.lead_pid}/fd")))
+            return facts | await _lose_last(job)
+
+
+async def _timed(name: str, pid: int, work: Any) -> dict[str, float]:
+    """Wall time of `work`, and the processor time of a process meanwhile."""
+    cpu_s, started_at = _cpu_s(pid), time.perf_counter()
+    await work
+    return {
+        f"{name}_s": time.perf_counter() - started_at,
+        f"{name}_cpu_s": _cpu_s(pid) - cpu_s,
+    }
+
+
+async def _create_pool(job: _Job) -> None:
+    spec = PoolSpec(
+        name=_POOL,
+        engine=EngineName("echo"),
+        count=len(job.nodes),
+        mode="standalone",
+        load_weights=True,
+        engine_nodes=tuple(range(len(job.nodes))),
+    )
+    await job.lead.call("create_pool", to_wire(spec), timeout_s=_LIMIT_S)
+
+
+async def _rest(lead_pid: int, rest_s: float) -> dict[str, float]:
+    nbytes, cpu_s, started_at = _loopback_nbytes(), _cpu_s(lead_pid), time.perf_counter()
+    await asyncio.sleep(rest_s)
+    passed_s = time.perf_counter() - started_at
+    return {
+        "lead_kb_per_s": (_loopback_nbytes() - nbytes) / passed_s / 1e3,
+        "lead_core": (_cpu_s(lead_pid) - cpu_s) / passed_s,
+    }
+
+
+async def _pauses(job: _Job, num_pauses: int) -> dict[str, float]:
+    took_s: list[float] = []
+    cpu_s: list[float] = []
+    for _ in range(num_pauses):
+        call = job.lead.call("pool_pause", _POOL, "abort", _LIMIT_S, timeout_s=_LIMIT_S)
+        facts = await _timed("pause", job.lead_pid, call)
+        took_s.append(facts["pause_s"])
+        cpu_s.append(facts["pause_cpu_s"])
+        states = await job.lead.call("pool_states", _POOL)
+        if any(state["state"] != "PAUSED" for state in states):
+            raise BenchError(f"not all engines are paused: {states}")
+        await job.lead.call("pool_resume", _POOL, _LIMIT_S, timeout_s=_LIMIT_S)
+        await asyncio.sleep(0.1)
+    return {
+        "pause_ms": 1e3 * statistics.median(took_s),
+        "pause_max_ms": 1e3 * max(took_s),
+        "pause_cpu_s": statistics.median(cpu_s),
+    }
+
+
+async def _lose_last(job: _Job) -> dict[str, float]:
+    os.kill(job.last_pid, SIGSTOP)
+    started_at = time.perf_counter()
+    async with asyncio.timeout(_LIMIT_S):
+        await job.lost[0].wait()
+        lost_s = time.perf_counter() - started_at
+        for lost in job.lost[:-1]:
+            await lost.wait()
+    known_s = time.perf_counter() - started_at
+    os.kill(job.last_pid, SIGKILL)
+    return {"lost_s": lost_s, "lost_known_s": known_s}
+
+
+def _cpu_s(pid: int) -> float:
+    """Processor time of a process so far, of all its threads that live."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
+
+
+def _loopback_nbytes() -> int:
+    """Bytes sent through the loopback, which sends and receives each of them."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == "lo":
+            return int(numbers.split()[0])
+    raise BenchError("there is no loopback interface")
+
+
+def _shown(facts: dict[str, float]) -> dict[str, float]:
+    members = facts["num_nodes"] - 1
+    shown = {**facts, "rest_kb_per_s": facts["lead_kb_per_s"] / members}
+    return {name: round(value, 4) for name, value in shown.items()}
+
+
+# -- costs for the model -----------------------------------------------------------------------
+
+
+def _costs(rows: Sequence[dict[str, float]]) -> ClusterCosts:
+    """What each further node adds, from the smallest to the largest job that was measured."""
+    small, large = rows[0], rows[-1]
+
+    def for_each(name: str) -> float:
+        if large is small:
+            return large[name] / large["num_nodes"]
+        return (large[name] - small[name]) / (large["num_nodes"] - small["num_nodes"])
+
+    return ClusterCosts(
+        ready_s=small["ready_s"],
+        join_cpu_s=for_each("join_cpu_s"),
+        engine_s=small["engines_s"],
+        engine_cpu_s=for_each("engines_cpu_s"),
+        call_cpu_s=for_each("pause_cpu_s"),
+        call_s=small["pause_ms"] / 1e3,
+        manifest_cpu_s=_manifest_cpu_s(),
+        look_cpu_s=_look_cpu_s(),
+        rest_cpu_s=for_each("lead_core"),
+        rest_nbytes=1e3 * large["lead_kb_per_s"] / (large["num_nodes"] - 1),
+    )
+
+
+def _manifest_cpu_s() -> float:
+    """Encodes the layout of a model's weights, as for each engine of a sync."""
+    manifest = Manifest.layout(
+        (f"model.layers.{idx}.self_attn.q_proj.weight", "bfloat16", (4096, 4096))
+        for idx in range(_NUM_TENSORS)
+    )
+    encoder = Encoder()
+    return _fastest_s(lambda: encoder.encode([manifest.to_wire()]))
+
+
+def _look_cpu_s() -> float:
+    num_ranks = 1000
+    progress = ReportedProgress(num_ranks, 8)
+
+    def look() -> None:
+        progress.num_loaded(3)
+        min(progress.num_filled())
+
+    return _fastest_s(look) / num_ranks
+
+
+def _fastest_s(work: Any) -> float:
+    times_s: list[float] = []
+    for _ in range(20):
+        started_at = time.perf_counter()
+        work()
+        times_s.append(time.perf_counter() - started_at)
+    return min(times_s)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
