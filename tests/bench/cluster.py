@@ -9,7 +9,7 @@ of the rollout manager, and the network is the loopback of a namespace of its ow
 - `join_s`: from the news of all nodes until the last one is linked to the lead
 - `engines_s`: from creating a pool with an engine on each node until all serve
 - `pause_ms`, `pause_max_ms`: from the call that pauses the pool at the lead until all engines have
-  acknowledged it: median and maximum
+  acknowledged it: median and maximum; `pause_cpu_s` of the lead's processor
 - `rest_kb_per_s`: all bytes through the loopback at rest, both directions and the headers of IP and
   tcp included, for each node but the lead; `lead_kb_per_s` is their sum
 - `lead_core`: the lead's processor seconds per second at rest; `lead_mb` its resident memory, and
@@ -17,7 +17,11 @@ of the rollout manager, and the network is the loopback of a namespace of its ow
 - `lost_s`, `lost_known_s`: from stopping a node's supervisor (SIGSTOP: it sends nothing more) until
   the lead's ranks are notified, and those of all other nodes
 
-Modelled, for 8 to 4,096 nodes: `cluster_model`, with the costs of this run.
+Modelled, for 8 to 4,096 nodes of one engine and one rank: `cluster_model`, with the costs of this
+run, which are in the first table's column "umbra". That column of the second table has the numbers
+of nodes from which on joining takes longer than the silence that counts as lost (`max_nodes_join`),
+heartbeats, or watching engines that load weights, need more than a core (`max_nodes_rest`,
+`max_nodes_load`), and a pause takes more than 50 ms (`max_nodes_pause`).
 
     python tests/bench/cluster.py [--nodes 2,8,16,64] [--rounds 15] [--rest-s 24] [--json]
 
@@ -34,7 +38,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
 from importlib.metadata import version
@@ -52,7 +56,6 @@ from result_table import print_result
 
 from umbra.runtime.cli.umbra_command import umbra_version
 from umbra.runtime.cluster.job_nodes import JobNode
-from umbra.runtime.engine_api.engine_names import EngineName
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.process.child_process import resident_nbytes
 from umbra.runtime.process.descendants import kill_all_descendants
@@ -72,7 +75,7 @@ _NODES_PER_PROCESS: Final = 8
 _POOL: Final = "echo"
 _LIMIT_S: Final = 300.0
 _SETTLE_S: Final = 3.0  # from the engines' start to the measurement at rest
-_MODELLED: Final = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+_MODELLED: Final = (8, 64, 256, 512, 1024, 2048, 4096)
 _NUM_TENSORS: Final = 399  # of a Qwen3-8B
 _LOG_LEVEL: Final = 30
 
@@ -99,20 +102,21 @@ def main() -> int:
                 kill_all_descendants(10.0)
             measured[f"{num_nodes} nodes"] = facts
     costs = _costs(list(measured.values()))
-    result: dict[str, Any] = {
-        "bench": "cluster",
+    about: dict[str, Any] = {
         "hardware": describe_hardware(),
         "versions": {"umbra": umbra_version(), "pyzmq": version("pyzmq")},
         "rounds": given.rounds,
-        "umbra": asdict(costs),
-        **{name: _shown(facts) for name, facts in measured.items()},
-        "limits": cluster_model.most_nodes(costs),
-        **{
-            f"model of {size}": facts
-            for size, facts in cluster_model.table(_MODELLED, costs).items()
-        },
     }
-    return print_result(result, as_json=given.json)
+    sizes = {name: _shown(facts) for name, facts in measured.items()}
+    result = {"bench": "cluster, measured", **about, "umbra": _shown_costs(costs), **sizes}
+    modelled = {str(n): _rounded(cluster_model.model(n, costs)) for n in _MODELLED}
+    limits = cluster_model.most_nodes(costs)
+    if given.json:
+        return print_result(result | {"model": modelled, "limits": limits}, as_json=True)
+    print_result(result, as_json=False)
+    return print_result(
+        {"bench": "cluster, modelled", **about, "umbra": limits, **modelled}, as_json=False
+    )
 
 
 def _sizes(text: str) -> list[int]:
@@ -282,7 +286,7 @@ async def _measure(num_nodes: int, num_pauses: int, rest_s: float) -> dict[str, 
             return facts | await _lose_last(job)
 
 
-async def _timed(name: str, pid: int, work: Any) -> dict[str, float]:
+async def _timed(name: str, pid: int, work: Awaitable[object]) -> dict[str, float]:
     """Wall time of `work`, and the processor time of a process meanwhile."""
     cpu_s, started_at = _cpu_s(pid), time.perf_counter()
     await work
@@ -295,7 +299,7 @@ async def _timed(name: str, pid: int, work: Any) -> dict[str, float]:
 async def _create_pool(job: _Job) -> None:
     spec = PoolSpec(
         name=_POOL,
-        engine=EngineName("echo"),
+        engine="echo",
         count=len(job.nodes),
         mode="standalone",
         load_weights=True,
@@ -317,11 +321,14 @@ async def _rest(lead_pid: int, rest_s: float) -> dict[str, float]:
 async def _pauses(job: _Job, num_pauses: int) -> dict[str, float]:
     took_s: list[float] = []
     cpu_s: list[float] = []
+    nbytes: list[int] = []
     for _ in range(num_pauses):
+        nbytes_before = _loopback_nbytes()
         call = job.lead.call("pool_pause", _POOL, "abort", _LIMIT_S, timeout_s=_LIMIT_S)
         facts = await _timed("pause", job.lead_pid, call)
         took_s.append(facts["pause_s"])
         cpu_s.append(facts["pause_cpu_s"])
+        nbytes.append(_loopback_nbytes() - nbytes_before)
         states = await job.lead.call("pool_states", _POOL)
         if any(state["state"] != "PAUSED" for state in states):
             raise BenchError(f"not all engines are paused: {states}")
@@ -331,6 +338,7 @@ async def _pauses(job: _Job, num_pauses: int) -> dict[str, float]:
         "pause_ms": 1e3 * statistics.median(took_s),
         "pause_max_ms": 1e3 * max(took_s),
         "pause_cpu_s": statistics.median(cpu_s),
+        "pause_nbytes": statistics.median(nbytes),
     }
 
 
@@ -363,9 +371,25 @@ def _loopback_nbytes() -> int:
 
 
 def _shown(facts: dict[str, float]) -> dict[str, float]:
-    members = facts["num_nodes"] - 1
-    shown = {**facts, "rest_kb_per_s": facts["lead_kb_per_s"] / members}
-    return {name: round(value, 4) for name, value in shown.items()}
+    return _rounded({**facts, "rest_kb_per_s": facts["lead_kb_per_s"] / (facts["num_nodes"] - 1)})
+
+
+def _shown_costs(costs: ClusterCosts) -> dict[str, float]:
+    """Processor times in microseconds."""
+    shown: dict[str, float] = {}
+    for name, value in asdict(costs).items():
+        is_short = name.endswith("cpu_s")
+        shown[name.removesuffix("s") + "us" if is_short else name] = value * (
+            1e6 if is_short else 1
+        )
+    return _rounded(shown)
+
+
+def _rounded(facts: dict[str, float]) -> dict[str, float]:
+    return {
+        name: round(value) if value >= 1000 else float(f"{value:.3g}")
+        for name, value in facts.items()
+    }
 
 
 # -- costs for the model -----------------------------------------------------------------------
@@ -380,6 +404,7 @@ def _costs(rows: Sequence[dict[str, float]]) -> ClusterCosts:
             return large[name] / large["num_nodes"]
         return (large[name] - small[name]) / (large["num_nodes"] - small["num_nodes"])
 
+    manifest_cpu_s, manifest_nbytes = _manifest_costs()
     return ClusterCosts(
         ready_s=small["ready_s"],
         join_cpu_s=for_each("join_cpu_s"),
@@ -387,21 +412,24 @@ def _costs(rows: Sequence[dict[str, float]]) -> ClusterCosts:
         engine_cpu_s=for_each("engines_cpu_s"),
         call_cpu_s=for_each("pause_cpu_s"),
         call_s=small["pause_ms"] / 1e3,
-        manifest_cpu_s=_manifest_cpu_s(),
+        call_nbytes=for_each("pause_nbytes"),
+        manifest_cpu_s=manifest_cpu_s,
+        manifest_nbytes=manifest_nbytes,
         look_cpu_s=_look_cpu_s(),
         rest_cpu_s=for_each("lead_core"),
         rest_nbytes=1e3 * large["lead_kb_per_s"] / (large["num_nodes"] - 1),
     )
 
 
-def _manifest_cpu_s() -> float:
-    """Encodes the layout of a model's weights, as for each engine of a sync."""
+def _manifest_costs() -> tuple[float, float]:
+    """Seconds of encoding the layout of a model's weights, as for each engine of a sync; bytes."""
     manifest = Manifest.layout(
         (f"model.layers.{idx}.self_attn.q_proj.weight", "bfloat16", (4096, 4096))
         for idx in range(_NUM_TENSORS)
     )
     encoder = Encoder()
-    return _fastest_s(lambda: encoder.encode([manifest.to_wire()]))
+    header, _ = encoder.encode(manifest.to_wire())
+    return _fastest_s(lambda: encoder.encode(manifest.to_wire())), float(len(header))
 
 
 def _look_cpu_s() -> float:
@@ -415,7 +443,7 @@ def _look_cpu_s() -> float:
     return _fastest_s(look) / num_ranks
 
 
-def _fastest_s(work: Any) -> float:
+def _fastest_s(work: Callable[[], object]) -> float:
     times_s: list[float] = []
     for _ in range(20):
         started_at = time.perf_counter()

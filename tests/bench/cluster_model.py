@@ -9,7 +9,6 @@ torchrun's rendezvous, and the start of libraries and models.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -33,7 +32,8 @@ class ClusterCosts:
         engine_cpu_s: of an engine that starts.
         call_cpu_s: of a call to an engine, half of it before and half of it after the engine.
         call_s: of one call, the lead's processor time included.
-        manifest_cpu_s: of encoding the layout of the weights for one engine.
+        call_nbytes: of one call and its answer.
+        manifest_cpu_s, manifest_nbytes: of encoding the layout of the weights for one engine.
         look_cpu_s: of one look at an engine's load, for each rank.
         rest_cpu_s: for each node and second at rest.
         rest_nbytes: for each node and second at rest.
@@ -45,7 +45,9 @@ class ClusterCosts:
     engine_cpu_s: float
     call_cpu_s: float
     call_s: float
+    call_nbytes: float
     manifest_cpu_s: float
+    manifest_nbytes: float
     look_cpu_s: float
     rest_cpu_s: float
     rest_nbytes: float
@@ -87,6 +89,7 @@ def model(num_nodes: int, costs: ClusterCosts) -> dict[str, float]:
         "join_s": join_s,
         "pause_ms": 1e3 * fan_out_s(num_nodes, 1, costs.call_cpu_s, away_s),
         "sync_s": sync_s,
+        "sync_mb": num_nodes * (costs.manifest_nbytes + sum(_SYNC_CALLS) * costs.call_nbytes) / 1e6,
         "lead_core_at_rest": costs.rest_cpu_s * num_nodes,
         "lead_core_while_loading": costs.look_cpu_s * _WATCHES_PER_S * num_nodes**2,
         "lead_kb_per_s": costs.rest_nbytes * num_nodes / 1e3,
@@ -99,18 +102,10 @@ def most_nodes(costs: ClusterCosts) -> dict[str, int]:
     """The number of nodes with one engine and one rank each at which each part of the lead is at
     its limit."""
     return {
-        "joining within the silence that counts as lost": int(LOST_AFTER_S / costs.join_cpu_s),
-        "heartbeats on one core": int(1 / costs.rest_cpu_s),
-        "looking at loads on one core": int((_WATCHES_PER_S * costs.look_cpu_s) ** -0.5),
-        "pause in 50 ms": int(
+        "max_nodes_join": int(LOST_AFTER_S / costs.join_cpu_s),
+        "max_nodes_rest": int(1 / costs.rest_cpu_s),
+        "max_nodes_load": int((_WATCHES_PER_S * costs.look_cpu_s) ** -0.5),
+        "max_nodes_pause": int(
             max(0.0, 0.05 - max(0.0, costs.call_s - costs.call_cpu_s)) / costs.call_cpu_s
         ),
-    }
-
-
-def table(sizes: Sequence[int], costs: ClusterCosts) -> dict[str, dict[str, float]]:
-    """`model` of each size, rounded."""
-    return {
-        str(size): {name: float(f"{value:.3g}") for name, value in model(size, costs).items()}
-        for size in sizes
     }
