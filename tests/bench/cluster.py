@@ -18,10 +18,14 @@ of the rollout manager, and the network is the loopback of a namespace of its ow
   the lead's ranks are notified, and those of all other nodes
 
 Modelled, for 8 to 4,096 nodes of one engine and one rank: `cluster_model`, with the costs of this
-run, which are in the first table's column "umbra". That column of the second table has the numbers
-of nodes from which on joining takes longer than the silence that counts as lost (`max_nodes_join`),
-heartbeats, or watching engines that load weights, need more than a core (`max_nodes_rest`,
-`max_nodes_load`), and a pause takes more than 50 ms (`max_nodes_pause`).
+run, which are in the first table's column "umbra". Those of links for weights come from
+`cluster_links.py`. That column of the second table has the numbers of nodes from which on
+
+- `max_nodes_join`: joining takes longer than the silence that counts as lost
+- `max_nodes_rest`, `max_nodes_load`: heartbeats, or watching engines that load weights, need more
+  than a core of the lead
+- `max_nodes_fds`: a rank needs more than 1,024 open files for its links to engines
+- `max_nodes_pause`: a pause takes more than 50 ms
 
     python tests/bench/cluster.py [--nodes 2,8,16,64] [--rounds 15] [--rest-s 24] [--json]
 
@@ -71,6 +75,8 @@ from umbra.runtime.weights.transports.nccl.reported_progress import ReportedProg
 
 _IN_NAMESPACE: Final = "UMBRA_BENCH_CLUSTER_NAMESPACE"
 _PROGRAM: Final = Path(__file__).with_name("cluster_nodes.py")
+_LINKS: Final = Path(__file__).with_name("cluster_links.py")
+_NUM_LINKS: Final = 64
 _NODES_PER_PROCESS: Final = 8
 _POOL: Final = "echo"
 _LIMIT_S: Final = 300.0
@@ -416,6 +422,7 @@ def _costs(rows: Sequence[dict[str, float]]) -> ClusterCosts:
         manifest_cpu_s=manifest_cpu_s,
         manifest_nbytes=manifest_nbytes,
         look_cpu_s=_look_cpu_s(),
+        **_link_costs(),
         rest_cpu_s=for_each("lead_core"),
         rest_nbytes=1e3 * large["lead_kb_per_s"] / (large["num_nodes"] - 1),
     )
@@ -430,6 +437,14 @@ def _manifest_costs() -> tuple[float, float]:
     encoder = Encoder()
     header, _ = encoder.encode(manifest.to_wire())
     return _fastest_s(lambda: encoder.encode(manifest.to_wire())), float(len(header))
+
+
+def _link_costs() -> dict[str, float]:
+    """In a process of its own, because it imports torch."""
+    command = [sys.executable, str(_LINKS), str(_NUM_LINKS)]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, timeout=_LIMIT_S, check=True)
+    facts: dict[str, float] = json.loads(ended.stdout)
+    return facts
 
 
 def _look_cpu_s() -> float:

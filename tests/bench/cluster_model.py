@@ -19,6 +19,7 @@ _SYNC_CALLS: Final = (3, 1, 1, 3)
 pause, wake and begin_update, then load; finish_update; commit_update; wake and resume of engines
 and the answers to the ranks."""
 _WATCHES_PER_S: Final = 10.0  # `_WATCH_INTERVAL_S` of engine_sync.py
+_SOFT_FILE_LIMIT: Final = 1024  # of a rank, on most systems
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,8 @@ class ClusterCosts:
         call_nbytes: of one call and its answer.
         manifest_cpu_s, manifest_nbytes: of encoding the layout of the weights for one engine.
         look_cpu_s: of one look at an engine's load, for each rank.
+        link_cpu_s, link_threads, link_fds: of one end of a link for weights. Not the lead's, but
+            of the rank or the engine.
         rest_cpu_s: for each node and second at rest.
         rest_nbytes: for each node and second at rest.
     """
@@ -49,6 +52,9 @@ class ClusterCosts:
     manifest_cpu_s: float
     manifest_nbytes: float
     look_cpu_s: float
+    link_cpu_s: float
+    link_threads: float
+    link_fds: float
     rest_cpu_s: float
     rest_nbytes: float
 
@@ -94,7 +100,10 @@ def model(num_nodes: int, costs: ClusterCosts) -> dict[str, float]:
         "lead_core_while_loading": costs.look_cpu_s * _WATCHES_PER_S * num_nodes**2,
         "lead_kb_per_s": costs.rest_nbytes * num_nodes / 1e3,
         "recovery_s": LOST_AFTER_S + news_s + start_s,
-        "links_of_weights": float(num_nodes**2),
+        "links": float(num_nodes**2),
+        "links_of_rank_s": costs.link_cpu_s * num_nodes,
+        "threads_of_rank": costs.link_threads * num_nodes,
+        "fds_of_rank": costs.link_fds * num_nodes,
     }
 
 
@@ -105,6 +114,7 @@ def most_nodes(costs: ClusterCosts) -> dict[str, int]:
         "max_nodes_join": int(LOST_AFTER_S / costs.join_cpu_s),
         "max_nodes_rest": int(1 / costs.rest_cpu_s),
         "max_nodes_load": int((_WATCHES_PER_S * costs.look_cpu_s) ** -0.5),
+        "max_nodes_fds": int(_SOFT_FILE_LIMIT / costs.link_fds),
         "max_nodes_pause": int(
             max(0.0, 0.05 - max(0.0, costs.call_s - costs.call_cpu_s)) / costs.call_cpu_s
         ),

@@ -16,6 +16,9 @@ COSTS = ClusterCosts(
     manifest_cpu_s=0.001,
     manifest_nbytes=30_000.0,
     look_cpu_s=1e-7,
+    link_cpu_s=0.004,
+    link_threads=3.0,
+    link_fds=7.0,
     rest_cpu_s=0.001,
     rest_nbytes=800.0,
 )
@@ -57,8 +60,11 @@ def test_a_large_job_takes_the_work_of_the_lead() -> None:
     assert facts["lead_core_at_rest"] == pytest.approx(4.096)
     assert facts["lead_kb_per_s"] == pytest.approx(3276.8)
     assert facts["lead_core_while_loading"] == pytest.approx(4096**2 * 1e-6)
-    assert facts["links_of_weights"] == 4096**2
+    assert facts["links"] == 4096**2
+    assert facts["links_of_rank_s"] == pytest.approx(4096 * 0.004)
+    assert facts["threads_of_rank"] == 4096 * 3
+    assert facts["fds_of_rank"] == 4096 * 7
 
 
 def test_the_limits_are_those_of_the_lead() -> None:
-    assert list(most_nodes(COSTS).values()) == [4000, 1000, 1000, 122]
+    assert list(most_nodes(COSTS).values()) == [4000, 1000, 1000, 146, 122]
