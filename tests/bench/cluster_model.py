@@ -14,10 +14,10 @@ from typing import Final
 
 from umbra.runtime.cluster.node_links import LOST_AFTER_S
 
-_SYNC_CALLS: Final = (3, 1, 1, 3)
-"""Calls to each engine in a sync, one after the other, between which the lead waits for all:
-pause, wake and begin_update, then load; finish_update; commit_update; wake and resume of engines
-and the answers to the ranks."""
+_SYNC_CALLS: Final = (3, 1, 1, 5)
+"""Calls in a sync for each engine, one after the other, between which the lead waits for all: pause
+or wake, begin_update and load; finish_update; commit_update; wake and resume, and the three calls
+of the rank, which are taken to cost as much."""
 _WATCHES_PER_S: Final = 10.0  # `_WATCH_INTERVAL_S` of engine_sync.py
 _SOFT_FILE_LIMIT: Final = 1024  # of a rank, on most systems
 
