@@ -16,6 +16,7 @@ import contextlib
 import json
 import logging
 import os
+import resource
 import shutil
 import sys
 from dataclasses import asdict, dataclass
@@ -42,6 +43,11 @@ logger = logging.getLogger(__name__)
 
 _ORPHAN_LOOK_INTERVAL_S = 1.0
 """Interval of checks for processes that dead actors' children left. Longer: they live longer."""
+
+_NUM_FILES = 262_144
+"""Files that a process may open if the hard limit allows it. A connection takes four, and the
+common soft limit, 1,024, ends at 250 connections. More: programs that close all possible files when
+they start, one by one, take seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +147,12 @@ async def _look_for_orphans() -> None:
         await end_orphans(deadline_s=10.0)
 
 
+def _allow_many_files() -> None:
+    """Raises the soft limit of open files, for all processes below, too."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(_NUM_FILES, hard)), hard))
+
+
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser()
@@ -150,6 +162,7 @@ def main() -> None:
     arguments = parser.parse_args()
     os.set_inheritable(arguments.ready_fd, False)
     become_subreaper()
+    _allow_many_files()
     config = SupervisorConfig.from_json(sys.stdin.buffer.read())
     logging.basicConfig(
         level=config.log_level,

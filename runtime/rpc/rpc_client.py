@@ -40,6 +40,10 @@ _MAX_TIMEOUT_S: Final = 1e9
 # For the last cancellations to be sent. A longer one delays the end of a process whose peer is
 # stopped.
 _CLOSE_LINGER_MS: Final = 100
+# Of one client; a connection takes three (one to its actor, and the two ends of its monitor).
+# libzmq's default of 1,023 ends at 341 connections. 65,535 is its limit, which costs a process
+# 0.8 MB.
+_MAX_SOCKETS: Final = 65_535
 
 
 class Client:
@@ -55,6 +59,7 @@ class Client:
         self.node_id = node_id
         self.keys = keys
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         self._connections: dict[tuple[str, int, str], Connection] = {}
         self._is_closed = False
 

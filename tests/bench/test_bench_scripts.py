@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +23,8 @@ import weights
 from bench_rounds import median_of
 from call_timing import gathers, measure_throughput, summarise, workers
 
+from umbra.runtime.cluster.node_links import HEARTBEAT_S, LOST_AFTER_S
+
 TIMEOUT_S = 200.0
 
 
@@ -33,6 +37,15 @@ def run_script(folder: Path, name: str, *argv: str) -> subprocess.CompletedProce
         timeout=TIMEOUT_S,
         check=False,
     )
+
+
+def makes_namespaces() -> bool:
+    """Whether this user may have a network of its own, as cluster.py needs."""
+    if shutil.which("unshare") is None or shutil.which("ip") is None:
+        return False
+    user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+    command = ["unshare", *user, "--net", "ip", "link", "set", "lo", "up"]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 def peer_python(folder: Path, command: str) -> str:
@@ -137,6 +150,25 @@ def test_throughput_is_that_of_the_fastest_way_of_calling() -> None:
     rate = facts["calls_per_s"]
     assert isinstance(rate, int)
     assert 1000 < rate <= 50 / 0.002
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.skipif(not makes_namespaces(), reason="needs unshare, ip, and the right to use them")
+def test_cluster_measures_two_nodes_and_models_more(tmp_path: Path) -> None:
+    options = ("--json", "--nodes", "2", "--rounds", "1", "--rest-s", "1")
+
+    ended = run_script(tmp_path, "cluster.py", *options)
+
+    assert ended.returncode == 0, ended.stderr
+    result = json.loads(ended.stdout)
+    measured = result["2 nodes"]
+    assert all(value > 0 for value in measured.values()), measured
+    assert measured["pause_ms"] <= measured["pause_max_ms"] < 5_000
+    assert measured["rest_kb_per_s"] == measured["lead_kb_per_s"] < 20
+    assert LOST_AFTER_S - HEARTBEAT_S - 1 < measured["lost_s"] < LOST_AFTER_S + 10
+    assert list(result["model"]) == ["8", "64", "256", "512", "1024", "2048", "4096"]
+    assert result["model"]["8"]["pause_ms"] < result["model"]["4096"]["pause_ms"]
 
 
 @pytest.mark.parametrize(

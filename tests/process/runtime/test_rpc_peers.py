@@ -312,3 +312,12 @@ def test_callers_that_got_a_large_answer_cost_no_memory(actor: ActorProcess) -> 
         run(call_once(1 << 20))
 
     assert resident_mib() - before < 15
+
+
+def test_a_client_holds_connections_to_hundreds_of_actors(folder: Path) -> None:
+    async def main() -> None:
+        async with Client("node") as client:
+            for idx in range(1, 401):  # libzmq's default allows 341
+                client.connection(make_ref(folder, incarnation=idx), awaits_start=True)
+
+    run(main())

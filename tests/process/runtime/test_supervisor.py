@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from pathlib import Path
 
@@ -105,4 +106,26 @@ def test_a_rank_may_come_after_the_others_have_left(
 ) -> None:
     with Ranks(tmp_path, socket_root, 2, "late", chosen) as ranks:
         assert ranks.wait() == [0, 0]
+    assert_all_gone(socket_root)
+
+
+@pytest.mark.slow
+def test_a_low_soft_limit_of_open_files_does_not_bind_the_supervisor(
+    tmp_path: Path, socket_root: Path
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+    try:
+        with Ranks(tmp_path, socket_root, 1, "block", 0) as ranks:
+            ranks.wait_for("met", 1)
+
+            limits = {
+                resource.prlimit(pid, resource.RLIMIT_NOFILE)[0]
+                for pid in ranks.tree()
+                if b"--guardian-pid" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            }
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    assert limits == {min(hard, 262_144)}
     assert_all_gone(socket_root)

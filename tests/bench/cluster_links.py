@@ -1,0 +1,72 @@
+"""Both ends of many links for weights, in one process: python cluster_links.py NUM_LINKS
+
+Prints the costs of one end of one link as JSON: `link_cpu_s` from its start until a few bytes have
+arrived, `link_threads` and `link_fds` while it is open. All links meet in one store, as in a sync.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+
+import torch
+
+from umbra.runtime.weights.transports.nccl.weight_links import (
+    LinkAddress,
+    ReceivingLink,
+    SendingLink,
+    open_store,
+)
+from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketGrid, Extent
+
+_NBYTES = 4096
+_LIMIT_S = 120.0
+
+
+def measure(num_links: int) -> dict[str, float]:
+    torch.set_num_threads(1)
+    store, address = open_store("127.0.0.1")
+    deadline = time.monotonic() + _LIMIT_S
+    changed = threading.Condition()
+    before = _count("task"), _count("fd")
+    cpu_s = time.process_time()
+    senders: list[SendingLink] = []
+    receivers: list[ReceivingLink] = []
+    for idx in range(num_links):
+        link = LinkAddress(address, f"link-{idx}")
+        grid = BucketGrid(2 * _NBYTES, _NBYTES)
+        receivers.append(ReceivingLink(link, grid, deadline))
+        extents = [Extent(0, 0, 2 * _NBYTES)]
+        senders.append(SendingLink(link, extents, grid.num_buckets, deadline, changed))
+    chunk = torch.zeros(_NBYTES, dtype=torch.uint8)
+    for sender, receiver in zip(senders, receivers, strict=True):
+        sender.put(chunk)
+        taken = receiver.take(_LIMIT_S)
+        assert taken is not None
+        receiver.give_back(taken)
+    cpu_s = time.process_time() - cpu_s
+    after = _count("task"), _count("fd")
+    num_ends = 2 * num_links
+    facts = {
+        "link_cpu_s": cpu_s / num_ends,
+        "link_threads": (after[0] - before[0]) / num_ends,
+        "link_fds": (after[1] - before[1]) / num_ends,
+    }
+    for link in (*senders, *receivers):
+        link.close()
+    for thread in threading.enumerate():
+        if thread.name == "weight-link":
+            thread.join(_LIMIT_S)
+    del store
+    return facts
+
+
+def _count(kind: str) -> int:
+    return len(os.listdir(f"/proc/self/{kind}"))
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(int(sys.argv[1]))))
