@@ -209,13 +209,13 @@ def test_a_slow_rank_is_not_the_fault_of_an_engine(
     class Slow(LocalSupervisor):
         def sync_begin(self, call: SyncBegin) -> SyncGrant:
             grant = super().sync_begin(call)
-            time.sleep(3.0)
+            time.sleep(4.5)
             return grant
 
     engine = ThreadEngine("engine", empty_like(sources))
     with local_pool([engine], small) as plain:
         slow = Slow(plain._loop, plain.coordinator)  # pyright: ignore[reportPrivateUsage]
-        report = publish(slow, sources, timeout_s=4.0)  # of which an engine may have 2.7 s
+        report = publish(slow, sources, timeout_s=6.0)  # of which an engine may have 4 s
 
     assert list(report.engines) == ["engine"]
     assert engine.killed is None
