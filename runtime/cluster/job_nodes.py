@@ -157,7 +157,6 @@ def meet_nodes(
                 store.wait([_key(rank)], timedelta(seconds=left_s))
                 node = from_wire(JobNode, json.loads(store.get(_key(rank))))
                 if node.failure:
-                    _stay_for_others(store, environment)
                     failure = node.failure[:_MAX_FAILURE_LEN]
                     raise JobFailed(f"node {rank} ({node.node_id}) failed: {failure}")
                 nodes.append(node)
@@ -188,7 +187,7 @@ def _report_failure(environment: TorchrunEnvironment, failure: str) -> None:
     me = JobNode(
         node_id=socket.gethostname(),
         num_ranks=environment.local_world_size,
-        failure=failure[:_MAX_FAILURE_LEN],
+        failure=failure,
     )
     with contextlib.suppress(RuntimeError):  # no store: torchrun has ended on node 0
         store = _open_store(environment, _REPORT_LIMIT_S)

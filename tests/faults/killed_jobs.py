@@ -13,6 +13,7 @@ import contextlib
 import os
 import random
 import shutil
+import statistics
 import tempfile
 import time
 from collections.abc import Generator, Sequence
@@ -175,9 +176,9 @@ class KilledJob:
         run.wait_for(what, lambda: self.last_batch() >= step or None, _RUN_LIMIT_S)
 
     def step_s(self) -> float:
-        """Duration of the newest step."""
+        """Duration of a step, by the median: a step in which something restarted is far longer."""
         rows = read_metrics(self.run_dir / "metrics.jsonl")
-        return rows[-1].get("time/step_s", _STEP_S) if rows else _STEP_S
+        return statistics.median([row.get("time/step_s", _STEP_S) for row in rows] or [_STEP_S])
 
     def history(self) -> History:
         return surviving_history(self._records)

@@ -254,10 +254,17 @@ class Run:
             and "torch.distributed.run" not in command_of(pid)
         )
 
-    def kill_all(self, rng: random.Random) -> None:
-        """Kills every process of the run, in random order. Files in /tmp stay."""
+    def kill_all(self, rng: random.Random, *, at_once: bool = False) -> None:
+        """Kills every process of the run, in random order. Files in /tmp stay.
+
+        Args:
+            at_once: stops all of them before the first is killed, so that none can clean up.
+        """
         while pids := self._traces.pids():
             rng.shuffle(pids)
+            for pid in pids if at_once else ():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGSTOP)
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)

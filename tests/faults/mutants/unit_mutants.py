@@ -80,6 +80,18 @@ _RPC_MUTANTS: Final[Sequence[Mutant]] = (
 )
 
 _RESTART_MUTANTS: Final[Sequence[Mutant]] = (
+    # The jobs beside the one that ends its worker then run one at a time, until each has returned.
+    Mutant(
+        name="quarantine outlives its cause",
+        path="runtime/rollout/agents/worker_pool.py",
+        old="        del worker.quarantine[1:]\n",
+        new="",
+        command=_pytest(
+            "unit/rollout/test_worker_pool.py::test_once_a_job_is_found_that_ends_its_worker_the_"
+            "others_run_side_by_side_again"
+        ),
+        says=r"TimeoutError",
+    ),
     Mutant(
         name="one restart too many",
         path="runtime/actor/restart_policy.py",

@@ -88,18 +88,6 @@ def test_a_loop_that_kills_its_process_is_distinguished_from_those_beside_it(
     assert live.processes()["rewards-0"]["num_restarts"] == num_deaths or num_workers > 1
 
 
-def test_once_a_failing_loop_is_found_the_others_run_side_by_side_again(
-    umbra_session: Session, tmp_path: Path
-) -> None:
-    live = with_loop(umbra_session, tmp_path, "kills_its_process_for_t1_and_counts_others")
-
-    assert groups_of_next_batch(live) == {f"e0/p{idx}" for idx in range(1, NUM_PROMPTS)}
-
-    (noted,) = tmp_path.rglob("num-running")
-    *_, last_life = noted.read_text().split("died")
-    assert max(int(count) for count in last_life.split()) > 1  # in quarantine it is 1
-
-
 def test_what_a_killed_process_did_is_done_again_all_at_once(
     umbra_session: Session, tmp_path: Path
 ) -> None:

@@ -104,28 +104,6 @@ async def kills_its_process_for_t3(ctx: AgentContext, sample: dict[str, Any]) ->
     return float(len(tokens))
 
 
-_num_running = 0
-
-
-async def kills_its_process_for_t1_and_counts_others(
-    ctx: AgentContext, sample: dict[str, Any]
-) -> float | None:
-    """Prompt t1 is the first to be tried."""
-    global _num_running
-    tokens = await ctx.generate(ctx.prompt_tokens, max_new_tokens=5)
-    with Path(sample["marker"]).with_name("num-running").open("a") as notes:
-        if ctx.prompt == "t1":
-            notes.write("died\n")
-            notes.flush()
-            os.kill(os.getpid(), signal.SIGKILL)
-        _num_running += 1
-        notes.write(f"{_num_running}\n")
-        notes.flush()
-    await asyncio.sleep(0.5)
-    _num_running -= 1
-    return float(len(tokens))
-
-
 _met: set[str] = set()
 _all_have_met = asyncio.Event()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
+from dataclasses import dataclass
 from typing import Any, cast
 
 from umbra.runtime.actor.actor_spec import ActorContext
@@ -89,3 +91,88 @@ def test_a_job_that_nobody_wants_any_more_does_not_run_when_its_worker_is_back()
         return context.calls
 
     assert asyncio.run(main()) == ["first", "second"]
+
+
+class DeadlyWorker:
+    """Context of a manager whose worker dies three times while it runs the job "deadly".
+
+    At the first two deaths all three jobs are running. From then on, every other job returns once
+    two of them run at the same time.
+    """
+
+    def __init__(self) -> None:
+        self.incarnation = 1
+        self.deaths: dict[int, asyncio.Event] = defaultdict(asyncio.Event)  # by incarnation
+        self.all_run = asyncio.Barrier(3)
+        self.others_run = asyncio.Barrier(2)
+
+    async def resolve(self, name: str, timeout_s: float) -> ActorRef:
+        return ActorRef(
+            name=name, incarnation=self.incarnation, node_id="node", ipc_endpoint="ipc:///nowhere"
+        )
+
+    def connect(self, ref: ActorRef) -> DeadlyCalls:
+        return DeadlyCalls(self, ref)
+
+
+@dataclass(frozen=True)
+class DeadlyCalls:
+    """Calls to one incarnation of a deadly worker."""
+
+    worker: DeadlyWorker
+    ref: ActorRef
+
+    async def call(self, method: str, name: str, timeout_s: float) -> None:
+        worker, incarnation = self.worker, self.ref.incarnation
+        if incarnation <= 2:
+            await worker.all_run.wait()
+        elif name != "deadly":
+            await worker.others_run.wait()
+            return
+        if name == "deadly":
+            worker.incarnation += 1
+            worker.deaths[incarnation].set()  # its own call is the first to be lost
+        else:
+            await worker.deaths[incarnation].wait()
+        raise ConnectionLost("its process ended")
+
+
+def test_once_a_job_is_found_that_ends_its_worker_the_others_run_side_by_side_again() -> None:
+    async def main() -> tuple[list[str], set[str]]:
+        failed, returned, is_done = list[str](), set[str](), asyncio.Event()
+
+        def note_return(name: str) -> None:
+            returned.add(name)
+            if len(returned) == 2:
+                is_done.set()
+
+        def job(name: str) -> WorkerJob:
+            return WorkerJob(
+                label=name,
+                group_id=name,
+                sample_id=name,
+                method="run_agent",
+                make_arguments=lambda: (name,),
+                timeout_s=5.0,
+                on_result=lambda _: note_return(name),
+                on_failure=lambda _: failed.append(name),
+                is_active=lambda: True,
+                group_retries=GroupRetries(0),
+            )
+
+        pool = WorkerPool(
+            ["worker-0"],
+            cast("ActorContext", DeadlyWorker()),
+            concurrency={"run_agent": 3},
+            max_deaths=2,
+            on_failure=refuse_failure,
+        )
+        async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(pool.run())
+            for name in ("deadly", "second", "third"):
+                pool.put(job(name))
+            await is_done.wait()
+            running.cancel()
+        return failed, returned
+
+    assert asyncio.run(main()) == (["deadly"], {"second", "third"})
