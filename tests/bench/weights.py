@@ -12,13 +12,15 @@ takes when it allocates them (`populate`), as the plain copy's destination has h
 Supervisor part (this process), rank and engine are new in every round; in a round, syncs and
 copies alternate. All numbers are medians over the rounds.
 
-With `--device cuda`, the tensors are those of a Qwen3-0.6B on one GPU, cast from float32 to
-bfloat16. Each number is then the seconds of a rank's `publish` through one transport, and
-`..._verified_s` with checksums; in a round, the transports alternate. The plain copy is the same
-cast within the rank. Beside them, `verl_protocol.py` measures tensors that are in bfloat16 already:
-`verl_s` is verl's protocol with its own size of bucket, `copy_s` one copy of as many bytes.
+With `--device cuda`, the tensors are those of a Qwen3 on one GPU, from `--dtype` to bfloat16. Each
+number is then the seconds of a rank's `publish` through one transport, and `..._verified_s` with
+checksums; in a round, the transports alternate. Of an 8B model only CUDA IPC without checksums is
+measured: the rest would take minutes. The plain copy is the same cast within the rank. Beside them,
+`verl_protocol.py` measures tensors that are in bfloat16 already: `verl_s` is verl's protocol with
+its own size of bucket, `copy_s` one copy of as many bytes.
 
     python tests/bench/weights.py [--rounds 5] [--megabytes 1024] [--device cpu] [--json]
+    python tests/bench/weights.py --device cuda [--shape 0.6B] [--dtype float32]
 """
 
 from __future__ import annotations
@@ -75,6 +77,15 @@ def main() -> int:
         default="cpu",
         help="cuda compares the ways from one GPU's trainer to its engine (default cpu)",
     )
+    parser.add_argument(
+        "--shape", choices=["0.6B", "8B"], default="0.6B", help="of the model on a GPU"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16"],
+        default="float32",
+        help="of the rank's tensors on a GPU (default float32)",
+    )
     given = parser.parse_args()
     if given.device == "cuda":
         import torch
@@ -88,15 +99,17 @@ def main() -> int:
         "rounds": given.rounds,
     }
     if given.device == "cuda":
-        result["umbra"] = _run_on_gpu(given.rounds)
+        result |= {"shape": given.shape, "dtype": given.dtype}
+        result["umbra"] = _run_on_gpu(given.rounds, given.shape, given.dtype)
     else:
         result |= _run(given.rounds, given.megabytes * 10**6)
     return print_result(result, as_json=given.json)
 
 
 def _run(rounds: int, total_nbytes: int) -> dict[str, Any]:
+    pools = {"plain": SyncSettings(), "verified": SyncSettings(verify_every=1)}
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        rows = [runner.run(_round(total_nbytes)) for _ in range(rounds)]
+        rows = [runner.run(_round([str(total_nbytes)], pools)) for _ in range(rounds)]
     median = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
     gigabytes = median["nbytes"] / 1e9
     umbra = {
@@ -114,43 +127,46 @@ def _run(rounds: int, total_nbytes: int) -> dict[str, Any]:
     }
 
 
-def _run_on_gpu(rounds: int) -> dict[str, Any]:
+def _run_on_gpu(rounds: int, shape: str, dtype: str) -> dict[str, Any]:
+    transports = ("memfd", "cuda_ipc") if shape == "0.6B" else ("cuda_ipc",)
+    cadences = {"": 1 << 30, "_verified": 1} if shape == "0.6B" else {"": 1 << 30}
     pools = {
         f"{transport}{suffix}": SyncSettings(transport=transport, verify_every=every)
-        for transport in ("memfd", "cuda_ipc")
-        for suffix, every in {"": 1 << 30, "_verified": 1}.items()
+        for suffix, every in cadences.items()
+        for transport in transports
     }
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        rows = [_gpu_round(runner, pools) for _ in range(rounds)]
+        rows = [_gpu_round(runner, pools, shape, dtype) for _ in range(rounds)]
     median = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
     umbra: dict[str, Any] = {key: round(value, 5) for key, value in median.items()}
     umbra["nbytes"] = int(median["nbytes"])
-    umbra["memfd_to_cuda_ipc"] = round(median["memfd_s"] / median["cuda_ipc_s"], 2)
+    umbra["verl_to_cuda_ipc"] = round(median["verl_s"] / median["cuda_ipc_s"], 2)
     return umbra
 
 
-def _gpu_round(runner: asyncio.Runner, pools: Mapping[str, SyncSettings]) -> dict[str, float]:
+def _gpu_round(
+    runner: asyncio.Runner, pools: Mapping[str, SyncSettings], shape: str, dtype: str
+) -> dict[str, float]:
     from verl_protocol import DEFAULT_BUCKET_MIB, measure
 
-    row = runner.run(_round(0, pools, "gpu_"))
-    beside = measure("0.6B", DEFAULT_BUCKET_MIB, "cuda")
+    row = runner.run(_round([shape, dtype, *pools], pools, "gpu_"))
+    beside = measure(shape, DEFAULT_BUCKET_MIB, "cuda")
     return row | {"verl_s": beside["verl_s"], "copy_s": beside["copy_s"]}
 
 
 async def _round(
-    total_nbytes: int, pools: Mapping[str, SyncSettings] | None = None, prefix: str = ""
+    arguments: Sequence[str], pools: Mapping[str, SyncSettings], prefix: str = ""
 ) -> dict[str, float]:
-    pools = pools or {"plain": SyncSettings(), "verified": SyncSettings(verify_every=1)}
     with tempfile.TemporaryDirectory(prefix="umbra-bench-") as name:
         folder = Path(name)
         async with (
             asyncio.timeout(_ROUND_TIMEOUT_S),
-            _process(f"{prefix}engine", folder, total_nbytes) as engine,
+            _process(f"{prefix}engine", folder, arguments) as engine,
             _supervisor(folder, pools),
         ):
             assert engine.stdout is not None
             await engine.stdout.readline()
-            async with _process(f"{prefix}rank", folder, total_nbytes) as rank:
+            async with _process(f"{prefix}rank", folder, arguments) as rank:
                 output, _ = await rank.communicate()
                 if rank.returncode:
                     raise BenchError(f"{prefix}rank: status {rank.returncode}; its error is above")
@@ -160,10 +176,10 @@ async def _round(
 
 @asynccontextmanager
 async def _process(
-    role: str, folder: Path, total_nbytes: int
+    role: str, folder: Path, arguments: Sequence[str]
 ) -> AsyncGenerator[asyncio.subprocess.Process]:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, str(_ROLES), role, str(folder), str(total_nbytes)),
+        *(sys.executable, str(_ROLES), role, str(folder), *arguments),
         stdout=asyncio.subprocess.PIPE,
     )
     try:

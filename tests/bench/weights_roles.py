@@ -12,7 +12,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any, Final
 import torch
 import uvloop
 import zmq
-from qwen3_shapes import QWEN3_0_6B, parameter_shapes
+from qwen3_shapes import SHAPES, parameter_shapes
 from torch import Tensor
 
 from umbra.runtime.rpc.actor_ref import ActorRef
@@ -70,11 +70,11 @@ def model_tensors(total_nbytes: int) -> dict[str, Tensor]:
     }
 
 
-def qwen3_tensors(dtype: torch.dtype) -> dict[str, Tensor]:
-    """Tensors with the names and shapes of a Qwen3-0.6B, on the GPU."""
+def qwen3_tensors(shape: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Tensors with the names and shapes of a Qwen3, on the GPU."""
     return {
-        name: torch.full(shape, len(name) / 64, dtype=dtype, device="cuda")
-        for name, shape in parameter_shapes(QWEN3_0_6B).items()
+        name: torch.full(sizes, len(name) / 64, dtype=dtype, device="cuda")
+        for name, sizes in parameter_shapes(SHAPES[shape]).items()
     }
 
 
@@ -187,11 +187,12 @@ def run_rank(folder: Path, total_nbytes: int) -> dict[str, Any]:
     }
 
 
-def run_gpu_rank(folder: Path) -> dict[str, Any]:
+def run_gpu_rank(
+    folder: Path, shape: str, dtype: torch.dtype, pools: Sequence[str]
+) -> dict[str, Any]:
     """One round on a GPU: each pool has a first sync that does not count, then all in turn."""
-    tensors = qwen3_tensors(torch.float32)
-    copies = {name: t.to(torch.bfloat16) for name, t in tensors.items()}
-    pools = [f"{name}{suffix}" for suffix in ("", "_verified") for name in ("memfd", "cuda_ipc")]
+    tensors = qwen3_tensors(shape, dtype)
+    copies = {name: torch.empty_like(t, dtype=torch.bfloat16) for name, t in tensors.items()}
     seconds: dict[str, list[float]] = {name: [] for name in [*pools, "plain_copy"]}
     versions = itertools.count(1)
     with _supervisor(folder) as supervisor:
@@ -228,17 +229,27 @@ def _supervisor(folder: Path) -> Generator[RemoteSupervisor]:
 
 
 def main() -> None:
-    role, folder, total_nbytes = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    """Arguments: role, folder, then the bytes of the tensors; or with a GPU their shape, the rank's
+    dtype and the names of the pools."""
+    role, folder, arguments = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
     torch.set_num_threads(1)
-    if role.endswith("engine"):
-        is_on_gpu = role == "gpu_engine"
-        tensors = qwen3_tensors(torch.bfloat16) if is_on_gpu else model_tensors(total_nbytes)
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve(BenchEngine(tensors), "engine", folder))
-    else:
-        is_on_gpu = role == "gpu_rank"
-        facts = run_gpu_rank(folder) if is_on_gpu else run_rank(folder, total_nbytes)
-        print(json.dumps(facts), flush=True)
+    match role, arguments:
+        case "engine", [total_nbytes]:
+            _run_engine(model_tensors(int(total_nbytes)), folder)
+        case "gpu_engine", [shape, *_]:
+            _run_engine(qwen3_tensors(shape, torch.bfloat16), folder)
+        case "rank", [total_nbytes]:
+            print(json.dumps(run_rank(folder, int(total_nbytes))), flush=True)
+        case "gpu_rank", [shape, dtype, *pools]:
+            facts = run_gpu_rank(folder, shape, getattr(torch, dtype), pools)
+            print(json.dumps(facts), flush=True)
+        case _:
+            sys.exit(f"not a role: {sys.argv[1:]}")
+
+
+def _run_engine(tensors: Mapping[str, Tensor], folder: Path) -> None:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(BenchEngine(tensors), "engine", folder))
 
 
 if __name__ == "__main__":
