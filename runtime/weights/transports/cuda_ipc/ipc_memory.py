@@ -93,15 +93,17 @@ class _Exporter:
 
 
 class CudaOpener:
-    """Maps each allocation once, on the GPU that holds it. One thread at a time."""
+    """Maps each allocation once, on the GPU that holds it. For one thread, which may copy from what
+    it has opened while it opens more."""
 
     def __init__(self) -> None:
+        self._devices: dict[bytes, int] = {}  # whose context the thread has entered, by UUID
         self._opened: dict[Allocation, tuple[int, int, Tensor]] = {}  # device, address, memory
 
     def open(self, allocation: Allocation) -> Tensor:
         if allocation not in self._opened:
-            device = _index_of(allocation.device)
-            with _context_of(device):
+            device = self._enter(allocation.device)
+            with torch.cuda.device(device):
                 pointer = cuda_driver().open(allocation.handle)
                 memory = torch.as_tensor(
                     _DeviceMemory(pointer, allocation.nbytes), device=f"cuda:{device}"
@@ -110,14 +112,24 @@ class CudaOpener:
         return self._opened[allocation][2]
 
     def close(self) -> None:
-        for device in {device for device, _, _ in self._opened.values()}:
+        for device in self._devices.values():
             torch.cuda.synchronize(device)
         if self._opened:
             torch.cuda.synchronize()  # copies to this process's own GPU
         opened, self._opened = self._opened, {}
-        for device, pointer, _ in opened.values():
+        for device in self._devices.values():
             with _context_of(device):
-                cuda_driver().close(pointer)
+                for holder, pointer, _ in opened.values():
+                    if holder == device:
+                        cuda_driver().close(pointer)
+
+    def _enter(self, uuid: bytes) -> int:
+        """The index of that GPU, whose context is entered the first time."""
+        if uuid not in self._devices:
+            device = _index_of(uuid)
+            with _context_of(device):
+                self._devices[uuid] = device
+        return self._devices[uuid]
 
 
 class _DeviceMemory:
