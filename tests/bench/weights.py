@@ -63,6 +63,7 @@ from umbra.runtime.weights.sync_coordinator import SyncCoordinator, SyncSettings
 from umbra.runtime.weights.transports.shared_memory.memfd import serve_fds
 
 _ROUND_TIMEOUT_S: Final = 120.0
+_NEVER: Final = 1 << 30
 _ROLES: Final = Path(__file__).with_name("weights_roles.py")
 
 
@@ -78,7 +79,10 @@ def main() -> int:
         help="cuda compares the ways from one GPU's trainer to its engine (default cpu)",
     )
     parser.add_argument(
-        "--shape", choices=["0.6B", "8B"], default="0.6B", help="of the model on a GPU"
+        "--shape",
+        choices=["0.6B", "8B"],
+        default="0.6B",
+        help="of the model on a GPU (default 0.6B)",
     )
     parser.add_argument(
         "--dtype",
@@ -128,13 +132,13 @@ def _run(rounds: int, total_nbytes: int) -> dict[str, Any]:
 
 
 def _run_on_gpu(rounds: int, shape: str, dtype: str) -> dict[str, Any]:
-    transports = ("memfd", "cuda_ipc") if shape == "0.6B" else ("cuda_ipc",)
-    cadences = {"": 1 << 30, "_verified": 1} if shape == "0.6B" else {"": 1 << 30}
-    pools = {
-        f"{transport}{suffix}": SyncSettings(transport=transport, verify_every=every)
-        for suffix, every in cadences.items()
-        for transport in transports
-    }
+    pools = {"cuda_ipc": SyncSettings(transport="cuda_ipc", verify_every=_NEVER)}
+    if shape == "0.6B":
+        pools = {
+            f"{transport}{suffix}": SyncSettings(transport=transport, verify_every=every)
+            for suffix, every in {"": _NEVER, "_verified": 1}.items()
+            for transport in ("memfd", "cuda_ipc")
+        }
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         rows = [_gpu_round(runner, pools, shape, dtype) for _ in range(rounds)]
     median = {key: statistics.median(row[key] for row in rows) for key in rows[0]}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 from umbra.runtime.actor.actor_spec import ActorContext
@@ -52,25 +54,32 @@ def refuse_failure(error: UmbraError) -> None:
     raise AssertionError(error)
 
 
+def job(
+    name: str,
+    on_return: Callable[[], None],
+    *,
+    on_failure: Callable[[UmbraError], None] = refuse_failure,
+    is_active: Callable[[], bool] = lambda: True,
+) -> WorkerJob:
+    return WorkerJob(
+        label=name,
+        group_id=name,
+        sample_id=name,
+        method="run_agent",
+        make_arguments=lambda: (name,),
+        timeout_s=5.0,
+        on_result=lambda _: on_return(),
+        on_failure=on_failure,
+        is_active=is_active,
+        group_retries=GroupRetries(0),
+    )
+
+
 def test_a_job_that_nobody_wants_any_more_does_not_run_when_its_worker_is_back() -> None:
     """Its arguments open a session, whose records would follow the end of its group."""
 
     async def main() -> list[object]:
         context, wanted, done = LostWorker(), {"first"}, asyncio.Event()
-
-        def job(name: str) -> WorkerJob:
-            return WorkerJob(
-                label=name,
-                group_id=name,
-                sample_id=name,
-                method="run_agent",
-                make_arguments=lambda: (name,),
-                timeout_s=5.0,
-                on_result=lambda _: done.set(),
-                on_failure=refuse_failure,
-                is_active=lambda: name in wanted,
-                group_retries=GroupRetries(0),
-            )
 
         pool = WorkerPool(
             ["worker-0"],
@@ -81,10 +90,10 @@ def test_a_job_that_nobody_wants_any_more_does_not_run_when_its_worker_is_back()
         )
         async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
             running = tasks.create_task(pool.run())
-            pool.put(job("first"))
+            pool.put(job("first", done.set, is_active=lambda: "first" in wanted))
             await context.is_awaited.wait()
             wanted.symmetric_difference_update({"first", "second"})
-            pool.put(job("second"))
+            pool.put(job("second", done.set, is_active=lambda: "second" in wanted))
             context.is_back.set()
             await done.wait()
             running.cancel()
@@ -146,19 +155,8 @@ def test_once_a_job_is_found_that_ends_its_worker_the_others_run_side_by_side_ag
             if len(returned) == 2:
                 is_done.set()
 
-        def job(name: str) -> WorkerJob:
-            return WorkerJob(
-                label=name,
-                group_id=name,
-                sample_id=name,
-                method="run_agent",
-                make_arguments=lambda: (name,),
-                timeout_s=5.0,
-                on_result=lambda _: note_return(name),
-                on_failure=lambda _: failed.append(name),
-                is_active=lambda: True,
-                group_retries=GroupRetries(0),
-            )
+        def note_failure(name: str, error: UmbraError) -> None:
+            failed.append(name)
 
         pool = WorkerPool(
             ["worker-0"],
@@ -170,7 +168,8 @@ def test_once_a_job_is_found_that_ends_its_worker_the_others_run_side_by_side_ag
         async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
             running = tasks.create_task(pool.run())
             for name in ("deadly", "second", "third"):
-                pool.put(job(name))
+                on_failure = partial(note_failure, name)
+                pool.put(job(name, partial(note_return, name), on_failure=on_failure))
             await is_done.wait()
             running.cancel()
         return failed, returned

@@ -93,12 +93,14 @@ class _Exporter:
 
 
 class CudaOpener:
-    """Maps each allocation once, on the GPU that holds it. For one thread, which may copy from what
-    it has opened while it opens more."""
+    """Maps each allocation once, on the GPU that holds it.
+
+    One thread opens, and may copy from what is open while it opens more.
+    """
 
     def __init__(self) -> None:
-        self._devices: dict[bytes, int] = {}  # whose context the thread has entered, by UUID
-        self._opened: dict[Allocation, tuple[int, int, Tensor]] = {}  # device, address, memory
+        self._devices: dict[bytes, int] = {}  # GPUs whose context the thread has entered, by UUID
+        self._opened: dict[Allocation, tuple[int, Tensor]] = {}  # address, memory
 
     def open(self, allocation: Allocation) -> Tensor:
         if allocation not in self._opened:
@@ -108,19 +110,20 @@ class CudaOpener:
                 memory = torch.as_tensor(
                     _DeviceMemory(pointer, allocation.nbytes), device=f"cuda:{device}"
                 )
-            self._opened[allocation] = device, pointer, memory
-        return self._opened[allocation][2]
+            self._opened[allocation] = pointer, memory
+        return self._opened[allocation][1]
 
     def close(self) -> None:
-        for device in self._devices.values():
-            torch.cuda.synchronize(device)
-        if self._opened:
-            torch.cuda.synchronize()  # copies to this process's own GPU
+        devices, self._devices = self._devices, {}
         opened, self._opened = self._opened, {}
-        for device in self._devices.values():
+        for device in devices.values():
+            torch.cuda.synchronize(device)
+        if opened:
+            torch.cuda.synchronize()  # copies to this process's own GPU
+        for uuid, device in devices.items():
             with _context_of(device):
-                for holder, pointer, _ in opened.values():
-                    if holder == device:
+                for allocation, (pointer, _) in opened.items():
+                    if allocation.device == uuid:
                         cuda_driver().close(pointer)
 
     def _enter(self, uuid: bytes) -> int:
