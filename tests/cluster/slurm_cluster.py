@@ -33,6 +33,14 @@ _HOST: Final = Path(__file__).with_name("daemon_host.py")
 _START_LIMIT_S: Final = 30.0
 _POLL_S: Final = 0.1
 
+_ENDED: Final = frozenset(
+    {
+        *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL"),
+        *("OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"),
+    }
+)
+"""States without a return. Any other, such as SIGNALING, a job only passes through."""
+
 
 class SlurmCluster:
     """Owns the daemons and the folder. A context manager; leaving it cancels all jobs.
@@ -116,7 +124,7 @@ class SlurmCluster:
         return found[1]
 
     def wait_for_state(self, job: str, state: str, timeout_s: float, look_at: Path) -> None:
-        """Waits until a job is in that state.
+        """Waits until a job is in that state, which fails at once if it ended in another.
 
         Args:
             look_at: the job's output, which a failure shows.
@@ -124,9 +132,7 @@ class SlurmCluster:
 
         def is_there() -> bool:
             found = self.field(job, "JobState")
-            assert found == state or found in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED"), (
-                f"job {job} is {found}\n{_text(look_at)}"
-            )
+            assert found == state or found not in _ENDED, f"job {job} is {found}\n{_text(look_at)}"
             return found == state
 
         _wait(is_there, timeout_s, lambda: _text(look_at))
