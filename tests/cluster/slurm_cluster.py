@@ -39,7 +39,7 @@ _ENDED: Final = frozenset(
         *("OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"),
     }
 )
-"""States without a return. Any other, such as SIGNALING, a job only passes through."""
+"""States that a job does not leave, unlike any other, such as SIGNALING."""
 
 
 class SlurmCluster:
@@ -124,7 +124,7 @@ class SlurmCluster:
         return found[1]
 
     def wait_for_state(self, job: str, state: str, timeout_s: float, look_at: Path) -> None:
-        """Waits until a job is in that state, which fails at once if it ended in another.
+        """Waits until a job is in that state; fails at once if it has ended in another.
 
         Args:
             look_at: the job's output, which a failure shows.
