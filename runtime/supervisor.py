@@ -16,7 +16,7 @@ import time
 from collections.abc import AsyncGenerator
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import zmq
 
@@ -30,26 +30,20 @@ from umbra.runtime.cluster.node_links import JobLinks
 from umbra.runtime.cluster.run_notice import PREEMPT_SIGNAL, StopRequest
 from umbra.runtime.cluster.socket_dir import MAX_SOCKET_PATH_NBYTES
 from umbra.runtime.cluster.stop_requests import StopRequests
-from umbra.runtime.engine_api.lifecycle import SleepLevel, Tag
 from umbra.runtime.errors import ActorNotFound, ConfigError, DeadlineExceeded, MailboxClosed
-from umbra.runtime.pools.engine_pool import EnginePool
 from umbra.runtime.pools.hosted_engines import HostedEngines
-from umbra.runtime.pools.node_pools import NodePools
-from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.pools.remote_actor import EngineActor, RemoteActor
 from umbra.runtime.process.pid_watch import PidWatch
 from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.rpc.rpc_server import idempotent
 from umbra.runtime.settings import from_wire
-from umbra.runtime.weights.sync_calls import (
-    SyncAbort,
-    SyncBegin,
-    SyncEnd,
-    SyncFilled,
-    SyncProgressed,
-)
 from umbra.runtime.weights.transports.shared_memory.memfd import FdServer, serve_fds
+
+if TYPE_CHECKING:
+    from umbra.runtime.engine_api.lifecycle import SleepLevel, Tag
+    from umbra.runtime.pools.engine_pool import EnginePool
+    from umbra.runtime.pools.node_pools import NodePools
 
 logger = logging.getLogger(__name__)
 
@@ -83,11 +77,7 @@ class Supervisor:
             )
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._actors: dict[str, SupervisedActor] = {}
-        self._pools = NodePools(
-            self._make_pool,
-            self._start_engine,
-            lambda work: self._tasks.create_task(work),
-        )
+        self._loaded_pools: NodePools | None = None
         self._hosted = HostedEngines(self._start)
         self._remote: dict[str, RemoteActor] = {}
         self._links = JobLinks(client, self._on_event_elsewhere, self._on_node_lost)
@@ -157,7 +147,8 @@ class Supervisor:
         for actor in others:
             actor.stop()
         try:
-            await self._pools.invalidate()
+            if self._loaded_pools is not None:
+                await self._loaded_pools.invalidate()
         except DeadlineExceeded as error:
             self.end("starting over", str(error))
             return
@@ -263,7 +254,7 @@ class Supervisor:
             self.over.set()
 
     def _end_syncs_of(self, lost_rank: int) -> None:
-        for pool in self._pools.all():
+        for pool in self._all_pools():
             pool.sync.rank_lost(lost_rank)
         self._links.tell_lead({"kind": "rank_lost", "rank": lost_rank})
 
@@ -333,7 +324,7 @@ class Supervisor:
         return actor
 
     def _on_remote_change(self, node: int, actor: RemoteActor) -> None:
-        for pool in self._pools.all():
+        for pool in self._all_pools():
             pool.on_actor_change(actor)
         is_lost = actor.state == ActorState.FAILED and actor.has_run
         if is_lost and not self._links.has_left(node):
@@ -451,7 +442,7 @@ class Supervisor:
         self._last_incarnations[actor.spec.name] = actor.incarnation
         self._write_processes()
         self._hosted.on_actor_change(actor)
-        for pool in self._pools.all():
+        for pool in self._all_pools():
             pool.on_actor_change(actor)
         # A failed first start is the answer to `spawn`, not the job's failure.
         if actor.state == ActorState.FAILED and actor.spec.essential and actor.has_run:
@@ -480,12 +471,26 @@ class Supervisor:
         Raises:
             ConfigError, ActorDied.
         """
-        await self._pools.create(from_wire(PoolSpec, spec))
+        await self._pools.create(spec)
 
-    def _make_pool(self, spec: PoolSpec) -> EnginePool:
-        return EnginePool(
-            spec, self._client, self._ranks.note, self._tasks, self._fd_server, self._fd_socket
-        )
+    @property
+    def _pools(self) -> NodePools:
+        """Loaded with the first pool, because that takes 40 ms."""
+        if self._loaded_pools is None:
+            from umbra.runtime.pools.node_pools import NodePools
+
+            self._loaded_pools = NodePools(
+                self._start_engine,
+                self._client,
+                self._ranks.note,
+                self._tasks,
+                self._fd_server,
+                self._fd_socket,
+            )
+        return self._loaded_pools
+
+    def _all_pools(self) -> list[EnginePool]:
+        return [] if self._loaded_pools is None else self._loaded_pools.all()
 
     async def watch_pool(self, name: str) -> AsyncGenerator[dict[str, Any], None]:
         """Yields the states of a pool's engines: all of them, then every change (see
@@ -530,23 +535,19 @@ class Supervisor:
     # -- weight syncs: see `umbra.runtime.weights.sync_calls` --------------------------------------
 
     async def sync_begin(self, call: dict[str, Any]) -> dict[str, Any]:
-        return (await self._pools.sync_begin(SyncBegin.from_wire(call))).to_wire()
+        return await self._pools.sync_begin(call)
 
     def sync_progress(self, call: dict[str, Any]) -> dict[str, Any]:
-        progress = SyncProgressed.from_wire(call)
-        return self._pools[progress.pool].sync.sync_progress(progress)
+        return self._pools.sync_progress(call)
 
     async def sync_filled(self, call: dict[str, Any]) -> None:
-        filled = SyncFilled.from_wire(call)
-        await self._pools[filled.pool].sync.sync_filled(filled)
+        await self._pools.sync_filled(call)
 
     async def sync_end(self, call: dict[str, Any]) -> dict[str, Any]:
-        end = SyncEnd.from_wire(call)
-        return (await self._pools[end.pool].sync.sync_end(end)).to_wire()
+        return await self._pools.sync_end(call)
 
     def sync_abort(self, call: dict[str, Any]) -> None:
-        abort = SyncAbort.from_wire(call)
-        self._pools[abort.pool].sync.sync_abort(abort)
+        self._pools.sync_abort(call)
 
     # -- lifetime ------------------------------------------------------------------------
 
@@ -569,7 +570,8 @@ class Supervisor:
                 logger.info("the job is over: stopping %d actors", len(self._actors))
                 for actor in (*self._actors.values(), *self._remote.values()):
                     actor.stop()
-            self._pools.close()
+            if self._loaded_pools is not None:
+                self._loaded_pools.close()
             await self._links.leave()
 
     async def _until_over(self) -> None:

@@ -16,7 +16,16 @@ from umbra.runtime.pools.engine_pool import EnginePool
 from umbra.runtime.pools.pool_slicing import PoolSlicing
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.pools.remote_actor import EngineActor
-from umbra.runtime.weights.sync_calls import SyncBegin, SyncGrant
+from umbra.runtime.rpc.rpc_client import Client
+from umbra.runtime.settings import from_wire
+from umbra.runtime.weights.sync_calls import (
+    SyncAbort,
+    SyncBegin,
+    SyncEnd,
+    SyncFilled,
+    SyncProgressed,
+)
+from umbra.runtime.weights.transports.shared_memory.memfd import FdServer
 
 _INVALIDATE_LIMIT_S: Final = 60.0
 
@@ -24,23 +33,30 @@ StartEngine = Callable[[ActorSpec, int, asyncio.Event], EngineActor]
 
 
 class NodePools:
-    """Owned by the supervisor, as are all tasks made here.
+    """Owned by the supervisor, as are all tasks made here. Its calls take the wire's plain values.
 
     Args:
-        make: makes a pool without engines.
         start: starts an engine's actor on the node of that index, once the event is set.
-        run: runs a coroutine as a task that lives as long as the supervisor; `close` ends it.
+        note: called with each line for the operator.
+        tasks: lives as long as the supervisor; `close` ends the tasks made here.
+        fd_server: offers descriptors at `fd_socket`.
     """
 
     def __init__(
         self,
-        make: Callable[[PoolSpec], EnginePool],
         start: StartEngine,
-        run: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+        client: Client,
+        note: Callable[[str], None],
+        tasks: asyncio.TaskGroup,
+        fd_server: FdServer,
+        fd_socket: str,
     ) -> None:
-        self._make = make
         self._start = start
-        self._run = run
+        self._client = client
+        self._note = note
+        self._tasks = tasks
+        self._fd_server = fd_server
+        self._fd_socket = fd_socket
         self._pools: dict[str, EnginePool] = {}
         self._slicings: dict[str, PoolSlicing] = {}  # by the host's name
         self._hosts: dict[str, str] = {}  # by the guest's name
@@ -61,8 +77,8 @@ class NodePools:
         for task in self._background:
             task.cancel()
 
-    async def create(self, spec: PoolSpec) -> None:
-        """Starts the engines of a pool and waits until each is ready.
+    async def create(self, call: dict[str, Any]) -> None:
+        """Starts the engines of a pool, a `PoolSpec`, and waits until each is ready.
 
         Creating the same pool again (after an elastic restart) returns the one whose engines are
         warm. If it is still being created, or being ended because its rank died, the call waits for
@@ -71,6 +87,7 @@ class NodePools:
         Raises:
             ConfigError, ActorDied.
         """
+        spec = from_wire(PoolSpec, call)
         async with self._creations.setdefault(spec.name, asyncio.Lock()):
             await self._create(spec)
 
@@ -80,7 +97,9 @@ class NodePools:
             if known.spec != spec:
                 raise ConfigError(f"a pool named {spec.name!r} already exists with other settings")
             return
-        pool = self._pools[spec.name] = self._make(spec)
+        pool = self._pools[spec.name] = EnginePool(
+            spec, self._client, self._note, self._tasks, self._fd_server, self._fd_socket
+        )
         sync: asyncio.Task[None] | None = None
         if not spec.load_weights:
             sync = self._run_in_background(pool.sync.run())
@@ -124,7 +143,7 @@ class NodePools:
                 yield
 
     def _run_in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = self._run(work)
+        task = self._tasks.create_task(work)
         self._background.append(task)
         return task
 
@@ -164,12 +183,6 @@ class NodePools:
         async with self._reserved_for_trainer(name, timeout_s, sleeps=False):
             await self[name].wake(tags, timeout_s)
 
-    async def sync_begin(self, call: SyncBegin) -> SyncGrant:
-        pool, slicing = self[call.pool], self._slicings.get(call.pool)
-        begins = contextlib.nullcontext() if slicing is None else slicing.sync_begins(call.left_s)
-        async with begins:
-            return await pool.sync_begin(call)
-
     def _reserved_for_trainer(
         self, name: str, timeout_s: float, *, sleeps: bool | None = None
     ) -> contextlib.AbstractAsyncContextManager[None]:
@@ -182,3 +195,28 @@ class NodePools:
         if slicing is None:
             return contextlib.nullcontext()
         return slicing.reserved_for_trainer(timeout_s, sleeps=sleeps)
+
+    # -- weight syncs: see `umbra.runtime.weights.sync_calls` ----------------------------
+
+    async def sync_begin(self, call: dict[str, Any]) -> dict[str, Any]:
+        begin = SyncBegin.from_wire(call)
+        pool, slicing = self[begin.pool], self._slicings.get(begin.pool)
+        begins = contextlib.nullcontext() if slicing is None else slicing.sync_begins(begin.left_s)
+        async with begins:
+            return (await pool.sync_begin(begin)).to_wire()
+
+    def sync_progress(self, call: dict[str, Any]) -> dict[str, Any]:
+        progress = SyncProgressed.from_wire(call)
+        return self[progress.pool].sync.sync_progress(progress)
+
+    async def sync_filled(self, call: dict[str, Any]) -> None:
+        filled = SyncFilled.from_wire(call)
+        await self[filled.pool].sync.sync_filled(filled)
+
+    async def sync_end(self, call: dict[str, Any]) -> dict[str, Any]:
+        end = SyncEnd.from_wire(call)
+        return (await self[end.pool].sync.sync_end(end)).to_wire()
+
+    def sync_abort(self, call: dict[str, Any]) -> None:
+        abort = SyncAbort.from_wire(call)
+        self[abort.pool].sync.sync_abort(abort)

@@ -11,7 +11,7 @@ _FORBID = """
 import sys
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {forbidden!r}:
+        if not {forbidden!r}.isdisjoint((name, name.partition(".")[0])):
             raise ImportError(f"{{name}} must not be imported here")
         return None
 sys.meta_path.insert(0, Refuse())
@@ -20,6 +20,13 @@ import {module}
 
 _TRAINING_ONLY = {"torch", "transformers", "tokenizers", "safetensors", "matplotlib", "pyarrow"}
 _SLOW_TO_IMPORT = {"pydantic", "pydantic_core", "annotated_types", "numpy", "tempfile"}
+
+
+_POOLS_ONLY = {
+    "umbra.runtime.engine_api.lifecycle",
+    "umbra.runtime.pools.node_pools",
+    "umbra.runtime.weights.sync_calls",
+}
 
 
 def import_without(module: str, forbidden: set[str]) -> None:
@@ -42,6 +49,10 @@ def import_without(module: str, forbidden: set[str]) -> None:
 )
 def test_a_supervisor_loads_neither_torch_nor_pydantic_nor_numpy(module: str) -> None:
     import_without(module, _SLOW_TO_IMPORT | _TRAINING_ONLY)
+
+
+def test_a_supervisor_without_pools_loads_nothing_of_them() -> None:
+    import_without("umbra.runtime.supervisor_host", _POOLS_ONLY)
 
 
 @pytest.mark.parametrize(
