@@ -31,6 +31,7 @@ from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.cluster.environment import (
     TorchrunEnvironment,
     bind_to_agent,
+    host_address,
     is_secret_file_named,
     log_level,
     secret_file,
@@ -72,8 +73,8 @@ class SessionConfig:
     Attributes:
         run_dir: holds logs and `processes.json`; created if missing.
         node_id: this host's name among the job's nodes; the host name by default.
-        tcp_host: address at which other nodes reach this one. By default there is none in a job of
-            one node; in others it is that which reaches torchrun's store, or UMBRA_HOST_ADDRESS.
+        tcp_host: address at which other nodes reach this one: by default UMBRA_HOST_ADDRESS, else
+            none in a job of one node, and in others that which reaches torchrun's store.
         attach_timeout_s: longest wait for the supervisor, and for those of the other nodes.
         shutdown_grace_s: time from the end of the job to SIGKILL of its remaining processes.
     """
@@ -112,9 +113,13 @@ class Session:
             self._job = job_name(environment)
         else:
             self._job = f"{environment.run_id}-{owner_pid}"
-        self._tcp_host = config.tcp_host
+        self._tcp_host = config.tcp_host or host_address()
         if self._has_peers and not self._tcp_host:
-            self._tcp_host = own_address(environment)
+            self._tcp_host = own_address(*environment.meeting_point)
+        # Hosts may share a home directory, and a job of one node has a name on its host only.
+        self._secret_file = secret_file(
+            self._job if self._has_peers else f"{self._job}-{self._node_id}"
+        )
         self._socket_dir = socket_dir_path(self._job, self._node_id, socket_root())
         self._log_dir = config.run_dir / "logs"
         if environment.node_rank > 0:
@@ -192,7 +197,7 @@ class Session:
 
     @property
     def tcp_host(self) -> str:
-        """Address of this node for the others; "" in a job of one node."""
+        """Address of this node for the others; "" for none."""
         return self._tcp_host
 
     @property
@@ -202,7 +207,7 @@ class Session:
 
     @property
     def nodes(self) -> tuple[JobNode, ...]:
-        """All nodes, in the order of their ranks; empty in a job of one node."""
+        """All nodes with ranks, in their order; empty in a job that listens on no address."""
         return self._nodes
 
     # -- lifecycle -----------------------------------------------------------------------
@@ -222,8 +227,7 @@ class Session:
             try:
                 self._await_attached()
                 if self._tcp_host:  # local rank 0 has made them before it started the supervisor
-                    self._client.keys = CurveKeys.load(secret_file(self._job))
-                if self._has_peers:
+                    self._client.keys = CurveKeys.load(self._secret_file)
                     self._meet_other_nodes()
             except BaseException as error:
                 if self._attached.is_set():
@@ -301,16 +305,15 @@ class Session:
             os.close(pidfd)
 
     def _job_keys(self) -> Path:
-        path = secret_file(self._job)
-        if not path.exists():
+        if not self._secret_file.exists():
             with contextlib.suppress(FileExistsError):  # another node was faster
-                CurveKeys.generate().save(path)
-        return path
+                CurveKeys.generate().save(self._secret_file)
+        return self._secret_file
 
     def _forget_keys(self) -> None:
         """Removes the secret file if only this job used it."""
         if self._tcp_host and not is_secret_file_named() and not self._is_outlived:
-            secret_file(self._job).unlink(missing_ok=True)
+            self._secret_file.unlink(missing_ok=True)
 
     @property
     def _is_outlived(self) -> bool:
@@ -373,9 +376,11 @@ class Session:
                 gpus=gpus,
                 gpu_nbytes=tuple(gpu_sizes(gpus)),
                 tcp_endpoint=self._tcp_endpoint,
-                key_digest=key_digest(CurveKeys.load(secret_file(self._job))),
+                key_digest=key_digest(CurveKeys.load(self._secret_file)),
             )
-            nodes = meet_nodes(self._environment, me, self._config.run_dir, timeout_s)
+            nodes = (me,)
+            if self._has_peers:
+                nodes = meet_nodes(self._environment, me, self._config.run_dir, timeout_s)
             self.supervisor_call(
                 "join_job",
                 [to_wire(node) for node in nodes],

@@ -30,7 +30,14 @@ from umbra.runtime.cluster.node_links import JobLinks
 from umbra.runtime.cluster.run_notice import PREEMPT_SIGNAL, StopRequest
 from umbra.runtime.cluster.socket_dir import MAX_SOCKET_PATH_NBYTES
 from umbra.runtime.cluster.stop_requests import StopRequests
-from umbra.runtime.errors import ActorNotFound, ConfigError, DeadlineExceeded, MailboxClosed
+from umbra.runtime.errors import (
+    ActorNotFound,
+    ConfigError,
+    DeadlineExceeded,
+    JobFailed,
+    MailboxClosed,
+)
+from umbra.runtime.first_of import first_of
 from umbra.runtime.pools.hosted_engines import HostedEngines
 from umbra.runtime.pools.remote_actor import EngineActor, RemoteActor
 from umbra.runtime.process.pid_watch import PidWatch
@@ -52,8 +59,6 @@ logger = logging.getLogger(__name__)
 _DEATH_NEWS_LIMIT_S: Final = 0.5
 # Time to end the old ranks' actors: their grace, and the reaping.
 _START_OVER_LIMIT_S: Final = 60.0
-# The job is over once no rank has been attached for this long (all failed, and none restarted).
-NO_RANK_LIMIT_S: Final = 60.0
 
 
 class Supervisor:
@@ -80,7 +85,9 @@ class Supervisor:
         self._loaded_pools: NodePools | None = None
         self._hosted = HostedEngines(self._start)
         self._remote: dict[str, RemoteActor] = {}
-        self._links = JobLinks(client, self._on_event_elsewhere, self._on_node_lost)
+        self._links = JobLinks(
+            client, self._on_event_elsewhere, self._on_node_lost, self._on_node_left
+        )
         self._ranks = AttachedRanks(on_event=self._links.tell)
         self._job_stop = JobStop()
         self._stopped_at: float | None = None  # when a stop signal reached this process
@@ -295,11 +302,66 @@ class Supervisor:
                 self._end_syncs_of(rank)
             case {"kind": "note", "text": str(text)}:
                 self._ranks.note(text)
+            case {"kind": "dismissed", "why": str(why)}:
+                if why:
+                    self._ranks.fail_as(why)
+                self.over.set()
             case _:
                 logger.error("node %d sent an event that this one does not know: %s", node, event)
 
+    async def generate(
+        self, lead: dict[str, Any], me: dict[str, Any], timeout_s: float
+    ) -> AsyncGenerator[int, None]:
+        """Called by `umbra.runtime.node`: this node, which has no ranks, generates for a running
+        job until that job is over. It leaves, and this supervisor ends, when the stream is closed.
+
+        Args:
+            lead: rank 0's node, a `JobNode`.
+            me: this one.
+
+        Yields:
+            The index of this node in the job, once.
+
+        Raises:
+            ConfigError: the job cannot use this node.
+            JobFailed: the job or this node's engines have failed, or it cannot be reached.
+        """
+        try:
+            nodes = from_wire(JobNode, lead), from_wire(JobNode, me)
+            yield await self._links.generate_for(*nodes, timeout_s, self._tasks)
+            await first_of(self._links.ended, self._ranks.failed, self.over)
+            if failure := self._ranks.failure:
+                raise JobFailed(failure)
+        finally:
+            self.over.set()
+
+    async def admit(self, node: dict[str, Any]) -> int:
+        """Called by the supervisor of a node that only generates; returns its index in the job.
+
+        Raises:
+            ConfigError: the job cannot use that node.
+        """
+        generator = from_wire(JobNode, node)
+        self._pools.check_node(generator)
+        idx = await self._links.admit(generator)
+        engines = self._pools.add_node(idx, generator)
+        what = f"starts {', '.join(engines)}" if engines else "waits for the job's pools"
+        self.note(f"node {idx} ({generator.node_id}) has joined to generate, and {what}")
+        return idx
+
+    def _on_node_left(self, node: int) -> None:
+        if self._links.only_generates(node):
+            self._remove_generator(node, "has left")
+
+    def _remove_generator(self, node: int, what: str) -> None:
+        self._pools.remove_node(node)
+        self.note(f"node {node} ({self._links.nodes[node].node_id}), which only generated, {what}")
+
     def _on_node_lost(self, node: int, why: str) -> None:
         nodes = self._links.nodes
+        if self._links.only_generates(node) and self._links.lead is None:
+            self._remove_generator(node, f"cannot be reached any more: {why}")
+            return
         name = f"node {node} ({nodes[node].node_id})"
         self.end(name, f"it cannot be reached any more: {why}")  # before syncs fail for it
         for rank in ranks_of(nodes, node):
@@ -326,9 +388,21 @@ class Supervisor:
     def _on_remote_change(self, node: int, actor: RemoteActor) -> None:
         for pool in self._all_pools():
             pool.on_actor_change(actor)
+        if self._links.only_generates(node):
+            self._on_generator_change(node, actor)
+            return
         is_lost = actor.state == ActorState.FAILED and actor.has_run
         if is_lost and not self._links.has_left(node):
             self._ranks.fail(actor.spec.name, actor.failure)
+
+    def _on_generator_change(self, node: int, actor: RemoteActor) -> None:
+        if actor.state not in (ActorState.STOPPED, ActorState.FAILED):
+            return
+        for pool in self._all_pools():
+            pool.remove(actor)
+        if actor.state == ActorState.FAILED and not actor.has_run:
+            with contextlib.suppress(ActorNotFound):  # it has left, or is lost
+                self._links.dismiss(node, actor.failure)
 
     # -- actors --------------------------------------------------------------------------
 
@@ -551,11 +625,17 @@ class Supervisor:
 
     # -- lifetime ------------------------------------------------------------------------
 
-    async def run(self) -> None:
-        """Runs until the job is over; then ends every actor and returns."""
+    async def run(self, tcp_endpoint: str = "", secret_file: str = "") -> None:
+        """Runs until the job is over; then ends every actor and returns.
+
+        Args:
+            tcp_endpoint: at which other nodes reach this supervisor; "" for none.
+            secret_file: path of the job's keys; "" for none.
+        """
         try:
             requests = self._requests
-            with contextlib.nullcontext() if requests is None else requests.posted():
+            posted = None if requests is None else requests.posted(tcp_endpoint, secret_file)
+            with posted or contextlib.nullcontext():
                 await self._run_actors()
         finally:
             self._context.destroy(linger=0)
@@ -575,15 +655,9 @@ class Supervisor:
             await self._links.leave()
 
     async def _until_over(self) -> None:
-        """Waits until the job is ended, or until no rank has been attached for a while."""
-        watches = [self._tasks.create_task(self._until_abandoned())]
-        if self._requests is not None:
-            watches.append(self._tasks.create_task(self._requests.look()))
+        if self._requests is None:
+            await self.over.wait()
+            return
+        looking = self._tasks.create_task(self._requests.look())
         await self.over.wait()
-        for watch in watches:
-            watch.cancel()
-
-    async def _until_abandoned(self) -> None:
-        await self._ranks.until_abandoned(NO_RANK_LIMIT_S)
-        logger.error("no rank has been attached for %.0f s: ending the job", NO_RANK_LIMIT_S)
-        self.over.set()
+        looking.cancel()

@@ -135,7 +135,7 @@ async def serve(config: SupervisorConfig, ready_fd: int, guardian_pid: int) -> N
                 serving = tasks.create_task(server.run())
                 looking = tasks.create_task(_look_for_orphans())
                 try:
-                    await supervisor.run()
+                    await supervisor.run(tcp_endpoint, config.secret_file)
                 finally:
                     serving.cancel()
                     looking.cancel()

@@ -45,7 +45,7 @@ class AttachedRanks:
 
     Attributes:
         incarnation: of the ranks, counted by torchrun.
-        has_failed: whether the job is lost; all ranks, also later ones, get that event.
+        failed: set once the job is lost; all ranks, also later ones, get that event.
     """
 
     def __init__(self, on_event: Callable[[dict[str, Any]], None]) -> None:
@@ -53,15 +53,18 @@ class AttachedRanks:
         self.incarnation = 1
         self._ranks: dict[int, AttachedRank] = {}
         self._detached: set[int] = set()
+        self.failed = asyncio.Event()
         self._failure: dict[str, Any] | None = None
-        self._failed = asyncio.Event()
         self._signal: dict[str, Any] | None = None
         self._nodes: dict[str, Any] | None = None
-        self._came = asyncio.Event()
-        self._gone = asyncio.Event()  # set when no rank is attached
 
     def __len__(self) -> int:
         return len(self._ranks)
+
+    @property
+    def failure(self) -> str:
+        """Why the job is lost, or ""."""
+        return "" if self._failure is None else self._failure["message"]
 
     @property
     def has_failed(self) -> bool:
@@ -74,8 +77,6 @@ class AttachedRanks:
     def add(self, rank: int, pid: int) -> AttachedRank:
         me = self._ranks[rank] = AttachedRank(rank, pid)
         self._detached.discard(rank)
-        self._came.set()
-        self._gone.clear()
         me.put({"kind": "attached"})
         for event in (self._nodes, self._failure, self._signal):
             if event is not None:
@@ -88,13 +89,7 @@ class AttachedRanks:
         if self._ranks.get(gone.rank) is not gone:
             return False
         del self._ranks[gone.rank]
-        self._signal_gone()
         return True
-
-    def _signal_gone(self) -> None:
-        if not self._ranks:
-            self._came.clear()
-            self._gone.set()
 
     def detach(self, rank: int) -> None:
         """Ends its stream of events; its end is then expected."""
@@ -121,12 +116,11 @@ class AttachedRanks:
         """
         self.incarnation = incarnation
         self._failure = None
-        self._failed.clear()
+        self.failed.clear()
         self._signal = None
         self._detached.clear()
         unseen = list(self._ranks)
         self._ranks.clear()
-        self._signal_gone()
         return unseen
 
     def fail(self, who: str, message: str) -> None:
@@ -136,7 +130,7 @@ class AttachedRanks:
     def fail_as(self, message: str) -> None:
         """`fail` with a message that names who failed."""
         if self._failure is None:
-            self._failed.set()
+            self.failed.set()
             logger.error("%s", message)
             self._failure = {"kind": "failed", "message": message}
             for rank in self._ranks.values():
@@ -170,7 +164,7 @@ class AttachedRanks:
         """Waits until the job is lost, or the time is over."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
-                await self._failed.wait()
+                await self.failed.wait()
 
     def tell_nodes(self, nodes: list[dict[str, Any]]) -> None:
         """Sends every rank, also later ones, the nodes of the job."""
@@ -183,11 +177,3 @@ class AttachedRanks:
         logger.info("%s", text)
         for rank in self._ranks.values():
             rank.put({"kind": "note", "text": text})
-
-    async def until_abandoned(self, limit_s: float) -> None:
-        """Waits until no rank has been attached for `limit_s`."""
-        with contextlib.suppress(TimeoutError):
-            while True:
-                async with asyncio.timeout(limit_s):
-                    await self._came.wait()
-                await self._gone.wait()

@@ -8,7 +8,7 @@
 | TORCHELASTIC_ERROR_FILE | torchrun | with rank and job it names this start of this rank, which tells a wrapper from torchrun's agent |
 | CUDA_VISIBLE_DEVICES | user, Slurm | the node's GPUs that the job may use, in its order; unset: all |
 | SLURM_JOB_ID | Slurm | part of the name of a job of several nodes |
-| UMBRA_HOST_ADDRESS | user | address of this host for other nodes; default: the one that it reaches MASTER_ADDR from |
+| UMBRA_HOST_ADDRESS | user | address of this host for other nodes; default: the one that it reaches MASTER_ADDR from, and none in a job of one node |
 | UMBRA_SOCKET_ROOT | user | folder for sockets, default /tmp/umbra-UID; must be node-local and short |
 | UMBRA_SECRET_FILE | user | file with the job's keys, default ~/.config/umbra/jobs/JOB |
 | UMBRA_LOG_LEVEL | user | level of umbra's own processes, default INFO |

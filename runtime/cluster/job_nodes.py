@@ -53,7 +53,7 @@ class JobNode:
     """A node as the others see it.
 
     Attributes:
-        num_ranks: of the trainer.
+        num_ranks: of the trainer; 0 on a node that only generates.
         gpus: those that the job may use there, as CUDA_VISIBLE_DEVICES names them.
         gpu_nbytes: their sizes; empty if NVML does not tell.
         tcp_endpoint: of its supervisor; "" in a job of one node.
@@ -108,16 +108,15 @@ def job_name(environment: TorchrunEnvironment) -> str:
     return "-".join(filter(None, (environment.run_id, slurm_job_id())))
 
 
-def own_address(environment: TorchrunEnvironment) -> str:
+def own_address(host: str, port: int) -> str:
     """The address of this host for the other nodes: as chosen by the user, or that from which it
-    reaches torchrun's store.
+    reaches the host of rank 0, where torchrun's store is.
 
     Raises:
-        ConfigError: the store's host has no address.
+        ConfigError: that host has no address.
     """
     if chosen := host_address():
         return chosen
-    host, port = environment.meeting_point
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:  # UDP: connecting sends nothing
@@ -126,7 +125,7 @@ def own_address(environment: TorchrunEnvironment) -> str:
             return name
     except OSError as error:
         raise ConfigError(
-            f"no address of this host reaches {host}, where torchrun's store is ({error}): set "
+            f"no address of this host reaches {host}, the host of rank 0 ({error}): set "
             "UMBRA_HOST_ADDRESS to the one that the other nodes can reach"
         ) from error
 
@@ -166,7 +165,7 @@ def meet_nodes(
             f"node {environment.node_rank} did not meet {missing} of {environment.num_nodes} nodes "
             f"within {timeout_s:g} s: see the output there ({str(error).splitlines()[0]})"
         ) from error
-    _check(nodes)
+    check_nodes(nodes)
     return tuple(nodes)
 
 
@@ -249,7 +248,8 @@ def _shared_file(store: Store, node_rank: int, run_dir: Path) -> Generator[str]:
     yield ""
 
 
-def _check(nodes: Sequence[JobNode]) -> None:
+def check_nodes(nodes: Sequence[JobNode]) -> None:
+    """Raises ConfigError if they cannot be the nodes of one job."""
     for rank, node in enumerate(nodes):
         if node.problem:
             raise ConfigError(f"node {rank} ({node.node_id}): {node.problem}")

@@ -4,7 +4,8 @@
     member ── report ──▶ lead     what happens on the member's node, and heartbeats
 
 Both send something at least every `HEARTBEAT_S`. Who is silent for `LOST_AFTER_S` is lost, and with
-it the job. `JobLinks` is either end.
+it the job, unless it only generates. Such a node comes and goes while the job runs: the lead admits
+it before it joins. `JobLinks` is either end.
 """
 
 from __future__ import annotations
@@ -15,9 +16,18 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, Final
 
-from umbra.runtime.cluster.job_nodes import JobNode
-from umbra.runtime.errors import ConfigError, DeadlineExceeded, UmbraError
+from umbra.runtime.cluster.job_nodes import JobNode, check_nodes
+from umbra.runtime.errors import (
+    ActorNotFound,
+    ConfigError,
+    ConnectionLost,
+    DeadlineExceeded,
+    JobFailed,
+    RemoteError,
+    UmbraError,
+)
 from umbra.runtime.rpc.rpc_client import Client, Handle
+from umbra.runtime.settings import to_wire
 
 logger = logging.getLogger(__name__)
 
@@ -134,9 +144,10 @@ class MemberLinks:
     """The lead's links to all members.
 
     Args:
-        nodes: all nodes of the job; the first is the lead's own.
+        nodes: the nodes with ranks; the first is the lead's own.
         on_event: called with the index of a node and an event there.
         on_lost: called once for a node that is lost, with the reason.
+        on_left: called once for a node that has left.
     """
 
     def __init__(
@@ -144,10 +155,13 @@ class MemberLinks:
         nodes: Sequence[JobNode],
         on_event: Callable[[int, Event], None],
         on_lost: Callable[[int, str], None],
+        on_left: Callable[[int], None],
     ) -> None:
         self._members = {idx: _Member(node) for idx, node in enumerate(nodes) if idx > 0}
         self._on_event = on_event
         self._on_lost = on_lost
+        self._on_left = on_left
+        self._watches: asyncio.TaskGroup
 
     async def wait_joined(self, timeout_s: float) -> None:
         """Raises DeadlineExceeded if a node has not joined in time."""
@@ -166,13 +180,21 @@ class MemberLinks:
         return self._members[idx].has_left.is_set()
 
     async def run(self) -> None:
-        """Watches all members until they have left; a lost one ends the watch of that one only."""
-        async with asyncio.TaskGroup() as tasks:
+        """Watches all members until cancelled."""
+        async with asyncio.TaskGroup() as self._watches:
             for idx in self._members:
-                tasks.create_task(self._watch(idx))
+                self._watches.create_task(self._watch(idx))
+            await asyncio.get_running_loop().create_future()
+
+    def admit(self, idx: int, node: JobNode) -> None:
+        """Takes in a node that only generates. It is lost if it does not join soon."""
+        member = self._members[idx] = _Member(node)
+        member.has_joined.set()
+        self._watches.create_task(self._watch(idx))
 
     async def _watch(self, idx: int) -> None:
-        member = self._members[idx]
+        """Returns when the member has left or is lost."""
+        member = self._member(idx)
         await member.has_joined.wait()
         while not member.has_left.is_set():
             member.heard.clear()
@@ -180,8 +202,25 @@ class MemberLinks:
                 async with asyncio.timeout(LOST_AFTER_S):
                     await member.heard.wait()
             except TimeoutError:
+                self._forget(idx)
                 self._on_lost(idx, f"it was silent for {LOST_AFTER_S:g} s")
                 return
+        self._forget(idx)
+        self._on_left(idx)
+
+    def _forget(self, idx: int) -> None:
+        """A node that only generates no longer takes part. The others do until the job ends."""
+        if self._members[idx].node.num_ranks == 0:
+            del self._members[idx]
+
+    def _member(self, idx: int) -> _Member:
+        if idx not in self._members:
+            raise ActorNotFound(f"node {idx} no longer takes part in the job")
+        return self._members[idx]
+
+    def tell(self, idx: int, event: Event) -> None:
+        """Sends an event to one member."""
+        self._member(idx).events.put_nowait(event)
 
     def broadcast(self, event: Event) -> None:
         """Sends an event to all members."""
@@ -199,7 +238,7 @@ class MemberLinks:
 
     async def join(self, idx: int) -> AsyncGenerator[Event, None]:
         """The stream of a member's `LeadLink`."""
-        member = self._members[idx]
+        member = self._member(idx)
         member.has_joined.set()
         logger.info("node %d (%s) has joined", idx, member.node.node_id)
         yield {"kind": "beat"}
@@ -215,7 +254,7 @@ class MemberLinks:
 
     def report(self, idx: int, event: Event) -> None:
         """Takes what a member's `LeadLink` sends."""
-        member = self._members[idx]
+        member = self._member(idx)
         member.heard.set()
         if event["kind"] == "left":
             member.has_left.set()
@@ -224,15 +263,20 @@ class MemberLinks:
 
 
 class JobLinks:
-    """The links of one supervisor, which owns them; there are none in a job of one node.
+    """The links of one supervisor, which owns them; there are none in a job that listens on no
+    address.
 
     Attributes:
-        nodes: all nodes of the job, in the order of their ranks; empty before `connect`.
+        nodes: all nodes that the job has had: those with ranks in the order of their ranks, then
+            those that only generate. Empty before `connect`. A node that only generates knows the
+            lead only.
         lead: the supervisor of rank 0's node; None on that node itself.
+        ended: set when the lead has left or is lost.
 
     Args:
         on_event: called with the index of a node and an event that came from there.
         on_lost: called once for a node that is lost, with the reason.
+        on_left: called once for a node that has left, on rank 0's.
     """
 
     def __init__(
@@ -240,12 +284,15 @@ class JobLinks:
         client: Client,
         on_event: Callable[[int, Event], None],
         on_lost: Callable[[int, str], None],
+        on_left: Callable[[int], None],
     ) -> None:
-        self.nodes: Sequence[JobNode] = ()
+        self.nodes: list[JobNode] = []
         self.lead: Handle | None = None
+        self.ended = asyncio.Event()
         self._client = client
         self._on_event = on_event
         self._on_lost = on_lost
+        self._on_left = on_left
         self._to_lead: LeadLink | None = None
         self._to_members: MemberLinks | None = None
         self._knows_nodes = asyncio.Event()
@@ -262,17 +309,81 @@ class JobLinks:
         Raises:
             DeadlineExceeded: another supervisor cannot be reached.
         """
-        self.nodes = nodes
+        self.nodes = list(nodes)
         if node == 0:
-            members = self._to_members = MemberLinks(nodes, self._on_event, self._lose)
+            members = MemberLinks(nodes, self._on_event, self._lose, self._part)
+            self._to_members = members
             self._task = tasks.create_task(members.run(), name="members")
             self._knows_nodes.set()
             await members.wait_joined(timeout_s)
         else:
             self.lead = self._client.handle(nodes[0].supervisor, awaits_start=True)
-            link = self._to_lead = LeadLink(self.lead, node, self._on_event, self._lose)
-            self._task = tasks.create_task(link.run(), name="lead")
-            await link.wait_joined(timeout_s)
+            await self._join(self.lead, node, timeout_s, tasks)
+
+    async def generate_for(
+        self, lead: JobNode, me: JobNode, timeout_s: float, tasks: asyncio.TaskGroup
+    ) -> int:
+        """Joins a running job as a node that only generates; returns its index there.
+
+        Args:
+            lead: rank 0's node.
+
+        Raises:
+            ConfigError: the lead refuses this node.
+            JobFailed: the lead cannot be reached.
+        """
+        self.nodes = [lead]
+        self.lead = self._client.handle(lead.supervisor)
+        try:
+            node: int = await self.lead.call("admit", to_wire(me), timeout_s=timeout_s)
+            await self._join(self.lead, node, timeout_s, tasks)
+        except RemoteError as error:
+            raise ConfigError(error.remote_message) from None
+        except (ConnectionLost, DeadlineExceeded) as error:
+            raise JobFailed(
+                f"the supervisor at {lead.tcp_endpoint} did not admit this machine: does the file "
+                f"of keys here belong to the job that runs there? ({error})"
+            ) from error
+        return node
+
+    async def _join(
+        self, lead: Handle, node: int, timeout_s: float, tasks: asyncio.TaskGroup
+    ) -> None:
+        link = self._to_lead = LeadLink(lead, node, self._on_event, self._lose)
+        self._task = tasks.create_task(self._follow(link), name="lead")
+        await link.wait_joined(timeout_s)
+
+    async def _follow(self, link: LeadLink) -> None:
+        try:
+            await link.run()
+        finally:
+            self.ended.set()
+
+    async def admit(self, node: JobNode) -> int:
+        """Takes in a node that only generates; returns its index.
+
+        Raises:
+            ConfigError: it cannot be a node of this job.
+        """
+        members = await self._members()
+        check_nodes([*self.nodes, node])
+        self.nodes.append(node)
+        idx = len(self.nodes) - 1
+        members.admit(idx, node)
+        return idx
+
+    def only_generates(self, node: int) -> bool:
+        """Asked on rank 0's node."""
+        return self.nodes[node].num_ranks == 0
+
+    def dismiss(self, node: int, why: str) -> None:
+        """Asks a node that only generates to leave.
+
+        Args:
+            why: what has failed there; "" if nothing has.
+        """
+        assert self._to_members is not None
+        self._to_members.tell(node, {"kind": "dismissed", "why": why})
 
     def supervisor_of(self, node: int) -> Handle:
         """Raises ConfigError if the job has no such node."""
@@ -326,3 +437,7 @@ class JobLinks:
     def _lose(self, node: int, why: str) -> None:
         self._client.drop(self.nodes[node].supervisor, why)
         self._on_lost(node, why)
+
+    def _part(self, node: int) -> None:
+        self._client.drop(self.nodes[node].supervisor, "it has left the job")
+        self._on_left(node)

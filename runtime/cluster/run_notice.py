@@ -45,11 +45,15 @@ class SupervisorAddress:
         job: a random name that no other job has.
         node_id: the supervisor's host.
         socket_dir: its folder of sockets, which other hosts and containers do not see.
+        tcp_endpoint: at which other hosts reach it; "" for none.
+        secret_file: path of the job's keys, which they need for that; "" for none.
     """
 
     job: str
     node_id: str
     socket_dir: str
+    tcp_endpoint: str = ""
+    secret_file: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ import logging
 import secrets
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -30,13 +31,15 @@ class StopRequests:
         self, run_dir: Path, node_id: str, socket_dir: Path, stop: Callable[[StopRequest], None]
     ) -> None:
         self._notice = RunNotice(run_dir)
-        job = secrets.token_hex(8)
-        self._address = SupervisorAddress(job=job, node_id=node_id, socket_dir=str(socket_dir))
+        self._address = SupervisorAddress(
+            job=secrets.token_hex(8), node_id=node_id, socket_dir=str(socket_dir)
+        )
         self._stop = stop
 
-    def posted(self) -> AbstractContextManager[None]:
-        """See `RunNotice.posted`."""
-        return self._notice.posted(self._address)
+    def posted(self, tcp_endpoint: str, secret_file: str) -> AbstractContextManager[None]:
+        """See `RunNotice.posted` and `SupervisorAddress`."""
+        address = replace(self._address, tcp_endpoint=tcp_endpoint, secret_file=secret_file)
+        return self._notice.posted(address)
 
     def mark_preempted(self) -> None:
         """Tells the launcher to start the job again."""

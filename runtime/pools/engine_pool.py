@@ -73,6 +73,7 @@ class EnginePool:
             ),
         )
         self.engines: dict[str, PoolEngine] = {}
+        self.num_added = 0  # engines that the pool has had
         self._client = client
         self._note = note
         self._tasks = tasks
@@ -88,9 +89,16 @@ class EnginePool:
 
     def add(self, actor: EngineActor) -> None:
         """Adds an actor as an engine; its process may not be ready yet."""
+        self.num_added += 1
         self.engines[actor.spec.name] = PoolEngine(
             actor, self._client, self._on_engine_change, loads_weights=self.spec.load_weights
         )
+
+    def remove(self, actor: EngineActor) -> None:
+        """Forgets an engine whose actor has ended for good, if it is one of this pool's."""
+        engine = self.engines.pop(actor.spec.name, None)
+        if engine is not None:
+            self._on_engine_change(engine)
 
     async def wait_running(self) -> None:
         """Waits until every engine is ready; raises the first one's failure, such as ActorDied."""

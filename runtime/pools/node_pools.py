@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Final
 
 from umbra.runtime.actor.actor_spec import ActorSpec
+from umbra.runtime.cluster.job_nodes import JobNode
 from umbra.runtime.engine_api.lifecycle import SleepLevel, Tag
 from umbra.runtime.errors import ActorNotFound, ConfigError
 from umbra.runtime.pools.engine_pool import EnginePool
@@ -62,6 +63,7 @@ class NodePools:
         self._hosts: dict[str, str] = {}  # by the guest's name
         self._background: list[asyncio.Task[None]] = []
         self._creations: dict[str, asyncio.Lock] = {}  # by the pool's name
+        self._generators: dict[int, JobNode] = {}  # nodes that only generate, by index
 
     def __getitem__(self, name: str) -> EnginePool:
         pool = self._pools.get(name)
@@ -113,6 +115,38 @@ class NodePools:
                 self._background.remove(sync)
                 sync.cancel()
             raise
+        if not spec.load_weights:
+            for idx, node in self._generators.items():
+                self._extend(pool, idx, node)
+
+    # -- nodes that only generate --------------------------------------------------------
+
+    def check_node(self, node: JobNode) -> None:
+        """Raises ConfigError if a pool cannot use the node."""
+        for pool in self._pools_of_trainer():
+            pool.spec.engine_specs_on(node.gpus, first_idx=0)
+
+    def add_node(self, idx: int, node: JobNode) -> list[str]:
+        """Starts engines on a node for all pools, also later ones, that get the trainer's weights.
+
+        Returns:
+            The names of the engines.
+        """
+        self._generators[idx] = node
+        return [name for pool in self._pools_of_trainer() for name in self._extend(pool, idx, node)]
+
+    def remove_node(self, idx: int) -> None:
+        """Called when a node has left or is lost; later pools do not use it. Its engines end."""
+        self._generators.pop(idx, None)
+
+    def _pools_of_trainer(self) -> list[EnginePool]:
+        return [pool for pool in self._pools.values() if not pool.spec.load_weights]
+
+    def _extend(self, pool: EnginePool, idx: int, node: JobNode) -> list[str]:
+        specs = pool.spec.engine_specs_on(node.gpus, first_idx=pool.num_added)
+        for spec in specs:
+            pool.add(self._start(spec, idx, pool.may_start))
+        return [spec.name for spec in specs]
 
     async def _start_engines(self, pool: EnginePool) -> None:
         """Starts all engines or, if one cannot start, none."""

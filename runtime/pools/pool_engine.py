@@ -95,6 +95,7 @@ class PoolEngine:
             "version": self.version,
             "ref": self.actor.ref,
             "num_restarts": self.actor.num_restarts,
+            "has_ended": self.actor.state in (ActorState.STOPPED, ActorState.FAILED),
         }
 
     @property

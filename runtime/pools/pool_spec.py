@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,25 +101,60 @@ class PoolSpec(Settings):
 
     def engine_specs(self) -> list[ActorSpec]:
         """One actor per engine, named POOL-0, POOL-1, ..."""
-        own_weights = {"load_weights": True} if self.load_weights else {}
-        return [
-            ActorSpec(
-                name=engine_name(self.name, idx),
-                target=engine_target(self.engine),
-                kwargs={**self.kwargs, **own_weights},
-                restart=self.restart,
-                start_timeout_s=self.start_timeout_s,
-                hung_limit_s=self.hung_limit_s,
-                busy_limit_s=self.busy_limit_s,
-                stall_limit_s=self.stall_limit_s,
-                grace_s=self.grace_s,
-                env=self._environment(gpus),
-                memory_limit_nbytes=self.memory_limit_nbytes,
-                role="engine",
-                gpus=None if gpus is None else gpus.own,
+        gpus = self.engine_gpus or [None] * self.count
+        return [self._engine_spec(idx, gpus[idx]) for idx in range(self.count)]
+
+    def engine_specs_on(self, gpus: Sequence[str], *, first_idx: int) -> list[ActorSpec]:
+        """Actors of further engines on a node that only generates: as many as its GPUs hold, or one
+        on the CPU.
+
+        Args:
+            gpus: of that node.
+            first_idx: number of the first of these engines.
+
+        Raises:
+            ConfigError: the pool cannot have engines there.
+        """
+        if self.transport not in ("auto", "nccl"):
+            raise ConfigError(
+                f"pool {self.name!r}: its weights travel by {self.transport!r}, which reaches no "
+                "other node: set pool.transport = 'auto' or 'nccl'"
             )
-            for idx, gpus in enumerate(self.engine_gpus or [None] * self.count)
+        num_gpus = len(self.engine_gpus[0].own) if self.engine_gpus else 0
+        if num_gpus == 0:
+            return [self._engine_spec(first_idx, EngineGpus(own=()) if self.engine_gpus else None)]
+        if len(gpus) < num_gpus:
+            raise ConfigError(
+                f"pool {self.name!r}: each of its engines needs {num_gpus} GPUs, and the node has "
+                f"{len(gpus)}: set CUDA_VISIBLE_DEVICES there to more, or take another node"
+            )
+        parts = [tuple(gpus[at : at + num_gpus]) for at in range(0, len(gpus), num_gpus)]
+        return [
+            self._engine_spec(
+                first_idx + idx,
+                EngineGpus(own=own, others=tuple(gpu for gpu in gpus if gpu not in own)),
+            )
+            for idx, own in enumerate(parts)
+            if len(own) == num_gpus
         ]
+
+    def _engine_spec(self, idx: int, gpus: EngineGpus | None) -> ActorSpec:
+        own_weights = {"load_weights": True} if self.load_weights else {}
+        return ActorSpec(
+            name=engine_name(self.name, idx),
+            target=engine_target(self.engine),
+            kwargs={**self.kwargs, **own_weights},
+            restart=self.restart,
+            start_timeout_s=self.start_timeout_s,
+            hung_limit_s=self.hung_limit_s,
+            busy_limit_s=self.busy_limit_s,
+            stall_limit_s=self.stall_limit_s,
+            grace_s=self.grace_s,
+            env=self._environment(gpus),
+            memory_limit_nbytes=self.memory_limit_nbytes,
+            role="engine",
+            gpus=None if gpus is None else gpus.own,
+        )
 
     def _environment(self, gpus: EngineGpus | None) -> Mapping[str, str]:
         if gpus is None or not gpus.own:

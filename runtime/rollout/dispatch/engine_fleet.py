@@ -112,6 +112,9 @@ class Fleet:
             self._end(before.engine)
         if view.state == EngineState.DEAD:
             self._end(engine)
+            if report["has_ended"]:
+                del self._views[engine.name]
+                self._dispatcher.idleness.forget(engine.name)
             return
         serving = view.state == EngineState.SERVING
         if serving and engine not in self._link_tasks and view.ref is not None:

@@ -54,6 +54,12 @@ class EngineIdleness:
         self._states[engine.name] = (engine, state)
         self._look_at(engine.name)
 
+    def forget(self, name: str) -> None:
+        """Called when the pool no longer has an engine of that name."""
+        self._advance()
+        del self._states[name]
+        self._counts[self._uses.pop(name)] -= 1
+
     def hold(self, engine: EngineId, holds: bool) -> None:
         """Records that the engine got its first request, or has none left."""
         if holds:

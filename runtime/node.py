@@ -1,0 +1,296 @@
+"""The program of a machine that only generates: it adds engines to a running job.
+
+    python -m umbra.runtime.node --join RUN_DIR
+    python -m umbra.runtime.node --join HOST:PORT --secret-file FILE
+
+    this program ─▶ guardian ─▶ supervisor ── joins ──▶ supervisor of rank 0's node
+                                  └ engines ◀── weights, requests ──
+
+The engines belong to the pool that gets the trainer's weights: as many as this machine's GPUs hold,
+or one on the CPU. Their settings are the job's, so the model is at the same path here. The program
+ends with the job. After SIGTERM, SIGINT or SIGHUP, or if anything here is killed, the machine
+leaves, and its trajectories continue on the job's other engines from their tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import uvloop
+
+from umbra.runtime.cluster.environment import (
+    is_secret_file_named,
+    log_level,
+    secret_file,
+    socket_root,
+    visible_gpus,
+)
+from umbra.runtime.cluster.guardian_process import GuardianProcess, start_guardian
+from umbra.runtime.cluster.job_nodes import JobNode, key_digest, own_address
+from umbra.runtime.cluster.run_notice import RunNotice
+from umbra.runtime.cluster.socket_dir import SocketDir, socket_dir_path
+from umbra.runtime.errors import (
+    ConfigError,
+    ConnectionLost,
+    DeadlineExceeded,
+    JobFailed,
+    RemoteError,
+    UmbraError,
+)
+from umbra.runtime.process.exit_status import STOP_SIGNALS
+from umbra.runtime.process.nvml import count_gpus, gpu_sizes
+from umbra.runtime.rpc.curve_keys import CurveKeys
+from umbra.runtime.rpc.rpc_client import Client
+from umbra.runtime.settings import to_wire
+from umbra.runtime.supervisor_host import SupervisorConfig, supervisor_ref
+
+_JOB: Final = "node"
+"""In the name of the socket directory; the job's own name is not known at an address."""
+_LOOK_INTERVAL_S: Final = 0.5
+_CONNECT_LIMIT_S: Final = 5.0
+_JOIN_LIMIT_S: Final = 60.0
+_GRACE_S: Final = 5.0
+"""From this machine's leaving to SIGKILL of its remaining processes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundJob:
+    """A job that machines can join.
+
+    Attributes:
+        name: for people.
+        host, port: of the supervisor of rank 0's node.
+        secret_file: with the job's keys.
+        log_dir: holds a folder of logs for each node.
+    """
+
+    name: str
+    host: str
+    port: int
+    secret_file: Path
+    log_dir: Path
+
+
+def find_job(join: str, given_secret: Path | None, within_s: float) -> FoundJob:
+    """Waits until the job listens.
+
+    Args:
+        join: its run directory, or HOST:PORT.
+        given_secret: file with its keys; None for the one that the job names.
+
+    Raises:
+        ConfigError: `join` is neither, or the job listens on no address.
+        DeadlineExceeded: no job listens there.
+    """
+    deadline = time.monotonic() + within_s
+    run_dir = Path(join)
+    if given_secret is None and is_secret_file_named():
+        given_secret = secret_file("")
+    while True:
+        if ":" in join:
+            found = _at_address(join, given_secret)
+        elif run_dir.is_dir():
+            found = _in_run_dir(run_dir, given_secret)
+        else:
+            raise ConfigError(f"--join {join}: give a job's run.dir, or HOST:PORT")
+        if found is not None and _listens(found):
+            return found
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(f"no job listens at {join} within {within_s:g} s")
+        time.sleep(_LOOK_INTERVAL_S)
+
+
+def _at_address(join: str, given_secret: Path | None) -> FoundJob:
+    host, _, port = join.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(f"--join {join}: give a job's run.dir, or HOST:PORT")
+    if given_secret is None:
+        raise ConfigError(
+            f"--join {join}: give --secret-file FILE, a copy of the job's keys; "
+            "RUN_DIR/supervisor.json names the file"
+        )
+    return FoundJob(
+        name=join,
+        host=host.strip("[]"),
+        port=int(port),
+        secret_file=given_secret,
+        log_dir=Path("logs"),
+    )
+
+
+def _in_run_dir(run_dir: Path, given_secret: Path | None) -> FoundJob | None:
+    address = RunNotice(run_dir).address()
+    if address is None:
+        return None
+    if not address.tcp_endpoint:
+        raise ConfigError(
+            f"the job in {run_dir} listens on no address: start it with UMBRA_HOST_ADDRESS set to "
+            "the address of its host that this machine reaches"
+        )
+    host, _, port = address.tcp_endpoint.removeprefix("tcp://").rpartition(":")
+    return FoundJob(
+        name=str(run_dir),
+        host=host.strip("[]"),
+        port=int(port),
+        secret_file=given_secret or Path(address.secret_file),
+        log_dir=run_dir / "logs",
+    )
+
+
+def _listens(job: FoundJob) -> bool:
+    try:
+        socket.create_connection((job.host, job.port), _CONNECT_LIMIT_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def _load_keys(path: Path) -> CurveKeys:
+    try:
+        return CurveKeys.load(path)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}: copy the job's file of keys here with mode 0600, and name it by "
+            "--secret-file or UMBRA_SECRET_FILE"
+        ) from error
+
+
+def generate(job: FoundJob) -> int:
+    """Generates for the job until it is over, or until a stop signal.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        UmbraError: this machine cannot join, or the job or something here has failed.
+    """
+    keys = _load_keys(job.secret_file)
+    node_id = f"{socket.gethostname()}-{os.getpid()}"
+    log_dir = job.log_dir / node_id
+    settings = SupervisorConfig(
+        node_id=node_id,
+        log_dir=str(log_dir.absolute()),
+        run_dir="",
+        socket_dir=str(socket_dir_path(_JOB, node_id, socket_root())),
+        tcp_host=own_address(job.host, job.port),
+        secret_file=str(job.secret_file.absolute()),
+        log_level=log_level(),
+    )
+    gpus = visible_gpus(count_gpus())
+    with _start_supervisor(settings, log_dir) as guardian:
+        try:
+            me = JobNode(
+                node_id=node_id,
+                num_ranks=0,
+                gpus=gpus,
+                gpu_nbytes=tuple(gpu_sizes(gpus)),
+                tcp_endpoint=guardian.wait_ready(_JOIN_LIMIT_S)["tcp_endpoint"],
+                key_digest=key_digest(keys),
+            )
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                return runner.run(_take_part(job, me, settings))
+        finally:
+            guardian.stop(2 * _GRACE_S + 5.0)
+
+
+def _start_supervisor(settings: SupervisorConfig, log_dir: Path) -> GuardianProcess:
+    with contextlib.ExitStack() as stack:
+        owner_pidfd = os.pidfd_open(os.getpid())
+        stack.callback(os.close, owner_pidfd)
+        with contextlib.ExitStack() as until_started:
+            socket_dir = SocketDir.create(_JOB, settings.node_id, socket_root())
+            until_started.enter_context(socket_dir)
+            guardian = start_guardian(
+                [sys.executable, "-m", "umbra.runtime.supervisor_host"],
+                config=settings.to_json(),
+                socket_dir=socket_dir,
+                log_path=log_dir / "supervisor.log",
+                grace_s=_GRACE_S,
+                owner_pidfd=owner_pidfd,
+            )
+            until_started.pop_all()  # the guardian owns the directory from here on
+    return guardian
+
+
+async def _take_part(job: FoundJob, me: JobNode, settings: SupervisorConfig) -> int:
+    stopped_by: list[int] = []
+    task = asyncio.current_task()
+    assert task is not None
+
+    def leave(number: int) -> None:
+        if not stopped_by:
+            stopped_by.append(number)
+            task.cancel()
+
+    for number in STOP_SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(number, leave, number)
+    lead = JobNode(
+        node_id=f"{job.host}:{job.port}", num_ranks=0, tcp_endpoint=f"tcp://{job.host}:{job.port}"
+    )
+    ref = supervisor_ref(me.node_id, Path(settings.socket_dir))
+    try:
+        async with Client(me.node_id) as client:
+            arguments = to_wire(lead), to_wire(me), _JOIN_LIMIT_S
+            stream = client.handle(ref).stream("generate", *arguments, timeout_s=None)
+            async with stream as joined:
+                async for node in joined:
+                    print(f"node {node} of the job at {job.name}; logs: {settings.log_dir}")
+                    sys.stdout.flush()
+    except asyncio.CancelledError:
+        print(f"left the job after {signal.Signals(stopped_by[0]).name}")
+        return 128 + stopped_by[0]
+    except ConnectionLost as error:
+        raise JobFailed(
+            f"the supervisor of this machine ended: see the end of {settings.log_dir}/"
+            "supervisor.log"
+        ) from error
+    except RemoteError as error:
+        raise JobFailed(error.remote_message) from None
+    print("the job is over")
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(
+        prog="python -m umbra.runtime.node",
+        description="Adds this machine's engines to a running job, until that job is over.",
+    )
+    parser.add_argument("--join", required=True, metavar="RUN_DIR|HOST:PORT")
+    parser.add_argument(
+        "--secret-file",
+        type=Path,
+        metavar="FILE",
+        help="the job's keys (default: UMBRA_SECRET_FILE, else the file that RUN_DIR names)",
+    )
+    parser.add_argument(
+        "--within",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="longest wait for the job to start (default 600)",
+    )
+    arguments = parser.parse_args(argv)
+    try:
+        job = find_job(arguments.join, arguments.secret_file, arguments.within)
+        return generate(job)
+    except UmbraError as error:
+        print(f"umbra.runtime.node: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
