@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import os
 import signal
 import socket
@@ -62,6 +61,7 @@ _CONNECT_LIMIT_S: Final = 5.0
 _JOIN_LIMIT_S: Final = 60.0
 _GRACE_S: Final = 5.0
 """From this machine's leaving to SIGKILL of its remaining processes."""
+_END_LIMIT_S: Final = 2 * _GRACE_S + 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,39 +188,38 @@ def generate(job: FoundJob) -> int:
         log_level=log_level(),
     )
     gpus = visible_gpus(count_gpus())
+    print(f"logs: {log_dir}", flush=True)
     with _start_supervisor(settings, log_dir) as guardian:
         try:
+            ready = guardian.wait_ready(_JOIN_LIMIT_S)
             me = JobNode(
                 node_id=node_id,
                 num_ranks=0,
                 gpus=gpus,
                 gpu_nbytes=tuple(gpu_sizes(gpus)),
-                tcp_endpoint=guardian.wait_ready(_JOIN_LIMIT_S)["tcp_endpoint"],
+                tcp_endpoint=ready["tcp_endpoint"],
                 key_digest=key_digest(keys),
             )
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 return runner.run(_take_part(job, me, settings))
         finally:
-            guardian.stop(2 * _GRACE_S + 5.0)
+            if guardian.wait(_END_LIMIT_S) is None:
+                guardian.stop(_END_LIMIT_S)
 
 
 def _start_supervisor(settings: SupervisorConfig, log_dir: Path) -> GuardianProcess:
-    with contextlib.ExitStack() as stack:
-        owner_pidfd = os.pidfd_open(os.getpid())
-        stack.callback(os.close, owner_pidfd)
-        with contextlib.ExitStack() as until_started:
-            socket_dir = SocketDir.create(_JOB, settings.node_id, socket_root())
-            until_started.enter_context(socket_dir)
-            guardian = start_guardian(
-                [sys.executable, "-m", "umbra.runtime.supervisor_host"],
-                config=settings.to_json(),
-                socket_dir=socket_dir,
-                log_path=log_dir / "supervisor.log",
-                grace_s=_GRACE_S,
-                owner_pidfd=owner_pidfd,
-            )
-            until_started.pop_all()  # the guardian owns the directory from here on
-    return guardian
+    owner_pidfd = os.pidfd_open(os.getpid())
+    try:
+        return start_guardian(
+            [sys.executable, "-m", "umbra.runtime.supervisor_host"],
+            config=settings.to_json(),
+            socket_dir=SocketDir.create(_JOB, settings.node_id, socket_root()),
+            log_path=log_dir / "supervisor.log",
+            grace_s=_GRACE_S,
+            owner_pidfd=owner_pidfd,
+        )
+    finally:
+        os.close(owner_pidfd)
 
 
 async def _take_part(job: FoundJob, me: JobNode, settings: SupervisorConfig) -> int:
@@ -243,12 +242,11 @@ async def _take_part(job: FoundJob, me: JobNode, settings: SupervisorConfig) -> 
         async with Client(me.node_id) as client:
             arguments = to_wire(lead), to_wire(me), _JOIN_LIMIT_S
             stream = client.handle(ref).stream("generate", *arguments, timeout_s=None)
-            async with stream as joined:
-                async for node in joined:
-                    print(f"node {node} of the job at {job.name}; logs: {settings.log_dir}")
-                    sys.stdout.flush()
+            async with stream as lines:
+                async for line in lines:
+                    print(f"{job.name}: {line}", flush=True)
     except asyncio.CancelledError:
-        print(f"left the job after {signal.Signals(stopped_by[0]).name}")
+        print(f"{job.name}: left the job after {signal.Signals(stopped_by[0]).name}")
         return 128 + stopped_by[0]
     except ConnectionLost as error:
         raise JobFailed(
@@ -257,7 +255,6 @@ async def _take_part(job: FoundJob, me: JobNode, settings: SupervisorConfig) -> 
         ) from error
     except RemoteError as error:
         raise JobFailed(error.remote_message) from None
-    print("the job is over")
     return 0
 
 

@@ -271,18 +271,15 @@ class Session:
             log_level=log_level(),
         )
         program = [sys.executable, "-m", "umbra.runtime.supervisor_host"]
-        with self._owner_pidfd() as owner_pidfd, contextlib.ExitStack() as stack:
-            socket_dir = SocketDir.create(self._job, self._node_id, socket_root())
-            stack.enter_context(socket_dir)
+        with self._owner_pidfd() as owner_pidfd:
             guardian = start_guardian(
                 [*program, run_dir],
                 config=settings.to_json(),
-                socket_dir=socket_dir,
+                socket_dir=SocketDir.create(self._job, self._node_id, socket_root()),
                 log_path=log_path,
                 grace_s=config.shutdown_grace_s,
                 owner_pidfd=owner_pidfd,
             )
-            stack.pop_all()  # the guardian owns the directory from here on
         with contextlib.ExitStack() as stack:
             stack.enter_context(guardian)
             stack.callback(guardian.stop, config.shutdown_grace_s + 5.0)

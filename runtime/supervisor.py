@@ -26,10 +26,10 @@ from umbra.runtime.actor.supervised_actor import ActorState, NodeSettings, Super
 from umbra.runtime.cluster.attached_ranks import AttachedRank, AttachedRanks
 from umbra.runtime.cluster.gpu_shortage import RankMemory, read_gpu_memory
 from umbra.runtime.cluster.job_nodes import JobNode, ranks_of
+from umbra.runtime.cluster.job_requests import JobRequests
 from umbra.runtime.cluster.node_links import JobLinks
-from umbra.runtime.cluster.run_notice import PREEMPT_SIGNAL, StopRequest
+from umbra.runtime.cluster.run_notice import PREEMPT_SIGNAL, JobRequest
 from umbra.runtime.cluster.socket_dir import MAX_SOCKET_PATH_NBYTES
-from umbra.runtime.cluster.stop_requests import StopRequests
 from umbra.runtime.errors import (
     ActorNotFound,
     ConfigError,
@@ -72,14 +72,9 @@ class Supervisor:
         self._node = node
         self._processes_path = (run_dir or node.log_dir) / "processes.json"
         self._client = client
-        self._requests: StopRequests | None = None
+        self._requests: JobRequests | None = None
         if run_dir is not None:
-            self._requests = StopRequests(
-                run_dir,
-                node.node_id,
-                node.socket_dir,
-                lambda request: self.stop_job(request.number, request.grace_s),
-            )
+            self._requests = JobRequests(run_dir, node.node_id, node.socket_dir, self._act_on)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._actors: dict[str, SupervisedActor] = {}
         self._loaded_pools: NodePools | None = None
@@ -188,15 +183,21 @@ class Supervisor:
             self._job_stop.request()
         self._ranks.pass_on_signal(f"rank {rank}", incarnation, number)
 
-    def request_stop(self, call: dict[str, Any]) -> None:
-        """Called for `umbra stop` and `umbra preempt`, with a `StopRequest`.
+    def request(self, call: dict[str, Any]) -> None:
+        """Called for `umbra stop`, `umbra preempt` and `umbra drain`, with a `JobRequest`.
 
         Raises:
-            ActorNotFound: it is addressed to another job.
+            ActorNotFound: it is addressed to another job, or that has no such node.
         """
         if self._requests is None:
-            raise ActorNotFound("the supervisor of rank 0's node takes requests to stop the job")
-        self._requests.take(from_wire(StopRequest, call))
+            raise ActorNotFound("the supervisor of rank 0's node takes requests to the job")
+        self._requests.take(from_wire(JobRequest, call))
+
+    def _act_on(self, request: JobRequest) -> None:
+        if request.kind == "drain":
+            self._links.dismiss(self._links.find_generator(request.node), "")
+        else:
+            self.stop_job(request.number, request.grace_s)
 
     def stop_job(self, number: int, grace_s: float | None = None) -> None:
         """Called when a stop signal reached this process, maybe through the guardian.
@@ -311,16 +312,16 @@ class Supervisor:
 
     async def generate(
         self, lead: dict[str, Any], me: dict[str, Any], timeout_s: float
-    ) -> AsyncGenerator[int, None]:
+    ) -> AsyncGenerator[str, None]:
         """Called by `umbra.runtime.node`: this node, which has no ranks, generates for a running
-        job until that job is over. It leaves, and this supervisor ends, when the stream is closed.
+        job until that is over. It leaves, and this supervisor ends, when the stream is closed.
 
         Args:
             lead: rank 0's node, a `JobNode`.
             me: this one.
 
         Yields:
-            The index of this node in the job, once.
+            Lines for the person who started that program.
 
         Raises:
             ConfigError: the job cannot use this node.
@@ -328,10 +329,13 @@ class Supervisor:
         """
         try:
             nodes = from_wire(JobNode, lead), from_wire(JobNode, me)
-            yield await self._links.generate_for(*nodes, timeout_s, self._tasks)
+            node = await self._links.generate_for(*nodes, timeout_s, self._tasks)
+            yield f"joined as node {node}"
             await first_of(self._links.ended, self._ranks.failed, self.over)
             if failure := self._ranks.failure:
+                self._links.tell_lead({"kind": "note", "text": f"node {node}: {failure}"})
                 raise JobFailed(failure)
+            yield "the job is over" if self._links.ended.is_set() else "left the job, as asked"
         finally:
             self.over.set()
 
@@ -401,8 +405,7 @@ class Supervisor:
         for pool in self._all_pools():
             pool.remove(actor)
         if actor.state == ActorState.FAILED and not actor.has_run:
-            with contextlib.suppress(ActorNotFound):  # it has left, or is lost
-                self._links.dismiss(node, actor.failure)
+            self._links.dismiss(node, actor.failure)
 
     # -- actors --------------------------------------------------------------------------
 

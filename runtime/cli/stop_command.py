@@ -1,4 +1,5 @@
-"""`umbra stop` and `umbra preempt`: end the job that runs in a run directory, in order.
+"""`umbra stop` and `umbra preempt` end the job of a run directory in order. `umbra drain` takes one
+of its nodes out.
 
 The request goes to the supervisor's socket. Where that cannot be reached, on another node or in
 another container, it is left in the run directory, where the supervisor looks once a second.
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Literal
 
-from umbra.runtime.cluster.run_notice import RunNotice, StopRequest, SupervisorAddress
+from umbra.runtime.cluster.run_notice import JobRequest, RunNotice, SupervisorAddress
 from umbra.runtime.cluster.socket_dir import is_in_use
 from umbra.runtime.errors import (
     ActorNotFound,
@@ -39,11 +40,11 @@ _LOOK_INTERVAL_S: Final = 0.25
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Returns 0 when the job has ended as requested.
+    """Returns 0 when the job has ended as requested, or has taken the request to drain a node.
 
     Raises:
         ConfigError: there is no such directory, or it cannot be read or written.
-        ActorNotFound: no job runs in it.
+        ActorNotFound: no job runs in it, or that has no such node.
         DeadlineExceeded: the job does not react, or does not end.
         UmbraError: the job ended by itself before it was preempted.
     """
@@ -51,32 +52,62 @@ def run(arguments: argparse.Namespace) -> int:
     if not run_dir.is_dir():
         raise ConfigError(f"{run_dir} is not a directory: give a job's run.dir")
     try:
+        if arguments.command == "drain":
+            return _drain(run_dir, arguments.node)
         return _end_job(run_dir, arguments.command, arguments.within)
     except OSError as error:
         raise ConfigError(f"cannot use {run_dir}: {error}") from error
 
 
 def _end_job(run_dir: Path, kind: Literal["stop", "preempt"], grace_s: float) -> int:
-    notice = RunNotice(run_dir)
-    address = notice.address()
-    if address is None:
-        raise ActorNotFound(f"no job is running in {run_dir}")
-    request = StopRequest(job=address.job, kind=kind, grace_s=grace_s)
+    notice, address = _find(run_dir)
     deadline = time.monotonic() + grace_s + _END_LIMIT_S
-
-    def has_ended() -> bool:
-        if notice.address() != address:
-            return True
-        _is_reachable(address)  # raises if the job has been killed since
-        return False
-
-    if not _is_reachable(address) or not asyncio.run(_call(address, request)):
-        _leave(notice, request, address, has_ended)
-    _wait(lambda: has_ended() and not notice.is_locked, deadline, f"the job in {run_dir} ended")
+    _request(notice, address, JobRequest(job=address.job, kind=kind, grace_s=grace_s))
+    _wait(
+        lambda: _has_ended(notice, address) and not notice.is_locked,
+        deadline,
+        f"the job in {run_dir} ended",
+    )
     if kind == "preempt" and not notice.is_preempted:
         raise UmbraError(f"the job in {run_dir} ended before it could be preempted")
     print(f"{run_dir}: {'preempted' if kind == 'preempt' else 'stopped'}")
     return 0
+
+
+def _drain(run_dir: Path, node: str) -> int:
+    notice, address = _find(run_dir)
+    _request(notice, address, JobRequest(job=address.job, kind="drain", node=node))
+    print(f"{run_dir}: node {node} is asked to leave")
+    return 0
+
+
+def _find(run_dir: Path) -> tuple[RunNotice, SupervisorAddress]:
+    notice = RunNotice(run_dir)
+    address = notice.address()
+    if address is None:
+        raise ActorNotFound(f"no job is running in {run_dir}")
+    return notice, address
+
+
+def _request(notice: RunNotice, address: SupervisorAddress, request: JobRequest) -> None:
+    """Returns when the job has taken the request, or has ended."""
+    if _is_reachable(address) and asyncio.run(_call(address, request)):
+        return
+    if _has_ended(notice, address):
+        return
+    notice.leave_request(request)
+    _wait(
+        lambda: _has_ended(notice, address) or not notice.is_request_left,
+        time.monotonic() + _TAKEN_WITHIN_S,
+        f"its supervisor on {address.node_id} took the request; was the job killed?",
+    )
+
+
+def _has_ended(notice: RunNotice, address: SupervisorAddress) -> bool:
+    if notice.address() != address:
+        return True
+    _is_reachable(address)  # raises if the job has been killed since
+    return False
 
 
 def _is_reachable(address: SupervisorAddress) -> bool:
@@ -89,33 +120,16 @@ def _is_reachable(address: SupervisorAddress) -> bool:
     return True
 
 
-async def _call(address: SupervisorAddress, request: StopRequest) -> bool:
+async def _call(address: SupervisorAddress, request: JobRequest) -> bool:
     """Returns False if the supervisor did not answer."""
     ref = supervisor_ref(address.node_id, Path(address.socket_dir))
     async with Client(address.node_id) as client:
         try:
             supervisor = client.handle(ref)
-            await supervisor.call("request_stop", to_wire(request), timeout_s=_CALL_LIMIT_S)
+            await supervisor.call("request", to_wire(request), timeout_s=_CALL_LIMIT_S)
         except (ConnectionLost, DeadlineExceeded, MailboxClosed):
             return False
     return True
-
-
-def _leave(
-    notice: RunNotice,
-    request: StopRequest,
-    address: SupervisorAddress,
-    has_ended: Callable[[], bool],
-) -> None:
-    """Leaves the request in the run directory, and waits until it is taken."""
-    if has_ended():
-        return
-    notice.leave_request(request)
-    _wait(
-        lambda: has_ended() or not notice.is_request_left,
-        time.monotonic() + _TAKEN_WITHIN_S,
-        f"its supervisor on {address.node_id} took the request; was the job killed?",
-    )
 
 
 def _wait(look: Callable[[], bool], deadline: float, what: str) -> None:

@@ -39,6 +39,10 @@ _PREEMPT: Final = (
     "(torchrun with 1), and RUN_DIR/preempted tells the launcher. launch/slurm/train.sbatch "
     "requeues such a job."
 )
+_DRAIN: Final = (
+    "Asks a machine that only generates (python -m umbra.runtime.node) to leave its job. Its "
+    "trajectories continue on the job's other engines. Returns when the job has taken the request."
+)
 _GENERATE: Final = (
     "Generates one completion and prints it as it comes: with an engine started for it, or, with "
     "--url, by a server that is running."
@@ -76,7 +80,7 @@ def _run_reporting_errors(argv: Sequence[str]) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     match arguments.command:
-        case "stop" | "preempt":
+        case "stop" | "preempt" | "drain":
             from umbra.runtime.cli import stop_command
 
             return stop_command.run(arguments)
@@ -128,6 +132,9 @@ def _parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentP
         ("preempt", "the same, to be started again", _PREEMPT),
     ):
         _add_stop_arguments(commands.add_parser(name, help=purpose, description=description))
+    drain = commands.add_parser("drain", help="take a machine out of a job", description=_DRAIN)
+    drain.add_argument("run_dir", metavar="RUN_DIR", help="the job's run.dir")
+    drain.add_argument("node", metavar="NODE", help="its number or id, as the job reported it")
     _add_serve_arguments(
         commands.add_parser("serve", help="engines behind an HTTP endpoint", description=_SERVE)
     )

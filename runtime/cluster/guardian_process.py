@@ -110,12 +110,13 @@ def start_guardian(
     `config` is the supervisor's stdin, so secrets are neither on a command line nor in an
     environment. `owner_pidfd`: the process whose end is the job's end; the caller closes it.
     `grace_s`: the supervisor's time to stop once the owner has ended. The guardian takes over
-    `socket_dir` and removes it at the end.
+    `socket_dir` and removes it at the end; it is removed, too, if the guardian cannot be started.
 
     Raises ConfigError if the log cannot be written.
     """
-    log = ChildLog.begin(log_path, "guardian and supervisor")
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as until_started, contextlib.ExitStack() as stack:
+        until_started.enter_context(socket_dir)
+        log = ChildLog.begin(log_path, "guardian and supervisor")
         ready_fd, ready_write_fd = os.pipe()
         stack.callback(os.close, ready_write_fd)
         fds = (owner_pidfd, ready_write_fd, socket_dir.lock_fd)
@@ -139,6 +140,7 @@ def start_guardian(
         except OSError:
             os.close(ready_fd)
             raise
+        until_started.pop_all()
     socket_dir.release()
     return GuardianProcess(popen, ready_fd, log)
 

@@ -218,9 +218,14 @@ class MemberLinks:
             raise ActorNotFound(f"node {idx} no longer takes part in the job")
         return self._members[idx]
 
+    def __contains__(self, idx: int) -> bool:
+        """Whether the node takes part."""
+        return idx in self._members
+
     def tell(self, idx: int, event: Event) -> None:
-        """Sends an event to one member."""
-        self._member(idx).events.put_nowait(event)
+        """Sends an event to a member, if it still takes part."""
+        if idx in self._members:
+            self._members[idx].events.put_nowait(event)
 
     def broadcast(self, event: Event) -> None:
         """Sends an event to all members."""
@@ -296,6 +301,7 @@ class JobLinks:
         self._to_lead: LeadLink | None = None
         self._to_members: MemberLinks | None = None
         self._knows_nodes = asyncio.Event()
+        self._has_ranks = True
         self._task: asyncio.Task[None] | None = None
 
     async def connect(
@@ -333,6 +339,7 @@ class JobLinks:
             JobFailed: the lead cannot be reached.
         """
         self.nodes = [lead]
+        self._has_ranks = False
         self.lead = self._client.handle(lead.supervisor)
         try:
             node: int = await self.lead.call("admit", to_wire(me), timeout_s=timeout_s)
@@ -377,13 +384,34 @@ class JobLinks:
         return self.nodes[node].num_ranks == 0
 
     def dismiss(self, node: int, why: str) -> None:
-        """Asks a node that only generates to leave.
+        """Asks a node that only generates to leave, if it still takes part.
 
         Args:
             why: what has failed there; "" if nothing has.
         """
         assert self._to_members is not None
         self._to_members.tell(node, {"kind": "dismissed", "why": why})
+
+    def find_generator(self, name: str) -> int:
+        """The index of a node that takes part and only generates.
+
+        Args:
+            name: its index or its id.
+
+        Raises:
+            ActorNotFound: there is none of that name.
+        """
+        members = self._to_members
+        known = {
+            idx: node.node_id
+            for idx, node in enumerate(self.nodes)
+            if node.num_ranks == 0 and members is not None and idx in members
+        }
+        for idx, node_id in known.items():
+            if name in (str(idx), node_id):
+                return idx
+        there_are = ", ".join(f"{idx} ({node_id})" for idx, node_id in known.items()) or "none"
+        raise ActorNotFound(f"no node {name!r} that only generates; there are: {there_are}")
 
     def supervisor_of(self, node: int) -> Handle:
         """Raises ConfigError if the job has no such node."""
@@ -396,8 +424,9 @@ class JobLinks:
         return self._to_members is not None and self._to_members.has_left(node)
 
     def tell(self, event: Event) -> None:
-        """Sends an event of this node to the lead, or of the lead to all others."""
-        if self._to_lead is not None:
+        """Sends an event of this node to the lead, or of the lead to all others. What ends a node
+        that only generates does not concern the others."""
+        if self._to_lead is not None and self._has_ranks:
             self._to_lead.report(event)
         if self._to_members is not None:
             self._to_members.broadcast(event)

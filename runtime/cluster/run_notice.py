@@ -1,7 +1,7 @@
-"""The files of a run directory by which a running job is found and asked to stop.
+"""The files of a run directory by which a running job is found and gets requests.
 
     RUN_DIR/supervisor.json    where the job's supervisor listens; exists while it serves
-    RUN_DIR/stop_request.json  a request to it, from where its socket cannot be reached
+    RUN_DIR/request.json  a request to it, from where its socket cannot be reached
     RUN_DIR/preempted          exists if the last job was preempted: its launcher starts it again
 
 A launcher reads `preempted`, because torchrun turns every exit status of a rank into 1.
@@ -57,21 +57,24 @@ class SupervisorAddress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StopRequest(Settings):
-    """Asks `job` to end.
+class JobRequest(Settings):
+    """Asks `job` to end, or one of its nodes to leave.
 
     Attributes:
-        kind: "stop" is what SIGTERM does; after "preempt" the launcher starts the job again.
+        kind: "stop" is what SIGTERM does; after "preempt" the launcher starts the job again. After
+            "drain" a node that only generates leaves.
         grace_s: time for the step in progress and its checkpoint.
+        node: which node leaves: its number or its id.
     """
 
     job: str
-    kind: Literal["stop", "preempt"]
-    grace_s: Seconds
+    kind: Literal["stop", "preempt", "drain"]
+    grace_s: Seconds = 300.0
+    node: str = ""
 
     @property
     def number(self) -> int:
-        """The signal that stands for it."""
+        """The signal that stands for the end."""
         return PREEMPT_SIGNAL if self.kind == "preempt" else signal.SIGTERM
 
 
@@ -80,7 +83,7 @@ class RunNotice:
 
     def __init__(self, run_dir: Path) -> None:
         self._address = run_dir / "supervisor.json"
-        self._request = run_dir / "stop_request.json"
+        self._request = run_dir / "request.json"
         self._preempted = run_dir / "preempted"
         self._lock = run_dir / ".lock"
 
@@ -99,10 +102,10 @@ class RunNotice:
             with contextlib.suppress(OSError):
                 self._address.unlink(missing_ok=True)
 
-    def take_request(self) -> StopRequest | None:
+    def take_request(self) -> JobRequest | None:
         """The request that was left, once. One that makes no sense is logged and removed."""
         try:
-            request = _read(StopRequest, self._request)
+            request = _read(JobRequest, self._request)
             self._request.unlink(missing_ok=True)
         except ConfigError as error:
             logger.warning("%s is ignored: %s", self._request, error)
@@ -110,7 +113,7 @@ class RunNotice:
             return None
         return request
 
-    def leave_request(self, request: StopRequest) -> None:
+    def leave_request(self, request: JobRequest) -> None:
         """Raises OSError if the run directory cannot be written."""
         _write(self._request, request)
 

@@ -124,7 +124,7 @@ def test_a_killed_job_is_reported_and_its_request_does_not_stop_the_next_one(
         run.wait_for_step(1)
         run.kill_all(random.Random(0), at_once=True)
         done = umbra("preempt", run.run_dir)
-        (run.run_dir / "stop_request.json").write_text(
+        (run.run_dir / "request.json").write_text(
             json.dumps({"job": "another", "kind": "stop", "grace_s": 1.0})
         )
 

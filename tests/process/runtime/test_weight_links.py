@@ -23,16 +23,9 @@ from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.session import Session
 from umbra.runtime.testing.distributed_world import DistributedWorld
 from umbra.runtime.weights.sync_calls import SyncReport
-from umbra.runtime.weights.transports.nccl.weight_links import open_store
 from umbra.runtime.weights.weight_publisher import WeightPublisher
 
-pytestmark = pytest.mark.process
-
-
-@pytest.fixture(scope="module", autouse=True)
-def pipe_of_stores() -> None:
-    """The first store of a process makes a pipe that stays; no test is blamed for it."""
-    open_store("127.0.0.1")
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("pipe_of_stores")]
 
 
 def start_pool(session: Session, **settings: Any) -> None:

@@ -176,7 +176,9 @@ class LiveRollouts:
     def publish(self, version: int) -> None:
         """Brings the engines that lack it to `version`."""
         self.version = version
-        publisher = WeightPublisher(SessionSync(self.session), 0, 1, self._weights)
+        publisher = WeightPublisher(
+            SessionSync(self.session), 0, 1, self._weights, store_host=self.session.tcp_host
+        )
         publisher.publish("policy", version, 20.0)
 
     def announce(self, version: int, step: int) -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from umbra.runtime.cluster.run_notice import RunNotice, StopRequest, SupervisorAddress
+from umbra.runtime.cluster.run_notice import JobRequest, RunNotice, SupervisorAddress
 
 ADDRESS = SupervisorAddress(job="a", node_id="node", socket_dir="/tmp/none")
-REQUEST = StopRequest(job="a", kind="preempt", grace_s=3.0)
+REQUEST = JobRequest(job="a", kind="preempt", grace_s=3.0)
 
 
 def test_a_request_is_taken_once(tmp_path: Path) -> None:
@@ -24,7 +24,7 @@ def test_a_request_is_taken_once(tmp_path: Path) -> None:
     "text", ["", "[]", "{", '{"job": "a"}', '{"job": "a", "kind": "pause", "grace_s": 1.0}', "\xff"]
 )
 def test_a_request_that_makes_no_sense_is_ignored(tmp_path: Path, text: str) -> None:
-    (tmp_path / "stop_request.json").write_bytes(text.encode("latin-1"))
+    (tmp_path / "request.json").write_bytes(text.encode("latin-1"))
     notice = RunNotice(tmp_path)
 
     assert notice.take_request() is None

@@ -1,0 +1,238 @@
+"""Machines that only generate: they join a running job, serve, leave, and are killed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from joined_node import JoinedNode
+from live_rollouts import VOCAB_SIZE, LiveRollouts, merged, while_generating
+from test_live_rollouts import expected_completions
+from watching import DEADLINE_S, all_end
+
+from umbra.runtime.cli.umbra_command import main as umbra
+from umbra.runtime.cluster.node_links import LOST_AFTER_S
+from umbra.runtime.rpc.curve_keys import CurveKeys
+from umbra.runtime.testing.session_factory import SessionFactory
+
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.slow,
+    pytest.mark.usefixtures("pipe_of_stores"),
+]
+
+
+class OpenJob:
+    """A job of one node that other machines can join, with one engine of its own."""
+
+    def __init__(self, factory: SessionFactory, folder: Path, **changes: Any) -> None:
+        self._factory = factory
+        self._folder = folder
+        session = factory(tcp_host="127.0.0.1")
+        self.run_dir = factory.run_dirs[-1]
+        changes.setdefault("engine", {"tokens_per_s": 60.0})
+        config = {"max_staleness": 9}  # batches are made with whatever weights there are
+        self.live = LiveRollouts(session, folder, num_engines=1, config=config, **changes)
+        self.live.publish(1)
+
+    def join(self, *more: str) -> JoinedNode:
+        return JoinedNode(self._folder, ["--join", str(self.run_dir), *more])
+
+    def wait_for_serving(self, name: str) -> None:
+        """Returns once an engine serves; sends it the weights if nothing else has done so."""
+        ready = ("PENDING_WEIGHTS", "SERVING")
+        self._wait(lambda: self.states().get(name) in ready, self.states)
+        self.live.publish(self.live.version)
+        assert self.states()[name] == "SERVING"
+
+    def wait_for_note(self, text: str) -> None:
+        self._wait(lambda: any(text in note for note in self._factory.notes), self.notes)
+
+    def states(self) -> dict[str, str]:
+        return {row["engine"]: row["state"] for row in self.live.session.pool("policy").states()}
+
+    def notes(self) -> list[str]:
+        return self._factory.notes
+
+    def check_batch(self, step: int) -> None:
+        samples = merged(self.live.next_batch(step))
+        assert {name: s["completion"] for name, s in samples.items()} == expected_completions(step)
+
+    def _wait(self, look: Callable[[], bool], show: Callable[[], object]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not look():
+            assert time.monotonic() < deadline, show()
+            time.sleep(0.02)
+
+
+@contextmanager
+def joined(job: OpenJob) -> Generator[JoinedNode]:
+    """A node whose engine serves. All its processes end with the block, and leave nothing."""
+    with ExitStack() as stack:
+        node = stack.enter_context(job.join())
+        node.wait_for_text("joined as node")
+        job.wait_for_serving("policy-1")
+        processes = node.tree()
+        assert len(processes) == 4, "the program, its guardian, its supervisor and an engine"
+        stack.enter_context(all_end(processes))
+        yield node
+
+
+def test_a_machine_joins_and_leaves_by_a_signal(
+    umbra_session_factory: SessionFactory, tmp_path: Path
+) -> None:
+    job = OpenJob(umbra_session_factory, tmp_path)
+    job.check_batch(0)
+
+    with joined(job) as node:
+        with while_generating(job.live, 50, lambda: node.process.send_signal(signal.SIGTERM)):
+            job.check_batch(1)
+        assert node.wait() == 128 + signal.SIGTERM, node.text()
+        job.wait_for_note("which only generated, has left")
+
+    assert list(job.states()) == ["policy-0"]
+    job.live.publish(2)
+    job.check_batch(2)
+    # A later machine's engine has a name that none has had.
+    with job.join() as other:
+        other.wait_for_text("joined as node 2")
+        job.wait_for_note("has joined to generate, and starts policy-2")
+
+
+def test_a_machine_leaves_when_it_is_drained_or_the_job_is_over(
+    umbra_session_factory: SessionFactory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = OpenJob(umbra_session_factory, tmp_path)
+
+    with joined(job) as node:
+        assert umbra(["drain", str(job.run_dir), "0"]) == 1
+        assert "no node '0' that only generates; there are: 1 (" in capsys.readouterr().err
+        with while_generating(
+            job.live, 50, lambda: assert_ok(umbra(["drain", str(job.run_dir), "1"]))
+        ):
+            job.check_batch(0)
+        assert node.wait() == 0, node.text()
+        assert "left the job, as asked" in node.text()
+    with job.join() as other:
+        other.wait_for_text("joined as node 2")
+        umbra_session_factory.close()
+        assert other.wait() == 0, other.text()
+        assert "the job is over" in other.text()
+
+
+@pytest.mark.parametrize("which", ["program", "guardian", "supervisor"])
+def test_a_machine_of_which_a_process_is_killed_leaves(
+    umbra_session_factory: SessionFactory, tmp_path: Path, which: str
+) -> None:
+    job = OpenJob(umbra_session_factory, tmp_path)
+
+    with joined(job) as node:
+        victim = dict(zip(("program", "guardian", "supervisor"), node.tree(), strict=False))[which]
+        with while_generating(job.live, 50, lambda: os.kill(victim, signal.SIGKILL)):
+            job.check_batch(0)
+        job.wait_for_note("node 1 (")
+        assert node.wait() != 0
+
+    assert list(job.states()) == ["policy-0"]
+    job.check_batch(1)
+
+
+def test_an_engine_of_a_machine_is_restarted_there(
+    umbra_session_factory: SessionFactory, tmp_path: Path
+) -> None:
+    job = OpenJob(umbra_session_factory, tmp_path)
+
+    with joined(job) as node:
+        engine = node.tree()[-1]
+        with while_generating(job.live, 50, lambda: os.kill(engine, signal.SIGKILL)):
+            job.check_batch(0)
+        job.wait_for_serving("policy-1")
+        job.check_batch(1)
+        node.process.send_signal(signal.SIGINT)
+        assert node.wait() == 128 + signal.SIGINT
+
+
+def test_a_machine_that_is_silent_is_lost_and_the_job_continues(
+    umbra_session_factory: SessionFactory, tmp_path: Path
+) -> None:
+    job = OpenJob(umbra_session_factory, tmp_path)
+
+    with joined(job) as node:
+        processes = node.tree()
+        for pid in processes:
+            os.kill(pid, signal.SIGSTOP)
+        begin = time.monotonic()
+        job.check_batch(0)
+        assert time.monotonic() - begin < LOST_AFTER_S + 10.0
+        job.wait_for_note("cannot be reached any more: it was silent for")
+        assert list(job.states()) == ["policy-0"]
+        for pid in processes:
+            os.kill(pid, signal.SIGCONT)
+        assert node.wait() == 1, node.text()
+
+
+def test_an_engine_that_cannot_start_there_ends_the_machines_part(
+    umbra_session_factory: SessionFactory, tmp_path: Path
+) -> None:
+    needed = tmp_path / "needed"
+    needed.touch()
+    job = OpenJob(
+        umbra_session_factory,
+        tmp_path,
+        pool={
+            "engine": "needy_engine:NeedyEngine",
+            "kwargs": {"needs": str(needed), "vocab_size": VOCAB_SIZE},
+            "env": {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys_path()])},
+        },
+    )
+    needed.unlink()
+
+    with job.join() as node:
+        assert node.wait() == 1, node.text()
+        assert "FileNotFoundError" in node.text()
+    job.wait_for_note("which only generated, has left")
+    job.check_batch(0)
+
+
+def sys_path() -> list[str]:
+    return [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+
+
+def assert_ok(status: int) -> None:
+    assert status == 0
+
+
+def test_what_cannot_work_is_explained(
+    umbra_session_factory: SessionFactory, tmp_path: Path
+) -> None:
+    job = OpenJob(umbra_session_factory, tmp_path, pool={"transport": "nccl"})
+    other_keys = tmp_path / "other-keys"
+    CurveKeys.generate().save(other_keys)
+
+    def refusal(*arguments: str) -> str:
+        with JoinedNode(tmp_path, arguments) as node:
+            assert node.wait(60.0) in (1, 2)
+            return node.text()
+
+    assert "does the file of keys here belong to the job" in refusal(
+        "--join", str(job.run_dir), "--secret-file", str(other_keys)
+    )
+    assert "copy the job's file of keys here with mode 0600" in refusal(
+        "--join", str(job.run_dir), "--secret-file", str(tmp_path / "none")
+    )
+    assert "give a job's run.dir, or HOST:PORT" in refusal("--join", str(tmp_path / "none"))
+    (tmp_path / "empty").mkdir()
+    assert "no job listens at" in refusal("--join", str(tmp_path / "empty"), "--within", "0.1")
+    shutil.rmtree(tmp_path / "empty")
+    umbra_session_factory()  # which listens on no address
+    assert "start it with UMBRA_HOST_ADDRESS" in refusal(
+        "--join", str(umbra_session_factory.run_dirs[-1])
+    )
+    job.check_batch(0)
