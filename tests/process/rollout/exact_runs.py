@@ -6,7 +6,9 @@ are killed, cut off, aborted and given new versions of the same weights at seede
 
 from __future__ import annotations
 
+import os
 import random
+import sys
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -30,6 +32,9 @@ STOP_TOKEN_IDS: Final = [1, 40]
 VOCAB_SIZE: Final = 97  # tokens that prompts are made of; the tiny model knows a few more
 ENGINES: Final = ("policy-0", "policy-1", "policy-2")
 MAX_STALENESS: Final = 3
+MAX_NUM_SEQS: Final = 8
+"""Of each interrupted engine. What may be generated ahead takes them two seconds. With more, a busy
+machine interrupts them when they have done it."""
 
 
 @dataclass
@@ -48,7 +53,7 @@ class Work:
     num_steps: int = 12
     groups_per_step: int = 5
     seed: int = 3
-    tokens_between_faults: int = 1000
+    tokens_between_faults: int = 800
 
     @property
     def num_prompts(self) -> int:
@@ -115,7 +120,8 @@ async def run_in_peace(model_dir: Path, work: Work) -> dict[str, Completion]:
     ]
     completions = [Completion() for _ in requests]
     num_finished = 0
-    engine = EmbeddedEngine(model_path=str(model_dir), load_weights=True, **_engine_settings(work))
+    settings = _engine_settings(work, max_num_seqs=64)
+    engine = EmbeddedEngine(model_path=str(model_dir), load_weights=True, **settings)
     async with engine:
         await engine.submit(requests)
         async with aclosing(engine.deltas()) as batches:
@@ -149,7 +155,8 @@ def run_interrupted(
             )
         # The groups of the next steps are being generated meanwhile.
         if chance.random() < 0.5:
-            done.engine_aborts += _abort(session, chance.choice(ENGINES))
+            order = chance.sample(ENGINES, len(ENGINES))
+            done.engine_aborts += any(_abort(session, engine) for engine in order)
         live.publish(live.version + 1)
     done.syncs = live.version
     done.counters = live.manager.call("stats")["counters"]
@@ -162,8 +169,8 @@ def run_interrupted(
     return completions, done
 
 
-def _engine_settings(work: Work) -> dict[str, Any]:
-    return {"dtype": work.dtype, "max_context_len": 128, "max_num_seqs": 64, "tick_ms": 10.0}
+def _engine_settings(work: Work, max_num_seqs: int) -> dict[str, Any]:
+    return {"dtype": work.dtype, "max_context_len": 128, "max_num_seqs": max_num_seqs}
 
 
 def _start(session: Session, folder: Path, model_dir: Path, work: Work) -> LiveRollouts:
@@ -181,14 +188,24 @@ def _start(session: Session, folder: Path, model_dir: Path, work: Work) -> LiveR
         {"kind": "error", "call": "deltas", "every_tokens": work.tokens_between_faults, "times": 2},
     ]
     weights = load_file(str(model_dir / "model.safetensors"))
-    settings = {"model_path": str(model_dir), **_engine_settings(work)}
+    settings = {
+        "model_path": str(model_dir),
+        "tick_ms": 10.0,
+        **_engine_settings(work, MAX_NUM_SEQS),
+    }
     return LiveRollouts(
         session,
         folder,
         num_engines=len(ENGINES),
         pool={
             "engine": "umbra.engines.faulty.faulty_engine:FaultyEngine",
-            "kwargs": {"inner": "embedded", "seed": work.seed, "faults": faults, **settings},
+            "env": {"PYTHONPATH": os.pathsep.join(sys.path)},
+            "kwargs": {
+                "inner": "paced_engine:PacedEngine",
+                "seed": work.seed,
+                "faults": faults,
+                **settings,
+            },
         },
         weights={
             name: tensor.double() if work.dtype == "float64" else tensor.float()
@@ -211,9 +228,9 @@ def _start(session: Session, folder: Path, model_dir: Path, work: Work) -> LiveR
     )
 
 
-def _abort(session: Session, name: str) -> int:
-    """Ends all that an engine generates; 1 where it could be reached."""
+def _abort(session: Session, name: str) -> bool:
+    """Ends all that an engine generates; whether there was anything."""
     try:
-        return int(session.actor(name, timeout_s=0.1).call("abort", None, timeout_s=10.0) > 0)
+        return bool(session.actor(name, timeout_s=0.1).call("abort", None, timeout_s=10.0))
     except UmbraError:
-        return 0  # it is restarting
+        return False  # it is restarting

@@ -127,14 +127,14 @@ def test_a_machine_leaves_when_it_is_drained_or_the_job_is_over(
         assert "the job is over" in other.text()
 
 
-@pytest.mark.parametrize("which", ["program", "guardian", "supervisor"])
+@pytest.mark.parametrize("which", range(3), ids=["program", "guardian", "supervisor"])
 def test_a_machine_of_which_a_process_is_killed_leaves(
-    umbra_session_factory: SessionFactory, tmp_path: Path, which: str
+    umbra_session_factory: SessionFactory, tmp_path: Path, which: int
 ) -> None:
     job = OpenJob(umbra_session_factory, tmp_path)
 
     with joined(job) as node:
-        victim = dict(zip(("program", "guardian", "supervisor"), node.tree(), strict=False))[which]
+        victim = node.tree()[which]
         with while_generating(job.live, 50, lambda: os.kill(victim, signal.SIGKILL)):
             job.check_batch(0)
         job.wait_for_note("node 1 (")
