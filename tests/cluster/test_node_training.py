@@ -7,8 +7,13 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
+import subprocess
+import sys
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -25,6 +30,7 @@ from trained_history import (
     check_same,
     surviving_history,
 )
+from watching import tree
 from whole_runs import HERE as FAULTS
 from whole_runs import write_config
 
@@ -76,7 +82,7 @@ class TwoNodes:
         self._records.mkdir()
         self._incarnation = 0
 
-    def begin(self, *settings: str) -> NodeJob:
+    def begin(self, *settings: str, num_nodes: int = 2, ranks_each: int = 1) -> NodeJob:
         self._incarnation += 1
         environment = {
             "RECORDED_IN": str(self._records),
@@ -85,8 +91,34 @@ class TwoNodes:
         }
         program = ["-m", "recorded_trainer", str(self._home / "config.toml")]
         program += [f"run.dir={self._home / 'run'}", "run.resume=auto", *SETTINGS, *settings]
-        environments = {node: environment for node in (0, 1)}
-        return NodeJob(self._hosts, self._home, 2, program, environments=environments)
+        environments = {
+            node: {**environment, "UMBRA_HOST_ADDRESS": self._hosts.address(node)}
+            for node in range(num_nodes)
+        }
+        return NodeJob(
+            self._hosts,
+            self._home,
+            num_nodes,
+            program,
+            environments=environments,
+            options=("--nproc-per-node", str(ranks_each)),
+        )
+
+    @contextmanager
+    def joined(self) -> Generator[subprocess.Popen[bytes]]:
+        """Host 1 generates for the job that runs on host 0, or will. Killed on exit."""
+        command = [sys.executable, "-m", "umbra.runtime.node", "--join", str(self._home / "run")]
+        (self._home / "run").mkdir(exist_ok=True)
+        with self._hosts.start(1, command, self.joined_log, {}) as program:
+            try:
+                yield program
+            finally:
+                if program.poll() is None:
+                    program.kill()
+
+    @property
+    def joined_log(self) -> Path:
+        return self._home / "joined.log"
 
     def wait_for_step(self, job: NodeJob, step: int) -> None:
         deadline = time.monotonic() + START_LIMIT_S
@@ -108,6 +140,14 @@ class TwoNodes:
             if len(engines) == num_engines:
                 return engines
             assert time.monotonic() < deadline, job.text(0) + job.text(1)
+            time.sleep(0.02)
+
+    def wait_for_engine(self, name: str) -> None:
+        """Returns once an engine has got weights."""
+        deadline = time.monotonic() + START_LIMIT_S
+        log = self._home / "run" / "logs" / "supervisor.log"
+        while not (log.exists() and re.search(f"version .* is on .*{name}", log.read_text())):
+            assert time.monotonic() < deadline, self.joined_log.read_text()
             time.sleep(0.02)
 
     def check(self, reference: History) -> None:
@@ -196,4 +236,28 @@ def test_a_job_that_lost_a_node_resumes_and_trains_as_if_nothing_had_happened(
 
     with two_nodes.begin() as job:
         assert job.wait() == [0, 0], job.text(0) + job.text(1)
+    two_nodes.check(on_one_node)
+
+
+@pytest.mark.parametrize("fault", ["none", "killed", "cut off"])
+def test_a_machine_that_only_generates_changes_nothing_whatever_happens_to_it(
+    hosts: Hosts, two_nodes: TwoNodes, on_one_node: History, fault: str
+) -> None:
+    job_only = two_nodes.begin("pool.count=1", num_nodes=1, ranks_each=2)
+    with two_nodes.joined() as program, job_only as job:
+        two_nodes.wait_for_engine("policy-1")
+        begin = time.monotonic()
+        if fault == "killed":
+            for pid in tree(program.pid)[2:]:  # the supervisor and the engine
+                os.kill(pid, signal.SIGKILL)
+        elif fault == "cut off":
+            hosts.cut_off(1)
+        try:
+            assert job.wait() == [0], job.text(0)
+        finally:
+            hosts.reconnect(1)
+        assert time.monotonic() - begin < LOST_AFTER_S + 15.0
+        assert program.wait(START_LIMIT_S) == (0 if fault == "none" else 1)
+
+    assert "node 1 (" in job.text(0)
     two_nodes.check(on_one_node)

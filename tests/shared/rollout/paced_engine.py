@@ -14,9 +14,9 @@ _STEP_S: Final = 0.01
 _step = EngineCore.step
 
 
-def _paced_step(core: EngineCore) -> None:
+def _paced_step(self: EngineCore) -> None:
     time.sleep(_STEP_S)  # on the thread that computes
-    _step(core)
+    _step(self)
 
 
 class PacedEngine(EmbeddedEngine):

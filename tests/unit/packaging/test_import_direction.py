@@ -30,7 +30,7 @@ LAYERS: Final = (
     ("runtime.pools",),
     ("runtime.supervisor",),
     ("runtime.supervisor_host",),
-    ("runtime.session",),
+    ("runtime.session", "runtime.node"),
     ("runtime.collective",),
     ("runtime.rollout",),
     ("runtime.rollout.dispatch",),
