@@ -1,8 +1,9 @@
-"""launch/slurm/train.sbatch, submitted to a real Slurm of two nodes, which are on one host."""
+"""The templates of launch/slurm, submitted to a real Slurm of two nodes, which are on one host."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
@@ -21,6 +22,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.process]
 
 REPOSITORY = Path(__file__).parents[2]
 TEMPLATE = REPOSITORY / "launch/slurm/train.sbatch"
+GENERATE = REPOSITORY / "launch/slurm/generate.sbatch"
 CONFIG = REPOSITORY / "launch/configs/quickstart.toml"
 SAMPLES_PER_STEP = 32 * 8
 START_LIMIT_S = 90.0
@@ -46,19 +48,18 @@ class Submission:
 
     def submit(self, *settings: str, options: tuple[str, ...] = ()) -> str:
         """Submits the template with sbatch's `options`; returns the job's id."""
+        return self._submit(*options, TEMPLATE, CONFIG, *self._settings, *settings)
+
+    def submit_generation(self) -> str:
+        """Submits a node that generates for this job; returns its id."""
+        return self._submit(GENERATE, self.run_dir)
+
+    def _submit(self, *arguments: str | Path) -> str:
         bin_folder = str(Path(sys.executable).parent)
         kept = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
         environ = kept | self.traces.environment
         environ["PATH"] = os.pathsep.join([bin_folder, environ["PATH"]])
-        return self.slurm.submit(
-            *options,
-            TEMPLATE,
-            CONFIG,
-            *self._settings,
-            *settings,
-            folder=self.folder,
-            environ=environ,
-        )
+        return self.slurm.submit(*arguments, folder=self.folder, environ=environ)
 
     def output(self, job: str) -> Path:
         return self.folder / f"umbra-{job}.log"
@@ -246,4 +247,28 @@ def test_a_job_outlives_its_time_limit(submission: Submission) -> None:
 
     assert int(submission.slurm.field(job, "Restarts")) >= 1
     submission.check_each_sample_is_trained_once(95)
+    submission.check_nothing_is_left()
+
+
+def test_a_node_that_generates_for_a_job_is_cancelled(
+    submission: Submission, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UMBRA_HOST_ADDRESS", "127.0.0.1")
+    job = submission.submit("train.steps=100")
+    submission.wait_for_step(job, 1)
+    generation = submission.submit_generation()
+    log = submission.run_dir / "logs" / "supervisor.log"
+    deadline = time.monotonic() + START_LIMIT_S
+    while not re.search("version .* is on .*policy-2", log.read_text()):
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.1)
+
+    submission.slurm.run("scancel", generation)
+    submission.wait_for_state(generation, "CANCELLED")
+    submission.wait_for_state(job, "COMPLETED")
+
+    output = (submission.folder / f"umbra-generate-{generation}.log").read_text()
+    assert "left the job after SIGTERM" in output
+    assert "which only generated, has left" in submission.output(job).read_text()
+    submission.check_each_sample_is_trained_once(100)
     submission.check_nothing_is_left()
