@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
@@ -114,10 +115,11 @@ def test_a_machine_leaves_when_it_is_drained_or_the_job_is_over(
     with joined(job) as node:
         assert umbra(["drain", str(job.run_dir), "0"]) == 1
         assert "no node '0' that only generates; there are: 1 (" in capsys.readouterr().err
-        with while_generating(
-            job.live, 50, lambda: assert_ok(umbra(["drain", str(job.run_dir), "1"]))
-        ):
+        statuses: list[int] = []
+        drain = ["drain", str(job.run_dir), "1"]
+        with while_generating(job.live, 50, lambda: statuses.append(umbra(drain))):
             job.check_batch(0)
+        assert statuses == [0]
         assert node.wait() == 0, node.text()
         assert "left the job, as asked" in node.text()
     with job.join() as other:
@@ -125,6 +127,17 @@ def test_a_machine_leaves_when_it_is_drained_or_the_job_is_over(
         umbra_session_factory.close()
         assert other.wait() == 0, other.text()
         assert "the job is over" in other.text()
+
+
+def test_a_machine_ends_with_a_job_that_fails(
+    umbra_session_factory: SessionFactory, tmp_path: Path
+) -> None:
+    job = OpenJob(umbra_session_factory, tmp_path)
+
+    with joined(job) as node:
+        job.live.session.supervisor_call("fail_job", "rank 0", "loss is NaN")
+        assert node.wait() == 1
+        assert "rank 0 failed: loss is NaN" in node.text()
 
 
 @pytest.mark.parametrize("which", range(3), ids=["program", "guardian", "supervisor"])
@@ -189,7 +202,7 @@ def test_an_engine_that_cannot_start_there_ends_the_machines_part(
         pool={
             "engine": "needy_engine:NeedyEngine",
             "kwargs": {"needs": str(needed), "vocab_size": VOCAB_SIZE},
-            "env": {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys_path()])},
+            "env": {"PYTHONPATH": os.pathsep.join(sys.path)},
         },
     )
     needed.unlink()
@@ -199,14 +212,6 @@ def test_an_engine_that_cannot_start_there_ends_the_machines_part(
         assert "FileNotFoundError" in node.text()
     job.wait_for_note("which only generated, has left")
     job.check_batch(0)
-
-
-def sys_path() -> list[str]:
-    return [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-
-
-def assert_ok(status: int) -> None:
-    assert status == 0
 
 
 def test_what_cannot_work_is_explained(
