@@ -114,6 +114,7 @@ def _check_no_nul_in_items(items: Mapping[str, str]) -> None:
 Positive = Annotated[int, Bounds(ge=1)]
 Count = Annotated[int, Bounds(ge=0)]
 PositiveOrAuto = Annotated[int | Literal["auto"], _NumberOrAuto(1)]
+CountOrAuto = Annotated[int | Literal["auto"], _NumberOrAuto(0)]
 Seconds = Annotated[float, Bounds(gt=0)]
 Share = Annotated[float, Bounds(ge=0, lt=1)]
 FilePath = Annotated[Path, Checked(_check_no_nul)]

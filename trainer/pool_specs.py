@@ -38,7 +38,8 @@ def pool_spec(
         DataError: a LoRA adapter cannot be used with the model.
     """
     gpus = plan.engine_gpus(name)
-    threads_each = core_shares(cores_near([engine.own for engine in gpus]))
+    # Without an engine here, one has the cores that it would have on this node.
+    threads_each = core_shares(cores_near([engine.own for engine in gpus] or [()]))
     device = engine_device(pool, device_type)
     kwargs: dict[str, Any] = {
         "model_path": str(model_path.absolute()),
@@ -65,6 +66,7 @@ def pool_spec(
     fields_of_spec |= {
         "name": name,
         "count": len(gpus),
+        "num_gpus": plan.num_gpus[name],
         "kwargs": kwargs,
         "engine_gpus": gpus,
         "engine_nodes": tuple(place.node for place in plan.engines[name]),

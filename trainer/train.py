@@ -181,6 +181,11 @@ class Trainer:
         """The places of ranks and engines, their memory, and the type of the ranks' device. Every
         rank makes the same plan, so that all report the same error."""
         device = pick_device(self._config.train.device, self._session.local_rank)
+        if self._config.pool.count == 0 and not self._session.tcp_host:
+            raise ConfigError(
+                "pool.count = 0 leaves the engines to machines that join, and this job listens on "
+                "no address: set UMBRA_HOST_ADDRESS to that of this host"
+            )
         plan = plan_pools(self._config, POOL, device_type=device.type, nodes=self._nodes())
         memory = self._plan_memory(plan, device.type)
         return replace(plan, kv_num_tokens=memory.kv_num_tokens), memory, device.type

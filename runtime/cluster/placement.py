@@ -41,8 +41,8 @@ class PoolRequest:
 
     Attributes:
         num_gpus: the tensor-parallel size, which is the number of GPUs of one engine; 0 on the CPU.
-        count: number of engines in the job. None places one for every `num_gpus` GPUs of the pool,
-            or, on the CPU, one for each of its nodes.
+        count: number of engines on these nodes, which may be 0. None places one for every
+            `num_gpus` GPUs of the pool, or, on the CPU, one for each of its nodes.
         nodes: indices of the nodes that the user chose for the engines. If empty, any node.
         gpus: indices of the GPUs that the user chose on each of these nodes. Engines and pools may
             then share a GPU. If empty, the mode decides.
@@ -97,12 +97,14 @@ class Plan:
     Attributes:
         ranks: the places of the ranks that use a GPU, by rank.
         engines: the places of the engines, by pool and then by the engine's index.
+        num_gpus: GPUs of one engine, by pool.
         kv_num_tokens: size of an engine's KV cache by pool, where the memory plan chose it.
     """
 
     nodes: tuple[Node, ...]
     ranks: tuple[Assignment, ...]
     engines: Mapping[str, tuple[Assignment, ...]]
+    num_gpus: Mapping[str, int]
     kv_num_tokens: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def engine_gpus(self, pool: str) -> tuple[EngineGpus, ...]:
@@ -203,7 +205,7 @@ def plan_placement(nodes: Sequence[Node], pools: Sequence[PoolRequest]) -> Plan:
                 count = 1
         usable = _on_nodes_of(pool, usable)
         places = _places(pool, usable)
-        count = count or max(1, len(places))
+        count = max(1, len(places)) if count is None else count
         if count > len(places):
             raise ConfigError(_no_place(pool, count, len(places), usable, nodes))
         engines[pool.name] = places[:count]
@@ -223,6 +225,7 @@ def plan_placement(nodes: Sequence[Node], pools: Sequence[PoolRequest]) -> Plan:
         nodes=tuple(nodes),
         ranks=tuple(ranks),
         engines={pool.name: engines[pool.name] for pool in pools},
+        num_gpus={pool.name: pool.num_gpus for pool in pools},
     )
 
 
@@ -262,7 +265,7 @@ def _places(pool: PoolRequest, usable: _Usable) -> tuple[Assignment, ...]:
     size = pool.num_gpus
     if size == 0:
         nodes = pool.nodes or range(len(usable.gpus))
-        count = pool.count or len(nodes)
+        count = len(nodes) if pool.count is None else pool.count
         return tuple(Assignment(node=nodes[idx % len(nodes)], gpus=()) for idx in range(count))
     return tuple(
         Assignment(node=idx, gpus=tuple(gpus[first : first + size]))

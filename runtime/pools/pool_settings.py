@@ -12,6 +12,7 @@ from umbra.runtime.errors import SettingError
 from umbra.runtime.settings import (
     Checked,
     Count,
+    CountOrAuto,
     Dtype,
     FilePath,
     Positive,
@@ -39,7 +40,7 @@ def check_update_waves(update_waves: int, mode: str, count: int | Literal["auto"
             f"update_waves {update_waves} is for mode 'standalone': {mode} engines generate "
             "nothing when they are updated; set update_waves to 1, or mode to 'standalone'"
         )
-    if count != "auto" and not 1 <= update_waves <= count:
+    if count != "auto" and not 1 <= update_waves <= max(1, count):
         raise SettingError(
             f"update_waves {update_waves} is not possible with {count} engines: use 1 to {count}, "
             "or raise count"
@@ -56,7 +57,8 @@ class EnginePoolSettings(Settings):
             makes it fail on purpose, see docs/faults.md), or the "module:Class" of another.
         count: Number of engines in the job. "auto" starts one for every t GPUs of the pool, where t
             is the tensor-parallel size, or one for each node on the CPU. See docs/engines.md for
-            several pools.
+            several pools. `[pool]` may have 0: its engines are then on machines that only generate
+            (docs/cluster.md).
         nodes: Nodes of the engines by hand, as numbers from 0, which is rank 0's. Default: all.
         gpus: GPUs of the engines by hand, on each of these nodes, as numbers from 0 in the order of
             CUDA_VISIBLE_DEVICES. The first engine gets the first, or with tensor parallelism the
@@ -140,6 +142,7 @@ class PoolSettings(EnginePoolSettings):
             CPU may take minutes.
     """
 
+    count: CountOrAuto = "auto"
     mode: Literal["hybrid", "standalone"] = "hybrid"
     on_update: OnUpdate = "abort"
     update_waves: Positive = 1

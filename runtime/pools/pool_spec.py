@@ -13,7 +13,7 @@ from umbra.runtime.engine_api.engine_names import EngineName, engine_target
 from umbra.runtime.errors import ConfigError, SettingError
 from umbra.runtime.pools.pool_settings import OnUpdate, check_update_waves
 from umbra.runtime.pools.time_slicing import SlicingRules
-from umbra.runtime.settings import Positive, Settings
+from umbra.runtime.settings import Count, Settings
 from umbra.runtime.weights.transport_choice import TransportSetting
 
 
@@ -23,7 +23,8 @@ class PoolSpec(Settings):
 
     Attributes:
         engine: short name of one of umbra's engines, or the `module:Class` of another.
-        count: number of engines in the job.
+        count: number of engines on the job's own nodes.
+        num_gpus: of one engine; 0 on the CPU.
         mode: hybrid engines are time-sliced with the trainer (they sleep and wake); standalone ones
             are not; colocated ones are, with the engines of `shares_with`, see `time_slicing`.
         kwargs: for the engine's constructor.
@@ -45,7 +46,8 @@ class PoolSpec(Settings):
 
     name: str
     engine: EngineName
-    count: Positive
+    count: Count
+    num_gpus: Count = 0
     mode: PoolMode = "hybrid"
     kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     restart: RestartPolicy = field(default_factory=RestartPolicy)
@@ -120,9 +122,10 @@ class PoolSpec(Settings):
                 f"pool {self.name!r}: its weights travel by {self.transport!r}, which reaches no "
                 "other node: set pool.transport = 'auto' or 'nccl'"
             )
-        num_gpus = len(self.engine_gpus[0].own) if self.engine_gpus else 0
+        num_gpus = self.num_gpus
         if num_gpus == 0:
-            return [self._engine_spec(first_idx, EngineGpus(own=()) if self.engine_gpus else None)]
+            on_cpu = None if self.engine_gpus is None else EngineGpus(own=())
+            return [self._engine_spec(first_idx, on_cpu)]
         if len(gpus) < num_gpus:
             raise ConfigError(
                 f"pool {self.name!r}: each of its engines needs {num_gpus} GPUs, and the node has "

@@ -243,9 +243,10 @@ def test_a_job_that_lost_a_node_resumes_and_trains_as_if_nothing_had_happened(
 def test_a_machine_that_only_generates_changes_nothing_whatever_happens_to_it(
     hosts: Hosts, two_nodes: TwoNodes, on_one_node: History, fault: str
 ) -> None:
-    job_only = two_nodes.begin("pool.count=1", num_nodes=1, ranks_each=2)
+    num_own = 0 if fault == "none" else 1
+    job_only = two_nodes.begin(f"pool.count={num_own}", num_nodes=1, ranks_each=2)
     with two_nodes.joined() as program, job_only as job:
-        two_nodes.wait_for_engine("policy-1")
+        two_nodes.wait_for_engine(f"policy-{num_own}")
         begin = time.monotonic()
         if fault == "killed":
             for pid in tree(program.pid)[2:]:  # the supervisor and the engine

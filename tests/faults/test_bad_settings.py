@@ -28,3 +28,10 @@ def test_more_ranks_than_prompts_is_an_error_of_every_rank(folder: Path) -> None
         ended = run.wait(BAD_INPUT_LIMIT_S)
 
     ended.check_failed("has 1 prompts for 2 ranks", "use 1 ranks or fewer")
+
+
+def test_a_job_without_engines_that_none_can_join_is_an_error_of_every_rank(folder: Path) -> None:
+    with start_run(folder, "pool.count=0") as run:
+        ended = run.wait(BAD_INPUT_LIMIT_S)
+
+    ended.check_failed("pool.count = 0", "set UMBRA_HOST_ADDRESS")

@@ -361,6 +361,11 @@ class ServeConfig:
     train: TrainSection | None = None
 
     def __post_init__(self) -> None:
+        if self.pool.count == 0:
+            raise SettingError(
+                "pool.count = 0 leaves the engines to machines that join a training: set it to 1 "
+                "or more, or 'auto'"
+            )
         _check_pool_names(self.pools)
 
 

@@ -269,11 +269,13 @@ class BatchRendezvous:
         self._ranks.give(self._call, [answer] * self._config.world_size)
 
     def _on_starved(self) -> None:
+        remedy = "publish weights and wake the pool, or see the engines' logs"
+        if not self._fleet.views:
+            remedy = "start a machine that generates (python -m umbra.runtime.node), or raise count"
         self._on_failure(
             RolloutError(
                 f"no engine of pool {self._config.dispatch.pool!r} has served for "
                 f"{self._config.dispatch.engine_timeout_s:.3g} s while {self._call} waits "
-                f"({self._fleet.describe()}): publish weights and wake the pool, or see the "
-                "engines' logs"
+                f"({self._fleet.describe()}): {remedy}"
             )
         )

@@ -51,6 +51,13 @@ def test_a_number_of_engines_leaves_the_other_gpus_to_the_ranks() -> None:
     assert gpus(plan) == [(0,), (1,), (2,)]
 
 
+def test_a_pool_may_have_no_engine_on_these_nodes() -> None:
+    plan = plan_placement([node(2, 2)], [policy("standalone", num_gpus=2, count=0)])
+
+    assert gpus(plan) == []
+    assert plan.num_gpus == {"policy": 2}
+
+
 def test_standalone_engines_get_the_gpus_without_ranks() -> None:
     plan = plan_placement([node(8, 2)], [policy("standalone", num_gpus=2)])
 

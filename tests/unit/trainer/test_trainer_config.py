@@ -203,7 +203,10 @@ def test_what_has_to_be_there_cannot_be_unset(config_file: Path, override: str) 
             ["rollout.group_size=abc"],
             "rollout.group_size=abc (command line): input should be a valid integer, got 'abc'",
         ),
-        (["pool.count=2", "pool.count=0"], "pool.count=0 (command line): use 1 or more, or 'auto'"),
+        (
+            ["pool.count=2", "pool.count=-1"],
+            "pool.count=-1 (command line): use 0 or more, or 'auto'",
+        ),
         (["train.betas=[0.9, 1.5]"], "train.betas=[0.9, 1.5] (command line): train.betas.1: input"),
         (["trian.steps=3"], "trian.steps=3 (command line): trian is unknown"),
         (
@@ -273,10 +276,10 @@ def test_errors_of_file_and_command_line_name_their_source(tmp_path: Path) -> No
     path.write_text(TOML.replace("steps = 10", "steps = 0") + "[pools.judge]\ncount = 1\n")
 
     with pytest.raises(ConfigError) as raised:
-        load_config(path, ["pool.count=0", "pools.judge.dtype=float32"])
+        load_config(path, ["pool.count=-1", "pools.judge.dtype=float32"])
 
     assert str(raised.value) == (
-        "pool.count=0 (command line): use 1 or more, or 'auto', got 0; "
+        "pool.count=-1 (command line): use 0 or more, or 'auto', got -1; "
         f"{path}: pools.judge.model_path is missing; "
         f"{path}: train.steps: input should be greater than or equal to 1, got 0"
     )
@@ -403,7 +406,7 @@ def test_a_wrong_auxiliary_pool_is_an_error_with_its_remedy(
 
 def test_all_wrong_settings_are_named_at_once(config_file: Path) -> None:
     with pytest.raises(ConfigError, match=r"pool\.count.*train\.steps"):
-        load_config(config_file, ["train.steps=0", "pool.count=0"])
+        load_config(config_file, ["train.steps=0", "pool.count=-1"])
 
 
 def test_a_missing_setting_is_named() -> None:
@@ -420,7 +423,7 @@ def test_a_missing_setting_is_named() -> None:
         ({"pools": [3]}, "pools: should be a table, got a list"),
         ({"pools": {"judge": 3}}, "pools.judge: should be a section, got 3"),
         ({"model": {"path": 3}}, "model.path: should be text, got 3"),
-        ({"pool": {"count": {"x": 3}}}, "pool.count: use 1 or more, or 'auto', got a table"),
+        ({"pool": {"count": {"x": 3}}}, "pool.count: use 0 or more, or 'auto', got a table"),
         ({"pool": {"gpus": ["1"]}}, "pool.gpus.0: input should be a valid integer, got '1'"),
         ({"train": {"steps": 1, "betas": 3}}, "train.betas: should be a list, got 3"),
     ],
