@@ -31,7 +31,13 @@ from umbra.trainer.algorithms.algorithm_loading import load_advantage_estimator,
 from umbra.trainer.algorithms.algorithm_names import LOSSES
 from umbra.trainer.checkpoint.checkpoint_store import CheckpointStore
 from umbra.trainer.checkpoint.policy_export import export_policy
-from umbra.trainer.checkpoint.run_dir import RunDir, VersionCounter, begin_run, newest_version
+from umbra.trainer.checkpoint.run_dir import (
+    RunDir,
+    VersionCounter,
+    begin_run,
+    newest_version,
+    record_settings,
+)
 from umbra.trainer.checkpoint.trainer_state import TrainerState
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.data.prompt_preparation import prepare_prompts
@@ -246,9 +252,10 @@ class Trainer:
                 )
 
     def _start_rollouts(self, starter: ServiceStarter | None, world: World) -> None:
-        """Tokenizes the data and starts the manager. Called by rank 0."""
+        """Records the settings, tokenizes the data and starts the manager. Called by rank 0."""
         assert starter is not None
         config = self._config
+        record_settings(config)
         tokenizer = PromptTokenizer(
             config.model.path, trust_remote_code=config.model.trust_remote_code
         )

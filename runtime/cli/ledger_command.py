@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, cast
 
+from umbra.runtime.cli.sample_texts import read_texts, text_of
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.escaping import escape_unprintable
 from umbra.runtime.rollout.ledger.ledger_history import managers_of
@@ -39,13 +40,20 @@ def run(arguments: argparse.Namespace) -> int:
         LedgerError: the ledger is damaged.
     """
     lists_samples = _lists_samples(arguments)
-    with _open(Path(arguments.run_dir)) as index:
+    if arguments.text and arguments.sample is None:
+        raise ConfigError("--text shows one sample: name it (--sample ID), or use umbra samples")
+    with open_index(Path(arguments.run_dir)) as index:
         if lists_samples:
             facts, as_text = _samples(index, arguments), _samples_text
         elif arguments.sample is None:
             facts, as_text = _summary(index), _summary_text
+        elif arguments.text:
+            found = find_sample(index, arguments.sample)
+            (facts,) = read_texts(index, [found], Path(arguments.run_dir), None)
+            print(json.dumps(facts) if arguments.json else text_of(facts))
+            return 0
         else:
-            facts, as_text = _sample(index, arguments.sample), _sample_text
+            facts, as_text = find_sample(index, arguments.sample), _sample_text
     print(json.dumps(facts) if arguments.json else as_text(_escaped(facts)))
     return 0
 
@@ -63,7 +71,8 @@ def _lists_samples(arguments: argparse.Namespace) -> bool:
     return lists_samples
 
 
-def _open(run_dir: Path) -> LedgerIndex:
+def open_index(run_dir: Path) -> LedgerIndex:
+    """The index of a run's ledgers; raises as `run` does."""
     if not run_dir.is_dir():
         raise ConfigError(
             f"there is no folder {run_dir}: give the one that the job's config calls run.dir"
@@ -100,7 +109,8 @@ def _samples(index: LedgerIndex, arguments: argparse.Namespace) -> dict[str, Any
     return {"num_samples": num_samples, "samples": samples}
 
 
-def _sample(index: LedgerIndex, sample_id: str) -> dict[str, Any]:
+def find_sample(index: LedgerIndex, sample_id: str) -> dict[str, Any]:
+    """As `LedgerIndex.sample`; raises ConfigError, with a hint, if there is none."""
     found = index.sample(sample_id)
     if found is None:
         similar = index.similar(sample_id)

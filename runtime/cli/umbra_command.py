@@ -20,7 +20,11 @@ _LEDGER: Final = (
     "trained, dropped), lists them, or shows one's history, from the ledger in its run directory. "
     "The job may be running."
 )
-
+_SAMPLES: Final = (
+    "Shows samples of a job as text: the prompt, the completion by turns with the versions of the "
+    "weights that generated them, values that the agent loop recorded, reward and state. Without "
+    "ids it shows the newest, the best or the worst. The job may be running."
+)
 _SERVE: Final = (
     "Starts the engines of a config without a trainer, and an OpenAI-compatible HTTP server in "
     "front of them, until Ctrl-C. The config is that of a training run; [model] is enough."
@@ -88,6 +92,10 @@ def _run(arguments: argparse.Namespace) -> int:
             from umbra.runtime.cli import ledger_command
 
             return ledger_command.run(arguments)
+        case "samples":
+            from umbra.runtime.cli import samples_command
+
+            return samples_command.run(arguments)
         case "plot":
             return int(import_module("umbra.trainer.reporting.metrics_plot").run(arguments))
         case "serve":
@@ -123,6 +131,9 @@ def _parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentP
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _add_ledger_arguments(
         commands.add_parser("ledger", help="where a job's samples are", description=_LEDGER)
+    )
+    _add_samples_arguments(
+        commands.add_parser("samples", help="a job's samples as text", description=_SAMPLES)
     )
     _add_plot_arguments(
         commands.add_parser("plot", help="a run's metrics as a picture", description=_PLOT)
@@ -222,6 +233,9 @@ def _add_ledger_arguments(ledger: argparse.ArgumentParser) -> None:
         help="one sample's history: e0/7/3 for epoch 0, the prompt's id or row, sample 3",
     )
     ledger.add_argument(
+        "--text", action="store_true", help="with --sample: its text, as umbra samples shows it"
+    )
+    ledger.add_argument(
         "--samples",
         action="store_true",
         help="list samples, the last admitted first; --state, --step and --newest imply it",
@@ -235,6 +249,34 @@ def _add_ledger_arguments(ledger: argparse.ArgumentParser) -> None:
     )
     ledger.add_argument("--newest", type=_positive, metavar="N", help="list at most N (default 20)")
     ledger.add_argument("--json", action="store_true", help="print one JSON object, nothing else")
+
+
+def _add_samples_arguments(samples: argparse.ArgumentParser) -> None:
+    samples.add_argument("run_dir", metavar="RUN_DIR", help="the job's run.dir")
+    samples.add_argument(
+        "ids",
+        nargs="*",
+        default=[],
+        metavar="ID",
+        help="a sample: e0/7/3 for epoch 0, the prompt's id or row, sample 3",
+    )
+    samples.add_argument(
+        "--step",
+        type=_positive,
+        metavar="N",
+        help="of optimizer step N; the first is 1, as in metrics.jsonl",
+    )
+    extremes = samples.add_mutually_exclusive_group()
+    extremes.add_argument(
+        "--best", type=_positive, metavar="N", help="the N samples with the highest rewards"
+    )
+    extremes.add_argument(
+        "--worst", type=_positive, metavar="N", help="the N samples with the lowest rewards"
+    )
+    samples.add_argument(
+        "--model", metavar="DIR", help="directory with the tokenizer (default: the run's model)"
+    )
+    samples.add_argument("--json", action="store_true", help="print one JSON object, nothing else")
 
 
 def _text(text: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
@@ -172,6 +172,21 @@ class PromptSet:
             raise DataError(f"{self.path}: record {idx} is not a prompt")
         tokens = np.frombuffer(record["tokens"], "<i4").astype(np.int32)
         return Prompt(record["id"], record["prompt"], tokens, record["row"])
+
+    def find(self, prompt_ids: Collection[str]) -> dict[str, Prompt]:
+        """The prompts with these ids that are in the file. Reads the file up to the last of them.
+
+        Raises:
+            DataError: as on access by index.
+        """
+        found: dict[str, Prompt] = {}
+        for idx in range(len(self)):
+            if len(found) == len(prompt_ids):
+                break
+            prompt = self[idx]
+            if prompt.prompt_id in prompt_ids:
+                found[prompt.prompt_id] = prompt
+        return found
 
     def close(self) -> None:
         self._data.close()

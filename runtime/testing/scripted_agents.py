@@ -68,8 +68,8 @@ class ScriptedContext(AgentContext):
             kept[key] = value
 
         super().__init__(
-            dict(sample), prompt, tokens, TextCodec(_encode, _encode, _decode), self._answer,
-            recall, keep, _pool_of(asked),
+            dict(sample), prompt, tokens, TextCodec(_encode, _encode, _decode, _decode),
+            self._answer, recall, keep, _pool_of(asked),
         )  # fmt: skip
 
     async def _answer(

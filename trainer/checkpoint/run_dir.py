@@ -1,7 +1,9 @@
 """The run directory: its files, starting or resuming a run in it, and the version counter.
 
 run.dir/prompts.msgpack, eval_prompts.msgpack   tokenized data sets
+run.dir/settings.json                           the settings of the last start, and its folder
 run.dir/metrics.jsonl, tensorboard/             metrics of each step
+run.dir/eval_samples.jsonl                      texts of a few samples of each evaluation
 run.dir/versions.jsonl                          weight versions and their steps
 run.dir/resumed.json                            the newest version when a checkpoint was named
 run.dir/checkpoints/                            see `umbra.trainer.checkpoint.checkpoint_store`
@@ -23,8 +25,9 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from umbra.runtime.errors import ConfigError
+from umbra.runtime.settings import to_wire
 from umbra.trainer.checkpoint.trainer_state import complete_checkpoints, read_trainer_state
-from umbra.trainer.config.trainer_config import RunSection
+from umbra.trainer.config.trainer_config import RunSection, TrainerConfig
 from umbra.trainer.run_files import (
     check_writable,
     remove,
@@ -34,7 +37,9 @@ from umbra.trainer.run_files import (
 )
 
 _EARLIER: Final = (
+    "settings.json",
     "metrics.jsonl",
+    "eval_samples.jsonl",
     "tensorboard",
     "wandb",
     "versions.jsonl",
@@ -68,6 +73,10 @@ class RunDir:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def eval_samples(self) -> Path:
+        return self.path / "eval_samples.jsonl"
 
     @property
     def versions(self) -> Path:
@@ -160,6 +169,13 @@ def begin_run(run: RunSection, incarnation: int) -> Path | None:
             if name not in _KEPT_WITHOUT_CHECKPOINT:
                 remove(run.dir / name)
     return None
+
+
+def record_settings(config: TrainerConfig) -> None:
+    """Writes settings.json: the settings as they were read, and the folder that relative paths are
+    taken from. `umbra samples` finds the tokenizer by them. Called by rank 0."""
+    content = {"folder": str(Path.cwd()), "settings": to_wire(config)}
+    write_json(config.run.dir / "settings.json", content)
 
 
 def _set_aside(run_dir: RunDir) -> None:

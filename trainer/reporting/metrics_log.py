@@ -1,20 +1,25 @@
-"""Appends the metrics of each step to metrics.jsonl, which umbra reads itself."""
+"""Appends the metrics of each step to metrics.jsonl, and samples of each evaluation to
+eval_samples.jsonl. umbra reads both itself."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO, cast
 
+from umbra.trainer.reporting.eval_sample import EvalSample
 from umbra.trainer.reporting.metrics_logger import MetricsRow
 from umbra.trainer.run_files import write_text, writing
 
 
 class MetricsLog:
-    """Appends one line per step to `folder`/metrics.jsonl. A `MetricsLogger`; owns the file.
+    """Appends a line per step to `folder`/metrics.jsonl, and one per evaluation to
+    `folder`/eval_samples.jsonl. A `MetricsLogger`; owns both files.
 
     Lines of steps that a resumed run will repeat are removed.
 
@@ -24,13 +29,15 @@ class MetricsLog:
 
     def __init__(self, folder: Path, first_step: int) -> None:
         self.path = folder / "metrics.jsonl"
+        self._samples_path = folder / "eval_samples.jsonl"
         self._first_step = first_step
-        self._file: TextIO
+        self._files: dict[Path, TextIO] = {}
 
     def __enter__(self) -> Self:
-        with writing("write", self.path):
-            _keep_steps_before(self.path, self._first_step)
-            self._file = self.path.open("a", encoding="utf-8")
+        for path in (self.path, self._samples_path):
+            _keep_steps_before(path, self._first_step)
+            with writing("write", path):
+                self._files[path] = path.open("a", encoding="utf-8")
         return self
 
     def __exit__(
@@ -40,8 +47,9 @@ class MetricsLog:
         traceback: TracebackType | None,
     ) -> None:
         # If another error ended the run, that one must be raised, not a failure to close this file.
-        with writing("write", self.path) if error is None else contextlib.suppress(OSError):
-            self._file.close()
+        for path, file in self._files.items():
+            with writing("write", path) if error is None else contextlib.suppress(OSError):
+                file.close()
 
     def write(self, step: int, row: MetricsRow) -> None:
         """Logs a step; flushed, so that a reader sees it at once.
@@ -49,26 +57,42 @@ class MetricsLog:
         Raises:
             RunDirectoryError: the disk is full or the like.
         """
+        self._append(self.path, step, row)
+
+    def write_samples(self, step: int, samples: Sequence[EvalSample]) -> None:
+        """Logs samples of an evaluation; as `write`."""
+        self._append(self._samples_path, step, {"samples": [asdict(each) for each in samples]})
+
+    def _append(self, path: Path, step: int, row: Mapping[str, Any]) -> None:
         line = {"step": step, "time": round(time.time(), 3), **row}
-        with writing("write", self.path):
-            self._file.write(json.dumps(line) + "\n")
-            self._file.flush()
+        with writing("write", path):
+            self._files[path].write(json.dumps(line) + "\n")
+            self._files[path].flush()
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
     """All lines of a metrics.jsonl, except torn lines and lines that are not metrics."""
-    rows: list[dict[str, float]] = []
+    return _read_rows(path)
+
+
+def read_samples(path: Path) -> dict[int, list[dict[str, Any]]]:
+    """The samples of an eval_samples.jsonl by step, the last of each: a resumed run repeats one."""
+    return {row["step"]: row["samples"] for row in _read_rows(path)}
+
+
+def _read_rows(path: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
     if path.exists():
         for line in path.read_bytes().splitlines():
             with contextlib.suppress(ValueError):
                 row: Any = json.loads(line)
                 if isinstance(row, dict) and "step" in row:
-                    rows.append(cast("dict[str, float]", row))
+                    rows.append(cast("dict[str, Any]", row))
     return rows
 
 
 def _keep_steps_before(path: Path, first_step: int) -> None:
     """Replaces the file as a whole, so that a kill halfway does not lose rows."""
-    rows = read_metrics(path)
+    rows = _read_rows(path)
     kept = [row for row in rows if row["step"] < first_step]
     write_text(path, "".join(json.dumps(row) + "\n" for row in kept))

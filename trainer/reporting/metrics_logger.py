@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, Final, Protocol, Self
 
 from umbra.runtime.errors import ConfigError, UmbraError
+from umbra.trainer.reporting.eval_sample import EvalSample
 
 logger = logging.getLogger(__name__)
 
@@ -45,14 +46,19 @@ class LoggedRun:
 
 
 class MetricsLogger(Protocol):
-    """Receives the metrics of each step. Rank 0 owns it; it is a context manager.
+    """Receives metrics of each step, and samples of each evaluation. Rank 0 owns it.
 
-    It is constructed with a `LoggedRun`. `write` may block as long as a step may wait for it. An
-    UmbraError ends the run; after any other exception, only this logger is no longer used.
+    It is a context manager, constructed with a `LoggedRun`. Writing may block as long as a step may
+    wait for it. An UmbraError ends the run; after any other exception, only this logger is no longer
+    used.
     """
 
     def write(self, step: int, row: MetricsRow) -> None:
         """Logs the metrics after `step` steps by name, such as `train/loss`."""
+        ...
+
+    def write_samples(self, step: int, samples: Sequence[EvalSample]) -> None:
+        """Logs a few samples of an evaluation after `step` steps, the lowest reward first."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -111,9 +117,11 @@ class MetricsLoggers:
 
     def write(self, step: int, row: MetricsRow) -> None:
         """Passes a row to all loggers. Raises their UmbraErrors."""
-        for name in self._names:
-            if name not in self._failed:
-                self._use(name, lambda opened: opened.write(step, row))
+        self._use_all(lambda opened: opened.write(step, row))
+
+    def write_samples(self, step: int, samples: Sequence[EvalSample]) -> None:
+        """Passes samples to all loggers. Raises their UmbraErrors."""
+        self._use_all(lambda opened: opened.write_samples(step, samples))
 
     def _logger(self, name: str) -> MetricsLogger:
         if name not in self._open:
@@ -122,6 +130,11 @@ class MetricsLoggers:
             made: MetricsLogger = getattr(importlib.import_module(module), cls)(self._run)
             self._open[name] = made.__enter__()
         return self._open[name]
+
+    def _use_all(self, use: Callable[[MetricsLogger], object]) -> None:
+        for name in self._names:
+            if name not in self._failed:
+                self._use(name, use)
 
     def _use(self, name: str, use: Callable[[MetricsLogger], object]) -> None:
         try:

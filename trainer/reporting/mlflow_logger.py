@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib
 import time
+from collections.abc import Sequence
+from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
 
+from umbra.trainer.reporting.eval_sample import EvalSample
 from umbra.trainer.reporting.metrics_logger import LoggedRun, MetricsRow
 
 
@@ -37,3 +40,7 @@ class MlflowLogger:
         now_ms = int(time.time() * 1000)
         metrics = [self._metric(name, float(value), now_ms, step) for name, value in row.items()]
         self._client.log_batch(self._run_id, metrics=metrics)
+
+    def write_samples(self, step: int, samples: Sequence[EvalSample]) -> None:
+        content = {"samples": [asdict(sample) for sample in samples]}
+        self._client.log_dict(self._run_id, content, f"eval_samples/{step}.json")

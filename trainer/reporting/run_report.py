@@ -8,10 +8,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
+from umbra.runtime.escaping import escape_unprintable
 from umbra.trainer.run_files import write_json, write_text
 
+T = TypeVar("T")
 Rows = Sequence[Mapping[str, float]]
 _REWARD: Final = "rollout/reward_mean"
 _ACCURACY: Final = "eval/accuracy"
@@ -62,17 +64,31 @@ def reward_ends(rows: Rows) -> tuple[float | None, float | None]:
 
 
 def write_report(
-    path: Path, name: str, summary: Summary, *, rows: Rows, settings: Mapping[str, Any], plot: Path
+    path: Path,
+    name: str,
+    summary: Summary,
+    *,
+    rows: Rows,
+    samples: Mapping[int, Sequence[Mapping[str, Any]]],
+    settings: Mapping[str, Any],
+    plot: Path,
 ) -> None:
-    """Writes an HTML page, which embeds its plot and needs no other file."""
+    """Writes an HTML page, which embeds its plot and needs no other file.
+
+    Args:
+        samples: of evaluations, by their step; as in eval_samples.jsonl.
+    """
     jinja: Any = importlib.import_module("jinja2")
-    template = jinja.Environment(autoescape=True).from_string(_PAGE)
+    environment = jinja.Environment(autoescape=True)
+    environment.filters["printable"] = escape_unprintable
+    template = environment.from_string(_PAGE)
     page = template.render(
         name=name,
         summary=asdict(summary),
         plot=base64.b64encode(plot.read_bytes()).decode(),
         columns=_table_columns(rows),
         rows=_thin(rows),
+        evaluations=_thin(sorted(samples.items())),
         settings=json.dumps(settings, indent=2, default=str),
     )
     write_text(path, page)
@@ -93,7 +109,7 @@ def _table_columns(rows: Rows) -> list[str]:
     return [name for name in names if any(name in row for row in rows)]
 
 
-def _thin(rows: Rows, most: int = 50) -> list[Mapping[str, float]]:
+def _thin(rows: Sequence[T], most: int = 50) -> list[T]:
     """At most about `most` rows, evenly spread, including the last one."""
     stride = max(1, -(-len(rows) // most))
     kept = list(rows[::stride])
@@ -109,6 +125,8 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 960px; margin: 2rem auto
 table { border-collapse: collapse } td, th { padding: .2rem .8rem; text-align: right }
 th { border-bottom: 1px solid #888 } img { max-width: 100% }
 pre { background: #f4f4f4; padding: 1rem; overflow: auto }
+.sample td { text-align: left; vertical-align: top }
+.sample pre { margin: 0; padding: .2rem .5rem; white-space: pre-wrap; overflow-wrap: anywhere }
 </style></head><body>
 <h1>{{ name }}</h1>
 <table>
@@ -124,6 +142,22 @@ pre { background: #f4f4f4; padding: 1rem; overflow: auto }
 <td>{{ "%.4g" | format(row[column]) if column in row else "" }}</td>
 {% endfor %}</tr>
 {% endfor %}</table>
+{% if evaluations %}
+<h2>Samples of the evaluations</h2>
+<p>The held-out prompts with the lowest and the highest rewards.</p>
+{% for step, samples in evaluations %}
+<details{% if loop.last %} open{% endif %}><summary>after step {{ step }}</summary>
+<table class="sample">
+<tr><th>prompt</th><th>completion</th><th>reward</th><th>tokens</th><th>end</th></tr>
+{% for sample in samples %}
+<tr><td><pre>{{ sample.prompt | printable }}</pre></td>
+<td><pre>{{ sample.completion | printable }}</pre></td>
+<td>{{ "%.4g" | format(sample.reward) }}</td><td>{{ sample.num_tokens }}</td>
+<td>{{ sample.finish_reason }}</td></tr>
+{% endfor %}
+</table></details>
+{% endfor %}
+{% endif %}
 <h2>Settings</h2><pre>{{ settings }}</pre>
 </body></html>
 """

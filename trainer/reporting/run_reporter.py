@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from umbra.runtime.rollout.agents.text_codec import TextCodec
 from umbra.runtime.settings import to_wire
 from umbra.trainer.checkpoint.run_dir import RunDir, process_age_s
 from umbra.trainer.config.trainer_config import TrainerConfig
-from umbra.trainer.reporting.metrics_log import MetricsLog, read_metrics
+from umbra.trainer.reporting.eval_sample import EvalSample
+from umbra.trainer.reporting.metrics_log import MetricsLog, read_metrics, read_samples
 from umbra.trainer.reporting.metrics_logger import MetricsLogger, MetricsRow
 from umbra.trainer.reporting.metrics_plot import save_plot
 from umbra.trainer.reporting.progress_display import Progress
@@ -38,6 +40,7 @@ class RunReporter:
         self._loggers = loggers
         self._progress = progress
         self._has_warned = False
+        self._codec: TextCodec | None = None
         self.accuracy_before: float | None = None
         self.accuracy_after: float | None = None
 
@@ -65,6 +68,7 @@ class RunReporter:
         if is_last:
             self.accuracy_after = accuracy
         self._write(step, row)
+        self._write_samples(step, result["samples"])
         if self._progress is not None:
             self._progress.note(
                 f"after step {step}: accuracy {accuracy:.3f} on "
@@ -75,6 +79,17 @@ class RunReporter:
         for log in (self._log, self._loggers):
             if log is not None:
                 log.write(step, row)
+
+    def _write_samples(self, step: int, found: Sequence[Mapping[str, Any]]) -> None:
+        logs = [log for log in (self._log, self._loggers) if log is not None]
+        if not logs or not found:
+            return
+        if self._codec is None:
+            self._codec = TextCodec.open(str(self._config.model.path))
+        decode = self._codec.decode_all
+        samples = [EvalSample.decode(decode, sample) for sample in found]
+        for log in logs:
+            log.write_samples(step, samples)
 
     def note(self, text: str) -> None:
         """Shows a line to the operator, such as that an engine was restarted. Thread-safe."""
@@ -138,6 +153,7 @@ def finish(
             config.run_name,
             summary,
             rows=rows,
+            samples=read_samples(run_dir.eval_samples),
             settings=settings,
             plot=run_dir.plot,
         )

@@ -7,11 +7,18 @@ import importlib
 import os
 import socket
 import time
+from collections.abc import Sequence
+from dataclasses import fields
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 
+from umbra.trainer.reporting.eval_sample import EvalSample
 from umbra.trainer.reporting.metrics_logger import LoggedRun, MetricsRow
 from umbra.trainer.run_files import writing
+
+# Of TensorBoard's protocol buffers.
+_DT_STRING: Final = 7
+_DATA_CLASS_TENSOR: Final = 2
 
 
 class TensorboardLogger:
@@ -51,7 +58,29 @@ class TensorboardLogger:
         with writing("write to", self._folder):
             self._put(step=step, summary={"value": values})
 
+    def write_samples(self, step: int, samples: Sequence[EvalSample]) -> None:
+        """As one table; raises as `write` does.
+
+        TensorBoard reads cells as Markdown. Their texts are code blocks, which show them unchanged.
+        """
+        columns = [field.name for field in fields(EvalSample)]
+        cells = [[_code_block(str(getattr(each, name))) for name in columns] for each in samples]
+        table = [columns, *cells]
+        tensor = {
+            "dtype": _DT_STRING,
+            "tensor_shape": {"dim": [{"size": len(table)}, {"size": len(columns)}]},
+            "string_val": [cell.encode() for row in table for cell in row],
+        }
+        metadata = {"plugin_data": {"plugin_name": "text"}, "data_class": _DATA_CLASS_TENSOR}
+        value = {"tag": "eval/samples", "tensor": tensor, "metadata": metadata}
+        with writing("write to", self._folder):
+            self._put(step=step, summary={"value": [value]})
+
     def _put(self, **fields: Any) -> None:
         event = self._protobuf.Event(wall_time=time.time(), **fields)
         self._records.write(event.SerializeToString())
         self._file.flush()
+
+
+def _code_block(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.split("\n"))

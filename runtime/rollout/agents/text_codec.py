@@ -16,6 +16,7 @@ class TextCodec:
         encode: tokens of a text, without special tokens.
         encode_prompt: tokens of a text, with the special tokens that the tokenizer adds.
         decode: text of tokens, without special tokens.
+        decode_all: text of tokens, special tokens included.
     """
 
     def __init__(
@@ -23,10 +24,12 @@ class TextCodec:
         encode: Callable[[str], list[int]],
         encode_prompt: Callable[[str], list[int]],
         decode: Callable[[Sequence[int]], str],
+        decode_all: Callable[[Sequence[int]], str],
     ) -> None:
         self.encode = encode
         self.encode_prompt = encode_prompt
         self.decode = decode
+        self.decode_all = decode_all
 
     @classmethod
     def open(cls, path: str) -> TextCodec:
@@ -54,6 +57,7 @@ class TextCodec:
             lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
             lambda text: tokenizer.encode(text).ids,
             lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True),
+            lambda tokens: tokenizer.decode(tokens, skip_special_tokens=False),
         )
 
     @classmethod
@@ -74,4 +78,5 @@ class TextCodec:
             lambda text: tokenizer.encode(text, add_special_tokens=False),
             lambda text: tokenizer.encode(text),
             lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True),
+            lambda tokens: tokenizer.decode(tokens, skip_special_tokens=False),
         )

@@ -35,6 +35,7 @@ from umbra.runtime.rollout.ledger.ledger_events import (
 )
 from umbra.runtime.rollout.ledger.ledger_history import (
     Entry,
+    History,
     ledger_folder,
     managers_of,
     read_history,
@@ -79,9 +80,13 @@ class LedgerIndex:
 
     Owns the connection. Rows of `history` that concern the whole job have no uid. The step of a
     sample, which the ledger counts from 0, is here counted from 1 as in metrics.jsonl.
+
+    Attributes:
+        histories: by manager, what `build` has read.
     """
 
     def __init__(self, place: str | Path = ":memory:") -> None:
+        self.histories: dict[str, History] = {}
         self._connection = sqlite3.connect(place)
         self._connection.row_factory = sqlite3.Row
 
@@ -99,7 +104,9 @@ class LedgerIndex:
             with index._connection as connection:
                 connection.executescript(_SCHEMA)
                 for manager in managers_of(run_dir):
-                    _Filler(connection, manager).fill(ledger_folder(run_dir, manager))
+                    history = read_history(ledger_folder(run_dir, manager))
+                    index.histories[manager] = history
+                    _Filler(connection, manager).fill(history)
                 connection.executescript(_INDICES)
         except BaseException:
             index.close()
@@ -171,6 +178,28 @@ class LedgerIndex:
         query = f"SELECT * {which} ORDER BY uid DESC, manager LIMIT ?3"
         return self.rows(query, state, step, limit), num_samples
 
+    def with_tokens(self, limit: int, step: int | None = None) -> tuple[list[dict[str, Any]], int]:
+        """Samples with a completion, the last admitted first, at most `limit`; how many there are.
+
+        Args:
+            step: only samples that were leased for this step.
+        """
+        return self._chosen("num_tokens > 0", "uid DESC, manager", limit, step)
+
+    def extremes(
+        self, limit: int, *, best: bool, step: int | None = None
+    ) -> tuple[list[dict[str, Any]], int]:
+        """Samples with the highest rewards, or the lowest; likewise. The newest first of equals."""
+        order = f"reward {'DESC' if best else 'ASC'}, uid DESC, manager"
+        return self._chosen("reward IS NOT NULL", order, limit, step)
+
+    def _chosen(
+        self, condition: str, order: str, limit: int, step: int | None
+    ) -> tuple[list[dict[str, Any]], int]:
+        which = f"FROM samples WHERE {condition} AND (?1 IS NULL OR step = ?1)"
+        ((num_samples,),) = self._connection.execute(f"SELECT count(*) {which}", (step,))
+        return self.rows(f"SELECT * {which} ORDER BY {order} LIMIT ?2", step, limit), num_samples
+
     def similar(self, sample_id: str, limit: int = 3) -> list[str]:
         """Sample ids that the user may have meant."""
         import difflib
@@ -207,15 +236,14 @@ class _Filler:
         self._rolled_back: dict[int, int] = {}
         self._evaluations: dict[int, tuple[Entry, Evaluated]] = {}  # by step, the last of each
 
-    def fill(self, folder: Path) -> None:
-        history = read_history(folder)
+    def fill(self, history: History) -> None:
         state = replay(history.entries, on_settled=self._on_settled, on_event=self._on_event)
         for uid in list(self._runs):
             self._end_run(uid)
         for group in state.groups():
             self._add_group(group)
         for entry, event in self._evaluations.values():
-            outcome = json.dumps(event.outcome)
+            outcome = json.dumps({k: v for k, v in event.outcome.items() if k != "samples"})
             self._add("evaluations", event.step, event.temperature, entry.batch.time_s, outcome)
         for header in history.headers():
             if header.part == 0:

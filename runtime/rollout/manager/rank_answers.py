@@ -11,6 +11,7 @@ from umbra.runtime.rollout.buffer.batch_columns import batch_metrics, rank_colum
 from umbra.runtime.rollout.buffer.batch_plan import plan_batch
 from umbra.runtime.rollout.dispatch.group import Group
 from umbra.runtime.rollout.manager.evaluation import Evaluation
+from umbra.runtime.rollout.manager.evaluation_samples import worst_and_best
 from umbra.runtime.rollout.rollout_config import RolloutConfig
 
 
@@ -52,4 +53,5 @@ def evaluation_outcome(evaluation: Evaluation, config: RolloutConfig) -> dict[st
         "gen_s": metrics["gen_s"],
         "completion_len_mean": metrics["completion_len_mean"],
         "truncated_share": metrics["truncated_share"],
+        "samples": worst_and_best(evaluation.groups),
     }

@@ -223,8 +223,9 @@ class RolloutManager:
 
         Returns:
             {"kind": "eval", "mean_reward", "accuracy", "num_prompts", "tokens", "gen_s",
-            "completion_len_mean", "truncated_share"} or {"kind": "sync_wanted", ...}. Accuracy
-            is the share of rewards of at least `accuracy_threshold`.
+            "completion_len_mean", "truncated_share", "samples"} or {"kind": "sync_wanted", ...}.
+            Accuracy is the share of rewards of at least `accuracy_threshold`; samples are a few of
+            the worst and the best.
         """
         return await self._join(rank, CollectiveCall("evaluate", step, temperature))
 

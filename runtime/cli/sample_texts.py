@@ -1,0 +1,168 @@
+"""Samples of a run as text: read from the ledger and the file of prompts, decoded, and laid out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final, cast
+
+from umbra.runtime.errors import ConfigError
+from umbra.runtime.escaping import escape_unprintable
+from umbra.runtime.rollout.agents.sample_text import SampleText
+from umbra.runtime.rollout.agents.text_codec import TextCodec
+from umbra.runtime.rollout.dispatch.token_store import Segment
+from umbra.runtime.rollout.ledger.ledger_events import Event
+from umbra.runtime.rollout.ledger.ledger_history import History
+from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
+from umbra.runtime.rollout.ledger.sample_contents import read_contents
+from umbra.runtime.rollout.prompts import Prompt, PromptSet
+
+Row = dict[str, Any]
+
+_PROMPTS: Final = "prompts.msgpack"
+_MARGIN: Final = "  | "
+"""Begins each line of a sample's text, so that no text can look like a line of this command."""
+
+
+def read_texts(
+    index: LedgerIndex, rows: Sequence[Row], run_dir: Path, model: str | None
+) -> list[Row]:
+    """Facts and texts of samples, as plain data.
+
+    Args:
+        rows: of the index's table `samples`.
+        model: a directory with the tokenizer; None for that of the run's model.
+
+    Raises:
+        ConfigError: the run has not recorded its settings.
+        DataError: the model has no tokenizer, or the file of prompts is missing or damaged.
+        LedgerError: the ledger is damaged.
+    """
+    if not rows:
+        return []
+    codec = TextCodec.open(model or _model_path(run_dir))
+    prompts = _find_prompts(run_dir, {row["prompt_id"] for row in rows})
+    contents = {
+        (manager, uid): content
+        for manager, history in index.histories.items()
+        for uid, content in read_contents(
+            _events(history),
+            {row["uid"]: row["num_tokens"] for row in rows if row["manager"] == manager},
+        ).items()
+    }
+    samples: list[Row] = []
+    for row in rows:
+        content = contents[row["manager"], row["uid"]]
+        prompt = prompts.get(row["prompt_id"])
+        tokens = content.prompt if prompt is None or content.prompt is not None else prompt.tokens
+        segments = index.rows(
+            "SELECT start, stop, version FROM segments WHERE manager = ? AND uid = ? "
+            "ORDER BY rowid",
+            row["manager"],
+            row["uid"],
+        )
+        text = SampleText.decode(
+            codec.decode_all,
+            [] if tokens is None else tokens.tolist(),
+            content.tokens,
+            [Segment(**segment) for segment in segments],
+        )
+        samples.append(
+            {name: value for name, value in row.items() if name not in ("segments", "history")}
+            | {
+                "prompt": None if tokens is None else text.prompt,
+                "is_prompt_of_loop": content.prompt is not None,
+                "turns": [asdict(turn) for turn in text.turns],
+                "recorded": _plain(content.recorded),
+            }
+        )
+    return samples
+
+
+def text_of(sample: Mapping[str, Any]) -> str:
+    """One sample of `read_texts`, escaped for a terminal."""
+    state = [sample["state"]]
+    if sample["step"] is not None:
+        state.append(f"step {sample['step']}")
+    state += [text for text in (sample["finish_reason"], sample["drop_reason"]) if text]
+    reward = "none" if sample["reward"] is None else f"{sample['reward']:g}"
+    counts = [f"reward {reward}", f"{sample['num_tokens']} tokens"]
+    counts += [
+        f"{sample[name]} {text}"
+        for name, text in (
+            ("interruptions", "interruptions"),
+            ("resets", "resets"),
+            ("rolled_back_tokens", "tokens rolled back"),
+        )
+        if sample[name]
+    ]
+    lines = [
+        _one_line(f"{sample['sample_id']}: {', '.join(state)}"),
+        f"  {', '.join(counts)}",
+        "prompt of the agent loop" if sample["is_prompt_of_loop"] else "prompt",
+    ]
+    lines += _quoted(sample["prompt"], f"not in {_PROMPTS}")
+    for turn in sample["turns"]:
+        num_tokens = f"{turn['stop'] - turn['start']} tokens"
+        versions = ", ".join(map(str, turn["versions"]))
+        source = f"policy, version {versions}" if versions else "given"
+        lines += [f"{source}, {num_tokens}", *_quoted(turn["text"])]
+    if not sample["turns"]:
+        lines.append("no tokens")
+    for key, value in sample["recorded"].items():
+        text = value if isinstance(value, str) else json.dumps(value)
+        lines += [_one_line(f"recorded {key}"), *_quoted(text)]
+    return "\n".join(lines)
+
+
+def _find_prompts(run_dir: Path, prompt_ids: set[str]) -> dict[str, Prompt]:
+    prompts = PromptSet.open(run_dir / _PROMPTS)
+    try:
+        return prompts.find(prompt_ids)
+    finally:
+        prompts.close()
+
+
+def _model_path(run_dir: Path) -> str:
+    """Raises ConfigError if the run has not recorded its settings."""
+    path = run_dir / "settings.json"
+    remedy = "give the directory of its model (--model DIR)"
+    try:
+        recorded = json.loads(path.read_text(encoding="utf-8"))
+        return str(Path(recorded["folder"]) / recorded["settings"]["model"]["path"])
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist, so the tokenizer is unknown: {remedy}") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is not a run's settings ({error}): {remedy}") from error
+
+
+def _events(history: History) -> Iterator[Event]:
+    for entry in history.entries():
+        yield from entry.batch.events
+
+
+def _plain(value: object) -> Any:
+    """A recorded value as what JSON can hold; bytes as Python writes them."""
+    match value:
+        case dict():
+            members = cast("dict[object, object]", value)
+            return {str(key): _plain(member) for key, member in members.items()}
+        case list():
+            return [_plain(member) for member in cast("list[object]", value)]
+        case None | str() | bool() | int() | float():
+            return value
+        case _:
+            return repr(value)
+
+
+def _quoted(text: str | None, otherwise: str = "") -> list[str]:
+    """The text's lines, each after a margin."""
+    if text is None:
+        return [f"  {otherwise}"]
+    return [_MARGIN + escape_unprintable(line, keep="\t") for line in text.split("\n")]
+
+
+def _one_line(text: str) -> str:
+    return escape_unprintable(text, keep="")

@@ -1,0 +1,57 @@
+"""`umbra samples RUN_DIR`: shows samples of a job as text."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Final
+
+from umbra.runtime.cli.ledger_command import find_sample, open_index
+from umbra.runtime.cli.sample_texts import Row, read_texts, text_of
+from umbra.runtime.errors import ConfigError
+from umbra.runtime.rollout.ledger.ledger_index import LedgerIndex
+
+_DEFAULT_LIMIT: Final = 3
+"""Samples shown if no number is given. More would scroll out of the screen, as their texts are
+long; fewer do not show what varies."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints text, or with `--json` one object. Works while the job runs, too.
+
+    Raises:
+        ConfigError: the folder has no ledger or no settings, there is no such sample, or the
+            options do not go together.
+        DataError: the model has no tokenizer, or the file of prompts is damaged.
+        LedgerError: the ledger is damaged.
+    """
+    if arguments.ids and (arguments.step or arguments.best or arguments.worst):
+        raise ConfigError("samples given by id need no --step, --best or --worst: leave them out")
+    run_dir = Path(arguments.run_dir)
+    with open_index(run_dir) as index:
+        rows, choice = _choose(index, arguments)
+        samples = read_texts(index, rows, run_dir, arguments.model)
+    if arguments.json:
+        print(json.dumps({"samples": samples}))
+        return 0
+    print("\n\n".join([*map(text_of, samples), *filter(None, [choice])]))
+    return 0
+
+
+def _choose(index: LedgerIndex, arguments: argparse.Namespace) -> tuple[list[Row], str]:
+    """The rows of the wanted samples, and a line about what else there is."""
+    if arguments.ids:
+        return [find_sample(index, sample_id) for sample_id in arguments.ids], ""
+    step = arguments.step
+    if arguments.best or arguments.worst:
+        what, of = ("best" if arguments.best else "worst"), "samples with a reward"
+        limit = arguments.best or arguments.worst
+        rows, num_samples = index.extremes(limit, best=bool(arguments.best), step=step)
+    else:
+        what, of = "newest", "samples with a completion; choose by id, --best N or --worst N"
+        rows, num_samples = index.with_tokens(_DEFAULT_LIMIT, step)
+    if not rows:
+        return [], "no such samples"
+    of_step = f" of step {step}" if step else ""
+    return rows, f"the {what} {len(rows):,}{of_step}, of {num_samples:,} {of}"

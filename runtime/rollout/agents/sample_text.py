@@ -1,0 +1,87 @@
+"""A sample as text, for people: its prompt, and its completion by turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from umbra.runtime.rollout.dispatch.token_store import Segment
+from umbra.runtime.rollout.dispatch.trajectory import NOT_GENERATED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """Consecutive tokens of a completion that the policy generated, or that were all given.
+
+    Attributes:
+        start, stop: its tokens in the completion.
+        versions: of the weights that generated it, in order; empty for given tokens.
+    """
+
+    start: int
+    stop: int
+    versions: tuple[int, ...]
+    text: str
+
+    @property
+    def is_given(self) -> bool:
+        return not self.versions
+
+
+@dataclass(frozen=True, slots=True)
+class SampleText:
+    """Text of a sample, special tokens included."""
+
+    prompt: str
+    turns: tuple[Turn, ...]
+
+    @classmethod
+    def decode(
+        cls,
+        decode: Callable[[Sequence[int]], str],
+        prompt: Sequence[int],
+        completion: Sequence[int],
+        segments: Sequence[Segment],
+    ) -> SampleText:
+        """Decodes all tokens as one text, and cuts that where the turns begin.
+
+        A character whose bytes lie on both sides of a cut belongs to the later turn. Decoding each
+        turn alone would damage it, and some tokenizers drop the space at the start of a text.
+        """
+        tokens = [*prompt, *completion]
+        turns = _turns(segments)
+        whole = decode(tokens)
+        cuts = [
+            _common_len(decode(tokens[: len(prompt) + first.start]), whole) for first, *_ in turns
+        ]
+        return cls(
+            whole[: cuts[0]] if cuts else whole,
+            tuple(
+                Turn(
+                    start=parts[0].start,
+                    stop=parts[-1].stop,
+                    versions=tuple(p.version for p in parts if p.version != NOT_GENERATED),
+                    text=whole[begin:end],
+                )
+                for parts, begin, end in zip(turns, cuts, [*cuts[1:], len(whole)], strict=True)
+            ),
+        )
+
+
+def _turns(segments: Sequence[Segment]) -> list[list[Segment]]:
+    """The segments of each turn."""
+    turns: list[list[Segment]] = []
+    for segment in segments:
+        is_given = segment.version == NOT_GENERATED
+        if turns and (turns[-1][-1].version == NOT_GENERATED) == is_given:
+            turns[-1].append(segment)
+        else:
+            turns.append([segment])
+    return turns
+
+
+def _common_len(text: str, whole: str) -> int:
+    """The number of characters at the start that both texts share."""
+    if whole.startswith(text):
+        return len(text)
+    return next(idx for idx, char in enumerate(text) if not whole.startswith(char, idx))

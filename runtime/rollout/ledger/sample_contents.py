@@ -1,0 +1,69 @@
+"""What chosen samples consist of: their tokens and recorded values, from a ledger's history.
+
+`LedgerState` drops the tokens of samples that can no longer change. Here they are read again, for a
+few samples only, so that memory does not grow with the ledger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from umbra.runtime.rollout.ledger.ledger_events import (
+    Event,
+    PromptGiven,
+    Recorded,
+    Reset,
+    Tokens,
+)
+
+
+class SampleContent:
+    """One sample.
+
+    Attributes:
+        tokens: the completion.
+        prompt: the agent loop's, if it replaced that of the data set.
+        recorded: values of `ctx.once`; they survive resets.
+    """
+
+    def __init__(self) -> None:
+        self.prompt: NDArray[np.int32] | None = None
+        self.recorded: dict[str, Any] = {}
+        self.tokens: list[int] = []
+
+
+def read_contents(
+    events: Iterable[Event], num_tokens: Mapping[int, int]
+) -> dict[int, SampleContent]:
+    """The contents of samples at the end of a history that `LedgerState` accepts.
+
+    Args:
+        events: the whole history of one manager.
+        num_tokens: by uid of each wanted sample, its number of tokens at the end of the history. A
+            rollback after a sample's last tokens is known only from it.
+    """
+    contents = {uid: SampleContent() for uid in num_tokens}
+    wanted = np.asarray(list(num_tokens), np.int64)
+    for event in events:
+        match event:
+            case Tokens():
+                for idx in np.flatnonzero(np.isin(event.uids, wanted)).tolist():
+                    run = event.tokens[event.offsets[idx] : event.offsets[idx + 1]].tolist()
+                    # A start before the end follows a rollback, which cut off the rest.
+                    contents[int(event.uids[idx])].tokens[int(event.starts[idx]) :] = run
+            case PromptGiven(uid=uid) if uid in contents:
+                contents[uid].prompt = event.tokens.copy()  # not a view of a whole frame
+            case Reset(uid=uid) if uid in contents:
+                contents[uid].tokens.clear()
+                contents[uid].prompt = None
+            case Recorded(uid=uid) if uid in contents:
+                contents[uid].recorded[event.key] = event.value
+            case _:
+                pass
+    for uid, content in contents.items():
+        del content.tokens[num_tokens[uid] :]
+    return contents
