@@ -88,16 +88,13 @@ def text_of(sample: Mapping[str, Any]) -> str:
         state.append(f"step {sample['step']}")
     state += [text for text in (sample["finish_reason"], sample["drop_reason"]) if text]
     reward = "none" if sample["reward"] is None else f"{sample['reward']:g}"
-    counts = [f"reward {reward}", f"{sample['num_tokens']} tokens"]
-    counts += [
-        f"{sample[name]} {text}"
-        for name, text in (
-            ("interruptions", "interruptions"),
-            ("resets", "resets"),
-            ("rolled_back_tokens", "tokens rolled back"),
-        )
-        if sample[name]
-    ]
+    counts = [f"reward {reward}", _count(sample["num_tokens"], "token")]
+    if sample["interruptions"]:
+        counts.append(_count(sample["interruptions"], "interruption"))
+    if sample["resets"]:
+        counts.append(_count(sample["resets"], "reset"))
+    if sample["rolled_back_tokens"]:
+        counts.append(f"{_count(sample['rolled_back_tokens'], 'token')} rolled back")
     lines = [
         _one_line(f"{sample['sample_id']}: {', '.join(state)}"),
         f"  {', '.join(counts)}",
@@ -105,7 +102,7 @@ def text_of(sample: Mapping[str, Any]) -> str:
     ]
     lines += _quoted(sample["prompt"], f"not in {_PROMPTS}")
     for turn in sample["turns"]:
-        num_tokens = f"{turn['stop'] - turn['start']} tokens"
+        num_tokens = _count(turn["stop"] - turn["start"], "token")
         versions = ", ".join(map(str, turn["versions"]))
         source = f"policy, version {versions}" if versions else "given"
         lines += [f"{source}, {num_tokens}", *_quoted(turn["text"])]
@@ -115,6 +112,10 @@ def text_of(sample: Mapping[str, Any]) -> str:
         text = value if isinstance(value, str) else json.dumps(value)
         lines += [_one_line(f"recorded {key}"), *_quoted(text)]
     return "\n".join(lines)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def _find_prompts(run_dir: Path, prompt_ids: set[str]) -> dict[str, Prompt]:

@@ -49,8 +49,8 @@ class MetricsLogger(Protocol):
     """Receives metrics of each step, and samples of each evaluation. Rank 0 owns it.
 
     It is a context manager, constructed with a `LoggedRun`. Writing may block as long as a step may
-    wait for it. An UmbraError ends the run; after any other exception, only this logger is no longer
-    used.
+    wait for it. An UmbraError ends the run; after any other exception, only this logger is no
+    longer used.
     """
 
     def write(self, step: int, row: MetricsRow) -> None:

@@ -63,7 +63,7 @@ class SampleText:
                     versions=tuple(p.version for p in parts if p.version != NOT_GENERATED),
                     text=whole[begin:end],
                 )
-                for parts, begin, end in zip(turns, cuts, [*cuts[1:], len(whole)], strict=True)
+                for parts, begin, end in zip(turns, cuts, [*cuts, len(whole)][1:], strict=True)
             ),
         )
 

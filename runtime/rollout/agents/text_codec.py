@@ -48,7 +48,9 @@ class TextCodec:
         try:
             from tokenizers import Tokenizer
         except ImportError as error:
-            raise ConfigError(f"rewards need `tokenizers`: {how_to_install('train')}") from error
+            raise ConfigError(
+                f"text of tokens needs `tokenizers`: {how_to_install('train')}"
+            ) from error
         try:
             tokenizer: Any = Tokenizer.from_file(str(file))
         except Exception as error:  # tokenizers raises bare Exception

@@ -44,7 +44,7 @@ def read_contents(
     Args:
         events: the whole history of one manager.
         num_tokens: by uid of each wanted sample, its number of tokens at the end of the history. A
-            rollback after a sample's last tokens is known only from it.
+            rollback or reset after a sample's last tokens is known only from it.
     """
     contents = {uid: SampleContent() for uid in num_tokens}
     wanted = np.asarray(list(num_tokens), np.int64)
@@ -53,12 +53,11 @@ def read_contents(
             case Tokens():
                 for idx in np.flatnonzero(np.isin(event.uids, wanted)).tolist():
                     run = event.tokens[event.offsets[idx] : event.offsets[idx + 1]].tolist()
-                    # A start before the end follows a rollback, which cut off the rest.
+                    # A start before the end follows a rollback or a reset.
                     contents[int(event.uids[idx])].tokens[int(event.starts[idx]) :] = run
             case PromptGiven(uid=uid) if uid in contents:
                 contents[uid].prompt = event.tokens.copy()  # not a view of a whole frame
             case Reset(uid=uid) if uid in contents:
-                contents[uid].tokens.clear()
                 contents[uid].prompt = None
             case Recorded(uid=uid) if uid in contents:
                 contents[uid].recorded[event.key] = event.value

@@ -33,6 +33,7 @@ from umbra.runtime.rollout.ledger.ledger_events import (
 )
 from umbra.runtime.rollout.ledger.ledger_state import LedgerState
 from umbra.runtime.rollout.ledger.sample_accounts import GroupAccount, SampleState
+from umbra.runtime.rollout.ledger.sample_contents import read_contents
 
 
 def state_of(*events: Event, **options: Any) -> LedgerState:
@@ -256,6 +257,7 @@ class Ledgers(RuleBasedStateMachine):
         self.version = self.current = -1
         self.versions: dict[int, int] = {}
         self.steps = 0
+        self.num_made = 0  # no token occurs twice in `stream`
         self.checkpoints = {0: 0}
         self.announce(0)
 
@@ -292,7 +294,7 @@ class Ledgers(RuleBasedStateMachine):
         self.do(admitted(first, f"p{first}", num_samples))
         for uid in range(first, first + num_samples):
             self.model[uid] = {"state": "pending", "first": first, "tokens": [], "cuts": 0}
-            self.model[uid].update(reward=None, step=None, rolled_back=0, once={})
+            self.model[uid].update(reward=None, step=None, rolled_back=0, once={}, prompt=None)
 
     @rule(data=st.data())
     def start(self, data: st.DataObject) -> None:
@@ -314,10 +316,18 @@ class Ledgers(RuleBasedStateMachine):
         runs: list[tuple[int, int, int, list[int]]] = []
         for uid in [*self.some(data, "running"), *self.some(data, "running")]:
             version = data.draw(st.sampled_from([-1, *self.versions]))
-            tokens = list(range(length))
+            tokens = list(range(self.num_made, self.num_made + length))
+            self.num_made += length
             runs.append((uid, len(self.model[uid]["tokens"]), version, tokens))
             self.model[uid]["tokens"] += [(token, -token, version) for token in tokens]
         self.do(runs_of(*runs))
+
+    @rule(data=st.data(), prompt=st.lists(st.integers(0, 9), max_size=3))
+    def replace_prompt(self, data: st.DataObject, prompt: list[int]) -> None:
+        for uid in self.some(data, "pending", "running", "partial"):
+            if not self.model[uid]["tokens"]:
+                self.model[uid]["prompt"] = prompt
+                self.do(PromptGiven(uid, np.asarray(prompt, np.int32)))
 
     @rule(data=st.data(), key=st.sampled_from("ab"))
     def record(self, data: st.DataObject, key: str) -> None:
@@ -329,7 +339,7 @@ class Ledgers(RuleBasedStateMachine):
     @rule(data=st.data())
     def reset(self, data: st.DataObject) -> None:
         for uid in self.some(data, "pending", "running", "partial"):
-            self.model[uid].update(state="pending", tokens=[])
+            self.model[uid].update(state="pending", tokens=[], prompt=None)
             self.do(Reset(uid, "died"))
 
     @rule(data=st.data())
@@ -444,6 +454,19 @@ class Ledgers(RuleBasedStateMachine):
             again.apply(event)
         assert again.counts == self.state.counts
         assert repr(again.totals) == repr(self.state.totals)
+        self.contents_agree_with_the_model(list(self.model))
+        self.contents_agree_with_the_model(list(self.model)[::3])
+
+    def contents_agree_with_the_model(self, uids: list[int]) -> None:
+        """Also of samples whose accounts hold no tokens any more."""
+        found = read_contents(self.events, {uid: len(self.model[uid]["tokens"]) for uid in uids})
+
+        assert list(found) == uids
+        for uid, content in found.items():
+            sample = self.model[uid]
+            assert content.tokens == [token for token, *_ in sample["tokens"]]
+            assert (None if content.prompt is None else [*content.prompt]) == sample["prompt"]
+            assert content.recorded == sample["once"]
 
 
 Ledgers.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)

@@ -1,0 +1,282 @@
+"""`umbra samples` on an artificial ledger: which samples it shows, and what of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from byte_tokenizer import END, byte_codec
+from ledger_samples import admitted, runs_of
+
+from umbra.runtime.cli.umbra_command import main
+from umbra.runtime.rollout.agents.text_codec import TextCodec
+from umbra.runtime.rollout.ledger.ledger_events import (
+    Cut,
+    Dropped,
+    Event,
+    Finished,
+    Leased,
+    PromptGiven,
+    Recorded,
+    Reset,
+    Restored,
+    Scored,
+    Started,
+    Tokens,
+    Version,
+    encode_batch,
+    uids_of,
+)
+from umbra.runtime.rollout.ledger.ledger_history import ledger_folder
+from umbra.runtime.rollout.ledger.ledger_log import LedgerLog
+from umbra.runtime.rollout.prompts import write_prompts
+
+BOTH = uids_of(0, 1)
+
+
+@pytest.fixture
+def codec(tmp_path: Path) -> TextCodec:
+    return byte_codec(tmp_path / "model")
+
+
+@pytest.fixture
+def run_of(tmp_path: Path, codec: TextCodec) -> Callable[[Sequence[Event]], str]:
+    """Writes a run directory whose ledger has these events, each in a frame of its own."""
+    prompts = [
+        {"id": name, "prompt": text, "tokens": np.asarray(codec.encode(text), "<i4").tobytes(),
+         "row": {}}
+        for name, text in (("a", "2+2="), ("b", "3+3="))
+    ]  # fmt: skip
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    write_prompts(run_dir / "prompts.msgpack", prompts)
+    settings = {"folder": str(tmp_path), "settings": {"model": {"path": "model"}}}
+    (run_dir / "settings.json").write_text(json.dumps(settings))
+
+    def write(events: Sequence[Event]) -> str:
+        with LedgerLog.open(ledger_folder(run_dir, "rollouts"), "job") as log:
+            for event in events:
+                log.write([encode_batch(0.0, [event])])
+        return str(run_dir)
+
+    return write
+
+
+def show(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main(argv) == 0
+    return capsys.readouterr().out
+
+
+def shown_ids(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:
+    found = json.loads(show(capsys, "samples", *argv, "--json"))
+    return [sample["sample_id"] for sample in found["samples"]]
+
+
+def text_run(codec: TextCodec, uid: int, start: int, version: int, text: str) -> Tokens:
+    return runs_of((uid, start, version, codec.encode(text)))
+
+
+def test_an_agent_loops_turns_answers_and_values_are_shown(
+    run_of: Callable[[Sequence[Event]], str],
+    codec: TextCodec,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run_dir = run_of([
+        Version(0, 0),
+        admitted(0, "a"),
+        Started(BOTH),
+        PromptGiven(0, np.asarray(codec.encode("Q: 2+2="), np.int32)),
+        text_run(codec, 0, 0, 0, "thr"),
+        Cut(uids_of(0), "sync"),
+        Version(1, 1),
+        Started(uids_of(0)),
+        text_run(codec, 0, 3, 1, f"ee{END}"),
+        text_run(codec, 0, 6, -1, "\nno: \x1b[2J"),
+        text_run(codec, 0, 15, 1, f"4{END}"),
+        Recorded(0, "judge", {"verdict": "right\nso", "score": 1, "raw": b"\xff"}),
+        Finished(uids_of(0), ["stop"]),
+        Scored(uids_of(0), np.asarray([0.5])),
+    ])  # fmt: skip
+
+    text = show(capsys, "samples", run_dir, "e0/a/0")
+
+    assert text.splitlines() == [
+        "e0/a/0: scored, stop",
+        "  reward 0.5, 17 tokens, 1 interruption",
+        "prompt of the agent loop",
+        "  | Q: 2+2=",
+        "policy, version 0, 1, 6 tokens",
+        "  | three<eos>",
+        "given, 9 tokens",
+        "  | ",
+        r"  | no: \x1b[2J",
+        "policy, version 1, 2 tokens",
+        "  | 4<eos>",
+        "recorded judge",
+        r'  | {"verdict": "right\nso", "score": 1, "raw": "b' r"'\\xff'" '"}',
+    ]
+    assert show(capsys, "ledger", run_dir, "--sample", "e0/a/0", "--text") == text
+    (sample,) = json.loads(show(capsys, "samples", run_dir, "e0/a/0", "--json"))["samples"]
+    assert [turn["versions"] for turn in sample["turns"]] == [[0, 1], [], [1]]
+    assert sample["turns"][1]["text"] == "\nno: \x1b[2J"
+    assert sample["recorded"]["judge"]["score"] == 1
+
+
+def test_what_was_dropped_rolled_back_or_interrupted_is_shown(
+    run_of: Callable[[Sequence[Event]], str],
+    codec: TextCodec,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run_dir = run_of([
+        Version(0, 0),
+        admitted(0, "a"),
+        admitted(2, "b"),
+        admitted(4, "gone"),
+        Started(uids_of(0, 1, 2, 3, 4)),
+        runs_of(*[(uid, 0, 0, codec.encode(f"of {uid}")) for uid in range(4)]),
+        Dropped(BOTH, "too old", "of step 0"),
+        Cut(uids_of(2), "sync"),
+        Version(1, 1),
+        Started(uids_of(2)),
+        text_run(codec, 2, 4, 1, " and more"),
+        text_run(codec, 3, 4, 1, " and more"),
+        Cut(uids_of(2, 3, 4), "the rollout manager restarted"),
+        Restored(0, 0, False),
+        Started(uids_of(2)),
+        text_run(codec, 2, 4, 0, "!"),
+        Reset(4, "its process died"),
+    ])  # fmt: skip
+
+    text = show(capsys, "samples", run_dir, "e0/a/1", "e0/b/0", "e0/b/1", "e0/gone/0")
+
+    assert text.split("\n\n") == [
+        "e0/a/1: dropped, too old\n  reward none, 4 tokens\nprompt\n  | 2+2=\n"
+        "policy, version 0, 4 tokens\n  | of 1",
+        "e0/b/0: running\n  reward none, 5 tokens, 2 interruptions, 9 tokens rolled back\n"
+        "prompt\n  | 3+3=\npolicy, version 0, 5 tokens\n  | of 2!",
+        "e0/b/1: partial\n  reward none, 4 tokens, 1 interruption, 9 tokens rolled back\n"
+        "prompt\n  | 3+3=\npolicy, version 0, 4 tokens\n  | of 3",
+        "e0/gone/0: pending\n  reward none, 0 tokens, 1 interruption, 1 reset\n"
+        "prompt\n  not in prompts.msgpack\nno tokens\n",
+    ]
+
+
+def scored_groups(codec: TextCodec) -> list[Event]:
+    """Of step 1 the rewards 0 and 1, of step 2 the rewards 2 and -1, and one without tokens."""
+    events: list[Event] = [Version(0, 0)]
+    for first, name, rewards in ((0, "a", [0.0, 1.0]), (2, "b", [2.0, -1.0])):
+        uids = uids_of(first, first + 1)
+        events += [
+            admitted(first, name),
+            Started(uids),
+            runs_of(*[(uid, 0, 0, codec.encode("x")) for uid in uids.tolist()]),
+            Finished(uids, ["stop", "length"]),
+            Scored(uids, np.asarray(rewards)),
+            Leased(first // 2, uids),
+        ]
+    return [*events, admitted(4, "c", 1)]
+
+
+@pytest.mark.parametrize(
+    ("choice", "ids"),
+    [
+        (["--best", "1"], ["e0/b/0"]),
+        (["--best", "3"], ["e0/b/0", "e0/a/1", "e0/a/0"]),
+        (["--worst", "2"], ["e0/b/1", "e0/a/0"]),
+        (["--worst", "1", "--step", "1"], ["e0/a/0"]),
+        (["--best", "9", "--step", "2"], ["e0/b/0", "e0/b/1"]),
+        (["--step", "1"], ["e0/a/1", "e0/a/0"]),
+        (["--step", "3"], []),
+        ([], ["e0/b/1", "e0/b/0", "e0/a/1"]),
+        (["e0/a/1", "e0/c/0"], ["e0/a/1", "e0/c/0"]),
+    ],
+)
+def test_samples_are_chosen_by_reward_step_and_id(
+    run_of: Callable[[Sequence[Event]], str],
+    codec: TextCodec,
+    capsys: pytest.CaptureFixture[str],
+    choice: list[str],
+    ids: list[str],
+) -> None:
+    run_dir = run_of(scored_groups(codec))
+
+    assert shown_ids(capsys, run_dir, *choice) == ids
+
+
+def test_the_last_line_tells_what_was_chosen_of_how_many(
+    run_of: Callable[[Sequence[Event]], str],
+    codec: TextCodec,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run_dir = run_of(scored_groups(codec))
+
+    def last_line(*choice: str) -> str:
+        return show(capsys, "samples", run_dir, *choice).splitlines()[-1]
+
+    assert last_line("--worst", "1") == "the worst 1, of 4 samples with a reward"
+    assert last_line("--best", "1", "--step", "2").startswith("the best 1 of step 2, of 2 samples")
+    assert last_line() == (
+        "the newest 3, of 4 samples with a completion; choose by id, --best N or --worst N"
+    )
+    assert last_line("--step", "7") == "no such samples"
+
+
+def test_a_run_that_others_write_to_can_be_read(
+    run_of: Callable[[Sequence[Event]], str],
+    codec: TextCodec,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run_dir = run_of([Version(0, 0)])
+    with LedgerLog.open(ledger_folder(Path(run_dir), "rollouts"), "job") as log:
+        for event in (admitted(0, "a"), Started(BOTH), text_run(codec, 0, 0, 0, "so far")):
+            log.write([encode_batch(0.0, [event])])
+
+        assert "  | so far\n" in show(capsys, "samples", run_dir, "e0/a/0")
+
+
+@pytest.mark.slow  # imports transformers
+def test_the_tokenizer_may_be_elsewhere_than_recorded(
+    run_of: Callable[[Sequence[Event]], str],
+    codec: TextCodec,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    run_dir = run_of(scored_groups(codec))
+    (tmp_path / "model").rename(tmp_path / "moved")
+
+    assert main(["samples", run_dir]) == 2
+    assert f"{tmp_path}/model holds no tokenizer" in capsys.readouterr().err
+    assert shown_ids(capsys, run_dir, "--best", "1", "--model", f"{tmp_path}/moved") == ["e0/b/0"]
+
+    (Path(run_dir) / "settings.json").unlink()
+    assert main(["samples", run_dir]) == 2
+    assert "settings.json does not exist, so the tokenizer is unknown: give the" in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (["samples", "e0/a/7"], "has no sample 'e0/a/7'; did you mean e0/a/0 or e0/a/1?"),
+        (["samples", "e0/a/0", "--best", "1"], "given by id need no --step, --best or --worst"),
+        (["ledger", "--text"], "--text shows one sample: name it (--sample ID), or use umbra"),
+    ],
+)
+def test_wrong_use_is_an_error(
+    run_of: Callable[[Sequence[Event]], str],
+    codec: TextCodec,
+    capsys: pytest.CaptureFixture[str],
+    wrong: list[str],
+    message: str,
+) -> None:
+    command, *options = wrong
+
+    assert main([command, run_of(scored_groups(codec)), *options]) == 2
+
+    output = capsys.readouterr()
+    assert message in output.err
+    assert output.out == ""
