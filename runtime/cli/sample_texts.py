@@ -10,6 +10,7 @@ from typing import Any, Final, cast
 
 from umbra.runtime.errors import ConfigError
 from umbra.runtime.escaping import escape_unprintable
+from umbra.runtime.rollout.agents.loop_history import LoopHistory
 from umbra.runtime.rollout.agents.sample_text import SampleText
 from umbra.runtime.rollout.agents.text_codec import TextCodec
 from umbra.runtime.rollout.dispatch.token_store import Segment
@@ -63,11 +64,13 @@ def read_texts(
             row["manager"],
             row["uid"],
         )
+        history = LoopHistory.of_records(content.recorded)
         text = SampleText.decode(
             codec.decode_all,
             [] if tokens is None else tokens.tolist(),
             content.tokens,
             [Segment(**segment) for segment in segments],
+            [turn for turn in history.turns if turn.stop <= len(content.tokens)],
         )
         samples.append(
             {name: value for name, value in row.items() if name not in ("segments", "history")}
@@ -75,7 +78,7 @@ def read_texts(
                 "prompt": None if tokens is None else text.prompt,
                 "is_prompt_of_loop": content.prompt is not None,
                 "turns": [asdict(turn) for turn in text.turns],
-                "recorded": _plain(content.recorded),
+                "recorded": _plain(history.once),
             }
         )
     return samples
@@ -105,7 +108,8 @@ def text_of(sample: Mapping[str, Any]) -> str:
         num_tokens = _count(turn["stop"] - turn["start"], "token")
         versions = ", ".join(map(str, turn["versions"]))
         source = f"policy, version {versions}" if versions else "given"
-        lines += [f"{source}, {num_tokens}", *_quoted(turn["text"])]
+        end = _one_line(f", {turn['finish_reason']}" * bool(turn["finish_reason"]))
+        lines += [f"{source}, {num_tokens}{end}", *_quoted(turn["text"])]
     if not sample["turns"]:
         lines.append("no tokens")
     for key, value in sample["recorded"].items():

@@ -11,41 +11,20 @@ import asyncio
 import itertools
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from umbra.runtime.engine_api.token_ids import token_ids
 from umbra.runtime.errors import RolloutError
+from umbra.runtime.rollout.agents.loop_history import LoopHistory, TurnRecord, once_key
 from umbra.runtime.rollout.dispatch.dispatcher import Dispatcher
 from umbra.runtime.rollout.dispatch.group import Group
 from umbra.runtime.rollout.dispatch.side_generations import SideGenerations
 from umbra.runtime.rollout.dispatch.trajectory import NOT_GENERATED, Trajectory
 from umbra.runtime.rollout.dispatch.turn import Turn
 from umbra.runtime.rollout.ledger.recorder import Recorder
-
-_TURN_KEY: Final = "turn/"  # key prefix of recorded turns; those of `ctx.once` begin with "once/"
-_ONCE_KEY: Final = "once/"
-
-
-class TurnRecord(NamedTuple):
-    """A completed generation: completion tokens [start, stop) of the trajectory."""
-
-    start: int
-    stop: int
-    reason: str
-
-
-class _LoopHistory:
-    """The records of one trajectory's loop, which outlive its runs."""
-
-    __slots__ = ("num_turn_records", "once", "turns")
-
-    def __init__(self) -> None:
-        self.turns: list[TurnRecord] = []
-        self.num_turn_records = 0  # keys of records are never used twice
-        self.once: dict[str, Any] = {}
 
 
 class _Session:
@@ -59,7 +38,7 @@ class _Session:
         trajectory: Trajectory,
         group: Group,
         temperature: float,
-        history: _LoopHistory,
+        history: LoopHistory,
         side_generations: SideGenerations,
     ) -> None:
         self.trajectory = trajectory
@@ -89,7 +68,7 @@ class AgentSessions:
         self._vocab_size = vocab_size  # 0: unknown
         self._sessions: dict[int, _Session] = {}
         self._by_trajectory: dict[Trajectory, int] = {}
-        self._histories: dict[Trajectory, _LoopHistory] = {}
+        self._histories: dict[Trajectory, LoopHistory] = {}
         # Random, so that a loop of an earlier manager does not hit a session of this one.
         self._ids = itertools.count(secrets.randbits(48))
         self.num_replayed_turns = 0
@@ -97,17 +76,7 @@ class AgentSessions:
 
     def remember(self, trajectory: Trajectory, records: Mapping[str, Any]) -> None:
         """Takes the records that the ledger has for this trajectory's loop."""
-        history = self._histories[trajectory] = _LoopHistory()
-        for key, value in records.items():
-            if key.startswith(_ONCE_KEY):
-                history.once[key.removeprefix(_ONCE_KEY)] = value
-                continue
-            history.num_turn_records += 1
-            record = TurnRecord(*value)
-            # A later record that overlaps is of a later run, whose context differed.
-            history.turns = [turn for turn in history.turns if turn.stop <= record.start]
-            if record.stop > record.start or record.reason:
-                history.turns.append(record)
+        history = self._histories[trajectory] = LoopHistory.of_records(records)
         # Turns whose tokens a restored checkpoint took back are gone, too.
         kept = [turn for turn in history.turns if turn.stop <= trajectory.completion_len]
         self._forget_turns(trajectory, history, len(kept))
@@ -118,7 +87,7 @@ class AgentSessions:
         if trajectory.completion_len:
             trajectory.cut()
         self._recorder.cut(trajectory)
-        history = self._histories.setdefault(trajectory, _LoopHistory())
+        history = self._histories.setdefault(trajectory, LoopHistory())
         session_id = next(self._ids)
         side_generations = SideGenerations(self._dispatcher, trajectory, self._stop_token_ids)
         self._sessions[session_id] = _Session(
@@ -202,7 +171,7 @@ class AgentSessions:
                 f"{session.trajectory.sample_id}: ctx.once({key!r}) was done at the same time by "
                 "the same loop: await one before the other"
             )
-        self._recorder.value_kept(session.trajectory, _ONCE_KEY + key, value)
+        self._recorder.value_kept(session.trajectory, once_key(key), value)
         session.history.once[key] = value
         await self._recorder.durable()
 
@@ -265,7 +234,7 @@ class AgentSessions:
         self._recorder.tokens_given(trajectory, start)
         return trajectory.completion_len
 
-    def _forget_turns(self, trajectory: Trajectory, history: _LoopHistory, num_kept: int) -> None:
+    def _forget_turns(self, trajectory: Trajectory, history: LoopHistory, num_kept: int) -> None:
         """Drops the records of all but the first turns, in the ledger too."""
         if num_kept == len(history.turns):
             return
@@ -274,12 +243,9 @@ class AgentSessions:
         self._record_turn(trajectory, history, TurnRecord(length, length, ""))
 
     def _record_turn(
-        self, trajectory: Trajectory, history: _LoopHistory, record: TurnRecord
+        self, trajectory: Trajectory, history: LoopHistory, record: TurnRecord
     ) -> None:
-        history.num_turn_records += 1
-        self._recorder.value_kept(
-            trajectory, f"{_TURN_KEY}{history.num_turn_records}", list(record)
-        )
+        self._recorder.value_kept(trajectory, history.next_turn_key(), list(record))
 
     def _truncate(self, trajectory: Trajectory, length: int) -> None:
         """Keeps the first `length` tokens of the completion, because the context differs."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
+from itertools import pairwise
 
+from umbra.runtime.rollout.agents.loop_history import TurnRecord
 from umbra.runtime.rollout.dispatch.token_store import Segment
 from umbra.runtime.rollout.dispatch.trajectory import NOT_GENERATED
 
@@ -16,12 +18,14 @@ class Turn:
     Attributes:
         start, stop: its tokens in the completion.
         versions: of the weights that generated it, in order; empty for given tokens.
+        finish_reason: of an agent loop's generation; "" for others.
     """
 
     start: int
     stop: int
     versions: tuple[int, ...]
     text: str
+    finish_reason: str
 
     @property
     def is_given(self) -> bool:
@@ -42,14 +46,20 @@ class SampleText:
         prompt: Sequence[int],
         completion: Sequence[int],
         segments: Sequence[Segment],
+        records: Sequence[TurnRecord] = (),
     ) -> SampleText:
         """Decodes all tokens as one text, and cuts that where the turns begin.
 
         A character whose bytes lie on both sides of a cut belongs to the later turn. Decoding each
         turn alone would damage it, and some tokenizers drop the space at the start of a text.
+
+        Args:
+            records: an agent loop's generations, each a turn of its own. Without them, generations
+                that follow each other directly are one turn.
         """
         tokens = [*prompt, *completion]
-        turns = _turns(segments)
+        reasons = {record.stop: record.reason for record in records}
+        turns = _turns(segments, reasons.keys())
         whole = decode(tokens)
         cuts = [
             _common_len(decode(tokens[: len(prompt) + first.start]), whole) for first, *_ in turns
@@ -62,21 +72,23 @@ class SampleText:
                     stop=parts[-1].stop,
                     versions=tuple(p.version for p in parts if p.version != NOT_GENERATED),
                     text=whole[begin:end],
+                    finish_reason=reasons.get(parts[-1].stop, ""),
                 )
                 for parts, begin, end in zip(turns, cuts, [*cuts, len(whole)][1:], strict=True)
             ),
         )
 
 
-def _turns(segments: Sequence[Segment]) -> list[list[Segment]]:
-    """The segments of each turn."""
+def _turns(segments: Sequence[Segment], ends: Set[int]) -> list[list[Segment]]:
+    """The segments of each turn. A segment may hold several turns of one version."""
     turns: list[list[Segment]] = []
     for segment in segments:
-        is_given = segment.version == NOT_GENERATED
-        if turns and (turns[-1][-1].version == NOT_GENERATED) == is_given:
-            turns[-1].append(segment)
-        else:
-            turns.append([segment])
+        inner = sorted(end for end in ends if segment.start < end < segment.stop)
+        for start, stop in pairwise([segment.start, *inner, segment.stop]):
+            is_given = segment.version == NOT_GENERATED
+            if not turns or (turns[-1][-1].version == NOT_GENERATED) != is_given or start in ends:
+                turns.append([])
+            turns[-1].append(Segment(start, stop, segment.version))
     return turns
 
 

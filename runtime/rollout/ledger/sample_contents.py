@@ -27,7 +27,7 @@ class SampleContent:
     Attributes:
         tokens: the completion.
         prompt: the agent loop's, if it replaced that of the data set.
-        recorded: values of `ctx.once`; they survive resets.
+        recorded: an agent loop's records, such as values of `ctx.once`; they survive resets.
     """
 
     def __init__(self) -> None:

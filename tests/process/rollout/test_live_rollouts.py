@@ -212,6 +212,10 @@ def test_held_out_prompts_are_scored_greedily(umbra_session: Session, tmp_path: 
     assert answers[0]["num_prompts"] == 8
     assert answers[0]["tokens"] == 8 * 64
     assert 0.0 <= answers[0]["accuracy"] == answers[0]["mean_reward"] <= 1.0
+    rewards = [sample["reward"] for sample in answers[0]["samples"]]
+    assert len(rewards) == 6
+    assert rewards == sorted(rewards)
+    assert all(len(sample["tokens"]) == 64 for sample in answers[0]["samples"])
 
 
 @pytest.mark.slow

@@ -95,8 +95,12 @@ def test_an_agent_loops_turns_answers_and_values_are_shown(
         Started(uids_of(0)),
         text_run(codec, 0, 3, 1, f"ee{END}"),
         text_run(codec, 0, 6, -1, "\nno: \x1b[2J"),
-        text_run(codec, 0, 15, 1, f"4{END}"),
-        Recorded(0, "judge", {"verdict": "right\nso", "score": 1, "raw": b"\xff"}),
+        text_run(codec, 0, 15, 1, "4"),
+        Recorded(0, "turn/1", [0, 6, "stop"]),
+        Recorded(0, "turn/2", [15, 16, "length"]),
+        text_run(codec, 0, 16, 1, f"{END}"),
+        Recorded(0, "turn/3", [16, 17, "stop"]),
+        Recorded(0, "once/judge", {"verdict": "right\nso", "score": 1, "raw": b"\xff"}),
         Finished(uids_of(0), ["stop"]),
         Scored(uids_of(0), np.asarray([0.5])),
     ])  # fmt: skip
@@ -108,19 +112,21 @@ def test_an_agent_loops_turns_answers_and_values_are_shown(
         "  reward 0.5, 17 tokens, 1 interruption",
         "prompt of the agent loop",
         "  | Q: 2+2=",
-        "policy, version 0, 1, 6 tokens",
+        "policy, version 0, 1, 6 tokens, stop",
         "  | three<eos>",
         "given, 9 tokens",
         "  | ",
         r"  | no: \x1b[2J",
-        "policy, version 1, 2 tokens",
-        "  | 4<eos>",
+        "policy, version 1, 1 token, length",
+        "  | 4",
+        "policy, version 1, 1 token, stop",
+        "  | <eos>",
         "recorded judge",
         r'  | {"verdict": "right\nso", "score": 1, "raw": "b' r"'\\xff'" '"}',
     ]
     assert show(capsys, "ledger", run_dir, "--sample", "e0/a/0", "--text") == text
     (sample,) = json.loads(show(capsys, "samples", run_dir, "e0/a/0", "--json"))["samples"]
-    assert [turn["versions"] for turn in sample["turns"]] == [[0, 1], [], [1]]
+    assert [turn["versions"] for turn in sample["turns"]] == [[0, 1], [], [1], [1]]
     assert sample["turns"][1]["text"] == "\nno: \x1b[2J"
     assert sample["recorded"]["judge"]["score"] == 1
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -12,6 +14,7 @@ import pytest
 
 from umbra.runtime.errors import ConfigError
 from umbra.trainer.reporting import metrics_logger
+from umbra.trainer.reporting.eval_sample import EvalSample
 from umbra.trainer.reporting.metrics_logger import (
     LOGGER_TARGETS,
     LoggedRun,
@@ -21,15 +24,26 @@ from umbra.trainer.reporting.metrics_logger import (
 )
 
 ROWS = [{"train/loss": 0.5, "rollout/reward_mean": 0.25}, {"train/loss": 0.25}]
+SAMPLES = [
+    EvalSample(
+        prompt_id="7",
+        prompt="2+2=",
+        completion="# *four*\n<b>|4|</b>",
+        reward=0.5,
+        num_tokens=9,
+        finish_reason="stop",
+    )
+]
 
 
 def write_rows(name: str, folder: Path) -> list[str]:
-    """Logs the rows as steps 1 and 2; returns the notes to the operator."""
+    """Logs the rows as steps 1 and 2, then samples; returns the notes to the operator."""
     notes: list[str] = []
     run = LoggedRun(folder=folder, name="run-name", settings={"train": {"steps": 2}})
     with MetricsLoggers([name], run, notes.append) as loggers:
         for step, row in enumerate(ROWS, 1):
             loggers.write(step, row)
+        loggers.write_samples(2, SAMPLES)
     return notes
 
 
@@ -45,6 +59,29 @@ def test_tensorboard_gets_every_value(tmp_path: Path) -> None:
     assert [(e.step, e.value) for e in events.Scalars("rollout/reward_mean")] == [(1, 0.25)]
 
 
+@pytest.mark.filterwarnings("ignore:html5lib's sanitizer is deprecated:DeprecationWarning")
+def test_tensorboard_shows_samples_as_a_table_that_leaves_their_text_alone(tmp_path: Path) -> None:
+    plugin: Any = importlib.import_module("tensorboard.plugins.text.text_plugin")
+    multiplexer: Any = importlib.import_module(
+        "tensorboard.backend.event_processing.plugin_event_multiplexer"
+    )
+    provider: Any = importlib.import_module("tensorboard.backend.event_processing.data_provider")
+    base: Any = importlib.import_module("tensorboard.plugins.base_plugin")
+    context: Any = importlib.import_module("tensorboard.context")
+    write_rows("tensorboard", tmp_path)
+    read = multiplexer.EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Reload()
+    data_provider = provider.MultiplexerDataProvider(read, str(tmp_path))
+
+    shown = plugin.TextPlugin(base.TBContext(data_provider=data_provider)).text_impl(
+        context.RequestContext(), "tensorboard", "eval/samples", "", True
+    )
+
+    assert [point["step"] for point in shown] == [2]
+    assert "<code># *four*\n&lt;b&gt;|4|&lt;/b&gt;" in shown[0]["text"]
+    assert "<code>2+2=" in shown[0]["text"]
+    assert "finish_reason" in shown[0]["text"]
+
+
 def test_wandb_gets_every_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -53,6 +90,10 @@ def test_wandb_gets_every_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     (record,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
     assert b"train/loss" in record.read_bytes()
+    (table,) = (tmp_path / "wandb").glob("offline-run-*/files/media/table/eval/samples_*.json")
+    logged = json.loads(table.read_text())
+    assert logged["columns"][:3] == ["prompt_id", "prompt", "completion"]
+    assert logged["data"] == [["7", "2+2=", SAMPLES[0].completion, 0.5, 9, "stop"]]
 
 
 def test_mlflow_gets_every_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,6 +109,8 @@ def test_mlflow_gets_every_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     history = client.get_metric_history(run.info.run_id, "train/loss")
     assert [(point.step, point.value) for point in history] == [(1, 0.5), (2, 0.25)]
     assert run.info.status == "FINISHED"
+    path = client.download_artifacts(run.info.run_id, "eval_samples/2.json")
+    assert json.loads(Path(path).read_text()) == {"samples": [asdict(SAMPLES[0])]}
 
 
 def test_a_logger_that_fails_is_named_and_no_longer_used(
@@ -100,6 +143,9 @@ class LosesItsServer:
         if step > 1:
             raise ConnectionError("the server is gone")
         self.steps.append(step)
+
+    def write_samples(self, step: int, samples: Sequence[EvalSample]) -> None:
+        raise AssertionError("it failed before")
 
 
 def test_a_logger_that_fails_between_steps_is_still_closed(

@@ -69,6 +69,7 @@ def evaluation(accuracy: float) -> dict[str, Any]:
         "mean_reward": accuracy,
         "completion_len_mean": 3.0,
         "num_prompts": 8,
+        "samples": [],
     }
 
 
