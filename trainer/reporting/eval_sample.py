@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from umbra.runtime.rollout.agents.sample_text import SampleText, Turn
+from umbra.runtime.rollout.agents.sample_text import SampleText, TurnText
 from umbra.runtime.rollout.dispatch.token_store import Segment
 
 
@@ -46,7 +46,7 @@ class EvalSample:
         )
 
 
-def _joined(turns: Sequence[Turn]) -> str:
+def _joined(turns: Sequence[TurnText]) -> str:
     if not any(turn.is_given for turn in turns):
         return "".join(turn.text for turn in turns)
     return "\n".join(f"[{'given' if turn.is_given else 'policy'}] {turn.text}" for turn in turns)

@@ -12,7 +12,7 @@ from umbra.runtime.rollout.dispatch.trajectory import NOT_GENERATED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class TurnText:
     """Consecutive tokens of a completion that the policy generated, or that were all given.
 
     Attributes:
@@ -37,7 +37,7 @@ class SampleText:
     """Text of a sample, special tokens included."""
 
     prompt: str
-    turns: tuple[Turn, ...]
+    turns: tuple[TurnText, ...]
 
     @classmethod
     def decode(
@@ -67,7 +67,7 @@ class SampleText:
         return cls(
             whole[: cuts[0]] if cuts else whole,
             tuple(
-                Turn(
+                TurnText(
                     start=parts[0].start,
                     stop=parts[-1].stop,
                     versions=tuple(p.version for p in parts if p.version != NOT_GENERATED),

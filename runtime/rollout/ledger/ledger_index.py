@@ -189,8 +189,12 @@ class LedgerIndex:
     def extremes(
         self, limit: int, *, best: bool, step: int | None = None
     ) -> tuple[list[dict[str, Any]], int]:
-        """Samples with the highest rewards, or the lowest; likewise. The newest first of equals."""
-        order = f"reward {'DESC' if best else 'ASC'}, uid DESC, manager"
+        """Samples with the highest rewards, or the lowest; likewise.
+
+        Of equal rewards, different prompts come first, and of these the newest.
+        """
+        same = "PARTITION BY manager, group_id, reward ORDER BY uid DESC"
+        order = f"reward {'DESC' if best else 'ASC'}, row_number() OVER ({same}), uid DESC, manager"
         return self._chosen("reward IS NOT NULL", order, limit, step)
 
     def _chosen(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,7 +46,7 @@ def codec(tmp_path: Path) -> TextCodec:
 @pytest.fixture
 def run_of(tmp_path: Path, codec: TextCodec) -> Callable[[Sequence[Event]], str]:
     """Writes a run directory whose ledger has these events, each in a frame of its own."""
-    prompts = [
+    prompts: list[dict[str, Any]] = [
         {"id": name, "prompt": text, "tokens": np.asarray(codec.encode(text), "<i4").tobytes(),
          "row": {}}
         for name, text in (("a", "2+2="), ("b", "3+3="))
@@ -170,10 +171,12 @@ def test_what_was_dropped_rolled_back_or_interrupted_is_shown(
     ]
 
 
-def scored_groups(codec: TextCodec) -> list[Event]:
-    """Of step 1 the rewards 0 and 1, of step 2 the rewards 2 and -1, and one without tokens."""
+def scored_groups(
+    codec: TextCodec, of_a: Sequence[float] = (0.0, 1.0), of_b: Sequence[float] = (2.0, -1.0)
+) -> list[Event]:
+    """Two groups with these rewards, of steps 1 and 2, and a sample without tokens."""
     events: list[Event] = [Version(0, 0)]
-    for first, name, rewards in ((0, "a", [0.0, 1.0]), (2, "b", [2.0, -1.0])):
+    for first, name, rewards in ((0, "a", of_a), (2, "b", of_b)):
         uids = uids_of(first, first + 1)
         events += [
             admitted(first, name),
@@ -210,6 +213,16 @@ def test_samples_are_chosen_by_reward_step_and_id(
     run_dir = run_of(scored_groups(codec))
 
     assert shown_ids(capsys, run_dir, *choice) == ids
+
+
+def test_of_equal_rewards_different_prompts_come_first(
+    run_of: Callable[[Sequence[Event]], str],
+    codec: TextCodec,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run_dir = run_of(scored_groups(codec, (0.0, 0.0), (0.0, 0.0)))
+
+    assert shown_ids(capsys, run_dir, "--worst", "2") == ["e0/b/1", "e0/a/1"]
 
 
 def test_the_last_line_tells_what_was_chosen_of_how_many(

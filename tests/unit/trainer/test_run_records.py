@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import io
 import json
+import re
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+from byte_tokenizer import byte_codec
 
 from umbra.runtime.errors import ConfigError, DataError
+from umbra.runtime.rollout.agents.text_codec import TextCodec
 from umbra.trainer.checkpoint.run_dir import (
     RunDir,
     VersionCounter,
@@ -54,7 +58,7 @@ def make_config(folder: Path) -> TrainerConfig:
         TrainerConfig,
         {
             "run": {"dir": str(folder), "name": "a <test>"},
-            "model": {"path": "m"},
+            "model": {"path": str(folder / "model")},
             "data": {"train": "t.jsonl", "eval": "e.jsonl"},
             "reward": {"function": "r:f"},
             "train": {"steps": 4, "export": False},
@@ -63,13 +67,13 @@ def make_config(folder: Path) -> TrainerConfig:
     )
 
 
-def evaluation(accuracy: float) -> dict[str, Any]:
+def evaluation(accuracy: float, *samples: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "accuracy": accuracy,
         "mean_reward": accuracy,
         "completion_len_mean": 3.0,
         "num_prompts": 8,
-        "samples": [],
+        "samples": list(samples),
     }
 
 
@@ -213,6 +217,56 @@ def test_the_end_leaves_summary_plot_and_report(tmp_path: Path) -> None:
     assert "data:image/png;base64," in page
     assert "0.875" in page
     assert "held-out accuracy 0.250 before, 0.875 after" in closing_lines(summary)
+
+
+def held_out(codec: TextCodec, prompt: str, *turns: str, num_more: int = 0) -> dict[str, Any]:
+    """A sample of an evaluation; each second turn was given."""
+    tokens: list[int] = []
+    segments: list[list[int]] = []
+    for idx, turn in enumerate(turns):
+        start = len(tokens)
+        tokens += codec.encode(turn)
+        segments.append([start, len(tokens), -1 if idx % 2 else 7])
+    return {
+        "prompt_id": "p",
+        "prompt_tokens": codec.encode(prompt),
+        "num_prompt_tokens": len(codec.encode(prompt)) + num_more,
+        "tokens": tokens,
+        "num_tokens": len(tokens) + num_more,
+        "segments": segments,
+        "reward": 0.5,
+        "finish_reason": "length",
+    }
+
+
+def test_the_report_shows_samples_of_each_evaluation_and_none_of_their_text_is_markup(
+    tmp_path: Path,
+) -> None:
+    config, codec = make_config(tmp_path), byte_codec(tmp_path / "model")
+    with MetricsLog(tmp_path, first_step=1) as log:
+        journal = RunReporter(config, log, None)
+        journal.evaluated(0, evaluation(0.25, held_out(codec, "2+2=", "before")), is_last=False)
+        journal.step_done(1, ROW)
+        journal.evaluated(1, evaluation(0.5, held_out(codec, "2+2=", "lost")), is_last=False)
+        journal.step_done(2, ROW)
+        journal.evaluated(2, evaluation(0.5, held_out(codec, "2+2=", "gone")), is_last=False)
+    with MetricsLog(tmp_path, first_step=2) as log:  # resumes from the checkpoint of step 1
+        journal = RunReporter(config, log, None)
+        first = held_out(codec, "2+2=", "<script>\x1b[2J", "tool: &", "4", num_more=9)
+        journal.evaluated(1, evaluation(0.5, first), is_last=True)
+
+    finish(config, journal, steps=1, engine_restarts=0, stopped_by="")
+
+    page = (tmp_path / "report.html").read_text()
+    assert re.findall("<summary>(.*)</summary>", page) == ["after step 0", "after step 1"]
+    assert "<pre>before</pre>" in page
+    assert "lost" not in page
+    assert "gone" not in page
+    assert "<pre>[9 tokens before]\n2+2=</pre>" in page
+    assert (
+        "<pre>[policy] &lt;script&gt;\\x1b[2J\n[given] tool: &amp;\n[policy] 4\n"
+        "[9 tokens after]</pre>"
+    ) in page
 
 
 def test_a_stopped_run_leaves_a_summary_only(tmp_path: Path) -> None:
