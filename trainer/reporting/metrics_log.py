@@ -47,9 +47,12 @@ class MetricsLog:
         traceback: TracebackType | None,
     ) -> None:
         # If another error ended the run, that one must be raised, not a failure to close this file.
-        for path, file in self._files.items():
-            with writing("write", path) if error is None else contextlib.suppress(OSError):
-                file.close()
+        with contextlib.ExitStack() as stack:  # closes all, even if one fails
+            for path, file in self._files.items():
+                stack.enter_context(
+                    writing("write", path) if error is None else contextlib.suppress(OSError)
+                )
+                stack.callback(file.close)
 
     def write(self, step: int, row: MetricsRow) -> None:
         """Logs a step; flushed, so that a reader sees it at once.

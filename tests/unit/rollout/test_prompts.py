@@ -37,6 +37,16 @@ def test_prompts_come_back_as_written(tmp_path: Path) -> None:
     prompts.close()
 
 
+def test_prompts_are_found_by_id(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.msgpack"
+    write_prompts(path, [record(name, [idx + 1]) for idx, name in enumerate("abc")])
+
+    with contextlib.closing(PromptSet.open(path)) as prompts:
+        found = prompts.find({"c", "a", "missing"})
+
+    assert {name: prompt.tokens.tolist() for name, prompt in found.items()} == {"a": [1], "c": [3]}
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
