@@ -113,7 +113,7 @@ def text_of(sample: Mapping[str, Any]) -> str:
     if not sample["turns"]:
         lines.append("no tokens")
     for key, value in sample["recorded"].items():
-        text = value if isinstance(value, str) else json.dumps(value)
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         lines += [_one_line(f"recorded {key}"), *_quoted(text)]
     return "\n".join(lines)
 
@@ -133,7 +133,7 @@ def _find_prompts(run_dir: Path, prompt_ids: set[str]) -> dict[str, Prompt]:
 def _model_path(run_dir: Path) -> str:
     """Raises ConfigError if the run has not recorded its settings."""
     path = run_dir / "settings.json"
-    remedy = "give the directory of its model (--model DIR)"
+    remedy = "give the directory of its model (umbra samples --model DIR)"
     try:
         recorded = json.loads(path.read_text(encoding="utf-8"))
         return str(Path(recorded["folder"]) / recorded["settings"]["model"]["path"])

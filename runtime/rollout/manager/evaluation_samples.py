@@ -16,8 +16,8 @@ _NUM_EACH: Final = 3
 """Worst samples, and as many of the best. More would be too many to read after each evaluation;
 fewer do not show what varies."""
 _MAX_TOKENS: Final = 1024
-"""Tokens of a prompt, its last, and of a completion, its first. All samples together are then at
-most 60 KB; a lower limit cuts off ordinary answers."""
+"""Tokens of a prompt, its last, and of a completion, its first. All samples together are then
+below 64 KiB; a lower limit cuts off ordinary answers."""
 
 
 def worst_and_best(groups: Iterable[Group]) -> list[dict[str, Any]]:

@@ -101,7 +101,7 @@ def test_an_agent_loops_turns_answers_and_values_are_shown(
         Recorded(0, "turn/2", [15, 16, "length"]),
         text_run(codec, 0, 16, 1, f"{END}"),
         Recorded(0, "turn/3", [16, 17, "stop"]),
-        Recorded(0, "once/judge", {"verdict": "right\nso", "score": 1, "raw": b"\xff"}),
+        Recorded(0, "once/judge", {"verdict": "right\né", "score": 1, "raw": b"\xff"}),
         Finished(uids_of(0), ["stop"]),
         Scored(uids_of(0), np.asarray([0.5])),
     ])  # fmt: skip
@@ -123,7 +123,7 @@ def test_an_agent_loops_turns_answers_and_values_are_shown(
         "policy, version 1, 1 token, stop",
         "  | <eos>",
         "recorded judge",
-        r'  | {"verdict": "right\nso", "score": 1, "raw": "b' r"'\\xff'" '"}',
+        r'  | {"verdict": "right\né", "score": 1, "raw": "b' r"'\\xff'" '"}',
     ]
     assert show(capsys, "ledger", run_dir, "--sample", "e0/a/0", "--text") == text
     (sample,) = json.loads(show(capsys, "samples", run_dir, "e0/a/0", "--json"))["samples"]

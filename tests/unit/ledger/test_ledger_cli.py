@@ -36,7 +36,7 @@ def run_dir(tmp_path: Path) -> Path:
     """Two managers; the first had two incarnations, the second went back to the checkpoint."""
     with LedgerLog.open(ledger_folder(tmp_path, "m0"), "job-a", clock=lambda: BEGAN_S) as log:
         for idx, batch in enumerate([
-            [Version(0, 0), Evaluated(0, 0.0, {"accuracy": 0.25})],
+            [Version(0, 0), Evaluated(0, 0.0, {"accuracy": 0.25, "samples": [{"reward": 1.0}]})],
             life_of_a_group(0, "a", 0, 0),
             [Version(1, 1), Checkpoint(1, 1), Evaluated(1, 0.0, {"accuracy": 0.5})],
             life_of_a_group(2, "b", 1, 1)[:2],
