@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.process]
 
 REPOSITORY = Path(__file__).parents[2]
 TEMPLATE = REPOSITORY / "launch/slurm/train.sbatch"
+STANDALONE = REPOSITORY / "launch/slurm/standalone.sbatch"
 GENERATE = REPOSITORY / "launch/slurm/generate.sbatch"
 CONFIG = REPOSITORY / "launch/configs/quickstart.toml"
 SAMPLES_PER_STEP = 32 * 8
@@ -46,9 +47,11 @@ class Submission:
             "train.export=false",
         )
 
-    def submit(self, *settings: str, options: tuple[str, ...] = ()) -> str:
-        """Submits the template with sbatch's `options`; returns the job's id."""
-        return self._submit(*options, TEMPLATE, CONFIG, *self._settings, *settings)
+    def submit(
+        self, *settings: str, options: tuple[str, ...] = (), template: Path = TEMPLATE
+    ) -> str:
+        """Submits a template with sbatch's `options`; returns the job's id."""
+        return self._submit(*options, template, CONFIG, *self._settings, *settings)
 
     def submit_generation(self) -> str:
         """Submits a node that generates for this job; returns its id."""
@@ -247,6 +250,23 @@ def test_a_job_outlives_its_time_limit(submission: Submission) -> None:
 
     assert int(submission.slurm.field(job, "Restarts")) >= 1
     submission.check_each_sample_is_trained_once(95)
+    submission.check_nothing_is_left()
+
+
+def test_a_job_of_training_and_generating_nodes_that_gets_usr1_is_requeued_and_finishes(
+    submission: Submission,
+) -> None:
+    job = submission.submit("train.steps=12", template=STANDALONE)
+    submission.wait_for_step(job, 2)
+
+    submission.slurm.run("scancel", "--signal=USR1", "--batch", job)
+    submission.wait_for_state(job, "COMPLETED")
+
+    output = submission.output(job).read_text()
+    assert submission.slurm.field(job, "Restarts") == "1", output
+    assert "resuming after step" in output
+    assert output.count("node 1 (") >= 2, output
+    submission.check_each_sample_is_trained_once(12)
     submission.check_nothing_is_left()
 
 
