@@ -137,6 +137,22 @@ class SlurmCluster:
 
         _wait(is_there, timeout_s, lambda: _text(look_at))
 
+    def wait_for_restart(self, job: str, timeout_s: float, look_at: Path) -> None:
+        """Waits until a heterogeneous job runs again after it was requeued.
+
+        Only the backfill scheduler starts such a job, and it looks at the queue when something there
+        has changed, or after two minutes. A change of the job's comment stands for other users.
+        """
+
+        def is_back() -> bool:
+            found = self.field(job, "JobState")
+            assert found not in _ENDED, f"job {job} is {found}\n{_text(look_at)}"
+            if found == "PENDING":
+                self.run("scontrol", "update", f"JobId={job}", "Comment=waits")
+            return found == "RUNNING" and self.field(job, "Restarts") == "1"
+
+        _wait(is_back, timeout_s, lambda: _text(look_at))
+
     def logs(self) -> str:
         """What the daemons have logged."""
         return "\n".join(_text(path) for path in sorted(self._folder.glob("*.log")))
