@@ -87,7 +87,7 @@ class Hosts:
     def delayed(self, host: int, delay_s: float) -> Generator[None]:
         """Within the block, all frames between this host and the others take that much longer.
 
-            other hosts ── bridge ── near ═ frame_delay.py ═ far ── far-bridge ── the host
+        other hosts ── bridge ── near ═ frame_delay.py ═ far ── far-bridge ── the host
         """
         switch, port = self._switch, f"port{host}"
         with contextlib.ExitStack() as stack:
@@ -97,10 +97,9 @@ class Hosts:
                 _ip("-n", switch, "tuntap", "add", "dev", tap, "mode", "tap")
                 stack.callback(_ip, "-n", switch, "link", "del", tap)
                 _ip("-n", switch, "link", "set", tap, "master", bridge, "up")
+            delay = (sys.executable, str(_DELAY), str(delay_s), "near", "far")
             program = subprocess.Popen(
-                ["ip", "netns", "exec", switch, sys.executable, str(_DELAY)]
-                + [str(delay_s), "near", "far"],
-                stdout=subprocess.PIPE,
+                ["ip", "netns", "exec", switch, *delay], stdout=subprocess.PIPE
             )
             stack.enter_context(program)
             stack.callback(program.kill)

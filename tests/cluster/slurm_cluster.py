@@ -140,8 +140,8 @@ class SlurmCluster:
     def wait_for_restart(self, job: str, timeout_s: float, look_at: Path) -> None:
         """Waits until a heterogeneous job runs again after it was requeued.
 
-        Only the backfill scheduler starts such a job, and it looks at the queue when something there
-        has changed, or after two minutes. A change of the job's comment stands for other users.
+        Only the backfill scheduler starts such a job, and it looks at the queue when something has
+        changed there, or after two minutes. A change of the job's comment stands for other users.
         """
 
         def is_back() -> bool:

@@ -55,8 +55,11 @@ SETTINGS = (
     "train.checkpoint_every=2",
 )
 START_LIMIT_S = 90.0
+WAIT_LIMIT_S = 3.0
+"""Of the ranks for a sync and a batch: a fifth of a second on idle cores."""
 LATENCY_S = 0.05
 SLOW_STEP_LIMIT_S = 10.0
+"""Of the median step while each frame takes LATENCY_S longer: 5 s with other work on the cores."""
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +217,6 @@ def test_a_slow_network_costs_only_time(
         assert job.wait(3 * START_LIMIT_S) == [0, 0], job.text(0) + job.text(1)
 
     steps_s = [float(row["time/step_s"]) for row in two_nodes.metrics() if "time/step_s" in row]
-    with open("/tmp/slurmexp/steps.txt","a") as f: print("SLOW", [{k:round(v,3) for k,v in r.items() if k.startswith("time/") or k.startswith("sync/")} for r in two_nodes.metrics()], file=f)
     assert 2 * LATENCY_S < statistics.median(steps_s) < SLOW_STEP_LIMIT_S, steps_s
     two_nodes.check(on_one_node)
 
@@ -275,8 +277,8 @@ def test_a_machine_that_only_generates_changes_nothing_whatever_happens_to_it(
         finally:
             hosts.reconnect(1)
         assert time.monotonic() - begin < LOST_AFTER_S + 15.0
-        rows = two_nodes.metrics()
-        with open("/tmp/slurmexp/steps.txt","a") as f: print("ROWS", fault, [(r["step"], r.get("time/step_s"), r.get("time/rollout_s"), r.get("time/sync_s")) for r in rows], file=f)
+        waits_s = [row["time/rollout_s"] + row["time/sync_s"] for row in two_nodes.metrics()]
+        assert max(waits_s) < LOST_AFTER_S + WAIT_LIMIT_S, waits_s
         assert program.wait(START_LIMIT_S) == (0 if fault == "none" else 1)
 
     assert "node 1 (" in job.text(0)

@@ -46,7 +46,8 @@ class OpenJob:
         session = factory(tcp_host="127.0.0.1")
         self.run_dir = factory.run_dirs[-1]
         changes.setdefault("engine", {"tokens_per_s": TOKENS_PER_S})
-        config = {"max_staleness": MAX_STALENESS}  # batches are made with whatever weights there are
+        # Batches are made with whatever weights there are.
+        config = {"max_staleness": MAX_STALENESS}
         self.live = LiveRollouts(session, folder, num_engines=1, config=config, **changes)
         self.live.publish(1)
 
