@@ -1,4 +1,4 @@
-"""A real Slurm of one controller and two nodes, all on this host.
+"""A real Slurm of one controller and three nodes, all on this host.
 
     with SlurmCluster() as cluster:
         job = cluster.submit("job.sbatch", "argument")
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Final, Self
 
 PROGRAMS: Final = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol")
-NODES: Final = ("node-a", "node-b")
+NODES: Final = ("node-a", "node-b", "node-c")
 _HOST: Final = Path(__file__).with_name("daemon_host.py")
 _START_LIMIT_S: Final = 30.0
 _POLL_S: Final = 0.1

@@ -21,9 +21,6 @@ def test_a_start_of_two_nodes_is_measured_beside_bare_torchrun() -> None:
 
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    umbra, bare = result["umbra"], result["bare"]
-    assert 0 < bare["first_step_s"] < LIMIT_S
-    assert result["beyond_s"] == pytest.approx(
-        umbra["first_step_s"] - bare["first_step_s"], abs=0.1
-    )
-    assert umbra["cpu_s"] > bare["cpu_s"] > 1.0
+    umbra_s, bare_s = (result[name]["first_step_s"] for name in ("umbra", "bare"))
+    assert 1.0 < bare_s < umbra_s < LIMIT_S  # both import torch, and umbra's ranks do more
+    assert result["beyond_s"] == pytest.approx(umbra_s - bare_s, abs=0.02)

@@ -1,4 +1,4 @@
-"""The templates of launch/slurm, submitted to a real Slurm of two nodes, which are on one host."""
+"""The templates of launch/slurm, submitted to a real Slurm of three nodes, all on one host."""
 
 from __future__ import annotations
 
@@ -311,6 +311,20 @@ def test_a_job_of_training_and_generating_nodes_that_gets_usr1_is_requeued_and_f
     assert "resuming after step" in output
     assert output.count("has joined to generate") == 2, output
     submission.check_each_sample_is_trained_once(12)
+    submission.check_nothing_is_left()
+
+
+def test_two_nodes_train_and_another_one_generates(submission: Submission) -> None:
+    job = submission.submit(
+        "train.steps=3", options=("--nodes=2", ":", "--nodes=1"), template=STANDALONE
+    )
+
+    submission.wait_for_state(job, "COMPLETED")
+
+    assert "node 2 (" in submission.output(job).read_text()
+    engines = {path.name for path in (submission.run_dir / "logs").rglob("policy-[0-9].log")}
+    assert engines == {"policy-0.log"}
+    submission.check_each_sample_is_trained_once(3)
     submission.check_nothing_is_left()
 
 
