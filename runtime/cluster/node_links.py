@@ -164,13 +164,14 @@ class MemberLinks:
         self._watches: asyncio.TaskGroup
 
     async def wait_joined(self, timeout_s: float) -> None:
-        """Raises DeadlineExceeded if a node has not joined in time."""
+        """Raises DeadlineExceeded if a node with ranks has not joined in time."""
+        members = list(self._members.values())  # others are admitted meanwhile
         try:
             async with asyncio.timeout(timeout_s):
-                for member in self._members.values():
+                for member in members:
                     await member.has_joined.wait()
         except TimeoutError:
-            late = [m.node.node_id for m in self._members.values() if not m.has_joined.is_set()]
+            late = [member.node.node_id for member in members if not member.has_joined.is_set()]
             raise DeadlineExceeded(
                 f"the supervisors of {', '.join(late)} have not joined this one within "
                 f"{timeout_s:g} s: does a firewall lie between them?"
@@ -235,9 +236,10 @@ class MemberLinks:
     async def leave(self) -> None:
         """Says that the lead's end is no failure. Members may be gone already."""
         self.broadcast({"kind": "left"})
+        members = list(self._members.values())  # they leave meanwhile
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_FAREWELL_LIMIT_S):
-                for member in self._members.values():
+                for member in members:
                     if not member.has_left.is_set():
                         await member.events.join()
 

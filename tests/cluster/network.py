@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
+import sys
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 
 _INTERFACE = "eth0"
+_DELAY = Path(__file__).with_name("frame_delay.py")
 
 
 class Hosts:
@@ -80,6 +82,32 @@ class Hosts:
         finally:
             for host in range(len(self._names)):
                 self.reconnect(host)
+
+    @contextlib.contextmanager
+    def delayed(self, host: int, delay_s: float) -> Generator[None]:
+        """Within the block, all frames between this host and the others take that much longer.
+
+        other hosts ── bridge ── near ═ frame_delay.py ═ far ── far-bridge ── the host
+        """
+        switch, port = self._switch, f"port{host}"
+        with contextlib.ExitStack() as stack:
+            _ip("-n", switch, "link", "add", "far-bridge", "up", "type", "bridge")
+            stack.callback(_ip, "-n", switch, "link", "del", "far-bridge")
+            for tap, bridge in (("near", "bridge"), ("far", "far-bridge")):
+                _ip("-n", switch, "tuntap", "add", "dev", tap, "mode", "tap")
+                stack.callback(_ip, "-n", switch, "link", "del", tap)
+                _ip("-n", switch, "link", "set", tap, "master", bridge, "up")
+            delay = (sys.executable, str(_DELAY), str(delay_s), "near", "far")
+            program = subprocess.Popen(
+                ["ip", "netns", "exec", switch, *delay], stdout=subprocess.PIPE
+            )
+            stack.enter_context(program)
+            stack.callback(program.kill)
+            assert program.stdout is not None
+            assert program.stdout.readline() == b"ready\n"
+            _ip("-n", switch, "link", "set", port, "master", "far-bridge")
+            stack.callback(_ip, "-n", switch, "link", "set", port, "master", "bridge")
+            yield
 
     def num_dropped(self, host: int) -> int:
         """Packets to this host that were dropped since it was last reconnected."""

@@ -1,4 +1,4 @@
-"""A real Slurm of one controller and two nodes, all on this host.
+"""A real Slurm of one controller and three nodes, all on this host.
 
     with SlurmCluster() as cluster:
         job = cluster.submit("job.sbatch", "argument")
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Final, Self
 
 PROGRAMS: Final = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol")
-NODES: Final = ("node-a", "node-b")
+NODES: Final = ("node-a", "node-b", "node-c")
 _HOST: Final = Path(__file__).with_name("daemon_host.py")
 _START_LIMIT_S: Final = 30.0
 _POLL_S: Final = 0.1
@@ -136,6 +136,22 @@ class SlurmCluster:
             return found == state
 
         _wait(is_there, timeout_s, lambda: _text(look_at))
+
+    def wait_for_restart(self, job: str, timeout_s: float, look_at: Path) -> None:
+        """Waits until a heterogeneous job runs again after it was requeued.
+
+        Only the backfill scheduler starts such a job, and it looks at the queue when something has
+        changed there, or after two minutes. A change of the job's comment stands for other users.
+        """
+
+        def is_back() -> bool:
+            found = self.field(job, "JobState")
+            assert found not in _ENDED, f"job {job} is {found}\n{_text(look_at)}"
+            if found == "PENDING":
+                self.run("scontrol", "update", f"JobId={job}", "Comment=waits")
+            return found == "RUNNING" and self.field(job, "Restarts") == "1"
+
+        _wait(is_back, timeout_s, lambda: _text(look_at))
 
     def logs(self) -> str:
         """What the daemons have logged."""

@@ -25,6 +25,7 @@ pytestmark = [pytest.mark.process, pytest.mark.cluster]
 
 END_LIMIT_S = 10.0
 """Of a job whose ranks leave: a second or two, and the end of torchrun."""
+MEET_LIMIT_S = 60.0
 REPORT_LIMIT_S = 30.0
 """Of a failure at the start: ranks import torch for it. Without a report, nodes wait 60 s."""
 
@@ -191,6 +192,32 @@ def test_a_node_that_cannot_start_is_named_on_the_others_at_once(
         assert "failed: ConfigError: UMBRA_LOG_LEVEL is 'LOUD'" in failed[node]["message"]
         assert failed[node]["at"] - started[failing]["at"] < REPORT_LIMIT_S
     assert "ConfigError: UMBRA_LOG_LEVEL is 'LOUD'" in job.text(failing)
+    assert_nothing_left(home)
+
+
+def test_a_node_that_dies_before_it_has_met_the_others_is_named_after_a_minute(
+    hosts: Hosts, home: Path
+) -> None:
+    script = home / "never_meets_on_node_1.py"
+    script.write_text(
+        "import os, runpy, signal\n"
+        "if os.environ['RANK'] == '1': signal.pause()\n"
+        f"runpy.run_path({str(PROGRAMS / 'rank.py')!r}, run_name='__main__')\n"
+    )
+    with NodeJob(hosts, home, 2, [str(script), str(home / "run"), "leave"]) as job:
+        poll(lambda: read_events(job.outputs, "started"), 1, "started")
+        hosts.cut_off(1)  # as a host that loses its power: nobody says goodbye
+        try:
+            for pid in job.tree(1):
+                os.kill(pid, signal.SIGKILL)
+            assert all(job.wait(2 * MEET_LIMIT_S))
+        finally:
+            hosts.reconnect(1)
+
+    failed = read_events(job.outputs, "failed")[0]
+    started = read_events(job.outputs, "started")[0]
+    assert "node 0 did not meet node 1 of 2 nodes within 60 s" in failed["message"]
+    assert failed["at"] - started["at"] < MEET_LIMIT_S + REPORT_LIMIT_S
     assert_nothing_left(home)
 
 

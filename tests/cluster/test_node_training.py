@@ -9,6 +9,7 @@ import os
 import random
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -54,6 +55,11 @@ SETTINGS = (
     "train.checkpoint_every=2",
 )
 START_LIMIT_S = 90.0
+WAIT_LIMIT_S = 3.0
+"""Of the ranks for a sync and a batch: a fifth of a second on idle cores."""
+LATENCY_S = 0.05
+SLOW_STEP_LIMIT_S = 10.0
+"""Of the median step while each frame takes LATENCY_S longer: 5 s with other work on the cores."""
 
 
 @pytest.fixture(scope="module")
@@ -122,11 +128,13 @@ class TwoNodes:
 
     def wait_for_step(self, job: NodeJob, step: int) -> None:
         deadline = time.monotonic() + START_LIMIT_S
-        path = self._home / "run" / "metrics.jsonl"
-        while not any(int(row["step"]) >= step for row in read_metrics(path)):
+        while not any(int(row["step"]) >= step for row in self.metrics()):
             assert all(agent.poll() is None for agent in job.agents), job.text(0) + job.text(1)
             assert time.monotonic() < deadline, job.text(0) + job.text(1)
             time.sleep(0.02)
+
+    def metrics(self) -> list[dict[str, float]]:
+        return read_metrics(self._home / "run" / "metrics.jsonl")
 
     def wait_for_engines(self, job: NodeJob, node: int, num_engines: int) -> list[int]:
         """Their process ids."""
@@ -202,6 +210,17 @@ def test_a_network_that_loses_packets_costs_only_time(
     two_nodes.check(on_one_node)
 
 
+def test_a_slow_network_costs_only_time(
+    hosts: Hosts, two_nodes: TwoNodes, on_one_node: History
+) -> None:
+    with hosts.delayed(1, LATENCY_S), two_nodes.begin() as job:
+        assert job.wait(3 * START_LIMIT_S) == [0, 0], job.text(0) + job.text(1)
+
+    steps_s = [float(row["time/step_s"]) for row in two_nodes.metrics() if "time/step_s" in row]
+    assert 2 * LATENCY_S < statistics.median(steps_s) < SLOW_STEP_LIMIT_S, steps_s
+    two_nodes.check(on_one_node)
+
+
 def test_a_stop_signal_to_one_rank_stops_both_nodes_with_a_checkpoint(
     two_nodes: TwoNodes, on_one_node: History
 ) -> None:
@@ -258,6 +277,8 @@ def test_a_machine_that_only_generates_changes_nothing_whatever_happens_to_it(
         finally:
             hosts.reconnect(1)
         assert time.monotonic() - begin < LOST_AFTER_S + 15.0
+        waits_s = [row["time/rollout_s"] + row["time/sync_s"] for row in two_nodes.metrics()]
+        assert max(waits_s) < LOST_AFTER_S + WAIT_LIMIT_S, waits_s
         assert program.wait(START_LIMIT_S) == (0 if fault == "none" else 1)
 
     assert "node 1 (" in job.text(0)

@@ -1,4 +1,4 @@
-"""The templates of launch/slurm, submitted to a real Slurm of two nodes, which are on one host."""
+"""The templates of launch/slurm, submitted to a real Slurm of three nodes, all on one host."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.process]
 
 REPOSITORY = Path(__file__).parents[2]
 TEMPLATE = REPOSITORY / "launch/slurm/train.sbatch"
+STANDALONE = REPOSITORY / "launch/slurm/standalone.sbatch"
 GENERATE = REPOSITORY / "launch/slurm/generate.sbatch"
 CONFIG = REPOSITORY / "launch/configs/quickstart.toml"
 SAMPLES_PER_STEP = 32 * 8
@@ -46,13 +47,19 @@ class Submission:
             "train.export=false",
         )
 
-    def submit(self, *settings: str, options: tuple[str, ...] = ()) -> str:
-        """Submits the template with sbatch's `options`; returns the job's id."""
-        return self._submit(*options, TEMPLATE, CONFIG, *self._settings, *settings)
+    def submit(
+        self, *settings: str, options: tuple[str, ...] = (), template: Path = TEMPLATE
+    ) -> str:
+        """Submits a template with sbatch's `options`; returns the job's id."""
+        return self._submit(*options, template, CONFIG, *self._settings, *settings)
 
     def submit_generation(self) -> str:
         """Submits a node that generates for this job; returns its id."""
         return self._submit(GENERATE, self.run_dir)
+
+    def submit_alone(self, template: Path) -> str:
+        """Submits a template without any argument; returns the job's id."""
+        return self._submit(template)
 
     def _submit(self, *arguments: str | Path) -> str:
         bin_folder = str(Path(sys.executable).parent)
@@ -60,6 +67,10 @@ class Submission:
         environ = kept | self.traces.environment
         environ["PATH"] = os.pathsep.join([bin_folder, environ["PATH"]])
         return self.slurm.submit(*arguments, folder=self.folder, environ=environ)
+
+    @property
+    def supervisor_log(self) -> Path:
+        return self.run_dir / "logs" / "supervisor.log"
 
     def output(self, job: str) -> Path:
         return self.folder / f"umbra-{job}.log"
@@ -78,6 +89,12 @@ class Submission:
 
     def wait_for_state(self, job: str, state: str) -> None:
         self.slurm.wait_for_state(job, state, RUN_LIMIT_S, self.output(job))
+
+    def wait_for_text(self, path: Path, pattern: str) -> None:
+        deadline = time.monotonic() + START_LIMIT_S
+        while not re.search(pattern, path.read_text()):
+            assert time.monotonic() < deadline, path.read_text()
+            time.sleep(0.1)
 
     def wait_for_trap(self, job: str) -> None:
         """Waits until the batch script handles USR1, which is among the first things it does."""
@@ -177,6 +194,23 @@ def test_a_job_that_gets_usr1_before_it_trains_is_requeued_and_finishes(
     submission.check_nothing_is_left()
 
 
+def test_a_job_of_two_nodes_asks_a_judge(submission: Submission, assets: Path) -> None:
+    job = submission.submit(
+        "train.steps=3",
+        f"pools.judge.model_path={assets}/model",
+        "reward.function=cluster_rewards:judged",
+        f"reward.python_path=['{Path(__file__).parent}']",
+        options=("--nodes=2",),
+    )
+
+    submission.wait_for_state(job, "COMPLETED")
+
+    logs = {path.name for path in (submission.run_dir / "logs").rglob("judge-[0-9].log")}
+    assert logs == {"judge-0.log", "judge-1.log"}
+    submission.check_each_sample_is_trained_once(3)
+    submission.check_nothing_is_left()
+
+
 def test_scancel_leaves_nothing(submission: Submission) -> None:
     job = submission.submit("train.steps=1000")
     submission.wait_for_step(job, 1)
@@ -233,12 +267,25 @@ def test_a_wrong_config_fails_and_is_not_requeued(submission: Submission) -> Non
     assert "train.stepz is unknown" in submission.output(job).read_text()
 
 
+@pytest.mark.parametrize("template", [TEMPLATE, STANDALONE, GENERATE], ids=lambda path: path.stem)
+def test_a_template_without_arguments_says_how_it_is_used(
+    submission: Submission, template: Path
+) -> None:
+    job = submission.submit_alone(template)
+
+    submission.wait_for_state(job, "FAILED")
+
+    assert submission.slurm.field(job, "ExitCode") == "2:0"
+    (output,) = submission.folder.glob(f"umbra*-{job}.log")
+    assert "usage: sbatch" in output.read_text()
+
+
 def test_a_job_outlives_its_time_limit(submission: Submission) -> None:
     """Slurm looks at time limits every 30 s: it sends the signal 60 to 90 s after the start."""
     job = submission.submit(
         "train.steps=95",
         "rollout.workers=1",
-        "reward.function=slow_rewards:slow",
+        "reward.function=cluster_rewards:slow",
         f"reward.python_path=['{Path(__file__).parent}']",
         options=("--time=2", "--signal=B:USR1@30"),
     )
@@ -250,6 +297,37 @@ def test_a_job_outlives_its_time_limit(submission: Submission) -> None:
     submission.check_nothing_is_left()
 
 
+def test_a_job_of_training_and_generating_nodes_that_gets_usr1_is_requeued_and_finishes(
+    submission: Submission,
+) -> None:
+    job = submission.submit("train.steps=12", template=STANDALONE)
+    submission.wait_for_step(job, 2)
+
+    submission.slurm.run("scancel", "--signal=USR1", "--batch", job)
+    submission.slurm.wait_for_restart(job, RUN_LIMIT_S, submission.output(job))
+    submission.wait_for_state(job, "COMPLETED")
+
+    output = submission.output(job).read_text()
+    assert "resuming after step" in output
+    assert output.count("has joined to generate") == 2, output
+    submission.check_each_sample_is_trained_once(12)
+    submission.check_nothing_is_left()
+
+
+def test_two_nodes_train_and_another_one_generates(submission: Submission) -> None:
+    job = submission.submit(
+        "train.steps=3", options=("--nodes=2", ":", "--nodes=1"), template=STANDALONE
+    )
+
+    submission.wait_for_state(job, "COMPLETED")
+
+    assert "node 2 (" in submission.output(job).read_text()
+    engines = {path.name for path in (submission.run_dir / "logs").rglob("policy-[0-9].log")}
+    assert engines == {"policy-0.log"}
+    submission.check_each_sample_is_trained_once(3)
+    submission.check_nothing_is_left()
+
+
 def test_a_node_that_generates_for_a_job_is_cancelled(
     submission: Submission, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,11 +335,7 @@ def test_a_node_that_generates_for_a_job_is_cancelled(
     job = submission.submit("train.steps=100")
     submission.wait_for_step(job, 1)
     generation = submission.submit_generation()
-    log = submission.run_dir / "logs" / "supervisor.log"
-    deadline = time.monotonic() + START_LIMIT_S
-    while not re.search("version .* is on .*policy-2", log.read_text()):
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.1)
+    submission.wait_for_text(submission.supervisor_log, "version .* is on .*policy-2")
 
     submission.slurm.run("scancel", generation)
     submission.wait_for_state(generation, "CANCELLED")

@@ -92,8 +92,9 @@ def test_a_launch_script_ends_with_the_configs_error(tmp_path: Path) -> None:
     assert "umbra: train.stepz=1 (command line): train.stepz is unknown" in done.stderr
 
 
-def test_the_slurm_template_asks_for_one_task_a_node() -> None:
-    lines = (REPOSITORY / "launch/slurm/train.sbatch").read_text().splitlines()
+@pytest.mark.parametrize("template", ["train.sbatch", "standalone.sbatch"])
+def test_a_slurm_template_asks_for_one_task_a_node(template: str) -> None:
+    lines = (REPOSITORY / "launch/slurm" / template).read_text().splitlines()
     directives = [line for line in lines if line.startswith("#SBATCH")]
     first_command = next(idx for idx, line in enumerate(lines) if line and not line.startswith("#"))
 
