@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -50,6 +51,7 @@ logger = logging.getLogger(__name__)
 _RESOLVE_TIMEOUT_S: Final = 300.0
 # How long a connection to a worker that serves may take; another attempt follows.
 _CONNECT_TIMEOUT_S: Final = 10.0
+_NO_ROOM: Final = sys.maxsize
 _QUARANTINE_FROM: Final = 2
 """Number of deaths. With fewer, a single chance kill would make all jobs of the worker run one
 after the other; with more, a job that kills its process costs more restarts."""
@@ -112,8 +114,13 @@ class WorkerPool:
         max_deaths: int,
         on_failure: Callable[[UmbraError], None],
     ) -> None:
-        self._workers = [_Worker(name, context) for name in names]
+        self._workers = [
+            _Worker(idx, name, context, self._on_change) for idx, name in enumerate(names)
+        ]
         self._concurrency = concurrency
+        # By method, for each worker: the jobs that run there, or `_NO_ROOM`. Lists of integers,
+        # because a search through hundreds of workers for each job would take longer than the job.
+        self._loads = {method: [_NO_ROOM] * len(names) for method in concurrency}
         self._max_deaths = max_deaths
         self._on_failure = on_failure
         # Bounded by what the manager admits: a job per group or trajectory.
@@ -149,7 +156,7 @@ class WorkerPool:
             async with asyncio.TaskGroup() as tasks:
                 quarantine = tasks.create_task(self._serve_quarantine(worker))
                 try:
-                    await worker.stay_connected(on_connected=self._has_room.set)
+                    await worker.stay_connected()
                 finally:
                     quarantine.cancel()
         except* UmbraError as group:
@@ -170,15 +177,21 @@ class WorkerPool:
         self, method: str, queue: asyncio.Queue[WorkerJob], tasks: asyncio.TaskGroup
     ) -> None:
         """Gives each job to the least busy worker, once one has room for it."""
-        limit = self._concurrency[method]
+        loads = self._loads[method]
         while True:
             job = await queue.get()
-            while not (free := [w for w in self._workers if w.has_room(method, limit)]):
+            while (least := min(loads)) == _NO_ROOM:
                 self._has_room.clear()
                 await self._has_room.wait()
-            worker = min(free, key=lambda worker: worker.num_running)
-            worker.running[method] += 1
+            worker = self._workers[loads.index(least)]
+            worker.begin_job(method)
             tasks.create_task(self._serve(job, worker))
+
+    def _on_change(self, worker: _Worker) -> None:
+        for method, limit in self._concurrency.items():
+            has_room = worker.is_free and worker.running[method] < limit
+            self._loads[method][worker.idx] = worker.num_running if has_room else _NO_ROOM
+        self._has_room.set()
 
     async def _serve(self, job: WorkerJob, worker: _Worker) -> None:
         try:
@@ -191,7 +204,6 @@ class WorkerPool:
                     worker.quarantine.append(job)
         finally:
             await worker.end_job(job.method)
-            self._has_room.set()
 
     async def _serve_quarantine(self, worker: _Worker) -> None:
         while True:
@@ -199,7 +211,7 @@ class WorkerPool:
             while await self._attempt(job, worker, await worker.connected()):
                 pass
             worker.quarantine.remove(job)
-            self._has_room.set()
+            self._on_change(worker)
 
     async def _attempt(self, job: WorkerJob, worker: _Worker, handle: Handle) -> bool:
         """Runs the job; returns whether it must run again, alone."""
@@ -297,39 +309,52 @@ class _Blocked:
 class _Worker:
     """One named rollout worker, across its incarnations.
 
+    Args:
+        on_change: called when another job may or may not run here.
+
     Attributes:
         handle: to the live incarnation only; None while there is none.
         is_gone: whether it will not come back.
         quarantine: jobs that run alone here, in this order.
-        running: number of jobs that run here and are not in quarantine, by method.
+        num_running: jobs that run here and are not in quarantine.
+        running: the same by method.
         blocked: the worker's last report.
     """
 
-    def __init__(self, name: str, context: ActorContext) -> None:
+    def __init__(
+        self, idx: int, name: str, context: ActorContext, on_change: Callable[[_Worker], None]
+    ) -> None:
+        self.idx = idx
         self.name = name
         self.handle: Handle | None = None
         self.is_gone = False
         self.quarantine: list[WorkerJob] = []
+        self.num_running = 0
         self.running: Counter[str] = Counter()
         self.blocked: _Blocked | None = None
         self._changed = asyncio.Condition()
         self._context = context
+        self._on_change = on_change
         self._lost_incarnation = 0
 
     @property
-    def num_running(self) -> int:
-        return self.running.total()
+    def is_free(self) -> bool:
+        """Whether it is up and has no quarantine."""
+        return self.handle is not None and not self.quarantine
 
-    def has_room(self, method: str, limit: int) -> bool:
-        """Whether it is up and may run a job beside those that run here."""
-        is_free = self.handle is not None and not self.quarantine
-        return is_free and self.running[method] < limit
+    def begin_job(self, method: str) -> None:
+        """Called when a job begins that is not in quarantine."""
+        self.num_running += 1
+        self.running[method] += 1
+        self._on_change(self)
 
     async def end_job(self, method: str) -> None:
-        """Called when a job has ended that was not in quarantine; it may be there now."""
+        """Called when that job has ended; it may be in quarantine now."""
         async with self._changed:
+            self.num_running -= 1
             self.running[method] -= 1
             self._changed.notify_all()
+        self._on_change(self)
 
     async def next_in_quarantine(self) -> WorkerJob:
         """The first job in quarantine, once there is one and nothing else runs here."""
@@ -349,8 +374,9 @@ class _Worker:
         self._lost_incarnation = max(self._lost_incarnation, ref.incarnation)
         if self.handle is not None and self.handle.ref.incarnation <= ref.incarnation:
             self.handle = None
+            self._on_change(self)
 
-    async def stay_connected(self, on_connected: Callable[[], None]) -> None:
+    async def stay_connected(self) -> None:
         """Connects to each incarnation of the worker, and notices the loss of one that is idle.
 
         Raises:
@@ -365,6 +391,6 @@ class _Worker:
                 async with self._changed:
                     self.handle = handle
                     self._changed.notify_all()
-                on_connected()
+                self._on_change(self)
                 await ended.wait()
             self.on_lost(ref)
