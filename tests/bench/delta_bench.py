@@ -17,6 +17,7 @@ from bench_programs import BenchError
 _TIMEOUT_S: Final = 300.0
 _NUM_ENGINES: Final = 64
 _NUM_PROCESSES: Final = 2  # that the engines share
+_TOKENS_PER_S: Final = 50  # of a trajectory: 2 or 3 at each tick of 50 ms
 
 
 def run(
@@ -63,6 +64,11 @@ def run(
         raise BenchError(f"the manager's process ended with status {manager.returncode}")
     facts: dict[str, float] = json.loads(output)
     return facts
+
+
+def num_trajectories_for(tokens_per_s: int) -> int:
+    """How many must be in flight for each engine to make so many tokens at a tick."""
+    return _NUM_ENGINES * tokens_per_s // _TOKENS_PER_S
 
 
 @contextmanager
