@@ -375,6 +375,7 @@ class _Worker:
         if self.handle is not None and self.handle.ref.incarnation <= ref.incarnation:
             self.handle = None
             self._on_change(self)
+            self._context.client.drop(ref, "a call of it was lost")  # ends `stay_connected`'s wait
 
     async def stay_connected(self) -> None:
         """Connects to each incarnation of the worker, and notices the loss of one that is idle.

@@ -50,8 +50,8 @@ from umbra.runtime.rollout.ledger.ledger_writer import LedgerWriter, Ticket
 NOT_RECORDED: Final = -1
 _DURABLE_TIMEOUT_S: Final = 60.0
 _MAX_TOKENS_NBYTES: Final = 2 * 1024 * 1024
-"""Size of the runs of tokens in one batch of events; the ledger refuses batches above 8 MiB, which a
-manager that was held up for a second may find at once. Smaller ones cost more calls."""
+"""Size of the runs of tokens in one batch of events. The ledger refuses batches above 8 MiB, and a
+manager that was held up for a second may find as much at once. Smaller ones cost more calls."""
 _MAX_CAUSE_LEN: Final = 1000
 """Limit for an exception's text, which may be a whole page of HTML."""
 
@@ -261,7 +261,7 @@ class Recorder:
         self._write(Tokens(*columns))
         self._pending_tokens_nbytes += sum(column.nbytes for column in columns)
         if self._pending_tokens_nbytes >= _MAX_TOKENS_NBYTES:
-            self._flush()  # what follows may be lost without these, and not the other way round
+            self._flush()  # a crash may then lose what follows, as between any two batches
 
     # -- the trainer ---------------------------------------------------------------------
 

@@ -44,6 +44,9 @@ class LostWorker:
     def handle(self, ref: ActorRef) -> Any:
         return self
 
+    def drop(self, ref: ActorRef, reason: str) -> None:
+        self.is_lost.set()
+
     async def connect(self, timeout_s: float) -> asyncio.Event:
         return self.is_lost
 
@@ -136,6 +139,9 @@ class DeadlyWorker:
     def handle(self, ref: ActorRef) -> DeadlyCalls:
         return DeadlyCalls(self, ref)
 
+    def drop(self, ref: ActorRef, reason: str) -> None:
+        self.deaths[ref.incarnation].set()
+
 
 @dataclass(frozen=True)
 class DeadlyCalls:
@@ -221,6 +227,9 @@ class SeveralWorkers:
 
     def handle(self, ref: ActorRef) -> CallsToOne:
         return CallsToOne(self, ref)
+
+    def drop(self, ref: ActorRef, reason: str) -> None:
+        self._ended[ref.name].set()
 
     def end_of(self, name: str) -> asyncio.Event:
         return self._ended[name]
