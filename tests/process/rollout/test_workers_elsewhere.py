@@ -24,6 +24,7 @@ pytestmark = [
     pytest.mark.usefixtures("pipe_of_stores"),
 ]
 
+_MAX_STALENESS = 9  # of an `OpenJob`: as many batches are made with the weights that there are
 # A call to a node that is cut off fails this much later than its link, at the latest.
 _CONNECTION_LIMIT_S = 5.0
 
@@ -55,11 +56,14 @@ def test_a_worker_that_dies_on_another_node_is_restarted_there(
             job.check_batch(0)
         job.wait_for_note("rewards-1#1 (pid")
         job.live.session.actor("rewards-1")  # which is up again
-        for step in range(1, 4):  # the loops of the next batches run already
-            job.check_batch(step)
-
         own, second = job.live.processes()["rewards-0"]["pid"], worker_of(node)
-        assert {*processes_of_loops(tmp_path)} == {own, second}
+        step = 0
+        while second not in processes_of_loops(tmp_path):
+            step += 1
+            assert step < _MAX_STALENESS, "the successor has got no loop"
+            job.check_batch(step)  # its loops, and those of later batches, may run already
+
+        assert {own, second} <= {*processes_of_loops(tmp_path)}
         node.process.send_signal(signal.SIGINT)
         assert node.wait() == 128 + signal.SIGINT
 
@@ -90,8 +94,7 @@ def test_the_work_of_a_node_that_is_lost_is_done_elsewhere(
         assert node.wait() != 0
 
     job.check_batch(1)  # and nothing waits for the worker that is gone
-    own = job.live.processes()["rewards-0"]["pid"]
-    assert {*processes_of_loops(tmp_path)} == {own}
+    assert job.live.processes()["rewards-0"]["pid"] in processes_of_loops(tmp_path)
 
 
 def test_user_code_that_cannot_be_imported_on_a_node_is_reported_with_its_name(
