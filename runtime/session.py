@@ -150,8 +150,9 @@ class Session:
         From here on the rank ends with torchrun's agent (at once if the agent has ended already).
         In a job of several nodes each node has a supervisor of its own, linked to that of rank 0's
         node. An actor is found by the ranks of its own node, and from everywhere if it is on rank
-        0's. Pools belong to rank 0's supervisor; their engines may be on any node, and end with the
-        last rank there. A rank's failure is reported on all nodes.
+        0's or was started by its node's index. Pools belong to rank 0's supervisor; their engines
+        may be on any node, and end with the last rank there. A rank's failure is reported on all
+        nodes.
 
         Args:
             on_note: called with each line for the operator (engine died, restarted, caught up), on
@@ -488,18 +489,29 @@ class Session:
                 "pass_on_signal", self.rank, self.incarnation, number, timeout_s=_PASS_ON_LIMIT_S
             )
 
-    def spawn(self, spec: ActorSpec) -> SyncHandle:
-        """Starts an actor on this rank's node and waits until it serves. One rank calls it.
+    def spawn(self, spec: ActorSpec, *, node: int | None = None) -> SyncHandle:
+        """Starts an actor and waits until it serves. One rank calls it.
+
+        Args:
+            node: index of the node that it runs on; by default, it runs on this rank's. An actor
+                that was started by index is found from all nodes, and its name must be unique in
+                the job. It ends with the last rank of rank 0's node or of its own.
 
         Raises:
             RemoteError: the supervisor's ConfigError or ActorDied, with the actor's traceback.
         """
         wait_s = spec.start_timeout_s + spec.grace_s + 10.0
-        ref = self.supervisor_call("spawn", to_wire(spec), timeout_s=wait_s)
+        if node is None:
+            ref = self.supervisor_call("spawn", to_wire(spec), timeout_s=wait_s)
+        else:
+            ref = self.lead_call("spawn", to_wire(spec), node, timeout_s=wait_s)
         return self._sync_handle(ref)
 
     def actor(self, name: str, timeout_s: float = 60.0) -> SyncHandle:
-        """The actor of that name, on this node or rank 0's, once it serves. Any rank calls it."""
+        """The actor of that name, once it serves. Any rank calls it.
+
+        It is found on this node or rank 0's, and wherever one was started by its node's index.
+        """
         return self._sync_handle(self._loop.run(self._resolve(name, timeout_s)))
 
     def connect(self, ref: ActorRef) -> SyncHandle:

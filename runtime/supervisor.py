@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, Any, Final
 import zmq
 
 from umbra.runtime.actor.actor_spec import ActorSpec
+from umbra.runtime.actor.hosted_actors import HostedActors
 from umbra.runtime.actor.job_stop import STOP_WINDOW_S, JobStop
+from umbra.runtime.actor.remote_actor import ActorProcess, RemoteActor
 from umbra.runtime.actor.supervised_actor import ActorState, NodeSettings, SupervisedActor
 from umbra.runtime.cluster.attached_ranks import AttachedRank, AttachedRanks
 from umbra.runtime.cluster.gpu_shortage import RankMemory, read_gpu_memory
@@ -31,6 +33,7 @@ from umbra.runtime.cluster.node_links import JobLinks
 from umbra.runtime.cluster.run_notice import PREEMPT_SIGNAL, JobRequest
 from umbra.runtime.cluster.socket_dir import MAX_SOCKET_PATH_NBYTES
 from umbra.runtime.errors import (
+    ActorDied,
     ActorNotFound,
     ConfigError,
     DeadlineExceeded,
@@ -38,8 +41,6 @@ from umbra.runtime.errors import (
     MailboxClosed,
 )
 from umbra.runtime.first_of import first_of
-from umbra.runtime.pools.hosted_engines import HostedEngines
-from umbra.runtime.pools.remote_actor import EngineActor, RemoteActor
 from umbra.runtime.process.pid_watch import PidWatch
 from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.rpc_client import Client
@@ -78,7 +79,7 @@ class Supervisor:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._actors: dict[str, SupervisedActor] = {}
         self._loaded_pools: NodePools | None = None
-        self._hosted = HostedEngines(self._start)
+        self._hosted = HostedActors(self._start)
         self._remote: dict[str, RemoteActor] = {}
         self._links = JobLinks(
             client, self._on_event_elsewhere, self._on_node_lost, self._on_node_left
@@ -145,7 +146,8 @@ class Supervisor:
             self._tasks.create_task(self._stop_all_but_engines(), name="start-over")
 
     async def _stop_all_but_engines(self) -> None:
-        others = [actor for actor in self._actors.values() if actor.spec.role != "engine"]
+        everyone = (*self._actors.values(), *self._remote.values())
+        others = [actor for actor in everyone if actor.spec.role != "engine"]
         for actor in others:
             actor.stop()
         try:
@@ -371,21 +373,23 @@ class Supervisor:
         for rank in ranks_of(nodes, node):
             self._end_syncs_of(rank)
 
-    async def host_engine(self, spec: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """Called by the supervisor of another node; see `HostedEngines.host`."""
+    async def host_actor(self, spec: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """Called by the supervisor of another node; see `HostedActors.host`."""
         async for state in self._hosted.host(from_wire(ActorSpec, spec)):
             yield state
 
     async def command_hosted(self, command: str, name: str, *arguments: Any) -> None:
-        """Called by the supervisor of another node; see `HostedEngines.command`."""
+        """Called by the supervisor of another node; see `HostedActors.command`."""
         await self._hosted.command(command, name, *arguments)
 
-    def _start_engine(self, spec: ActorSpec, node: int, may_start: asyncio.Event) -> EngineActor:
+    def _start_on(self, spec: ActorSpec, node: int, may_start: asyncio.Event) -> ActorProcess:
         if node == 0:
             return self._start(spec, may_start)
+        self._check_may_start(spec)
         there = self._links.supervisor_of(node)
         actor = RemoteActor(spec, there, may_start, partial(self._on_remote_change, node))
         self._remote[spec.name] = actor
+        self._announce_spawned()
         self._actor_tasks.create_task(actor.run(), name=f"actor:{spec.name}")
         return actor
 
@@ -396,7 +400,7 @@ class Supervisor:
             self._on_generator_change(node, actor)
             return
         is_lost = actor.state == ActorState.FAILED and actor.has_run
-        if is_lost and not self._links.has_left(node):
+        if is_lost and actor.spec.essential and not self._links.has_left(node):
             self._ranks.fail(actor.spec.name, actor.failure)
 
     def _on_generator_change(self, node: int, actor: RemoteActor) -> None:
@@ -404,25 +408,37 @@ class Supervisor:
             return
         for pool in self._all_pools():
             pool.remove(actor)
-        if actor.state == ActorState.FAILED and not actor.has_run:
+        if actor.state == ActorState.FAILED and not actor.has_run and actor.spec.role == "engine":
             self._links.dismiss(node, actor.failure)
 
     # -- actors --------------------------------------------------------------------------
 
-    async def spawn(self, spec: dict[str, Any]) -> ActorRef:
+    async def spawn(self, spec: dict[str, Any], node: int | None = None) -> ActorRef:
         """Starts an actor and waits until it serves.
 
+        Args:
+            node: index of its node, which only rank 0's supervisor takes; None: this one.
+
         Raises:
-            ConfigError: the spec is malformed or the name taken.
+            ConfigError: the spec is malformed, the name taken, or there is no such node.
             ActorDied: it did not start; with its traceback or last log lines.
         """
         parsed = from_wire(ActorSpec, spec)
-        actor = self._start(parsed)
-        return await actor.wait_running(parsed.start_timeout_s + parsed.grace_s + 5.0)
+        may_start = asyncio.Event()
+        may_start.set()
+        actor = self._start_on(parsed, node, may_start) if node else self._start(parsed)
+        try:
+            return await actor.wait_running(parsed.start_timeout_s + parsed.grace_s + 5.0)
+        except ActorDied as error:
+            if not node:
+                raise
+            raise ActorDied(f"node {node} ({self._links.nodes[node].node_id}): {error}") from None
 
     def signalled(self, name: str, incarnation: int) -> bool:
-        """Called by an actor that got a stop signal; see `SupervisedActor.signalled`."""
-        return self._actor(name).signalled(incarnation)
+        """Called by an actor of this node that got a stop signal; see
+        `SupervisedActor.signalled`."""
+        actor = self._actor(name)
+        return isinstance(actor, SupervisedActor) and actor.signalled(incarnation)
 
     async def stop(self, name: str, timeout_s: float) -> None:
         """Ends an actor for good and waits until it is reaped."""
@@ -454,7 +470,7 @@ class Supervisor:
         if not lost_incarnation:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
-                    while name not in self._actors:
+                    while name not in self._actors and name not in self._remote:
                         await self._spawned.wait()
         actor = self._actor(name)
         return await actor.wait_running(deadline - time.monotonic(), lost_incarnation)
@@ -474,26 +490,33 @@ class Supervisor:
             for actor in self._actors.values()
         ]
 
-    def _actor(self, name: str) -> SupervisedActor:
-        actor = self._actors.get(name)
+    def _actor(self, name: str) -> ActorProcess:
+        """An actor of this node, or one that this node has wanted on another."""
+        actor = self._actors.get(name) or self._remote.get(name)
         if actor is None:
-            known = ", ".join(sorted(self._actors)) or "none"
+            known = ", ".join(sorted({*self._actors, *self._remote})) or "none"
             raise ActorNotFound(
                 f"no actor {name!r} on node {self._node.node_id}; there are: {known}"
             )
         return actor
 
-    def _forget(self, actor: SupervisedActor) -> None:
+    def _forget(self, actor: ActorProcess) -> None:
         """Another actor may have its name by now."""
-        if self._actors.get(actor.spec.name) is actor:
-            del self._actors[actor.spec.name]
+        for known in (self._actors, self._remote):
+            if known.get(actor.spec.name) is actor:
+                del known[actor.spec.name]
 
-    def _start(self, spec: ActorSpec, may_start: asyncio.Event | None = None) -> SupervisedActor:
+    def _check_may_start(self, spec: ActorSpec) -> None:
         if self.over.is_set():  # nobody would stop it
             raise MailboxClosed(f"the job is over: {spec.name!r} is not started")
-        known = self._actors.get(spec.name)
-        if known is not None and not known.ended.is_set():
-            raise ConfigError(f"an actor named {spec.name!r} already exists: choose another name")
+        for known in (self._actors.get(spec.name), self._remote.get(spec.name)):
+            if known is not None and not known.ended.is_set():
+                raise ConfigError(
+                    f"an actor named {spec.name!r} already exists: choose another name"
+                )
+
+    def _start(self, spec: ActorSpec, may_start: asyncio.Event | None = None) -> SupervisedActor:
+        self._check_may_start(spec)
         path = self._node.socket_dir / f"{spec.name}.99999.hb"
         if len(os.fsencode(path)) >= MAX_SOCKET_PATH_NBYTES:
             raise ConfigError(f"actor name {spec.name!r} is too long for a socket: {path}")
@@ -510,10 +533,13 @@ class Supervisor:
             describe_gpu_memory=self._describe_gpu_memory,
         )
         self._actors[spec.name] = actor
-        self._spawned.set()
-        self._spawned = asyncio.Event()
+        self._announce_spawned()
         self._actor_tasks.create_task(actor.run(), name=f"actor:{spec.name}")
         return actor
+
+    def _announce_spawned(self) -> None:
+        self._spawned.set()
+        self._spawned = asyncio.Event()
 
     def _on_actor_change(self, actor: SupervisedActor) -> None:
         self._last_incarnations[actor.spec.name] = actor.incarnation
@@ -557,7 +583,7 @@ class Supervisor:
             from umbra.runtime.pools.node_pools import NodePools
 
             self._loaded_pools = NodePools(
-                self._start_engine,
+                self._start_on,
                 self._client,
                 self._ranks.note,
                 self._tasks,

@@ -49,8 +49,9 @@ _MANAGER_RESTARTS: Final = RestartPolicy(mode="on_failure", max_restarts=5, wind
 class ServiceStarter:
     """Starts the processes in the background while the ranks load the model. Rank 0 only.
 
-    The rollout workers come first. They import the user's functions, so a function that cannot be
-    used ends the run before an engine is started or a model is loaded.
+    The rollout workers come first, on all nodes with ranks. They import the user's functions, so a
+    function that cannot be used on one of the nodes ends the run before an engine is started or a
+    model is loaded.
 
     Each `start_*` returns at once; `wait()` raises the first error, if any.
     """
@@ -62,8 +63,9 @@ class ServiceStarter:
         self._config = config
         self._executor = executor
         self._started: list[Future[object]] = []
-        for spec in worker_specs(config):
-            self._start(partial(session.spawn, spec))
+        self._num_nodes = _count_nodes(session)
+        for idx, spec in enumerate(worker_specs(config, self._num_nodes)):
+            self._start(partial(session.spawn, spec, node=idx // config.rollout.workers))
         self._workers = tuple(self._started)
 
     @classmethod
@@ -73,7 +75,7 @@ class ServiceStarter:
 
         The threads are not joined: their waits end with the session at the latest.
         """
-        num_starts = 2 + config.rollout.workers + len(config.pools)
+        num_starts = 2 + config.rollout.workers * _count_nodes(session) + len(config.pools)
         executor = ThreadPoolExecutor(num_starts, "umbra-start")
         try:
             yield cls(session, config, executor)
@@ -115,7 +117,9 @@ class ServiceStarter:
     def start_manager(
         self, prompts: PromptFiles, stop_token_ids: list[int], world_size: int, device_type: str
     ) -> None:
-        spec = manager_spec(self._config, prompts, stop_token_ids, world_size, device_type)
+        spec = manager_spec(
+            self._config, prompts, stop_token_ids, world_size, device_type, self._num_nodes
+        )
         self._start(partial(self._session.spawn, spec))
 
     def _start(self, start: Callable[[], object]) -> None:
@@ -163,8 +167,14 @@ def engine_pool_spec(
     )
 
 
-def worker_specs(config: TrainerConfig) -> list[ActorSpec]:
-    """The processes that run the user's reward function and agent loop."""
+def _count_nodes(session: Session) -> int:
+    """Number of nodes with ranks."""
+    return max(1, len(session.nodes))
+
+
+def worker_specs(config: TrainerConfig, num_nodes: int) -> list[ActorSpec]:
+    """The processes that run the user's reward function and agent loop, one node after the
+    other."""
     kwargs = {
         "tokenizer_path": str(config.model.path.absolute()),
         "reward": config.reward.function,
@@ -183,7 +193,7 @@ def worker_specs(config: TrainerConfig) -> list[ActorSpec]:
             restart=_WORKER_RESTARTS,
             role="rollout",
         )
-        for name in worker_names(config)
+        for name in worker_names(config, num_nodes)
     ]
 
 
@@ -192,8 +202,8 @@ def user_folders(config: TrainerConfig) -> list[str]:
     return [*(str(path.absolute()) for path in config.reward.python_path), str(Path.cwd())]
 
 
-def worker_names(config: TrainerConfig) -> list[str]:
-    return [f"worker-{idx}" for idx in range(config.rollout.workers)]
+def worker_names(config: TrainerConfig, num_nodes: int) -> list[str]:
+    return [f"worker-{idx}" for idx in range(config.rollout.workers * num_nodes)]
 
 
 def manager_spec(
@@ -202,8 +212,14 @@ def manager_spec(
     stop_token_ids: list[int],
     world_size: int,
     device_type: str,
+    num_nodes: int,
 ) -> ActorSpec:
-    """The rollout manager. `stop_token_ids`: the model's and those of the config."""
+    """The rollout manager.
+
+    Args:
+        stop_token_ids: the model's and those of the config.
+        num_nodes: that have ranks, and so rollout workers.
+    """
     train = config.train
     manager = RolloutConfig(
         settings=replace(config.rollout, stop_token_ids=tuple(stop_token_ids)),
@@ -219,7 +235,7 @@ def manager_spec(
         prompts_path=str(prompts.train_path.absolute()),
         eval_path=str(prompts.eval_path.absolute()) if prompts.eval_path else "",
         world_size=world_size,
-        worker_names=tuple(worker_names(config)),
+        worker_names=tuple(worker_names(config, num_nodes)),
         seed=train.seed,
         shuffle=config.data.shuffle,
         num_micro_batches=max(1, train.micro_batches),

@@ -191,7 +191,7 @@ class SupervisedActor:
         try:
             async with asyncio.timeout(timeout_s), self._changed:
                 if lost_incarnation == self.incarnation or self._is_dying:
-                    await self._await_end_of_lost()
+                    await await_end_of_lost(self._changed, lambda: self.state, self.spec.grace_s)
                 await self._changed.wait_for(lambda: self.state != ActorState.STARTING)
         except TimeoutError:
             raise DeadlineExceeded(f"{self.spec.name} was not ready in {timeout_s:.3g} s") from None
@@ -202,12 +202,6 @@ class SupervisedActor:
     @property
     def _is_dying(self) -> bool:
         return self.state == ActorState.RUNNING and is_dying(self.pid)
-
-    async def _await_end_of_lost(self) -> None:
-        """Waits for the end that a lost connection announces; for the actor's grace at most."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.spec.grace_s + _LOST_LIMIT_S):
-                await self._changed.wait_for(lambda: self.state != ActorState.RUNNING)
 
     async def run(self) -> None:
         tracker = RestartTracker(self.spec.restart)
@@ -450,6 +444,16 @@ class SupervisedActor:
         }
         packed: bytes = msgpack.packb(config)
         return packed
+
+
+async def await_end_of_lost(
+    changed: asyncio.Condition, state: Callable[[], ActorState], grace_s: float
+) -> None:
+    """Waits for the end that a lost connection announces, for the actor's grace at most. The caller
+    holds the condition."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(grace_s + _LOST_LIMIT_S):
+            await changed.wait_for(lambda: state() != ActorState.RUNNING)
 
 
 async def _read_object(fd: int) -> dict[str, Any] | None:

@@ -15,13 +15,13 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
 from typing import Any, Final
 
+from umbra.runtime.actor.remote_actor import ActorProcess
 from umbra.runtime.actor.supervised_actor import ActorState
 from umbra.runtime.engine_api.lifecycle import ALL_TAGS, EngineState, SleepLevel, Tag, catch_up
 from umbra.runtime.errors import DeadlineExceeded, EngineError, WeightSyncError
 from umbra.runtime.first_of import first_of
 from umbra.runtime.pools.pool_engine import PoolEngine
 from umbra.runtime.pools.pool_spec import PoolSpec
-from umbra.runtime.pools.remote_actor import EngineActor
 from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.weights.sync_calls import SyncBegin, SyncGrant
 from umbra.runtime.weights.sync_coordinator import SyncCoordinator, SyncSettings
@@ -87,14 +87,14 @@ class EnginePool:
         self._returned: dict[str, int] = {}  # by engine: the last incarnation that was reported
         self._watchers: set[asyncio.Queue[dict[str, Any]]] = set()
 
-    def add(self, actor: EngineActor) -> None:
+    def add(self, actor: ActorProcess) -> None:
         """Adds an actor as an engine; its process may not be ready yet."""
         self.num_added += 1
         self.engines[actor.spec.name] = PoolEngine(
             actor, self._client, self._on_engine_change, loads_weights=self.spec.load_weights
         )
 
-    def remove(self, actor: EngineActor) -> None:
+    def remove(self, actor: ActorProcess) -> None:
         """Forgets an engine whose actor has ended for good, if it is one of this pool's."""
         engine = self.engines.pop(actor.spec.name, None)
         if engine is not None:
@@ -118,7 +118,7 @@ class EnginePool:
             for engine in self.engines.values():
                 await engine.actor.ended.wait()
 
-    def on_actor_change(self, actor: EngineActor) -> None:
+    def on_actor_change(self, actor: ActorProcess) -> None:
         """Called when a process became ready or ended."""
         engine = self.engines.get(actor.spec.name)
         if engine is None:

@@ -10,13 +10,13 @@ from contextlib import asynccontextmanager
 from typing import Any, Final
 
 from umbra.runtime.actor.actor_spec import ActorSpec
+from umbra.runtime.actor.remote_actor import ActorProcess
 from umbra.runtime.cluster.job_nodes import JobNode
 from umbra.runtime.engine_api.lifecycle import SleepLevel, Tag
 from umbra.runtime.errors import ActorNotFound, ConfigError
 from umbra.runtime.pools.engine_pool import EnginePool
 from umbra.runtime.pools.pool_slicing import PoolSlicing
 from umbra.runtime.pools.pool_spec import PoolSpec
-from umbra.runtime.pools.remote_actor import EngineActor
 from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.settings import from_wire
 from umbra.runtime.weights.sync_calls import (
@@ -30,7 +30,7 @@ from umbra.runtime.weights.transports.shared_memory.memfd import FdServer
 
 _INVALIDATE_LIMIT_S: Final = 60.0
 
-StartEngine = Callable[[ActorSpec, int, asyncio.Event], EngineActor]
+StartEngine = Callable[[ActorSpec, int, asyncio.Event], ActorProcess]
 
 
 class NodePools:

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
+from umbra.runtime.actor.remote_actor import ActorProcess
 from umbra.runtime.actor.supervised_actor import ActorState
 from umbra.runtime.engine_api.lifecycle import (
     ALL_TAGS,
@@ -32,7 +33,6 @@ from umbra.runtime.engine_api.lifecycle import (
     Woken,
 )
 from umbra.runtime.errors import EngineUnhealthy, UmbraError
-from umbra.runtime.pools.remote_actor import EngineActor
 from umbra.runtime.rpc.rpc_client import Client, Handle
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class PoolEngine:
 
     def __init__(
         self,
-        actor: EngineActor,
+        actor: ActorProcess,
         client: Client,
         on_change: Callable[[PoolEngine], None],
         *,

@@ -38,7 +38,8 @@ class RolloutSettings(Settings):
         max_failed_share: Largest share of the last 200 prompts (fewer early on) that may be dropped
             because user code failed. Exceeding it ends the run; with 0.05, the first failure among
             fewer than 20 prompts does. 1 allows any number.
-        workers: Processes that run rewards and agent loops. More help where user code computes.
+        workers: Processes that run rewards and agent loops, on each node with ranks. More help
+            where user code computes.
         agent: "module:function" of an agent loop. Without one, each completion is one generation.
         agent_concurrency: Agent loops run concurrently per worker process. Lower values leave
             engines idle, as each takes `pool.max_num_seqs` at a time; higher values make it slower

@@ -162,6 +162,15 @@ class Handle:
             finally:
                 connection.end_call(call_id)
 
+    async def connect(self, timeout_s: float) -> asyncio.Event:
+        """Connects; the event is set once that connection is lost.
+
+        Raises:
+            DeadlineExceeded, ConnectionLost, MailboxClosed: there is no connection.
+        """
+        connection = await self._connect("connect", time.monotonic() + timeout_s)
+        return connection.ended
+
     async def _connect(self, method: str, deadline: float) -> Connection:
         """An open connection, to the actor's next incarnation if this one is lost."""
         lost = self._connection is not None and self._connection.lost

@@ -83,6 +83,7 @@ class Connection:
         self.ref = ref
         self.is_open = False
         self.lost = False
+        self.ended = asyncio.Event()  # set when it is lost
         self.idempotent: frozenset[str] = frozenset()
         self._loop = asyncio.get_running_loop()
         self._call_ids = itertools.count(1)
@@ -151,6 +152,7 @@ class Connection:
         self.is_open = False
         self._error = error
         self._settled.set()
+        self.ended.set()
         calls, self._calls = self._calls, {}
         streams, self._streams = self._streams, {}
         for future, timer in calls.values():

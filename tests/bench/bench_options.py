@@ -13,12 +13,15 @@ _PEERS: Final = Path(__file__).resolve().parents[2] / ".venv-bench" / "bin" / "p
 _TRY_TIMEOUT_S: Final = 30.0
 
 
-def options_parser(docstring: str | None) -> argparse.ArgumentParser:
+def options_parser(docstring: str | None, rounds: int = 5) -> argparse.ArgumentParser:
     """A parser with `--json` and `--rounds`; its description is the docstring's first line."""
     parser = argparse.ArgumentParser(description=(docstring or "").partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object, nothing else")
     parser.add_argument(
-        "--rounds", type=positive, default=5, help="medians are over so many rounds (default 5)"
+        "--rounds",
+        type=positive,
+        default=rounds,
+        help=f"medians are over so many rounds (default {rounds})",
     )
     return parser
 

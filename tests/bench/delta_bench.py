@@ -17,14 +17,26 @@ from bench_programs import BenchError
 _TIMEOUT_S: Final = 300.0
 _NUM_ENGINES: Final = 64
 _NUM_PROCESSES: Final = 2  # that the engines share
+_TOKENS_PER_S: Final = 50  # of a trajectory: 2 or 3 at each tick of 50 ms
 
 
-def run(num_trajectories: int, duration_s: float) -> dict[str, float]:
+def run(
+    num_trajectories: int,
+    duration_s: float,
+    *,
+    completion_len: int = 512,
+    has_ledger: bool = False,
+) -> dict[str, float]:
     """One manager with `num_trajectories` in flight over 64 simulated engines.
+
+    Args:
+        completion_len: tokens of a trajectory, after a prompt of 128.
+        has_ledger: whether it records every trajectory, in a folder of the machine's /tmp.
 
     Returns:
         At full speed, engines making batches as fast as they are taken: `tokens_per_s` by the
-        clock, `tokens_per_cpu_s` by the processor time of the manager's process, and
+        clock, `tokens_per_cpu_s` by the processor time of the manager's process, `requests_per_s`
+        and `requests_per_cpu_s` of the trajectories that ended and were replaced, and
         `cpu_us_per_run`, of a run of 2 or 3 tokens. At a tick of 50 ms, which is
         `paced_tokens_per_s`: `delta_p50_ms` and `delta_p99_ms` from the making of a batch to its
         having been applied, `paced_cpu_share` of one core, and `bytes_per_trajectory`, by which the
@@ -39,12 +51,14 @@ def run(num_trajectories: int, duration_s: float) -> dict[str, float]:
             ["delta_engines", folder, str(first), str(share)]
             for first in range(0, _NUM_ENGINES, share)
         ]
-        with _started(engines, cores[1:] or cores) as processes:
+        with started(engines, cores[1:] or cores) as processes:
             for process in processes:
                 assert process.stdout is not None
                 process.stdout.readline()
             sizes = [str(_NUM_ENGINES), str(num_trajectories), str(duration_s)]
-            with _started([["delta_manager", folder, *sizes]], cores[:1]) as (manager,):
+            ledger = f"{folder}/ledger/bench" if has_ledger else ""
+            program = ["delta_manager", folder, *sizes, str(completion_len), ledger]
+            with started([program], cores[:1]) as (manager,):
                 output, _ = manager.communicate(timeout=_TIMEOUT_S)
     if manager.returncode != 0:
         raise BenchError(f"the manager's process ended with status {manager.returncode}")
@@ -52,8 +66,13 @@ def run(num_trajectories: int, duration_s: float) -> dict[str, float]:
     return facts
 
 
+def num_trajectories_for(tokens_per_s: int) -> int:
+    """How many must be in flight for each engine to make so many tokens at a tick."""
+    return _NUM_ENGINES * tokens_per_s // _TOKENS_PER_S
+
+
 @contextmanager
-def _started(
+def started(
     programs: Sequence[Sequence[str]], cores: Sequence[int]
 ) -> Generator[list[subprocess.Popen[bytes]]]:
     """The programs' processes, on these cores; they are gone afterwards."""

@@ -65,6 +65,7 @@ class SimulatedEngine:
         self._ids = np.concatenate([self._ids, ids])
         self._positions = np.concatenate([self._positions, positions])
         self._left = np.concatenate([self._left, left])
+        self._changed.set()
 
     def abort(self, request_ids: Sequence[int]) -> None:
         self._keep(~np.isin(self._ids, np.asarray(request_ids)))

@@ -1,10 +1,10 @@
 """One rollout manager's process that takes the deltas of simulated engines, and measures itself.
 
-`python tests/bench/delta_manager.py FOLDER NUM_ENGINES NUM_TRAJECTORIES DURATION_S PARENT_PID`,
-beside processes of `delta_engines`.
+`python tests/bench/delta_manager.py FOLDER NUM_ENGINES NUM_TRAJECTORIES DURATION_S COMPLETION_LEN
+LEDGER PARENT_PID`, beside processes of `delta_engines`. LEDGER is the ledger's folder, "" for none.
 
-The real links, dispatcher, router and trajectories over real RPC streams; no supervisor, no
-rewards, no ledger. Whatever finishes is replaced by a new trajectory, so as many are always in
+The real links, dispatcher, router, trajectories and ledger over real RPC streams; no supervisor, no
+rewards. Whatever finishes is replaced by a new trajectory, so as many are always in
 flight. Processor time is that of the whole process, ZMQ's own thread included.
 """
 
@@ -39,7 +39,6 @@ from umbra.runtime.rpc.rpc_client import Client, Handle
 
 GROUP_SIZE: Final = 8
 PROMPT_LEN: Final = 128
-COMPLETION_LEN: Final = 512
 _STOP_TOKEN_IDS: Final = [0]
 _CALL_TIMEOUT_S: Final = 60.0
 
@@ -47,8 +46,8 @@ _CALL_TIMEOUT_S: Final = 60.0
 class _TimedDispatcher(Dispatcher):
     """Notes when each batch of each engine was applied, and counts tokens."""
 
-    def __init__(self, router: Router) -> None:
-        super().__init__(router, _fail, Recorder(None, _fail))
+    def __init__(self, router: Router, recorder: Recorder) -> None:
+        super().__init__(router, _fail, recorder)
         self.applied_at: dict[EngineId, array[float]] = {}
         self.num_tokens = 0
         self.num_runs = 0
@@ -70,9 +69,13 @@ def _fail(error: UmbraError) -> None:
 class _Load:
     """Keeps a number of trajectories in flight."""
 
-    def __init__(self, dispatcher: Dispatcher, count: int) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, recorder: Recorder, count: int, completion_len: int
+    ) -> None:
         self._dispatcher = dispatcher
+        self._recorder = recorder
         self._count = count
+        self._completion_len = completion_len
         self.groups: list[Group] = []
         self.num_finished = 0
 
@@ -82,9 +85,10 @@ class _Load:
             tokens = np.arange(PROMPT_LEN, dtype=np.int32)
             prompt = Prompt(f"p{first}", f"prompt {first}", tokens, {})
             size = min(GROUP_SIZE, self._count - first)
-            lengths = [1 + (first + k) * COMPLETION_LEN // self._count for k in range(size)]
+            lengths = [1 + (first + k) * self._completion_len // self._count for k in range(size)]
             samples = [self._trajectory(prompt, k, lengths[k]) for k in range(size)]
             group = Group(f"e0/p{first}", samples)
+            self._recorder.admitted(group, 0, first)
             self.groups.append(group)
             for k in range(size):
                 self._submit(group, k)
@@ -103,8 +107,14 @@ class _Load:
         def on_end(_turn: Turn, reason: str) -> None:
             sample.finish(reason)
             assert sample.completion_len == sample.budget, (sample.completion_len, sample.budget)
+            sample.reward = 1.0
+            self._recorder.finished(sample)
+            self._recorder.scored([sample])
             self.num_finished += 1
-            group.trajectories[idx] = self._trajectory(sample.prompt, idx, COMPLETION_LEN)
+            successor = self._trajectory(sample.prompt, idx, self._completion_len)
+            group.trajectories[idx] = successor
+            name = f"e{self.num_finished}/{sample.prompt.prompt_id}"
+            self._recorder.admitted(Group(name, [successor]), 0, self._count + self.num_finished)
             self._submit(group, idx)
 
         self._dispatcher.submit(
@@ -123,17 +133,22 @@ class _Load:
 class _Window:
     """The work done between two moments."""
 
-    def __init__(self, dispatcher: _TimedDispatcher) -> None:
+    def __init__(self, dispatcher: _TimedDispatcher, load: _Load) -> None:
         self._dispatcher = dispatcher
+        self._load = load
         self.began, self._cpu = time.monotonic(), time.process_time()
         self._tokens, self._runs = dispatcher.num_tokens, dispatcher.num_runs
+        self._finished = load.num_finished
 
     def close(self) -> dict[str, float]:
         self.ended = time.monotonic()
         wall_s, cpu_s = self.ended - self.began, time.process_time() - self._cpu
         tokens = self._dispatcher.num_tokens - self._tokens
         runs = self._dispatcher.num_runs - self._runs
+        finished = self._load.num_finished - self._finished
         return {
+            "requests_per_s": finished / wall_s,
+            "requests_per_cpu_s": finished / cpu_s,
             "tokens_per_s": tokens / wall_s,
             "tokens_per_cpu_s": tokens / cpu_s,
             "cpu_share": cpu_s / wall_s,
@@ -142,11 +157,20 @@ class _Window:
 
 
 async def _measure(
-    folder: Path, num_engines: int, num_trajectories: int, duration_s: float
+    folder: Path,
+    num_engines: int,
+    num_trajectories: int,
+    duration_s: float,
+    completion_len: int,
+    ledger: str,
 ) -> dict[str, float]:
     per_engine = -(-num_trajectories // num_engines)
-    dispatcher = _TimedDispatcher(Router(per_engine + GROUP_SIZE))
-    async with Client("here") as client, asyncio.TaskGroup() as tasks:
+    async with (
+        Recorder(Path(ledger) if ledger else None, _fail) as recorder,
+        Client("here") as client,
+        asyncio.TaskGroup() as tasks,
+    ):
+        dispatcher = _TimedDispatcher(Router(per_engine + GROUP_SIZE), recorder)
         handles: dict[EngineId, Handle] = {}
         links: list[asyncio.Task[None]] = []
         for idx in range(num_engines):
@@ -164,7 +188,8 @@ async def _measure(
             link.set_serving(True)
             links.append(tasks.create_task(link.run()))
         await dispatcher.all_heard.wait()
-        facts = await _phases(dispatcher, handles, num_trajectories, duration_s)
+        load = _Load(dispatcher, recorder, num_trajectories, completion_len)
+        facts = await _phases(dispatcher, handles, load, num_trajectories, duration_s)
         for task in links:
             task.cancel()
     return facts
@@ -173,18 +198,18 @@ async def _measure(
 async def _phases(
     dispatcher: _TimedDispatcher,
     handles: dict[EngineId, Handle],
+    load: _Load,
     num_trajectories: int,
     duration_s: float,
 ) -> dict[str, float]:
     gc.collect()
     resident_before = _resident_nbytes()
-    load = _Load(dispatcher, num_trajectories)
     load.begin()
     while sum(await _of_all(handles, "num_requests")) < num_trajectories:
         pass  # the calls take their time
     await _of_all(handles, "set_pace", "tick")
     await asyncio.sleep(10 * TICK_S)
-    paced_window = _Window(dispatcher)
+    paced_window = _Window(dispatcher, load)
     await asyncio.sleep(duration_s)
     paced = paced_window.close()
     gc.collect()
@@ -196,7 +221,7 @@ async def _phases(
     )
     await _of_all(handles, "set_pace", "full")
     await asyncio.sleep(0.2)
-    full_window = _Window(dispatcher)
+    full_window = _Window(dispatcher, load)
     await asyncio.sleep(duration_s)
     full = full_window.close()
     await _of_all(handles, "set_pace", "paused")
@@ -237,10 +262,11 @@ def _resident_nbytes() -> int:
 
 
 def main() -> None:
-    folder, num_engines, num_trajectories = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    die_with_parent(int(sys.argv[5]))
+    folder, num_engines, num_trajectories, duration_s, completion_len, ledger, parent = sys.argv[1:]
+    die_with_parent(int(parent))
+    sizes = int(num_engines), int(num_trajectories), float(duration_s), int(completion_len)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        facts = runner.run(_measure(folder, num_engines, num_trajectories, float(sys.argv[4])))
+        facts = runner.run(_measure(Path(folder), *sizes, ledger))
     print(json.dumps(facts), flush=True)
 
 

@@ -20,6 +20,7 @@ import startup
 import torch
 import update_gap
 import weights
+import worker_bench
 from bench_rounds import median_of
 from call_timing import gathers, measure_throughput, summarise, workers
 
@@ -216,6 +217,24 @@ def test_a_small_benchmark_of_deltas_gives_every_number() -> None:
     # 500 in flight, 2.5 tokens each a tick of 50 ms; a busy machine may miss ticks
     assert 5_000 < facts["paced_tokens_per_s"] < 30_000
     assert facts["bytes_per_trajectory"] > 8 * facts["tokens_per_trajectory"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_small_benchmark_of_short_requests_with_the_ledger_gives_every_number() -> None:
+    facts = delta_bench.run(500, 1.0, completion_len=16, has_ledger=True)
+
+    assert facts["requests_per_s"] > 0
+    assert facts["tokens_per_s"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_small_benchmark_of_workers_gives_every_number() -> None:
+    facts = worker_bench.run(4, 0.5)
+
+    assert len(facts) == 4
+    assert all(rate > 0 for rate in facts.values())
 
 
 @pytest.mark.slow

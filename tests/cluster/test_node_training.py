@@ -21,6 +21,7 @@ import pytest
 from killed_jobs import KilledJob
 from network import Hosts
 from node_jobs import NodeJob, assert_nothing_left
+from noted_loops import processes_of
 from run_assets import write_assets
 from run_traces import command_of
 from trained_history import (
@@ -54,6 +55,7 @@ SETTINGS = (
     "train.learning_rate=1e-2",
     "train.checkpoint_every=2",
 )
+HERE = (str(FAULTS), str(Path(__file__).parent))
 START_LIMIT_S = 90.0
 WAIT_LIMIT_S = 3.0
 """Of the ranks for a sync and a batch: a fifth of a second on idle cores."""
@@ -93,7 +95,8 @@ class TwoNodes:
         environment = {
             "RECORDED_IN": str(self._records),
             "RECORDED_INCARNATION": str(self._incarnation),
-            "PYTHONPATH": os.pathsep.join([str(FAULTS), os.environ.get("PYTHONPATH", "")]),
+            "NOTED_IN": str(self._home),
+            "PYTHONPATH": os.pathsep.join([*HERE, os.environ.get("PYTHONPATH", "")]),
         }
         program = ["-m", "recorded_trainer", str(self._home / "config.toml")]
         program += [f"run.dir={self._home / 'run'}", "run.resume=auto", *SETTINGS, *settings]
@@ -136,17 +139,17 @@ class TwoNodes:
     def metrics(self) -> list[dict[str, float]]:
         return read_metrics(self._home / "run" / "metrics.jsonl")
 
-    def wait_for_engines(self, job: NodeJob, node: int, num_engines: int) -> list[int]:
-        """Their process ids."""
+    def wait_for_actors(self, job: NodeJob, node: int, role: str, count: int) -> list[int]:
+        """Process ids of the actors of a node, by the begin of their names."""
         deadline = time.monotonic() + START_LIMIT_S
         while True:
-            engines = [
+            actors = [
                 pid
                 for pid in job.tree(node)
-                if any(word.startswith("policy-") for word in command_of(pid))
+                if any(word.startswith(f"{role}-") for word in command_of(pid))
             ]
-            if len(engines) == num_engines:
-                return engines
+            if len(actors) == count:
+                return actors
             assert time.monotonic() < deadline, job.text(0) + job.text(1)
             time.sleep(0.02)
 
@@ -180,12 +183,32 @@ def test_two_nodes_train_as_one_also_if_an_engine_is_killed(
 ) -> None:
     with two_nodes.begin() as job:
         two_nodes.wait_for_step(job, 2)
-        (engine,) = two_nodes.wait_for_engines(job, node=1, num_engines=1)
+        (engine,) = two_nodes.wait_for_actors(job, 1, "policy", 1)
         os.kill(engine, signal.SIGKILL)
         assert job.wait() == [0, 0], job.text(0) + job.text(1)
 
     assert "policy-1#1" in job.text(0)  # its end is reported to whom looks at rank 0
     two_nodes.check(on_one_node)
+
+
+def test_user_code_runs_on_both_nodes_also_if_a_worker_of_the_other_one_is_killed(
+    two_nodes: TwoNodes, home: Path, on_one_node: History
+) -> None:
+    user_code = ("rollout.agent=noted_loops:run", "reward.function=noted_loops:score")
+    with two_nodes.begin(*user_code) as job:
+        two_nodes.wait_for_step(job, 2)
+        (lead,) = two_nodes.wait_for_actors(job, 0, "worker", 1)
+        (worker,) = two_nodes.wait_for_actors(job, 1, "worker", 1)
+        os.kill(worker, signal.SIGKILL)
+        assert job.wait() == [0, 0], job.text(0) + job.text(1)
+
+    assert f"worker-1#1 (pid {worker}) killed by SIGKILL" in job.text(0)
+    two_nodes.check(on_one_node)
+    for kind in ("loop", "reward"):
+        processes = processes_of(kind, home)
+        # The two that were there first, and the successor of the one that was killed.
+        assert {lead, worker} < processes
+        assert len(processes) == 3
 
 
 def test_an_error_of_one_node_before_its_session_ends_both(two_nodes: TwoNodes, home: Path) -> None:
@@ -232,7 +255,7 @@ def test_a_stop_signal_to_one_rank_stops_both_nodes_with_a_checkpoint(
 
     assert "stopped by SIGTERM after" in job.text(0)
     with two_nodes.begin("pool.nodes=[1]") as job:
-        two_nodes.wait_for_engines(job, node=1, num_engines=2)
+        two_nodes.wait_for_actors(job, 1, "policy", 2)
         assert job.wait() == [0, 0], job.text(0) + job.text(1)
     assert "resuming after step" in job.text(0)  # of a checkpoint that only the stop can have made
     two_nodes.check(on_one_node)

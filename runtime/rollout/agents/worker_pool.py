@@ -1,6 +1,6 @@
 """The manager's side of the rollout workers: gives them jobs and survives their deaths.
 
-    put(job) -> queue of its method -> lanes of a worker -> call -> on_result | on_failure
+    put(job) -> queue of its method -> least busy worker -> call -> on_result | on_failure
                      ^                          |
                      +--- first death ----------+
                                                 +--- second death ---> quarantine of that worker
@@ -10,6 +10,9 @@ death proves nothing, so all its jobs run again as before. A job that was runnin
 into quarantine on the worker that died last. Jobs in quarantine run one at a time, and the worker
 runs nothing else until all are done. A job that returns is clean. If the process keeps dying while
 a job runs alone, that job is the cause: it fails, and the others leave the quarantine.
+
+A worker that does not come back, such as one whose node was lost, leaves its jobs to the others.
+The pool fails when none is left.
 
 A worker that reports which job blocks it (`report_blocked`) puts that job alone into quarantine. If
 such ends follow each other and no job of the kind returns in between, the function is at fault, not
@@ -22,17 +25,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
 from umbra.runtime.actor.actor_spec import ActorContext
 from umbra.runtime.errors import (
     ConnectionLost,
-    DeadlineExceeded,
     RewardError,
     RolloutError,
+    TransportError,
     UmbraError,
 )
 from umbra.runtime.rollout.agents.blocked_in_a_row import BlockedInARow
@@ -44,9 +49,9 @@ logger = logging.getLogger(__name__)
 # How long a rollout worker may take to come back before its absence is an error. The supervisor
 # enforces the worker's own start limit; this one only bounds the wait.
 _RESOLVE_TIMEOUT_S: Final = 300.0
-# Interval of asking for a worker whose death the supervisor has not noticed yet. It notices within
-# milliseconds; shorter only loads it.
-_STALE_REF_WAIT_S: Final = 0.05
+# How long a connection to a worker that serves may take; another attempt follows.
+_CONNECT_TIMEOUT_S: Final = 10.0
+_NO_ROOM: Final = sys.maxsize
 _QUARANTINE_FROM: Final = 2
 """Number of deaths. With fewer, a single chance kill would make all jobs of the worker run one
 after the other; with more, a job that kills its process costs more restarts."""
@@ -109,8 +114,13 @@ class WorkerPool:
         max_deaths: int,
         on_failure: Callable[[UmbraError], None],
     ) -> None:
-        self._workers = [_Worker(name, context) for name in names]
+        self._workers = [
+            _Worker(idx, name, context, self._on_change) for idx, name in enumerate(names)
+        ]
         self._concurrency = concurrency
+        # By method, for each worker: the jobs that run there, or `_NO_ROOM`. Lists of integers,
+        # because a search through hundreds of workers for each job would take longer than the job.
+        self._loads = {method: [_NO_ROOM] * len(names) for method in concurrency}
         self._max_deaths = max_deaths
         self._on_failure = on_failure
         # Bounded by what the manager admits: a job per group or trajectory.
@@ -119,6 +129,7 @@ class WorkerPool:
         }
         self._quarantine_from = min(_QUARANTINE_FROM, max_deaths)
         self._blocked = {method: BlockedInARow() for method in concurrency}
+        self._has_room = asyncio.Event()  # a worker may have room for another job
 
     def put(self, job: WorkerJob) -> None:
         self._queues[job.method].put_nowait(job)
@@ -135,41 +146,76 @@ class WorkerPool:
         """Runs until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for worker in self._workers:
-                lanes = [self._serve_quarantine(worker)]
-                for method, count in self._concurrency.items():
-                    lanes += [self._serve(worker, self._queues[method]) for _ in range(count)]
-                for lane in lanes:
-                    tasks.create_task(self._until_gone(worker, lane))
+                tasks.create_task(self._keep(worker))
+            for method, queue in self._queues.items():
+                tasks.create_task(self._assign(method, queue, tasks))
 
-    async def _until_gone(self, worker: _Worker, lane: Coroutine[Any, Any, None]) -> None:
+    async def _keep(self, worker: _Worker) -> None:
+        """Returns when the worker is gone for good."""
         try:
-            await lane
-        except UmbraError as error:
-            self._on_failure(RolloutError(f"rollout worker {worker.name} is gone: {error}"))
+            async with asyncio.TaskGroup() as tasks:
+                quarantine = tasks.create_task(self._serve_quarantine(worker))
+                try:
+                    await worker.stay_connected()
+                finally:
+                    quarantine.cancel()
+        except* UmbraError as group:
+            self._on_gone(worker, group.exceptions[0])
 
-    async def _serve(self, worker: _Worker, queue: asyncio.Queue[WorkerJob]) -> None:
+    def _on_gone(self, worker: _Worker, error: BaseException) -> None:
+        reason = f"rollout worker {worker.name} is gone: {error}"
+        worker.is_gone = True
+        if all(worker.is_gone for worker in self._workers):
+            self._on_failure(RolloutError(reason))
+            return
+        logger.warning("%s; the others do its work", reason)
+        for job in worker.quarantine:
+            self.put(job)
+        worker.quarantine.clear()
+
+    async def _assign(
+        self, method: str, queue: asyncio.Queue[WorkerJob], tasks: asyncio.TaskGroup
+    ) -> None:
+        """Gives each job to the least busy worker, once one has room for it."""
+        loads = self._loads[method]
         while True:
-            await worker.await_end_of_quarantine()
-            await worker.connect()  # jobs are taken only for a worker that is up
             job = await queue.get()
-            if worker.quarantine:
-                self.put(job)  # another worker may have time for it
-                continue
-            async with worker.running_job():
-                if await self._attempt(job, worker):
+            while (least := min(loads)) == _NO_ROOM:
+                self._has_room.clear()
+                await self._has_room.wait()
+            worker = self._workers[loads.index(least)]
+            worker.begin_job(method)
+            tasks.create_task(self._serve(job, worker))
+
+    def _on_change(self, worker: _Worker) -> None:
+        for method, limit in self._concurrency.items():
+            has_room = worker.is_free and worker.running[method] < limit
+            self._loads[method][worker.idx] = worker.num_running if has_room else _NO_ROOM
+        self._has_room.set()
+
+    async def _serve(self, job: WorkerJob, worker: _Worker) -> None:
+        try:
+            if worker.handle is None:  # it was lost a moment ago
+                self.put(job)
+            elif await self._attempt(job, worker, worker.handle):
+                if worker.is_gone:
+                    self.put(job)
+                else:
                     worker.quarantine.append(job)
+        finally:
+            await worker.end_job(job.method)
 
     async def _serve_quarantine(self, worker: _Worker) -> None:
         while True:
             job = await worker.next_in_quarantine()
-            while await self._attempt(job, worker):
+            while await self._attempt(job, worker, await worker.connected()):
                 pass
-            await worker.leave_quarantine(job)
+            worker.quarantine.remove(job)
+            self._on_change(worker)
 
-    async def _attempt(self, job: WorkerJob, worker: _Worker) -> bool:
+    async def _attempt(self, job: WorkerJob, worker: _Worker, handle: Handle) -> bool:
         """Runs the job; returns whether it must run again, alone."""
-        handle = await worker.connect()
-        if not job.is_active():  # checked after the wait: its group may have ended meanwhile
+        if not job.is_active():  # its group may have ended while it waited
             return False
         ref = handle.ref
         try:
@@ -263,72 +309,89 @@ class _Blocked:
 class _Worker:
     """One named rollout worker, across its incarnations.
 
+    Args:
+        on_change: called when another job may or may not run here.
+
     Attributes:
+        handle: to the live incarnation only; None while there is none.
+        is_gone: whether it will not come back.
         quarantine: jobs that run alone here, in this order.
+        num_running: jobs that run here and are not in quarantine.
+        running: the same by method.
         blocked: the worker's last report.
     """
 
-    def __init__(self, name: str, context: ActorContext) -> None:
+    def __init__(
+        self, idx: int, name: str, context: ActorContext, on_change: Callable[[_Worker], None]
+    ) -> None:
+        self.idx = idx
         self.name = name
+        self.handle: Handle | None = None
+        self.is_gone = False
         self.quarantine: list[WorkerJob] = []
+        self.num_running = 0
+        self.running: Counter[str] = Counter()
         self.blocked: _Blocked | None = None
-        self._num_running = 0
         self._changed = asyncio.Condition()
         self._context = context
-        self._handle: Handle | None = None
+        self._on_change = on_change
         self._lost_incarnation = 0
-        self._resolving = asyncio.Lock()
 
-    @asynccontextmanager
-    async def running_job(self) -> AsyncGenerator[None]:
-        """Counts a job that is not in quarantine as running; at its end it may enter it."""
-        self._num_running += 1
-        try:
-            yield
-        finally:
-            async with self._changed:
-                self._num_running -= 1
-                self._changed.notify_all()
+    @property
+    def is_free(self) -> bool:
+        """Whether it is up and has no quarantine."""
+        return self.handle is not None and not self.quarantine
 
-    async def await_end_of_quarantine(self) -> None:
+    def begin_job(self, method: str) -> None:
+        """Called when a job begins that is not in quarantine."""
+        self.num_running += 1
+        self.running[method] += 1
+        self._on_change(self)
+
+    async def end_job(self, method: str) -> None:
+        """Called when that job has ended; it may be in quarantine now."""
         async with self._changed:
-            await self._changed.wait_for(lambda: not self.quarantine)
+            self.num_running -= 1
+            self.running[method] -= 1
+            self._changed.notify_all()
+        self._on_change(self)
 
     async def next_in_quarantine(self) -> WorkerJob:
         """The first job in quarantine, once there is one and nothing else runs here."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self.quarantine and not self._num_running)
+            await self._changed.wait_for(lambda: self.quarantine and not self.num_running)
         return self.quarantine[0]
 
-    async def leave_quarantine(self, job: WorkerJob) -> None:
+    async def connected(self) -> Handle:
+        """A handle to the live incarnation, once there is one."""
         async with self._changed:
-            self.quarantine.remove(job)
-            self._changed.notify_all()
+            await self._changed.wait_for(lambda: self.handle is not None)
+        assert self.handle is not None
+        return self.handle
 
     def on_lost(self, ref: ActorRef) -> None:
-        """Disconnects a dead incarnation; `connect` waits for the next one."""
+        """Disconnects a dead incarnation; `stay_connected` waits for the next one."""
         self._lost_incarnation = max(self._lost_incarnation, ref.incarnation)
-        if self._handle is not None and self._handle.ref.incarnation <= ref.incarnation:
-            self._handle = None
+        if self.handle is not None and self.handle.ref.incarnation <= ref.incarnation:
+            self.handle = None
+            self._on_change(self)
+            self._context.client.drop(ref, "a call of it was lost")  # ends `stay_connected`'s wait
 
-    async def connect(self) -> Handle:
-        """A handle to the live incarnation, once there is one.
+    async def stay_connected(self) -> None:
+        """Connects to each incarnation of the worker, and notices the loss of one that is idle.
 
         Raises:
             UmbraError: the worker will not come back, or not in time.
         """
-        async with self._resolving:
-            if self._handle is None:
-                self._handle = self._context.connect(await self._resolve())
-            return self._handle
-
-    async def _resolve(self) -> ActorRef:
-        deadline = asyncio.get_running_loop().time() + _RESOLVE_TIMEOUT_S
         while True:
-            ref = await self._context.resolve(self.name, _RESOLVE_TIMEOUT_S)
-            if ref.incarnation > self._lost_incarnation:
-                return ref
-            if asyncio.get_running_loop().time() > deadline:
-                raise DeadlineExceeded(f"{ref} was lost and has no successor yet")
-            # The supervisor has not noticed the death yet.
-            await asyncio.sleep(_STALE_REF_WAIT_S)
+            lost = self._lost_incarnation
+            ref = await self._context.resolve(self.name, _RESOLVE_TIMEOUT_S, lost)
+            handle = self._context.client.handle(ref)
+            with suppress(TransportError):
+                ended = await handle.connect(_CONNECT_TIMEOUT_S)
+                async with self._changed:
+                    self.handle = handle
+                    self._changed.notify_all()
+                self._on_change(self)
+                await ended.wait()
+            self.on_lost(ref)

@@ -5,6 +5,10 @@ bytes of earlier incarnations, syncs them, and writes its header. After each syn
 whether a next incarnation has a file; if so, it acknowledges nothing. Whatever was acknowledged was
 therefore on disk before the next incarnation read the files, and is in every later history. No
 locks are needed, and none would work on NFS.
+
+A writer that was stopped or cut off, and wakes after that, writes to its own files only, behind the
+bytes that its successor's header counts. It does so even if its folder was moved meanwhile and
+another ledger has its path, because it holds the folder open.
 """
 
 from __future__ import annotations
@@ -35,14 +39,15 @@ _PART_NBYTES: Final = 64 * 1024 * 1024
 files."""
 _MAX_PIECES: Final = 512  # per system call; Linux allows 1024
 _MAX_TAKERS: Final = 16  # managers that may take over at the same moment
+_FOLDER_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _GONE: Final = "; it was removed, or its file system is no longer mounted"
 
 
 class LedgerLog:
     """The files of one incarnation, open for writing. Blocking: must be used in a thread.
 
-    Owns the descriptor of the current part. The first failed write or sync is final: nothing is
-    written after a frame that may be torn, and a new incarnation must begin.
+    Owns the descriptors of the folder and of the current part. The first failed write or sync is
+    final: nothing is written after a frame that may be torn, and a new incarnation must begin.
 
     Attributes:
         history: the valid part of earlier incarnations.
@@ -66,6 +71,7 @@ class LedgerLog:
         self._part = 0
         self._offset = 0
         self._descriptor = -1
+        self._folder_fd = -1
         self._failure: LedgerError | None = None
 
     @classmethod
@@ -83,9 +89,9 @@ class LedgerLog:
             LedgerError: the existing files are damaged or cannot be written, or another writer took
                 over meanwhile.
         """
-        incarnation, descriptor = _take_incarnation(folder)
+        incarnation, folder_fd, descriptor = _take_incarnation(folder)
         log = cls(folder, job_id, incarnation, part_nbytes=part_nbytes, clock=clock)
-        log._descriptor = descriptor
+        log._folder_fd, log._descriptor = folder_fd, descriptor
         try:
             log.history = read_history(folder, before_incarnation=incarnation)
             _sync_last_incarnation(log.history)
@@ -107,9 +113,10 @@ class LedgerLog:
         self.close()
 
     def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        for descriptor in (self._descriptor, self._folder_fd):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._descriptor = self._folder_fd = -1
 
     @property
     def path(self) -> Path:
@@ -135,11 +142,11 @@ class LedgerLog:
         return Position(self.incarnation, self._part, self._offset)
 
     def _begin_part(self) -> None:
-        descriptor = _create(self.folder / part_name(self.incarnation, self._part + 1))
+        descriptor = _create(part_name(self.incarnation, self._part + 1), self._folder_fd)
         os.close(self._descriptor)
         self._descriptor, self._part, self._offset = descriptor, self._part + 1, 0
         self._write_header([])
-        sync(self.folder)
+        os.fsync(self._folder_fd)
 
     def _write_header(self, earlier: Sequence[tuple[int, int, int]]) -> None:
         header = Header(
@@ -176,7 +183,7 @@ class LedgerLog:
 
     def _check_fence(self) -> None:
         try:
-            is_fenced = (self.folder / part_name(self.incarnation + 1, 0)).exists()
+            is_fenced = _exists(part_name(self.incarnation + 1, 0), self._folder_fd)
         except OSError as error:
             self._failure = _describe(error, "look into", self.folder)
             raise self._failure from error
@@ -188,27 +195,47 @@ class LedgerLog:
             raise self._failure
 
 
-def _take_incarnation(folder: Path) -> tuple[int, int]:
-    """Creates the first file of the next incarnation; returns its number and the descriptor."""
+def _take_incarnation(folder: Path) -> tuple[int, int, int]:
+    """Creates the first file of the next incarnation; returns its number, and the descriptors of
+    the folder and the file."""
+    folder_fd = -1
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for parent in (folder.parent.parent, folder.parent):
             sync(parent)
+        folder_fd = os.open(folder, _FOLDER_FLAGS)
         newest = max(files_of(folder), default=0)
         for incarnation in range(newest + 1, newest + 1 + _MAX_TAKERS):
             with suppress(FileExistsError):
-                descriptor = _create(folder / part_name(incarnation, 0))
-                sync(folder)
-                return incarnation, descriptor
+                descriptor = _create(part_name(incarnation, 0), folder_fd)
+                os.fsync(folder_fd)
+                return incarnation, folder_fd, descriptor
     except OSError as error:
+        if folder_fd >= 0:
+            os.close(folder_fd)
         raise _describe(error, "write to", folder) from error
+    os.close(folder_fd)
     raise LedgerError(
         f"{_MAX_TAKERS} other managers took over {folder} at once: check what starts managers"
     )
 
 
-def _create(path: Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+def _create(name: str, folder_fd: int) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    return os.open(name, flags, 0o644, dir_fd=folder_fd)
+
+
+def _exists(name: str, folder_fd: int) -> bool:
+    """Asks the file server. An NFS client may answer from what it has known of a folder for up to a
+    minute, unless it opens the folder again (close-to-open consistency)."""
+    reopened = os.open(".", _FOLDER_FLAGS, dir_fd=folder_fd)
+    try:
+        os.stat(name, dir_fd=reopened)
+    except FileNotFoundError:
+        return False
+    finally:
+        os.close(reopened)
+    return True
 
 
 def _sync_last_incarnation(history: History) -> None:

@@ -49,6 +49,9 @@ from umbra.runtime.rollout.ledger.ledger_writer import LedgerWriter, Ticket
 
 NOT_RECORDED: Final = -1
 _DURABLE_TIMEOUT_S: Final = 60.0
+_MAX_TOKENS_NBYTES: Final = 2 * 1024 * 1024
+"""Size of the runs of tokens in one batch of events. The ledger refuses batches above 8 MiB, and a
+manager that was held up for a second may find as much at once. Smaller ones cost more calls."""
 _MAX_CAUSE_LEN: Final = 1000
 """Limit for an exception's text, which may be a whole page of HTML."""
 
@@ -74,6 +77,7 @@ class Recorder:
         self._has_failed = False
         self._step = 0
         self._pending: list[tuple[str, Any]] = []  # (kind, part of an event), see `_EVENTS`
+        self._pending_tokens_nbytes = 0
         self._on_capacity: Callable[[], None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -253,7 +257,11 @@ class Recorder:
         """Records runs of tokens that were appended, in the columns of `ledger_events.Tokens`."""
         for version in {*versions.tolist()} - self._versions - {NOT_GENERATED}:
             self.version(version, self._step)  # ranks published it without announcing it
-        self._write(Tokens(uids, starts, offsets, versions, tokens, logprobs))
+        columns = (uids, starts, offsets, versions, tokens, logprobs)
+        self._write(Tokens(*columns))
+        self._pending_tokens_nbytes += sum(column.nbytes for column in columns)
+        if self._pending_tokens_nbytes >= _MAX_TOKENS_NBYTES:
+            self._flush()  # a crash may then lose what follows, as between any two batches
 
     # -- the trainer ---------------------------------------------------------------------
 
@@ -305,6 +313,7 @@ class Recorder:
 
     def _flush(self) -> None:
         pending, self._pending = self._pending, []
+        self._pending_tokens_nbytes = 0
         if not pending or self._writer is None:
             return
         events: list[Event] = []

@@ -58,6 +58,7 @@ class LiveRollouts:
         weights: what `publish` carries; by default a tensor of no use.
         config: changes to the manager's settings.
         worker: changes to the workers' settings.
+        later_workers: names of workers that the test starts itself, by `start_worker`.
         max_restarts: of each process.
         hung_limit_s: of the manager.
         manager: its class.
@@ -71,6 +72,7 @@ class LiveRollouts:
         num_engines: int = 2,
         pool_mode: PoolMode = "standalone",
         num_workers: int = 1,
+        later_workers: Sequence[str] = (),
         world_size: int = 2,
         reward: str = "length",
         agent: str | None = None,
@@ -104,13 +106,21 @@ class LiveRollouts:
             PoolSpec(name="policy", count=num_engines, mode=pool_mode, restart=restart, **spec)
         )
         names = [f"rewards-{idx}" for idx in range(num_workers)]
+        self._worker_kwargs: dict[str, Any] = {
+            "tokenizer_path": str(folder),
+            "reward": f"user_rewards:{reward}" if reward else "",
+            "agent": f"user_agents:{agent}" if agent else None,
+            "sys_path": [str(USER_CODE)],
+            **(worker or {}),
+        }
+        self._worker_restarts = restart
         for name in names:
-            session.spawn(self._worker_spec(name, reward, agent, restart, worker or {}))
+            self.start_worker(name)
         self.manager: SyncHandle = session.spawn(
             ActorSpec(
                 name="rollouts",
                 target=manager,
-                kwargs={"config": self._config(names, agent, config or {})},
+                kwargs={"config": self._config([*names, *later_workers], agent, config or {})},
                 sys_path=(str(USER_CODE),),
                 restart=restart,
                 hung_limit_s=hung_limit_s,
@@ -130,26 +140,19 @@ class LiveRollouts:
         ]
         write_prompts(self._folder / "prompts.msgpack", records)
 
-    def _worker_spec(
-        self,
-        name: str,
-        reward: str,
-        agent: str | None,
-        restart: RestartPolicy,
-        changes: dict[str, Any],
-    ) -> ActorSpec:
-        return ActorSpec(
+    def start_worker(self, name: str, *, node: int | None = None, **changes: Any) -> None:
+        """Starts a rollout worker, on the node of that index.
+
+        Args:
+            changes: of its settings.
+        """
+        spec = ActorSpec(
             name=name,
             target="umbra.runtime.rollout.agents.rollout_worker:RolloutWorker",
-            kwargs={
-                "tokenizer_path": str(self._folder),
-                "reward": f"user_rewards:{reward}" if reward else "",
-                "agent": f"user_agents:{agent}" if agent else None,
-                "sys_path": [str(USER_CODE)],
-                **changes,
-            },
-            restart=restart,
+            kwargs=self._worker_kwargs | changes,
+            restart=self._worker_restarts,
         )
+        self.session.spawn(spec, node=node)
 
     def _config(
         self, workers: Sequence[str], agent: str | None, changes: dict[str, Any]

@@ -28,6 +28,14 @@ async def own_reward(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
     return float(len(ctx.decode(answer).split()))
 
 
+async def notes_its_process(ctx: AgentContext, sample: dict[str, Any]) -> float | None:
+    """Generates once, and appends its process id to a file at the end."""
+    await ctx.generate(ctx.prompt_tokens)
+    with (Path(sample["marker"]).parent / "processes").open("a") as processes:
+        processes.write(f"{os.getpid()}\n")
+    return None
+
+
 def die_the_first_time(marker: Path) -> None:
     if not marker.exists():
         marker.touch()

@@ -125,6 +125,23 @@ def test_parts_that_an_old_incarnation_begins_late_do_not_count(tmp_path: Path) 
     assert versions_in(tmp_path) == [1]
 
 
+def test_a_writer_whose_folder_was_moved_stays_out_of_the_ledger_that_has_its_path(
+    tmp_path: Path,
+) -> None:
+    folder, moved = tmp_path / "ledger", tmp_path / "replaced"
+    old = LedgerLog.open(folder, "job", part_nbytes=1)
+    write_events(old, [Version(0, 0)])
+    folder.rename(moved)
+    write_life(folder, 1)
+
+    write_events(old, [Version(666, 0)])
+    old.close()
+
+    assert versions_in(moved) == [0, 666]
+    write_life(folder, 2)
+    assert versions_in(folder) == [1, 2]
+
+
 def test_what_is_acknowledged_before_the_next_incarnation_reads_is_in_its_history(
     tmp_path: Path,
 ) -> None:

@@ -12,15 +12,17 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 from recorded_checks import check_accounts
 from recorded_story import Story
 from recorded_world import Engine, Life
 from rollout_configs import rollout_config
 
+from umbra.runtime.errors import UmbraError
 from umbra.runtime.rollout.dispatch.router import EngineId
 from umbra.runtime.rollout.ledger import recorder
-from umbra.runtime.rollout.ledger.ledger_events import Restored
+from umbra.runtime.rollout.ledger.ledger_events import Restored, Tokens
 from umbra.runtime.rollout.ledger.ledger_history import read_history
 from umbra.runtime.rollout.ledger.ledger_replay import replay
 from umbra.runtime.rollout.ledger.ledger_writer import LedgerWriter
@@ -239,3 +241,31 @@ def test_whatever_happens_meanwhile_nothing_is_lost(
                 print(f"seed {seed}, {story.config}", *story.moves, sep="\n")
                 raise
     assert num_held > 10
+
+
+def test_what_a_manager_finds_at_once_after_it_was_held_up_is_recorded(tmp_path: Path) -> None:
+    """The runs of many ticks do not fit into one batch of events."""
+    num_ticks, num_runs, run_len = 24, 500, 100
+    uids = np.arange(num_runs, dtype=np.int64)
+    offsets = np.arange(num_runs + 1, dtype=np.int64) * run_len
+    failures: list[UmbraError] = []
+
+    async def main() -> None:
+        async with Recorder(tmp_path, failures.append) as written:
+            for tick in range(num_ticks):
+                written.on_tokens(
+                    uids,
+                    np.full(num_runs, tick * run_len, np.int64),
+                    offsets,
+                    np.zeros(num_runs, np.int64),
+                    np.full(num_runs * run_len, tick, np.int32),
+                    np.zeros(num_runs * run_len, np.float32),
+                )
+            await written.durable()
+
+    asyncio.run(main())
+
+    assert failures == []
+    events = [event for entry in read_history(tmp_path).entries() for event in entry.batch.events]
+    found = [int(event.tokens[0]) for event in events if isinstance(event, Tokens)]
+    assert found == list(range(num_ticks))

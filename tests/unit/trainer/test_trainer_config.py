@@ -82,11 +82,12 @@ def test_the_settings_of_agent_loops_reach_the_manager(tmp_path: Path) -> None:
     )
     files = PromptFiles(train_path=tmp_path, eval_path=None)
 
-    spec = from_wire(ActorSpec, to_wire(manager_spec(config, files, [3], 1, "cpu")))
+    spec = from_wire(ActorSpec, to_wire(manager_spec(config, files, [3], 1, "cpu", 3)))
     found = from_wire(RolloutConfig, spec.kwargs["config"])
 
     assert found.settings == replace(config.rollout, stop_token_ids=(3,))
     assert found.dispatch.max_context_len == 128
+    assert found.worker_names == ("worker-0", "worker-1", "worker-2")
 
 
 def test_a_pool_names_its_adapters(config_file: Path) -> None:

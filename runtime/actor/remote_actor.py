@@ -1,7 +1,7 @@
-"""An engine's process on another node, as the pool's supervisor sees it.
+"""An actor on another node, as the supervisor that wanted it there sees it.
 
-    RemoteActor ── host_engine ──────────────▶ supervisor there    a stream of its states comes back
-                ── command_hosted ───────────▶                     what the pool wants of it
+    RemoteActor ── host_actor ───────────────▶ supervisor there    a stream of its states comes back
+                ── command_hosted ───────────▶                     permit, stop, kill
 
 The supervisor there starts the process, restarts it and watches it, as any other of its own.
 """
@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any, Final, Protocol
 
 from umbra.runtime.actor.actor_spec import ActorSpec
-from umbra.runtime.actor.supervised_actor import ActorState
+from umbra.runtime.actor.supervised_actor import ActorState, await_end_of_lost
 from umbra.runtime.errors import (
     ActorDied,
     DeadlineExceeded,
@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 _CALL_LIMIT_S: Final = 10.0
 
 
-class EngineActor(Protocol):
-    """The process of an engine: `SupervisedActor` on this node, `RemoteActor` on another one."""
+class ActorProcess(Protocol):
+    """`SupervisedActor` for an actor on this node, `RemoteActor` for one on another node."""
 
     spec: ActorSpec
     state: ActorState
@@ -54,11 +54,11 @@ class EngineActor(Protocol):
     def kill(self, reason: str) -> None: ...
     async def failed_to_wake(self) -> None: ...
     def woke(self) -> None: ...
-    async def wait_running(self, timeout_s: float) -> ActorRef: ...
+    async def wait_running(self, timeout_s: float, lost_incarnation: int = 0) -> ActorRef: ...
 
 
 class RemoteActor:
-    """Implements `EngineActor`. `run()` lives until the actor has ended for good.
+    """Implements `ActorProcess`. `run()` lives until the actor has ended for good.
 
     Args:
         there: the supervisor of its node.
@@ -118,15 +118,12 @@ class RemoteActor:
         """Reports that the engine is awake."""
         self._command("woke")
 
-    async def wait_running(self, timeout_s: float) -> ActorRef:
-        """The live incarnation.
-
-        Raises:
-            ActorDied: it has ended for good.
-            DeadlineExceeded: not ready in time.
-        """
+    async def wait_running(self, timeout_s: float, lost_incarnation: int = 0) -> ActorRef:
+        """The live incarnation; see `SupervisedActor.wait_running`."""
         try:
             async with asyncio.timeout(timeout_s), self._changed:
+                if lost_incarnation == self.incarnation:
+                    await await_end_of_lost(self._changed, lambda: self.state, self.spec.grace_s)
                 await self._changed.wait_for(lambda: self.state != ActorState.STARTING)
         except TimeoutError:
             raise DeadlineExceeded(f"{self.spec.name} was not ready in {timeout_s:.3g} s") from None
@@ -157,7 +154,7 @@ class RemoteActor:
     async def _follow(self, tasks: asyncio.TaskGroup) -> None:
         # No deadline per item: a process that does not change reports nothing. A node that is lost
         # is noticed by its link, and its connection dropped.
-        stream = self._there.stream("host_engine", to_wire(self.spec), timeout_s=None)
+        stream = self._there.stream("host_actor", to_wire(self.spec), timeout_s=None)
         async with stream as states:
             async for state in states:
                 await self._enter(state)
@@ -198,5 +195,5 @@ class RemoteActor:
     async def _send_commands(self) -> None:
         while True:
             command = await self._commands.get()
-            with suppress(RemoteError):  # the engine has ended: the stream says how
+            with suppress(RemoteError):  # the actor has ended: the stream says how
                 await self._there.call("command_hosted", *command, timeout_s=_CALL_LIMIT_S)

@@ -1,4 +1,4 @@
-"""Engines on this node that belong to a pool of another node's supervisor; see `RemoteActor`."""
+"""Actors on this node that another node's supervisor wanted here; see `RemoteActor`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Hosted:
         }
 
 
-class HostedEngines:
+class HostedActors:
     """Owned by the supervisor.
 
     Args:
@@ -42,8 +42,8 @@ class HostedEngines:
         self._hosted: dict[str, _Hosted] = {}
 
     async def host(self, spec: ActorSpec) -> AsyncGenerator[dict[str, Any], None]:
-        """Starts an engine, yields its state after every change, and returns when it has ended for
-        good. If the caller is lost, the engine ends."""
+        """Starts an actor, yields its state after every change, and returns when it has ended for
+        good. If the caller is lost, the actor ends."""
         may_start = asyncio.Event()
         hosted = self._hosted[spec.name] = _Hosted(self._start(spec, may_start), may_start)
         try:
@@ -67,13 +67,13 @@ class HostedEngines:
             hosted.changed.set()
 
     async def command(self, command: str, name: str, *arguments: Any) -> None:
-        """Does what the pool wants of an engine.
+        """Does what the other supervisor wants of an actor.
 
         Raises:
-            ActorNotFound, ProtocolError: there is no such engine or command.
+            ActorNotFound, ProtocolError: there is no such actor or command.
         """
         if name not in self._hosted:
-            raise ActorNotFound(f"no pool of another node has an engine {name!r} here")
+            raise ActorNotFound(f"no other node has an actor {name!r} here")
         hosted = self._hosted[name]
         match command, arguments:
             case "permit", ():
@@ -88,4 +88,4 @@ class HostedEngines:
             case "woke", ():
                 hosted.actor.woke()
             case _:
-                raise ProtocolError(f"not a command to an engine: {command!r}{arguments}")
+                raise ProtocolError(f"not a command to an actor: {command!r}{arguments}")

@@ -1,0 +1,114 @@
+"""Rollout workers on another node than the manager: they run user code, die, and are lost."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from joined_node import JoinedNode
+from live_rollouts import while_generating
+from run_traces import command_of
+from test_generation_nodes import OpenJob, joined
+
+from umbra.runtime.cluster.node_links import LOST_AFTER_S
+from umbra.runtime.errors import ActorDied
+from umbra.runtime.testing.session_factory import SessionFactory
+
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.slow,
+    pytest.mark.usefixtures("pipe_of_stores"),
+]
+
+_MAX_STALENESS = 9  # of an `OpenJob`: as many batches are made with the weights that there are
+# A call to a node that is cut off fails this much later than its link, at the latest.
+_CONNECTION_LIMIT_S = 5.0
+
+
+def open_job(factory: SessionFactory, folder: Path) -> OpenJob:
+    """Its loops run in a worker on its own node, and in another one once that is started."""
+    return OpenJob(factory, folder, agent="notes_its_process", later_workers=["rewards-1"])
+
+
+def worker_of(node: JoinedNode) -> int:
+    (pid,) = (pid for pid in node.tree() if any("rewards-1#" in w for w in command_of(pid)))
+    return pid
+
+
+def processes_of_loops(folder: Path) -> list[int]:
+    """Where the loops that returned have run, in this order."""
+    return [int(pid) for pid in (folder / "processes").read_text().split()]
+
+
+def test_a_worker_that_dies_on_another_node_is_restarted_there(
+    umbra_session_factory: SessionFactory, tmp_path: Path
+) -> None:
+    job = open_job(umbra_session_factory, tmp_path)
+
+    with joined(job) as node:
+        job.live.start_worker("rewards-1", node=1)
+        first = worker_of(node)
+        with while_generating(job.live, 50, lambda: os.kill(first, signal.SIGKILL)):
+            job.check_batch(0)
+        job.wait_for_note("rewards-1#1 (pid")
+        job.live.session.actor("rewards-1")  # which is up again
+        own, second = job.live.processes()["rewards-0"]["pid"], worker_of(node)
+        step = 0
+        while second not in processes_of_loops(tmp_path):
+            step += 1
+            assert step < _MAX_STALENESS, "the successor has got no loop"
+            job.check_batch(step)  # its loops, and those of later batches, may run already
+
+        assert {own, second} <= {*processes_of_loops(tmp_path)}
+        node.process.send_signal(signal.SIGINT)
+        assert node.wait() == 128 + signal.SIGINT
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_work_of_a_node_that_is_lost_is_done_elsewhere(
+    umbra_session_factory: SessionFactory, tmp_path: Path, number: signal.Signals
+) -> None:
+    job = open_job(umbra_session_factory, tmp_path)
+
+    with joined(job) as node:
+        job.live.start_worker("rewards-1", node=1)
+        # Of a machine whose program is killed, everything ends at once.
+        victims = node.tree() if number == signal.SIGSTOP else [node.process.pid]
+
+        def lose_node() -> None:
+            for pid in victims:
+                os.kill(pid, number)
+
+        with while_generating(job.live, 50, lose_node):
+            begin = time.monotonic()
+            job.check_batch(0)
+        assert time.monotonic() - begin < LOST_AFTER_S + _CONNECTION_LIMIT_S + 5.0
+        job.wait_for_note("node 1 (")
+        if number == signal.SIGSTOP:
+            for pid in victims:
+                os.kill(pid, signal.SIGCONT)
+        assert node.wait() != 0
+
+    job.check_batch(1)  # and nothing waits for the worker that is gone
+    assert job.live.processes()["rewards-0"]["pid"] in processes_of_loops(tmp_path)
+
+
+def test_user_code_that_cannot_be_imported_on_a_node_is_reported_with_its_name(
+    umbra_session_factory: SessionFactory, tmp_path: Path
+) -> None:
+    job = open_job(umbra_session_factory, tmp_path)
+
+    with joined(job) as node:
+        with pytest.raises(ActorDied, match="No module named 'not_there'") as caught:
+            job.live.start_worker("rewards-1", node=1, agent="not_there:run")
+        assert re.match(r"node 1 \(.+\): rewards-1#1 failed to start", str(caught.value))
+
+        job.live.start_worker("rewards-1", node=1)  # the node still takes part
+        job.check_batch(0)
+        assert worker_of(node) in processes_of_loops(tmp_path)
+        node.process.send_signal(signal.SIGINT)
+        assert node.wait() == 128 + signal.SIGINT
