@@ -205,8 +205,9 @@ async def _supervisor(folder: Path, pools: Mapping[str, SyncSettings]) -> AsyncG
         asyncio.TaskGroup() as tasks,
     ):
         engine = _Engine(client.handle(_ref("engine", folder)))
+        rings = JobRings(NodeRings(fds), "here", _no_other_node)
         coordinators = {
-            name: SyncCoordinator(name, lambda: [engine], fds, socket_path, settings)
+            name: SyncCoordinator(name, lambda: [engine], fds, rings, settings)
             for name, settings in pools.items()
         }
         server = ActorServer(_Supervisor(coordinators), 1)

@@ -163,8 +163,9 @@ async def pool_of(
     path = str(folder / "fds")
     given: dict[str, Any] = {"verify_every": 1}
     async with serve_fds(path) as server, asyncio.TaskGroup() as tasks:
+        rings = JobRings(NodeRings(server), "here", no_other_node)
         coordinator = SyncCoordinator(
-            "pool", lambda: [engine], server, path, SyncSettings(**(given | settings))
+            "pool", lambda: [engine], server, rings, SyncSettings(**(given | settings))
         )
         running = tasks.create_task(coordinator.run())
         try:

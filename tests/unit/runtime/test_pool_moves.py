@@ -39,7 +39,8 @@ class LongDrain(PoolEngine):
 async def drain(engine: LongDrain, timeout_s: float) -> None:
     spec = PoolSpec(name="policy", engine="umbra.engines.echo.echo_engine:EchoEngine", count=1)
     async with Client("node") as client, asyncio.TaskGroup() as tasks:
-        pool = EnginePool(spec, client, print, tasks, FdServer(), "")
+        fds = FdServer("")
+        pool = EnginePool(spec, client, print, tasks, fds, JobRings(NodeRings(fds), "node", no_node))
         pool.engines["policy-0"] = engine
         await pool.pause("drain", timeout_s)
 

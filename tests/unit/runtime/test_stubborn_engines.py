@@ -54,7 +54,7 @@ def test_a_killed_engine_that_does_not_end_is_reported(
             serve_fds(path) as fds,
             asyncio.TaskGroup() as tasks,
         ):
-            pool = EnginePool(spec, client, notes.append, tasks, fds, path)
+            pool = EnginePool(spec, client, notes.append, tasks, fds, JobRings(NodeRings(fds), "n", no_node))
             actor = actor_that_never_ends(tmp_path, context)
             pool.add(actor)
             hurry = asyncio.Event()

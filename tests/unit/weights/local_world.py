@@ -7,8 +7,8 @@ import itertools
 import tempfile
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,8 @@ from umbra.runtime.weights.sync_calls import (
 from umbra.runtime.weights.sync_coordinator import SyncCoordinator, SyncSettings
 from umbra.runtime.weights.transports.byte_views import flatten
 from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import CudaOpener, Opener
-from umbra.runtime.weights.transports.shared_memory.memfd import serve_fds
+from umbra.runtime.weights.transports.shared_memory.memfd import FdServer, serve_fds
+from umbra.runtime.weights.transports.shared_memory.node_rings import NodeRings, RingOrder
 from umbra.runtime.weights.weight_receiver import WeightReceiver
 
 
@@ -184,14 +185,36 @@ class ThreadEngine:
             raise EngineUnhealthy(f"{self.name} failed at {what}, as the test demands")
 
 
+class LocalRings:
+    """The rings of every node, all in this process."""
+
+    def __init__(self, server: FdServer) -> None:
+        self._rings = NodeRings(server)
+
+    @asynccontextmanager
+    async def hold(
+        self, node_id: str, order: RingOrder
+    ) -> AsyncGenerator[AsyncIterator[dict[str, Any]]]:
+        async with aclosing(self._rings.hold(order)) as states:
+            yield states
+
+    async def dismiss(self, node_id: str, key: str, engine: int) -> None:
+        self._rings.dismiss(key, engine)
+
+
 class LocalSupervisor:
     """The blocking sync calls of one rank thread, straight to a coordinator on a loop thread."""
 
-    node_id = "here"
-
-    def __init__(self, loop: LoopThread, coordinator: SyncCoordinator) -> None:
+    def __init__(
+        self, loop: LoopThread, coordinator: SyncCoordinator, node_id: str = "here"
+    ) -> None:
         self._loop = loop
         self.coordinator = coordinator
+        self.node_id = node_id
+
+    def on_node(self, node_id: str) -> LocalSupervisor:
+        """The same for a rank of another node."""
+        return LocalSupervisor(self._loop, self.coordinator, node_id)
 
     def check(self) -> None:
         pass
@@ -235,11 +258,16 @@ class LocalSupervisor:
 async def coordinated(
     engines: Sequence[ThreadEngine], settings: SyncSettings
 ) -> AsyncGenerator[SyncCoordinator]:
-    """A coordinator that runs while the block does."""
+    """A coordinator that runs while the block does. For the transport "nccl", each engine that was
+    "here" is on a node of its own."""
+    if settings.transport == "nccl":
+        for engine in engines:
+            if engine.node_id == "here":
+                engine.node_id = f"node of {engine.name}"
     with tempfile.TemporaryDirectory(prefix="umbra-test-") as folder:
         path = str(Path(folder) / "fds")
         async with serve_fds(path) as server, asyncio.TaskGroup() as tasks:
-            coordinator = SyncCoordinator("pool", lambda: engines, server, path, settings)
+            coordinator = SyncCoordinator("pool", lambda: engines, server, LocalRings(server), settings)
             running = tasks.create_task(coordinator.run())
             try:
                 yield coordinator
