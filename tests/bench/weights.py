@@ -55,12 +55,14 @@ from umbra.runtime.engine_api.lifecycle import (
     Resume,
     Tag,
 )
+from umbra.runtime.pools.job_rings import JobRings
 from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.rpc_client import Client, Handle
 from umbra.runtime.rpc.rpc_server import ActorServer
 from umbra.runtime.weights.sync_calls import SyncAbort, SyncBegin, SyncEnd, SyncFilled
 from umbra.runtime.weights.sync_coordinator import SyncCoordinator, SyncSettings
 from umbra.runtime.weights.transports.shared_memory.memfd import serve_fds
+from umbra.runtime.weights.transports.shared_memory.node_rings import NodeRings
 
 _ROUND_TIMEOUT_S: Final = 120.0
 _NEVER: Final = 1 << 30
@@ -224,6 +226,10 @@ async def _supervisor(folder: Path, pools: Mapping[str, SyncSettings]) -> AsyncG
 
 def _ref(name: str, folder: Path) -> ActorRef:
     return ActorRef(name=name, incarnation=1, node_id="here", ipc_endpoint=f"ipc://{folder}/{name}")
+
+
+def _no_other_node(node_id: str) -> Handle:
+    raise BenchError(f"there is no node {node_id!r}")
 
 
 class _Supervisor:

@@ -30,12 +30,12 @@ from umbra.runtime.weights.weight_publisher import WeightPublisher
 
 pytestmark = [pytest.mark.process, pytest.mark.usefixtures("pipe_of_stores")]
 
-NEAR, FAR = ["policy-0", "policy-1"], ["policy-2", "policy-3", "policy-4"]
+NEAR, FAR = ["policy-0", "policy-1"], ["policy-2", "policy-3"]
 
 
 class TwoNodes:
-    """A job of one node with two engines, and a machine that only generates with three, of which
-    the first one receives for the others."""
+    """A job of one node and a machine that only generates, with two engines each. The first one of
+    FAR receives for its node."""
 
     def __init__(self, lead: Session, far: JoinedNode) -> None:
         self.lead = lead
@@ -44,8 +44,8 @@ class TwoNodes:
         spec = PoolSpec(
             name="policy",
             engine="echo",
-            count=4,
-            engine_nodes=(0, 0, 1, 1),
+            count=3,
+            engine_nodes=(0, 0, 1),  # and one that the machine adds
             mode="standalone",
             kwargs={"verify_checksums": True, "weights_in_logprobs": True},
             restart=RESTART,
@@ -153,10 +153,10 @@ def test_uneven_shards_of_two_ranks_arrive_bit_for_bit_in_every_engine(
     )
 
     assert transports == ["nccl"] * 3
-    assert nodes.fingerprints() == [fingerprint(weight_ranks.whole_tensors(3))] * 5
+    assert nodes.fingerprints() == [fingerprint(weight_ranks.whole_tensors(3))] * 4
 
 
-def test_engines_whose_receiver_is_killed_get_the_version_with_the_next_sync(
+def test_an_engine_whose_receiver_is_killed_gets_the_version_with_the_next_sync(
     nodes: TwoNodes,
 ) -> None:
     ranks = TwoRanks(nodes.lead, layers(1.0))
@@ -169,18 +169,17 @@ def test_engines_whose_receiver_is_killed_get_the_version_with_the_next_sync(
     assert first == second, [first, second]
     assert sorted(first.engines) == NEAR, first
     assert sorted(first.failed) == FAR
-    for name in FAR[1:]:
-        assert "received for node" in first.failed[name]
-        assert nodes.state(name) == "PENDING_WEIGHTS"
+    assert "received for node" in first.failed[FAR[1]]
+    assert nodes.state(FAR[1]) == "PENDING_WEIGHTS"
 
     ranks.in_the_midst = None
-    (report, _) = ranks.publish(2, 30.0)  # another one receives
+    (report, _) = ranks.publish(2, 30.0)  # whichever of the two is ready first receives
 
-    assert report.engines.keys() >= {*FAR[1:]}
-    assert [nodes.incarnation(name) for name in FAR[1:]] == [1, 1], "they were not restarted"
+    assert FAR[1] in report.engines
+    assert nodes.incarnation(FAR[1]) == 1, "it was not restarted"
     wait_until(lambda: nodes.state(FAR[0]) in ("PENDING_WEIGHTS", "SERVING"))
     ranks.publish(2, 30.0)
-    assert nodes.fingerprints() == [fingerprint(ranks.tensors)] * 5
+    assert nodes.fingerprints() == [fingerprint(ranks.tensors)] * 4
 
 
 def test_an_engine_that_receives_for_no_other_is_killed_alone(nodes: TwoNodes) -> None:
@@ -192,14 +191,14 @@ def test_an_engine_that_receives_for_no_other_is_killed_alone(nodes: TwoNodes) -
     first, second = ranks.publish(2, 30.0)
 
     assert first == second, [first, second]
-    assert sorted(first.engines) == [*NEAR, FAR[0], FAR[2]], first
+    assert sorted(first.engines) == [*NEAR, FAR[0]], first
     assert list(first.failed) == [FAR[1]]
 
     ranks.in_the_midst = None
     wait_until(lambda: nodes.state(FAR[1]) == "PENDING_WEIGHTS")
     (report, _) = ranks.publish(2, 30.0)
     assert list(report.engines) == [FAR[1]]
-    assert nodes.fingerprints() == [fingerprint(ranks.tensors)] * 5
+    assert nodes.fingerprints() == [fingerprint(ranks.tensors)] * 4
 
 
 @pytest.mark.slow
@@ -219,6 +218,7 @@ def test_an_engine_stopped_in_mid_transfer_is_replaced_within_the_time_of_the_sy
     assert time.monotonic() - begun_at < 8.0
     assert "no progress within" in first.failed[stopped]
     is_receiver = stopped == FAR[0]
-    assert sorted(first.engines) == (NEAR if is_receiver else [*NEAR, FAR[0], FAR[2]]), first
-    assert nodes.incarnation(FAR[2]) == 1
-    assert nodes.state(FAR[2]) == ("PENDING_WEIGHTS" if is_receiver else "SERVING")
+    assert sorted(first.engines) == (NEAR if is_receiver else [*NEAR, FAR[0]]), first
+    if is_receiver:
+        assert nodes.state(FAR[1]) == "PENDING_WEIGHTS"
+        assert nodes.incarnation(FAR[1]) == 1

@@ -7,12 +7,13 @@ import itertools
 import tempfile
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from local_rings import LocalRings
 from torch import Tensor
 
 from umbra.runtime.engine_api.lifecycle import (
@@ -46,8 +47,7 @@ from umbra.runtime.weights.sync_calls import (
 from umbra.runtime.weights.sync_coordinator import SyncCoordinator, SyncSettings
 from umbra.runtime.weights.transports.byte_views import flatten
 from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import CudaOpener, Opener
-from umbra.runtime.weights.transports.shared_memory.memfd import FdServer, serve_fds
-from umbra.runtime.weights.transports.shared_memory.node_rings import NodeRings, RingOrder
+from umbra.runtime.weights.transports.shared_memory.memfd import serve_fds
 from umbra.runtime.weights.weight_receiver import WeightReceiver
 
 
@@ -185,23 +185,6 @@ class ThreadEngine:
             raise EngineUnhealthy(f"{self.name} failed at {what}, as the test demands")
 
 
-class LocalRings:
-    """The rings of every node, all in this process."""
-
-    def __init__(self, server: FdServer) -> None:
-        self._rings = NodeRings(server)
-
-    @asynccontextmanager
-    async def hold(
-        self, node_id: str, order: RingOrder
-    ) -> AsyncGenerator[AsyncIterator[dict[str, Any]]]:
-        async with aclosing(self._rings.hold(order)) as states:
-            yield states
-
-    async def dismiss(self, node_id: str, key: str, engine: int) -> None:
-        self._rings.dismiss(key, engine)
-
-
 class LocalSupervisor:
     """The blocking sync calls of one rank thread, straight to a coordinator on a loop thread."""
 
@@ -267,7 +250,9 @@ async def coordinated(
     with tempfile.TemporaryDirectory(prefix="umbra-test-") as folder:
         path = str(Path(folder) / "fds")
         async with serve_fds(path) as server, asyncio.TaskGroup() as tasks:
-            coordinator = SyncCoordinator("pool", lambda: engines, server, LocalRings(server), settings)
+            coordinator = SyncCoordinator(
+                "pool", lambda: engines, server, LocalRings(server), settings
+            )
             running = tasks.create_task(coordinator.run())
             try:
                 yield coordinator
