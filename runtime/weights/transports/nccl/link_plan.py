@@ -66,7 +66,8 @@ class LinkPlan:
         """Engines of a node that makes no ring in time cannot take part."""
         key = f"{self._pool}-{secrets.token_hex(4)}"
         num_buckets = BucketGrid(order.manifest.nbytes, order.bucket_nbytes).num_buckets
-        nodes = _followers(key, order, num_buckets)
+        gone: list[int] = []
+        nodes = _followers(key, order, num_buckets, gone)
         has_ring = False
         async with asyncio.TaskGroup() as tasks:
             following = [tasks.create_task(node.run(self._rings)) for node in nodes]
@@ -74,7 +75,7 @@ class LinkPlan:
                 await _settle(nodes, order.timeout_s)
                 has_ring = not nodes or not all(node.is_gone for node in nodes)
                 if has_ring:
-                    yield _layout(key, order, nodes, num_buckets)
+                    yield _layout(key, order, nodes, num_buckets, gone)
             finally:
                 for task in following:
                     task.cancel()
@@ -94,12 +95,16 @@ async def _settle(nodes: Sequence[RingFollower], timeout_s: float) -> None:
             node.end()
 
 
-def _followers(key: str, order: LayoutOrder, num_buckets: int) -> list[RingFollower]:
+def _followers(
+    key: str, order: LayoutOrder, num_buckets: int, gone: list[int]
+) -> list[RingFollower]:
     by_node: dict[str, list[int]] = {}
     for number, engine in enumerate(order.engines):
         by_node.setdefault(engine.node_id, []).append(number)
     return [
         RingFollower(
+            idx,
+            gone,
             node_id,
             RingOrder(
                 key=f"{key}-{idx}",
@@ -116,7 +121,11 @@ def _followers(key: str, order: LayoutOrder, num_buckets: int) -> list[RingFollo
 
 
 def _layout(
-    key: str, order: LayoutOrder, nodes: Sequence[RingFollower], num_buckets: int
+    key: str,
+    order: LayoutOrder,
+    nodes: Sequence[RingFollower],
+    num_buckets: int,
+    gone: Sequence[int],
 ) -> Layout:
     links = {"store": order.offers[0].store, "key": key}
     own = {node.node_id: idx for idx, node in enumerate(nodes)}
@@ -132,12 +141,12 @@ def _layout(
 
     def rank_details(rank: int) -> Mapping[str, Any]:
         idx = own.get(order.offers[rank].node_id)
-        ring = {} if idx is None else nodes[idx].details
+        ring: Mapping[str, Any] = {} if idx is None else nodes[idx].details
         return {**links, "num_nodes": len(nodes), "own_node": idx, "ring": ring}
 
     return Layout(
         rank_details=rank_details,
         engine_details=engine_details,
-        progress=LinkProgress(len(order.offers), nodes),
+        progress=LinkProgress(len(order.offers), nodes, gone),
         num_buckets=num_buckets,
     )

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from umbra.runtime.errors import ProtocolError, UmbraError, brief
 from umbra.runtime.weights.sync_calls import SyncProgressed
@@ -39,6 +39,7 @@ class RingFollower:
     gone.
 
     Args:
+        gone: gets `idx`, the node's index, when the ring is gone.
         engines: numbers of the node's engines in the sync. The first one is its receiver.
         has_receiver: whether there are ranks on other nodes, from which it receives.
         num_buckets: of the sync.
@@ -51,6 +52,8 @@ class RingFollower:
 
     def __init__(
         self,
+        idx: int,
+        gone: list[int],
         node_id: str,
         order: RingOrder,
         engines: Sequence[int],
@@ -58,12 +61,14 @@ class RingFollower:
         *,
         has_receiver: bool,
     ) -> None:
+        self.idx = idx
         self.node_id = node_id
         self.engines = engines
         self.has_receiver = has_receiver
         self.details: Mapping[str, Any] = {}
         self.settled = asyncio.Event()
         self.is_gone = False
+        self._gone = gone
         self._order = order
         self._num_buckets = num_buckets
         self._filled = 0
@@ -83,8 +88,7 @@ class RingFollower:
 
     def end(self) -> None:
         """Makes everybody stop who waits in the ring. Idempotent."""
-        self.is_gone = True
-        self.settled.set()
+        self._note_gone()
         if self._following is not None:
             self._following.cancel()
 
@@ -122,8 +126,13 @@ class RingFollower:
         except UmbraError as error:
             logger.warning("the ring of weights on node %s is lost: %s", self.node_id, error)
         finally:
+            self._note_gone()
+
+    def _note_gone(self) -> None:
+        if not self.is_gone:
             self.is_gone = True
-            self.settled.set()
+            self._gone.append(self.idx)
+        self.settled.set()
 
     def _enter(self, state: Mapping[str, Any]) -> None:
         match state:
@@ -131,7 +140,7 @@ class RingFollower:
                 self.details = state
                 self.settled.set()
             case {"filled": int(filled), "loaded": [*loaded]} if len(loaded) == len(self._loaded):
-                self._filled, self._loaded = filled, loaded
+                self._filled, self._loaded = filled, cast("list[int]", loaded)
             case _:
                 raise ProtocolError(f"not the state of a ring: {brief(state)}")
 
@@ -147,13 +156,16 @@ class LinkProgress:
 
     Args:
         nodes: the rings of all nodes that have engines of the sync.
+        gone: indices of those that are gone.
     """
 
-    def __init__(self, num_ranks: int, nodes: Sequence[RingFollower]) -> None:
+    def __init__(self, num_ranks: int, nodes: Sequence[RingFollower], gone: Sequence[int]) -> None:
         self.is_aborted = False
         self._filled = [0] * num_ranks
-        self._num_read = 0
+        self._num_ranks_at = {0: num_ranks}  # by the number of buckets that they have read
+        self._num_read = 0  # by all
         self._nodes = nodes
+        self._gone = gone
         self._by_engine = {engine: node for node in nodes for engine in node.engines}
 
     def observe(self, report: SyncProgressed) -> dict[str, Any]:
@@ -165,10 +177,18 @@ class LinkProgress:
         """
         if not 0 <= report.rank < len(self._filled):
             raise ProtocolError(f"rank {report.rank} reports to a sync of {len(self._filled)}")
-        self._filled[report.rank] = report.num_filled
-        self._num_read = min(self._filled)
-        gone = [idx for idx, node in enumerate(self._nodes) if node.is_gone]
-        return {"is_aborted": self.is_aborted, "gone": gone}
+        self._move(report.rank, report.num_filled)
+        return {"is_aborted": self.is_aborted, "gone": list(self._gone)}
+
+    def _move(self, rank: int, num_filled: int) -> None:
+        """Ranks are at few different numbers, however many ranks there are."""
+        at, before = self._num_ranks_at, self._filled[rank]
+        self._filled[rank] = num_filled
+        at[num_filled] = at.get(num_filled, 0) + 1
+        at[before] -= 1
+        if not at[before]:
+            del at[before]
+        self._num_read = min(at)
 
     def num_filled(self) -> list[int]:
         return self._filled

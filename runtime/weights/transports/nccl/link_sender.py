@@ -127,6 +127,9 @@ class _Sending:
     def close(self) -> None:
         for link in self._links.values():
             link.close()
+        for link in self._links.values():
+            if link.num_sent == self._grant.num_buckets:
+                link.wait_ended()
         self._leave_ring()
 
     def _open(self) -> bool:

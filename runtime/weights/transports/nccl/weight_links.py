@@ -60,6 +60,10 @@ _MEETING_LIMIT_S: Final = 10.0
 # holds a thread of each rank. Shorter: links fail on a busy machine.
 
 
+_END_LIMIT_S: Final = 5.0
+# For freeing a group, which takes milliseconds.
+
+
 @dataclass(frozen=True, slots=True)
 class LinkAddress:
     """Where the two ends of a link meet.
@@ -102,7 +106,8 @@ class _Link:
         self._deadline = deadline
         self._group: Any = None
         self._is_closed = threading.Event()
-        threading.Thread(target=self._main, name="weight-link", daemon=True).start()
+        self._thread = threading.Thread(target=self._main, name="weight-link", daemon=True)
+        self._thread.start()
 
     def _main(self) -> None:
         try:
@@ -112,6 +117,11 @@ class _Link:
             self._on_error(error)
         finally:
             self._group = None  # closes the connection, so that the other end notices
+
+    def wait_ended(self) -> None:
+        """Waits a moment for the thread of a link that has nothing left to do. A process that ends
+        while the thread frees its group is aborted by the C++ library."""
+        self._thread.join(_END_LIMIT_S)
 
     def _run(self) -> None:
         raise NotImplementedError

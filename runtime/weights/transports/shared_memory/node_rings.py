@@ -18,10 +18,10 @@ from umbra.runtime.weights.transports.shared_memory.memfd import FdServer
 from umbra.runtime.weights.transports.shared_memory.sync_memory import SyncMemory
 from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncProgress
 
-_LOOK_INTERVAL_S: Final = 0.1
+_LOOK_INTERVAL_S: Final = 0.25
 # Time between two looks at a control block, which tells nobody on an event loop that it has
-# changed. A shorter one costs messages; with a longer one, engines that stand still are noticed
-# later.
+# changed. A shorter one costs the supervisor of rank 0's node a message from each node; with a
+# longer one, engines that stand still are noticed later.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
