@@ -183,13 +183,13 @@ def test_two_nodes_train_as_one_also_if_an_engine_is_killed(
 def test_two_engines_of_the_second_node_get_the_same_weights_also_if_their_receiver_is_killed(
     two_nodes: TwoNodes, on_one_node: History
 ) -> None:
-    with two_nodes.begin("pool.count=3", "pool.nodes=[0,1,1]") as job:
+    with two_nodes.begin("pool.count=4") as job:
         two_nodes.wait_for_step(job, 2)
         receiver, _ = sorted(two_nodes.wait_for_engines(job, node=1, num_engines=2))
         os.kill(receiver, signal.SIGKILL)
         assert job.wait(2 * START_LIMIT_S) == [0, 0], job.text(0) + job.text(1)
 
-    assert "policy-1#1" in job.text(0)
+    assert f"(pid {receiver}) killed by SIGKILL" in job.text(0)
     two_nodes.check(on_one_node)
 
 
