@@ -20,9 +20,10 @@ measured: the rest would take minutes. The plain copy is the same cast within th
 its own size of bucket, `copy_s` one copy of as many bytes.
 
 With `--engines-elsewhere N`, the rank is on one node and N engines are on another: weights travel
-by process groups, over the loopback of a network namespace of its own. `sync_s` is the median of a
-round's syncs, all but the first; `network_mb` are all bytes through the loopback in one of them,
-the headers of IP and tcp included. Needs `unshare` and `ip`, and root or user namespaces.
+by process groups, over the loopback of a network namespace of its own. Of a round's syncs, all but
+the first, `sync_s` is the median, and `rank_cpu_s` the median of the rank's processor time;
+`network_mb` are all bytes through the loopback in one of them, with the headers of IP and tcp.
+Needs `unshare` and `ip`, and root or user namespaces.
 
     python tests/bench/weights.py [--rounds 5] [--megabytes 1024] [--device cpu] [--json]
     python tests/bench/weights.py --engines-elsewhere 4 --megabytes 256
@@ -78,7 +79,7 @@ from umbra.runtime.weights.sync_coordinator import SyncCoordinator, SyncSettings
 from umbra.runtime.weights.transports.shared_memory.memfd import serve_fds
 from umbra.runtime.weights.transports.shared_memory.node_rings import NodeRings
 
-_ROUND_TIMEOUT_S: Final = 120.0
+_ROUND_TIMEOUT_S: Final = 300.0
 _NEVER: Final = 1 << 30
 _ROLES: Final = Path(__file__).with_name("weights_roles.py")
 

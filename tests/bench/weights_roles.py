@@ -191,18 +191,21 @@ def run_rank(folder: Path, total_nbytes: int) -> dict[str, Any]:
 def run_far_rank(folder: Path, total_nbytes: int) -> dict[str, float]:
     """One round whose engines are on another node: a first sync, then those that count."""
     sync_s: list[float] = []
+    rank_cpu_s: list[float] = []
     network_nbytes: list[int] = []
     with _supervisor(folder) as supervisor:
         publisher = WeightPublisher(
             supervisor, 0, 1, model_tensors(total_nbytes), store_host="127.0.0.1"
         )
         for version in range(1, 2 + _SYNCS_A_ROUND):
-            nbytes, begun_at = loopback_nbytes(), time.perf_counter()
+            nbytes, cpu_s, begun_at = loopback_nbytes(), time.process_time(), time.perf_counter()
             publisher.publish("plain", version, _TIMEOUT_S)
             sync_s.append(time.perf_counter() - begun_at)
+            rank_cpu_s.append(time.process_time() - cpu_s)
             network_nbytes.append(loopback_nbytes() - nbytes)
     return {
         "sync_s": statistics.median(sync_s[1:]),
+        "rank_cpu_s": statistics.median(rank_cpu_s[1:]),
         "network_mb": statistics.median(network_nbytes[1:]) / 1e6,
     }
 

@@ -8,6 +8,7 @@ import tempfile
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -247,6 +248,8 @@ async def coordinated(
         for engine in engines:
             if engine.node_id == "here":
                 engine.node_id = f"node of {engine.name}"
+    # A load blocks its thread, and others wait for it.
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(len(engines) + 4))
     with tempfile.TemporaryDirectory(prefix="umbra-test-") as folder:
         path = str(Path(folder) / "fds")
         async with serve_fds(path) as server, asyncio.TaskGroup() as tasks:

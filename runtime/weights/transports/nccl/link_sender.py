@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from umbra.runtime.errors import DeadlineExceeded
+from umbra.runtime.errors import DeadlineExceeded, WeightSyncError
 from umbra.runtime.weights.sync_calls import (
     Region,
     SyncGrant,
@@ -139,13 +139,7 @@ class _Sending:
         store, key, own = (details[name] for name in ("store", "key", "own_node"))
         for node in sorted({*range(details["num_nodes"])}.difference(answer["gone"])):
             if node == own:
-                self._ring = RingFiller.open(
-                    self._shards.rank,
-                    details["ring"],
-                    self._grant.bucket_nbytes,
-                    self._mappings,
-                    self._deadline,
-                )
+                self._open_ring(details["ring"], own)
                 continue
             self._links[node] = SendingLink(
                 LinkAddress(store, f"{key}/{node}/{self._shards.rank}"),
@@ -156,6 +150,15 @@ class _Sending:
             )
         return not answer["is_aborted"]
 
+    def _open_ring(self, details: Mapping[str, Any], node: int) -> None:
+        """Raises WeightSyncError if the ring of this node cannot be mapped, though it is there."""
+        rank, nbytes = self._shards.rank, self._grant.bucket_nbytes
+        try:
+            self._ring = RingFiller.open(rank, details, nbytes, self._mappings, self._deadline)
+        except WeightSyncError:
+            if node not in self._exchange()["gone"]:
+                raise
+
     def _wait_ring(self, idx: int) -> Tensor | None:
         """The memory of a bucket in the ring of this node, once it has room; None if there is no
         ring any more."""
@@ -164,7 +167,7 @@ class _Sending:
         memory = self._ring.wait(idx, self._report_in_time)
         if memory is None:
             self._leave_ring()
-            self._report()  # has the node gone, or was the sync aborted?
+            self._report()  # the node is gone, or the sync was aborted
         return memory
 
     def _leave_ring(self) -> None:
