@@ -207,6 +207,7 @@ def run_far_rank(folder: Path, total_nbytes: int) -> dict[str, float]:
         "sync_s": statistics.median(sync_s[1:]),
         "rank_cpu_s": statistics.median(rank_cpu_s[1:]),
         "network_mb": statistics.median(network_nbytes[1:]) / 1e6,
+        "weights_mb": publisher.manifest.payload_nbytes / 1e6,
     }
 
 
