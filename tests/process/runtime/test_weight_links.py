@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -222,3 +225,13 @@ def test_an_engine_stopped_in_mid_transfer_is_replaced_within_the_time_of_the_sy
     if is_receiver:
         assert nodes.state(FAR[1]) == "PENDING_WEIGHTS"
         assert nodes.incarnation(FAR[1]) == 1
+
+
+@pytest.mark.slow
+def test_a_process_may_end_as_soon_as_its_links_have_ended() -> None:
+    script = Path(__file__).with_name("ending_links.py")
+    ended = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=100.0, check=True
+    )
+
+    assert set(json.loads(ended.stdout)) == {0}, ended.stderr

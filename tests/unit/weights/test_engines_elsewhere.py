@@ -176,6 +176,6 @@ def test_eight_nodes_are_connected_again_within_two_seconds_after_an_engine_is_r
             reports.append(publish(supervisor, incarnation))
 
     assert [len(report.engines) for report in reports] == [8, 8, 8]
-    # Torch's store looks up the names of its clients: a lost question to the name service costs 5 s.
+    # Torch's store looks up the names of its clients: a lost question to a name server costs 5 s.
     assert min(report.prepare_s + report.transfer_s for report in reports) < 2.0
     assert holds(engines[3], TENSORS)

@@ -120,7 +120,8 @@ class _Link:
 
     def wait_ended(self) -> None:
         """Waits a moment for the thread of a link that has nothing left to do. A process that ends
-        while the thread frees its group is aborted by the C++ library."""
+        while the thread frees its group is aborted: "terminate called without an active exception".
+        """
         self._thread.join(_END_LIMIT_S)
 
     def _run(self) -> None:
