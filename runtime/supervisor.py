@@ -47,6 +47,7 @@ from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.rpc.rpc_server import idempotent
 from umbra.runtime.settings import from_wire
 from umbra.runtime.weights.transports.shared_memory.memfd import FdServer, serve_fds
+from umbra.runtime.weights.transports.shared_memory.node_rings import NodeRings, RingOrder
 
 if TYPE_CHECKING:
     from umbra.runtime.engine_api.lifecycle import SleepLevel, Tag
@@ -89,6 +90,7 @@ class Supervisor:
         self._stopped_at: float | None = None  # when a stop signal reached this process
         self._fd_socket = str(node.socket_dir / "fds")
         self._fd_server: FdServer
+        self._rings: NodeRings
         self._tasks: asyncio.TaskGroup
         self._actor_tasks: asyncio.TaskGroup
         self._spawned = asyncio.Event()
@@ -382,6 +384,16 @@ class Supervisor:
         """Called by the supervisor of another node; see `HostedActors.command`."""
         await self._hosted.command(command, name, *arguments)
 
+    async def hold_ring(self, order: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """Called by the supervisor of rank 0's node, for a sync; see `NodeRings.hold`."""
+        async with contextlib.aclosing(self._rings.hold(from_wire(RingOrder, order))) as states:
+            async for state in states:
+                yield state
+
+    def dismiss_from_ring(self, key: str, engine: int) -> None:
+        """Called by the supervisor of rank 0's node; see `NodeRings.dismiss`."""
+        self._rings.dismiss(key, engine)
+
     def _start_on(self, spec: ActorSpec, node: int, may_start: asyncio.Event) -> ActorProcess:
         if node == 0:
             return self._start(spec, may_start)
@@ -580,6 +592,7 @@ class Supervisor:
     def _pools(self) -> NodePools:
         """Loaded with the first pool, because that takes 40 ms."""
         if self._loaded_pools is None:
+            from umbra.runtime.pools.job_rings import JobRings
             from umbra.runtime.pools.node_pools import NodePools
 
             self._loaded_pools = NodePools(
@@ -588,7 +601,7 @@ class Supervisor:
                 self._ranks.note,
                 self._tasks,
                 self._fd_server,
-                self._fd_socket,
+                JobRings(self._rings, self._node.node_id, self._links.supervisor_at),
             )
         return self._loaded_pools
 
@@ -674,6 +687,7 @@ class Supervisor:
             serve_fds(self._fd_socket) as self._fd_server,
             asyncio.TaskGroup() as self._tasks,
         ):
+            self._rings = NodeRings(self._fd_server)
             async with asyncio.TaskGroup() as self._actor_tasks:
                 await self._until_over()
                 logger.info("the job is over: stopping %d actors", len(self._actors))

@@ -12,10 +12,9 @@ from umbra.engines.shell.weight_updates import WeightUpdates
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.transports.base import BucketSource
+from umbra.runtime.weights.transports.bucket_sources import open_source
 from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketGrid, Extent
 from umbra.runtime.weights.transports.shared_memory.memfd import BucketMappings
-from umbra.runtime.weights.transports.shared_memory.ring_source import RingSource
-from umbra.runtime.weights.transports.shared_memory.sync_progress import EngineEnd
 
 _OPEN_TIMEOUT_S = 10.0
 
@@ -78,18 +77,9 @@ class EchoUpdates(WeightUpdates):
         self._bucket_nbytes: int = buckets["bucket_nbytes"]
         self._extents = [Extent(key, e.offset, e.nbytes) for key, e in enumerate(layout.entries)]
         self._plan = BucketGrid(layout.nbytes, self._bucket_nbytes).cut(self._extents)
-        self._source = await asyncio.to_thread(self._open, layout.nbytes, buckets)
-
-    def _open(self, image_nbytes: int, buckets: Mapping[str, Any]) -> BucketSource:
-        if buckets["transport"] == "nccl":
-            # It imports torch, which this engine otherwise does without.
-            from umbra.runtime.weights.transports.nccl.link_receiver import LinkSource
-
-            return LinkSource(image_nbytes, buckets)
-        mapped = self._mappings.open(
-            buckets["fd_socket"], buckets["names"], self._bucket_nbytes, _OPEN_TIMEOUT_S
+        self._source = await asyncio.to_thread(
+            open_source, self._mappings, layout.nbytes, buckets, _OPEN_TIMEOUT_S
         )
-        return RingSource(mapped, EngineEnd(buckets, _OPEN_TIMEOUT_S))
 
     async def load(self) -> int:
         return await asyncio.to_thread(self._load)

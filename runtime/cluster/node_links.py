@@ -421,6 +421,13 @@ class JobLinks:
             raise ConfigError(f"there is no node {node}; the job has {max(1, len(self.nodes))}")
         return self._client.handle(self.nodes[node].supervisor)
 
+    def supervisor_at(self, node_id: str) -> Handle:
+        """Raises ActorNotFound if no node has this id."""
+        for node in self.nodes:
+            if node.node_id == node_id:
+                return self._client.handle(node.supervisor)
+        raise ActorNotFound(f"there is no node {node_id!r} in the job")
+
     def has_left(self, node: int) -> bool:
         """Whether another node has said that its end is no failure; asked on rank 0's node."""
         return self._to_members is not None and self._to_members.has_left(node)

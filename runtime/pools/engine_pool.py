@@ -25,6 +25,7 @@ from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.weights.sync_calls import SyncBegin, SyncGrant
 from umbra.runtime.weights.sync_coordinator import SyncCoordinator, SyncSettings
+from umbra.runtime.weights.transports.nccl.link_progress import RingHolder
 from umbra.runtime.weights.transports.shared_memory.memfd import FdServer
 
 logger = logging.getLogger(__name__)
@@ -56,14 +57,14 @@ class EnginePool:
         note: Callable[[str], None],
         tasks: asyncio.TaskGroup,
         fd_server: FdServer,
-        fd_socket: str,
+        rings: RingHolder,
     ) -> None:
         self.spec = spec
         self.sync = SyncCoordinator(
             spec.name,
             lambda: self.engines.values(),
             fd_server,
-            fd_socket,
+            rings,
             SyncSettings(
                 bucket_nbytes=spec.bucket_nbytes,
                 pause_mode=spec.on_update,

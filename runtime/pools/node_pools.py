@@ -26,6 +26,7 @@ from umbra.runtime.weights.sync_calls import (
     SyncFilled,
     SyncProgressed,
 )
+from umbra.runtime.weights.transports.nccl.link_progress import RingHolder
 from umbra.runtime.weights.transports.shared_memory.memfd import FdServer
 
 _INVALIDATE_LIMIT_S: Final = 60.0
@@ -40,7 +41,8 @@ class NodePools:
         start: starts an engine's actor on the node of that index, once the event is set.
         note: called with each line for the operator.
         tasks: lives as long as the supervisor; `close` ends the tasks made here.
-        fd_server: offers descriptors at `fd_socket`.
+        fd_server: offers descriptors.
+        rings: reaches the nodes of the job, for weight syncs.
     """
 
     def __init__(
@@ -50,14 +52,14 @@ class NodePools:
         note: Callable[[str], None],
         tasks: asyncio.TaskGroup,
         fd_server: FdServer,
-        fd_socket: str,
+        rings: RingHolder,
     ) -> None:
         self._start = start
         self._client = client
         self._note = note
         self._tasks = tasks
         self._fd_server = fd_server
-        self._fd_socket = fd_socket
+        self._rings = rings
         self._pools: dict[str, EnginePool] = {}
         self._slicings: dict[str, PoolSlicing] = {}  # by the host's name
         self._hosts: dict[str, str] = {}  # by the guest's name
@@ -100,7 +102,7 @@ class NodePools:
                 raise ConfigError(f"a pool named {spec.name!r} already exists with other settings")
             return
         pool = self._pools[spec.name] = EnginePool(
-            spec, self._client, self._note, self._tasks, self._fd_server, self._fd_socket
+            spec, self._client, self._note, self._tasks, self._fd_server, self._rings
         )
         sync: asyncio.Task[None] | None = None
         if not spec.load_weights:

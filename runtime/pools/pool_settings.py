@@ -131,10 +131,11 @@ class PoolSettings(EnginePoolSettings):
             the other engines, and is interrupted again when they are updated.
         transport: How weights travel to the engines. "cuda_ipc" lets engines read them on the
             trainer's GPUs, "memfd" sends them through host memory, "nccl" sends them over the
-            network. "auto" is the first of these that every rank and engine can use.
+            network to each node, and there through host memory. "auto" is the first of these that
+            every rank and engine can use.
         sync_bucket_mib: Size of each of the buffers that weights travel in, unless the transport is
-            "cuda_ipc". There are four for a pool with "memfd"; with "nccl" each rank has two, and
-            each engine two for every rank. Larger ones cost memory.
+            "cuda_ipc". There are four for a pool with "memfd"; with "nccl" each node with engines
+            has four, and each rank two. Larger ones cost memory.
         sync_timeout_s: Limit for one weight update across all waves; the first also covers engine
             start-up. An engine that makes no progress for most of it is replaced.
         stall_limit_s: How long an engine that has requests may generate no token before it is

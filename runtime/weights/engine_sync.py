@@ -22,6 +22,7 @@ from umbra.runtime.weights.sync_events import (
     Close,
     Commit,
     EngineCommitted,
+    EngineCutOff,
     EngineFailed,
     EngineLoaded,
     EnginePrepared,
@@ -36,7 +37,7 @@ from umbra.runtime.weights.sync_events import (
     Verify,
 )
 from umbra.runtime.weights.sync_transaction import Phase, SyncTransaction
-from umbra.runtime.weights.transports.base import TransferProgress
+from umbra.runtime.weights.transports.base import Layout, TransferProgress, TransportName
 
 logger = logging.getLogger(__name__)
 
@@ -101,20 +102,32 @@ class OpenedImage:
     """The part of a sync that the coordinator provides once the layout is known.
 
     Attributes:
-        buckets: for engines: transport, bucket_nbytes, and the details of the transport's layout.
-            Engines are numbered in the order of `engines`.
-        details: for ranks.
-        num_buckets: with cuda_ipc the number of tensors, which are loaded one by one.
+        engines: by their numbers.
+        layout: of the transport. With cuda_ipc, `layout.num_buckets` is the number of tensors,
+            which are loaded one by one.
         connects: see `TransportPlan`.
     """
 
-    engines: Sequence[SyncEngine]
-    buckets: dict[str, Any]
-    details: Mapping[str, Any]
-    progress: TransferProgress
-    num_buckets: int
+    engines: Mapping[int, SyncEngine]
+    transport: TransportName
+    bucket_nbytes: int
+    layout: Layout
     has_checksums: bool
     connects: bool
+
+    @property
+    def progress(self) -> TransferProgress:
+        return self.layout.progress
+
+    def describe(self, engine: int, timeout_s: float) -> dict[str, Any]:
+        """The buckets of begin_update."""
+        details = self.layout.engine_details[engine]
+        return {
+            "transport": self.transport,
+            "bucket_nbytes": self.bucket_nbytes,
+            **details,
+            "progress": {**details["progress"], "timeout_s": timeout_s},
+        }
 
 
 class Lease:
@@ -199,6 +212,9 @@ class EngineSync:
     async def _carry_out(self, request: Action) -> None:
         name, what = self._engine.name, type(request).__name__
         timeout_s = self._timeout_s()
+        if isinstance(request, Load) and self._is_cut_off():
+            self._leave()
+            return
         try:
             self._check_incarnation()
             async with asyncio.timeout(timeout_s) as self._request_timeout:
@@ -213,6 +229,9 @@ class EngineSync:
             elif timeout_s != _SETTLE_TIMEOUT_S:
                 reason += f", {_ENGINE_SHARE:.0%} of what was left of pool.sync_timeout_s"
         except UmbraError as error:
+            if isinstance(request, Prepare | Load) and self._is_cut_off():
+                self._leave()
+                return
             if isinstance(request, Load) and await self._is_load_aborted():
                 return  # the abort stopped it; the revert that follows finds its state
             reason = str(error)
@@ -255,8 +274,7 @@ class EngineSync:
         engine, version = self._engine, self._transaction.version
         await engine.pause(self._pause_mode, timeout_s)
         await engine.wake(["weights"], timeout_s)
-        own = {"engine": self.number, "timeout_s": self._lease.left_s + _SETTLE_TIMEOUT_S}
-        buckets = self._image.buckets | {"progress": self._image.buckets["progress"] | own}
+        buckets = self._image.describe(self.number, self._lease.left_s + _SETTLE_TIMEOUT_S)
         manifest = self._transaction.manifest.to_wire()
         await engine.begin_update(version, manifest, buckets, timeout_s)
         self.prepared_at = time.monotonic()
@@ -273,22 +291,22 @@ class EngineSync:
     @contextmanager
     def _watching(self, timeout: asyncio.Timeout) -> Generator[None]:
         """Resets a load's timeout whenever it makes progress; sets none while it waits for
-        ranks."""
-        loop, num_buckets = asyncio.get_running_loop(), self._image.num_buckets
+        others."""
+        loop, num_buckets = asyncio.get_running_loop(), self._image.layout.num_buckets
         progress, num_seen = self._image.progress, 0
         timer: asyncio.TimerHandle | None = None
 
         def look() -> None:
             nonlocal num_seen, timer
-            num_loaded, num_filled = progress.num_loaded(self.number), min(progress.num_filled())
+            num_loaded = progress.num_loaded(self.number)
             ends_at = timeout.when()
             limit_s = max(_MIN_TIMEOUT_S, self._timeout_s())
-            if progress.is_aborted:
+            if progress.is_aborted or progress.is_cut_off(self.number):
                 # All buckets are loaded: the library's own final work cannot be stopped.
                 all_came = num_loaded == num_buckets
                 limit = loop.time() + (_ABORTED_LIMIT_S if all_came else _SETTLE_TIMEOUT_S)
                 ends_at = limit if ends_at is None else min(ends_at, limit)
-            elif num_loaded == num_filled < num_buckets:
+            elif num_loaded < num_buckets and not progress.has_work(self.number):
                 ends_at = None
             elif ends_at is None or num_loaded != num_seen:
                 ends_at = loop.time() + limit_s
@@ -303,6 +321,16 @@ class EngineSync:
         finally:
             if timer is not None:
                 timer.cancel()
+
+    def _is_cut_off(self) -> bool:
+        progress = self._image.progress
+        return progress.is_cut_off(self.number) and not progress.is_aborted
+
+    def _leave(self) -> None:
+        """Leaves the sync, which continues without this engine."""
+        reason = f"the engine that received for node {self._engine.node_id} was lost"
+        is_touched = self._engine.lifecycle.state == EngineState.UPDATING
+        self._feed(EngineCutOff(self._engine.name, reason, is_touched))
 
     async def _is_load_aborted(self) -> bool:
         """Whether a load failed because the sync was aborted.

@@ -2,7 +2,7 @@
 
     rank                                      supervisor
     sync_begin  ──SyncBegin──▶   SyncGrant    all ranks have joined, engines get ready
-    sync_progress ──SyncProgressed──▶         without shared memory: what was sent, who is lost
+    sync_progress ──SyncProgressed──▶         over several nodes: what was read, which are gone
     sync_filled ──SyncFilled──▶               all ranks have filled, all engines have loaded
     sync_end    ──SyncEnd──▶     SyncReport   the version is committed, engines serve it
     sync_abort  ──SyncAbort──▶                the sync ends for every rank
@@ -117,15 +117,13 @@ class _LaterCall(_Call):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncProgressed(_LaterCall):
-    """A rank reports how far it is, now and then; see `ReportedProgress.observe` for the answer.
+    """A rank reports how far it is, now and then; see `LinkProgress.observe` for the answer.
 
     Attributes:
         num_filled: buckets that it has read.
-        sent: buckets sent to each engine, in the order of the sync.
     """
 
     num_filled: int
-    sent: Sequence[int]
 
     @classmethod
     def from_wire(cls, raw: object) -> Self:
@@ -135,14 +133,12 @@ class SyncProgressed(_LaterCall):
                 "sync_id": str(sync_id),
                 "rank": int(rank),
                 "num_filled": int(num_filled),
-                "sent": [*sent],
                 "timeout_s": float(timeout_s),
-            } if all(isinstance(count, int) for count in sent):
+            }:
                 return cls(
                     sync_id=sync_id,
                     rank=rank,
                     num_filled=num_filled,
-                    sent=sent,
                     deadline=_read_deadline(timeout_s),
                 )
             case _:
@@ -257,7 +253,8 @@ class SyncReport:
 
     Attributes:
         engines: name -> {"nbytes": bytes loaded, "load_s": seconds, waits included}.
-        failed: name -> why this engine did not get the version; it is being replaced.
+        failed: name -> why this engine did not get the version; it is being replaced, or gets it
+            with the next sync.
         remaining: engines that serve an older version, and get this one in the next wave.
         transport: by name; for a rolling update, the last wave's.
         prepare_s, transfer_s, verify_s, resume_s: seconds of each phase, over all waves.

@@ -12,8 +12,8 @@ import asyncio
 import collections
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -29,14 +29,14 @@ from umbra.runtime.weights.sync_calls import (
     SyncProgressed,
     SyncReport,
 )
-from umbra.runtime.weights.sync_events import Aborted, RankFilled, RankJoined
+from umbra.runtime.weights.sync_events import Aborted, Open, RankFilled, RankJoined
 from umbra.runtime.weights.sync_run import SyncRun
 from umbra.runtime.weights.sync_transaction import Phase
 from umbra.runtime.weights.transport_choice import TransportChooser, TransportSetting
-from umbra.runtime.weights.transports.base import RankOffer, TransportPlan
+from umbra.runtime.weights.transports.base import LayoutOrder, RankOffer, TransportPlan
 from umbra.runtime.weights.transports.cuda_ipc.export_plan import ExportPlan
 from umbra.runtime.weights.transports.nccl.link_plan import LinkPlan
-from umbra.runtime.weights.transports.nccl.reported_progress import ReportedProgress
+from umbra.runtime.weights.transports.nccl.link_progress import LinkProgress, RingHolder
 from umbra.runtime.weights.transports.shared_memory.memfd import FdServer
 from umbra.runtime.weights.transports.shared_memory.ring_plan import RingPlan
 from umbra.runtime.weights.transports.shared_memory.sync_memory import SyncMemory
@@ -85,7 +85,8 @@ class SyncCoordinator:
 
     Args:
         engines: all engines of the pool, in any state.
-        fd_server: offers the buckets' descriptors at `fd_socket`.
+        fd_server: offers the buckets' descriptors.
+        rings: reaches the nodes of the job, for syncs over several of them.
         on_commit: called with the version when it is committed.
     """
 
@@ -94,7 +95,7 @@ class SyncCoordinator:
         pool: str,
         engines: Callable[[], Iterable[SyncEngine]],
         fd_server: FdServer,
-        fd_socket: str,
+        rings: RingHolder,
         settings: SyncSettings | None = None,
         on_commit: Callable[[int], None] | None = None,
     ) -> None:
@@ -102,9 +103,9 @@ class SyncCoordinator:
         self._pool = pool
         self._engines = engines
         self._settings = settings or SyncSettings()
-        self._memory = SyncMemory(pool, self._settings.bucket_nbytes, fd_server, fd_socket)
+        self._memory = SyncMemory(pool, self._settings.bucket_nbytes, fd_server)
         self._on_commit = on_commit
-        plans = [ExportPlan(self._memory), RingPlan(self._memory), LinkPlan()]
+        plans = [ExportPlan(self._memory), RingPlan(self._memory), LinkPlan(pool, rings)]
         self._transports = TransportChooser(pool, self._settings.transport, plans)
         self._sync_ids = itertools.count(1)
         self._num_versions = 0  # committed
@@ -139,7 +140,6 @@ class SyncCoordinator:
                 try:
                     await run.run()
                 finally:
-                    self._memory.close_progress()
                     self._ended[run.sync_id] = run
                     self._current = None
                     run.over.set()
@@ -174,23 +174,22 @@ class SyncCoordinator:
         assert run.opened is not None
         return SyncGrant(
             sync_id=run.sync_id,
-            transport=run.opened.buckets["transport"],
-            bucket_nbytes=run.opened.buckets["bucket_nbytes"],
-            num_buckets=run.opened.num_buckets,
+            transport=run.opened.transport,
+            bucket_nbytes=run.opened.bucket_nbytes,
+            num_buckets=run.opened.layout.num_buckets,
             has_checksums=run.opened.has_checksums,
-            details=run.opened.details,
+            details=run.opened.layout.rank_details(call.rank),
         )
 
     def sync_progress(self, call: SyncProgressed) -> dict[str, Any]:
-        """Called now and then by a rank that shares no memory with the others; see
-        `ReportedProgress.observe`.
+        """Called now and then by a rank of a sync over several nodes; see `LinkProgress.observe`.
 
         Raises:
             WeightSyncError: the sync is unknown.
             ProtocolError: the report does not fit it.
         """
         opened = self._find(call.sync_id).opened
-        if opened is None or not isinstance(opened.progress, ReportedProgress):
+        if opened is None or not isinstance(opened.progress, LinkProgress):
             raise ProtocolError(f"sync {call.sync_id!r} has its progress in shared memory")
         return opened.progress.observe(call)
 
@@ -232,34 +231,34 @@ class SyncCoordinator:
         """Raises WeightSyncError if the configured transport is unavailable."""
         return await self._transports.choose(offers, self._able_engines(), timeout_s)
 
-    def open_image(
-        self, version: int, manifest: Manifest, offers: Sequence[RankOffer], plan: TransportPlan
-    ) -> OpenedImage:
+    @asynccontextmanager
+    async def open_image(
+        self, version: int, action: Open, plan: TransportPlan, timeout_s: float
+    ) -> AsyncGenerator[OpenedImage]:
         """Chooses the engines: the next wave of those that can take part and lack `version`.
 
         Raises:
             WeightSyncError: the system has no memory or descriptors for a sync.
         """
-        chosen = self._choose_engines(version, plan)
+        manifest, chosen = action.manifest, self._choose_engines(version, plan)
         bucket_nbytes = min(self._memory.bucket_nbytes, max(align(manifest.nbytes), ALIGNMENT))
-        has_checksums = self._needs_checksums(version, chosen)
-        layout = plan.lay_out(
-            manifest, bucket_nbytes, offers, len(chosen), has_checksums=has_checksums
-        )
-        return OpenedImage(
+        order = LayoutOrder(
+            manifest=manifest,
+            bucket_nbytes=bucket_nbytes,
+            offers=action.offers,
             engines=chosen,
-            buckets={
-                "transport": plan.name,
-                "bucket_nbytes": bucket_nbytes,
-                **layout.details,
-                **layout.engine_details,
-            },
-            details=layout.details,
-            progress=layout.progress,
-            num_buckets=layout.num_buckets,
-            has_checksums=has_checksums,
-            connects=plan.connects,
+            has_checksums=self._needs_checksums(version, chosen),
+            timeout_s=timeout_s,
         )
+        async with plan.lay_out(order) as layout:
+            yield OpenedImage(
+                engines={number: chosen[number] for number in layout.engine_details},
+                transport=plan.name,
+                bucket_nbytes=bucket_nbytes,
+                layout=layout,
+                has_checksums=order.has_checksums,
+                connects=plan.connects,
+            )
 
     def commit_version(self, version: int, run: SyncRun) -> None:
         """Records that engines hold `version`; from here on the sync cannot be undone."""
@@ -267,7 +266,7 @@ class SyncCoordinator:
         engines = run.transaction.live_engines
         if run.opened.has_checksums:
             self._verified |= {
-                e.name: e.incarnation for e in run.opened.engines if e.name in engines
+                e.name: e.incarnation for e in run.opened.engines.values() if e.name in engines
             }
         is_first = version != self.version
         self._num_versions += is_first

@@ -100,6 +100,16 @@ class EngineFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineCutOff:
+    """The engine cannot get the version in this sync, because the one that receives for its node
+    was lost. It is not to blame."""
+
+    engine: str
+    reason: str
+    is_touched: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Aborted:
     """A rank aborted or died, or the supervisor cannot continue."""
 
@@ -126,6 +136,7 @@ Event = (
     | EngineResumed
     | EngineReverted
     | EngineFailed
+    | EngineCutOff
     | Aborted
     | LeaseExpired
 )

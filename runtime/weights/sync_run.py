@@ -11,11 +11,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Protocol, assert_never
 
 from umbra.runtime.errors import ProtocolError, UmbraError, WeightSyncError
 from umbra.runtime.weights.engine_sync import EngineSync, Lease, OpenedImage
-from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.sync_calls import SyncReport
 from umbra.runtime.weights.sync_events import (
     Aborted,
@@ -56,8 +56,8 @@ class SyncHost(Protocol):
         self, offers: Sequence[RankOffer], timeout_s: float
     ) -> TransportPlan: ...
     def open_image(
-        self, version: int, manifest: Manifest, offers: Sequence[RankOffer], plan: TransportPlan
-    ) -> OpenedImage: ...
+        self, version: int, action: Open, plan: TransportPlan, timeout_s: float
+    ) -> AbstractAsyncContextManager[OpenedImage]: ...
     def commit_version(self, version: int, run: SyncRun) -> None: ...
     def remaining(self, version: int) -> list[str]: ...
     def on_discarded(self, engine: str, incarnation: int) -> None: ...
@@ -95,7 +95,7 @@ class SyncRun:
                 self.started.set()
                 await self._watch_lease()
                 if self._opening is not None:
-                    self._opening.cancel()  # an engine may hang while it is probed
+                    self._opening.cancel()
                 for worker in self._workers.values():
                     worker.request(Close())
         finally:
@@ -203,20 +203,26 @@ class SyncRun:
                 assert_never(action)
 
     async def _open(self, action: Open) -> None:
-        assert self._tasks is not None
+        """Runs until it is cancelled, at the end of the sync."""
         try:
             plan = await self._host.choose_transport(action.offers, self._lease.left_s / 2)
-            if self.transaction.phase != Phase.OPENING:
-                return  # aborted meanwhile
-            self.opened = self._host.open_image(self.version, action.manifest, action.offers, plan)
+            image = self._host.open_image(self.version, action, plan, self._lease.left_s / 2)
+            async with image as opened:
+                self._start_engines(opened, plan)
+                await asyncio.get_running_loop().create_future()
         except UmbraError as error:
             self.feed(Aborted(str(error)))
-            return
-        for number, engine in enumerate(self.opened.engines):
+
+    def _start_engines(self, opened: OpenedImage, plan: TransportPlan) -> None:
+        assert self._tasks is not None
+        if self.transaction.phase != Phase.OPENING:
+            return  # aborted meanwhile
+        self.opened = opened
+        for number, engine in opened.engines.items():
             worker = self._workers[engine.name] = EngineSync(
                 engine,
                 number,
-                image=self.opened,
+                image=opened,
                 transaction=self.transaction,
                 lease=self._lease,
                 feed=self.feed,
@@ -240,7 +246,7 @@ class SyncRun:
         prepared_at = max([entered[Phase.OPENING], *prepared])
         self._report = SyncReport(
             version=self.version,
-            transport="" if self.opened is None else self.opened.buckets["transport"],
+            transport="" if self.opened is None else self.opened.transport,
             engines={
                 name: {
                     "nbytes": self.transaction.loaded_nbytes(name),
@@ -272,6 +278,6 @@ class SyncRun:
     def _progress_text(self) -> str:
         if self.opened is None:
             return ""
-        progress, total = self.opened.progress, self.opened.num_buckets
+        progress, total = self.opened.progress, self.opened.layout.num_buckets
         loaded = {name: progress.num_loaded(w.number) for name, w in self._workers.items()}
         return f"of {total} buckets, ranks filled {progress.num_filled()}, engines loaded {loaded}"

@@ -12,7 +12,9 @@ actions.
 If engines read the ranks' own memory, COMMITTING also waits until all ranks are ready, because an
 engine that commits allocates more memory, and a rank may first have work to do once its memory was
 read. Ranks begin while engines get ready, unless the transport connects them with each other: then
-they begin when all engines are ready. An engine that fails is discarded and the others continue. In
+they begin when all engines are ready. An engine that fails is discarded and the others continue.
+An engine that is cut off, because the one that receives for its node failed, leaves the sync and is
+reverted, and gets the version with the next one. In
 TRANSFERRING an engine loads as soon as it is prepared. Ranks and engines tell each other directly
 which bucket to fill or load next (`sync_progress`); events only report who is done with all of
 them.
@@ -35,6 +37,7 @@ from umbra.runtime.weights.sync_events import (
     CommitVersion,
     Discard,
     EngineCommitted,
+    EngineCutOff,
     EngineFailed,
     EngineLoaded,
     EnginePrepared,
@@ -110,6 +113,7 @@ class SyncTransaction:
         self._reads_exports = False
         self._is_granted = False
         self._engines: dict[str, _Engine] = {}
+        self._leaving: set[str] = set()  # cut off, and not reverted yet
 
     @property
     def live_engines(self) -> list[str]:
@@ -139,6 +143,11 @@ class SyncTransaction:
                 return self._abort(f"not done within {event.lease_s:.3g} s: {laggards}")
             case EngineFailed():
                 return self._on_failed(event)
+            case EngineCutOff():
+                return self._on_cut_off(event)
+            case EngineReverted() if event.engine in self._leaving:
+                self._leaving.remove(event.engine)
+                return self._advance()
             case (
                 EnginePrepared()
                 | EngineLoaded()
@@ -231,8 +240,17 @@ class SyncTransaction:
                 assert_never(event)
         return self._advance()
 
-    def _on_failed(self, event: EngineFailed) -> list[Action]:
+    def _on_cut_off(self, event: EngineCutOff) -> list[Action]:
         if self._engines.pop(event.engine, None) is None:
+            return []
+        self.failed[event.engine] = event.reason
+        self._leaving.add(event.engine)
+        return [Revert(event.engine, event.is_touched), *self._advance()]
+
+    def _on_failed(self, event: EngineFailed) -> list[Action]:
+        is_leaving = event.engine in self._leaving
+        self._leaving.discard(event.engine)
+        if self._engines.pop(event.engine, None) is None and not is_leaving:
             return []
         self.failed[event.engine] = event.reason
         return [Discard(event.engine, event.reason), *self._advance()]
@@ -264,6 +282,8 @@ class SyncTransaction:
             self.phase = Phase.COMMITTING
             commits: list[Action] = [Commit(name) for name in self._engines]
             return [CommitVersion(), *commits, *([] if commits else self._advance())]
+        if self._leaving:
+            return []
         if self.phase == Phase.COMMITTING and self._all_at(Stage.DONE):
             self.phase = Phase.CLOSED
             return [Report(), Close()]

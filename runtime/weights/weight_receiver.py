@@ -1,7 +1,6 @@
 """The engine's side of syncs: copies buckets into parameters, and verifies that they arrived.
 
-If the ranks' GPUs can be read, parameters are filled from there, without buckets. Between nodes,
-buckets arrive through process groups.
+If the ranks' GPUs can be read, parameters are filled from there, without buckets.
 
 begin -> load -> finish -> end         once for each version; only `end` if it is aborted
 """
@@ -17,13 +16,12 @@ from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.transports.base import Receiver
 from umbra.runtime.weights.transports.bucket_receiver import BucketReceiver
+from umbra.runtime.weights.transports.bucket_sources import open_source
 from umbra.runtime.weights.transports.cuda_ipc.export_receiver import ExportReceiver
 from umbra.runtime.weights.transports.cuda_ipc.exported_image import ExportedImage, MakeOpener
 from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import CudaOpener
-from umbra.runtime.weights.transports.nccl.link_receiver import LinkSource
 from umbra.runtime.weights.transports.shared_memory.destinations import Destinations
 from umbra.runtime.weights.transports.shared_memory.memfd import BucketMappings
-from umbra.runtime.weights.transports.shared_memory.ring_source import RingSource
 from umbra.runtime.weights.transports.shared_memory.sync_progress import EngineEnd
 
 _OPEN_TIMEOUT_S: Final = 10.0
@@ -60,7 +58,7 @@ class WeightReceiver:
         self._openers: dict[str, _Opener] = {
             "memfd": self._open_ring,
             "cuda_ipc": self._open_exports,
-            "nccl": self._open_links,
+            "nccl": self._open_ring,
         }
 
     def begin(self, manifest: Mapping[str, Any], buckets: Mapping[str, Any]) -> None:
@@ -85,15 +83,8 @@ class WeightReceiver:
     def _open_ring(
         self, destinations: Destinations, manifest: Mapping[str, Any], buckets: Mapping[str, Any]
     ) -> Receiver:
-        fd_socket, names = buckets["fd_socket"], buckets["names"]
-        mapped = self._mappings.open(fd_socket, names, buckets["bucket_nbytes"], self._timeout_s)
-        end_of_sync = EngineEnd(buckets, self._timeout_s)
-        return BucketReceiver(destinations, RingSource(mapped, end_of_sync))
-
-    def _open_links(
-        self, destinations: Destinations, manifest: Mapping[str, Any], buckets: Mapping[str, Any]
-    ) -> Receiver:
-        return BucketReceiver(destinations, LinkSource(manifest["nbytes"], buckets))
+        source = open_source(self._mappings, manifest["nbytes"], buckets, self._timeout_s)
+        return BucketReceiver(destinations, source)
 
     def _open_exports(
         self, destinations: Destinations, manifest: Mapping[str, Any], buckets: Mapping[str, Any]

@@ -24,7 +24,7 @@ run, which are in the first table's column "umbra". Those of links for weights c
 - `max_nodes_join`: joining takes longer than the silence that counts as lost
 - `max_nodes_rest`, `max_nodes_load`: heartbeats, or watching engines that load weights, need more
   than a core of the lead
-- `max_nodes_fds`: a rank needs more than 1,024 open files for its links to engines
+- `max_nodes_fds`: a rank needs more than 1,024 open files for its links to nodes
 - `max_nodes_pause`: a pause takes more than 50 ms
 
     python tests/bench/cluster.py [--nodes 2,8,16,64] [--rounds 15] [--rest-s 24] [--json]
@@ -53,6 +53,7 @@ from typing import Any, Final
 import cluster_model
 import uvloop
 from bench_hardware import describe_hardware
+from bench_namespace import IN_NAMESPACE, loopback_nbytes, run_in_namespace
 from bench_options import options_parser, positive
 from bench_programs import BenchError
 from cluster_model import ClusterCosts
@@ -71,9 +72,9 @@ from umbra.runtime.rpc.wire import Encoder
 from umbra.runtime.settings import to_wire
 from umbra.runtime.supervisor_host import SupervisorConfig
 from umbra.runtime.weights.manifest import Manifest
-from umbra.runtime.weights.transports.nccl.reported_progress import ReportedProgress
+from umbra.runtime.weights.transports.nccl.link_progress import LinkProgress, RingFollower
+from umbra.runtime.weights.transports.shared_memory.node_rings import RingOrder
 
-_IN_NAMESPACE: Final = "UMBRA_BENCH_CLUSTER_NAMESPACE"
 _LINKS: Final = Path(__file__).with_name("cluster_links.py")
 _NUM_LINKS: Final = 64
 _NICENESS: Final = -15
@@ -95,8 +96,8 @@ def main() -> int:
         "--rest-s", type=positive, default=24, help="seconds at rest that are measured (24)"
     )
     given = parser.parse_args()
-    if _IN_NAMESPACE not in os.environ:
-        return _run_in_namespace()
+    if IN_NAMESPACE not in os.environ:
+        return run_in_namespace()
     become_subreaper()
     measured: dict[str, dict[str, float]] = {}
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -126,16 +127,6 @@ def main() -> int:
 
 def _sizes(text: str) -> list[int]:
     return sorted(max(2, positive(part)) for part in text.split(","))
-
-
-def _run_in_namespace() -> int:
-    """Runs this script again where only its own bytes pass through the loopback."""
-    user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
-    script = ["unshare", *user, "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
-    ended = subprocess.run(
-        [*script, sys.executable, *sys.argv], env={**os.environ, _IN_NAMESPACE: "1"}, check=False
-    )
-    return ended.returncode
 
 
 # -- a job on this machine ---------------------------------------------------------------------
@@ -311,11 +302,11 @@ async def _create_pool(job: _Job) -> None:
 
 
 async def _rest(lead_pid: int, rest_s: float) -> dict[str, float]:
-    nbytes, cpu_s, started_at = _loopback_nbytes(), _cpu_s(lead_pid), time.perf_counter()
+    nbytes, cpu_s, started_at = loopback_nbytes(), _cpu_s(lead_pid), time.perf_counter()
     await asyncio.sleep(rest_s)
     passed_s = time.perf_counter() - started_at
     return {
-        "lead_kb_per_s": (_loopback_nbytes() - nbytes) / passed_s / 1e3,
+        "lead_kb_per_s": (loopback_nbytes() - nbytes) / passed_s / 1e3,
         "lead_core": (_cpu_s(lead_pid) - cpu_s) / passed_s,
     }
 
@@ -325,12 +316,12 @@ async def _pauses(job: _Job, num_pauses: int) -> dict[str, float]:
     cpu_s: list[float] = []
     nbytes: list[int] = []
     for _ in range(1 + num_pauses):
-        nbytes_before = _loopback_nbytes()
+        nbytes_before = loopback_nbytes()
         call = job.lead.call("pool_pause", _POOL, "abort", _LIMIT_S, timeout_s=_LIMIT_S)
         facts = await _timed("pause", job.lead_pid, call)
         took_s.append(facts["pause_s"])
         cpu_s.append(facts["pause_cpu_s"])
-        nbytes.append(_loopback_nbytes() - nbytes_before)
+        nbytes.append(loopback_nbytes() - nbytes_before)
         states = await job.lead.call("pool_states", _POOL)
         if any(state["state"] != "PAUSED" for state in states):
             raise BenchError(f"not all engines are paused: {states}")
@@ -362,15 +353,6 @@ def _cpu_s(pid: int) -> float:
     """Processor time of a process so far, of all its threads that live."""
     tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
     return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
-
-
-def _loopback_nbytes() -> int:
-    """Bytes sent through the loopback, which sends and receives each of them."""
-    for line in Path("/proc/net/dev").read_text().splitlines():
-        name, _, numbers = line.partition(":")
-        if name.strip() == "lo":
-            return int(numbers.split()[0])
-    raise BenchError("there is no loopback interface")
 
 
 def _shown(facts: dict[str, float]) -> dict[str, float]:
@@ -445,14 +427,19 @@ def _link_costs() -> dict[str, float]:
 
 
 def _look_cpu_s() -> float:
-    num_ranks = 1000
-    progress = ReportedProgress(num_ranks, 8)
+    num_ranks, num_engines = 1000, 8
+    sizes = {"num_ranks": num_ranks, "num_engines": num_engines}
+    order = RingOrder(key="look", bucket_nbytes=1 << 20, **sizes)
+    engines = range(num_engines)
+    node = RingFollower(0, [], "node", order, engines, 100, has_receiver=True)
+    progress = LinkProgress(num_ranks, [node], [])
 
     def look() -> None:
-        progress.num_loaded(3)
-        min(progress.num_filled())
+        progress.num_loaded(0)
+        progress.is_cut_off(0)
+        progress.has_work(0)
 
-    return _fastest_s(look) / num_ranks
+    return _fastest_s(look)
 
 
 def _fastest_s(work: Callable[[], object]) -> float:

@@ -21,6 +21,7 @@ from umbra.runtime.weights.transports.nccl.weight_links import (
     open_store,
 )
 from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketGrid, Extent
+from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncProgress
 
 _NBYTES = 4096
 _LIMIT_S = 120.0
@@ -29,6 +30,10 @@ _LIMIT_S = 120.0
 def measure(num_links: int) -> dict[str, float]:
     torch.set_num_threads(1)
     store, address = open_store("127.0.0.1")
+    grid = BucketGrid(2 * _NBYTES, _NBYTES)
+    fd, progress = SyncProgress.create("links", num_links, 1)
+    os.close(fd)
+    memories = [torch.empty(_NBYTES, dtype=torch.uint8) for _ in range(grid.num_buckets)]
     deadline = time.monotonic() + _LIMIT_S
     changed = threading.Condition()
     before = _count("task"), _count("fd")
@@ -37,16 +42,15 @@ def measure(num_links: int) -> dict[str, float]:
     receivers: list[ReceivingLink] = []
     for idx in range(num_links):
         link = LinkAddress(address, f"link-{idx}")
-        grid = BucketGrid(2 * _NBYTES, _NBYTES)
-        receivers.append(ReceivingLink(link, grid, deadline))
+        receivers.append(
+            ReceivingLink(link, idx, grid, memories, progress, deadline, _report_error)
+        )
         extents = [Extent(0, 0, 2 * _NBYTES)]
         senders.append(SendingLink(link, extents, grid.num_buckets, deadline, changed))
     chunk = torch.zeros(_NBYTES, dtype=torch.uint8)
-    for sender, receiver in zip(senders, receivers, strict=True):
-        sender.put(chunk)
-        taken = receiver.take(_LIMIT_S)
-        assert taken is not None
-        receiver.give_back(taken)
+    for sender in senders:
+        sender.put([chunk])
+    assert progress.wait_filled(1, deadline)
     cpu_s = time.process_time() - cpu_s
     after = _count("task"), _count("fd")
     num_ends = 2 * num_links
@@ -60,8 +64,13 @@ def measure(num_links: int) -> dict[str, float]:
     for thread in threading.enumerate():
         if thread.name == "weight-link":
             thread.join(_LIMIT_S)
+    progress.close()
     del store
     return facts
+
+
+def _report_error(rank: int, error: Exception) -> None:
+    print(f"link {rank}: {error}", file=sys.stderr)
 
 
 def _count(kind: str) -> int:

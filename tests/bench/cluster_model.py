@@ -14,11 +14,14 @@ from typing import Final
 
 from umbra.runtime.cluster.node_links import LOST_AFTER_S
 
-_SYNC_CALLS: Final = (3, 1, 1, 5)
-"""Calls in a sync for each engine, one after the other, between which the lead waits for all: pause
-or wake, begin_update and load; finish_update; commit_update; wake and resume, and the three calls
-of the rank, which are taken to cost as much."""
+_SYNC_CALLS: Final = (1, 3, 1, 1, 5)
+"""Calls in a sync for each engine, one after the other, between which the lead waits for all: the
+ring of its node; pause or wake, begin_update and load; finish_update; commit_update; wake and
+resume, and the three calls of the rank, which are taken to cost as much."""
 _WATCHES_PER_S: Final = 10.0  # `_WATCH_INTERVAL_S` of engine_sync.py
+_REPORTS_PER_S: Final = 4.0
+"""`_REPORT_INTERVAL_S` of link_sender.py, the calls of a rank; as often comes the state of a node's
+ring (`_LOOK_INTERVAL_S` of node_rings.py), which is taken to cost half a call."""
 _SOFT_FILE_LIMIT: Final = 1024  # of a rank, on most systems
 
 
@@ -35,9 +38,9 @@ class ClusterCosts:
         call_s: of one call, the lead's processor time included.
         call_nbytes: of one call and its answer.
         manifest_cpu_s, manifest_nbytes: of encoding the layout of the weights for one engine.
-        look_cpu_s: of one look at an engine's load, for each rank.
+        look_cpu_s: of one look at an engine's load.
         link_cpu_s, link_threads, link_fds: of one end of a link for weights. Not the lead's, but
-            of the rank or the engine.
+            of the rank or the node's receiver.
         rest_cpu_s: for each node and second at rest.
         rest_nbytes: for each node and second at rest.
     """
@@ -97,14 +100,19 @@ def model(num_nodes: int, costs: ClusterCosts) -> dict[str, float]:
         "sync_s": sync_s,
         "sync_mb": num_nodes * (costs.manifest_nbytes + sum(_SYNC_CALLS) * costs.call_nbytes) / 1e6,
         "lead_core_at_rest": costs.rest_cpu_s * num_nodes,
-        "lead_core_while_loading": costs.look_cpu_s * _WATCHES_PER_S * num_nodes**2,
+        "lead_core_while_loading": _watching_cpu_s(costs) * num_nodes,
         "lead_kb_per_s": costs.rest_nbytes * num_nodes / 1e3,
         "recovery_s": LOST_AFTER_S + news_s + start_s,
-        "links": float(num_nodes**2),
-        "links_of_rank_s": costs.link_cpu_s * num_nodes,
-        "threads_of_rank": costs.link_threads * num_nodes,
-        "fds_of_rank": costs.link_fds * num_nodes,
+        "links": float(num_nodes * (num_nodes - 1)),
+        "links_of_rank_s": costs.link_cpu_s * (num_nodes - 1),
+        "threads_of_rank": costs.link_threads * (num_nodes - 1),
+        "fds_of_rank": costs.link_fds * (num_nodes - 1),
     }
+
+
+def _watching_cpu_s(costs: ClusterCosts) -> float:
+    """Of watching one engine and one rank for a second."""
+    return _WATCHES_PER_S * costs.look_cpu_s + _REPORTS_PER_S * 1.5 * costs.call_cpu_s
 
 
 def most_nodes(costs: ClusterCosts) -> dict[str, int]:
@@ -113,7 +121,7 @@ def most_nodes(costs: ClusterCosts) -> dict[str, int]:
     return {
         "max_nodes_join": int(LOST_AFTER_S / costs.join_cpu_s),
         "max_nodes_rest": int(1 / costs.rest_cpu_s),
-        "max_nodes_load": int((_WATCHES_PER_S * costs.look_cpu_s) ** -0.5),
+        "max_nodes_load": int(1 / _watching_cpu_s(costs)),
         "max_nodes_fds": int(_SOFT_FILE_LIMIT / costs.link_fds),
         "max_nodes_pause": int(
             max(0.0, 0.05 - max(0.0, costs.call_s - costs.call_cpu_s)) / costs.call_cpu_s

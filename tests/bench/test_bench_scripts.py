@@ -156,6 +156,19 @@ def test_throughput_is_that_of_the_fastest_way_of_calling() -> None:
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.skipif(not makes_namespaces(), reason="needs unshare, ip, and the right to use them")
+def test_weights_cross_the_network_once_for_all_engines_of_a_node(tmp_path: Path) -> None:
+    options = ("--json", "--rounds", "1", "--megabytes", "32", "--engines-elsewhere", "3")
+
+    ended = run_script(tmp_path, "weights.py", *options)
+
+    assert ended.returncode == 0, ended.stderr
+    measured = json.loads(ended.stdout)["umbra"]
+    assert measured["weights_mb"] < measured["network_mb"] < 1.1 * measured["weights_mb"]
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.skipif(not makes_namespaces(), reason="needs unshare, ip, and the right to use them")
 def test_cluster_measures_two_nodes_and_models_more(tmp_path: Path) -> None:
     options = ("--json", "--nodes", "2", "--rounds", "1", "--rest-s", "1")
 

@@ -19,7 +19,14 @@ measured: the rest would take minutes. The plain copy is the same cast within th
 `verl_protocol.py` measures tensors that are in bfloat16 already: `verl_s` is verl's protocol with
 its own size of bucket, `copy_s` one copy of as many bytes.
 
+With `--engines-elsewhere N`, the rank is on one node and N engines are on another: weights travel
+by process groups, over the loopback of a network namespace of its own. Of a round's syncs, all but
+the first, `sync_s` is the median, and `rank_cpu_s` the median of the rank's processor time;
+`network_mb` are all bytes through the loopback in one of them, with the headers of IP and tcp.
+Needs `unshare` and `ip`, and root or user namespaces.
+
     python tests/bench/weights.py [--rounds 5] [--megabytes 1024] [--device cpu] [--json]
+    python tests/bench/weights.py --engines-elsewhere 4 --megabytes 256
     python tests/bench/weights.py --device cuda [--shape 0.6B] [--dtype float32]
 """
 
@@ -27,11 +34,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import statistics
 import sys
 import tempfile
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -39,6 +47,7 @@ from typing import Any, Final
 import uvloop
 import zmq
 from bench_hardware import describe_hardware
+from bench_namespace import IN_NAMESPACE, run_in_namespace
 from bench_options import options_parser, positive
 from bench_programs import BenchError
 from result_table import print_result
@@ -55,14 +64,22 @@ from umbra.runtime.engine_api.lifecycle import (
     Resume,
     Tag,
 )
+from umbra.runtime.pools.job_rings import JobRings
 from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.rpc_client import Client, Handle
 from umbra.runtime.rpc.rpc_server import ActorServer
-from umbra.runtime.weights.sync_calls import SyncAbort, SyncBegin, SyncEnd, SyncFilled
+from umbra.runtime.weights.sync_calls import (
+    SyncAbort,
+    SyncBegin,
+    SyncEnd,
+    SyncFilled,
+    SyncProgressed,
+)
 from umbra.runtime.weights.sync_coordinator import SyncCoordinator, SyncSettings
 from umbra.runtime.weights.transports.shared_memory.memfd import serve_fds
+from umbra.runtime.weights.transports.shared_memory.node_rings import NodeRings
 
-_ROUND_TIMEOUT_S: Final = 120.0
+_ROUND_TIMEOUT_S: Final = 300.0
 _NEVER: Final = 1 << 30
 _ROLES: Final = Path(__file__).with_name("weights_roles.py")
 
@@ -90,7 +107,15 @@ def main() -> int:
         default="float32",
         help="of the rank's tensors on a GPU (default float32)",
     )
+    parser.add_argument(
+        "--engines-elsewhere",
+        type=int,
+        default=0,
+        help="number of engines on another node (default 0: one engine on the same node)",
+    )
     given = parser.parse_args()
+    if given.engines_elsewhere and IN_NAMESPACE not in os.environ:
+        return run_in_namespace()
     if given.device == "cuda":
         import torch
 
@@ -105,6 +130,11 @@ def main() -> int:
     if given.device == "cuda":
         result |= {"shape": given.shape, "dtype": given.dtype}
         result["umbra"] = _run_on_gpu(given.rounds, given.shape, given.dtype)
+    elif given.engines_elsewhere:
+        result["engines"] = given.engines_elsewhere
+        result["umbra"] = _run_elsewhere(
+            given.rounds, given.megabytes * 10**6, given.engines_elsewhere
+        )
     else:
         result |= _run(given.rounds, given.megabytes * 10**6)
     return print_result(result, as_json=given.json)
@@ -129,6 +159,16 @@ def _run(rounds: int, total_nbytes: int) -> dict[str, Any]:
         "first_to_later": round(median["first_s"] / median["later_s"], 3),
         "nbytes": int(median["nbytes"]),
     }
+
+
+def _run_elsewhere(rounds: int, total_nbytes: int, num_engines: int) -> dict[str, float]:
+    pools = {"plain": SyncSettings(verify_every=_NEVER)}
+    names = [f"engine{idx}" for idx in range(num_engines)]
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        rows = [
+            runner.run(_round([str(total_nbytes)], pools, "far_", names)) for _ in range(rounds)
+        ]
+    return {key: round(statistics.median(row[key] for row in rows), 4) for key in rows[0]}
 
 
 def _run_on_gpu(rounds: int, shape: str, dtype: str) -> dict[str, Any]:
@@ -159,17 +199,23 @@ def _gpu_round(
 
 
 async def _round(
-    arguments: Sequence[str], pools: Mapping[str, SyncSettings], prefix: str = ""
+    arguments: Sequence[str],
+    pools: Mapping[str, SyncSettings],
+    prefix: str = "",
+    names: Sequence[str] = ("engine",),
 ) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="umbra-bench-") as name:
         folder = Path(name)
         async with (
             asyncio.timeout(_ROUND_TIMEOUT_S),
-            _process(f"{prefix}engine", folder, arguments) as engine,
-            _supervisor(folder, pools),
+            AsyncExitStack() as stack,
+            _supervisor(folder, pools, names, "there" if prefix == "far_" else "here"),
         ):
-            assert engine.stdout is not None
-            await engine.stdout.readline()
+            for name in names:
+                role = _process(f"{prefix}engine", folder, [*arguments, name])
+                engine = await stack.enter_async_context(role)
+                assert engine.stdout is not None
+                await engine.stdout.readline()
             async with _process(f"{prefix}rank", folder, arguments) as rank:
                 output, _ = await rank.communicate()
                 if rank.returncode:
@@ -195,8 +241,15 @@ async def _process(
 
 
 @asynccontextmanager
-async def _supervisor(folder: Path, pools: Mapping[str, SyncSettings]) -> AsyncGenerator[None]:
-    """Serves syncs at `folder`/supervisor while the block runs."""
+async def _supervisor(
+    folder: Path, pools: Mapping[str, SyncSettings], names: Sequence[str], node_id: str
+) -> AsyncGenerator[None]:
+    """Serves syncs at `folder`/supervisor while the block runs.
+
+    Args:
+        names: of the engines.
+        node_id: of their node.
+    """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket_path = str(folder / "fds")
     async with (
@@ -204,9 +257,10 @@ async def _supervisor(folder: Path, pools: Mapping[str, SyncSettings]) -> AsyncG
         serve_fds(socket_path) as fds,
         asyncio.TaskGroup() as tasks,
     ):
-        engine = _Engine(client.handle(_ref("engine", folder)))
+        engines = [_Engine(name, node_id, client.handle(_ref(name, folder))) for name in names]
+        rings = JobRings(NodeRings(fds), node_id, _no_other_node)
         coordinators = {
-            name: SyncCoordinator(name, lambda: [engine], fds, socket_path, settings)
+            name: SyncCoordinator(name, lambda: engines, fds, rings, settings)
             for name, settings in pools.items()
         }
         server = ActorServer(_Supervisor(coordinators), 1)
@@ -225,6 +279,10 @@ def _ref(name: str, folder: Path) -> ActorRef:
     return ActorRef(name=name, incarnation=1, node_id="here", ipc_endpoint=f"ipc://{folder}/{name}")
 
 
+def _no_other_node(node_id: str) -> Handle:
+    raise BenchError(f"there is no node {node_id!r}")
+
+
 class _Supervisor:
     """The sync calls of the supervisor, by pool."""
 
@@ -234,6 +292,10 @@ class _Supervisor:
     async def sync_begin(self, call: dict[str, Any]) -> dict[str, Any]:
         begin = SyncBegin.from_wire(call)
         return (await self._coordinators[begin.pool].sync_begin(begin)).to_wire()
+
+    def sync_progress(self, call: dict[str, Any]) -> dict[str, Any]:
+        progress = SyncProgressed.from_wire(call)
+        return self._coordinators[progress.pool].sync_progress(progress)
 
     async def sync_filled(self, call: dict[str, Any]) -> None:
         filled = SyncFilled.from_wire(call)
@@ -249,13 +311,13 @@ class _Supervisor:
 
 
 class _Engine:
-    """The engine process as the coordinators see it. It never generates, so pausing is free."""
+    """An engine process as the coordinators see it. It never generates, so pausing is free."""
 
-    name = "engine"
     incarnation = 1
-    node_id = "here"
 
-    def __init__(self, handle: Handle) -> None:
+    def __init__(self, name: str, node_id: str, handle: Handle) -> None:
+        self.name = name
+        self.node_id = node_id
         self._handle = handle
         self.lifecycle = EngineLifecycle().apply(EngineStarted())
 

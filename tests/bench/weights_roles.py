@@ -21,6 +21,7 @@ from typing import Any, Final
 import torch
 import uvloop
 import zmq
+from bench_namespace import loopback_nbytes
 from qwen3_shapes import SHAPES, parameter_shapes
 from torch import Tensor
 
@@ -187,6 +188,29 @@ def run_rank(folder: Path, total_nbytes: int) -> dict[str, Any]:
     }
 
 
+def run_far_rank(folder: Path, total_nbytes: int) -> dict[str, float]:
+    """One round whose engines are on another node: a first sync, then those that count."""
+    sync_s: list[float] = []
+    rank_cpu_s: list[float] = []
+    network_nbytes: list[int] = []
+    with _supervisor(folder) as supervisor:
+        publisher = WeightPublisher(
+            supervisor, 0, 1, model_tensors(total_nbytes), store_host="127.0.0.1"
+        )
+        for version in range(1, 2 + _SYNCS_A_ROUND):
+            nbytes, cpu_s, begun_at = loopback_nbytes(), time.process_time(), time.perf_counter()
+            publisher.publish("plain", version, _TIMEOUT_S)
+            sync_s.append(time.perf_counter() - begun_at)
+            rank_cpu_s.append(time.process_time() - cpu_s)
+            network_nbytes.append(loopback_nbytes() - nbytes)
+    return {
+        "sync_s": statistics.median(sync_s[1:]),
+        "rank_cpu_s": statistics.median(rank_cpu_s[1:]),
+        "network_mb": statistics.median(network_nbytes[1:]) / 1e6,
+        "weights_mb": publisher.manifest.payload_nbytes / 1e6,
+    }
+
+
 def run_gpu_rank(
     folder: Path, shape: str, dtype: torch.dtype, pools: Sequence[str]
 ) -> dict[str, Any]:
@@ -230,14 +254,16 @@ def _supervisor(folder: Path) -> Generator[RemoteSupervisor]:
 
 def main() -> None:
     """Arguments: role, folder, then the bytes of the tensors; or with a GPU their shape, the rank's
-    dtype and the names of the pools."""
+    dtype and the names of the pools. At last an engine's name."""
     role, folder, arguments = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
     torch.set_num_threads(1)
     match role, arguments:
-        case "engine", [total_nbytes]:
-            _run_engine(model_tensors(int(total_nbytes)), folder)
-        case "gpu_engine", [shape, *_]:
-            _run_engine(qwen3_tensors(shape, torch.bfloat16), folder)
+        case "engine" | "far_engine", [total_nbytes, name]:
+            _run_engine(model_tensors(int(total_nbytes)), folder, name)
+        case "gpu_engine", [shape, *_, name]:
+            _run_engine(qwen3_tensors(shape, torch.bfloat16), folder, name)
+        case "far_rank", [total_nbytes]:
+            print(json.dumps(run_far_rank(folder, int(total_nbytes))), flush=True)
         case "rank", [total_nbytes]:
             print(json.dumps(run_rank(folder, int(total_nbytes))), flush=True)
         case "gpu_rank", [shape, dtype, *pools]:
@@ -247,9 +273,9 @@ def main() -> None:
             sys.exit(f"not a role: {sys.argv[1:]}")
 
 
-def _run_engine(tensors: Mapping[str, Tensor], folder: Path) -> None:
+def _run_engine(tensors: Mapping[str, Tensor], folder: Path, name: str) -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(BenchEngine(tensors), "engine", folder))
+        runner.run(serve(BenchEngine(tensors), name, folder))
 
 
 if __name__ == "__main__":

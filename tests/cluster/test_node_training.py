@@ -211,6 +211,19 @@ def test_user_code_runs_on_both_nodes_also_if_a_worker_of_the_other_one_is_kille
         assert len(processes) == 3
 
 
+def test_two_engines_of_the_second_node_get_the_same_weights_also_if_their_receiver_is_killed(
+    two_nodes: TwoNodes, on_one_node: History
+) -> None:
+    with two_nodes.begin("pool.count=4") as job:
+        two_nodes.wait_for_step(job, 2)
+        receiver, _ = sorted(two_nodes.wait_for_actors(job, 1, "policy", 2))
+        os.kill(receiver, signal.SIGKILL)
+        assert job.wait(2 * START_LIMIT_S) == [0, 0], job.text(0) + job.text(1)
+
+    assert f"(pid {receiver}) killed by SIGKILL" in job.text(0)
+    two_nodes.check(on_one_node)
+
+
 def test_an_error_of_one_node_before_its_session_ends_both(two_nodes: TwoNodes, home: Path) -> None:
     (home / "run").mkdir()
     with RunLock(home / "run"), two_nodes.begin() as job:

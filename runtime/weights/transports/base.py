@@ -12,7 +12,8 @@ A transport also carries the progress of its syncs, which the supervisor sees as
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -57,18 +58,36 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutOrder:
+    """What is to be laid out.
+
+    Attributes:
+        offers: of all ranks.
+        engines: that are to take part; their indices are their numbers in the sync.
+        timeout_s: limit for whoever else has to be asked.
+    """
+
+    manifest: Manifest
+    bucket_nbytes: int
+    offers: Sequence[RankOffer]
+    engines: Sequence[ProbedEngine]
+    has_checksums: bool
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """The location of the tensors of one sync.
 
     Attributes:
-        details: facts that ranks and engines need. "progress" is what they need to report theirs;
-            an engine gets it with its number, "engine", and "timeout_s", the time that is left.
-        engine_details: further facts, for engines only.
+        rank_details: facts that a rank needs, by its number.
+        engine_details: facts that an engine needs, by its number. In "progress" is what it needs to
+            report its own. An engine without an entry cannot take part.
         num_buckets: steps that `progress` counts.
     """
 
-    details: Mapping[str, Any]
-    engine_details: Mapping[str, Any]
+    rank_details: Callable[[int], Mapping[str, Any]]
+    engine_details: Mapping[int, Mapping[str, Any]]
     progress: TransferProgress
     num_buckets: int
 
@@ -84,6 +103,15 @@ class TransferProgress(Protocol):
         ...
 
     def num_loaded(self, engine: int) -> int: ...
+
+    def has_work(self, engine: int) -> bool:
+        """Whether it has buckets to load or to pass on. If not, it waits for others."""
+        ...
+
+    def is_cut_off(self, engine: int) -> bool:
+        """Whether the sync continues without this engine, because the one that receives for its
+        node was lost. Its load fails soon."""
+        ...
 
     def abort(self) -> None:
         """Makes ranks and engines stop."""
@@ -130,16 +158,12 @@ class TransportPlan(Protocol):
         """Whether this incarnation of an engine can take part."""
         ...
 
-    def lay_out(
-        self,
-        manifest: Manifest,
-        bucket_nbytes: int,
-        offers: Sequence[RankOffer],
-        num_engines: int,
-        *,
-        has_checksums: bool,
-    ) -> Layout:
-        """Raises WeightSyncError if the system has no memory or descriptors for it."""
+    def lay_out(self, order: LayoutOrder) -> AbstractAsyncContextManager[Layout]:
+        """The layout of one sync, until the end of the block.
+
+        Raises:
+            WeightSyncError: the system has no memory or descriptors for it.
+        """
         ...
 
 

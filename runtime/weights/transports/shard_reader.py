@@ -11,7 +11,7 @@ from torch import Tensor
 from umbra.runtime.errors import ProtocolError
 from umbra.runtime.weights.checksum import checksum_of, copy_with_checksum
 from umbra.runtime.weights.manifest import Manifest
-from umbra.runtime.weights.sync_calls import SyncGrant
+from umbra.runtime.weights.sync_calls import Region, SyncGrant
 from umbra.runtime.weights.transports.byte_views import flatten
 from umbra.runtime.weights.transports.shared_memory.bucket_grid import (
     BucketGrid,
@@ -81,7 +81,19 @@ class ShardReader:
         self._key = -1
         self._flat = torch.empty(0)
 
-    def read_into(self, piece: BucketPiece, target: Tensor, has_checksums: bool) -> int | None:
+    def read_bucket(
+        self, pieces: Sequence[BucketPiece], memory: Tensor, has_checksums: bool
+    ) -> list[Region]:
+        """Writes all pieces of a bucket to its memory, uint8 [bucket_nbytes], and returns them."""
+        regions: list[Region] = []
+        for piece in pieces:
+            target = memory[piece.bucket_start : piece.bucket_start + piece.nbytes]
+            checksum = self._read_into(piece, target, has_checksums)
+            offset = self._shards.extents[piece.key].offset + piece.start
+            regions.append((offset, piece.nbytes, checksum))
+        return regions
+
+    def _read_into(self, piece: BucketPiece, target: Tensor, has_checksums: bool) -> int | None:
         """Writes the piece to `target`: uint8 [piece.nbytes].
 
         Returns the checksum of the source's bytes, never of `target`, so that it detects any

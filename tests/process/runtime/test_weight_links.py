@@ -1,19 +1,24 @@
-"""The transport between nodes: real engines get weights through process groups, and may die."""
+"""The transport between nodes: real engines of two nodes get weights, and may die."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import weight_ranks
+from joined_node import JoinedNode
 from pools_in_turn import RESTART, wait_until
 from torch import Tensor
 
@@ -22,36 +27,72 @@ from umbra.runtime.collective import SessionSync
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.session import Session
 from umbra.runtime.testing.distributed_world import DistributedWorld
+from umbra.runtime.testing.session_factory import SessionFactory
 from umbra.runtime.weights.sync_calls import SyncReport
 from umbra.runtime.weights.weight_publisher import WeightPublisher
 
 pytestmark = [pytest.mark.process, pytest.mark.usefixtures("pipe_of_stores")]
 
+NEAR, FAR = ["policy-0", "policy-1"], ["policy-2", "policy-3"]
 
-def start_pool(session: Session, **settings: Any) -> None:
-    base: dict[str, Any] = {
-        "engine": "echo",
-        "count": 2,
-        "mode": "standalone",
-        "kwargs": {"verify_checksums": True, "weights_in_logprobs": True},
-        "restart": RESTART,
-        "transport": "nccl",
-    }
-    session.create_pool(PoolSpec(name="policy", **(base | settings)))
+
+class TwoNodes:
+    """A job of one node and a machine that only generates, with two engines each. The first one of
+    FAR receives for its node."""
+
+    def __init__(self, lead: Session, far: JoinedNode) -> None:
+        self.lead = lead
+        far.wait_for_text("joined as node 1")
+        self._far = far
+        spec = PoolSpec(
+            name="policy",
+            engine="echo",
+            count=3,
+            engine_nodes=(0, 0, 1),  # and one that the machine adds
+            mode="standalone",
+            kwargs={"verify_checksums": True, "weights_in_logprobs": True},
+            restart=RESTART,
+        )
+        lead.create_pool(spec)
+        for name in FAR:
+            wait_until(lambda name=name: self.state(name) == "PENDING_WEIGHTS")
+
+    @property
+    def node_ids(self) -> tuple[str, str]:
+        return self.lead.node_id, self._row(FAR[0])["ref"].node_id
+
+    def state(self, name: str) -> str:
+        return str(self._row(name)["state"])
+
+    def incarnation(self, name: str) -> int:
+        return int(self._row(name)["incarnation"])
+
+    def pid(self, name: str) -> int:
+        """Of an engine on the far node."""
+        commands = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in self._far.tree()}
+        return next(pid for pid, command in commands.items() if f"{name}#" in command)
+
+    def fingerprints(self) -> list[int]:
+        """Of each engine's weights."""
+        refs = [row["ref"] for row in self.lead.pool("policy").states()]
+        return [self.lead.connect(ref).call("weights_fingerprint") for ref in refs]
+
+    def _row(self, name: str) -> dict[str, Any]:
+        rows = self.lead.pool("policy").states()
+        return next((row for row in rows if row["engine"] == name), {"state": "", "incarnation": 0})
+
+
+@pytest.fixture
+def nodes(umbra_session_factory: SessionFactory, tmp_path: Path) -> Iterator[TwoNodes]:
+    lead = umbra_session_factory(tcp_host="127.0.0.1")
+    with JoinedNode(tmp_path, ["--join", str(umbra_session_factory.run_dirs[-1])]) as far:
+        yield TwoNodes(lead, far)
+        umbra_session_factory.close()
+        far.wait()
 
 
 def fingerprint(tensors: dict[str, Tensor]) -> int:
     return weights_fingerprint([tensor.numpy().tobytes() for tensor in tensors.values()])
-
-
-def held(session: Session) -> list[int]:
-    """The fingerprint of each engine's weights."""
-    return [session.actor(f"policy-{idx}").call("weights_fingerprint") for idx in range(2)]
-
-
-def pid_of(session: Session, name: str) -> int:
-    rows = session.supervisor_call("list_actors")
-    return next(int(row["pid"]) for row in rows if row["name"] == name)
 
 
 @dataclass
@@ -61,7 +102,7 @@ class TwoRanks:
     `in_the_midst` is called once, when rank 0 reads half of the tensors to send them.
     """
 
-    session: Session
+    lead: Session
     tensors: dict[str, Tensor]
     in_the_midst: Callable[[], None] | None = None
 
@@ -71,7 +112,7 @@ class TwoRanks:
 
         def run(rank: int) -> None:
             publisher = WeightPublisher(
-                SessionSync(self.session),
+                SessionSync(self.lead),
                 rank,
                 2,
                 self.tensors,
@@ -103,55 +144,74 @@ def layers(seed: float) -> dict[str, Tensor]:
     return {f"layer{idx}": torch.full((250_000,), seed + idx) for idx in range(20)}
 
 
+@pytest.mark.parametrize("ranks_on", [(0, 0), (0, 1)], ids=["one_node", "both_nodes"])
 def test_uneven_shards_of_two_ranks_arrive_bit_for_bit_in_every_engine(
-    umbra_session: Session, distributed_world: DistributedWorld
+    nodes: TwoNodes, distributed_world: DistributedWorld, ranks_on: tuple[int, int]
 ) -> None:
-    start_pool(umbra_session)
-
     (transports, _) = distributed_world(
         weight_ranks.publish_shards,
-        str(umbra_session.socket_dir),
-        umbra_session.node_id,
+        str(nodes.lead.socket_dir),
+        [nodes.node_ids[idx] for idx in ranks_on],
         [1, 2, 3],  # the first with checksums, the others without
     )
 
     assert transports == ["nccl"] * 3
-    assert held(umbra_session) == [fingerprint(weight_ranks.whole_tensors(3))] * 2
+    assert nodes.fingerprints() == [fingerprint(weight_ranks.whole_tensors(3))] * 4
 
 
-def test_an_engine_killed_in_mid_transfer_is_replaced_while_the_other_gets_the_version(
-    umbra_session: Session,
+def test_an_engine_whose_receiver_is_killed_gets_the_version_with_the_next_sync(
+    nodes: TwoNodes,
 ) -> None:
-    start_pool(umbra_session)
-    ranks = TwoRanks(umbra_session, layers(1.0))
+    ranks = TwoRanks(nodes.lead, layers(1.0))
     ranks.publish(1, 30.0)
-    pid = pid_of(umbra_session, "policy-0")
-    ranks.in_the_midst = lambda: os.kill(pid, signal.SIGKILL)
+    receiver = nodes.pid(FAR[0])
+    ranks.tensors, ranks.in_the_midst = layers(2.0), lambda: os.kill(receiver, signal.SIGKILL)
 
     first, second = ranks.publish(2, 30.0)
 
     assert first == second, [first, second]
-    assert list(first.engines) == ["policy-1"]
-    assert list(first.failed) == ["policy-0"]
+    assert sorted(first.engines) == NEAR, first
+    assert sorted(first.failed) == FAR
+    assert "received for node" in first.failed[FAR[1]]
+    assert nodes.state(FAR[1]) == "PENDING_WEIGHTS"
 
     ranks.in_the_midst = None
-    pool = umbra_session.pool("policy")
-    wait_until(lambda: pool.states()[0]["state"] == "PENDING_WEIGHTS")
-    (report, _) = ranks.publish(2, 30.0)
+    (report, _) = ranks.publish(2, 30.0)  # whichever of the two is ready first receives
 
-    assert list(report.engines) == ["policy-0"]
-    assert {state["version"] for state in pool.states()} == {2}
-    assert held(umbra_session) == [fingerprint(ranks.tensors)] * 2
+    assert FAR[1] in report.engines
+    assert nodes.incarnation(FAR[1]) == 1, "it was not restarted"
+    wait_until(lambda: nodes.state(FAR[0]) in ("PENDING_WEIGHTS", "SERVING"))
+    ranks.publish(2, 30.0)
+    assert nodes.fingerprints() == [fingerprint(ranks.tensors)] * 4
+
+
+def test_an_engine_that_receives_for_no_other_is_killed_alone(nodes: TwoNodes) -> None:
+    ranks = TwoRanks(nodes.lead, layers(1.0))
+    ranks.publish(1, 30.0)
+    pid = nodes.pid(FAR[1])
+    ranks.tensors, ranks.in_the_midst = layers(2.0), lambda: os.kill(pid, signal.SIGKILL)
+
+    first, second = ranks.publish(2, 30.0)
+
+    assert first == second, [first, second]
+    assert sorted(first.engines) == [*NEAR, FAR[0]], first
+    assert list(first.failed) == [FAR[1]]
+
+    ranks.in_the_midst = None
+    wait_until(lambda: nodes.state(FAR[1]) == "PENDING_WEIGHTS")
+    (report, _) = ranks.publish(2, 30.0)
+    assert list(report.engines) == [FAR[1]]
+    assert nodes.fingerprints() == [fingerprint(ranks.tensors)] * 4
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stopped", FAR[:2], ids=["receiver", "other"])
 def test_an_engine_stopped_in_mid_transfer_is_replaced_within_the_time_of_the_sync(
-    umbra_session: Session,
+    nodes: TwoNodes, stopped: str
 ) -> None:
-    start_pool(umbra_session)
-    ranks = TwoRanks(umbra_session, layers(1.0))
+    ranks = TwoRanks(nodes.lead, layers(1.0))
     ranks.publish(1, 60.0)  # the engines have imported torch then
-    pid = pid_of(umbra_session, "policy-0")
+    pid = nodes.pid(stopped)
     ranks.in_the_midst = lambda: os.kill(pid, signal.SIGSTOP)
     begun_at = time.monotonic()
 
@@ -159,5 +219,19 @@ def test_an_engine_stopped_in_mid_transfer_is_replaced_within_the_time_of_the_sy
 
     assert first == second, [first, second]
     assert time.monotonic() - begun_at < 8.0
-    assert list(first.engines) == ["policy-1"], first
-    assert "no progress within" in first.failed["policy-0"]
+    assert "no progress within" in first.failed[stopped]
+    is_receiver = stopped == FAR[0]
+    assert sorted(first.engines) == (NEAR if is_receiver else [*NEAR, FAR[0]]), first
+    if is_receiver:
+        assert nodes.state(FAR[1]) == "PENDING_WEIGHTS"
+        assert nodes.incarnation(FAR[1]) == 1
+
+
+@pytest.mark.slow
+def test_a_process_may_end_as_soon_as_its_links_have_ended() -> None:
+    script = Path(__file__).with_name("ending_links.py")
+    ended = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=100.0, check=True
+    )
+
+    assert set(json.loads(ended.stdout)) == {0}, ended.stderr

@@ -46,8 +46,28 @@ class RemoteSession:
         return self.loop.run(handle.call(method, *args, timeout_s=timeout_s))
 
 
-def publish_shards(socket_dir: str, node_id: str, versions: list[int]) -> list[str]:
-    """Publishes every version to the pool "policy"; returns the transport of each."""
+class SyncFrom(SessionSync):
+    """The calls of a rank that is on any node, over the lead's session.
+
+    Args:
+        node_id: of the rank's node.
+    """
+
+    def __init__(self, lead: Session, node_id: str) -> None:
+        super().__init__(lead)
+        self._node_id = node_id
+
+    @property
+    def node_id(self) -> str:
+        return self._node_id
+
+
+def publish_shards(socket_dir: str, node_ids: list[str], versions: list[int]) -> list[str]:
+    """Publishes every version to the pool "policy"; returns the transport of each.
+
+    Args:
+        node_ids: of each rank. The first is that of the supervisor at `socket_dir`.
+    """
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     rank = torch.distributed.get_rank()
     tensors = {
@@ -55,10 +75,10 @@ def publish_shards(socket_dir: str, node_id: str, versions: list[int]) -> list[s
         for name, tensor in whole_tensors(versions[0]).items()
     }
     with LoopThread("rank") as loop:
-        client = Client(node_id)
+        client = Client(node_ids[0])
         loop.run(client.__aenter__())
-        remote = RemoteSession(loop, client, Path(socket_dir), node_id)
-        sync = SessionSync(cast("Session", remote))
+        remote = RemoteSession(loop, client, Path(socket_dir), node_ids[0])
+        sync = SyncFrom(cast("Session", remote), node_ids[rank])
         made = WeightPublisher(
             sync, rank, mesh.size(), tensors, store_host="127.0.0.1" if rank == 0 else ""
         )

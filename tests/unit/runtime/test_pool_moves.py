@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from local_rings import LocalRings
 
 from umbra.runtime.engine_api.lifecycle import EngineLifecycle, EngineStarted
 from umbra.runtime.pools import engine_pool
@@ -39,7 +40,8 @@ class LongDrain(PoolEngine):
 async def drain(engine: LongDrain, timeout_s: float) -> None:
     spec = PoolSpec(name="policy", engine="umbra.engines.echo.echo_engine:EchoEngine", count=1)
     async with Client("node") as client, asyncio.TaskGroup() as tasks:
-        pool = EnginePool(spec, client, print, tasks, FdServer(), "")
+        fds = FdServer("")
+        pool = EnginePool(spec, client, print, tasks, fds, LocalRings(fds))
         pool.engines["policy-0"] = engine
         await pool.pause("drain", timeout_s)
 

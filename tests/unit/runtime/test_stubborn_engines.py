@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import zmq
+from local_rings import LocalRings
 
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.job_stop import JobStop
@@ -54,7 +55,7 @@ def test_a_killed_engine_that_does_not_end_is_reported(
             serve_fds(path) as fds,
             asyncio.TaskGroup() as tasks,
         ):
-            pool = EnginePool(spec, client, notes.append, tasks, fds, path)
+            pool = EnginePool(spec, client, notes.append, tasks, fds, LocalRings(fds))
             actor = actor_that_never_ends(tmp_path, context)
             pool.add(actor)
             hurry = asyncio.Event()

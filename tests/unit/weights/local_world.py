@@ -8,11 +8,13 @@ import tempfile
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from local_rings import LocalRings
 from torch import Tensor
 
 from umbra.runtime.engine_api.lifecycle import (
@@ -187,11 +189,16 @@ class ThreadEngine:
 class LocalSupervisor:
     """The blocking sync calls of one rank thread, straight to a coordinator on a loop thread."""
 
-    node_id = "here"
-
-    def __init__(self, loop: LoopThread, coordinator: SyncCoordinator) -> None:
+    def __init__(
+        self, loop: LoopThread, coordinator: SyncCoordinator, node_id: str = "here"
+    ) -> None:
         self._loop = loop
         self.coordinator = coordinator
+        self.node_id = node_id
+
+    def on_node(self, node_id: str) -> LocalSupervisor:
+        """The same for a rank of another node."""
+        return LocalSupervisor(self._loop, self.coordinator, node_id)
 
     def check(self) -> None:
         pass
@@ -235,11 +242,20 @@ class LocalSupervisor:
 async def coordinated(
     engines: Sequence[ThreadEngine], settings: SyncSettings
 ) -> AsyncGenerator[SyncCoordinator]:
-    """A coordinator that runs while the block does."""
+    """A coordinator that runs while the block does. For the transport "nccl", each engine that was
+    "here" is on a node of its own."""
+    if settings.transport == "nccl":
+        for engine in engines:
+            if engine.node_id == "here":
+                engine.node_id = f"node of {engine.name}"
+    # A load blocks its thread, and others wait for it.
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(len(engines) + 4))
     with tempfile.TemporaryDirectory(prefix="umbra-test-") as folder:
         path = str(Path(folder) / "fds")
         async with serve_fds(path) as server, asyncio.TaskGroup() as tasks:
-            coordinator = SyncCoordinator("pool", lambda: engines, server, path, settings)
+            coordinator = SyncCoordinator(
+                "pool", lambda: engines, server, LocalRings(server), settings
+            )
             running = tasks.create_task(coordinator.run())
             try:
                 yield coordinator

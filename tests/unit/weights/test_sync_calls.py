@@ -78,7 +78,7 @@ def calls(deadline: float) -> list[SyncCall]:
             store="",
             deadline=deadline,
         ),
-        SyncProgressed(sync_id="policy-1", rank=1, num_filled=4, sent=[2, 4], deadline=deadline),
+        SyncProgressed(sync_id="policy-1", rank=1, num_filled=4, deadline=deadline),
         SyncFilled(sync_id="policy-1", rank=1, regions=regions, deadline=deadline),
         SyncEnd(sync_id="policy-1", rank=1, deadline=deadline),
         SyncAbort(sync_id="policy-1", rank=1, reason="it was killed", deadline=deadline),

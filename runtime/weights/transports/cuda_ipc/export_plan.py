@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 from typing import Final
 
 from umbra.runtime.errors import UmbraError
-from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.transports.base import (
     Layout,
+    LayoutOrder,
     ProbedEngine,
     Problem,
     RankOffer,
@@ -26,7 +27,7 @@ from umbra.runtime.weights.transports.cuda_ipc.rank_exports import (
     RankExports,
     probe_allocations,
 )
-from umbra.runtime.weights.transports.shared_memory.sync_memory import SyncMemory
+from umbra.runtime.weights.transports.shared_memory.sync_memory import SyncMemory, numbered
 
 logger = logging.getLogger(__name__)
 
@@ -69,24 +70,18 @@ class ExportPlan:
         known = self._problems.get((engine.name, engine.incarnation))
         return known is not None and not known[1]
 
-    def lay_out(
-        self,
-        manifest: Manifest,
-        bucket_nbytes: int,
-        offers: Sequence[RankOffer],
-        num_engines: int,
-        *,
-        has_checksums: bool,
-    ) -> Layout:
+    @asynccontextmanager
+    async def lay_out(self, order: LayoutOrder) -> AsyncGenerator[Layout]:
         """Tensors are loaded one by one, so the control block counts tensors."""
-        exports = [exported.to_wire() for exported in _exports(offers)]
-        details, progress = self._memory.open_progress(len(offers), num_engines)
-        return Layout(
-            details=details,
-            engine_details={"exports": exports, "has_checksums": has_checksums},
-            progress=progress,
-            num_buckets=len(manifest.entries),
-        )
+        exports = [exported.to_wire() for exported in _exports(order.offers)]
+        with self._memory.progress(len(order.offers), len(order.engines)) as (wire, progress):
+            details = {**wire, "exports": exports, "has_checksums": order.has_checksums}
+            yield Layout(
+                rank_details=lambda rank: wire,
+                engine_details=numbered(details, len(order.engines)),
+                progress=progress,
+                num_buckets=len(order.manifest.entries),
+            )
 
     async def _probe(
         self, exports: Sequence[RankExports], engines: Sequence[ProbedEngine], timeout_s: float

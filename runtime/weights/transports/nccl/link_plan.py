@@ -1,28 +1,55 @@
-"""NCCL, the supervisor's part: where each rank meets each engine. Torch-free."""
+"""NCCL, the supervisor's part: a ring on each node, and where ranks meet its receiver. Torch-free.
+
+    rank 0 ──────────────── fills ───────────────┐
+    rank 1, on another node ══ link ══▶ engine a ┴─▶ ring of the node ─▶ engine a
+                                                                      └▶ engine b
+
+Each node that has engines has one ring. Ranks of this node fill it themselves. What other ranks
+hold reaches it through its receiver, which is the first engine of the node that takes part. So
+bytes cross the network once for each node.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any
 
-from umbra.runtime.weights.manifest import Manifest
+from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.weights.transports.base import (
     Layout,
+    LayoutOrder,
     ProbedEngine,
     Problem,
     RankOffer,
     TransportName,
 )
-from umbra.runtime.weights.transports.nccl.reported_progress import ReportedProgress
+from umbra.runtime.weights.transports.nccl.link_progress import (
+    LinkProgress,
+    RingFollower,
+    RingHolder,
+)
 from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketGrid
+from umbra.runtime.weights.transports.shared_memory.node_rings import RingOrder
+from umbra.runtime.weights.transports.shared_memory.sync_memory import numbered
 
 
 class LinkPlan:
-    """Works between any nodes that reach rank 0's."""
+    """Works between any nodes that reach rank 0's.
+
+    Args:
+        rings: reaches the nodes.
+    """
 
     name: TransportName = "nccl"
     reads_exports = False
     connects = True
+
+    def __init__(self, pool: str, rings: RingHolder) -> None:
+        self._pool = pool
+        self._rings = rings
 
     async def find_problem(
         self, offers: Sequence[RankOffer], engines: Sequence[ProbedEngine], timeout_s: float
@@ -34,22 +61,92 @@ class LinkPlan:
     def can_reach(self, engine: ProbedEngine) -> bool:
         return True
 
-    def lay_out(
-        self,
-        manifest: Manifest,
-        bucket_nbytes: int,
-        offers: Sequence[RankOffer],
-        num_engines: int,
-        *,
-        has_checksums: bool,
-    ) -> Layout:
-        return Layout(
-            details={
-                "store": offers[0].store,
-                "key": secrets.token_hex(4),
-                "progress": {"num_ranks": len(offers), "num_engines": num_engines},
-            },
-            engine_details={},
-            progress=ReportedProgress(len(offers), num_engines),
-            num_buckets=BucketGrid(manifest.nbytes, bucket_nbytes).num_buckets,
+    @asynccontextmanager
+    async def lay_out(self, order: LayoutOrder) -> AsyncGenerator[Layout]:
+        """Engines of a node that makes no ring in time cannot take part."""
+        key = f"{self._pool}-{secrets.token_hex(4)}"
+        num_buckets = BucketGrid(order.manifest.nbytes, order.bucket_nbytes).num_buckets
+        gone: list[int] = []
+        nodes = _followers(key, order, num_buckets, gone)
+        has_ring = False
+        async with asyncio.TaskGroup() as tasks:
+            following = [tasks.create_task(node.run(self._rings)) for node in nodes]
+            try:
+                await _settle(nodes, order.timeout_s)
+                has_ring = not nodes or not all(node.is_gone for node in nodes)
+                if has_ring:
+                    yield _layout(key, order, nodes, num_buckets, gone)
+            finally:
+                for task in following:
+                    task.cancel()
+        if not has_ring:  # an error inside the group would be one of several
+            names = ", ".join(node.node_id for node in nodes)
+            raise WeightSyncError(f"no ring of buckets could be made on the nodes {names}")
+
+
+async def _settle(nodes: Sequence[RingFollower], timeout_s: float) -> None:
+    """Returns once each node has a ring or is gone."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            for node in nodes:
+                await node.settled.wait()
+    for node in nodes:
+        if not node.settled.is_set():
+            node.end()
+
+
+def _followers(
+    key: str, order: LayoutOrder, num_buckets: int, gone: list[int]
+) -> list[RingFollower]:
+    by_node: dict[str, list[int]] = {}
+    for number, engine in enumerate(order.engines):
+        by_node.setdefault(engine.node_id, []).append(number)
+    return [
+        RingFollower(
+            idx,
+            gone,
+            node_id,
+            RingOrder(
+                key=f"{key}-{idx}",
+                bucket_nbytes=order.bucket_nbytes,
+                num_ranks=len(order.offers),
+                num_engines=len(engines),
+            ),
+            engines,
+            num_buckets,
+            has_receiver=any(offer.node_id != node_id for offer in order.offers),
         )
+        for idx, (node_id, engines) in enumerate(by_node.items())
+    ]
+
+
+def _layout(
+    key: str,
+    order: LayoutOrder,
+    nodes: Sequence[RingFollower],
+    num_buckets: int,
+    gone: Sequence[int],
+) -> Layout:
+    links = {"store": order.offers[0].store, "key": key}
+    own = {node.node_id: idx for idx, node in enumerate(nodes)}
+    engine_details: dict[int, Mapping[str, Any]] = {}
+    for idx, node in enumerate(nodes):
+        if node.is_gone:
+            continue
+        details = numbered(node.details, len(node.engines))
+        if node.has_receiver:
+            ranks = [n for n, offer in enumerate(order.offers) if offer.node_id != node.node_id]
+            details[0] = {**details[0], "receives": {**links, "node": idx, "ranks": ranks}}
+        engine_details |= {engine: details[n] for n, engine in enumerate(node.engines)}
+
+    def rank_details(rank: int) -> Mapping[str, Any]:
+        idx = own.get(order.offers[rank].node_id)
+        ring: Mapping[str, Any] = {} if idx is None else nodes[idx].details
+        return {**links, "num_nodes": len(nodes), "own_node": idx, "ring": ring}
+
+    return Layout(
+        rank_details=rank_details,
+        engine_details=engine_details,
+        progress=LinkProgress(len(order.offers), nodes, gone),
+        num_buckets=num_buckets,
+    )

@@ -1,7 +1,8 @@
-"""NCCL, a rank's part: sends its shards to every engine, bucket by bucket.
+"""NCCL, a rank's part: sends its shards to the receiver of every other node, bucket by bucket, and
+fills the ring of its own node.
 
-A bucket's shards are read once, for all engines. An engine whose link is broken or that the
-supervisor has dismissed is skipped from then on; it fails by itself or has been killed.
+A bucket's shards are read once, for all nodes. A node whose link is broken or that the supervisor
+reports as gone is skipped from then on; its receiver fails by itself or has been killed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from umbra.runtime.errors import DeadlineExceeded
+from umbra.runtime.errors import DeadlineExceeded, WeightSyncError
 from umbra.runtime.weights.sync_calls import (
     Region,
     SyncGrant,
@@ -25,11 +26,13 @@ from umbra.runtime.weights.sync_calls import (
 from umbra.runtime.weights.transports.nccl.weight_links import (
     LinkAddress,
     SendingLink,
+    find_runs,
     open_store,
-    pack,
 )
 from umbra.runtime.weights.transports.shard_reader import RankShards, ShardBuckets
 from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketPiece
+from umbra.runtime.weights.transports.shared_memory.memfd import BucketMappings
+from umbra.runtime.weights.transports.shared_memory.ring_filler import RingFiller
 
 _NUM_SLOTS: Final = 2
 # A bucket is sent while the next one is read.
@@ -78,7 +81,7 @@ class LinkSender:
 
 
 class _Sending:
-    """One sync. Owns the links."""
+    """One sync. Owns the links and the mapping of the ring."""
 
     def __init__(
         self, shards: RankShards, supervisor: SyncSupervisor, grant: SyncGrant, deadline: float
@@ -91,43 +94,55 @@ class _Sending:
         self._num_filled = 0
         self._interval_s = min(_REPORT_INTERVAL_S, _REPORT_SHARE * remaining_s(deadline))
         self._report_at = 0.0
-        self._num_engines: int = grant.details["progress"]["num_engines"]
-        self._links: dict[int, SendingLink] = {}  # by engine
+        self._is_aborted = False
+        self._links: dict[int, SendingLink] = {}  # by node
+        self._ring: RingFiller | None = None
+        self._mappings = BucketMappings()
 
     def send(self, plan: Sequence[Sequence[BucketPiece]]) -> list[Region] | None:
         reader, regions = self._shards.reader(), list[Region]()
-        if not self._open_links():
+        if not self._open():
             return None
         slots = [
             torch.empty(self._grant.bucket_nbytes, dtype=torch.uint8) for _ in range(_NUM_SLOTS)
         ]
         for idx, pieces in enumerate(plan):
+            in_ring = self._wait_ring(idx)
             if not self._wait_sent(idx + 1 - _NUM_SLOTS):
                 return None
-            placed, nbytes = pack(pieces)
-            chunk = slots[idx % _NUM_SLOTS][:nbytes]
-            for start, piece in placed:
-                target = chunk[start : start + piece.nbytes]
-                checksum = reader.read_into(piece, target, self._grant.has_checksums)
-                offset = self._shards.extents[piece.key].offset + piece.start
-                regions.append((offset, piece.nbytes, checksum))
-            self._put(chunk)
+            memory = slots[idx % _NUM_SLOTS] if self._links or in_ring is None else in_ring
+            regions += reader.read_bucket(pieces, memory, self._grant.has_checksums)
             self._num_filled = idx + 1
+            runs = find_runs(pieces)
+            for link in self._links.values():
+                link.put([memory[start:stop] for start, stop in runs])
+            if self._ring is not None and in_ring is not None:
+                if memory is not in_ring:
+                    for start, stop in runs:
+                        in_ring[start:stop] = memory[start:stop]
+                self._ring.set_filled(idx)
         is_sent = self._wait_sent(len(plan))
         return regions if is_sent and self._report() else None
 
     def close(self) -> None:
         for link in self._links.values():
             link.close()
+        for link in self._links.values():
+            if link.num_sent == self._grant.num_buckets:
+                link.wait_ended()
+        self._leave_ring()
 
-    def _open_links(self) -> bool:
-        """To all engines but those that were lost while they got ready; False if the sync is
-        aborted."""
-        answer = self._exchange()
-        store, key = self._grant.details["store"], self._grant.details["key"]
-        for engine in sorted({*range(self._num_engines)}.difference(answer["dismissed"])):
-            self._links[engine] = SendingLink(
-                LinkAddress(store, f"{key}/{engine}/{self._shards.rank}"),
+    def _open(self) -> bool:
+        """Opens links to all other nodes but those that were lost while their engines got ready,
+        and the ring of this one; returns False if the sync is aborted."""
+        answer, details = self._exchange(), self._grant.details
+        store, key, own = (details[name] for name in ("store", "key", "own_node"))
+        for node in sorted({*range(details["num_nodes"])}.difference(answer["gone"])):
+            if node == own:
+                self._open_ring(details["ring"], own)
+                continue
+            self._links[node] = SendingLink(
+                LinkAddress(store, f"{key}/{node}/{self._shards.rank}"),
                 self._shards.extents,
                 self._grant.num_buckets,
                 self._deadline,
@@ -135,19 +150,42 @@ class _Sending:
             )
         return not answer["is_aborted"]
 
-    def _put(self, chunk: Tensor) -> None:
-        for link in self._links.values():
-            link.put(chunk)
+    def _open_ring(self, details: Mapping[str, Any], node: int) -> None:
+        """Raises WeightSyncError if the ring of this node cannot be mapped, though it is there."""
+        rank, nbytes = self._shards.rank, self._grant.bucket_nbytes
+        try:
+            self._ring = RingFiller.open(rank, details, nbytes, self._mappings, self._deadline)
+        except WeightSyncError:
+            if node not in self._exchange()["gone"]:
+                raise
+
+    def _wait_ring(self, idx: int) -> Tensor | None:
+        """The memory of a bucket in the ring of this node, once it has room; None if there is no
+        ring any more."""
+        if self._ring is None:
+            return None
+        memory = self._ring.wait(idx, self._report_in_time)
+        if memory is None:
+            self._leave_ring()
+            self._report()  # the node is gone, or the sync was aborted
+        return memory
+
+    def _leave_ring(self) -> None:
+        if self._ring is not None:
+            self._ring.close()
+            self._ring = None
+        self._mappings.close()
 
     def _wait_sent(self, num_buckets: int) -> bool:
-        """Waits until this many buckets have been sent to every engine whose link works; returns
+        """Waits until this many buckets have been sent to every node whose link works; returns
         False if the sync is aborted.
 
         Raises:
             DeadlineExceeded: the time of the sync is used up.
         """
         while True:
-            if time.monotonic() >= self._report_at and not self._report():
+            self._report_in_time()
+            if self._is_aborted:
                 return False
             with self._changed:
                 if self._is_sent(num_buckets):
@@ -156,8 +194,8 @@ class _Sending:
                 if left_s <= 0:
                     sent = [link.num_sent for link in self._links.values()]
                     raise DeadlineExceeded(
-                        f"{sent} of at least {num_buckets} buckets are sent to engines and the "
-                        "time is used up"
+                        f"{sent} of at least {num_buckets} buckets are sent to nodes and the time "
+                        "is used up"
                     )
                 timeout_s = min(left_s, self._interval_s)
                 self._changed.wait_for(lambda: self._is_sent(num_buckets), timeout_s)
@@ -165,27 +203,28 @@ class _Sending:
     def _is_sent(self, num_buckets: int) -> bool:
         return all(link.error or link.num_sent >= num_buckets for link in self._links.values())
 
+    def _report_in_time(self) -> None:
+        if time.monotonic() >= self._report_at:
+            self._report()
+
     def _report(self) -> bool:
-        """Reports the progress, and skips engines that are lost; returns False if the sync is
+        """Reports the progress, and skips nodes that are gone; returns False if the sync is
         aborted."""
         answer = self._exchange()
-        for engine in self._links.keys() & set(answer["dismissed"]):
-            self._links[engine].close("the supervisor has dismissed the engine")
-        return not answer["is_aborted"]
+        for node in self._links.keys() & set(answer["gone"]):
+            self._links[node].close("the supervisor reports that the node is gone")
+        self._is_aborted = bool(answer["is_aborted"])
+        return not self._is_aborted
 
     def _exchange(self) -> Mapping[str, Any]:
-        """Reports what was sent; returns the answer, see `ReportedProgress.observe`."""
+        """Reports what was read; returns the answer, see `LinkProgress.observe`."""
         self._supervisor.check()
         self._report_at = time.monotonic() + self._interval_s
-        with self._changed:
-            links = (self._links.get(engine) for engine in range(self._num_engines))
-            sent = [0 if link is None else link.num_sent for link in links]
         return self._supervisor.sync_progress(
             SyncProgressed(
                 sync_id=self._grant.sync_id,
                 rank=self._shards.rank,
                 num_filled=self._num_filled,
-                sent=sent,
                 deadline=self._deadline,
             )
         )

@@ -1,9 +1,9 @@
-"""Connections for the weights of one sync: for each rank and engine a process group of these two.
+"""Connections for the weights of one sync: a process group of two for each rank and other node.
 
-    rank 0 ═══ engine a      a link is broken by the death of either end, and no other link is
-    rank 0 ═══ engine b      disturbed: the engines that are left get the version
-    rank 1 ═══ engine a
-    rank 1 ═══ engine b
+    rank 0 ═══ receiver of node b      a link is broken by the death of either end, and no other
+    rank 0 ═══ receiver of node c      link is disturbed: the nodes that are left get the version
+    rank 1 ═══ receiver of node b
+    rank 1 ═══ receiver of node c
 
 One larger group would break as a whole, and its members would have to agree on the next one while
 the sync is in progress. Links are made for each sync and end with it. So nothing of an aborted sync
@@ -16,8 +16,9 @@ is done. So every link has a thread that waits in gloo until the deadline of the
 thread that owns the sync can leave at any time. The other end notices when the thread frees the
 group, which closes the connection.
 
-A rank's link sends its extents first, and then, in the order of `BucketGrid`, a packed chunk for
-each bucket of which it holds anything. The engine's link answers the last one.
+A rank's link sends its extents first, and then, in the order of `BucketGrid`, its runs of each
+bucket: pieces that follow each other there without a gap. The receiver's link writes them into the
+ring of its node, in the rank's name, and answers the last one.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from __future__ import annotations
 import queue
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
@@ -35,20 +36,18 @@ import torch.distributed
 from torch import Tensor
 
 from umbra.runtime.errors import ProtocolError
-from umbra.runtime.weights.manifest import MAX_TENSORS, align
+from umbra.runtime.weights.manifest import MAX_TENSORS
 from umbra.runtime.weights.sync_calls import remaining_s
 from umbra.runtime.weights.transports.shared_memory.bucket_grid import (
     BucketGrid,
     BucketPiece,
     Extent,
 )
+from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncProgress
 
 _c10d: Any = torch.distributed  # which exports these classes without declaring it
 _SENDER: Final = 0  # members of a link's group
 _RECEIVER: Final = 1
-_NUM_SLOTS: Final = 2
-# Chunks of one rank that an engine holds: one arrives while the other is loaded. Each further one
-# costs an engine the size of a bucket for every rank.
 _FIRST_LOOK_S: Final = 0.005
 _LAST_LOOK_S: Final = 0.1
 # Time between two looks whether the other end has come, which doubles. A wait in the store could
@@ -59,6 +58,10 @@ _CLIENT_LIMIT_S: Final = 0.5
 _MEETING_LIMIT_S: Final = 10.0
 # For each step of two ends that are both there. Longer: an engine that dies in these milliseconds
 # holds a thread of each rank. Shorter: links fail on a busy machine.
+
+
+_END_LIMIT_S: Final = 5.0
+# For freeing a group, which takes milliseconds.
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +106,8 @@ class _Link:
         self._deadline = deadline
         self._group: Any = None
         self._is_closed = threading.Event()
-        threading.Thread(target=self._main, name="weight-link", daemon=True).start()
+        self._thread = threading.Thread(target=self._main, name="weight-link", daemon=True)
+        self._thread.start()
 
     def _main(self) -> None:
         try:
@@ -113,6 +117,12 @@ class _Link:
             self._on_error(error)
         finally:
             self._group = None  # closes the connection, so that the other end notices
+
+    def wait_ended(self) -> None:
+        """Waits a moment for the thread of a link that has nothing left to do. A process that ends
+        while the thread frees its group is aborted: "terminate called without an active exception".
+        """
+        self._thread.join(_END_LIMIT_S)
 
     def _run(self) -> None:
         raise NotImplementedError
@@ -158,15 +168,16 @@ class _Link:
     def _limit_s(self) -> float:
         return min(remaining_s(self._deadline), _MEETING_LIMIT_S)
 
-    def _wait(self, work: Any) -> None:
-        work.wait(timedelta(seconds=remaining_s(self._deadline)))
+    def _wait(self, works: Sequence[Any]) -> None:
+        for work in works:
+            work.wait(timedelta(seconds=remaining_s(self._deadline)))
 
 
 class SendingLink(_Link):
-    """A rank's end. `changed` is notified after every chunk and at an error.
+    """A rank's end. `changed` is notified after every bucket and at an error.
 
     Attributes:
-        num_sent: buckets whose chunk has been sent, and after the last one has arrived; read it
+        num_sent: buckets whose runs have been sent, and after the last one have arrived; read it
             under `changed`.
         error: why the link is broken; "" while it works.
     """
@@ -184,20 +195,20 @@ class SendingLink(_Link):
         self._extents = extents
         self._num_buckets = num_buckets
         self._changed = changed
-        self._chunks: queue.SimpleQueue[Tensor | None] = queue.SimpleQueue()
+        self._buckets: queue.SimpleQueue[Sequence[Tensor] | None] = queue.SimpleQueue()
         super().__init__(address, _SENDER, deadline)
 
-    def put(self, chunk: Tensor) -> None:
-        """Queues the chunk of the next bucket: uint8 [nbytes]. It must not change until it was
-        sent."""
-        self._chunks.put(chunk)
+    def put(self, runs: Sequence[Tensor]) -> None:
+        """Queues the runs of the next bucket: uint8 [nbytes] each. They must not change until they
+        were sent."""
+        self._buckets.put(runs)
 
     def close(self, reason: str = "it was closed") -> None:
         """Ends the link, even if not everything was sent. Idempotent."""
         with self._changed:
             self.error = self.error or reason
         self._is_closed.set()
-        self._chunks.put(None)
+        self._buckets.put(None)
 
     def _run(self) -> None:
         rows = torch.tensor([(e.offset, e.nbytes) for e in self._extents], dtype=torch.int64)
@@ -205,20 +216,19 @@ class SendingLink(_Link):
         if len(rows):
             self._send(rows)
         for idx in range(self._num_buckets):
-            chunk = self._chunks.get()
-            if chunk is None or self.error:
+            runs = self._buckets.get()
+            if runs is None or self.error:
                 return
-            if len(chunk):
-                self._send(chunk)
+            self._wait([self._group.send([run], _RECEIVER, 0) for run in runs])
             if idx == self._num_buckets - 1:
                 # A connection that is closed too early may lose what it still carries.
-                self._wait(self._group.recv([torch.zeros(1)], _RECEIVER, 0))
+                self._wait([self._group.recv([torch.zeros(1)], _RECEIVER, 0)])
             with self._changed:
                 self.num_sent += 1
                 self._changed.notify_all()
 
     def _send(self, data: Tensor) -> None:
-        self._wait(self._group.send([data], _RECEIVER, 0))
+        self._wait([self._group.send([data], _RECEIVER, 0)])
 
     def _on_error(self, error: Exception) -> None:
         with self._changed:
@@ -226,67 +236,60 @@ class SendingLink(_Link):
             self._changed.notify_all()
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """What a rank holds of one bucket: pieces, each with its first byte in `memory`."""
-
-    pieces: Sequence[tuple[int, BucketPiece]]
-    memory: Tensor
-
-
 class ReceivingLink(_Link):
-    """An engine's end, for all buckets of `grid`."""
+    """A receiver's end, which fills the ring of its node with what one rank holds.
 
-    def __init__(self, address: LinkAddress, grid: BucketGrid, deadline: float) -> None:
+    Args:
+        memories: of the ring's buckets, uint8 [bucket_nbytes] each.
+        progress: of the ring.
+        on_error: called in the link's thread if the link fails.
+    """
+
+    def __init__(
+        self,
+        address: LinkAddress,
+        rank: int,
+        grid: BucketGrid,
+        memories: Sequence[Tensor],
+        progress: SyncProgress,
+        deadline: float,
+        on_error: Callable[[int, Exception], None],
+    ) -> None:
+        self._rank = rank
         self._grid = grid
-        self._arrived: queue.SimpleQueue[Chunk | Exception] = queue.SimpleQueue()
-        self._free: queue.SimpleQueue[Tensor | None] = queue.SimpleQueue()
-        for _ in range(_NUM_SLOTS):
-            self._free.put(torch.empty(grid.bucket_nbytes, dtype=torch.uint8))
+        self._memories = memories
+        self._progress = progress
+        self._fail = on_error
         super().__init__(address, _RECEIVER, deadline)
-
-    def take(self, timeout_s: float) -> Chunk | None:
-        """The chunk of the next bucket, or None if it does not arrive in time; `give_back` it.
-
-        Raises:
-            RuntimeError, ProtocolError, DeadlineExceeded: the link is broken.
-        """
-        try:
-            arrived = self._arrived.get(timeout=timeout_s)
-        except queue.Empty:
-            return None
-        if isinstance(arrived, Exception):
-            raise arrived
-        return arrived
-
-    def give_back(self, chunk: Chunk) -> None:
-        """Its memory is overwritten by a later chunk."""
-        self._free.put(chunk.memory)
 
     def close(self) -> None:
         """Idempotent."""
         self._is_closed.set()
-        self._free.put(None)
 
     def _run(self) -> None:
-        for pieces in self._grid.cut(self._receive_extents()):
-            memory = self._free.get()
-            if memory is None or self._is_closed.is_set():
+        memories, progress = self._memories, self._progress
+        for idx, pieces in enumerate(self._grid.cut(self._receive_extents())):
+            num_needed = idx + 1 - len(memories)  # then the memory of bucket idx is free again
+            if not progress.wait_loaded(num_needed, self._deadline, self._check_open):
                 return
-            packed, nbytes = pack(pieces)
-            if nbytes:
-                self._wait(self._group.recv([memory[:nbytes]], _SENDER, 0))
-            self._arrived.put(Chunk(packed, memory))
-        self._wait(self._group.send([torch.zeros(1)], _SENDER, 0))
+            memory = memories[idx % len(memories)]
+            runs = [memory[start:stop] for start, stop in find_runs(pieces)]
+            self._wait([self._group.recv([run], _SENDER, 0) for run in runs])
+            progress.set_filled(self._rank, idx + 1)
+        self._wait([self._group.send([torch.zeros(1)], _SENDER, 0)])
+
+    def _check_open(self) -> None:
+        if self._is_closed.is_set():
+            raise ConnectionAbortedError("the link was closed before everything had arrived")
 
     def _receive_extents(self) -> list[Extent]:
         count = torch.zeros(1, dtype=torch.int64)
-        self._wait(self._group.recv([count], _SENDER, 0))
+        self._wait([self._group.recv([count], _SENDER, 0)])
         if not 0 <= count.item() <= MAX_TENSORS:
             raise ProtocolError(f"a rank holds at most {MAX_TENSORS} tensors, got {count.item()}")
         rows = torch.zeros(int(count.item()), 2, dtype=torch.int64)
         if len(rows):
-            self._wait(self._group.recv([rows], _SENDER, 0))
+            self._wait([self._group.recv([rows], _SENDER, 0)])
         numbers: list[list[int]] = rows.numpy().tolist()
         end = 0
         for offset, nbytes in numbers:
@@ -299,20 +302,19 @@ class ReceivingLink(_Link):
         return [Extent(key, offset, nbytes) for key, (offset, nbytes) in enumerate(numbers)]
 
     def _on_error(self, error: Exception) -> None:
-        self._arrived.put(error)
+        self._fail(self._rank, error)
 
 
-def pack(pieces: Sequence[BucketPiece]) -> tuple[list[tuple[int, BucketPiece]], int]:
-    """Places pieces in a chunk one after the other; each with its first byte, and the chunk's
-    length.
+def find_runs(pieces: Sequence[BucketPiece]) -> list[tuple[int, int]]:
+    """The first byte of each run of pieces in their bucket, and the byte behind it.
 
-    Each begins at a multiple of `ALIGNMENT`, so that it can be written as any dtype. The extents of
-    a rank are of different tensors, so a chunk is never longer than a bucket.
+    Each run is a message. Gaps are not sent, because they may belong to another rank. Most tensors
+    have a multiple of `ALIGNMENT` bytes and leave none.
     """
-    placed: list[tuple[int, BucketPiece]] = []
-    end = 0
+    runs: list[tuple[int, int]] = []
     for piece in pieces:
-        start = align(end)
-        placed.append((start, piece))
-        end = start + piece.nbytes
-    return placed, end
+        start, stop = piece.bucket_start, piece.bucket_start + piece.nbytes
+        if runs and runs[-1][1] == start:
+            start = runs.pop()[0]
+        runs.append((start, stop))
+    return runs

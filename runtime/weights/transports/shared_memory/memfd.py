@@ -174,9 +174,13 @@ class FdServer:
     """Serves descriptors by name. They may be offered and withdrawn at any time.
 
     Does not own the descriptors.
+
+    Args:
+        socket_path: at which processes of this node reach it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, socket_path: str) -> None:
+        self.socket_path = socket_path
         self._fds: dict[str, int] = {}
 
     def offer(self, fds: Mapping[str, int]) -> None:
@@ -225,7 +229,7 @@ async def serve_fds(
     socket_path: str, fds: Mapping[str, int] | None = None
 ) -> AsyncGenerator[FdServer]:
     """Serves descriptors at `socket_path` (mode 0600) inside the block; removes it afterwards."""
-    server = FdServer()
+    server = FdServer(socket_path)
     server.offer(fds or {})
     with _listen(socket_path) as listener:
         try:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 
-from umbra.runtime.weights.manifest import Manifest
 from umbra.runtime.weights.transports.base import (
     Layout,
+    LayoutOrder,
     ProbedEngine,
     Problem,
     RankOffer,
@@ -14,7 +15,7 @@ from umbra.runtime.weights.transports.base import (
     find_distance,
 )
 from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketGrid
-from umbra.runtime.weights.transports.shared_memory.sync_memory import SyncMemory
+from umbra.runtime.weights.transports.shared_memory.sync_memory import SyncMemory, numbered
 
 
 class RingPlan:
@@ -35,20 +36,14 @@ class RingPlan:
     def can_reach(self, engine: ProbedEngine) -> bool:
         return True
 
-    def lay_out(
-        self,
-        manifest: Manifest,
-        bucket_nbytes: int,
-        offers: Sequence[RankOffer],
-        num_engines: int,
-        *,
-        has_checksums: bool,
-    ) -> Layout:
+    @asynccontextmanager
+    async def lay_out(self, order: LayoutOrder) -> AsyncGenerator[Layout]:
         names = self._memory.names()
-        details, progress = self._memory.open_progress(len(offers), num_engines)
-        return Layout(
-            details={"names": names, **details},
-            engine_details={},
-            progress=progress,
-            num_buckets=BucketGrid(manifest.nbytes, bucket_nbytes).num_buckets,
-        )
+        with self._memory.progress(len(order.offers), len(order.engines)) as (wire, progress):
+            details = {"names": names, **wire}
+            yield Layout(
+                rank_details=lambda rank: details,
+                engine_details=numbered(details, len(order.engines)),
+                progress=progress,
+                num_buckets=BucketGrid(order.manifest.nbytes, order.bucket_nbytes).num_buckets,
+            )

@@ -11,12 +11,11 @@ from collections.abc import Callable
 
 import torch
 
-from umbra.runtime.weights.sync_calls import Region, SyncGrant, remaining_s
-from umbra.runtime.weights.transports.byte_views import buffer_bytes
+from umbra.runtime.weights.sync_calls import Region, SyncGrant
 from umbra.runtime.weights.transports.shard_reader import RankShards, ShardBuckets
 from umbra.runtime.weights.transports.shared_memory.bucket_grid import BucketPiece
-from umbra.runtime.weights.transports.shared_memory.memfd import BucketMappings, MappedBucket
-from umbra.runtime.weights.transports.shared_memory.sync_progress import SyncProgress
+from umbra.runtime.weights.transports.shared_memory.memfd import BucketMappings
+from umbra.runtime.weights.transports.shared_memory.ring_filler import RingFiller
 
 
 class RingSender:
@@ -36,41 +35,28 @@ class RingSender:
 
     def send(self, grant: SyncGrant, deadline: float) -> list[Region] | None:
         """Fills all buckets; see `Sender.send`."""
-        plan, details = self._buckets.cut(grant), grant.details
-        left_s, fd_socket = remaining_s(deadline), details["fd_socket"]
-        buckets = self._mappings.open(fd_socket, details["names"], grant.bucket_nbytes, left_s)
-        progress = SyncProgress.receive_open(fd_socket, details["progress"], left_s)
-        if progress is None:
+        plan, rank = self._buckets.cut(grant), self._shards.rank
+        ring = RingFiller.open(rank, grant.details, grant.bucket_nbytes, self._mappings, deadline)
+        if ring is None:
             return None
         try:
-            return self._fill_buckets(plan, buckets, progress, grant.has_checksums, deadline)
+            return self._fill_buckets(plan, ring, grant.has_checksums)
         finally:
-            progress.close()
+            ring.close()
 
     def close(self) -> None:
         self._mappings.close()
 
     @torch.no_grad()
     def _fill_buckets(
-        self,
-        plan: list[list[BucketPiece]],
-        buckets: list[MappedBucket],
-        progress: SyncProgress,
-        has_checksums: bool,
-        deadline: float,
+        self, plan: list[list[BucketPiece]], ring: RingFiller, has_checksums: bool
     ) -> list[Region] | None:
         reader = self._shards.reader()
-        memories = [buffer_bytes(bucket.memory) for bucket in buckets]
         regions: list[Region] = []
         for idx, pieces in enumerate(plan):
-            num_needed = idx + 1 - len(memories)  # then the memory of bucket idx is free again
-            if not progress.wait_loaded(num_needed, deadline, self._check):
+            memory = ring.wait(idx, self._check)
+            if memory is None:
                 return None
-            memory = memories[idx % len(memories)]
-            for piece in pieces:
-                target = memory[piece.bucket_start : piece.bucket_start + piece.nbytes]
-                checksum = reader.read_into(piece, target, has_checksums)
-                offset = self._shards.extents[piece.key].offset + piece.start
-                regions.append((offset, piece.nbytes, checksum))
-            progress.set_filled(self._shards.rank, idx + 1)
+            regions += reader.read_bucket(pieces, memory, has_checksums)
+            ring.set_filled(idx)
         return regions

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from contextlib import suppress
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from umbra.runtime.errors import WeightSyncError
@@ -21,16 +22,14 @@ class SyncMemory:
 
     Args:
         bucket_nbytes: size of each of the NUM_BUFFERS buckets, before rounding up.
-        fd_server: offers the descriptors at `fd_socket`.
+        fd_server: offers the descriptors.
     """
 
-    def __init__(self, pool: str, bucket_nbytes: int, fd_server: FdServer, fd_socket: str) -> None:
+    def __init__(self, pool: str, bucket_nbytes: int, fd_server: FdServer) -> None:
         self.bucket_nbytes = align(bucket_nbytes)
         self._pool = pool
         self._fd_server = fd_server
-        self._fd_socket = fd_socket
         self._fds: dict[str, int] = {}
-        self._progress: tuple[str, int, SyncProgress] | None = None  # name, descriptor, mapping
         self._why_none = ""
 
     async def make(self) -> None:
@@ -62,27 +61,23 @@ class SyncMemory:
             raise WeightSyncError(self._why_none)
         return list(self._fds)
 
-    def open_progress(
+    @contextmanager
+    def progress(
         self, num_ranks: int, num_engines: int
-    ) -> tuple[dict[str, Any], SyncProgress]:
-        """A control block for the open sync, offered until `close_progress`; first what ranks and
-        engines need to map it.
+    ) -> Generator[tuple[dict[str, Any], SyncProgress]]:
+        """A control block for one sync, offered inside the block; first what ranks and engines need
+        to map it.
 
         Raises:
             WeightSyncError: the system has no memory or descriptors for it.
         """
         name = f"{self._pool}-{secrets.token_hex(4)}-progress"
         fd, progress = SyncProgress.create(name, num_ranks, num_engines)
-        self._progress = (name, fd, progress)
         self._fd_server.offer({name: fd})
         wire = {"name": name, "num_ranks": num_ranks, "num_engines": num_engines}
-        return {"fd_socket": self._fd_socket, "progress": wire}, progress
-
-    def close_progress(self) -> None:
-        """Idempotent."""
-        if self._progress is not None:
-            name, fd, progress = self._progress
-            self._progress = None
+        try:
+            yield {"fd_socket": self._fd_server.socket_path, "progress": wire}, progress
+        finally:
             self._fd_server.withdraw([name])
             progress.close()
             os.close(fd)
@@ -92,3 +87,12 @@ class SyncMemory:
         self._fd_server.withdraw(list(self._fds))
         close_fds(self._fds)
         self._fds = {}
+
+
+def numbered(details: Mapping[str, Any], num_engines: int) -> dict[int, Mapping[str, Any]]:
+    """The details for each engine of one control block, with its number there."""
+    progress = details["progress"]
+    return {
+        number: {**details, "progress": progress | {"engine": number}}
+        for number in range(num_engines)
+    }

@@ -168,6 +168,14 @@ class SyncProgress:
     def num_loaded(self, engine: int) -> int:
         return self._words[self._loaded(engine)]
 
+    def has_work(self, engine: int) -> bool:
+        """Whether the engine has buckets to load."""
+        return self.num_loaded(engine) < min(self.num_filled())
+
+    def is_cut_off(self, engine: int) -> bool:
+        """Never: nobody receives for others."""
+        return False
+
     # -- words ---------------------------------------------------------------------------
 
     def _filled(self, rank: int) -> int:
