@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
@@ -14,6 +14,7 @@ from umbra.runtime.cluster.job_nodes import JobNode
 from umbra.runtime.engine_api.lifecycle import SleepLevel, Tag
 from umbra.runtime.errors import ActorNotFound, ConfigError
 from umbra.runtime.pools.engine_pool import EnginePool
+from umbra.runtime.pools.engine_reuse import WarmSpecs, reuse_engines
 from umbra.runtime.pools.pool_slicing import PoolSlicing
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.pools.remote_actor import EngineActor
@@ -41,6 +42,8 @@ class NodePools:
         note: called with each line for the operator.
         tasks: lives as long as the supervisor; `close` ends the tasks made here.
         fd_server: offers descriptors at `fd_socket`.
+        warm: the engines that pools of the last epoch have left.
+        end_warm: ends those of a node, by their names.
     """
 
     def __init__(
@@ -51,8 +54,12 @@ class NodePools:
         tasks: asyncio.TaskGroup,
         fd_server: FdServer,
         fd_socket: str,
+        warm: Callable[[], WarmSpecs],
+        end_warm: Callable[[int, Sequence[str]], None],
     ) -> None:
         self._start = start
+        self._warm = warm
+        self._end_warm = end_warm
         self._client = client
         self._note = note
         self._tasks = tasks
@@ -78,6 +85,14 @@ class NodePools:
     def close(self) -> None:
         for task in self._background:
             task.cancel()
+
+    async def dissolve(self) -> None:
+        """Ends all pools and leaves their engines running. Open syncs fail at their ranks."""
+        self.close()
+        if self._background:
+            await asyncio.wait(self._background)
+        for pool in self._pools.values():
+            await pool.close()
 
     async def create(self, call: dict[str, Any]) -> None:
         """Starts the engines of a pool, a `PoolSpec`, and waits until each is ready.
@@ -143,7 +158,7 @@ class NodePools:
         return [pool for pool in self._pools.values() if not pool.spec.load_weights]
 
     def _extend(self, pool: EnginePool, idx: int, node: JobNode) -> list[str]:
-        specs = pool.spec.engine_specs_on(node.gpus, first_idx=pool.num_added)
+        specs = pool.spec.engine_specs_on(node.gpus, first_idx=pool.next_idx)
         for spec in specs:
             pool.add(self._start(spec, idx, pool.may_start))
         return [spec.name for spec in specs]
@@ -151,7 +166,13 @@ class NodePools:
     async def _start_engines(self, pool: EnginePool) -> None:
         """Starts all engines or, if one cannot start, none."""
         try:
-            for spec, node in zip(pool.spec.engine_specs(), pool.spec.nodes, strict=True):
+            nodes = pool.spec.nodes
+            specs, unused = reuse_engines(
+                pool.spec.name, pool.spec.engine_specs(), nodes, self._warm()
+            )
+            for node, names in unused.items():
+                self._end_warm(node, names)
+            for spec, node in zip(specs, nodes, strict=True):
                 pool.add(self._start(spec, node, pool.may_start))
             await pool.wait_running()
         except BaseException:
