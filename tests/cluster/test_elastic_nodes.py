@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -226,6 +227,28 @@ def test_a_killed_rank_restarts_all_nodes_and_no_engine(hosts: Hosts, home_of_ru
         assert nodes.job.wait(LIMIT_S) == [0, 0, 0], nodes.text()
 
     assert set(nodes.groups()) == {1, 2}
+    nodes.check()
+
+
+def test_a_machine_that_only_generates_leaves_when_the_nodes_meet_again(
+    hosts: Hosts, home_of_run: Path
+) -> None:
+    log = home_of_run / "joined.log"
+    with ElasticNodes(hosts, home_of_run, steps=14, num_nodes=2) as nodes:
+        nodes.await_step(after=1)
+        command = [sys.executable, "-m", "umbra.runtime.node", "--join", str(home_of_run / "run")]
+        with hosts.start(2, command, log, {}) as program:
+            try:
+                _await(lambda: "joined as node 2" in log.read_text(), nodes.text)
+                step = nodes.await_step(after=2)
+                (rank,) = nodes.ranks(1)
+                os.kill(rank, signal.SIGKILL)
+                assert program.wait(LIMIT_S) == 0, log.read_text()
+            finally:
+                program.kill()
+        nodes.await_step(after=step)
+        assert nodes.job.wait(LIMIT_S) == [0, 0], nodes.text()
+
     nodes.check()
 
 
