@@ -231,7 +231,7 @@ def test_a_killed_rank_restarts_all_nodes_and_no_engine(hosts: Hosts, home_of_ru
     nodes.check()
 
 
-def test_a_machine_that_only_generates_leaves_when_the_nodes_meet_again(
+def test_a_machine_that_only_generates_leaves_when_a_rank_fails(
     hosts: Hosts, home_of_run: Path
 ) -> None:
     log = home_of_run / "joined.log"
@@ -244,12 +244,13 @@ def test_a_machine_that_only_generates_leaves_when_the_nodes_meet_again(
                 step = nodes.await_step(after=2)
                 (rank,) = nodes.ranks(1)
                 os.kill(rank, signal.SIGKILL)
-                assert program.wait(LIMIT_S) == 0, log.read_text()
+                assert program.wait(LIMIT_S) == 1
             finally:
                 program.kill()
         nodes.await_step(after=step)
         assert nodes.job.wait(LIMIT_S) == [0, 0], nodes.text()
 
+    assert "rank 1 failed: its process" in log.read_text()
     nodes.check()
 
 
