@@ -7,7 +7,8 @@
 # RDZV_ENDPOINT is one of the machines, with a port that is free there; RDZV_ID is the job's name.
 # Each machine has one rank on each of the trainer's GPUs (job.trainer_gpus_per_node, by default
 # all), or two ranks without a GPU; NUM_RANKS sets another number. UMBRA_HOST_ADDRESS sets the
-# machine's own address for the others. docs/cluster.md has the rest.
+# machine's own address for the others. With MAX_RESTARTS=N above 0, the training continues on at least
+# MIN_NODES of the machines if others are lost. docs/cluster.md has the rest.
 #
 # Closing a terminal stops the training on all machines like SIGTERM, with a checkpoint; under
 # `nohup` the training continues.
@@ -15,7 +16,7 @@ set -euo pipefail
 
 if [[ $# -lt 1 || -z ${NUM_NODES:-} || -z ${RDZV_ENDPOINT:-} || -z ${RDZV_ID:-} ]]; then
     echo "usage: NUM_NODES=N RDZV_ENDPOINT=HOST:PORT RDZV_ID=NAME [NUM_RANKS=N]" \
-        "[UMBRA_HOST_ADDRESS=ADDRESS] $0 CONFIG.toml [section.key=value ...]" >&2
+        "[MIN_NODES=N MAX_RESTARTS=N] [UMBRA_HOST_ADDRESS=ADDRESS] $0 CONFIG.toml [section.key=value ...]" >&2
     exit 2
 fi
 
@@ -26,12 +27,17 @@ if [[ -n $(trap -p HUP) ]]; then
     export PET_SIGNALS_TO_HANDLE=${PET_SIGNALS_TO_HANDLE:-SIGTERM,SIGINT,SIGQUIT}
 fi
 
+max_restarts=${MAX_RESTARTS:-0}
+if [[ $max_restarts -gt 0 ]]; then
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # the ranks may find no store where it was before
+fi
+
 exec torchrun \
-    --nnodes "$NUM_NODES" \
+    --nnodes "${MIN_NODES:-$NUM_NODES}:$NUM_NODES" \
     --rdzv-backend c10d \
     --rdzv-endpoint "$RDZV_ENDPOINT" \
     --rdzv-id "$RDZV_ID" \
     ${UMBRA_HOST_ADDRESS:+--local-addr "$UMBRA_HOST_ADDRESS"} \
-    --max-restarts 0 \
+    --max-restarts "$max_restarts" \
     --nproc-per-node "$num_ranks" \
     -m umbra.trainer "$@"

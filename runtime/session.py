@@ -46,6 +46,7 @@ from umbra.runtime.cluster.job_nodes import (
     job_name,
     key_digest,
     meet_nodes,
+    next_epoch,
     own_address,
 )
 from umbra.runtime.cluster.socket_dir import SocketDir, is_in_use, socket_dir_path
@@ -103,7 +104,7 @@ class Session:
         self._on_note = on_note or _log_note
         self._on_failed = on_failed or self._log_failure
         self._on_signal = on_signal or self._fail_by_signal
-        self._has_peers = environment.num_nodes > 1
+        self._has_peers = environment.spans_nodes
         self._agent = bind_to_agent()
         owner_pid = os.getpid() if self._agent is None else self._agent.pid
         self._node_id = config.node_id or socket.gethostname()
@@ -122,8 +123,8 @@ class Session:
         )
         self._socket_dir = socket_dir_path(self._job, self._node_id, socket_root())
         self._log_dir = config.run_dir / "logs"
-        if environment.node_rank > 0:
-            self._log_dir /= self._node_id
+        if environment.node_rank > 0 or environment.nodes_may_change:
+            self._log_dir /= self._node_id  # the supervisor stays when rank 0 is elsewhere
         self._loop = LoopThread("umbra-session")
         self._stack = contextlib.ExitStack()
         self._attached = threading.Event()
@@ -132,7 +133,9 @@ class Session:
         self._supervisor_lost = False
         self._is_closing = False
         self._guardian: GuardianProcess | None = None
-        self._tcp_endpoint = ""  # of the supervisor that this rank has started
+        self._tcp_endpoint = ""  # of this node's supervisor
+        self._epoch = 0  # of the job's nodes; before they have met, the last one
+        self._was_stopped = False  # by a signal
         self._client: Client
         self._supervisor: Handle
 
@@ -152,7 +155,8 @@ class Session:
         node. An actor is found by the ranks of its own node, and from everywhere if it is on rank
         0's or was started by its node's index. Pools belong to rank 0's supervisor; their engines
         may be on any node, and end with the last rank there. A rank's failure is reported on all
-        nodes.
+        nodes. If torchrun starts the ranks again, the supervisors and the engines stay, also if it
+        does so on other nodes.
 
         Args:
             on_note: called with each line for the operator (engine died, restarted, caught up), on
@@ -189,8 +193,9 @@ class Session:
 
     @property
     def incarnation(self) -> int:
-        """1 at the first start, one more after each elastic restart."""
-        return self._environment.incarnation
+        """1 at the first start, more after each elastic restart; the same on all ranks."""
+        is_counted = self._environment.nodes_may_change
+        return self._epoch if is_counted else self._environment.incarnation
 
     @property
     def socket_dir(self) -> Path:
@@ -217,7 +222,7 @@ class Session:
         with contextlib.ExitStack() as stack, failure_reported(self._environment):
             if self.local_rank == 0 and not is_in_use(self._socket_dir):
                 stack.callback(self._forget_keys)
-                self._guardian, self._tcp_endpoint = self._start_supervisor()
+                self._guardian = self._start_supervisor()
                 stack.enter_context(self._guardian)
             stack.enter_context(self._loop)
             self._client = self._loop.run(self._open_client())
@@ -254,9 +259,8 @@ class Session:
             self._send_last("fail_job", f"rank {self.rank}", f"{type(error).__name__}: {error}")
         self._send_last("detach", self.rank)
 
-    def _start_supervisor(self) -> tuple[GuardianProcess, str]:
-        """Returns the guardian, and the supervisor's address for other nodes."""
-        config = self._config
+    def _start_supervisor(self) -> GuardianProcess:
+        config, environment = self._config, self._environment
         log_path = self._log_dir / "supervisor.log"
         secret = ""
         if self._tcp_host:
@@ -265,11 +269,14 @@ class Session:
         settings = SupervisorConfig(
             node_id=self._node_id,
             log_dir=str(self._log_dir.absolute()),
-            run_dir=run_dir if self._environment.node_rank == 0 else "",
+            run_dir=run_dir,
             socket_dir=str(self._socket_dir),
             tcp_host=self._tcp_host,
             secret_file=secret,
             log_level=log_level(),
+            is_lead=environment.node_rank == 0 and not environment.nodes_may_change,
+            nodes_may_change=environment.nodes_may_change,
+            owns_keys=environment.nodes_may_change and not is_secret_file_named(),
         )
         program = [sys.executable, "-m", "umbra.runtime.supervisor_host"]
         with self._owner_pidfd() as owner_pidfd:
@@ -284,9 +291,9 @@ class Session:
         with contextlib.ExitStack() as stack:
             stack.enter_context(guardian)
             stack.callback(guardian.stop, config.shutdown_grace_s + 5.0)
-            ready = guardian.wait_ready(config.attach_timeout_s)
+            guardian.wait_ready(config.attach_timeout_s)
             stack.pop_all()
-        return guardian, ready["tcp_endpoint"]
+        return guardian
 
     @contextlib.contextmanager
     def _owner_pidfd(self) -> Generator[int]:
@@ -309,14 +316,19 @@ class Session:
         return self._secret_file
 
     def _forget_keys(self) -> None:
-        """Removes the secret file if only this job used it."""
-        if self._tcp_host and not is_secret_file_named() and not self._is_outlived:
+        """Removes the secret file if only this job used it. Where the nodes may change, the last
+        supervisor does."""
+        is_own = self._tcp_host and not is_secret_file_named()
+        if is_own and not self._is_outlived and not self._environment.nodes_may_change:
             self._secret_file.unlink(missing_ok=True)
 
     @property
     def _is_outlived(self) -> bool:
         """Whether the supervisor stays for the ranks that torchrun starts next."""
-        return self._loop.failure is not None and self._environment.may_restart
+        environment = self._environment
+        if self._loop.failure is not None:
+            return environment.may_restart
+        return environment.nodes_may_change and self._was_stopped
 
     async def _open_client(self) -> Client:
         return Client(self._node_id)
@@ -339,13 +351,16 @@ class Session:
             os.getpid(),
             environment.incarnation,
             environment.may_restart,
+            environment.round_id,
         )
         try:
             async with self._supervisor.stream("attach", *arguments, timeout_s=None) as events:
                 async for event in events:
                     if event["kind"] == "attached":
+                        self._tcp_endpoint, self._epoch = event["tcp_endpoint"], event["epoch"]
                         self._attached.set()
                     elif event["kind"] == "nodes":
+                        self._epoch = event["epoch"]
                         self._nodes = tuple(from_wire(JobNode, raw) for raw in event["nodes"])
                         self._has_met.set()
                     elif event["kind"] == "failed":
@@ -353,6 +368,7 @@ class Session:
                     elif event["kind"] == "note":
                         self._on_note(event["text"])
                     elif event["kind"] == "signal":
+                        self._was_stopped = True
                         self._on_signal(event["number"], event["grace_s"])
         except ConnectionLost:
             self._fail(self._supervisor_loss())
@@ -366,7 +382,7 @@ class Session:
     def _meet_other_nodes(self) -> None:
         """Returns once the supervisors of all nodes are linked."""
         timeout_s = self._config.attach_timeout_s
-        if self._guardian is not None:
+        if self._guardian is not None or (self._has_peers and self.local_rank == 0):
             gpus = visible_gpus(count_gpus())
             me = JobNode(
                 node_id=self._node_id,
@@ -375,6 +391,7 @@ class Session:
                 gpu_nbytes=tuple(gpu_sizes(gpus)),
                 tcp_endpoint=self._tcp_endpoint,
                 key_digest=key_digest(CurveKeys.load(self._secret_file)),
+                epoch=self._epoch,
             )
             nodes = (me,)
             if self._has_peers:
@@ -383,6 +400,7 @@ class Session:
                 "join_job",
                 [to_wire(node) for node in nodes],
                 self._environment.node_rank,
+                next_epoch(nodes),
                 timeout_s,
                 timeout_s=timeout_s + 1.0,
             )
@@ -481,6 +499,7 @@ class Session:
         Signal handlers call it: a rank that stopped alone would wait in its next collective call
         for ranks that did not get the signal.
         """
+        self._was_stopped = True
         self._loop.start(self._pass_on_signal(number))
 
     async def _pass_on_signal(self, number: int) -> None:

@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -30,7 +30,7 @@ from umbra.runtime.cluster.gpu_shortage import RankMemory, read_gpu_memory
 from umbra.runtime.cluster.job_nodes import JobNode, ranks_of
 from umbra.runtime.cluster.job_requests import JobRequests
 from umbra.runtime.cluster.node_links import JobLinks
-from umbra.runtime.cluster.run_notice import PREEMPT_SIGNAL, JobRequest
+from umbra.runtime.cluster.run_notice import PREEMPT_SIGNAL, JobRequest, RunNotice
 from umbra.runtime.cluster.socket_dir import MAX_SOCKET_PATH_NBYTES
 from umbra.runtime.errors import (
     ActorDied,
@@ -41,11 +41,13 @@ from umbra.runtime.errors import (
     MailboxClosed,
 )
 from umbra.runtime.first_of import first_of
+from umbra.runtime.pools.warm_engines import WarmEngines
+from umbra.runtime.process.descendants import process_stat
 from umbra.runtime.process.pid_watch import PidWatch
 from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.rpc.rpc_server import idempotent
-from umbra.runtime.settings import from_wire
+from umbra.runtime.settings import from_wire, to_wire
 from umbra.runtime.weights.transports.shared_memory.memfd import FdServer, serve_fds
 from umbra.runtime.weights.transports.shared_memory.node_rings import NodeRings, RingOrder
 
@@ -61,31 +63,60 @@ logger = logging.getLogger(__name__)
 _DEATH_NEWS_LIMIT_S: Final = 0.5
 # Time to end the old ranks' actors: their grace, and the reaping.
 _START_OVER_LIMIT_S: Final = 60.0
+# How long engines stay warm on a node without ranks. With a shorter limit they start again where
+# torchrun's rendezvous takes long; with a longer one they stay longer on a node that is cut off,
+# whose torchrun waits for answers from the rendezvous.
+_WARM_LIMIT_S: Final = 120.0
 
 
 class Supervisor:
     """Owns all actors and pools of a node. `run()` lives until `over` is set.
 
     Args:
-        run_dir: None on all nodes but rank 0's.
+        run_dir: None on a node that only generates.
+        is_lead: whether this is rank 0's node from start to end.
+        nodes_may_change: whether torchrun may start the ranks again on other nodes. Which node is
+            rank 0's, and the links to the others, then belong to an epoch.
+        secret_file: path of the job's keys; "" for none.
+        owns_keys: whether that file ends with the job, and no rank removes it.
     """
 
-    def __init__(self, node: NodeSettings, run_dir: Path | None, client: Client) -> None:
+    def __init__(
+        self,
+        node: NodeSettings,
+        run_dir: Path | None,
+        client: Client,
+        *,
+        is_lead: bool,
+        nodes_may_change: bool = False,
+        secret_file: str = "",
+        owns_keys: bool = False,
+    ) -> None:
         self._node = node
-        self._processes_path = (run_dir or node.log_dir) / "processes.json"
+        self._run_dir = run_dir
+        self._is_lead = is_lead
+        self._nodes_may_change = nodes_may_change
+        self._tcp_endpoint = ""
+        self._secret_file = secret_file
+        self._owns_keys = owns_keys
+        folder = run_dir if is_lead else None
+        self._processes_path = (folder or node.log_dir) / "processes.json"
         self._client = client
         self._requests: JobRequests | None = None
-        if run_dir is not None:
-            self._requests = JobRequests(run_dir, node.node_id, node.socket_dir, self._act_on)
+        self._looking: asyncio.Task[None] | None = None  # for requests
+        self._notice = contextlib.ExitStack()  # in the run directory
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._actors: dict[str, SupervisedActor] = {}
         self._loaded_pools: NodePools | None = None
-        self._hosted = HostedActors(self._start)
+        self._hosted = HostedActors(self._start, self._keeps_warm)
         self._remote: dict[str, RemoteActor] = {}
-        self._links = JobLinks(
-            client, self._on_event_elsewhere, self._on_node_lost, self._on_node_left
-        )
-        self._ranks = AttachedRanks(on_event=self._links.tell)
+        self._following: dict[str, asyncio.Task[None]] = {}  # tasks of `_remote`
+        self._warm = WarmEngines(client)
+        self._epoch = 0  # the last one that this node took part in
+        self._has_lost_node = False  # in this epoch
+        self._round_id = ""  # of torchrun's rendezvous
+        self._links = self._new_links()
+        self._ranks = AttachedRanks(on_event=lambda event: self._links.tell(event))
         self._job_stop = JobStop()
         self._stopped_at: float | None = None  # when a stop signal reached this process
         self._fd_socket = str(node.socket_dir / "fds")
@@ -102,15 +133,29 @@ class Supervisor:
     # -- ranks ---------------------------------------------------------------------------
 
     async def attach(
-        self, rank: int, local_world_size: int, pid: int, incarnation: int, may_restart: bool
+        self,
+        rank: int,
+        local_world_size: int,
+        pid: int,
+        incarnation: int,
+        may_restart: bool,
+        round_id: str = "",
     ) -> AsyncGenerator[dict[str, Any], None]:
         """A rank's stream of events, open as long as the rank lives: its end is noticed here.
 
-        Events: {"kind": "attached"}, {"kind": "failed", "message"}, {"kind": "note", "text"},
-        {"kind": "signal", "number", "grace_s"}, {"kind": "nodes", "nodes"}.
+        Events: {"kind": "attached", "tcp_endpoint", "epoch"}, {"kind": "failed", "message"},
+        {"kind": "note", "text"}, {"kind": "signal", "number", "grace_s"}, {"kind": "nodes",
+        "nodes", "epoch"}.
+
+        Args:
+            round_id: see `TorchrunEnvironment.round_id`.
         """
-        if incarnation > self._ranks.incarnation:
+        is_new_round = self._round_id not in ("", round_id)
+        if is_new_round and process_stat(pid) is None:
+            return  # torchrun ends all ranks before the next round: it was a rank of an earlier one
+        if incarnation > self._ranks.incarnation or is_new_round:
             self._start_over(incarnation)
+        self._round_id = round_id
         try:
             async with asyncio.timeout(_START_OVER_LIMIT_S):
                 await self._started_over.wait()
@@ -119,7 +164,7 @@ class Supervisor:
                 f"actors of the ranks before their restart have not ended within "
                 f"{_START_OVER_LIMIT_S:.0f} s; see the supervisor's log"
             ) from None
-        me = self._ranks.add(rank, pid)
+        me = self._ranks.add(rank, pid, tcp_endpoint=self._tcp_endpoint, epoch=self._epoch)
         # The supervisor notices its death before its peers can report broken connections.
         watch = PidWatch(pid, lambda: me.put({"kind": "gone"}))
         try:
@@ -143,17 +188,37 @@ class Supervisor:
         self._stopped_at = None
         for rank in self._ranks.start_over(incarnation):
             self._end_syncs_of(rank)
+        if self._nodes_may_change:
+            self._links.close()
+            self._links = self._new_links()
+            self._ranks.forget_nodes()
         if self._started_over.is_set():  # else the actors of an earlier restart are still ending
             self._started_over.clear()
             self._tasks.create_task(self._stop_all_but_engines(), name="start-over")
 
-    async def _stop_all_but_engines(self) -> None:
-        everyone = (*self._actors.values(), *self._remote.values())
-        others = [actor for actor in everyone if actor.spec.role != "engine"]
+    def _stop_others(self) -> list[SupervisedActor]:
+        """Stops all actors but the engines that may stay warm."""
+        others = [actor for actor in self._actors.values() if not self._may_stay(actor)]
         for actor in others:
             actor.stop()
+        return others
+
+    def _may_stay(self, actor: SupervisedActor) -> bool:
+        """Whether ranks that are started again can use it."""
+        if self._nodes_may_change:
+            return self._warm.may_keep(actor)
+        return actor.spec.role == "engine"
+
+    def _keeps_warm(self, actor: SupervisedActor) -> bool:
+        """Whether it outlives the supervisor of another node that wanted it here."""
+        return self._nodes_may_change and self._warm.may_keep(actor)
+
+    async def _stop_all_but_engines(self) -> None:
+        others = self._stop_others()
         try:
-            if self._loaded_pools is not None:
+            if self._nodes_may_change:
+                await self._dissolve_pools()
+            elif self._loaded_pools is not None:
                 await self._loaded_pools.invalidate()
         except DeadlineExceeded as error:
             self.end("starting over", str(error))
@@ -260,9 +325,23 @@ class Supervisor:
             return
         if self._ranks.has_failed:
             is_over = not may_restart
+        elif self._nodes_may_change and self._ranks.was_stopped:
+            is_over = False  # torchrun stops ranks so, to start them again with another node
         else:
             is_over = self._ranks.num_detached >= local_world_size
         if is_over or self._stopped_at is not None:
+            self.over.set()
+        elif self._nodes_may_change:
+            self._stop_others()  # this node may be cut off, and another one have its role
+            self._tasks.create_task(self._await_ranks(), name="await-ranks")
+
+    async def _await_ranks(self) -> None:
+        """Ends the job here if torchrun starts no ranks on this node."""
+        try:
+            async with asyncio.timeout(_WARM_LIMIT_S):
+                await first_of(self._ranks.attached, self.over)
+        except TimeoutError:
+            logger.info("no ranks for %g s: ending the engines", _WARM_LIMIT_S)
             self.over.set()
 
     def _end_syncs_of(self, lost_rank: int) -> None:
@@ -272,28 +351,61 @@ class Supervisor:
 
     # -- other nodes -----------------------------------------------------------------------
 
-    async def join_job(self, nodes: list[dict[str, Any]], node: int, timeout_s: float) -> None:
+    def _new_links(self) -> JobLinks:
+        return JobLinks(
+            self._client, self._on_event_elsewhere, self._on_node_lost, self._on_node_left
+        )
+
+    async def join_job(
+        self, nodes: list[dict[str, Any]], node: int, epoch: int, timeout_s: float
+    ) -> None:
         """Called by local rank 0: links this supervisor to those of the other nodes.
+
+        Engines of the last epoch are at rest on all nodes before a rank learns that the nodes have
+        met: a member joins the lead when its own are.
 
         Args:
             nodes: all nodes (`JobNode`), in the order of their ranks.
             node: index of this one.
+            epoch: see `job_nodes`.
 
         Raises:
             DeadlineExceeded: another supervisor cannot be reached.
         """
         parsed = [from_wire(JobNode, raw) for raw in nodes]
-        await self._links.connect(parsed, node, timeout_s, self._tasks)
-        self._ranks.tell_nodes(nodes)
+        links, self._epoch, self._has_lost_node = self._links, epoch, False
+        if self._nodes_may_change:
+            self._set_lead(node == 0)
+            await self._warm.keep(self._actors.values())
+        warm = [to_wire(spec) for spec in self._warm.specs()]
+        await links.connect(parsed, node, epoch, warm, timeout_s, self._tasks)
+        if links is self._links:  # else the ranks were started again meanwhile
+            self._ranks.tell_nodes(nodes, epoch)
 
-    async def join(self, node: int) -> AsyncGenerator[dict[str, Any], None]:
+    def _set_lead(self, is_lead: bool) -> None:
+        """Takes the role of rank 0's node, or gives it up: the job is found at that node."""
+        if self._looking is not None:
+            self._looking.cancel()
+        self._notice.close()
+        self._requests = None
+        if not is_lead or self._run_dir is None:
+            return
+        node = self._node
+        requests = JobRequests(self._run_dir, node.node_id, node.socket_dir, self._act_on)
+        self._notice.enter_context(requests.posted(self._tcp_endpoint, self._secret_file))
+        self._looking = self._tasks.create_task(requests.look(), name="requests")
+        self._requests = requests
+
+    async def join(
+        self, epoch: int, node: int, warm: list[dict[str, Any]]
+    ) -> AsyncGenerator[dict[str, Any], None]:
         """Called by the supervisor of another node; see `LeadLink`."""
-        async for event in self._links.join(node):
+        async for event in self._links.join(epoch, node, warm):
             yield event
 
-    async def report(self, node: int, event: dict[str, Any]) -> None:
+    async def report(self, epoch: int, node: int, event: dict[str, Any]) -> None:
         """Called by the supervisor of another node; see `LeadLink`."""
-        await self._links.report(node, event)
+        await self._links.report(epoch, node, event)
 
     def _on_event_elsewhere(self, node: int, event: dict[str, Any]) -> None:
         match event:
@@ -307,6 +419,8 @@ class Supervisor:
                 self._end_syncs_of(rank)
             case {"kind": "note", "text": str(text)}:
                 self._ranks.note(text)
+            case {"kind": "end_warm", "names": [*names]}:
+                self._warm.end([str(name) for name in names])
             case {"kind": "dismissed", "why": str(why)}:
                 if why:
                     self._ranks.fail_as(why)
@@ -343,8 +457,9 @@ class Supervisor:
         finally:
             self.over.set()
 
-    async def admit(self, node: dict[str, Any]) -> int:
-        """Called by the supervisor of a node that only generates; returns its index in the job.
+    async def admit(self, node: dict[str, Any]) -> dict[str, int]:
+        """Called by the supervisor of a node that only generates; returns its index in the job
+        ("node"), and the "epoch".
 
         Raises:
             ConfigError: the job cannot use that node.
@@ -355,7 +470,7 @@ class Supervisor:
         engines = self._pools.add_node(idx, generator)
         what = f"starts {', '.join(engines)}" if engines else "waits for the job's pools"
         self.note(f"node {idx} ({generator.node_id}) has joined to generate, and {what}")
-        return idx
+        return {"node": idx, "epoch": self._links.epoch}
 
     def _on_node_left(self, node: int) -> None:
         if self._links.only_generates(node):
@@ -371,7 +486,14 @@ class Supervisor:
             self._remove_generator(node, f"cannot be reached any more: {why}")
             return
         name = f"node {node} ({nodes[node].node_id})"
-        self.end(name, f"it cannot be reached any more: {why}")  # before syncs fail for it
+        why = f"it cannot be reached any more: {why}"
+        if self._nodes_may_change:
+            self._has_lost_node = True
+            self._ranks.fail(name, why)  # the others may continue without it
+            if self._run_dir is not None:
+                RunNotice(self._run_dir).mark_preempted()  # until the nodes meet again
+        else:
+            self.end(name, why)  # before syncs fail for it
         for rank in ranks_of(nodes, node):
             self._end_syncs_of(rank)
 
@@ -402,7 +524,8 @@ class Supervisor:
         actor = RemoteActor(spec, there, may_start, partial(self._on_remote_change, node))
         self._remote[spec.name] = actor
         self._announce_spawned()
-        self._actor_tasks.create_task(actor.run(), name=f"actor:{spec.name}")
+        following = self._actor_tasks.create_task(actor.run(), name=f"actor:{spec.name}")
+        self._following[spec.name] = following
         return actor
 
     def _on_remote_change(self, node: int, actor: RemoteActor) -> None:
@@ -422,6 +545,32 @@ class Supervisor:
             pool.remove(actor)
         if actor.state == ActorState.FAILED and not actor.has_run and actor.spec.role == "engine":
             self._links.dismiss(node, actor.failure)
+
+    # -- engines of the last epoch: see `warm_engines` ----------------------------------------
+
+    async def _dissolve_pools(self) -> None:
+        """Ends the pools, if this node had them, and leaves their engines running everywhere."""
+        pools, self._loaded_pools = self._loaded_pools, None
+        if pools is not None:
+            await pools.dissolve()
+        for task in self._following.values():
+            task.cancel()
+        if self._following:
+            await asyncio.wait(self._following.values())
+        self._following.clear()
+        self._remote.clear()
+
+    def _warm_specs(self) -> dict[int, list[ActorSpec]]:
+        """Engines that pools of the last epoch have left, by node; asked on rank 0's."""
+        elsewhere = self._links.warm_elsewhere().items()
+        there = {idx: [from_wire(ActorSpec, spec) for spec in specs] for idx, specs in elsewhere}
+        return {0: self._warm.specs(), **there}
+
+    def _end_warm(self, node: int, names: Sequence[str]) -> None:
+        if node:
+            self._links.end_warm(node, names)
+        else:
+            self._warm.end(names)
 
     # -- actors --------------------------------------------------------------------------
 
@@ -528,6 +677,9 @@ class Supervisor:
                 )
 
     def _start(self, spec: ActorSpec, may_start: asyncio.Event | None = None) -> SupervisedActor:
+        can_take = may_start is not None and not self.over.is_set()
+        if can_take and (warm := self._warm.take(spec.name, may_start)):
+            return warm
         self._check_may_start(spec)
         path = self._node.socket_dir / f"{spec.name}.99999.hb"
         if len(os.fsencode(path)) >= MAX_SOCKET_PATH_NBYTES:
@@ -602,6 +754,8 @@ class Supervisor:
                 self._tasks,
                 self._fd_server,
                 JobRings(self._rings, self._node.node_id, self._links.supervisor_at),
+                self._warm_specs,
+                self._end_warm,
             )
         return self._loaded_pools
 
@@ -667,20 +821,24 @@ class Supervisor:
 
     # -- lifetime ------------------------------------------------------------------------
 
-    async def run(self, tcp_endpoint: str = "", secret_file: str = "") -> None:
+    async def run(self, tcp_endpoint: str = "") -> None:
         """Runs until the job is over; then ends every actor and returns.
 
         Args:
             tcp_endpoint: at which other nodes reach this supervisor; "" for none.
-            secret_file: path of the job's keys; "" for none.
         """
+        self._tcp_endpoint = tcp_endpoint
         try:
-            requests = self._requests
-            posted = None if requests is None else requests.posted(tcp_endpoint, secret_file)
-            with posted or contextlib.nullcontext():
+            with self._notice:
                 await self._run_actors()
         finally:
             self._context.destroy(linger=0)
+            self._forget_keys()
+
+    def _forget_keys(self) -> None:
+        """Removes the file of keys on rank 0's node. If that may be cut off, others need it."""
+        if self._owns_keys and self._requests is not None and not self._has_lost_node:
+            Path(self._secret_file).unlink(missing_ok=True)
 
     async def _run_actors(self) -> None:
         async with (
@@ -689,18 +847,14 @@ class Supervisor:
         ):
             self._rings = NodeRings(self._fd_server)
             async with asyncio.TaskGroup() as self._actor_tasks:
-                await self._until_over()
+                if self._is_lead:
+                    self._set_lead(True)
+                await self.over.wait()
+                if self._looking is not None:
+                    self._looking.cancel()
                 logger.info("the job is over: stopping %d actors", len(self._actors))
                 for actor in (*self._actors.values(), *self._remote.values()):
                     actor.stop()
             if self._loaded_pools is not None:
                 self._loaded_pools.close()
             await self._links.leave()
-
-    async def _until_over(self) -> None:
-        if self._requests is None:
-            await self.over.wait()
-            return
-        looking = self._tasks.create_task(self._requests.look())
-        await self.over.wait()
-        looking.cancel()

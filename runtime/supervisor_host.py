@@ -56,7 +56,8 @@ class SupervisorConfig:
 
     Attributes:
         log_dir: folder of this node's logs.
-        run_dir: the run directory; "" on all nodes but rank 0's.
+        run_dir: the run directory; "" on a node that only generates.
+        is_lead, nodes_may_change, owns_keys: see `Supervisor`.
         tcp_host: address to offer to other nodes; "" for none (then no keys are needed).
         secret_file: path of the job's keys; "" for none.
     """
@@ -68,6 +69,9 @@ class SupervisorConfig:
     tcp_host: str
     secret_file: str
     log_level: int
+    is_lead: bool = False
+    nodes_may_change: bool = False
+    owns_keys: bool = False
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -100,7 +104,15 @@ async def serve(config: SupervisorConfig, ready_fd: int, guardian_pid: int) -> N
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     run_dir = Path(config.run_dir) if config.run_dir else None
     async with Client(config.node_id, keys) as client:
-        supervisor = Supervisor(node, run_dir, client)
+        supervisor = Supervisor(
+            node,
+            run_dir,
+            client,
+            is_lead=config.is_lead,
+            nodes_may_change=config.nodes_may_change,
+            secret_file=config.secret_file,
+            owns_keys=config.owns_keys,
+        )
         for number in STOP_SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, supervisor.stop_job, number)
 
@@ -135,7 +147,7 @@ async def serve(config: SupervisorConfig, ready_fd: int, guardian_pid: int) -> N
                 serving = tasks.create_task(server.run())
                 looking = tasks.create_task(_look_for_orphans())
                 try:
-                    await supervisor.run(tcp_endpoint, config.secret_file)
+                    await supervisor.run(tcp_endpoint)
                 finally:
                     serving.cancel()
                     looking.cancel()

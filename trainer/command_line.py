@@ -29,6 +29,12 @@ from umbra.trainer.setup_check import check_setup
 from umbra.trainer.signals import StopSignals
 
 _MAX_WAIT_FOR_OTHERS_S: Final = 5.0
+# From a failure to the end of this rank where torchrun then starts all ranks again: it may be in a
+# collective with a lost node. A longer time delays that start; a shorter one cuts off the last
+# lines of loggers.
+_LOST_JOB_LIMIT_S: Final = 0.5
+# For the lock of a lost node's rank 0 to be free. Other nodes wait 60 s for this one.
+_LOST_LOCK_LIMIT_S: Final = 40.0
 _LIBRARIES: Final = ("torch", "transformers", "matplotlib", "tensorboard")
 
 
@@ -41,7 +47,9 @@ def main(console: Console) -> None:
         fatal_errors = FatalErrorReporter(environment.rank, 0.0)
         _configure_logging(environment.rank)
         config = _read_settings(arguments, environment, fatal_errors)
-        fatal_errors = FatalErrorReporter(environment.rank, config.train.shutdown_grace_s)
+        is_elastic = environment.nodes_may_change
+        limit_s = _LOST_JOB_LIMIT_S if is_elastic else config.train.shutdown_grace_s
+        fatal_errors = FatalErrorReporter(environment.rank, limit_s)
         code = _run(config, environment, fatal_errors, console)
     except UmbraError as error:
         fatal_errors.report(error)
@@ -127,7 +135,8 @@ def _run_lock(
     if environment.rank != 0:
         return contextlib.nullcontext()
     with failure_reported(environment), contextlib.ExitStack() as stack:
-        stack.enter_context(RunLock(config.run.dir))
+        within_s = _LOST_LOCK_LIMIT_S if environment.nodes_may_change else 0.0
+        stack.enter_context(RunLock(config.run.dir, within_s))
         return stack.pop_all()
 
 

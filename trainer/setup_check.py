@@ -37,6 +37,11 @@ def check_setup(config: TrainerConfig, environment: TorchrunEnvironment) -> None
     check_batch_size(config, environment.world_size)
     check_loggers(config.run.loggers)
     check_run_dir(config.run, environment.incarnation)
+    if environment.nodes_may_change and config.run.resume != "auto":
+        raise ConfigError(
+            f"run.resume = {config.run.resume!r}, and torchrun may start the ranks again on other "
+            "nodes (--max-restarts): set run.resume = 'auto', so that they resume"
+        )
 
 
 def check_models(config: TrainerConfig | ServeConfig, only: str = "") -> None:

@@ -119,12 +119,12 @@ class Trainer:
             planned = memory.gpus if is_lead else ()
             gpu_memory = stack.enter_context(GpuMemorySeen.open(plan.nodes[0].gpus, planned))
             limit_s = collective_timeout_s(config)
-            world = stack.enter_context(World.join(self._environment, config.train.device, limit_s))
+            # torchrun's count of restarts may differ between nodes.
+            environment = replace(self._environment, incarnation=self._session.incarnation)
+            world = stack.enter_context(World.join(environment, config.train.device, limit_s))
             stack.push(self._announce_failure)
             from_lead(world, lambda: starter.wait_for_workers() if starter else None)
-            resumed_from = from_lead(
-                world, lambda: begin_run(config.run, self._environment.incarnation)
-            )
+            resumed_from = from_lead(world, lambda: begin_run(config.run, environment.incarnation))
             from_lead(world, lambda: self._start_rollouts(starter, world))
             policy, reference = self._load_policies(world)
             optimizer = PolicyOptimizer(policy.parameters, config.train)

@@ -35,15 +35,21 @@ class HostedActors:
 
     Args:
         start: starts an actor whose processes each wait for the event.
+        keeps_warm: whether an actor whose caller is lost stays for the next one.
     """
 
-    def __init__(self, start: Callable[[ActorSpec, asyncio.Event], SupervisedActor]) -> None:
+    def __init__(
+        self,
+        start: Callable[[ActorSpec, asyncio.Event], SupervisedActor],
+        keeps_warm: Callable[[SupervisedActor], bool],
+    ) -> None:
         self._start = start
+        self._keeps_warm = keeps_warm
         self._hosted: dict[str, _Hosted] = {}
 
     async def host(self, spec: ActorSpec) -> AsyncGenerator[dict[str, Any], None]:
         """Starts an actor, yields its state after every change, and returns when it has ended for
-        good. If the caller is lost, the actor ends."""
+        good. If the caller is lost, the actor ends, unless it is kept warm."""
         may_start = asyncio.Event()
         hosted = self._hosted[spec.name] = _Hosted(self._start(spec, may_start), may_start)
         try:
@@ -54,7 +60,8 @@ class HostedActors:
                     return
                 await hosted.changed.wait()
         finally:
-            hosted.actor.stop()
+            if not self._keeps_warm(hosted.actor):
+                hosted.actor.stop()
             if self._hosted.get(spec.name) is hosted:
                 del self._hosted[spec.name]
 

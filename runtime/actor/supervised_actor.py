@@ -159,6 +159,12 @@ class SupervisedActor:
                 self._kill_reason = self._kill_reason or reason
             self._child.kill()
 
+    def wait_for(self, may_start: asyncio.Event) -> None:
+        """From here on, no process is started while this event is not set."""
+        former, self._may_start = self._may_start, may_start
+        if former is not None:
+            former.set()  # whoever waits for it looks at the new one
+
     async def failed_to_wake(self) -> None:
         """Reports that the engine could not wake, maybe for lack of GPU memory."""
         await self._shortages.failed_to_wake()
@@ -250,8 +256,9 @@ class SupervisedActor:
 
     async def _await_leave(self) -> None:
         """Waits until a process may be started, or the actor must stop."""
-        gate = self._may_start
-        while gate is not None and not gate.is_set() and not self._stop.is_set():
+        while (gate := self._may_start) is not None and not self._stop.is_set():
+            if gate.is_set():
+                return
             await first_of(gate, self._stop)
 
     async def _await_job_stop(self) -> None:

@@ -46,6 +46,7 @@ class AttachedRanks:
     Attributes:
         incarnation: of the ranks, counted by torchrun.
         failed: set once the job is lost; all ranks, also later ones, get that event.
+        attached: set while there is a rank.
     """
 
     def __init__(self, on_event: Callable[[dict[str, Any]], None]) -> None:
@@ -54,6 +55,7 @@ class AttachedRanks:
         self._ranks: dict[int, AttachedRank] = {}
         self._detached: set[int] = set()
         self.failed = asyncio.Event()
+        self.attached = asyncio.Event()
         self._failure: dict[str, Any] | None = None
         self._signal: dict[str, Any] | None = None
         self._nodes: dict[str, Any] | None = None
@@ -71,13 +73,20 @@ class AttachedRanks:
         return self._failure is not None
 
     @property
+    def was_stopped(self) -> bool:
+        """Whether they got a stop signal."""
+        return self._signal is not None
+
+    @property
     def num_detached(self) -> int:
         return len(self._detached)
 
-    def add(self, rank: int, pid: int) -> AttachedRank:
+    def add(self, rank: int, pid: int, **details: Any) -> AttachedRank:
+        """Its first event is {"kind": "attached"} with the details."""
         me = self._ranks[rank] = AttachedRank(rank, pid)
         self._detached.discard(rank)
-        me.put({"kind": "attached"})
+        self.attached.set()
+        me.put({"kind": "attached", **details})
         for event in (self._nodes, self._failure, self._signal):
             if event is not None:
                 me.put(event)
@@ -89,6 +98,8 @@ class AttachedRanks:
         if self._ranks.get(gone.rank) is not gone:
             return False
         del self._ranks[gone.rank]
+        if not self._ranks:
+            self.attached.clear()
         return True
 
     def detach(self, rank: int) -> None:
@@ -121,6 +132,7 @@ class AttachedRanks:
         self._detached.clear()
         unseen = list(self._ranks)
         self._ranks.clear()
+        self.attached.clear()
         return unseen
 
     def fail(self, who: str, message: str) -> None:
@@ -166,11 +178,15 @@ class AttachedRanks:
             async with asyncio.timeout(limit_s):
                 await self.failed.wait()
 
-    def tell_nodes(self, nodes: list[dict[str, Any]]) -> None:
+    def tell_nodes(self, nodes: list[dict[str, Any]], epoch: int) -> None:
         """Sends every rank, also later ones, the nodes of the job."""
-        self._nodes = {"kind": "nodes", "nodes": nodes}
+        self._nodes = {"kind": "nodes", "nodes": nodes, "epoch": epoch}
         for rank in self._ranks.values():
             rank.put(self._nodes)
+
+    def forget_nodes(self) -> None:
+        """Called when the ranks were restarted and their nodes will meet again."""
+        self._nodes = None
 
     def note(self, text: str) -> None:
         """Shows one line to the person who runs the job."""

@@ -5,6 +5,7 @@
 | RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE | torchrun | who this process is; without RANK it is rank 0 of 1 |
 | GROUP_RANK, GROUP_WORLD_SIZE, MASTER_ADDR, MASTER_PORT | torchrun | which node this is, and where the nodes meet |
 | TORCHELASTIC_RUN_ID, TORCHELASTIC_RESTART_COUNT, TORCHELASTIC_MAX_RESTARTS | torchrun | which job, how often its ranks were and may be restarted |
+| TORCHELASTIC_USE_AGENT_STORE | torchrun | "False": rank 0 has the ranks' store, another one after each restart; by default torchrun's agent has it |
 | TORCHELASTIC_ERROR_FILE | torchrun | with rank and job it names this start of this rank, which tells a wrapper from torchrun's agent |
 | CUDA_VISIBLE_DEVICES | user, Slurm | the node's GPUs that the job may use, in its order; unset: all |
 | SLURM_JOB_ID | Slurm | part of the name of a job of several nodes |
@@ -68,11 +69,14 @@ class TorchrunEnvironment:
     Attributes:
         local_world_size: ranks on this node.
         node_rank: index of this node among the `num_nodes` of the job.
-        meeting_point: host and port of torchrun's store.
+        meeting_point: host and port of the ranks' store.
+        has_own_store: whether rank 0 has that store, so that it ends with the ranks. By default
+            torchrun's agent has it.
         under_torchrun: whether torchrun started it; otherwise it is rank 0 of 1.
         run_id: torchrun's rendezvous id, "none" by default.
         incarnation: 1 at the first start, one more after each elastic restart.
         may_restart: whether torchrun would start the ranks again if they failed.
+        nodes_may_change: whether it may do so on other nodes.
     """
 
     rank: int
@@ -82,9 +86,11 @@ class TorchrunEnvironment:
     node_rank: int
     num_nodes: int
     meeting_point: tuple[str, int]
+    has_own_store: bool
     run_id: str
     incarnation: int
     may_restart: bool
+    nodes_may_change: bool
     under_torchrun: bool
 
     @classmethod
@@ -99,13 +105,16 @@ class TorchrunEnvironment:
                 node_rank=0,
                 num_nodes=1,
                 meeting_point=("", 0),
+                has_own_store=False,
                 run_id="single",
                 incarnation=1,
                 may_restart=False,
+                nodes_may_change=False,
                 under_torchrun=False,
             )
         num_restarts = _read_int(environ, "TORCHELASTIC_RESTART_COUNT", default=0)
         max_restarts = _read_int(environ, "TORCHELASTIC_MAX_RESTARTS", default=0)
+        has_own_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False"
         return cls(
             rank=_read_int(environ, "RANK"),
             local_rank=_read_int(environ, "LOCAL_RANK"),
@@ -117,11 +126,28 @@ class TorchrunEnvironment:
                 environ.get("MASTER_ADDR", ""),
                 _read_int(environ, "MASTER_PORT", default=0),
             ),
+            has_own_store=has_own_store,
             run_id=environ.get("TORCHELASTIC_RUN_ID", "none"),
             incarnation=num_restarts + 1,
             may_restart=num_restarts < max_restarts,
+            nodes_may_change=has_own_store and max_restarts > 0,
             under_torchrun=True,
         )
+
+    @property
+    def spans_nodes(self) -> bool:
+        """Whether the job has several nodes, or may get them."""
+        return self.num_nodes > 1 or self.nodes_may_change
+
+    @property
+    def round_id(self) -> str:
+        """Tells this start of the ranks of a node from others that have the same `incarnation`.
+
+        torchrun's count of restarts is each agent's own, and does not rise when only the nodes
+        change. A store that rank 0 has is another one in each round of torchrun's rendezvous.
+        """
+        host, port = self.meeting_point
+        return f"{host}:{port}" if self.has_own_store else ""
 
 
 def bind_to_agent(environ: Mapping[str, str] = os.environ) -> TorchrunAgent | None:

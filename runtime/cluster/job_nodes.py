@@ -1,4 +1,4 @@
-"""The nodes of a job, and how they find each other: through torchrun's store.
+"""The nodes of a job, and how they find each other: through the ranks' store.
 
     node 0   makes a file in the run directory ─▶ its name ─┐
     others   look for that file there; if it is missing, the directory is not shared
@@ -6,6 +6,12 @@
     a node that fails before this   its error in place of its address ─▶ the store ─▶ all
 
 The store is plain text and admits everybody, so it carries addresses and errors only, never keys.
+
+If the nodes may change, they meet after each start of the ranks, in a store that only this start
+has. So no address of an earlier start is there. The supervisors, which live on, number the meetings
+by epochs: each node comes with the last epoch that its supervisor took part in, and the new one is
+the largest of these plus one. A call from an earlier epoch is refused. Epochs replace torchrun's
+count of restarts, which differs between nodes.
 """
 
 from __future__ import annotations
@@ -60,6 +66,7 @@ class JobNode:
         key_digest: of the job's keys there.
         problem: why this node cannot take part, or "".
         failure: the error by which it failed before it met the others, or "".
+        epoch: the last one that its supervisor took part in; 0 for none.
     """
 
     node_id: str
@@ -70,6 +77,7 @@ class JobNode:
     key_digest: str = ""
     problem: str = ""
     failure: str = ""
+    epoch: int = 0
 
     @property
     def supervisor(self) -> ActorRef:
@@ -96,11 +104,18 @@ def check_several_nodes(environment: TorchrunEnvironment) -> None:
             "a job of several nodes needs a name: start torchrun with --rdzv-id NAME, the same on "
             "all nodes"
         )
-    if environment.incarnation > 1 or environment.may_restart:
+    if (environment.incarnation > 1 or environment.may_restart) and not environment.has_own_store:
         raise ConfigError(
-            "torchrun restarts failed ranks (--max-restarts), which umbra does on one node only: "
-            "start it with --max-restarts 0, and run the job again to resume it"
+            "torchrun restarts failed ranks (--max-restarts), and the ranks of several nodes would "
+            "look for its store where it was before: start it with "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment on all nodes, or with "
+            "--max-restarts 0"
         )
+
+
+def next_epoch(nodes: Sequence[JobNode]) -> int:
+    """The number of a meeting of these nodes: the same on all of them, and new to each."""
+    return 1 + max(node.epoch for node in nodes)
 
 
 def job_name(environment: TorchrunEnvironment) -> str:
@@ -177,7 +192,7 @@ def failure_reported(environment: TorchrunEnvironment) -> Generator[None]:
     try:
         yield
     except Exception as error:
-        if environment.num_nodes > 1 and environment.local_rank == 0:
+        if environment.spans_nodes and environment.local_rank == 0:
             _report_failure(environment, f"{type(error).__name__}: {error}")
         raise
 
@@ -204,6 +219,10 @@ def _stay_for_others(store: Store, environment: TorchrunEnvironment) -> None:
         store.wait(keys, timedelta(seconds=_REPORT_LIMIT_S))
 
 
+_own_stores: Final[list[object]] = []
+"""Keeps the ranks' store until this process ends."""
+
+
 def _key(node_rank: int) -> str:
     return f"node-{node_rank}"
 
@@ -217,7 +236,16 @@ def _open_store(environment: TorchrunEnvironment, timeout_s: float) -> Store:
 
     dist: Any = torch.distributed
     host, port = environment.meeting_point
-    store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+    is_here = environment.has_own_store and environment.rank == 0
+    store = dist.TCPStore(
+        host,
+        port,
+        is_master=is_here,
+        timeout=timedelta(seconds=timeout_s),
+        multi_tenant=is_here,  # torch.distributed takes this store later
+    )
+    if is_here:
+        _own_stores.append(store)
     opened: Store = dist.PrefixStore("umbra-nodes", store)
     return opened
 

@@ -6,6 +6,9 @@
 Both send something at least every `HEARTBEAT_S`. Who is silent for `LOST_AFTER_S` is lost, and with
 it the job, unless it only generates. Such a node comes and goes while the job runs: the lead admits
 it before it joins. `JobLinks` is either end.
+
+If torchrun restarts the ranks, maybe on other nodes, the links of the last epoch are closed and the
+supervisors link again, maybe around another lead.
 """
 
 from __future__ import annotations
@@ -38,6 +41,8 @@ LOST_AFTER_S: Final = 2 * HEARTBEAT_S
 _FAREWELL_LIMIT_S: Final = 1.0
 
 Event = dict[str, Any]
+Specs = Sequence[dict[str, Any]]
+"""`ActorSpec`s on the wire."""
 
 
 class LeadLink:
@@ -45,6 +50,8 @@ class LeadLink:
 
     Args:
         node: index of this node.
+        epoch: see `job_nodes`.
+        warm: engines that run here for the pools of the last epoch.
         on_event: called with 0, the lead's index, and each event of another node.
         on_lost: called once with 0 and the reason if the lead is lost.
     """
@@ -53,12 +60,16 @@ class LeadLink:
         self,
         lead: Handle,
         node: int,
+        epoch: int,
+        warm: Specs,
         on_event: Callable[[int, Event], None],
         on_lost: Callable[[int, str], None],
     ) -> None:
         self.lead = lead
         self._joined = asyncio.Event()
         self._node = node
+        self._epoch = epoch
+        self._warm = list(warm)
         self._on_event = on_event
         self._on_lost = on_lost
         self._reports: asyncio.Queue[Event] = asyncio.Queue()
@@ -100,7 +111,8 @@ class LeadLink:
     async def _follow(self) -> str:
         """Returns why the lead is lost, or "" if it has left."""
         try:
-            async with self.lead.stream("join", self._node, timeout_s=LOST_AFTER_S) as events:
+            arguments = self._epoch, self._node, self._warm
+            async with self.lead.stream("join", *arguments, timeout_s=LOST_AFTER_S) as events:
                 async for event in events:
                     self._joined.set()
                     if event["kind"] == "left":
@@ -121,7 +133,7 @@ class LeadLink:
                 async with asyncio.timeout(HEARTBEAT_S):
                     event = await self._reports.get()
             try:
-                arguments = self._node, event or {"kind": "beat"}
+                arguments = self._epoch, self._node, event or {"kind": "beat"}
                 await self.lead.call("report", *arguments, timeout_s=LOST_AFTER_S)
             except UmbraError as error:
                 return str(error)
@@ -136,6 +148,7 @@ class _Member:
         self.node = node
         self.has_joined = asyncio.Event()
         self.has_left = asyncio.Event()
+        self.warm: Specs = ()
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         self.heard = asyncio.Event()
 
@@ -243,9 +256,14 @@ class MemberLinks:
                     if not member.has_left.is_set():
                         await member.events.join()
 
-    async def join(self, idx: int) -> AsyncGenerator[Event, None]:
+    def warm(self) -> dict[int, Specs]:
+        """Engines that the members had when they joined, by node."""
+        return {idx: member.warm for idx, member in self._members.items() if member.warm}
+
+    async def join(self, idx: int, warm: Specs) -> AsyncGenerator[Event, None]:
         """The stream of a member's `LeadLink`."""
         member = self._member(idx)
+        member.warm = warm
         member.has_joined.set()
         logger.info("node %d (%s) has joined", idx, member.node.node_id)
         yield {"kind": "beat"}
@@ -270,10 +288,11 @@ class MemberLinks:
 
 
 class JobLinks:
-    """The links of one supervisor, which owns them; there are none in a job that listens on no
-    address.
+    """The links of one supervisor in one epoch, which owns them; there are none in a job that
+    listens on no address.
 
     Attributes:
+        epoch: 0 before `connect`.
         nodes: all nodes that the job has had: those with ranks in the order of their ranks, then
             those that only generate. Empty before `connect`. A node that only generates knows the
             lead only.
@@ -293,6 +312,7 @@ class JobLinks:
         on_lost: Callable[[int, str], None],
         on_left: Callable[[int], None],
     ) -> None:
+        self.epoch = 0
         self.nodes: list[JobNode] = []
         self.lead: Handle | None = None
         self.ended = asyncio.Event()
@@ -307,17 +327,24 @@ class JobLinks:
         self._task: asyncio.Task[None] | None = None
 
     async def connect(
-        self, nodes: Sequence[JobNode], node: int, timeout_s: float, tasks: asyncio.TaskGroup
+        self,
+        nodes: Sequence[JobNode],
+        node: int,
+        epoch: int,
+        warm: Specs,
+        timeout_s: float,
+        tasks: asyncio.TaskGroup,
     ) -> None:
         """Returns when this node is linked to rank 0's, or rank 0's to all.
 
         Args:
             node: index of this one.
+            warm: engines that run on this node for the pools of the last epoch.
 
         Raises:
             DeadlineExceeded: another supervisor cannot be reached.
         """
-        self.nodes = list(nodes)
+        self.nodes, self.epoch = list(nodes), epoch
         if node == 0:
             members = MemberLinks(nodes, self._on_event, self._lose, self._part)
             self._to_members = members
@@ -326,7 +353,7 @@ class JobLinks:
             await members.wait_joined(timeout_s)
         else:
             self.lead = self._client.handle(nodes[0].supervisor, awaits_start=True)
-            await self._join(self.lead, node, timeout_s, tasks)
+            await self._join(self.lead, node, warm, timeout_s, tasks)
 
     async def generate_for(
         self, lead: JobNode, me: JobNode, timeout_s: float, tasks: asyncio.TaskGroup
@@ -344,8 +371,9 @@ class JobLinks:
         self._has_ranks = False
         self.lead = self._client.handle(lead.supervisor)
         try:
-            node: int = await self.lead.call("admit", to_wire(me), timeout_s=timeout_s)
-            await self._join(self.lead, node, timeout_s, tasks)
+            admitted = await self.lead.call("admit", to_wire(me), timeout_s=timeout_s)
+            node, self.epoch = int(admitted["node"]), int(admitted["epoch"])
+            await self._join(self.lead, node, (), timeout_s, tasks)
         except RemoteError as error:
             raise ConfigError(error.remote_message) from None
         except (ConnectionLost, DeadlineExceeded) as error:
@@ -356,9 +384,14 @@ class JobLinks:
         return node
 
     async def _join(
-        self, lead: Handle, node: int, timeout_s: float, tasks: asyncio.TaskGroup
+        self,
+        lead: Handle,
+        node: int,
+        warm: Specs,
+        timeout_s: float,
+        tasks: asyncio.TaskGroup,
     ) -> None:
-        link = self._to_lead = LeadLink(lead, node, self._on_event, self._lose)
+        link = self._to_lead = LeadLink(lead, node, self.epoch, warm, self._on_event, self._lose)
         self._task = tasks.create_task(self._follow(link), name="lead")
         await link.wait_joined(timeout_s)
 
@@ -454,15 +487,34 @@ class JobLinks:
         if self._task is not None:
             self._task.cancel()
 
-    async def join(self, node: int) -> AsyncGenerator[Event, None]:
+    def warm_elsewhere(self) -> dict[int, Specs]:
+        """See `MemberLinks.warm`."""
+        return {} if self._to_members is None else self._to_members.warm()
+
+    def end_warm(self, node: int, names: Sequence[str]) -> None:
+        """Asks a member to end engines of the last epoch, which no pool uses."""
+        assert self._to_members is not None
+        self._to_members.tell(node, {"kind": "end_warm", "names": list(names)})
+
+    def close(self) -> None:
+        """Ends the links without a farewell, because the nodes meet again. Nodes that only
+        generate leave."""
+        if self._to_members is not None:
+            for idx, node in enumerate(self.nodes):
+                if node.num_ranks == 0:
+                    self.dismiss(idx, "")
+        if self._task is not None:
+            self._task.cancel()
+
+    async def join(self, epoch: int, node: int, warm: Specs) -> AsyncGenerator[Event, None]:
         """See `MemberLinks.join`."""
-        members = await self._members()
-        async for event in members.join(node):
+        members = await self._members_in(epoch)
+        async for event in members.join(node, warm):
             yield event
 
-    async def report(self, node: int, event: Event) -> None:
+    async def report(self, epoch: int, node: int, event: Event) -> None:
         """See `MemberLinks.report`."""
-        members = await self._members()
+        members = await self._members_in(epoch)
         members.report(node, event)
 
     async def _members(self) -> MemberLinks:
@@ -471,6 +523,13 @@ class JobLinks:
             await self._knows_nodes.wait()
         assert self._to_members is not None
         return self._to_members
+
+    async def _members_in(self, epoch: int) -> MemberLinks:
+        """Raises ActorNotFound if the caller is in another epoch."""
+        members = await self._members()
+        if epoch != self.epoch:
+            raise ActorNotFound(f"the nodes have met again: epoch {epoch} is not {self.epoch}")
+        return members
 
     def _lose(self, node: int, why: str) -> None:
         self._client.drop(self.nodes[node].supervisor, why)

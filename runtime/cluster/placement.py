@@ -157,6 +157,11 @@ def engine_name(pool: str, idx: int) -> str:
     return f"{pool}-{idx}"
 
 
+def engine_idx(name: str) -> int:
+    """The number in the name of an engine's actor."""
+    return int(name.rpartition("-")[2])
+
+
 def plan_placement(nodes: Sequence[Node], pools: Sequence[PoolRequest]) -> Plan:
     """Places all ranks and engines of a job.
 

@@ -2,7 +2,8 @@
 
     RUN_DIR/supervisor.json    where the job's supervisor listens; exists while it serves
     RUN_DIR/request.json  a request to it, from where its socket cannot be reached
-    RUN_DIR/preempted          exists if the last job was preempted: its launcher starts it again
+    RUN_DIR/preempted          exists if the last job was preempted, or lost a node that it could
+                               have continued without: its launcher starts it again
 
 A launcher reads `preempted`, because torchrun turns every exit status of a rank into 1.
 """
@@ -99,8 +100,9 @@ class RunNotice:
         try:
             yield
         finally:
-            with contextlib.suppress(OSError):
-                self._address.unlink(missing_ok=True)
+            with contextlib.suppress(OSError, ConfigError):
+                if self.address() == address:  # else another node has taken the role over
+                    self._address.unlink(missing_ok=True)
 
     def take_request(self) -> JobRequest | None:
         """The request that was left, once. One that makes no sense is logged and removed."""

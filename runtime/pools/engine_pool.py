@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from umbra.runtime.actor.remote_actor import ActorProcess
 from umbra.runtime.actor.supervised_actor import ActorState
+from umbra.runtime.cluster.placement import engine_idx
 from umbra.runtime.engine_api.lifecycle import ALL_TAGS, EngineState, SleepLevel, Tag, catch_up
 from umbra.runtime.errors import DeadlineExceeded, EngineError, WeightSyncError
 from umbra.runtime.first_of import first_of
@@ -74,7 +75,7 @@ class EnginePool:
             ),
         )
         self.engines: dict[str, PoolEngine] = {}
-        self.num_added = 0  # engines that the pool has had
+        self.next_idx = 0  # in the name of the next engine
         self._client = client
         self._note = note
         self._tasks = tasks
@@ -90,10 +91,18 @@ class EnginePool:
 
     def add(self, actor: ActorProcess) -> None:
         """Adds an actor as an engine; its process may not be ready yet."""
-        self.num_added += 1
+        self.next_idx = max(self.next_idx, engine_idx(actor.spec.name) + 1)
         self.engines[actor.spec.name] = PoolEngine(
             actor, self._client, self._on_engine_change, loads_weights=self.spec.load_weights
         )
+        if actor.state == ActorState.RUNNING:  # it ran before, for a pool of the last epoch
+            self.on_actor_change(actor)
+
+    async def close(self) -> None:
+        """Leaves the engines alone, whatever they are doing: another pool takes them over."""
+        for move in self._moves:
+            move.cancel()
+        await self._finish_moves()
 
     def remove(self, actor: ActorProcess) -> None:
         """Forgets an engine whose actor has ended for good, if it is one of this pool's."""

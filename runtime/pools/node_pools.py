@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
@@ -15,6 +15,7 @@ from umbra.runtime.cluster.job_nodes import JobNode
 from umbra.runtime.engine_api.lifecycle import SleepLevel, Tag
 from umbra.runtime.errors import ActorNotFound, ConfigError
 from umbra.runtime.pools.engine_pool import EnginePool
+from umbra.runtime.pools.engine_reuse import WarmSpecs, reuse_engines
 from umbra.runtime.pools.pool_slicing import PoolSlicing
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rpc.rpc_client import Client
@@ -43,6 +44,8 @@ class NodePools:
         tasks: lives as long as the supervisor; `close` ends the tasks made here.
         fd_server: offers descriptors.
         rings: reaches the nodes of the job, for weight syncs.
+        warm: the engines that pools of the last epoch have left.
+        end_warm: ends those of a node, by their names.
     """
 
     def __init__(
@@ -53,8 +56,12 @@ class NodePools:
         tasks: asyncio.TaskGroup,
         fd_server: FdServer,
         rings: RingHolder,
+        warm: Callable[[], WarmSpecs],
+        end_warm: Callable[[int, Sequence[str]], None],
     ) -> None:
         self._start = start
+        self._warm = warm
+        self._end_warm = end_warm
         self._client = client
         self._note = note
         self._tasks = tasks
@@ -80,6 +87,14 @@ class NodePools:
     def close(self) -> None:
         for task in self._background:
             task.cancel()
+
+    async def dissolve(self) -> None:
+        """Ends all pools and leaves their engines running. Open syncs fail at their ranks."""
+        self.close()
+        if self._background:
+            await asyncio.wait(self._background)
+        for pool in self._pools.values():
+            await pool.close()
 
     async def create(self, call: dict[str, Any]) -> None:
         """Starts the engines of a pool, a `PoolSpec`, and waits until each is ready.
@@ -145,7 +160,7 @@ class NodePools:
         return [pool for pool in self._pools.values() if not pool.spec.load_weights]
 
     def _extend(self, pool: EnginePool, idx: int, node: JobNode) -> list[str]:
-        specs = pool.spec.engine_specs_on(node.gpus, first_idx=pool.num_added)
+        specs = pool.spec.engine_specs_on(node.gpus, first_idx=pool.next_idx)
         for spec in specs:
             pool.add(self._start(spec, idx, pool.may_start))
         return [spec.name for spec in specs]
@@ -153,7 +168,13 @@ class NodePools:
     async def _start_engines(self, pool: EnginePool) -> None:
         """Starts all engines or, if one cannot start, none."""
         try:
-            for spec, node in zip(pool.spec.engine_specs(), pool.spec.nodes, strict=True):
+            nodes = pool.spec.nodes
+            specs, unused = reuse_engines(
+                pool.spec.name, pool.spec.engine_specs(), nodes, self._warm()
+            )
+            for node, names in unused.items():
+                self._end_warm(node, names)
+            for spec, node in zip(specs, nodes, strict=True):
                 pool.add(self._start(spec, node, pool.may_start))
             await pool.wait_running()
         except BaseException:

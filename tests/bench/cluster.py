@@ -175,7 +175,7 @@ class _Job:
         nodes = [to_wire(node) for node in self.nodes]
         async with asyncio.TaskGroup() as tasks:
             for idx, supervisor in enumerate(self.supervisors):
-                call = supervisor.call("join_job", nodes, idx, _LIMIT_S, timeout_s=_LIMIT_S)
+                call = supervisor.call("join_job", nodes, idx, 1, _LIMIT_S, timeout_s=_LIMIT_S)
                 tasks.create_task(call)
 
 
@@ -217,7 +217,8 @@ def _config(folder: Path, idx: int, keys: Path) -> SupervisorConfig:
     return SupervisorConfig(
         node_id=f"node-{idx}",
         log_dir=str(logs),
-        run_dir=str(folder) if idx == 0 else "",
+        run_dir=str(folder),
+        is_lead=idx == 0,
         socket_dir=str(folder / str(idx)),
         tcp_host="127.0.0.1",
         secret_file=str(keys),

@@ -36,19 +36,29 @@ class NodeJob:
         options: Sequence[str] = (),
         environments: Mapping[int, Mapping[str, str]] = {},
     ) -> None:
-        self.outputs = [folder / f"node{idx}.log" for idx in range(num_nodes)]
+        self.outputs: list[Path] = []
         self.agents: list[subprocess.Popen[bytes]] = []
-        for idx, output in enumerate(self.outputs):
-            address = hosts.address(idx)
-            torchrun = [
-                *(sys.executable, "-m", "torch.distributed.run", "--nnodes", str(num_nodes)),
-                *("--nproc-per-node", "1", "--node-rank", str(idx)),
-                *("--master-addr", hosts.address(0), "--master-port", str(_PORT)),
-                *("--local-addr", address, "--rdzv-id", rdzv_id, "--max-restarts", "0"),
-                *("--monitor-interval", "0.1", *options),
-            ]
-            env = environments.get(idx, {})
-            self.agents.append(hosts.start(idx, [*torchrun, *program], output, env))
+        self._hosts = hosts
+        self._folder = folder
+        self._environments = environments
+        self._command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", str(num_nodes)),
+            *("--nproc-per-node", "1", "--master-addr", hosts.address(0)),
+            *("--master-port", str(_PORT), "--rdzv-id", rdzv_id, "--max-restarts", "0"),
+            *("--monitor-interval", "0.1", *options),
+        ]
+        self._program = program
+        for _ in range(num_nodes):
+            self.start_next()
+
+    def start_next(self) -> None:
+        """Starts the node on the next host."""
+        idx = len(self.agents)
+        output = self._folder / f"node{idx}.log"
+        own = ("--node-rank", str(idx), "--local-addr", self._hosts.address(idx))
+        command = [*self._command, *own, *self._program]
+        self.outputs.append(output)
+        self.agents.append(self._hosts.start(idx, command, output, self._environments.get(idx, {})))
 
     def wait(self, within_s: float = 3 * DEADLINE_S) -> list[int]:
         """The exit statuses of all nodes."""

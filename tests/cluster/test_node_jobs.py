@@ -148,7 +148,7 @@ def test_an_engine_lost_by_its_connection_only_is_named_on_both_nodes(
     ("name", "options", "environment", "said"),
     [
         ("none", (), {}, "start torchrun with --rdzv-id NAME"),
-        ("job", ("--max-restarts", "1"), {}, "start it with --max-restarts 0"),
+        ("job", ("--max-restarts", "1"), {}, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"),
         ("job", (), {"UMBRA_SECRET_FILE": "{other_keys}"}, "has other keys than node 0"),
         ("job", (), {"UMBRA_HOST_ADDRESS": "127.0.0.1"}, "UMBRA_HOST_ADDRESS"),
     ],

@@ -1,6 +1,7 @@
 """`torchrun -m recorded_trainer CONFIG ...`: a training whose ranks record what they train on.
 
-Each rank of each incarnation of a job appends lines to RECORDED_IN/INCARNATION-RANK.jsonl:
+Each rank of each incarnation of a job appends lines to RECORDED_IN/INCARNATION-RANK.jsonl, where
+RECORDED_INCARNATION is the first one:
 
     {"began": step}                          rank 0: the checkpoint it resumes from, 0 for none
     {"step": s, "world_size": n, "samples": [...]}   the batch that it trains on as step s
@@ -28,7 +29,7 @@ class RecordedRollouts(collective.Rollouts):
 
     def __init__(self, session: Session, manager: str, timeout_s: float = 60.0) -> None:
         super().__init__(session, manager, timeout_s)
-        number = int(os.environ["RECORDED_INCARNATION"])
+        number = int(os.environ["RECORDED_INCARNATION"]) + session.incarnation - 1
         self._path = Path(os.environ["RECORDED_IN"]) / f"{number:03}-{session.rank}.jsonl"
 
     def begin(self, step: int, version: int, position: str, timeout_s: float) -> Mapping[str, int]:

@@ -46,6 +46,7 @@ def _start_supervisor(folder: Path) -> GuardianProcess:
         node_id="bench",
         log_dir=str(folder / "logs"),
         run_dir=str(folder),
+        is_lead=True,
         socket_dir=str(sockets.path),
         tcp_host="",
         secret_file="",

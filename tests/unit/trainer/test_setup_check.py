@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -135,3 +136,15 @@ def test_a_model_that_the_embedded_engine_does_not_know_is_refused_before_it_sta
         return
     with pytest.raises(ConfigError, match=rf"^{section}.engine = {said}"):
         check_models(config)
+
+
+@pytest.mark.parametrize("resume", ["never", "auto"])
+def test_a_job_whose_nodes_may_change_has_to_resume(values: dict[str, Any], resume: str) -> None:
+    config = config_of(values, "run", resume=resume)
+    elastic = replace(environment(), nodes_may_change=True)
+
+    if resume == "auto":
+        check_setup(config, elastic)
+        return
+    with pytest.raises(ConfigError, match=r"run\.resume = 'never'.*set run\.resume = 'auto'"):
+        check_setup(config, elastic)

@@ -1,0 +1,83 @@
+"""Engines of this node that outlive the pools of an epoch.
+
+    pools of an epoch end ─▶ the nodes meet again ─▶ keep: at rest ─▶ take: in a pool of this epoch
+                                                                 └──▶ end: no pool uses it
+
+The pool that takes one over, maybe another node's, knows nothing of what the last one did with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from typing import Final
+
+from umbra.runtime.actor.actor_spec import ActorSpec
+from umbra.runtime.actor.supervised_actor import ActorState, SupervisedActor
+from umbra.runtime.errors import UmbraError
+from umbra.runtime.rpc.rpc_client import Client
+
+logger = logging.getLogger(__name__)
+
+# For each call that brings an engine to rest. A shorter limit ends engines that wake a large model;
+# a longer one delays the new ranks, which wait for `SessionConfig.attach_timeout_s`.
+_REST_LIMIT_S: Final = 15.0
+
+
+class WarmEngines:
+    """Owned by the supervisor, as are the actors."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._engines: dict[str, SupervisedActor] = {}
+
+    @staticmethod
+    def may_keep(actor: SupervisedActor) -> bool:
+        """Whether it can be brought to rest: it runs, and gets the trainer's weights."""
+        if actor.spec.role != "engine" or actor.is_stopping:
+            return False
+        return actor.state == ActorState.RUNNING and not actor.spec.kwargs.get("load_weights")
+
+    async def keep(self, actors: Iterable[SupervisedActor]) -> None:
+        """Makes engines what a new pool expects: awake, idle, and without an update. One that does
+        not get there ends.
+
+        Called when no pool of the last epoch calls them any more.
+        """
+        kept = [actor for actor in actors if self.may_keep(actor)]
+        async with asyncio.TaskGroup() as tasks:
+            for actor in kept:
+                tasks.create_task(self._bring_to_rest(actor))
+        self._engines = {actor.spec.name: actor for actor in kept if self.may_keep(actor)}
+
+    async def _bring_to_rest(self, actor: SupervisedActor) -> None:
+        if actor.ref is None:
+            return
+        engine = self._client.handle(actor.ref)
+        try:
+            await engine.call("abort_update", timeout_s=_REST_LIMIT_S)
+            await engine.call("wake", ["weights", "kv_cache"], timeout_s=_REST_LIMIT_S)
+            await engine.call("pause", "abort", timeout_s=_REST_LIMIT_S)
+        except UmbraError as error:
+            logger.warning("%s is not kept warm: %s", actor.spec.name, error)
+            actor.stop()
+            await actor.ended.wait()
+
+    def specs(self) -> list[ActorSpec]:
+        """Of those that no pool has taken over."""
+        return [actor.spec for actor in self._engines.values()]
+
+    def take(self, name: str, may_start: asyncio.Event) -> SupervisedActor | None:
+        """One for a pool, if there is one of that name; see `SupervisedActor`."""
+        actor = self._engines.pop(name, None)
+        if actor is not None:
+            actor.wait_for(may_start)
+        return actor
+
+    def end(self, names: Iterable[str]) -> None:
+        """Ends those that no pool uses."""
+        for name in names:
+            actor = self._engines.pop(name, None)
+            if actor is not None:
+                actor.stop()

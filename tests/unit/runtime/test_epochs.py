@@ -1,0 +1,93 @@
+"""Which jobs may change their nodes, and how the starts of their ranks are told apart."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from umbra.runtime.cluster.environment import TorchrunEnvironment
+from umbra.runtime.cluster.job_nodes import JobNode, check_several_nodes, next_epoch
+from umbra.runtime.cluster.node_links import JobLinks
+from umbra.runtime.errors import ActorNotFound, ConfigError
+from umbra.runtime.rpc.rpc_client import Client
+
+
+def environment(**changes: str) -> TorchrunEnvironment:
+    variables = {
+        "RANK": "1",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "1",
+        "GROUP_RANK": "1",
+        "GROUP_WORLD_SIZE": "2",
+        "MASTER_ADDR": "node1",
+        "MASTER_PORT": "29400",
+        "TORCHELASTIC_RUN_ID": "job",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    return TorchrunEnvironment.read({**variables, **changes})
+
+
+OWN_STORE = {"TORCHELASTIC_USE_AGENT_STORE": "False"}
+
+
+def test_nodes_may_change_with_restarts_and_a_store_of_each_start() -> None:
+    assert environment(TORCHELASTIC_MAX_RESTARTS="3", **OWN_STORE).nodes_may_change
+    assert not environment(**OWN_STORE).nodes_may_change
+    check_several_nodes(environment(TORCHELASTIC_MAX_RESTARTS="3", **OWN_STORE))
+
+
+@pytest.mark.parametrize("count", ["0", "1"])  # of 1: the last restart has happened
+def test_restarts_that_would_look_for_the_last_store_are_refused(count: str) -> None:
+    with pytest.raises(ConfigError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        check_several_nodes(
+            environment(TORCHELASTIC_MAX_RESTARTS="1", TORCHELASTIC_RESTART_COUNT=count)
+        )
+
+
+def test_a_job_that_shrank_to_one_node_still_spans_nodes() -> None:
+    left = {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+
+    assert environment(TORCHELASTIC_MAX_RESTARTS="3", **OWN_STORE, **left).spans_nodes
+    assert not environment(TORCHELASTIC_MAX_RESTARTS="3", **left).spans_nodes
+
+
+def test_a_change_of_nodes_is_told_by_the_store_where_the_count_of_restarts_stays() -> None:
+    before, after = (environment(MASTER_PORT=port, **OWN_STORE) for port in ("40001", "40002"))
+
+    assert before.incarnation == after.incarnation
+    assert before.round_id != after.round_id
+
+
+def test_a_restart_on_one_node_is_told_by_its_count_because_the_agents_store_stays() -> None:
+    assert environment().round_id == ""
+
+
+def test_the_next_epoch_is_new_to_every_node() -> None:
+    """One node was in epochs 1 to 3, one was cut off in epoch 2, and one is new."""
+    nodes = [JobNode(node_id=str(epoch), num_ranks=1, epoch=epoch) for epoch in (3, 1, 0)]
+
+    assert next_epoch(nodes) == next_epoch(nodes[::-1]) == 4
+
+
+def test_calls_of_an_earlier_epoch_are_refused() -> None:
+    async def run() -> None:
+        async with Client("node-0") as client, asyncio.TaskGroup() as tasks:
+            links = JobLinks(client, _unexpected, _unexpected, _unexpected)
+            me = JobNode(node_id="node-0", num_ranks=1)
+            await links.connect([me], 0, 2, (), 1.0, tasks)
+            with pytest.raises(ActorNotFound, match="epoch 1 is not 2"):
+                await links.report(1, 1, {"kind": "failed", "message": "of the last epoch"})
+            with pytest.raises(ActorNotFound, match="epoch 1 is not 2"):
+                await anext(links.join(1, 1, ()))
+            links.close()
+
+    asyncio.run(run())
+
+
+def _unexpected(*arguments: Any) -> None:
+    raise AssertionError(arguments)
