@@ -451,6 +451,8 @@ class Supervisor:
             )
             return found
         deadline = time.monotonic() + timeout_s
+        if name in self._remote:
+            return await self._remote[name].wait_running(timeout_s)
         if not lost_incarnation:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):

@@ -331,8 +331,7 @@ def _check_spread(pool: PoolRequest, nodes: Sequence[Node]) -> None:
     sizes = sorted({len(nodes[idx].gpus) for idx in pool.nodes or range(len(nodes))} - {0})
     if pool.gpus:
         raise ConfigError(
-            f"{what}, so each takes all GPUs of several nodes: remove gpus; nodes chooses the "
-            "nodes"
+            f"{what}, so each takes all GPUs of several nodes: remove gpus; nodes chooses the nodes"
         )
     if pool.mode == "colocated":
         raise ConfigError(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -74,6 +74,9 @@ class EnginePool:
         )
         self.engines: dict[str, PoolEngine] = {}
         self.num_added = 0  # engines that the pool has had
+        self._leaders: dict[str, PoolEngine] = {}  # by the name of a follower
+        self._followers: list[EngineActor] = []
+        self._running_followers: set[str] = set()  # names
         self._client = client
         self._note = note
         self._tasks = tasks
@@ -87,12 +90,19 @@ class EnginePool:
         self._returned: dict[str, int] = {}  # by engine: the last incarnation that was reported
         self._watchers: set[asyncio.Queue[dict[str, Any]]] = set()
 
-    def add(self, actor: EngineActor) -> None:
-        """Adds an actor as an engine; its process may not be ready yet."""
+    def add(self, actor: EngineActor, followers: Sequence[EngineActor] = ()) -> None:
+        """Adds an actor as an engine; its process may not be ready yet.
+
+        Args:
+            followers: its parts on other nodes. When one of them ends, the engine is killed; when
+                the engine ends, they end their part of it by themselves.
+        """
         self.num_added += 1
-        self.engines[actor.spec.name] = PoolEngine(
+        engine = self.engines[actor.spec.name] = PoolEngine(
             actor, self._client, self._on_engine_change, loads_weights=self.spec.load_weights
         )
+        self._followers.extend(followers)
+        self._leaders.update((follower.spec.name, engine) for follower in followers)
 
     def remove(self, actor: EngineActor) -> None:
         """Forgets an engine whose actor has ended for good, if it is one of this pool's."""
@@ -112,22 +122,35 @@ class EnginePool:
 
     async def end(self) -> None:
         """Ends all engines for good and waits until they are reaped."""
-        for engine in self.engines.values():
-            engine.actor.stop()
+        actors = [*(engine.actor for engine in self.engines.values()), *self._followers]
+        for actor in actors:
+            actor.stop()
         async with asyncio.timeout(self.spec.grace_s + _END_LIMIT_S):
-            for engine in self.engines.values():
-                await engine.actor.ended.wait()
+            for actor in actors:
+                await actor.ended.wait()
 
     def on_actor_change(self, actor: EngineActor) -> None:
         """Called when a process became ready or ended."""
         engine = self.engines.get(actor.spec.name)
         if engine is None:
+            self._on_follower_change(actor)
             return
         engine.follow_actor()
         if actor.state == ActorState.RUNNING and self._sleep_level is not None:
             level = self._sleep_level
             self._move(engine, lambda: self._put_to_sleep(engine, level))
         self._signal_moved()
+
+    def _on_follower_change(self, follower: EngineActor) -> None:
+        """Kills the engine once when a follower ends: it may be back before the follower."""
+        name = follower.spec.name
+        if name not in self._leaders:
+            return
+        if follower.state == ActorState.RUNNING:
+            self._running_followers.add(name)
+        elif name in self._running_followers:
+            self._running_followers.remove(name)
+            self._leaders[name].kill(f"its follower {name} has ended")
 
     async def watch(self) -> AsyncGenerator[dict[str, Any], None]:
         """Yields the state of every engine, then each change (`PoolEngine.describe`)."""

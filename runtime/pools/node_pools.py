@@ -151,8 +151,15 @@ class NodePools:
     async def _start_engines(self, pool: EnginePool) -> None:
         """Starts all engines or, if one cannot start, none."""
         try:
-            for spec, node in zip(pool.spec.engine_specs(), pool.spec.nodes, strict=True):
-                pool.add(self._start(spec, node, pool.may_start))
+            for idx, spec in enumerate(pool.spec.engine_specs()):
+                actor = self._start(spec, pool.spec.nodes[idx], pool.may_start)
+                pool.add(
+                    actor,
+                    [
+                        self._start(follower, node, pool.may_start)
+                        for follower, node in pool.spec.follower_specs(idx)
+                    ],
+                )
             await pool.wait_running()
         except BaseException:
             with contextlib.suppress(TimeoutError):  # the first error is the one to raise

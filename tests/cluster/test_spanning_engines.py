@@ -1,0 +1,86 @@
+"""An engine on several nodes: a real vLLM on the CPU, with a worker on each of two hosts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from actor_specs import PROGRAMS
+from model_factory import make_model, save_model
+from network import Hosts
+from node_jobs import NodeJob, assert_nothing_left
+from process_runs import assert_ended
+from rank_processes import read_events
+from run_traces import command_of
+from vllm_runs import needs_vllm
+
+from umbra.runtime.process.shared_memory import shared_memory_names
+
+pytestmark = [
+    needs_vllm,
+    pytest.mark.slow,
+    pytest.mark.process,
+    pytest.mark.cluster,
+    pytest.mark.filterwarnings("default"),  # vLLM's own
+]
+
+SHARED = Path(__file__).parents[1] / "shared"
+START_LIMIT_S = 500.0
+END_LIMIT_S = 30.0
+
+
+def expected_tokens(version: int) -> list[int]:
+    """Those of the whole model."""
+    model, tokens = make_model("qwen3", version), [1, 2, 3]
+    with torch.no_grad():
+        for _ in range(20):
+            logits = model(torch.tensor([tokens])).logits
+            tokens.append(int(logits[0, -1].argmax()))
+    return tokens[3:]
+
+
+def check_version(job: NodeJob, version: int) -> None:
+    """Waits until the engine has generated with that version, and looks at its tokens."""
+    deadline = time.monotonic() + START_LIMIT_S
+    while not (events := read_events(job.outputs, f"version {version}")):
+        assert all(agent.poll() is None for agent in job.agents), job.text(0) + job.text(1)
+        assert time.monotonic() < deadline, job.text(0) + job.text(1)
+        time.sleep(0.1)
+    assert events[0]["tokens"] == expected_tokens(version)
+
+
+def pids_of(job: NodeJob, node: int, what: str) -> list[int]:
+    return [pid for pid in job.tree(node) if what in command_of(pid)]
+
+
+def test_an_engine_on_two_nodes_gets_weights_and_its_parts_die_together(
+    hosts: Hosts, home: Path
+) -> None:
+    save_model(home / "model", "qwen3")
+    shared_memory = shared_memory_names()
+    path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(SHARED / "engines")])
+    environments = {idx: {"PYTHONPATH": path} for idx in (0, 1)}
+    program = [str(PROGRAMS / "spanning_rank.py"), str(home / "run"), str(home / "model")]
+
+    with NodeJob(hosts, home, 2, program, environments=environments) as job:
+        check_version(job, 1)
+        check_version(job, 2)
+        (leading,), (follower,) = pids_of(job, 0, "policy-0#1"), pids_of(job, 1, "vllm_follower")
+        workers = [pid for pid in job.tree(1) if "VllmWorker" in command_of(pid)]
+        os.kill(follower, signal.SIGKILL)
+        assert_ended([leading, follower, *workers], END_LIMIT_S)
+
+        check_version(job, 3)
+        (leading,), (follower,) = pids_of(job, 0, "policy-0#2"), pids_of(job, 1, "vllm_follower")
+        os.kill(leading, signal.SIGKILL)
+        assert_ended([leading, follower], END_LIMIT_S)
+
+        check_version(job, 4)
+        assert pids_of(job, 1, "policy-0.1#2")  # it waited for the engine's next process
+        assert job.wait(END_LIMIT_S) == [0, 0]
+    assert shared_memory_names() <= shared_memory
+    assert_nothing_left(home)
