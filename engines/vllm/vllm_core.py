@@ -143,11 +143,11 @@ class VllmCore(AdapterCore):
 
     async def stop(self) -> None:
         self._watches.close()
+        await self._followers.close()  # first: without this part, theirs would fail
         if self._llm is not None:
             unlink_shared_memory()
             self._llm.shutdown(timeout=_SHUTDOWN_TIMEOUT_S)
             self._llm = None
-        await self._followers.close()
 
     async def call(self, awaitable: Awaitable[_T]) -> _T:
         """Turns vLLM's exceptions into EngineError; umbra's own errors and ValueError pass

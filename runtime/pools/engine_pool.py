@@ -150,7 +150,7 @@ class EnginePool:
             self._running_followers.add(name)
         elif name in self._running_followers:
             self._running_followers.remove(name)
-            self._leaders[name].kill(f"its follower {name} has ended")
+            self._leaders[name].kill(f"its follower {name} has ended, whose log has the reason")
 
     async def watch(self) -> AsyncGenerator[dict[str, Any], None]:
         """Yields the state of every engine, then each change (`PoolEngine.describe`)."""

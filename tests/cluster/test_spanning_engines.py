@@ -29,7 +29,7 @@ pytestmark = [
 ]
 
 SHARED = Path(__file__).parents[1] / "shared"
-START_LIMIT_S = 500.0
+START_LIMIT_S = 640.0
 END_LIMIT_S = 30.0
 
 

@@ -25,7 +25,7 @@ from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.session import Session, SessionConfig
 from umbra.runtime.weights.weight_publisher import WeightPublisher
 
-START_LIMIT_S = 480.0
+START_LIMIT_S = 600.0
 """Three processes of an engine import vLLM one after the other, which takes 10 s each, and a minute
 on a loaded machine."""
 RESTARTS_BEFORE = {1: 0, 2: 0, 3: 1, 4: 2}
