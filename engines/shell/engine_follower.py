@@ -49,7 +49,8 @@ class EngineFollower:
         """Runs a program until the caller leaves the stream or is lost. Yields its pid.
 
         Args:
-            program: a module. It reads a `FollowerTask` from its standard input.
+            program: a module. It reads a JSON map from its standard input: these options and
+                variables, this node's "address", and the job's "folder" for sockets.
             options: of the engine's library, for this part.
             variables: for its environment, unless the user has set them.
         """
@@ -67,13 +68,16 @@ class EngineFollower:
                 [sys.executable, "-m", program],
                 stdin_payload=json.dumps(task).encode(),
             )
-            async with child:
-                yield child.pid
-                await child.wait()
+            try:
+                async with child:
+                    yield child.pid
+                    await child.wait()
+            finally:
+                self.close_image()
             self._failure = f"the program of this follower has ended: {child.describe_end()}"
             self._failed.set()
 
-    def open_image(self, nbytes: int) -> str:
+    async def open_image(self, nbytes: int) -> str:
         """Makes memory for an image of all weights, unless it is there; returns its path.
 
         Raises:
@@ -81,7 +85,8 @@ class EngineFollower:
         """
         if self._image is None or len(self._image) != nbytes:
             self.close_image()
-            self._image_fd = create_buckets([_IMAGE], nbytes)[_IMAGE]
+            made = await asyncio.to_thread(create_buckets, [_IMAGE], nbytes)  # takes seconds
+            self._image_fd = made[_IMAGE]
             self._image = mmap.mmap(self._image_fd, nbytes)
         return f"/proc/{os.getpid()}/fd/{self._image_fd}"
 

@@ -22,6 +22,8 @@ _START_LIMIT_S: Final = 120.0
 # For a follower's process to be there, and for its program to be started. All parts of an engine
 # are started at once; a follower that was killed is back after its restart delay.
 _CALL_LIMIT_S: Final = 60.0
+_IMAGE_LIMIT_S: Final = 600.0
+# For memory as large as the model: a machine may take 2.5 s for each GB that it has never used.
 _CHUNK_NBYTES: Final = 16 << 20
 # Of an image. The follower does nothing else while it copies one, which takes milliseconds.
 _SIOCGIFADDR: Final = 0x8915
@@ -88,7 +90,7 @@ def _mapped(path: str, nbytes: int) -> NDArray[np.uint8]:
 
 
 async def _send(image: NDArray[np.uint8], follower: Handle) -> str:
-    path: str = await follower.call("open_image", image.nbytes, timeout_s=_CALL_LIMIT_S)
+    path: str = await follower.call("open_image", image.nbytes, timeout_s=_IMAGE_LIMIT_S)
     for offset in range(0, image.nbytes, _CHUNK_NBYTES):
         part = image[offset : offset + _CHUNK_NBYTES]
         await follower.call("write_image", offset, part, timeout_s=_CALL_LIMIT_S)

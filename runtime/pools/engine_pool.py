@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
 from typing import Any, Final
 
@@ -90,19 +90,20 @@ class EnginePool:
         self._returned: dict[str, int] = {}  # by engine: the last incarnation that was reported
         self._watchers: set[asyncio.Queue[dict[str, Any]]] = set()
 
-    def add(self, actor: EngineActor, followers: Sequence[EngineActor] = ()) -> None:
-        """Adds an actor as an engine; its process may not be ready yet.
-
-        Args:
-            followers: its parts on other nodes. When one of them ends, the engine is killed; when
-                the engine ends, they end their part of it by themselves.
-        """
+    def add(self, actor: EngineActor) -> None:
+        """Adds an actor as an engine; its process may not be ready yet."""
         self.num_added += 1
-        engine = self.engines[actor.spec.name] = PoolEngine(
+        self.engines[actor.spec.name] = PoolEngine(
             actor, self._client, self._on_engine_change, loads_weights=self.spec.load_weights
         )
-        self._followers.extend(followers)
-        self._leaders.update((follower.spec.name, engine) for follower in followers)
+
+    def add_follower(self, engine: str, actor: EngineActor) -> None:
+        """Adds an actor as a part of an engine on another node.
+
+        When it ends, the engine is killed. When the engine ends, it ends its part by itself.
+        """
+        self._followers.append(actor)
+        self._leaders[actor.spec.name] = self.engines[engine]
 
     def remove(self, actor: EngineActor) -> None:
         """Forgets an engine whose actor has ended for good, if it is one of this pool's."""

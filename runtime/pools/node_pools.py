@@ -152,14 +152,9 @@ class NodePools:
         """Starts all engines or, if one cannot start, none."""
         try:
             for idx, spec in enumerate(pool.spec.engine_specs()):
-                actor = self._start(spec, pool.spec.nodes[idx], pool.may_start)
-                pool.add(
-                    actor,
-                    [
-                        self._start(follower, node, pool.may_start)
-                        for follower, node in pool.spec.follower_specs(idx)
-                    ],
-                )
+                pool.add(self._start(spec, pool.spec.nodes[idx], pool.may_start))
+                for follower, node in pool.spec.follower_specs(idx):
+                    pool.add_follower(spec.name, self._start(follower, node, pool.may_start))
             await pool.wait_running()
         except BaseException:
             with contextlib.suppress(TimeoutError):  # the first error is the one to raise

@@ -116,7 +116,8 @@ class PoolSpec(Settings):
 
     def follower_specs(self, idx: int) -> list[tuple[ActorSpec, int]]:
         """The actor and the node of each follower of an engine; named POOL-0.1, POOL-0.2, ..."""
-        followers = self.engine_followers[idx] if self.engine_followers else ()
+        by_engine = self.engine_followers or ()
+        followers = by_engine[idx] if idx < len(by_engine) else ()
         return [
             (self._follower_spec(follower_name(self.name, idx, number), place.gpus), place.node)
             for number, place in enumerate(followers, start=1)
@@ -159,8 +160,8 @@ class PoolSpec(Settings):
 
     def _engine_spec(self, idx: int, gpus: EngineGpus | None) -> ActorSpec:
         more: dict[str, Any] = {"load_weights": True} if self.load_weights else {}
-        if self.engine_followers and idx < self.count and self.engine_followers[idx]:
-            more["followers"] = [spec.name for spec, _ in self.follower_specs(idx)]
+        if followers := self.follower_specs(idx):
+            more["followers"] = [spec.name for spec, _ in followers]
         kwargs = {**self.kwargs, **more}
         return self._actor_spec(
             engine_name(self.name, idx), engine_target(self.engine), kwargs, gpus
