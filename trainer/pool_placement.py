@@ -64,7 +64,7 @@ def plan_pools(
     plan = plan_placement(nodes, requests)
     for name, places in plan.engines.items():
         if any(place.followers for place in places):
-            _check_spread(_section(name, host), pools[name])
+            _check_spanning(_section(name, host), pools[name])
     if not only:
         try:
             check_update_waves(config.pool.update_waves, config.pool.mode, len(plan.engines[host]))
@@ -78,7 +78,7 @@ def engine_device(pool: EnginePoolSettings, device_type: str) -> str:
     return device_type if pool.device == "auto" else pool.device
 
 
-def _check_spread(section: str, pool: PoolSettings | AuxiliaryPoolSettings) -> None:
+def _check_spanning(section: str, pool: PoolSettings | AuxiliaryPoolSettings) -> None:
     """Raises ConfigError if the pool's engines may not be on several nodes each."""
     what = f"{section}: each of its engines needs several nodes"
     if not engine_kind(pool.engine).spans_nodes:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from multiprocessing import connection
 from typing import Any
 
 from umbra.engines.shell.follower_group import network_variables
@@ -18,7 +19,7 @@ from umbra.engines.vllm.vllm_library import VllmLibrary
 
 
 def main() -> None:
-    """Returns never. Exits with 1 when a worker has ended, or could not start."""
+    """Ends with status 1 when a worker has ended, or could not start."""
     task: dict[str, Any] = json.load(sys.stdin)
     address: str = task["address"]
     variables = task["variables"] | {"VLLM_HOST_IP": address} | network_variables(address)
@@ -30,8 +31,9 @@ def main() -> None:
     config = library.AsyncEngineArgs(**task["options"]).create_engine_config(headless=True)
     executor = library.MultiprocExecutor(config, monitor_workers=False)
     unlink_shared_memory()
-    executor.start_worker_monitor(inline=True)
-    sys.exit("one of vLLM's workers has ended")
+    connection.wait([worker.proc.sentinel for worker in executor.workers])
+    print("one of vLLM's workers has ended", flush=True)
+    os._exit(1)  # vLLM would wait for the others, which are killed with this program
 
 
 if __name__ == "__main__":

@@ -229,8 +229,8 @@ def plan_placement(nodes: Sequence[Node], pools: Sequence[PoolRequest]) -> Plan:
 
     for pool in sorted(pools, key=order):
         _check_nodes(pool, len(nodes))
-        if _is_spread(pool, nodes):
-            _check_spread(pool, nodes)
+        if _spans_nodes(pool, nodes):
+            _check_spanning(pool, nodes)
         count = pool.count
         if pool.gpus:
             _check_by_hand(pool, nodes)
@@ -245,8 +245,8 @@ def plan_placement(nodes: Sequence[Node], pools: Sequence[PoolRequest]) -> Plan:
             if _fills(pool, ranked) and pool.name != takes_rest:
                 count = 1
         usable = _on_nodes_of(pool, usable)
-        if _is_spread(pool, nodes):
-            places = _spread_places(pool, usable, nodes)
+        if _spans_nodes(pool, nodes):
+            places = _spanning_places(pool, usable, nodes)
         else:
             places = _places(pool, usable)
         count = max(1, len(places)) if count is None else count
@@ -254,7 +254,7 @@ def plan_placement(nodes: Sequence[Node], pools: Sequence[PoolRequest]) -> Plan:
             raise ConfigError(_no_place(pool, count, len(places), usable, nodes))
         engines[pool.name] = places[:count]
         if pool.mode == "colocated":
-            _check_host_is_not_spread(pool, engines[pool.shares_with])
+            _check_host_is_on_one_node(pool, engines[pool.shares_with])
             _check_on_host(pool, places[:count], engines[pool.shares_with])
         elif pool.num_gpus:
             taken = _gpus_of(places[:count], len(nodes))
@@ -319,13 +319,13 @@ def _places(pool: PoolRequest, usable: _Usable) -> tuple[Assignment, ...]:
     )
 
 
-def _is_spread(pool: PoolRequest, nodes: Sequence[Node]) -> bool:
+def _spans_nodes(pool: PoolRequest, nodes: Sequence[Node]) -> bool:
     """Whether an engine of the pool needs several nodes."""
     sizes = [len(nodes[idx].gpus) for idx in pool.nodes or range(len(nodes))]
     return len(sizes) > 1 and pool.num_gpus > max(sizes)
 
 
-def _check_spread(pool: PoolRequest, nodes: Sequence[Node]) -> None:
+def _check_spanning(pool: PoolRequest, nodes: Sequence[Node]) -> None:
     """Raises ConfigError if no set of whole nodes makes an engine, or the settings forbid it."""
     what = f"pool {pool.name!r}: its engines need {pool.num_gpus} GPUs, more than a node has"
     sizes = sorted({len(nodes[idx].gpus) for idx in pool.nodes or range(len(nodes))} - {0})
@@ -345,7 +345,7 @@ def _check_spread(pool: PoolRequest, nodes: Sequence[Node]) -> None:
         )
 
 
-def _spread_places(
+def _spanning_places(
     pool: PoolRequest, usable: _Usable, nodes: Sequence[Node]
 ) -> tuple[Assignment, ...]:
     """Where the pool's engines fit if each takes several whole nodes of one size: the next ones."""
@@ -437,7 +437,7 @@ def _check_by_hand(pool: PoolRequest, nodes: Sequence[Node]) -> None:
             )
 
 
-def _check_host_is_not_spread(pool: PoolRequest, host: Sequence[Assignment]) -> None:
+def _check_host_is_on_one_node(pool: PoolRequest, host: Sequence[Assignment]) -> None:
     if any(place.followers for place in host):
         raise ConfigError(
             f"pool {pool.name!r}: mode is 'colocated', and the engines of pool "

@@ -15,10 +15,10 @@ from network import Hosts
 from node_jobs import NodeJob, assert_nothing_left
 from process_runs import assert_ended
 from rank_processes import read_events
-from run_traces import command_of
 from vllm_runs import needs_vllm
+from watching import processes, tree
 
-from umbra.runtime.process.shared_memory import shared_memory_names
+from umbra.runtime.process import descendants
 
 pytestmark = [
     needs_vllm,
@@ -53,15 +53,17 @@ def check_version(job: NodeJob, version: int) -> None:
     assert events[0]["tokens"] == expected_tokens(version)
 
 
-def pids_of(job: NodeJob, node: int, what: str) -> list[int]:
-    return [pid for pid in job.tree(node) if what in command_of(pid)]
+def parts_of(run_dir: Path) -> tuple[list[int], list[int]]:
+    """The engine's processes on both nodes: an actor, and all below it."""
+    (other,) = (run_dir / "logs").glob("*/processes.json")
+    leading, follower = processes(run_dir)["policy-0"], processes(other.parent)["policy-0.1"]
+    return tree(int(str(leading["pid"]))), tree(int(str(follower["pid"])))
 
 
 def test_an_engine_on_two_nodes_gets_weights_and_its_parts_die_together(
     hosts: Hosts, home: Path
 ) -> None:
     save_model(home / "model", "qwen3")
-    shared_memory = shared_memory_names()
     path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(SHARED / "engines")])
     environments = {idx: {"PYTHONPATH": path} for idx in (0, 1)}
     program = [str(PROGRAMS / "spanning_rank.py"), str(home / "run"), str(home / "model")]
@@ -69,18 +71,17 @@ def test_an_engine_on_two_nodes_gets_weights_and_its_parts_die_together(
     with NodeJob(hosts, home, 2, program, environments=environments) as job:
         check_version(job, 1)
         check_version(job, 2)
-        (leading,), (follower,) = pids_of(job, 0, "policy-0#1"), pids_of(job, 1, "vllm_follower")
-        workers = [pid for pid in job.tree(1) if "VllmWorker" in command_of(pid)]
-        os.kill(follower, signal.SIGKILL)
-        assert_ended([leading, follower, *workers], END_LIMIT_S)
+        leading, follower = parts_of(home / "run")
+        (worker,) = descendants.working_child_pids(follower[1])  # of its program
+        os.kill(worker, signal.SIGKILL)
+        assert_ended([*leading, *follower], END_LIMIT_S)
 
         check_version(job, 3)
-        (leading,), (follower,) = pids_of(job, 0, "policy-0#2"), pids_of(job, 1, "vllm_follower")
-        os.kill(leading, signal.SIGKILL)
-        assert_ended([leading, follower], END_LIMIT_S)
+        leading, follower = parts_of(home / "run")
+        os.kill(leading[0], signal.SIGKILL)
+        assert_ended([*leading, *follower[1:]], END_LIMIT_S)
 
         check_version(job, 4)
-        assert pids_of(job, 1, "policy-0.1#2")  # it waited for the engine's next process
+        assert parts_of(home / "run")[1][0] == follower[0]  # it waited for the engine
         assert job.wait(END_LIMIT_S) == [0, 0]
-    assert shared_memory_names() <= shared_memory
     assert_nothing_left(home)
