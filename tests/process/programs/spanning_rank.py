@@ -68,6 +68,7 @@ def policy(model_path: str) -> PoolSpec:
         restart=RestartPolicy(backoff_initial_s=0.02),
         start_timeout_s=START_LIMIT_S,
         busy_limit_s=START_LIMIT_S,
+        hung_limit_s=120.0,  # of a healthy process on a loaded machine
     )
 
 
