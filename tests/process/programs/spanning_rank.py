@@ -46,6 +46,7 @@ def main() -> None:
             if session.rank == 0:
                 tokens = greedy(session.connect(ref), timeout_s=60.0)
                 say(event=f"version {version}", tokens=tokens, transport=transport)
+        meeting.call("arrive", "end", 2, timeout_s=START_LIMIT_S)  # a follower is on rank 1's node
 
 
 def policy(model_path: str) -> PoolSpec:
