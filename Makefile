@@ -68,8 +68,9 @@ test-vllm: $(VLLM_VENV)/.made ## Run all tests that need a real vLLM, including 
 	    tests/process/engines/test_vllm_output.py \
 	    tests/process/engines/test_vllm_training.py tests/gpu/trainer/test_serving_engines.py
 
-test-cluster: $(VENV)/.dev ## Run jobs of several nodes in network namespaces, and on a Slurm of their own (needs root; a quarter of an hour)
+test-cluster: $(VENV)/.dev $(VLLM_VENV)/.made ## Run jobs of several nodes in network namespaces, and on a Slurm of their own (needs root; twenty minutes)
 	$(BIN)/python -m pytest tests/cluster -m cluster -o faulthandler_timeout=420
+	$(VLLM_VENV)/bin/python -m pytest tests/cluster/test_spanning_engines.py -o faulthandler_timeout=420
 
 check: $(VENV)/.dev ## Run format, lint, types and the fast tests (two minutes)
 	$(MAKE) --no-print-directory --output-sync=target -j3 lint pyright fast-tests

@@ -62,6 +62,9 @@ def plan_pools(
                 f"ranks on a node: use a script of launch/, or --nproc-per-node {chosen}"
             )
     plan = plan_placement(nodes, requests)
+    for name, places in plan.engines.items():
+        if any(place.followers for place in places):
+            _check_spanning(_section(name, host), pools[name])
     if not only:
         try:
             check_update_waves(config.pool.update_waves, config.pool.mode, len(plan.engines[host]))
@@ -73,6 +76,22 @@ def plan_pools(
 def engine_device(pool: EnginePoolSettings, device_type: str) -> str:
     """The device type of a pool's engines. `device_type`: the trainer's."""
     return device_type if pool.device == "auto" else pool.device
+
+
+def _check_spanning(section: str, pool: PoolSettings | AuxiliaryPoolSettings) -> None:
+    """Raises ConfigError if the pool's engines may not be on several nodes each."""
+    what = f"{section}: each of its engines needs several nodes"
+    if not engine_kind(pool.engine).spans_nodes:
+        raise ConfigError(
+            f"{what}, and engine {pool.engine!r} cannot be on more than one: use engine 'vllm', or "
+            "lower the tensor-parallel size"
+        )
+    if not pool.allow_engine_pickle:
+        raise ConfigError(
+            f"{what}, and {pool.engine}'s own connections between them unpickle what arrives, and "
+            f"check no key: set {section}.allow_engine_pickle = true if you trust the network "
+            "between the nodes, or lower the tensor-parallel size"
+        )
 
 
 def _section(name: str, host: str) -> str:

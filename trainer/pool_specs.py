@@ -70,6 +70,7 @@ def pool_spec(
         "kwargs": kwargs,
         "engine_gpus": gpus,
         "engine_nodes": tuple(place.node for place in plan.engines[name]),
+        "engine_followers": plan.engine_followers(name),
         "restart": RestartPolicy(max_restarts=pool.max_restarts),
         "memory_limit_nbytes": pool.memory_limit_mib << 20,
     }

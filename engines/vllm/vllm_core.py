@@ -4,6 +4,7 @@
       └ EngineCore                scheduler, and the worker where there is one
           └ workers               one for each GPU of a tensor-parallel engine
 
+The workers of an engine on several nodes are below its followers there (`vllm_follower`).
 All of these processes end with this one, which is their subreaper or the child of a subreaper
 (`runtime.process`).
 """
@@ -16,8 +17,18 @@ from contextlib import ExitStack
 from typing import Any, Final, TypeVar
 
 from umbra.engines.shell.engine_core import AdapterCore, Output
+from umbra.engines.shell.follower_group import (
+    FollowerGroup,
+    free_port,
+    network_variables,
+    own_address,
+)
 from umbra.engines.shell.weight_import import WorkerRegions
-from umbra.engines.vllm.vllm_leftovers import file_variables, unlink_shared_memory
+from umbra.engines.vllm.vllm_leftovers import (
+    file_variables,
+    job_folder,
+    unlink_shared_memory,
+)
 from umbra.engines.vllm.vllm_library import VllmLibrary
 from umbra.engines.vllm.vllm_output import VllmOutput
 from umbra.engines.vllm.vllm_requests import check_request, sampling_params
@@ -44,6 +55,7 @@ class VllmCore(AdapterCore):
         super().__init__()
         self._settings = settings
         self._watches = ExitStack()
+        self._followers = FollowerGroup(settings.followers)
         self._llm: Any = None
         self._library: VllmLibrary | None = None
         self._adapters: dict[str, Any] = {}  # LoRARequests by name
@@ -65,7 +77,10 @@ class VllmCore(AdapterCore):
         options = self._settings.options(library.option_names(), is_cpu=library.is_cpu)
         self._check_adapters()
         variables = self._settings.environment(is_cpu=library.is_cpu)
-        for name, value in (variables | file_variables(is_cpu=library.is_cpu)).items():
+        if self._settings.followers:
+            options |= await self._start_followers(options, variables)
+        files = file_variables(job_folder(), is_cpu=library.is_cpu)
+        for name, value in (variables | files).items():
             os.environ.setdefault(name, value)
         before = _pids_below()
         try:
@@ -80,6 +95,7 @@ class VllmCore(AdapterCore):
         self.vocab_size = int(self._llm.model_config.get_vocab_size())
         # Watch the workers, too: EngineCore reports a dead worker only after all have ended.
         workers: list[int] = await self.call(self._llm.collective_rpc("umbra_pid"))
+        workers = workers[: self._settings.num_local_workers]
         for pid in (descendants.working_child_pids(os.getpid()) - before).union(workers):
             self._watches.enter_context(PidWatch(pid, self.died.set))
         unlink_shared_memory()
@@ -88,6 +104,22 @@ class VllmCore(AdapterCore):
         )
         self.memory = {name: sum(worker[name] for worker in per_worker) for name in per_worker[0]}
         await self._load_adapters()
+
+    async def _start_followers(
+        self, options: Mapping[str, Any], variables: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """Starts the parts on other nodes, which then wait for this one; returns its options."""
+        address = own_address()
+        port = free_port(address)
+        own, *others = (
+            self._settings.part_options(part, address, port)
+            for part in range(self._settings.num_parts)
+        )
+        for name, value in ({"VLLM_HOST_IP": address} | network_variables(address)).items():
+            os.environ.setdefault(name, value)
+        theirs = [{**options, **more} for more in others]
+        await self._followers.start("umbra.engines.vllm.vllm_follower", theirs, variables)
+        return own
 
     def _check_adapters(self) -> None:
         settings, library = self._settings, self.library
@@ -111,6 +143,7 @@ class VllmCore(AdapterCore):
 
     async def stop(self) -> None:
         self._watches.close()
+        await self._followers.close()  # first: without this part, theirs would fail
         if self._llm is not None:
             unlink_shared_memory()
             self._llm.shutdown(timeout=_SHUTDOWN_TIMEOUT_S)
@@ -158,6 +191,7 @@ class VllmCore(AdapterCore):
     async def sleep(self, level: int) -> None:
         """Wakes a sleeping part first: vLLM silently puts nothing more to sleep while a part
         sleeps."""
+        await self._followers.close_images()
         await self.wake(_MEMORY_TAGS)
         await self.call(self._llm.sleep(level))
         self._asleep.update(_MEMORY_TAGS)
@@ -176,6 +210,8 @@ class VllmCore(AdapterCore):
         await self.call(self._llm.reset_prefix_cache())
 
     async def probe_import(self, allocations: Sequence[Sequence[Any]]) -> str:
+        if self._settings.followers:
+            return "its workers are on several nodes"
         if self.library.is_cpu:
             return "its parameters are in cpu memory, not on a GPU"
         asked = self._llm.collective_rpc("umbra_probe_import", args=(allocations,))
@@ -183,8 +219,12 @@ class VllmCore(AdapterCore):
         return next((problem for problem in problems if problem), "")
 
     async def load_weights(self, description: Mapping[str, Any]) -> Sequence[WorkerRegions]:
+        update = dict(description)
+        if self._settings.followers:
+            path, nbytes = update["path"], update["nbytes"]
+            update["paths"] = [path, *await self._followers.send_image(path, nbytes)]
         await self.call(self._llm.start_weight_update())
-        update_info = {"description": dict(description)}
+        update_info = {"description": update}
         request = self.library.WeightTransferUpdateRequest(update_info=update_info)
         try:
             await self.call(self._llm.update_weights(request))

@@ -22,18 +22,19 @@ _SHARED_NAMES: Final = ("psm_", "sem.mp-", "vllm_dist_", "vllm_offload_", "vllm_
 # host (kv_offloading_size).
 
 
-def file_variables(*, is_cpu: bool) -> dict[str, str]:
-    """Variables that make vLLM put its files into the job's socket directory, which is removed with
-    the job.
-
-    There are none for an engine outside an actor's process, or if the directory's path is too long.
-    """
+def job_folder() -> str:
+    """The job's socket directory, which is removed with the job; "" outside an actor's process."""
     try:
         endpoint = actor_context().supervisor.ref.ipc_endpoint
     except RuntimeError:
-        return {}
-    folder = str(Path(endpoint.removeprefix("ipc://")).parent)
-    if len(folder) + 1 + _SOCKET_NAME_NUM_CHARS > MAX_SOCKET_PATH_NBYTES:
+        return ""
+    return str(Path(endpoint.removeprefix("ipc://")).parent)
+
+
+def file_variables(folder: str, *, is_cpu: bool) -> dict[str, str]:
+    """Variables that make vLLM put its files into the folder; none if there is none, or its path is
+    too long."""
+    if not folder or len(folder) + 1 + _SOCKET_NAME_NUM_CHARS > MAX_SOCKET_PATH_NBYTES:
         return {}
     variables = {"VLLM_RPC_BASE_PATH": folder}
     # Not on a GPU, where compilers keep caches in that folder for later runs.

@@ -24,6 +24,7 @@ class VllmLibrary:
     AsyncEngineArgs: Any
     AsyncLLM: Any
     LoRARequest: Any
+    MultiprocExecutor: Any
     RequestOutputKind: Any
     SamplingParams: Any
     WeightTransferUpdateRequest: Any
@@ -53,6 +54,7 @@ class VllmLibrary:
             AsyncEngineArgs=module("engine.arg_utils").AsyncEngineArgs,
             AsyncLLM=module("v1.engine.async_llm").AsyncLLM,
             LoRARequest=module("lora.request").LoRARequest,
+            MultiprocExecutor=module("v1.executor.multiproc_executor").MultiprocExecutor,
             RequestOutputKind=parameters.RequestOutputKind,
             SamplingParams=parameters.SamplingParams,
             WeightTransferUpdateRequest=module(

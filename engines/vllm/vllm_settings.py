@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -18,7 +18,8 @@ WORKER_EXTENSION: Final = "umbra.engines.vllm.vllm_worker.UmbraWorkerExtension"
 TRANSFER_BACKEND: Final = "umbra"
 
 _OTHER_STORE: Final = "keys and values kept elsewhere may be those of another engine's weights"
-_ONE_NODE: Final = "an engine is one model on one node, and pool.count gives more engines"
+_ONE_MODEL: Final = "an engine is one model, and pool.count gives more engines"
+_NODES: Final = "an engine is on several nodes if it needs more GPUs than a node has"
 _SAMPLING: Final = "each request sets how to sample, and nothing else may change the distribution"
 _DRAFTS: Final = "a draft model would keep its older weights"
 _ON_THE_HOST: Final = "an update does not reach weights that vLLM keeps in host memory"
@@ -62,9 +63,11 @@ OPTIONS: Final = EngineOptions(
         "kv_offloading_size": _OTHER_STORE,
         "pipeline_parallel_size": "loading weights is tested with tensor parallelism "
         "(tensor_parallel_size) only",
-        "data_parallel_size": _ONE_NODE,
-        "nnodes": _ONE_NODE,
-        "node_rank": _ONE_NODE,
+        "data_parallel_size": _ONE_MODEL,
+        "nnodes": _NODES,
+        "node_rank": _NODES,
+        "master_addr": _NODES,
+        "master_port": _NODES,
         "distributed_executor_backend": "umbra supervises the processes",
         "scheduler_cls": "pauses and aborts are tested with vLLM's own scheduler only",
     },
@@ -93,14 +96,48 @@ class VllmSettings(AdapterSettings):
 
     Attributes:
         lora_adapters: folders of adapters, by the names that requests use.
+        followers: the actors of its parts on other nodes; each part has as many workers.
     """
 
     lora_adapters: Mapping[str, str] = field(default_factory=dict[str, str])
+    followers: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        AdapterSettings.__post_init__(self)
+        if self.num_workers % self.num_parts:
+            raise ConfigError(
+                f"tensor_parallel_size {self.num_workers} is no multiple of the engine's "
+                f"{self.num_parts} nodes"
+            )
 
     @property
     def num_workers(self) -> int:
         """Worker processes, one for each GPU where there are GPUs."""
         return engine_kind("vllm").tensor_parallel_size(self.engine_args)
+
+    @property
+    def num_parts(self) -> int:
+        """Nodes of the engine."""
+        return 1 + len(self.followers)
+
+    @property
+    def num_local_workers(self) -> int:
+        """Workers on the node of the leading part, which are the first ones."""
+        return self.num_workers // self.num_parts
+
+    def part_options(self, part: int, address: str, port: int) -> dict[str, Any]:
+        """More options for a part of an engine on several nodes.
+
+        Args:
+            part: 0 is the leading one.
+            address: of the leading part's node; the parts meet at this port there.
+        """
+        return {
+            "nnodes": self.num_parts,
+            "node_rank": part,
+            "master_addr": address,
+            "master_port": port,
+        }
 
     def options(self, known: Collection[str], *, is_cpu: bool) -> dict[str, Any]:
         """The arguments for AsyncEngineArgs.

@@ -67,7 +67,8 @@ class SourceTransferEngine(_base):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Raises WeightSyncError if a parameter gets no value; vLLM raises for unknown names."""
-        with open_weights(update_info.description, self.device, counts=_is_first()) as source:
+        description = _on_this_node(update_info.description)
+        with open_weights(description, self.device, counts=_is_first()) as source:
             loaded: set[str] | None = self.model.load_weights(source.tensors())
         self.regions = source.regions
         self._check_complete(loaded)
@@ -121,6 +122,19 @@ class SourceTransferEngine(_base):
 def _plain(name: str) -> str:
     """A parameter's name as in the checkpoint, even if an adapter wraps its layer."""
     return name.replace(".base_layer.", ".")
+
+
+def _on_this_node(description: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Where this worker finds an update, of which a follower has a copy on its own node."""
+    paths: Sequence[str] = description.get("paths", ())
+    if not paths:
+        return description
+    part = torch.distributed.get_rank() * len(paths) // torch.distributed.get_world_size()
+    if part == 0:
+        return description
+    # Without the progress, which is in memory of the leading part's node.
+    kept = {name: description[name] for name in ("manifest", "nbytes")}
+    return {**kept, "path": paths[part]}
 
 
 def _is_first() -> bool:

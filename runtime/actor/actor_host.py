@@ -81,6 +81,7 @@ class _Host:
                     node_id=self._config["node_id"],
                     supervisor=client.handle(supervisor),
                     client=client,
+                    tcp_host=self._config["tcp_host"],
                 )
             )
             gc.disable()  # looking for garbage among a library's modules takes a sixth of the time

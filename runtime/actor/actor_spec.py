@@ -87,6 +87,7 @@ class ActorContext:
             name (after an elastic restart) continues that name's incarnations, but counts restarts
             from 0.
         supervisor: the supervisor of this node.
+        tcp_host: this node's address for other nodes; "" in a job that listens on none.
     """
 
     name: str
@@ -95,6 +96,7 @@ class ActorContext:
     node_id: str
     supervisor: Handle
     client: Client
+    tcp_host: str = ""
 
     def connect(self, ref: ActorRef) -> Handle:
         """A handle to another actor; if the connection is lost, it asks this node's supervisor."""

@@ -209,10 +209,11 @@ class _Tenants:
         self._num_readers = [0] * len(plan.nodes)
         for pool in engines:
             for idx, place in enumerate(plan.engines[pool]):
-                self._num_readers[place.node] += engines[pool].is_updated
-                for gpu in place.gpus:
-                    on_gpu = self._engines.setdefault((place.node, gpu), [])
-                    on_gpu.append((pool, engine_name(pool, idx)))
+                for part in place.parts:
+                    self._num_readers[part.node] += engines[pool].is_updated
+                    for gpu in part.gpus:
+                        on_gpu = self._engines.setdefault((part.node, gpu), [])
+                        on_gpu.append((pool, engine_name(pool, idx)))
         self.cells = sorted(self.ranks | self._engines.keys())
         is_there: dict[Phase, bool] = {
             "sync": rank is not None,

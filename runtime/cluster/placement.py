@@ -6,6 +6,9 @@
     standalone                      other-0  other-1  gets GPUs without ranks
     colocated   judge-0   judge-1                     is time-sliced with a pool, on its GPUs
 
+An engine that needs more GPUs than a node has takes all GPUs of several nodes. Its leading part, on
+the first of them, is the engine for everybody else; the others have a follower each.
+
 A plan depends on its input alone. A restart finds every process where it was, and an engine that
 dies moves no other.
 """
@@ -13,7 +16,7 @@ dies moves no other.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Literal, NamedTuple
 
@@ -41,6 +44,7 @@ class PoolRequest:
 
     Attributes:
         num_gpus: the tensor-parallel size, which is the number of GPUs of one engine; 0 on the CPU.
+            If it is more than any node has, an engine is on several nodes.
         count: number of engines on these nodes, which may be 0. None places one for every
             `num_gpus` GPUs of the pool, or, on the CPU, one for each of its nodes.
         nodes: indices of the nodes that the user chose for the engines. If empty, any node.
@@ -65,10 +69,17 @@ class Assignment:
     Attributes:
         node: index of the node.
         gpus: indices into the node's GPUs. The process itself sees them as devices 0, 1, ...
+        followers: the further parts of an engine on several nodes, each on a later node.
     """
 
     node: int
     gpus: tuple[int, ...]
+    followers: tuple[Assignment, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Assignment, ...]:
+        """All parts of the engine, the leading one first."""
+        return (self, *self.followers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +102,15 @@ class EngineGpus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FollowerPlace:
+    """The place of a follower, which is the part of an engine on another node than the leading
+    one's."""
+
+    node: int
+    gpus: EngineGpus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """The places of all processes of a job that may use a GPU.
 
@@ -108,8 +128,17 @@ class Plan:
     kv_num_tokens: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def engine_gpus(self, pool: str) -> tuple[EngineGpus, ...]:
-        """The GPUs of each of the pool's engines."""
+        """The GPUs of each of the pool's engines, on the node of its leading part."""
         return tuple(map(self._gpus_at, self.engines[pool]))
+
+    def engine_followers(self, pool: str) -> tuple[tuple[FollowerPlace, ...], ...]:
+        """The followers of each of the pool's engines."""
+        return tuple(
+            tuple(
+                FollowerPlace(node=part.node, gpus=self._gpus_at(part)) for part in place.followers
+            )
+            for place in self.engines[pool]
+        )
 
     def _gpus_at(self, place: Assignment) -> EngineGpus:
         gpus = self.nodes[place.node].gpus
@@ -130,8 +159,10 @@ class Plan:
         engines: dict[tuple[int, int], list[str]] = {}
         for pool, places in self.engines.items():
             for idx, place in enumerate(places):
-                for gpu in place.gpus:
-                    engines.setdefault((place.node, gpu), []).append(engine_name(pool, idx))
+                for number, part in enumerate(place.parts):
+                    name = follower_name(pool, idx, number) if number else engine_name(pool, idx)
+                    for gpu in part.gpus:
+                        engines.setdefault((part.node, gpu), []).append(name)
 
         if not ranks and not engines:
             return []
@@ -153,13 +184,18 @@ class Plan:
 
 
 def engine_name(pool: str, idx: int) -> str:
-    """The name of an engine's actor."""
+    """The name of an engine's actor, and of the leading part of one on several nodes."""
     return f"{pool}-{idx}"
 
 
 def engine_idx(name: str) -> int:
     """The number in the name of an engine's actor."""
     return int(name.rpartition("-")[2])
+
+
+def follower_name(pool: str, idx: int, number: int) -> str:
+    """The name of an engine's follower's actor; `number` counts from 1."""
+    return f"{engine_name(pool, idx)}.{number}"
 
 
 def plan_placement(nodes: Sequence[Node], pools: Sequence[PoolRequest]) -> Plan:
@@ -169,6 +205,9 @@ def plan_placement(nodes: Sequence[Node], pools: Sequence[PoolRequest]) -> Plan:
     with a number of engines come first, beginning with the largest engines. Then each of the others
     gets one engine, and the one that was named first takes the rest. Colocated pools come last, on
     their host's GPUs.
+
+    An engine that needs more GPUs than any node has gets the next nodes of one size of which all
+    GPUs are left.
 
     An engine gets the first GPUs that are enough for it, and is never moved. On nodes of different
     sizes a job may therefore have no plan although another order would place it.
@@ -195,6 +234,8 @@ def plan_placement(nodes: Sequence[Node], pools: Sequence[PoolRequest]) -> Plan:
 
     for pool in sorted(pools, key=order):
         _check_nodes(pool, len(nodes))
+        if _spans_nodes(pool, nodes):
+            _check_spanning(pool, nodes)
         count = pool.count
         if pool.gpus:
             _check_by_hand(pool, nodes)
@@ -209,12 +250,16 @@ def plan_placement(nodes: Sequence[Node], pools: Sequence[PoolRequest]) -> Plan:
             if _fills(pool, ranked) and pool.name != takes_rest:
                 count = 1
         usable = _on_nodes_of(pool, usable)
-        places = _places(pool, usable)
+        if _spans_nodes(pool, nodes):
+            places = _spanning_places(pool, usable, nodes)
+        else:
+            places = _places(pool, usable)
         count = max(1, len(places)) if count is None else count
         if count > len(places):
             raise ConfigError(_no_place(pool, count, len(places), usable, nodes))
         engines[pool.name] = places[:count]
         if pool.mode == "colocated":
+            _check_host_is_on_one_node(pool, engines[pool.shares_with])
             _check_on_host(pool, places[:count], engines[pool.shares_with])
         elif pool.num_gpus:
             taken = _gpus_of(places[:count], len(nodes))
@@ -277,6 +322,50 @@ def _places(pool: PoolRequest, usable: _Usable) -> tuple[Assignment, ...]:
         for idx, gpus in enumerate(usable.gpus)
         for first in range(0, len(gpus) - size + 1, size)
     )
+
+
+def _spans_nodes(pool: PoolRequest, nodes: Sequence[Node]) -> bool:
+    """Whether an engine of the pool needs several nodes."""
+    sizes = [len(nodes[idx].gpus) for idx in pool.nodes or range(len(nodes))]
+    return len(sizes) > 1 and pool.num_gpus > max(sizes)
+
+
+def _check_spanning(pool: PoolRequest, nodes: Sequence[Node]) -> None:
+    """Raises ConfigError if no set of whole nodes makes an engine, or the settings forbid it."""
+    what = f"pool {pool.name!r}: its engines need {pool.num_gpus} GPUs, more than a node has"
+    sizes = sorted({len(nodes[idx].gpus) for idx in pool.nodes or range(len(nodes))} - {0})
+    if pool.gpus:
+        raise ConfigError(
+            f"{what}, so each takes all GPUs of several nodes: remove gpus; nodes chooses the nodes"
+        )
+    if pool.mode == "colocated":
+        raise ConfigError(
+            f"{what}, and engines on several nodes are not time-sliced with others: set mode to "
+            "'standalone'"
+        )
+    if not any(pool.num_gpus % size == 0 for size in sizes):
+        raise ConfigError(
+            f"{what}, and are no multiple of the {' or '.join(map(str, sizes))} that one has: an "
+            "engine takes all GPUs of each of its nodes, so choose another tensor-parallel size"
+        )
+
+
+def _spanning_places(
+    pool: PoolRequest, usable: _Usable, nodes: Sequence[Node]
+) -> tuple[Assignment, ...]:
+    """Where the pool's engines fit if each takes several whole nodes of one size: the next ones."""
+    places: list[Assignment] = []
+    waiting: dict[int, list[Assignment]] = {}  # by the size of a node
+    for idx, (gpus, node) in enumerate(zip(usable.gpus, nodes, strict=True)):
+        size = len(node.gpus)
+        if not size or len(gpus) < size or pool.num_gpus % size:
+            continue
+        parts = waiting.setdefault(size, [])
+        parts.append(Assignment(node=idx, gpus=tuple(gpus)))
+        if len(parts) * size == pool.num_gpus:
+            places.append(replace(parts[0], followers=tuple(parts[1:])))
+            parts.clear()
+    return tuple(sorted(places, key=lambda place: place.node))
 
 
 def _no_place(
@@ -353,6 +442,15 @@ def _check_by_hand(pool: PoolRequest, nodes: Sequence[Node]) -> None:
             )
 
 
+def _check_host_is_on_one_node(pool: PoolRequest, host: Sequence[Assignment]) -> None:
+    if any(place.followers for place in host):
+        raise ConfigError(
+            f"pool {pool.name!r}: mode is 'colocated', and the engines of pool "
+            f"{pool.shares_with!r} are on several nodes each, where they are not time-sliced with "
+            "others: set mode to 'standalone'"
+        )
+
+
 def _check_on_host(
     pool: PoolRequest, places: Sequence[Assignment], host: Sequence[Assignment]
 ) -> None:
@@ -376,7 +474,15 @@ def _number_of(gpus: Sequence[str]) -> str:
 def _gpus_of(places: Sequence[Assignment], num_nodes: int) -> list[list[int]]:
     """The GPUs of a pool, by node."""
     return [
-        list(dict.fromkeys(gpu for place in places if place.node == idx for gpu in place.gpus))
+        list(
+            dict.fromkeys(
+                gpu
+                for place in places
+                for part in place.parts
+                if part.node == idx
+                for gpu in part.gpus
+            )
+        )
         for idx in range(num_nodes)
     ]
 

@@ -34,6 +34,7 @@ class EngineKind:
         has_lora: the engine takes `lora_adapters`.
         has_known_memory: ENGINE_AWAKE_NBYTES and ENGINE_ASLEEP_NBYTES hold for it.
         share_option: the option that sizes the KV cache by a share of the GPU; "": there is none.
+        spans_nodes: an engine may have followers on other nodes, which it gets as `followers`.
     """
 
     target: str
@@ -43,6 +44,7 @@ class EngineKind:
     has_lora: bool = False
     has_known_memory: bool = False
     share_option: str = ""
+    spans_nodes: bool = False
 
     def arguments(self, engine_args: Mapping[str, Any]) -> dict[str, Any]:
         """The engine's arguments from `pool.engine_args`."""
@@ -86,6 +88,7 @@ ENGINES: Final[Mapping[str, EngineKind]] = {
         has_lora=True,
         has_known_memory=True,
         share_option="gpu_memory_utilization",
+        spans_nodes=True,
     ),
     "sglang": EngineKind(
         target="umbra.engines.sglang.sglang_engine:SglangEngine",
@@ -99,6 +102,10 @@ ENGINES: Final[Mapping[str, EngineKind]] = {
         target="umbra.engines.faulty.faulty_engine:FaultyEngine", wraps_engine=True, has_lora=True
     ),
 }
+
+
+FOLLOWER_TARGET: Final = "umbra.engines.shell.engine_follower:EngineFollower"
+"""The `module:Class` of the actor that runs an engine's part on another node."""
 
 
 def engine_kind(engine: str) -> EngineKind:

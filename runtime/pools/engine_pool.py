@@ -76,6 +76,9 @@ class EnginePool:
         )
         self.engines: dict[str, PoolEngine] = {}
         self.next_idx = 0  # in the name of the next engine
+        self._leaders: dict[str, PoolEngine] = {}  # by the name of a follower
+        self._followers: list[ActorProcess] = []
+        self._running_followers: set[str] = set()  # names
         self._client = client
         self._note = note
         self._tasks = tasks
@@ -97,6 +100,14 @@ class EnginePool:
         )
         if actor.state == ActorState.RUNNING:  # it ran before, for a pool of the last epoch
             self.on_actor_change(actor)
+
+    def add_follower(self, engine: str, actor: ActorProcess) -> None:
+        """Adds an actor as a part of an engine on another node.
+
+        When it ends, the engine is killed. When the engine ends, it ends its part by itself.
+        """
+        self._followers.append(actor)
+        self._leaders[actor.spec.name] = self.engines[engine]
 
     async def close(self) -> None:
         """Leaves the engines alone, whatever they are doing: another pool takes them over."""
@@ -122,22 +133,35 @@ class EnginePool:
 
     async def end(self) -> None:
         """Ends all engines for good and waits until they are reaped."""
-        for engine in self.engines.values():
-            engine.actor.stop()
+        actors = [*(engine.actor for engine in self.engines.values()), *self._followers]
+        for actor in actors:
+            actor.stop()
         async with asyncio.timeout(self.spec.grace_s + _END_LIMIT_S):
-            for engine in self.engines.values():
-                await engine.actor.ended.wait()
+            for actor in actors:
+                await actor.ended.wait()
 
     def on_actor_change(self, actor: ActorProcess) -> None:
         """Called when a process became ready or ended."""
         engine = self.engines.get(actor.spec.name)
         if engine is None:
+            self._on_follower_change(actor)
             return
         engine.follow_actor()
         if actor.state == ActorState.RUNNING and self._sleep_level is not None:
             level = self._sleep_level
             self._move(engine, lambda: self._put_to_sleep(engine, level))
         self._signal_moved()
+
+    def _on_follower_change(self, follower: ActorProcess) -> None:
+        """Kills the engine once when a follower ends: it may be back before the follower."""
+        name = follower.spec.name
+        if name not in self._leaders:
+            return
+        if follower.state == ActorState.RUNNING:
+            self._running_followers.add(name)
+        elif name in self._running_followers:
+            self._running_followers.remove(name)
+            self._leaders[name].kill(f"its follower {name} has ended, whose log has the reason")
 
     async def watch(self) -> AsyncGenerator[dict[str, Any], None]:
         """Yields the state of every engine, then each change (`PoolEngine.describe`)."""

@@ -174,8 +174,10 @@ class NodePools:
             )
             for node, names in unused.items():
                 self._end_warm(node, names)
-            for spec, node in zip(specs, nodes, strict=True):
+            for idx, (spec, node) in enumerate(zip(specs, nodes, strict=True)):
                 pool.add(self._start(spec, node, pool.may_start))
+                for follower, there in pool.spec.follower_specs(idx):
+                    pool.add_follower(spec.name, self._start(follower, there, pool.may_start))
             await pool.wait_running()
         except BaseException:
             with contextlib.suppress(TimeoutError):  # the first error is the one to raise

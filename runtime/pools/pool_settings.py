@@ -84,6 +84,10 @@ class EnginePoolSettings(Settings):
             `ctx.generate(tokens, lora="NAME")` for the policy, whose current weights it is applied
             to, and `ctx.pool("judge").generate(tokens, lora="NAME")` for an auxiliary pool. For
             engine "vllm".
+        allow_engine_pickle: Whether engines may be on several nodes each, which those are that need
+            more GPUs than a node has. The library's own connections between these nodes unpickle
+            what arrives, and check no key: whoever reaches their ports can run code as you. See
+            docs/cluster.md.
         max_restarts: How often one engine may be restarted within ten minutes. More fail the run.
         memory_limit_mib: Host memory of an engine's processes, above which it is killed and
             restarted. 0 is no limit.
@@ -105,6 +109,7 @@ class EnginePoolSettings(Settings):
     lora_adapters: Annotated[Mapping[str, FilePath], Checked(_check_adapter_names)] = field(
         default_factory=dict[str, Path]
     )
+    allow_engine_pickle: bool = False
     max_restarts: Count = 5
     memory_limit_mib: Count = 0
     hung_limit_s: Seconds = 15.0

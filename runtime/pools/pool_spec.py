@@ -8,8 +8,14 @@ from typing import Any
 
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.restart_policy import RestartPolicy
-from umbra.runtime.cluster.placement import EngineGpus, PoolMode, engine_name
-from umbra.runtime.engine_api.engine_names import EngineName, engine_target
+from umbra.runtime.cluster.placement import (
+    EngineGpus,
+    FollowerPlace,
+    PoolMode,
+    engine_name,
+    follower_name,
+)
+from umbra.runtime.engine_api.engine_names import FOLLOWER_TARGET, EngineName, engine_target
 from umbra.runtime.errors import ConfigError, SettingError
 from umbra.runtime.pools.pool_settings import OnUpdate, check_update_waves
 from umbra.runtime.pools.time_slicing import SlicingRules
@@ -32,6 +38,7 @@ class PoolSpec(Settings):
             the supervisor's CUDA_VISIBLE_DEVICES. Engines on the CPU have that, too.
         engine_nodes: the node of each engine, by its index in the job. None: this node, which is
             rank 0's.
+        engine_followers: the followers of each engine on several nodes. None: no engine has any.
         shares_with: name of the pool on whose GPUs a colocated one is.
         max_wait_s, max_turn_s: of a colocated pool, see `SlicingRules`.
         on_update: what a sync does to running generation: abort (resumed under the new weights),
@@ -59,6 +66,7 @@ class PoolSpec(Settings):
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     engine_gpus: tuple[EngineGpus, ...] | None = None
     engine_nodes: tuple[int, ...] | None = None
+    engine_followers: tuple[tuple[FollowerPlace, ...], ...] | None = None
     memory_limit_nbytes: int = 0
     on_update: OnUpdate = "abort"
     update_waves: int = 1
@@ -75,7 +83,7 @@ class PoolSpec(Settings):
             check_update_waves(self.update_waves, self.mode, self.count)
         except SettingError as error:
             raise ConfigError(f"pool {self.name!r}: {error}") from None
-        for name in ("engine_gpus", "engine_nodes"):
+        for name in ("engine_gpus", "engine_nodes", "engine_followers"):
             places = getattr(self, name)
             if places is not None and len(places) != self.count:
                 raise ConfigError(
@@ -105,6 +113,15 @@ class PoolSpec(Settings):
         """One actor per engine, named POOL-0, POOL-1, ..."""
         gpus = self.engine_gpus or [None] * self.count
         return [self._engine_spec(idx, gpus[idx]) for idx in range(self.count)]
+
+    def follower_specs(self, idx: int) -> list[tuple[ActorSpec, int]]:
+        """The actor and the node of each follower of an engine; named POOL-0.1, POOL-0.2, ..."""
+        by_engine = self.engine_followers or ()
+        followers = by_engine[idx] if idx < len(by_engine) else ()
+        return [
+            (self._follower_spec(follower_name(self.name, idx, number), place.gpus), place.node)
+            for number, place in enumerate(followers, start=1)
+        ]
 
     def engine_specs_on(self, gpus: Sequence[str], *, first_idx: int) -> list[ActorSpec]:
         """Actors of further engines on a node that only generates: as many as its GPUs hold, or one
@@ -142,11 +159,24 @@ class PoolSpec(Settings):
         ]
 
     def _engine_spec(self, idx: int, gpus: EngineGpus | None) -> ActorSpec:
-        own_weights = {"load_weights": True} if self.load_weights else {}
+        more: dict[str, Any] = {"load_weights": True} if self.load_weights else {}
+        if followers := self.follower_specs(idx):
+            more["followers"] = [spec.name for spec, _ in followers]
+        kwargs = {**self.kwargs, **more}
+        return self._actor_spec(
+            engine_name(self.name, idx), engine_target(self.engine), kwargs, gpus
+        )
+
+    def _follower_spec(self, name: str, gpus: EngineGpus) -> ActorSpec:
+        return self._actor_spec(name, FOLLOWER_TARGET, {}, gpus)
+
+    def _actor_spec(
+        self, name: str, target: str, kwargs: Mapping[str, Any], gpus: EngineGpus | None
+    ) -> ActorSpec:
         return ActorSpec(
-            name=engine_name(self.name, idx),
-            target=engine_target(self.engine),
-            kwargs={**self.kwargs, **own_weights},
+            name=name,
+            target=target,
+            kwargs=kwargs,
             restart=self.restart,
             start_timeout_s=self.start_timeout_s,
             hung_limit_s=self.hung_limit_s,

@@ -15,6 +15,7 @@ from typing import Final
 
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.actor.supervised_actor import ActorState, SupervisedActor
+from umbra.runtime.engine_api.engine_names import FOLLOWER_TARGET
 from umbra.runtime.errors import UmbraError
 from umbra.runtime.rpc.rpc_client import Client
 
@@ -34,10 +35,13 @@ class WarmEngines:
 
     @staticmethod
     def may_keep(actor: SupervisedActor) -> bool:
-        """Whether it can be brought to rest: it runs, and gets the trainer's weights."""
-        if actor.spec.role != "engine" or actor.is_stopping:
+        """Whether it can be brought to rest: it runs, on this node only, and gets the trainer's
+        weights."""
+        spec = actor.spec
+        if spec.role != "engine" or spec.target == FOLLOWER_TARGET or spec.kwargs.get("followers"):
             return False
-        return actor.state == ActorState.RUNNING and not actor.spec.kwargs.get("load_weights")
+        is_usable = actor.state == ActorState.RUNNING and not actor.is_stopping
+        return is_usable and not spec.kwargs.get("load_weights")
 
     async def keep(self, actors: Iterable[SupervisedActor]) -> None:
         """Makes engines what a new pool expects: awake, idle, and without an update. One that does

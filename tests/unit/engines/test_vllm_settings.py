@@ -241,3 +241,27 @@ def test_without_vllm_the_error_names_the_package_to_install(
 
     with pytest.raises(ConfigError, match=r"pip install -e '\.\[vllm\]' in your clone"):
         VllmLibrary.load()
+
+
+def test_the_parts_of_an_engine_on_several_nodes_meet_at_the_leading_one(tmp_path: Path) -> None:
+    made = settings(
+        tmp_path,
+        engine_args={"tensor_parallel_size": 8},
+        followers=["policy-0.1", "policy-0.2", "policy-0.3"],
+    )
+
+    assert (made.num_parts, made.num_local_workers) == (4, 2)
+    assert made.part_options(3, "10.0.0.1", 4711) == {
+        "nnodes": 4,
+        "node_rank": 3,
+        "master_addr": "10.0.0.1",
+        "master_port": 4711,
+    }
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size 8 is no multiple of .* 3 nodes"):
+        settings(tmp_path, engine_args={"tensor_parallel_size": 8}, followers=["a", "b"])
+
+
+@pytest.mark.parametrize("option", ["nnodes", "node_rank", "master_addr", "master_port"])
+def test_umbra_places_an_engine_on_several_nodes(tmp_path: Path, option: str) -> None:
+    with pytest.raises(ConfigError, match=f"{option} is set by umbra: an engine is on several"):
+        settings(tmp_path, engine_args={option: 2}).options([*KNOWN, option], is_cpu=True)

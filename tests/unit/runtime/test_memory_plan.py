@@ -250,3 +250,17 @@ def test_caches_take_all_that_is_free_and_no_more(
                 or (mode == "standalone" and pool == "policy" and phase != "colocated")
             ]
             assert USABLE - MIB <= max(own) <= USABLE
+
+
+def test_an_engine_on_two_nodes_takes_memory_of_both() -> None:
+    node = Node(gpus=("0", "1"), num_ranks=0)
+    pool = PoolRequest(name="policy", mode="standalone", num_gpus=4)
+    plan = plan_placement([node, node], [pool])
+    sizes = [[GPU, GPU], [GPU, GPU // 2]]  # the last GPU decides for all
+
+    memory = plan_memory(plan, sizes, None, {"policy": need("standalone")})
+
+    assert memory.kv_num_tokens == {"policy": (USABLE // 2 - 10 * GIB) // MIB}
+    expected = memory.expected_nbytes["generation"]
+    assert sorted(expected) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert set(expected.values()) == {USABLE // 2}

@@ -123,6 +123,27 @@ def test_a_pool_stays_on_the_nodes_that_were_chosen() -> None:
     assert plan.engines["judge"] == tuple(Assignment(node=1, gpus=(gpu,)) for gpu in (0, 1))
 
 
+def test_an_engine_larger_than_a_node_takes_whole_nodes_of_one_size() -> None:
+    nodes = [node(4, 1), node(4, 0), node(2, 0), node(4, 0), node(4, 0), node(4, 0)]
+    pools = [policy("standalone", num_gpus=8, count=2)]
+
+    plan = plan_placement(nodes, pools)
+
+    places = plan.engines["policy"]
+    assert [[part.node for part in place.parts] for place in places] == [[1, 3], [4, 5]]
+    assert {part.gpus for place in places for part in place.parts} == {(0, 1, 2, 3)}
+    assert plan.table() == [
+        "node  GPUs  ranks  engines",
+        "0     0     0      -",
+        "0     1-3   -      -",
+        "1     0-3   -      policy-0",
+        "2     0-1   -      -",
+        "3     0-3   -      policy-0.1",
+        "4     0-3   -      policy-1",
+        "5     0-3   -      policy-1.1",
+    ]
+
+
 def test_on_the_cpu_the_chosen_nodes_take_turns() -> None:
     plan = plan_placement([node(0, 0)] * 3, [policy(num_gpus=0, nodes=(2, 1), count=3)])
 
@@ -188,7 +209,31 @@ def test_a_process_sees_its_own_gpus_first_in_the_form_that_the_job_was_given() 
             "'judge': .* 1 x 2 GPUs, and the GPUs left by pool 'policy' are 0 in number, enough "
             "for 0: lower the tensor-parallel size, or set gpus",
         ),
-        ([node(3, 3), node(3, 3)], [policy(num_gpus=4)], "need 1 x 4 GPUs, .* are 3 \\+ 3 in"),
+        (
+            [node(3, 3), node(3, 3)],
+            [policy(num_gpus=4)],
+            "need 4 GPUs, more than a node has, and are no multiple of the 3 that one has",
+        ),
+        (
+            [node(4, 2), node(4, 2)],
+            [policy("standalone", num_gpus=8)],
+            "need 1 x 8 GPUs, and the GPUs left by the ranks are 2 \\+ 2 in number, enough for 0",
+        ),
+        (
+            [node(2, 0)] * 2,
+            [policy("standalone", num_gpus=4, gpus=(0, 1))],
+            "more than a node has, so each takes all GPUs of several nodes: remove gpus",
+        ),
+        (
+            [node(2, 2)] * 2,
+            [policy(), judge(num_gpus=4)],
+            "'judge': .* several nodes are not time-sliced .*: set mode to 'standalone'",
+        ),
+        (
+            [node(2, 2)] * 2,
+            [policy(num_gpus=4), judge()],
+            "'judge': .* engines of pool 'policy' are on several nodes .*: set mode to 'standal",
+        ),
         (
             [node(4, 2)],
             [policy("standalone"), judge(num_gpus=4)],
@@ -246,7 +291,7 @@ def jobs(draw: st.DrawFn) -> Job:
         return PoolRequest(
             name=name,
             mode=mode,
-            num_gpus=draw(st.sampled_from((0, 1, 1, 2, 3, 4))),
+            num_gpus=draw(st.sampled_from((0, 1, 1, 2, 3, 4, 8, 16))),
             count=draw(st.none() | st.integers(1, 6)),
             nodes=draw(st.just(()) | st.sets(st.integers(0, len(nodes) - 1)).map(tuple)),
             gpus=draw(st.just(()) | st.lists(st.integers(0, 7), max_size=4).map(tuple)),
@@ -302,7 +347,11 @@ def planned(job: Job) -> Plan:
 
 def engines_by_gpu(places: dict[str, tuple[Assignment, ...]]) -> Counter[tuple[int, int]]:
     return Counter(
-        (place.node, gpu) for engines in places.values() for place in engines for gpu in place.gpus
+        (part.node, gpu)
+        for engines in places.values()
+        for place in engines
+        for part in place.parts
+        for gpu in part.gpus
     )
 
 
@@ -361,9 +410,16 @@ def test_every_rank_and_engine_has_a_place(job: Job) -> None:
     for pool in pools:
         places = plan.engines[pool.name]
         assert len(places) == pool.count if pool.count else len(places) > 0
-        assert all(len(place.gpus) == pool.num_gpus for place in places)
+        parts = [part for place in places for part in place.parts]
+        assert all(sum(len(part.gpus) for part in place.parts) == pool.num_gpus for place in places)
+        assert all(
+            len(part.gpus) == len(nodes[part.node].gpus) == len(place.gpus)
+            for place in places
+            for part in place.parts
+            if place.followers
+        )
         chosen = pool.nodes or range(len(nodes))
-        assert {place.node for place in places} <= set(chosen)
+        assert {part.node for part in parts} <= set(chosen)
         if pool.num_gpus == 0:  # the nodes take turns
             turns = [chosen[i % len(chosen)] for i in range(len(places))]
             assert [place.node for place in places] == turns
@@ -387,3 +443,15 @@ def test_auto_fills_every_node(num_nodes: int, num_gpus: int, size: int) -> None
     plan = plan_placement([node(num_gpus, num_gpus)] * num_nodes, [policy(num_gpus=size)])
 
     assert len(plan.engines["policy"]) == num_nodes * (num_gpus // size)
+
+
+@given(st.integers(1, 3), st.integers(2, 4), st.integers(1, 8))
+def test_auto_fills_all_nodes_with_engines_on_several(
+    num_engines: int, num_parts: int, num_gpus: int
+) -> None:
+    nodes = [node(num_gpus, num_gpus)] * (num_engines * num_parts)
+
+    plan = plan_placement(nodes, [policy(num_gpus=num_parts * num_gpus)])
+
+    assert [len(place.parts) for place in plan.engines["policy"]] == [num_parts] * num_engines
+    assert set(engines_by_gpu({"policy": plan.engines["policy"]}).values()) == {1}

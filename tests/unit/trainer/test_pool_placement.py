@@ -226,3 +226,82 @@ def test_a_layout_that_is_not_possible_is_an_error_in_words(
 
     with pytest.raises(ConfigError, match=said):
         plan_of(config, ("0", "1"), ranks=2)
+
+
+def two_nodes(config: TrainerConfig) -> Plan:
+    """Two nodes of four GPUs, of which ranks have none."""
+    nodes = [Node(gpus=UUIDS, num_ranks=0)] * 2
+    return plan_pools(config, POOL, device_type="cuda", nodes=nodes)
+
+
+def test_an_engine_on_two_nodes_has_a_follower_that_sees_the_gpus_of_the_second(
+    model_dir: Path,
+) -> None:
+    pool = {
+        "engine": "vllm",
+        "mode": "standalone",
+        "engine_args": {"tensor_parallel_size": 8},
+        "allow_engine_pickle": True,
+    }
+    config = config_of(model_dir, pool=pool)
+
+    spec = policy_spec(config, two_nodes(config))
+
+    (leading,) = spec.engine_specs()
+    ((follower, node),) = spec.follower_specs(0)
+    assert (leading.name, spec.nodes) == ("policy-0", (0,))
+    assert leading.kwargs["followers"] == ["policy-0.1"]
+    assert (follower.name, node) == ("policy-0.1", 1)
+    assert follower.env["CUDA_VISIBLE_DEVICES"] == leading.env["CUDA_VISIBLE_DEVICES"]
+    assert follower.gpus == UUIDS
+    assert (follower.role, follower.restart) == ("engine", leading.restart)
+
+
+def test_an_engine_on_one_node_has_no_followers(model_dir: Path) -> None:
+    config = config_of(model_dir, pool={"mode": "standalone"})
+
+    spec = policy_spec(config, two_nodes(config))
+
+    assert spec.count == 8
+    assert not any(spec.follower_specs(idx) for idx in range(spec.count))
+    assert not any("followers" in actor.kwargs for actor in spec.engine_specs())
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        (
+            {"pool": {"engine": "vllm", "engine_args": {"tensor_parallel_size": 8}}},
+            r"pool: .* unpickle what arrives, .*: set pool\.allow_engine_pickle = true if",
+        ),
+        (
+            {
+                "pool": {"mode": "standalone", "count": 0},
+                "judge": {
+                    "mode": "standalone",
+                    "engine": "vllm",
+                    "engine_args": {"tensor_parallel_size": 8},
+                },
+            },
+            r"pools\.judge: .*: set pools\.judge\.allow_engine_pickle = true if",
+        ),
+        (
+            {
+                "pool": {
+                    "engine": "sglang",
+                    "engine_args": {"tp_size": 8},
+                    "allow_engine_pickle": True,
+                }
+            },
+            "pool: .* several nodes, and engine 'sglang' cannot be on more than one: use",
+        ),
+    ],
+)
+def test_engines_are_on_several_nodes_only_if_they_can_and_may(
+    model_dir: Path, sections: dict[str, Any], said: str
+) -> None:
+    sections["pool"].setdefault("mode", "standalone")
+    config = config_of(model_dir, **sections)
+
+    with pytest.raises(ConfigError, match=said):
+        two_nodes(config)

@@ -1,0 +1,109 @@
+"""A follower: the part of an engine on another node than its leading part's; an actor of its own.
+
+    leading part (engine's actor) ── follow ──▶ EngineFollower
+                                                 └ program of the engine's library, and its workers
+
+                ── open_image, write_image ──▶ memory from which the workers load an update
+
+The program runs as long as the leading part holds the stream. If the leading part ends, on purpose
+or not, the program is killed, and the follower waits for the next one. If the program ends, so does
+the follower, whose supervisor restarts it; the pool then kills the leading part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import mmap
+import os
+import sys
+from collections.abc import AsyncGenerator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from umbra.runtime.actor.actor_spec import actor_context
+from umbra.runtime.errors import EngineError, WeightSyncError
+from umbra.runtime.process.child_process import ChildProcess
+from umbra.runtime.weights.transports.shared_memory.memfd import create_buckets
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+_IMAGE: Final = "umbra-weights"
+
+
+class EngineFollower:
+    """Owns the program that runs, of which there is one at a time, and the image of the weights."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+        self._failed = asyncio.Event()
+        self._failure = ""
+        self._image_fd = -1
+        self._image: mmap.mmap | None = None
+
+    async def follow(
+        self, program: str, options: Mapping[str, Any], variables: Mapping[str, str]
+    ) -> AsyncGenerator[int, None]:
+        """Runs a program until the caller leaves the stream or is lost. Yields its pid.
+
+        Args:
+            program: a module. It reads a JSON map from its standard input: these options and
+                variables, this node's "address", and the job's "folder" for sockets.
+            options: of the engine's library, for this part.
+            variables: for its environment, unless the user has set them.
+        """
+        context = actor_context()
+        folder = Path(context.supervisor.ref.ipc_endpoint.removeprefix("ipc://")).parent
+        task = {
+            "options": options,
+            "variables": variables,
+            "address": context.tcp_host,
+            "folder": str(folder),
+        }
+        async with self._turn:  # the loss of the last caller may just have been noticed
+            child = ChildProcess.spawn(
+                f"{context.name}#{context.incarnation}",
+                [sys.executable, "-m", program],
+                stdin_payload=json.dumps(task).encode(),
+            )
+            try:
+                async with child:
+                    yield child.pid
+                    await child.wait()
+            finally:
+                self.close_image()
+            self._failure = f"the program of this follower has ended: {child.describe_end()}"
+            self._failed.set()
+
+    async def open_image(self, nbytes: int) -> str:
+        """Makes memory for an image of all weights, unless it is there; returns its path.
+
+        Raises:
+            WeightSyncError: the node lacks the memory.
+        """
+        if self._image is None or len(self._image) != nbytes:
+            self.close_image()
+            made = await asyncio.to_thread(create_buckets, [_IMAGE], nbytes)  # takes seconds
+            self._image_fd = made[_IMAGE]
+            self._image = mmap.mmap(self._image_fd, nbytes)
+        return f"/proc/{os.getpid()}/fd/{self._image_fd}"
+
+    def write_image(self, offset: int, data: NDArray[np.uint8]) -> None:
+        """Writes a part of the image."""
+        if self._image is None:
+            raise WeightSyncError("there is no image to write to; open_image comes first")
+        self._image[offset : offset + data.nbytes] = data.data
+
+    def close_image(self) -> None:
+        """Frees the image. Idempotent."""
+        if self._image is not None:
+            self._image.close()
+            os.close(self._image_fd)
+            self._image = None
+
+    async def run(self) -> None:
+        """Raises EngineError when a program has ended by itself."""
+        await self._failed.wait()
+        raise EngineError(self._failure)

@@ -1,0 +1,134 @@
+"""The followers of an engine on several nodes, as its leading part sees them."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import mmap
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from umbra.runtime.actor.actor_spec import actor_context
+from umbra.runtime.errors import ConfigError
+from umbra.runtime.rpc.rpc_client import Handle
+
+_START_LIMIT_S: Final = 120.0
+# For a follower's process to be there, and for its program to be started. All parts of an engine
+# are started at once; a follower that was killed is back after its restart delay.
+_CALL_LIMIT_S: Final = 60.0
+_IMAGE_LIMIT_S: Final = 600.0
+# For memory as large as the model: a machine may take 2.5 s for each GB that it has never used.
+_CHUNK_NBYTES: Final = 16 << 20
+# Of an image. The follower does nothing else while it copies one, which takes milliseconds.
+_SIOCGIFADDR: Final = 0x8915
+
+
+class FollowerGroup:
+    """Owned by the engine's core, which closes it.
+
+    Args:
+        names: of the followers' actors.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._streams = AsyncExitStack()
+        self._handles: list[Handle] = []
+
+    async def start(
+        self, program: str, options: Sequence[Mapping[str, Any]], variables: Mapping[str, str]
+    ) -> None:
+        """Starts a program on each follower's node; see `EngineFollower.follow`.
+
+        Nothing here waits for their ends: the supervisor kills this process when a follower ends.
+
+        Args:
+            options: for each follower.
+        """
+        context = actor_context()
+        for name, own in zip(self._names, options, strict=True):
+            follower = context.client.handle(await context.resolve(name, _START_LIMIT_S))
+            stream = follower.stream("follow", program, own, variables, timeout_s=None)
+            pids = await self._streams.enter_async_context(stream)
+            await anext(pids)
+            self._handles.append(follower)
+
+    async def send_image(self, path: str, nbytes: int) -> list[str]:
+        """Copies an image of the weights to all followers; returns its path on each node.
+
+        Raises:
+            WeightSyncError, TransportError, RemoteError: a follower could not take it.
+        """
+        image = _mapped(path, nbytes)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                sent = [tasks.create_task(_send(image, handle)) for handle in self._handles]
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
+        return [task.result() for task in sent]
+
+    async def close_images(self) -> None:
+        """Frees the followers' images."""
+        for handle in self._handles:
+            await handle.call("close_image", timeout_s=_CALL_LIMIT_S)
+
+    async def close(self) -> None:
+        """Ends the programs. Idempotent."""
+        await self._streams.aclose()
+
+
+def _mapped(path: str, nbytes: int) -> NDArray[np.uint8]:
+    with open(path, "rb") as file:
+        memory = mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_READ)
+    return np.frombuffer(memory, np.uint8)
+
+
+async def _send(image: NDArray[np.uint8], follower: Handle) -> str:
+    path: str = await follower.call("open_image", image.nbytes, timeout_s=_IMAGE_LIMIT_S)
+    for offset in range(0, image.nbytes, _CHUNK_NBYTES):
+        part = image[offset : offset + _CHUNK_NBYTES]
+        await follower.call("write_image", offset, part, timeout_s=_CALL_LIMIT_S)
+    return path
+
+
+def own_address() -> str:
+    """This node's address for the engine's parts on other nodes. Raises ConfigError if it has
+    none."""
+    if address := actor_context().tcp_host:
+        return address
+    raise ConfigError(
+        "an engine on several nodes needs a job that listens on an address: start torchrun with "
+        "--nnodes"
+    )
+
+
+def free_port(address: str) -> int:
+    """A port that is free now at this address."""
+    with socket.create_server((address, 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+def network_variables(address: str) -> dict[str, str]:
+    """Variables that make torch's collectives use the interface that has the address; none if it
+    is not an interface's first."""
+    for _, name in socket.if_nameindex():
+        if _address_of(name) == address:
+            return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+    return {}
+
+
+def _address_of(interface: str) -> str:
+    request = struct.pack("256s", interface.encode()[:15])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, request)
+        except OSError:  # it has none
+            return ""
+    return socket.inet_ntoa(answer[20:24])
