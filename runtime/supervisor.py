@@ -677,8 +677,7 @@ class Supervisor:
                 )
 
     def _start(self, spec: ActorSpec, may_start: asyncio.Event | None = None) -> SupervisedActor:
-        can_take = may_start is not None and not self.over.is_set()
-        if can_take and (warm := self._warm.take(spec.name, may_start)):
+        if may_start is not None and (warm := self._warm.take(spec.name, may_start)):
             return warm
         self._check_may_start(spec)
         path = self._node.socket_dir / f"{spec.name}.99999.hb"

@@ -21,7 +21,7 @@ def test_a_machine_comes_while_the_lead_waits_for_a_node_and_goes_while_it_leave
             waiting = tasks.create_task(links.wait_joined(10.0))
             await asyncio.sleep(0)
             links.admit(2, JobNode(node_id="generates", num_ranks=0))
-            events_for_1 = links.join(1)
+            events_for_1 = links.join(1, [])
             assert await anext(events_for_1) == {"kind": "beat"}
             await waiting
 
