@@ -27,9 +27,9 @@ from umbra.runtime.actor.remote_actor import ActorProcess, RemoteActor
 from umbra.runtime.actor.supervised_actor import ActorState, NodeSettings, SupervisedActor
 from umbra.runtime.cluster.attached_ranks import AttachedRank, AttachedRanks
 from umbra.runtime.cluster.gpu_shortage import RankMemory, read_gpu_memory
+from umbra.runtime.cluster.job_links import JobLinks
 from umbra.runtime.cluster.job_nodes import JobNode, ranks_of
 from umbra.runtime.cluster.job_requests import JobRequests
-from umbra.runtime.cluster.node_links import JobLinks
 from umbra.runtime.cluster.run_notice import PREEMPT_SIGNAL, JobRequest, RunNotice
 from umbra.runtime.cluster.socket_dir import MAX_SOCKET_PATH_NBYTES
 from umbra.runtime.errors import (

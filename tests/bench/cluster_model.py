@@ -12,7 +12,7 @@ import heapq
 from dataclasses import dataclass
 from typing import Final
 
-from umbra.runtime.cluster.node_links import LOST_AFTER_S
+from umbra.runtime.cluster.lead_link import LOST_AFTER_S
 
 _SYNC_CALLS: Final = (1, 3, 1, 1, 5)
 """Calls in a sync for each engine, one after the other, between which the lead waits for all: the

@@ -24,7 +24,7 @@ import worker_bench
 from bench_rounds import median_of
 from call_timing import gathers, measure_throughput, summarise, workers
 
-from umbra.runtime.cluster.node_links import HEARTBEAT_S, LOST_AFTER_S
+from umbra.runtime.cluster.lead_link import HEARTBEAT_S, LOST_AFTER_S
 
 TIMEOUT_S = 200.0
 

@@ -18,7 +18,7 @@ from rank_processes import poll, read_events
 from run_traces import command_of
 from watching import all_end
 
-from umbra.runtime.cluster.node_links import HEARTBEAT_S, LOST_AFTER_S
+from umbra.runtime.cluster.lead_link import HEARTBEAT_S, LOST_AFTER_S
 from umbra.runtime.rpc.curve_keys import CurveKeys
 
 pytestmark = [pytest.mark.process, pytest.mark.cluster]

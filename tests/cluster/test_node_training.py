@@ -36,7 +36,7 @@ from watching import tree
 from whole_runs import HERE as FAULTS
 from whole_runs import write_config
 
-from umbra.runtime.cluster.node_links import LOST_AFTER_S
+from umbra.runtime.cluster.lead_link import LOST_AFTER_S
 from umbra.runtime.process.descendants import child_pids
 from umbra.trainer.checkpoint.run_lock import RunLock
 from umbra.trainer.reporting.metrics_log import read_metrics

@@ -19,7 +19,7 @@ from test_live_rollouts import expected_completions
 from watching import DEADLINE_S, all_end
 
 from umbra.runtime.cli.umbra_command import main as umbra
-from umbra.runtime.cluster.node_links import HEARTBEAT_S, LOST_AFTER_S
+from umbra.runtime.cluster.lead_link import HEARTBEAT_S, LOST_AFTER_S
 from umbra.runtime.rpc.curve_keys import CurveKeys
 from umbra.runtime.testing.session_factory import SessionFactory
 

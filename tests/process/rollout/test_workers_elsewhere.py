@@ -14,7 +14,7 @@ from live_rollouts import while_generating
 from run_traces import command_of
 from test_generation_nodes import OpenJob, joined
 
-from umbra.runtime.cluster.node_links import LOST_AFTER_S
+from umbra.runtime.cluster.lead_link import LOST_AFTER_S
 from umbra.runtime.errors import ActorDied
 from umbra.runtime.testing.session_factory import SessionFactory
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from umbra.runtime.cluster.environment import TorchrunEnvironment
+from umbra.runtime.cluster.job_links import JobLinks
 from umbra.runtime.cluster.job_nodes import JobNode, check_several_nodes, next_epoch
-from umbra.runtime.cluster.node_links import JobLinks
 from umbra.runtime.errors import ActorNotFound, ConfigError
 from umbra.runtime.rpc.rpc_client import Client
 

@@ -1,0 +1,169 @@
+"""The lead's links to the supervisors of all other nodes; `lead_link` has what passes over them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Callable, Sequence
+
+from umbra.runtime.cluster.job_nodes import JobNode
+from umbra.runtime.cluster.lead_link import (
+    FAREWELL_LIMIT_S,
+    HEARTBEAT_S,
+    LOST_AFTER_S,
+    Event,
+    Specs,
+)
+from umbra.runtime.errors import (
+    ActorNotFound,
+    DeadlineExceeded,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class _Member:
+    """Another node, as the lead knows it."""
+
+    def __init__(self, node: JobNode) -> None:
+        self.node = node
+        self.has_joined = asyncio.Event()
+        self.has_left = asyncio.Event()
+        self.warm: Specs = ()
+        self.events: asyncio.Queue[Event] = asyncio.Queue()
+        self.heard = asyncio.Event()
+
+
+class MemberLinks:
+    """The lead's links to all members.
+
+    Args:
+        nodes: the nodes with ranks; the first is the lead's own.
+        on_event: called with the index of a node and an event there.
+        on_lost: called once for a node that is lost, with the reason.
+        on_left: called once for a node that has left.
+    """
+
+    def __init__(
+        self,
+        nodes: Sequence[JobNode],
+        on_event: Callable[[int, Event], None],
+        on_lost: Callable[[int, str], None],
+        on_left: Callable[[int], None],
+    ) -> None:
+        self._members = {idx: _Member(node) for idx, node in enumerate(nodes) if idx > 0}
+        self._on_event = on_event
+        self._on_lost = on_lost
+        self._on_left = on_left
+        self._watches: asyncio.TaskGroup
+
+    async def wait_joined(self, timeout_s: float) -> None:
+        """Raises DeadlineExceeded if a node with ranks has not joined in time."""
+        members = list(self._members.values())  # others are admitted meanwhile
+        try:
+            async with asyncio.timeout(timeout_s):
+                for member in members:
+                    await member.has_joined.wait()
+        except TimeoutError:
+            late = [member.node.node_id for member in members if not member.has_joined.is_set()]
+            raise DeadlineExceeded(
+                f"the supervisors of {', '.join(late)} have not joined this one within "
+                f"{timeout_s:g} s: does a firewall lie between them?"
+            ) from None
+
+    def has_left(self, idx: int) -> bool:
+        return self._members[idx].has_left.is_set()
+
+    async def run(self) -> None:
+        """Watches all members until cancelled."""
+        async with asyncio.TaskGroup() as self._watches:
+            for idx in self._members:
+                self._watches.create_task(self._watch(idx))
+            await asyncio.get_running_loop().create_future()
+
+    def admit(self, idx: int, node: JobNode) -> None:
+        """Takes in a node that only generates. It is lost if it does not join soon."""
+        member = self._members[idx] = _Member(node)
+        member.has_joined.set()
+        self._watches.create_task(self._watch(idx))
+
+    async def _watch(self, idx: int) -> None:
+        """Returns when the member has left or is lost."""
+        member = self._member(idx)
+        await member.has_joined.wait()
+        while not member.has_left.is_set():
+            member.heard.clear()
+            try:
+                async with asyncio.timeout(LOST_AFTER_S):
+                    await member.heard.wait()
+            except TimeoutError:
+                self._forget(idx)
+                self._on_lost(idx, f"it was silent for {LOST_AFTER_S:g} s")
+                return
+        self._forget(idx)
+        self._on_left(idx)
+
+    def _forget(self, idx: int) -> None:
+        """A node that only generates no longer takes part. The others do until the job ends."""
+        if self._members[idx].node.num_ranks == 0:
+            del self._members[idx]
+
+    def _member(self, idx: int) -> _Member:
+        if idx not in self._members:
+            raise ActorNotFound(f"node {idx} no longer takes part in the job")
+        return self._members[idx]
+
+    def __contains__(self, idx: int) -> bool:
+        """Whether the node takes part."""
+        return idx in self._members
+
+    def tell(self, idx: int, event: Event) -> None:
+        """Sends an event to a member, if it still takes part."""
+        if idx in self._members:
+            self._members[idx].events.put_nowait(event)
+
+    def broadcast(self, event: Event) -> None:
+        """Sends an event to all members."""
+        for member in self._members.values():
+            member.events.put_nowait(event)
+
+    async def leave(self) -> None:
+        """Says that the lead's end is no failure. Members may be gone already."""
+        self.broadcast({"kind": "left"})
+        members = list(self._members.values())  # they leave meanwhile
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FAREWELL_LIMIT_S):
+                for member in members:
+                    if not member.has_left.is_set():
+                        await member.events.join()
+
+    def warm(self) -> dict[int, Specs]:
+        """Engines that the members had when they joined, by node."""
+        return {idx: member.warm for idx, member in self._members.items() if member.warm}
+
+    async def join(self, idx: int, warm: Specs) -> AsyncGenerator[Event, None]:
+        """The stream of a member's `LeadLink`."""
+        member = self._member(idx)
+        member.warm = warm
+        member.has_joined.set()
+        logger.info("node %d (%s) has joined", idx, member.node.node_id)
+        yield {"kind": "beat"}
+        while True:
+            try:
+                async with asyncio.timeout(HEARTBEAT_S):
+                    event = await member.events.get()
+            except TimeoutError:
+                yield {"kind": "beat"}
+            else:
+                yield event
+                member.events.task_done()
+
+    def report(self, idx: int, event: Event) -> None:
+        """Takes what a member's `LeadLink` sends."""
+        member = self._member(idx)
+        member.heard.set()
+        if event["kind"] == "left":
+            member.has_left.set()
+        elif event["kind"] != "beat":
+            self._on_event(idx, event)
