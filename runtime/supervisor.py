@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
-import os
 import time
 from collections.abc import AsyncGenerator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import zmq
 
 from umbra.runtime.actor.actor_spec import ActorSpec
-from umbra.runtime.actor.hosted_actors import HostedActors
 from umbra.runtime.actor.job_stop import STOP_WINDOW_S, JobStop
+from umbra.runtime.actor.node_actors import NodeActors
 from umbra.runtime.actor.remote_actor import ActorProcess, RemoteActor
 from umbra.runtime.actor.supervised_actor import ActorState, NodeSettings, SupervisedActor
 from umbra.runtime.cluster.attached_ranks import AttachedRank, AttachedRanks
@@ -31,14 +28,11 @@ from umbra.runtime.cluster.job_links import JobLinks
 from umbra.runtime.cluster.job_nodes import JobNode, ranks_of
 from umbra.runtime.cluster.job_requests import JobRequests
 from umbra.runtime.cluster.run_notice import PREEMPT_SIGNAL, JobRequest, RunNotice
-from umbra.runtime.cluster.socket_dir import MAX_SOCKET_PATH_NBYTES
 from umbra.runtime.errors import (
     ActorDied,
     ActorNotFound,
-    ConfigError,
     DeadlineExceeded,
     JobFailed,
-    MailboxClosed,
 )
 from umbra.runtime.first_of import first_of
 from umbra.runtime.pools.warm_engines import WarmEngines
@@ -99,18 +93,12 @@ class Supervisor:
         self._tcp_endpoint = ""
         self._secret_file = secret_file
         self._owns_keys = owns_keys
-        folder = run_dir if is_lead else None
-        self._processes_path = (folder or node.log_dir) / "processes.json"
         self._client = client
         self._requests: JobRequests | None = None
         self._looking: asyncio.Task[None] | None = None  # for requests
         self._notice = contextlib.ExitStack()  # in the run directory
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._actors: dict[str, SupervisedActor] = {}
         self._loaded_pools: NodePools | None = None
-        self._hosted = HostedActors(self._start, self._keeps_warm)
-        self._remote: dict[str, RemoteActor] = {}
-        self._following: dict[str, asyncio.Task[None]] = {}  # tasks of `_remote`
         self._warm = WarmEngines(client)
         self._epoch = 0  # the last one that this node took part in
         self._has_lost_node = False  # in this epoch
@@ -123,12 +111,23 @@ class Supervisor:
         self._fd_server: FdServer
         self._rings: NodeRings
         self._tasks: asyncio.TaskGroup
-        self._actor_tasks: asyncio.TaskGroup
-        self._spawned = asyncio.Event()
-        self._last_incarnations: dict[str, int] = {}
         self._started_over = asyncio.Event()
         self._started_over.set()
         self.over = asyncio.Event()
+        folder = run_dir if is_lead else None
+        self._actors = NodeActors(
+            node,
+            self._context,
+            self._job_stop,
+            note=self.note,
+            describe_gpu_memory=self._describe_gpu_memory,
+            processes_path=(folder or node.log_dir) / "processes.json",
+            over=self.over,
+            take_warm=self._warm.take,
+            keeps_warm=self._keeps_warm,
+            on_change=self._on_actor_change,
+            on_remote_change=self._on_remote_change,
+        )
 
     # -- ranks ---------------------------------------------------------------------------
 
@@ -198,7 +197,7 @@ class Supervisor:
 
     def _stop_others(self) -> list[SupervisedActor]:
         """Stops all actors but the engines that may stay warm."""
-        others = [actor for actor in self._actors.values() if not self._may_stay(actor)]
+        others = [actor for actor in self._actors.own() if not self._may_stay(actor)]
         for actor in others:
             actor.stop()
         return others
@@ -225,7 +224,7 @@ class Supervisor:
             return
         for actor in others:
             await actor.ended.wait()
-            self._forget(actor)
+            self._actors.forget(actor)
         self._started_over.set()
 
     def detach(self, rank: int) -> None:
@@ -307,7 +306,7 @@ class Supervisor:
         roots = {rank.pid: rank.name for rank in ranks}
         roots |= {
             actor.pid: f"{actor.spec.name} (pid {actor.pid})"
-            for actor in self._actors.values()
+            for actor in self._actors.own()
             if actor.has_process
         }
         memory = {rank.name: rank.gpu_memory for rank in ranks if rank.gpu_memory is not None}
@@ -376,7 +375,7 @@ class Supervisor:
         links, self._epoch, self._has_lost_node = self._links, epoch, False
         if self._nodes_may_change:
             self._set_lead(node == 0)
-            await self._warm.keep(self._actors.values())
+            await self._warm.keep(self._actors.own())
         warm = [to_wire(spec) for spec in self._warm.specs()]
         await links.connect(parsed, node, epoch, warm, timeout_s, self._tasks)
         if links is self._links:  # else the ranks were started again meanwhile
@@ -499,12 +498,12 @@ class Supervisor:
 
     async def host_actor(self, spec: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """Called by the supervisor of another node; see `HostedActors.host`."""
-        async for state in self._hosted.host(from_wire(ActorSpec, spec)):
+        async for state in self._actors.hosted.host(from_wire(ActorSpec, spec)):
             yield state
 
     async def command_hosted(self, command: str, name: str, *arguments: Any) -> None:
         """Called by the supervisor of another node; see `HostedActors.command`."""
-        await self._hosted.command(command, name, *arguments)
+        await self._actors.hosted.command(command, name, *arguments)
 
     async def hold_ring(self, order: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """Called by the supervisor of rank 0's node, for a sync; see `NodeRings.hold`."""
@@ -518,15 +517,8 @@ class Supervisor:
 
     def _start_on(self, spec: ActorSpec, node: int, may_start: asyncio.Event) -> ActorProcess:
         if node == 0:
-            return self._start(spec, may_start)
-        self._check_may_start(spec)
-        there = self._links.supervisor_of(node)
-        actor = RemoteActor(spec, there, may_start, partial(self._on_remote_change, node))
-        self._remote[spec.name] = actor
-        self._announce_spawned()
-        following = self._actor_tasks.create_task(actor.run(), name=f"actor:{spec.name}")
-        self._following[spec.name] = following
-        return actor
+            return self._actors.start(spec, may_start)
+        return self._actors.start_on(node, self._links.supervisor_of(node), spec, may_start)
 
     def _on_remote_change(self, node: int, actor: RemoteActor) -> None:
         for pool in self._all_pools():
@@ -553,12 +545,7 @@ class Supervisor:
         pools, self._loaded_pools = self._loaded_pools, None
         if pools is not None:
             await pools.dissolve()
-        for task in self._following.values():
-            task.cancel()
-        if self._following:
-            await asyncio.wait(self._following.values())
-        self._following.clear()
-        self._remote.clear()
+        await self._actors.leave_remote()
 
     def _warm_specs(self) -> dict[int, list[ActorSpec]]:
         """Engines that pools of the last epoch have left, by node; asked on rank 0's."""
@@ -585,9 +572,12 @@ class Supervisor:
             ActorDied: it did not start; with its traceback or last log lines.
         """
         parsed = from_wire(ActorSpec, spec)
-        may_start = asyncio.Event()
-        may_start.set()
-        actor = self._start_on(parsed, node, may_start) if node else self._start(parsed)
+        if node:
+            may_start = asyncio.Event()
+            may_start.set()
+            actor = self._start_on(parsed, node, may_start)
+        else:
+            actor = self._actors.start(parsed)
         try:
             return await actor.wait_running(parsed.start_timeout_s + parsed.grace_s + 5.0)
         except ActorDied as error:
@@ -598,16 +588,16 @@ class Supervisor:
     def signalled(self, name: str, incarnation: int) -> bool:
         """Called by an actor of this node that got a stop signal; see
         `SupervisedActor.signalled`."""
-        actor = self._actor(name)
+        actor = self._actors.find(name)
         return isinstance(actor, SupervisedActor) and actor.signalled(incarnation)
 
     async def stop(self, name: str, timeout_s: float) -> None:
         """Ends an actor for good and waits until it is reaped."""
-        actor = self._actor(name)
+        actor = self._actors.find(name)
         actor.stop()
         async with asyncio.timeout(timeout_s):
             await actor.ended.wait()
-        self._forget(actor)
+        self._actors.forget(actor)
 
     @idempotent
     async def resolve(self, name: str, timeout_s: float, lost_incarnation: int = 0) -> ActorRef:
@@ -627,104 +617,19 @@ class Supervisor:
                 "resolve", *arguments, timeout_s=timeout_s + 0.5
             )
             return found
-        deadline = time.monotonic() + timeout_s
-        if not lost_incarnation:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout_s):
-                    while name not in self._actors and name not in self._remote:
-                        await self._spawned.wait()
-        actor = self._actor(name)
-        return await actor.wait_running(deadline - time.monotonic(), lost_incarnation)
+        return await self._actors.resolve(name, timeout_s, lost_incarnation)
 
     @idempotent
     def list_actors(self) -> list[dict[str, Any]]:
         """Name, role, state, pid, incarnation and restarts of every actor."""
-        return [
-            {
-                "name": actor.spec.name,
-                "role": actor.spec.role,
-                "state": str(actor.state),
-                "pid": actor.pid,
-                "incarnation": actor.incarnation,
-                "num_restarts": actor.num_restarts,
-            }
-            for actor in self._actors.values()
-        ]
-
-    def _actor(self, name: str) -> ActorProcess:
-        """An actor of this node, or one that this node has wanted on another."""
-        actor = self._actors.get(name) or self._remote.get(name)
-        if actor is None:
-            known = ", ".join(sorted({*self._actors, *self._remote})) or "none"
-            raise ActorNotFound(
-                f"no actor {name!r} on node {self._node.node_id}; there are: {known}"
-            )
-        return actor
-
-    def _forget(self, actor: ActorProcess) -> None:
-        """Another actor may have its name by now."""
-        for known in (self._actors, self._remote):
-            if known.get(actor.spec.name) is actor:
-                del known[actor.spec.name]
-
-    def _check_may_start(self, spec: ActorSpec) -> None:
-        if self.over.is_set():  # nobody would stop it
-            raise MailboxClosed(f"the job is over: {spec.name!r} is not started")
-        for known in (self._actors.get(spec.name), self._remote.get(spec.name)):
-            if known is not None and not known.ended.is_set():
-                raise ConfigError(
-                    f"an actor named {spec.name!r} already exists: choose another name"
-                )
-
-    def _start(self, spec: ActorSpec, may_start: asyncio.Event | None = None) -> SupervisedActor:
-        if may_start is not None and (warm := self._warm.take(spec.name, may_start)):
-            return warm
-        self._check_may_start(spec)
-        path = self._node.socket_dir / f"{spec.name}.99999.hb"
-        if len(os.fsencode(path)) >= MAX_SOCKET_PATH_NBYTES:
-            raise ConfigError(f"actor name {spec.name!r} is too long for a socket: {path}")
-        actor = SupervisedActor(
-            spec,
-            self._node,
-            self._context,
-            self._on_actor_change,
-            self.note,
-            self._job_stop,
-            # A reused name continues its incarnations, or an old reference would match it.
-            num_earlier=self._last_incarnations.get(spec.name, 0),
-            may_start=may_start,
-            describe_gpu_memory=self._describe_gpu_memory,
-        )
-        self._actors[spec.name] = actor
-        self._announce_spawned()
-        self._actor_tasks.create_task(actor.run(), name=f"actor:{spec.name}")
-        return actor
-
-    def _announce_spawned(self) -> None:
-        self._spawned.set()
-        self._spawned = asyncio.Event()
+        return self._actors.describe()
 
     def _on_actor_change(self, actor: SupervisedActor) -> None:
-        self._last_incarnations[actor.spec.name] = actor.incarnation
-        self._write_processes()
-        self._hosted.on_actor_change(actor)
         for pool in self._all_pools():
             pool.on_actor_change(actor)
         # A failed first start is the answer to `spawn`, not the job's failure.
         if actor.state == ActorState.FAILED and actor.spec.essential and actor.has_run:
             self._ranks.fail(actor.spec.name, actor.failure)
-
-    def _write_processes(self) -> None:
-        """Writes processes.json, which describes the processes for people and scripts."""
-        path = self._processes_path
-        temporary = path.with_suffix(".tmp")
-        try:
-            temporary.write_text(json.dumps({row.pop("name"): row for row in self.list_actors()}))
-            os.replace(temporary, path)
-        except OSError as error:
-            logger.warning("cannot write %s: %s", path, error)
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
 
     # -- pools ---------------------------------------------------------------------------
 
@@ -845,15 +750,12 @@ class Supervisor:
             asyncio.TaskGroup() as self._tasks,
         ):
             self._rings = NodeRings(self._fd_server)
-            async with asyncio.TaskGroup() as self._actor_tasks:
+            async with self._actors.open():
                 if self._is_lead:
                     self._set_lead(True)
                 await self.over.wait()
                 if self._looking is not None:
                     self._looking.cancel()
-                logger.info("the job is over: stopping %d actors", len(self._actors))
-                for actor in (*self._actors.values(), *self._remote.values()):
-                    actor.stop()
             if self._loaded_pools is not None:
                 self._loaded_pools.close()
             await self._links.leave()

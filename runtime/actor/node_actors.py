@@ -1,0 +1,220 @@
+"""The actors that a supervisor knows: those of its node, and those that it wants on other nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from umbra.runtime.actor.actor_spec import ActorSpec
+from umbra.runtime.actor.hosted_actors import HostedActors
+from umbra.runtime.actor.job_stop import JobStop
+from umbra.runtime.actor.remote_actor import ActorProcess, RemoteActor
+from umbra.runtime.actor.supervised_actor import NodeSettings, SupervisedActor
+from umbra.runtime.cluster.socket_dir import MAX_SOCKET_PATH_NBYTES
+from umbra.runtime.errors import ActorNotFound, ConfigError, MailboxClosed
+from umbra.runtime.rpc.actor_ref import ActorRef
+from umbra.runtime.rpc.rpc_client import Handle
+
+logger = logging.getLogger(__name__)
+
+
+class NodeActors:
+    """Owned by the supervisor.
+
+    Attributes:
+        hosted: those of this node that another node's supervisor wants here.
+
+    Args:
+        job_stop, note, describe_gpu_memory: of `SupervisedActor`.
+        processes_path: a file that describes the processes for people and scripts.
+        over: once set, no actor is started, because nobody would stop it.
+        take_warm: returns the running engine of that name which no pool uses, if there is one.
+        keeps_warm: whether an actor outlives the other node's supervisor that wants it here.
+        on_change: called after each change of an actor of this node.
+        on_remote_change: called with the index of the node after each change of an actor there.
+    """
+
+    def __init__(
+        self,
+        node: NodeSettings,
+        context: zmq.Context[zmq.Socket[bytes]],
+        job_stop: JobStop,
+        *,
+        note: Callable[[str], None],
+        describe_gpu_memory: Callable[[], Awaitable[str]],
+        processes_path: Path,
+        over: asyncio.Event,
+        take_warm: Callable[[str, asyncio.Event], SupervisedActor | None],
+        keeps_warm: Callable[[SupervisedActor], bool],
+        on_change: Callable[[SupervisedActor], None],
+        on_remote_change: Callable[[int, RemoteActor], None],
+    ) -> None:
+        self.hosted = HostedActors(self.start, keeps_warm)
+        self._node = node
+        self._context = context
+        self._job_stop = job_stop
+        self._note = note
+        self._describe_gpu_memory = describe_gpu_memory
+        self._processes_path = processes_path
+        self._over = over
+        self._take_warm = take_warm
+        self._on_change = on_change
+        self._on_remote_change = on_remote_change
+        self._own: dict[str, SupervisedActor] = {}
+        self._remote: dict[str, RemoteActor] = {}
+        self._following: dict[str, asyncio.Task[None]] = {}  # tasks of `_remote`
+        self._last_incarnations: dict[str, int] = {}
+        self._spawned = asyncio.Event()  # set, and replaced, by each start
+        self._tasks: asyncio.TaskGroup
+
+    @asynccontextmanager
+    async def open(self) -> AsyncGenerator[None]:
+        """Actors may be started within the block. All have ended after it."""
+        async with asyncio.TaskGroup() as self._tasks:
+            yield
+            logger.info("the job is over: stopping %d actors", len(self._own))
+            for actor in (*self._own.values(), *self._remote.values()):
+                actor.stop()
+
+    def __contains__(self, name: str) -> bool:
+        """Whether there is an actor of that name on this node."""
+        return name in self._own
+
+    def own(self) -> Collection[SupervisedActor]:
+        """Those of this node."""
+        return self._own.values()
+
+    def find(self, name: str) -> ActorProcess:
+        """Raises ActorNotFound if this supervisor knows no such actor."""
+        actor = self._own.get(name) or self._remote.get(name)
+        if actor is None:
+            known = ", ".join(sorted({*self._own, *self._remote})) or "none"
+            raise ActorNotFound(
+                f"no actor {name!r} on node {self._node.node_id}; there are: {known}"
+            )
+        return actor
+
+    def start(self, spec: ActorSpec, may_start: asyncio.Event | None = None) -> SupervisedActor:
+        """Starts an actor on this node.
+
+        Args:
+            may_start: no process is started while it is not set.
+
+        Raises:
+            ConfigError: the name is taken, or too long.
+            MailboxClosed: the job is over.
+        """
+        if may_start is not None and (warm := self._take_warm(spec.name, may_start)):
+            return warm
+        self._check_may_start(spec)
+        path = self._node.socket_dir / f"{spec.name}.99999.hb"
+        if len(os.fsencode(path)) >= MAX_SOCKET_PATH_NBYTES:
+            raise ConfigError(f"actor name {spec.name!r} is too long for a socket: {path}")
+        actor = SupervisedActor(
+            spec,
+            self._node,
+            self._context,
+            self._note_change,
+            self._note,
+            self._job_stop,
+            # A reused name continues its incarnations, or an old reference would match it.
+            num_earlier=self._last_incarnations.get(spec.name, 0),
+            may_start=may_start,
+            describe_gpu_memory=self._describe_gpu_memory,
+        )
+        self._own[spec.name] = actor
+        self._announce()
+        self._tasks.create_task(actor.run(), name=f"actor:{spec.name}")
+        return actor
+
+    def start_on(
+        self, node: int, there: Handle, spec: ActorSpec, may_start: asyncio.Event
+    ) -> RemoteActor:
+        """Starts an actor on another node, whose supervisor is `there`; likewise."""
+        self._check_may_start(spec)
+        actor = RemoteActor(spec, there, may_start, partial(self._on_remote_change, node))
+        self._remote[spec.name] = actor
+        self._announce()
+        following = self._tasks.create_task(actor.run(), name=f"actor:{spec.name}")
+        self._following[spec.name] = following
+        return actor
+
+    async def resolve(self, name: str, timeout_s: float, lost_incarnation: int) -> ActorRef:
+        """See `Supervisor.resolve`."""
+        deadline = time.monotonic() + timeout_s
+        if not lost_incarnation:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    while name not in self._own and name not in self._remote:
+                        await self._spawned.wait()
+        return await self.find(name).wait_running(deadline - time.monotonic(), lost_incarnation)
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Name, role, state, pid, incarnation and restarts of every actor of this node."""
+        return [
+            {
+                "name": actor.spec.name,
+                "role": actor.spec.role,
+                "state": str(actor.state),
+                "pid": actor.pid,
+                "incarnation": actor.incarnation,
+                "num_restarts": actor.num_restarts,
+            }
+            for actor in self._own.values()
+        ]
+
+    def forget(self, actor: ActorProcess) -> None:
+        """Frees the name of an actor that has ended. Another one may have it by now."""
+        for known in (self._own, self._remote):
+            if known.get(actor.spec.name) is actor:
+                del known[actor.spec.name]
+
+    async def leave_remote(self) -> None:
+        """Leaves the actors on other nodes to the supervisors there."""
+        for task in self._following.values():
+            task.cancel()
+        if self._following:
+            await asyncio.wait(self._following.values())
+        self._following.clear()
+        self._remote.clear()
+
+    def _check_may_start(self, spec: ActorSpec) -> None:
+        if self._over.is_set():
+            raise MailboxClosed(f"the job is over: {spec.name!r} is not started")
+        for known in (self._own.get(spec.name), self._remote.get(spec.name)):
+            if known is not None and not known.ended.is_set():
+                raise ConfigError(
+                    f"an actor named {spec.name!r} already exists: choose another name"
+                )
+
+    def _announce(self) -> None:
+        self._spawned.set()
+        self._spawned = asyncio.Event()
+
+    def _note_change(self, actor: SupervisedActor) -> None:
+        self._last_incarnations[actor.spec.name] = actor.incarnation
+        self._write_processes()
+        self.hosted.on_actor_change(actor)
+        self._on_change(actor)
+
+    def _write_processes(self) -> None:
+        path = self._processes_path
+        temporary = path.with_suffix(".tmp")
+        try:
+            temporary.write_text(json.dumps({row.pop("name"): row for row in self.describe()}))
+            os.replace(temporary, path)
+        except OSError as error:
+            logger.warning("cannot write %s: %s", path, error)
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
