@@ -7,8 +7,8 @@
 # RDZV_ENDPOINT is one of the machines, with a port that is free there; RDZV_ID is the job's name.
 # Each machine has one rank on each of the trainer's GPUs (job.trainer_gpus_per_node, by default
 # all), or two ranks without a GPU; NUM_RANKS sets another number. UMBRA_HOST_ADDRESS sets the
-# machine's own address for the others. With MAX_RESTARTS=N above 0, the training continues on at least
-# MIN_NODES of the machines if others are lost. docs/cluster.md has the rest.
+# machine's own address for the others. With MAX_RESTARTS=N above 0, the training continues on at
+# least MIN_NODES of the machines if others are lost. docs/cluster.md has the rest.
 #
 # Closing a terminal stops the training on all machines like SIGTERM, with a checkpoint; under
 # `nohup` the training continues.
@@ -28,6 +28,10 @@ if [[ -n $(trap -p HUP) ]]; then
 fi
 
 max_restarts=${MAX_RESTARTS:-0}
+if [[ ${MIN_NODES:-$NUM_NODES} -lt $NUM_NODES && $max_restarts -eq 0 ]]; then
+    echo "MIN_NODES=$MIN_NODES needs MAX_RESTARTS=N: torchrun restarts the ranks when nodes change" >&2
+    exit 2
+fi
 if [[ $max_restarts -gt 0 ]]; then
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # the ranks may find no store where it was before
 fi

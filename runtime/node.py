@@ -112,7 +112,7 @@ def find_job(join: str, given_secret: Path | None, within_s: float) -> FoundJob:
 
 
 def _at_address(join: str, given_secret: Path | None) -> FoundJob:
-    host, _, port = join.rpartition(":")
+    host, _, port = join.removeprefix("tcp://").rpartition(":")
     if not host or not port.isdecimal():
         raise ConfigError(f"--join {join}: give a job's run.dir, or HOST:PORT")
     if given_secret is None:

@@ -486,11 +486,12 @@ class Supervisor:
             return
         name = f"node {node} ({nodes[node].node_id})"
         why = f"it cannot be reached any more: {why}"
+        if self._run_dir is not None:  # in a thread, as the file system may be lost as well
+            mark = asyncio.to_thread(RunNotice(self._run_dir).mark_preempted)
+            self._tasks.create_task(mark, name="mark-preempted")
         if self._nodes_may_change:
             self._has_lost_node = True
             self._ranks.fail(name, why)  # the others may continue without it
-            if self._run_dir is not None:
-                RunNotice(self._run_dir).mark_preempted()  # until the nodes meet again
         else:
             self.end(name, why)  # before syncs fail for it
         for rank in ranks_of(nodes, node):

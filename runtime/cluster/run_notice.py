@@ -1,9 +1,9 @@
 """The files of a run directory by which a running job is found and gets requests.
 
     RUN_DIR/supervisor.json    where the job's supervisor listens; exists while it serves
-    RUN_DIR/request.json  a request to it, from where its socket cannot be reached
-    RUN_DIR/preempted          exists if the last job was preempted, or lost a node that it could
-                               have continued without: its launcher starts it again
+    RUN_DIR/request.json       a request to it, from where its socket cannot be reached
+    RUN_DIR/preempted          exists if the last job was preempted, or ended because it lost a
+                               node: its launcher starts it again
 
 A launcher reads `preempted`, because torchrun turns every exit status of a rank into 1.
 """
