@@ -505,7 +505,11 @@ class Session:
     async def _pass_on_signal(self, number: int) -> None:
         with contextlib.suppress(UmbraError):  # then no rank is left to be informed
             await self._supervisor.call(
-                "pass_on_signal", self.rank, self.incarnation, number, timeout_s=_PASS_ON_LIMIT_S
+                "pass_on_signal",
+                self.rank,
+                self._environment.incarnation,  # as it was attached with
+                number,
+                timeout_s=_PASS_ON_LIMIT_S,
             )
 
     def spawn(self, spec: ActorSpec, *, node: int | None = None) -> SyncHandle:

@@ -373,12 +373,14 @@ class Supervisor:
         """
         parsed = [from_wire(JobNode, raw) for raw in nodes]
         links, self._epoch, self._has_lost_node = self._links, epoch, False
+        links.begin(parsed, node, epoch, self._tasks)
         if self._nodes_may_change:
             self._set_lead(node == 0)
             await self._warm.keep(self._actors.own())
-        warm = [to_wire(spec) for spec in self._warm.specs()]
-        await links.connect(parsed, node, epoch, warm, timeout_s, self._tasks)
         if links is self._links:  # else the ranks were started again meanwhile
+            warm = [to_wire(spec) for spec in self._warm.specs()]
+            await links.connect(warm, timeout_s, self._tasks)
+        if links is self._links:
             self._ranks.tell_nodes(nodes, epoch)
 
     def _set_lead(self, is_lead: bool) -> None:
@@ -418,8 +420,6 @@ class Supervisor:
                 self._end_syncs_of(rank)
             case {"kind": "note", "text": str(text)}:
                 self._ranks.note(text)
-            case {"kind": "end_warm", "names": [*names]}:
-                self._warm.end([str(name) for name in names])
             case {"kind": "dismissed", "why": str(why)}:
                 if why:
                     self._ranks.fail_as(why)
@@ -524,6 +524,8 @@ class Supervisor:
     def _on_remote_change(self, node: int, actor: RemoteActor) -> None:
         for pool in self._all_pools():
             pool.on_actor_change(actor)
+        if node >= len(self._links.nodes):
+            return  # of an epoch that is over
         if self._links.only_generates(node):
             self._on_generator_change(node, actor)
             return
@@ -554,11 +556,19 @@ class Supervisor:
         there = {idx: [from_wire(ActorSpec, spec) for spec in specs] for idx, specs in elsewhere}
         return {0: self._warm.specs(), **there}
 
-    def _end_warm(self, node: int, names: Sequence[str]) -> None:
-        if node:
-            self._links.end_warm(node, names)
-        else:
-            self._warm.end(names)
+    async def _end_warm(self, node: int, names: Sequence[str]) -> None:
+        if node == 0:
+            await self.end_warm(list(names))
+            return
+        there = self._links.supervisor_of(node)
+        await there.call("end_warm", list(names), timeout_s=_START_OVER_LIMIT_S)
+
+    async def end_warm(self, names: list[str]) -> None:
+        """Called by the supervisor of rank 0's node: ends engines of the last epoch that no pool
+        uses. Their memory is free afterwards."""
+        for actor in self._warm.end(names):
+            await actor.ended.wait()
+            self._actors.forget(actor)
 
     # -- actors --------------------------------------------------------------------------
 
@@ -658,7 +668,11 @@ class Supervisor:
                 self._ranks.note,
                 self._tasks,
                 self._fd_server,
-                JobRings(self._rings, self._node.node_id, self._links.supervisor_at),
+                JobRings(
+                    self._rings,
+                    self._node.node_id,
+                    lambda node_id: self._links.supervisor_at(node_id),
+                ),
                 self._warm_specs,
                 self._end_warm,
             )
@@ -741,8 +755,10 @@ class Supervisor:
             self._forget_keys()
 
     def _forget_keys(self) -> None:
-        """Removes the file of keys on rank 0's node. If that may be cut off, others need it."""
-        if self._owns_keys and self._requests is not None and not self._has_lost_node:
+        """Removes the file of keys on rank 0's node, unless the others may go on without it: if it
+        is cut off, stopped, or its ranks have failed."""
+        is_done = not (self._has_lost_node or self._ranks.has_failed or self._stopped_at)
+        if self._owns_keys and self._requests is not None and is_done:
             Path(self._secret_file).unlink(missing_ok=True)
 
     async def _run_actors(self) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from umbra.runtime.actor.actor_spec import actor_context
-from umbra.runtime.errors import ConfigError
+from umbra.runtime.errors import ConfigError, DeadlineExceeded
 from umbra.runtime.rpc.rpc_client import Handle
 
 _START_LIMIT_S: Final = 120.0
@@ -55,8 +55,15 @@ class FollowerGroup:
         for name, own in zip(self._names, options, strict=True):
             follower = context.client.handle(await context.resolve(name, _START_LIMIT_S))
             stream = follower.stream("follow", program, own, variables, timeout_s=None)
-            pids = await self._streams.enter_async_context(stream)
-            await anext(pids)
+            try:
+                async with asyncio.timeout(_START_LIMIT_S):
+                    pids = await self._streams.enter_async_context(stream)
+                    await anext(pids)
+            except TimeoutError:
+                raise DeadlineExceeded(
+                    f"the follower {name} has not started its program within "
+                    f"{_START_LIMIT_S:g} s: see its log"
+                ) from None
             self._handles.append(follower)
 
     async def send_image(self, path: str, nbytes: int) -> list[str]:

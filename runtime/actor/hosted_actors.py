@@ -60,10 +60,10 @@ class HostedActors:
                     return
                 await hosted.changed.wait()
         finally:
-            if not self._keeps_warm(hosted.actor):
-                hosted.actor.stop()
-            if self._hosted.get(spec.name) is hosted:
+            if self._hosted.get(spec.name) is hosted:  # else another caller has it by now
                 del self._hosted[spec.name]
+                if not self._keeps_warm(hosted.actor):
+                    hosted.actor.stop()
 
     def on_actor_change(self, actor: SupervisedActor) -> None:
         """Called after each change of any actor of this node."""

@@ -32,9 +32,9 @@ class JobLinks:
     listens on no address.
 
     Attributes:
-        epoch: 0 before `connect`.
+        epoch: 0 before `begin`.
         nodes: all nodes that the job has had: those with ranks in the order of their ranks, then
-            those that only generate. Empty before `connect`. A node that only generates knows the
+            those that only generate. Empty before `begin`. A node that only generates knows the
             lead only.
         lead: the supervisor of rank 0's node; None on that node itself.
         ended: set when the lead has left or is lost.
@@ -53,6 +53,7 @@ class JobLinks:
         on_left: Callable[[int], None],
     ) -> None:
         self.epoch = 0
+        self._node = 0
         self.nodes: list[JobNode] = []
         self.lead: Handle | None = None
         self.ended = asyncio.Event()
@@ -66,34 +67,36 @@ class JobLinks:
         self._has_ranks = True
         self._task: asyncio.Task[None] | None = None
 
-    async def connect(
-        self,
-        nodes: Sequence[JobNode],
-        node: int,
-        epoch: int,
-        warm: Specs,
-        timeout_s: float,
-        tasks: asyncio.TaskGroup,
+    def begin(
+        self, nodes: Sequence[JobNode], node: int, epoch: int, tasks: asyncio.TaskGroup
     ) -> None:
-        """Returns when this node is linked to rank 0's, or rank 0's to all.
+        """Begins an epoch. The lead's members may join from here on: they would take it for lost if
+        it came later than they by `LOST_AFTER_S`.
 
         Args:
             node: index of this one.
+        """
+        self.nodes, self.epoch, self._node = list(nodes), epoch, node
+        if node > 0:
+            self.lead = self._client.handle(nodes[0].supervisor, awaits_start=True)
+            return
+        self._to_members = MemberLinks(nodes, self._on_event, self._lose, self._part)
+        self._task = tasks.create_task(self._to_members.run(), name="members")
+        self._knows_nodes.set()
+
+    async def connect(self, warm: Specs, timeout_s: float, tasks: asyncio.TaskGroup) -> None:
+        """Returns when this node is linked to rank 0's, or rank 0's to all.
+
+        Args:
             warm: engines that run on this node for the pools of the last epoch.
 
         Raises:
             DeadlineExceeded: another supervisor cannot be reached.
         """
-        self.nodes, self.epoch = list(nodes), epoch
-        if node == 0:
-            members = MemberLinks(nodes, self._on_event, self._lose, self._part)
-            self._to_members = members
-            self._task = tasks.create_task(members.run(), name="members")
-            self._knows_nodes.set()
-            await members.wait_joined(timeout_s)
-        else:
-            self.lead = self._client.handle(nodes[0].supervisor, awaits_start=True)
-            await self._join(self.lead, node, warm, timeout_s, tasks)
+        if self._to_members is not None:
+            await self._to_members.wait_joined(timeout_s)
+        elif self.lead is not None:
+            await self._join(self.lead, self._node, warm, timeout_s, tasks)
 
     async def generate_for(
         self, lead: JobNode, me: JobNode, timeout_s: float, tasks: asyncio.TaskGroup
@@ -230,11 +233,6 @@ class JobLinks:
     def warm_elsewhere(self) -> dict[int, Specs]:
         """See `MemberLinks.warm`."""
         return {} if self._to_members is None else self._to_members.warm()
-
-    def end_warm(self, node: int, names: Sequence[str]) -> None:
-        """Asks a member to end engines of the last epoch, which no pool uses."""
-        assert self._to_members is not None
-        self._to_members.tell(node, {"kind": "end_warm", "names": list(names)})
 
     def close(self) -> None:
         """Ends the links without a farewell, because the nodes meet again. Nodes that only

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
@@ -45,7 +45,7 @@ class NodePools:
         fd_server: offers descriptors.
         rings: reaches the nodes of the job, for weight syncs.
         warm: the engines that pools of the last epoch have left.
-        end_warm: ends those of a node, by their names.
+        end_warm: ends those of a node, by their names, and waits for their ends.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class NodePools:
         fd_server: FdServer,
         rings: RingHolder,
         warm: Callable[[], WarmSpecs],
-        end_warm: Callable[[int, Sequence[str]], None],
+        end_warm: Callable[[int, Sequence[str]], Awaitable[None]],
     ) -> None:
         self._start = start
         self._warm = warm
@@ -173,7 +173,7 @@ class NodePools:
                 pool.spec.name, pool.spec.engine_specs(), nodes, self._warm()
             )
             for node, names in unused.items():
-                self._end_warm(node, names)
+                await self._end_warm(node, names)
             for idx, (spec, node) in enumerate(zip(specs, nodes, strict=True)):
                 pool.add(self._start(spec, node, pool.may_start))
                 for follower, there in pool.spec.follower_specs(idx):

@@ -79,9 +79,9 @@ class WarmEngines:
             actor.wait_for(may_start)
         return actor
 
-    def end(self, names: Iterable[str]) -> None:
-        """Ends those that no pool uses."""
-        for name in names:
-            actor = self._engines.pop(name, None)
-            if actor is not None:
-                actor.stop()
+    def end(self, names: Iterable[str]) -> list[SupervisedActor]:
+        """Stops those that no pool uses, and returns them."""
+        unused = [self._engines.pop(name) for name in names if name in self._engines]
+        for actor in unused:
+            actor.stop()
+        return unused

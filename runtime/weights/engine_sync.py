@@ -232,8 +232,8 @@ class EngineSync:
             if isinstance(request, Prepare | Load) and self._is_cut_off():
                 self._leave()
                 return
-            if isinstance(request, Load) and await self._is_load_aborted():
-                return  # the abort stopped it; the revert that follows finds its state
+            if await self._is_stopped_by_abort(request):
+                return  # the revert that follows finds its state
             reason = str(error)
         except Exception as error:  # an engine must not end the supervisor
             logger.exception("%s of %s failed unexpectedly", what, name)
@@ -332,14 +332,17 @@ class EngineSync:
         is_touched = self._engine.lifecycle.state == EngineState.UPDATING
         self._feed(EngineCutOff(self._engine.name, reason, is_touched))
 
-    async def _is_load_aborted(self) -> bool:
-        """Whether a load failed because the sync was aborted.
+    async def _is_stopped_by_abort(self, request: Action) -> bool:
+        """Whether an engine could not get ready or load because the sync was aborted, which frees
+        the memory that it was to read.
 
         A lost rank breaks its connections before the supervisor hears of it, and the engines that
         notice are not to blame.
         """
+        if not isinstance(request, Prepare | Load):
+            return False
         is_alive = self._engine.lifecycle.state != EngineState.DEAD
-        if self._image.connects and is_alive:
+        if self._image.connects and is_alive and isinstance(request, Load):
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(_RANK_NEWS_LIMIT_S, self._lease.left_s)):
                     await self._was_aborted.wait()

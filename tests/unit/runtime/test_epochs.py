@@ -79,7 +79,8 @@ def test_calls_of_an_earlier_epoch_are_refused() -> None:
         async with Client("node-0") as client, asyncio.TaskGroup() as tasks:
             links = JobLinks(client, _unexpected, _unexpected, _unexpected)
             me = JobNode(node_id="node-0", num_ranks=1)
-            await links.connect([me], 0, 2, (), 1.0, tasks)
+            links.begin([me], 0, 2, tasks)
+            await links.connect((), 1.0, tasks)
             with pytest.raises(ActorNotFound, match="epoch 1 is not 2"):
                 await links.report(1, 1, {"kind": "failed", "message": "of the last epoch"})
             with pytest.raises(ActorNotFound, match="epoch 1 is not 2"):
