@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable
@@ -309,6 +310,33 @@ def test_an_engine_that_hangs_does_not_hold_an_aborted_sync(
     assert settled_after_s < 5.0, "the rank had set 20 s"
     assert engine.killed is not None
     assert "after the sync was aborted" in engine.killed
+
+
+def test_an_engine_that_gets_ready_while_the_sync_is_aborted_is_not_to_blame(
+    sources: dict[str, Tensor], small: SyncSettings
+) -> None:
+    """Over several nodes, an abort frees the memory that the engine is about to map."""
+    aborted = threading.Event()
+
+    class GetsReadyLate(ThreadEngine):
+        async def begin_update(
+            self, version: int, manifest: dict[str, Any], buckets: dict[str, Any], timeout_s: float
+        ) -> None:
+            self.hanging.set()
+            await asyncio.to_thread(aborted.wait, 10.0)
+            await super().begin_update(version, manifest, buckets, timeout_s)
+
+    def publish_in_vain() -> None:
+        with pytest.raises(WeightSyncError):
+            publish(supervisor, sources)
+        aborted.set()
+
+    engine = GetsReadyLate("engine", empty_like(sources))
+    with local_pool([engine], small) as supervisor:
+        in_threads(publish_in_vain, lambda: supervisor.lose_rank(0, engine.hanging))
+
+    assert engine.killed is None
+    assert engine.log[-1] == "abort_update"
 
 
 def test_a_rank_cannot_report_twice_that_it_is_done(
