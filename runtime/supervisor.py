@@ -486,9 +486,7 @@ class Supervisor:
             return
         name = f"node {node} ({nodes[node].node_id})"
         why = f"it cannot be reached any more: {why}"
-        if self._run_dir is not None:  # in a thread, as the file system may be lost as well
-            mark = asyncio.to_thread(RunNotice(self._run_dir).mark_preempted)
-            self._tasks.create_task(mark, name="mark-preempted")
+        self._mark_interrupted()
         if self._nodes_may_change:
             self._has_lost_node = True
             self._ranks.fail(name, why)  # the others may continue without it
@@ -496,6 +494,12 @@ class Supervisor:
             self.end(name, why)  # before syncs fail for it
         for rank in ranks_of(nodes, node):
             self._end_syncs_of(rank)
+
+    def _mark_interrupted(self) -> None:
+        """Lets the launcher start the job again, unless the nodes meet again before it ends."""
+        if self._run_dir is not None:  # in a thread, as the file system may be lost as well
+            mark = asyncio.to_thread(RunNotice(self._run_dir).mark_preempted)
+            self._tasks.create_task(mark, name="mark-preempted")
 
     async def host_actor(self, spec: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """Called by the supervisor of another node; see `HostedActors.host`."""
@@ -531,6 +535,8 @@ class Supervisor:
             return
         is_lost = actor.state == ActorState.FAILED and actor.has_run
         if is_lost and actor.spec.essential and not self._links.has_left(node):
+            if actor.is_node_lost:  # torchrun may end before its link notices that
+                self._mark_interrupted()
             self._ranks.fail(actor.spec.name, actor.failure)
 
     def _on_generator_change(self, node: int, actor: RemoteActor) -> None:

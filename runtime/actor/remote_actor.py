@@ -81,6 +81,7 @@ class RemoteActor:
         self.has_process = False
         self.has_run = False
         self.ended = asyncio.Event()
+        self.is_node_lost = False
         self.failure = ""
         self._there = there
         self._may_start = may_start
@@ -143,6 +144,7 @@ class RemoteActor:
                     for task in (sending, *self._permits):
                         task.cancel()
         except* TransportError as group:
+            self.is_node_lost = True
             why = f"{self.spec.name} is lost, because its node was: {group.exceptions[0]}"
         except* UmbraError as group:
             why = f"{self.spec.name} could not be started: {group.exceptions[0]}"

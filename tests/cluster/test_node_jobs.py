@@ -19,6 +19,7 @@ from run_traces import command_of
 from watching import all_end
 
 from umbra.runtime.cluster.lead_link import HEARTBEAT_S, LOST_AFTER_S
+from umbra.runtime.cluster.run_notice import RunNotice
 from umbra.runtime.rpc.curve_keys import CurveKeys
 
 pytestmark = [pytest.mark.process, pytest.mark.cluster]
@@ -94,6 +95,7 @@ def test_a_node_that_dies_ends_the_job_on_the_others(hosts: Hosts, home: Path, l
         assert f"node {1 - node} (" in failed[node]["message"]
         assert "cannot be reached any more" in failed[node]["message"]
     assert failed[1 - lost]["at"] - begin < LOST_AFTER_S + HEARTBEAT_S
+    assert RunNotice(home / "run").is_preempted
     assert_nothing_left(home)
 
 
