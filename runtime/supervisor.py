@@ -535,8 +535,10 @@ class Supervisor:
             return
         is_lost = actor.state == ActorState.FAILED and actor.has_run
         if is_lost and actor.spec.essential and not self._links.has_left(node):
-            if actor.is_node_lost:  # torchrun may end before its link notices that
+            if actor.is_node_lost:  # the node's link notices that only by its silence
                 self._mark_interrupted()
+                for rank in ranks_of(self._links.nodes, node):
+                    self._end_syncs_of(rank)
             self._ranks.fail(actor.spec.name, actor.failure)
 
     def _on_generator_change(self, node: int, actor: RemoteActor) -> None:
