@@ -11,12 +11,14 @@ import importlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from umbra.engines.shell.weight_source import Regions, open_weights
+from umbra.engines.shell.loader_recording import LoaderRecording
+from umbra.engines.shell.planned_loading import PlannedLoading
+from umbra.engines.shell.weight_source import Regions, WeightSource, open_weights
 from umbra.engines.vllm.vllm_settings import TRANSFER_BACKEND
 from umbra.runtime.errors import WeightSyncError
 from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import probe_import
@@ -31,6 +33,8 @@ _layerwise: Any = importlib.import_module("vllm.model_executor.model_loader.relo
 _embedding: Any = importlib.import_module(
     "vllm.model_executor.layers.vocab_parallel_embedding"
 ).VocabParallelEmbedding
+_meta: Any = importlib.import_module("vllm.model_executor.model_loader.reload.meta")
+_KEPT: Final[frozenset[str]] = frozenset(_meta.SKIP_TENSORS)  # layerwise reload leaves them alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,7 @@ class UpdateInfo:
 
 
 class SourceTransferEngine(_base):
-    """Loads all weights at once: start, one update, finish.
+    """Loads all weights at once, in `receive_weights`.
 
     `regions` is what the last update has read.
     """
@@ -54,41 +58,115 @@ class SourceTransferEngine(_base):
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     regions: Regions = []  # noqa: RUF012 - never changed in place
-    _ties: dict[str, str] | None = None
+    _loading: PlannedLoading | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         pass
 
     def start_weight_update(self) -> None:
-        if self._ties is None:  # found once: a failed update may leave the model half-loaded
-            self._ties = _ties(self.model)
-        self._forget_half_loaded()
-        _reload.initialize_layerwise_reload(self.model)
+        if self._loading is None:  # before the first update, which may leave the model half-loaded
+            loader = LayerwiseLoader(self.model, self.model_config)
+            self._loading = PlannedLoading("vLLM", self.model, loader)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Raises WeightSyncError if a parameter gets no value; vLLM raises for unknown names."""
+        assert self._loading is not None
         with open_weights(update_info.description, self.device, counts=_is_first()) as source:
-            loaded: set[str] | None = self.model.load_weights(source.tensors())
-        self.regions = source.regions
-        self._check_complete(loaded)
-        if not self.model_config.quantization:
-            _check_whole(self.model)
+            self._loading.load(source)
+            self.regions = source.regions
 
     def finish_weight_update(self) -> None:
-        _reload.finalize_layerwise_reload(self.model, self.model_config)
-        for name in self._ties or {}:
-            # Layerwise reload (0.32) leaves out layers that got their weights by a tie.
-            layer: Any = self.model.get_submodule(name.rpartition(".")[0])
-            if hasattr(layer, "quant_method"):
-                layer.quant_method.process_weights_after_loading(layer)
-        if self.device.type == "cuda":
+        pass
+
+    def shutdown(self) -> None:
+        pass
+
+    @staticmethod
+    def trainer_send_weights(iterator: Iterator[Any], trainer_args: Any) -> None:
+        """Required by vLLM before 0.32; umbra's trainer publishes instead."""
+        raise NotImplementedError
+
+
+class LayerwiseLoader:
+    """vLLM's loader, in layerwise reload: it loads a layer into new memory, rebuilds there what is
+    derived from its weights, and copies the result to where the layer was.
+
+    It is recorded outside layerwise reload, except for layers that look different after loading.
+    """
+
+    def __init__(self, model: nn.Module, model_config: Any) -> None:
+        self._model = model
+        self._model_config = model_config
+        self._ties = _ties(model)
+
+    def record(self, source: WeightSource) -> tuple[LoaderRecording, Mapping[nn.Module, str]]:
+        """Loads twice: recorded, then as in any update, which gives the model its weights."""
+        self._restore()
+        reasons = {
+            layer: "it changes its parameters after loading"
+            for layer in self._model.modules()
+            if _looks_different(layer)
+        }
+        recording = LoaderRecording(self._model)
+        try:
+            with recording:
+                self._load(list(reasons), recording.watch(source.tensors()))
+        except WeightSyncError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a loader may refuse parameters in any way
+            reasons = {self._model: f"its loader failed: {type(error).__name__}: {error}"}
+            self._restore()
+        reasons |= dict.fromkeys(recording.tensors.moved(), "its loader moves its parameters")
+        recording.tensors.put_back()
+        loading, finishing = LoaderRecording(self._model), LoaderRecording(self._model)
+        with loading:
+            self._load(None, source.tensors())
+        with finishing:
+            self._finish_ties(None)
+        if loading.read_back:
+            reasons = {self._model: "something is computed from parameters after loading"}
+        for storage in finishing.read_back:
+            reasons |= dict.fromkeys(recording.tensors.layers[storage], "it is tied and prepacked")
+        return recording, reasons
+
+    def load(
+        self, layers: Sequence[nn.Module] | None, tensors: Iterator[tuple[str, Tensor]]
+    ) -> None:
+        self._restore()
+        self._load(layers, tensors)
+        self._finish_ties(layers)
+        if torch.cuda.is_available():
             torch.cuda.empty_cache()  # others are time-sliced with this engine
+
+    def _load(
+        self, layers: Sequence[nn.Module] | None, tensors: Iterator[tuple[str, Tensor]]
+    ) -> None:
+        reloaded = [self._model] if layers is None else layers
+        for layer in reloaded:
+            _reload.initialize_layerwise_reload(layer)
+        model: Any = self._model
+        loaded: set[str] | None = model.load_weights(tensors)
+        if layers is None:
+            self._check_complete(loaded)
+        if not self._model_config.quantization:
+            for layer in reloaded:
+                _check_whole(layer)
+        for layer in reloaded:
+            _reload.finalize_layerwise_reload(layer, self._model_config)
+
+    def _finish_ties(self, layers: Sequence[nn.Module] | None) -> None:
+        """Layerwise reload (0.32) leaves out layers that got their weights by a tie."""
+        reloaded = {each for layer in layers or () for each in layer.modules()}
+        for name in self._ties:
+            layer: Any = self._model.get_submodule(name.rpartition(".")[0])
+            if hasattr(layer, "quant_method") and (layers is None or layer in reloaded):
+                layer.quant_method.process_weights_after_loading(layer)
 
     def _check_complete(self, loaded: set[str] | None) -> None:
         if loaded is None:  # the model's loader does not report what it loaded
             return
-        names: list[str] = [name for name, _ in self.model.named_parameters()]
-        ties = self._ties or {}
+        names: list[str] = [name for name, _ in self._model.named_parameters()]
+        ties = self._ties
         missing = sorted(
             _plain(name)
             for name in names
@@ -100,22 +178,33 @@ class SourceTransferEngine(_base):
                 f"{', '.join(missing[:5])}"
             )
 
-    def shutdown(self) -> None:
-        pass
+    def _restore(self) -> None:
+        """Ends an update that failed: vLLM (0.32) would otherwise continue with its tensors."""
+        half_loaded = [
+            info
+            for info in map(_layerwise.get_layerwise_info, self._model.modules())
+            if info.can_load()
+        ]
+        for info in half_loaded:
+            info.loaded_weights.clear()
+            info.load_numel = 0
+        if half_loaded:  # layers get their tensors back, whatever is in them
+            _reload.finalize_layerwise_reload(self._model, self._model_config)
 
-    @staticmethod
-    def trainer_send_weights(iterator: Iterator[Any], trainer_args: Any) -> None:
-        """Required by vLLM before 0.32; umbra's trainer publishes instead."""
-        raise NotImplementedError
 
-    def _forget_half_loaded(self) -> None:
-        """Clears the tensors of a failed update, with which vLLM (0.32) would otherwise
-        continue."""
-        for layer in self.model.modules():
-            info: Any = _layerwise.get_layerwise_info(layer)
-            if info.can_load():
-                info.loaded_weights.clear()
-                info.load_numel = 0
+def _looks_different(layer: nn.Module) -> bool:
+    """Whether a layer's own parameters are not such as its loader expects any more."""
+    before: dict[str, Any]
+    before, _ = _layerwise.get_layerwise_info(layer).restore_metadata
+    now: dict[str, Any] = dict(layer.named_parameters(recurse=False))
+    return any(_form(before.get(name)) != _form(now.get(name)) for name in {*before, *now} - _KEPT)
+
+
+def _form(parameter: Any) -> tuple[object, ...]:
+    if parameter is None:
+        return ()
+    has_loader = hasattr(parameter, "weight_loader")
+    return parameter.dtype, tuple(parameter.shape), parameter.stride(), has_loader
 
 
 def _plain(name: str) -> str:

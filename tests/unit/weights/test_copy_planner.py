@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import given
@@ -49,7 +49,7 @@ def chunks(shape: Shape, num_ranks: int, dim: int = 0) -> list[ShardBlock]:
             tuple(start if d == dim else 0 for d in range(len(shape))),
             tuple(stop - start if d == dim else n for d, n in enumerate(shape)),
         )
-        for start, stop in zip(bounds, bounds[1:], strict=False)
+        for start, stop in pairwise(bounds)
     ]
 
 
@@ -60,9 +60,7 @@ def moved(
     for piece in pieces:
         block = blocks[piece.block]
         local = row_major(block.sizes)
-        for at, target in zip(
-            addresses(piece.source(local)), addresses(piece.target), strict=True
-        ):
+        for at, target in zip(addresses(piece.source(local)), addresses(piece.target), strict=True):
             place = [
                 at // step % n + start
                 for n, step, start in zip(block.sizes, local, block.starts, strict=True)
@@ -119,18 +117,18 @@ def layouts(draw: st.DrawFn, shape: Shape) -> list[ShardBlock]:
         if draw(st.booleans()):
             some = chunks(shape, draw(st.integers(1, 5)), dim)
         else:
-            bounds = sorted([0, *draw(st.lists(st.integers(0, shape[dim]), max_size=3)), shape[dim]])
+            bounds = sorted(
+                [0, *draw(st.lists(st.integers(0, shape[dim]), max_size=3)), shape[dim]]
+            )
             some = [
                 ShardBlock(
                     tuple(start if d == dim else 0 for d in range(len(shape))),
                     tuple(stop - start if d == dim else n for d, n in enumerate(shape)),
                 )
-                for start, stop in zip(bounds, bounds[1:], strict=False)
+                for start, stop in pairwise(bounds)
             ]
         distances = draw(st.lists(st.integers(0, 2), min_size=len(some), max_size=len(some)))
-        blocks += [
-            ShardBlock(b.starts, b.sizes, d) for b, d in zip(some, distances, strict=True)
-        ]
+        blocks += [ShardBlock(b.starts, b.sizes, d) for b, d in zip(some, distances, strict=True)]
     return draw(st.permutations(blocks))
 
 

@@ -1,0 +1,77 @@
+"""Loads versions into one model: by copies where its loader only copies, else by its loader.
+
+first version    the engine's loader, watched ──▶ CopyPlan, accepted or not
+later versions   its loader for the layers that need it, then the plan
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from umbra.engines.shell.copy_plan import CopyPlan
+from umbra.engines.shell.loader_recording import LoaderRecording
+from umbra.engines.shell.weight_source import WeightSource
+
+logger = logging.getLogger(__name__)
+
+
+class ModelLoader(Protocol):
+    """The loader of an engine's model. A load that fails may leave the model half-loaded."""
+
+    def record(self, source: WeightSource) -> tuple[LoaderRecording, Mapping[nn.Module, str]]:
+        """Loads all weights and checks that they are complete. Returns what it watched, and why
+        layers need the loader, for those that it knows."""
+        ...
+
+    def load(
+        self, layers: Sequence[nn.Module] | None, tensors: Iterator[tuple[str, Tensor]]
+    ) -> None:
+        """Loads layers, or all and checks that they are complete."""
+        ...
+
+
+class PlannedLoading:
+    """Lives as long as the model. Calls come from one thread."""
+
+    def __init__(self, engine: str, model: nn.Module, loader: ModelLoader) -> None:
+        self._engine = engine
+        self._model = model
+        self._loader = loader
+        self._plan: CopyPlan | None = None
+
+    def load(self, source: WeightSource) -> None:
+        """Gives the model the weights of `source`.
+
+        Raises:
+            WeightSyncError: they do not fill the model, cannot be read, or the sync was aborted.
+        """
+        plan = self._plan
+        if plan is None or not plan.fits(source.manifest):
+            self._plan = None
+            self._plan = self._record(source)
+        elif not plan.num_copies:
+            self._loader.load(None, source.tensors())
+        else:
+            if plan.layers:
+                self._loader.load(plan.layers, source.tensors(plan.names))
+            plan.replay(source)
+
+    def _record(self, source: WeightSource) -> CopyPlan:
+        recording, reasons = self._loader.record(source)
+        plan = CopyPlan(source.manifest, recording, reasons)
+        plan.accept(source)
+        self._report(plan)
+        return plan
+
+    def _report(self, plan: CopyPlan) -> None:
+        names = {layer: name for name, layer in self._model.named_modules()}
+        reasons = [f"{names[layer]}: {reason}" for layer, reason in plan.reasons.items()]
+        why = f"; {reasons[0]}" if reasons else ""
+        logger.info(
+            "%s: later weights take %d recorded copies, and the engine's loader for %d layers%s",
+            *(self._engine, plan.num_copies, len(plan.layers), why),
+        )
