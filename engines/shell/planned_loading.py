@@ -35,13 +35,17 @@ class ModelLoader(Protocol):
 
 
 class PlannedLoading:
-    """Lives as long as the model. Calls come from one thread."""
+    """Lives as long as the model. Calls come from one thread.
+
+    Attributes:
+        plan: of the last version; it may leave everything to the loader.
+    """
 
     def __init__(self, engine: str, model: nn.Module, loader: ModelLoader) -> None:
         self._engine = engine
         self._model = model
         self._loader = loader
-        self._plan: CopyPlan | None = None
+        self.plan: CopyPlan | None = None
 
     def load(self, source: WeightSource) -> None:
         """Gives the model the weights of `source`.
@@ -49,10 +53,10 @@ class PlannedLoading:
         Raises:
             WeightSyncError: they do not fill the model, cannot be read, or the sync was aborted.
         """
-        plan = self._plan
+        plan = self.plan
         if plan is None or not plan.fits(source.manifest):
-            self._plan = None
-            self._plan = self._record(source)
+            self.plan = None
+            self.plan = self._record(source)
         elif not plan.num_copies:
             self._loader.load(None, source.tensors())
         else:

@@ -1,0 +1,135 @@
+"""One tensor-parallel worker with one of vLLM's own models, without an engine around it.
+
+python vllm_replay_worker.py FOLDER RANK NUM_WORKERS STORE        a model's folder, a file to meet at
+
+Loads two versions of the weights in FOLDER through a recorded plan, and prints as JSON what was
+copied and which parameters differ from those that vLLM's loader alone makes.
+
+The model is as on a GPU, where nothing is prepacked: on the CPU vLLM would prepack after loading.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from sharded_source import ShardedSource, rows
+from torch import Tensor, nn
+
+from umbra.engines.shell.planned_loading import PlannedLoading
+
+_UNPACKED = (
+    ("layers.linear", "UnquantizedLinearMethod"),
+    ("layers.vocab_parallel_embedding", "UnquantizedEmbeddingMethod"),
+    ("layers.fused_moe.unquantized_fused_moe_method", "UnquantizedFusedMoEMethod"),
+)
+
+
+def main(folder: str, rank: int, num_workers: int, store: str) -> None:
+    vllm_config = _configure(folder, num_workers)
+    with import_module("vllm.config").set_current_vllm_config(vllm_config):
+        _join(rank, num_workers, store)
+        versions = [load_file(Path(folder, "version-1.st")), load_file(Path(folder, "version-2.st"))]
+        aliases: dict[str, str] = json.loads(Path(folder, "aliases.json").read_text())
+        model, expected = _make_model(vllm_config), _make_model(vllm_config)
+        print(json.dumps(_replay(model, expected, versions, aliases, vllm_config)))
+    torch.distributed.destroy_process_group()
+
+
+def _configure(folder: str, num_workers: int) -> Any:
+    arguments: Any = import_module("vllm.engine.arg_utils").EngineArgs(
+        model=folder,
+        dtype="bfloat16",
+        tensor_parallel_size=num_workers,
+        enforce_eager=True,
+        max_model_len=128,
+        skip_tokenizer_init=True,
+    )
+    return arguments.create_engine_config()
+
+
+def _join(rank: int, num_workers: int, store: str) -> None:
+    parallel: Any = import_module("vllm.distributed.parallel_state")
+    where = f"file://{store}"
+    parallel.init_distributed_environment(num_workers, rank, where, rank, "gloo")
+    parallel.initialize_model_parallel(num_workers)
+
+
+def _make_model(vllm_config: Any) -> nn.Module:
+    for module, name in _UNPACKED:
+        method = getattr(import_module(f"vllm.model_executor.{module}"), name)
+        method.process_weights_after_loading = lambda self, layer: None
+    make: Any = import_module("vllm.model_executor.model_loader.utils").initialize_model
+    config = vllm_config.model_config
+    # A model for each: vLLM refuses a second layer of the same name in one configuration.
+    vllm_config.compilation_config.static_forward_context.clear()
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(config.dtype)
+    try:
+        return make(vllm_config=vllm_config, model_config=config).eval()
+    finally:
+        torch.set_default_dtype(previous)
+
+
+def _replay(
+    model: nn.Module,
+    expected: Any,
+    versions: list[dict[str, Tensor]],
+    aliases: dict[str, str],
+    vllm_config: Any,
+) -> dict[str, Any]:
+    worker: Any = import_module("umbra.engines.vllm.vllm_worker")
+    loader = worker.LayerwiseLoader(model, vllm_config.model_config)
+    loading = PlannedLoading("vLLM", model, loader)
+    differing: list[str] = []
+    whole: list[str] = []
+    for number, weights in enumerate(versions):
+        _poison(expected)
+        if number:
+            _poison(model)
+        source = ShardedSource(weights, aliases, rows(3), torch.bfloat16)
+        loading.load(source)
+        whole = source.whole_names
+        with torch.no_grad():
+            expected.load_weights(ShardedSource(weights, aliases, rows(1), torch.bfloat16).tensors())
+        differing += _differing(model, expected)
+    plan = loading.plan
+    assert plan is not None
+    return {
+        "differing": differing,
+        "num_parameters": len(list(model.parameters())),
+        "num_copies": plan.num_copies,
+        "num_layers_left": len(plan.layers),
+        "reasons": [f"{type(layer).__name__}: {why}" for layer, why in plan.reasons.items()],
+        "whole": whole,
+    }
+
+
+def _poison(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data.fill_(torch.nan)
+
+
+def _differing(model: nn.Module, expected: nn.Module) -> list[str]:
+    wanted = dict(expected.named_parameters())
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if not torch.equal(_bits(parameter), _bits(wanted[name]))
+    ]
+
+
+def _bits(parameter: nn.Parameter) -> Tensor:
+    return parameter.detach().contiguous().view(torch.uint8)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
