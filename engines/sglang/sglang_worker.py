@@ -54,11 +54,11 @@ def _load(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
     device = next(model.parameters()).device
     if model not in _loaded:
         loader = WatchedLoader(model)
-        _loaded[model] = loader, PlannedLoading("SGLang", model, loader)
+        _loaded[model] = loader, PlannedLoading(model, loader)
     loader, loading = _loaded[model]
     with open_weights(order["weights"], device, counts=order["counts"]) as source:
-        loading.load(source)
-        return {"unread": loader.unread, "regions": source.regions}
+        news = loading.load(source)
+        return {"unread": loader.unread, "regions": source.regions, "news": news}
 
 
 class WatchedLoader:

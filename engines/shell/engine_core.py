@@ -10,6 +10,7 @@ docs/write-an-engine.md explains them method by method.
 from __future__ import annotations
 
 import asyncio
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from typing import Any, Protocol
 
 from umbra.engines.shell.weight_import import WorkerRegions
 from umbra.runtime.engine_api.generation_request import GenerationRequest
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +161,11 @@ class AdapterCore(PolledCore):
     def show_stacks(self) -> None:
         """Makes the engine's processes write their stacks to the log, if they can."""
         return
+
+    def log_news(self, news: Iterable[str]) -> None:
+        """Logs what workers report about loading, whose own logs may not show it."""
+        for text in dict.fromkeys(text for text in news if text):
+            logger.info("%s: %s", self.name, text)
 
     @abstractmethod
     async def load_weights(self, description: Mapping[str, Any]) -> Sequence[WorkerRegions]:

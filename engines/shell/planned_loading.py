@@ -6,7 +6,6 @@ later versions   its loader for the layers that need it, then the plan
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
@@ -15,8 +14,6 @@ from torch import Tensor, nn
 from umbra.engines.shell.copy_plan import CopyPlan
 from umbra.engines.shell.loader_recording import LoaderRecording
 from umbra.engines.shell.weight_source import WeightSource
-
-logger = logging.getLogger(__name__)
 
 
 class ModelLoader(Protocol):
@@ -41,14 +38,14 @@ class PlannedLoading:
         plan: of the last version; it may leave everything to the loader.
     """
 
-    def __init__(self, engine: str, model: nn.Module, loader: ModelLoader) -> None:
-        self._engine = engine
+    def __init__(self, model: nn.Module, loader: ModelLoader) -> None:
         self._model = model
         self._loader = loader
         self.plan: CopyPlan | None = None
 
-    def load(self, source: WeightSource) -> None:
-        """Gives the model the weights of `source`.
+    def load(self, source: WeightSource) -> str:
+        """Gives the model the weights of `source`. Returns how it will load later ones if that is
+        new, for the engine's log.
 
         Raises:
             WeightSyncError: they do not fill the model, cannot be read, or the sync was aborted.
@@ -57,25 +54,25 @@ class PlannedLoading:
         if plan is None or not plan.fits(source.manifest):
             self.plan = None
             self.plan = self._record(source)
-        elif not plan.num_copies:
+            return self._describe(self.plan)
+        if not plan.num_copies:
             self._loader.load(None, source.tensors())
-        else:
-            if plan.layers:
-                self._loader.load(plan.layers, source.tensors(plan.names))
-            plan.replay(source)
+            return ""
+        if plan.layers:
+            self._loader.load(plan.layers, source.tensors(plan.names))
+        plan.replay(source)
+        return ""
 
     def _record(self, source: WeightSource) -> CopyPlan:
         recording, reasons = self._loader.record(source)
         plan = CopyPlan(source.manifest, recording, reasons)
         plan.accept(source)
-        self._report(plan)
         return plan
 
-    def _report(self, plan: CopyPlan) -> None:
-        names = {layer: name for name, layer in self._model.named_modules()}
+    def _describe(self, plan: CopyPlan) -> str:
+        names = {layer: name or "the model" for name, layer in self._model.named_modules()}
         reasons = [f"{names[layer]}: {reason}" for layer, reason in plan.reasons.items()]
-        why = f"; {reasons[0]}" if reasons else ""
-        logger.info(
-            "%s: later weights take %d recorded copies, and the engine's loader for %d layers%s",
-            *(self._engine, plan.num_copies, len(plan.layers), why),
+        return (
+            f"later weights take {plan.num_copies} recorded copies and the engine's loader for "
+            f"{len(plan.layers)} layers{f' ({reasons[0]})' if reasons else ''}"
         )

@@ -195,8 +195,11 @@ class VllmCore(AdapterCore):
             raise
         await self.call(self._llm.finish_weight_update())
         await self._load_adapters()
-        regions: list[WorkerRegions] = await self.call(self._llm.collective_rpc("umbra_regions"))
-        return regions
+        reports: list[tuple[WorkerRegions, str]] = await self.call(
+            self._llm.collective_rpc("umbra_report")
+        )
+        self.log_news([news for _, news in reports])
+        return [regions for regions, _ in reports]
 
 
 def _memory_hint(text: str) -> str:

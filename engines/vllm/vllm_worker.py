@@ -49,15 +49,19 @@ class UpdateInfo:
     description: dict[str, Any]
 
 
+LoadReport = tuple[Regions, str]
+
+
 class SourceTransferEngine(_base):
     """Loads all weights at once, in `receive_weights`.
 
-    `regions` is what the last update has read.
+    `report` is of the last update: the regions that it has read, and what is new about how later
+    ones load.
     """
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
-    regions: Regions = []  # noqa: RUF012 - never changed in place
+    report: LoadReport = ([], "")
     _loading: PlannedLoading | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -66,14 +70,14 @@ class SourceTransferEngine(_base):
     def start_weight_update(self) -> None:
         if self._loading is None:  # before the first update, which may leave the model half-loaded
             loader = LayerwiseLoader(self.model, self.model_config)
-            self._loading = PlannedLoading("vLLM", self.model, loader)
+            self._loading = PlannedLoading(self.model, loader)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Raises WeightSyncError if a parameter gets no value; vLLM raises for unknown names."""
         assert self._loading is not None
         with open_weights(update_info.description, self.device, counts=_is_first()) as source:
-            self._loading.load(source)
-            self.regions = source.regions
+            news = self._loading.load(source)
+            self.report = source.regions, news
 
     def finish_weight_update(self) -> None:
         pass
@@ -252,10 +256,10 @@ class UmbraWorkerExtension:
         """Why the ranks' memory cannot be read here, or ""."""
         return probe_import(allocations)
 
-    def umbra_regions(self) -> Regions:
-        """The regions that the last update has read."""
-        regions: Regions = self.weight_transfer_engine.regions
-        return regions
+    def umbra_report(self) -> LoadReport:
+        """Of the last update; see `SourceTransferEngine`."""
+        report: LoadReport = self.weight_transfer_engine.report
+        return report
 
     def umbra_pid(self) -> int:
         """Pid of the worker's process."""

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from vllm_runs import needs_vllm
 
 pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.process]
-_TIMEOUT_S = 300.0
+_TIMEOUT_S = 600.0
 
 
 def make_moe() -> PreTrainedModel:
@@ -54,19 +54,21 @@ def checkpoint_of(model: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
 
 
 def prepare(folder: Path, model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
+    """Two versions of the weights, and what a worker needs to make the model."""
     model.config.save_pretrained(folder)
     architecture = json.loads((folder / "config.json").read_text())
     architecture["architectures"] = [type(model).__name__]
     (folder / "config.json").write_text(json.dumps(architecture))
-    save_file(dict(weights), folder / "version-1.st")
+    save_file(dict(weights), folder / "version-1.safetensors")
     changed = {name: torch.randn_like(tensor) for name, tensor in weights.items()}
-    save_file(changed, folder / "version-2.st")
+    save_file(changed, folder / "version-2.safetensors")
     is_tied = model.config.tie_word_embeddings and "lm_head.weight" not in weights
     aliases = {"lm_head.weight": "model.embed_tokens.weight"} if is_tied else {}
     (folder / "aliases.json").write_text(json.dumps(aliases))
 
 
-def run_workers(folder: Path, num_workers: int) -> list[dict[str, Any]]:
+def run_workers(store: Path, num_workers: int, folders: list[Path]) -> list[list[dict[str, Any]]]:
+    """The reports of each worker."""
     variables = os.environ | {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -76,7 +78,7 @@ def run_workers(folder: Path, num_workers: int) -> list[dict[str, Any]]:
     script = vllm_replay_worker.__file__
     workers = [
         subprocess.Popen(
-            [sys.executable, script, folder, str(rank), str(num_workers), folder / "store"],
+            [sys.executable, script, str(rank), str(num_workers), store, *folders],
             env=variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -96,17 +98,24 @@ def run_workers(folder: Path, num_workers: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
-@pytest.mark.parametrize("kind", ["dense", "experts", "fused experts"])
-def test_a_plan_fills_vllms_parameters(tmp_path: Path, kind: str, num_workers: int) -> None:
-    model = make_model("qwen3") if kind == "dense" else make_moe()
-    names = checkpoint_of(model, tmp_path) if kind == "experts" else parameters_of(model)
-    prepare(tmp_path, model, names)
+def test_a_plan_fills_vllms_parameters(tmp_path: Path, num_workers: int) -> None:
+    dense, experts = make_model("qwen3"), make_moe()
+    weights = {
+        "dense": (dense, parameters_of(dense)),
+        "experts": (experts, checkpoint_of(experts, tmp_path)),
+        "fused": (experts, parameters_of(experts)),
+    }
+    for name, (model, tensors) in weights.items():
+        (tmp_path / name).mkdir()
+        prepare(tmp_path / name, model, tensors)
 
-    reports = run_workers(tmp_path, num_workers)
+    folders = [tmp_path / name for name in weights]
+    reports = run_workers(tmp_path / "store", num_workers, folders)
 
-    for report in reports:
-        assert report["differing"] == []
-        assert report["reasons"] == []
-        assert report["num_layers_left"] == 0
-        assert report["num_copies"] >= report["num_parameters"]
-        assert report["whole"] == []
+    for per_worker in reports:
+        assert len(per_worker) == len(weights)
+        for report in per_worker:
+            assert report["differing"] == []
+            assert report["reasons"] == []
+            assert report["num_copies"] >= report["num_parameters"]
+            assert report["whole"] == []

@@ -1,11 +1,11 @@
-"""One tensor-parallel worker with one of vLLM's own models, without an engine around it.
+"""One tensor-parallel worker with vLLM's own models, without an engine around it.
 
-python vllm_replay_worker.py FOLDER RANK NUM_WORKERS STORE        a model's folder, a file to meet at
+python vllm_replay_worker.py RANK NUM_WORKERS STORE FOLDER...     a file to meet at, models' folders
 
-Loads two versions of the weights in FOLDER through a recorded plan, and prints as JSON what was
-copied and which parameters differ from those that vLLM's loader alone makes.
+Loads two versions of the weights in each folder through a recorded plan, and prints as JSON what
+was copied and which parameters differ from those that vLLM's loader alone makes.
 
-The model is as on a GPU, where nothing is prepacked: on the CPU vLLM would prepack after loading.
+The models are as on a GPU, where nothing is prepacked: on the CPU vLLM would prepack after loading.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -33,14 +34,15 @@ _UNPACKED = (
 )
 
 
-def main(folder: str, rank: int, num_workers: int, store: str) -> None:
-    vllm_config = _configure(folder, num_workers)
-    with import_module("vllm.config").set_current_vllm_config(vllm_config):
-        _join(rank, num_workers, store)
-        versions = [load_file(Path(folder, "version-1.st")), load_file(Path(folder, "version-2.st"))]
-        aliases: dict[str, str] = json.loads(Path(folder, "aliases.json").read_text())
-        model, expected = _make_model(vllm_config), _make_model(vllm_config)
-        print(json.dumps(_replay(model, expected, versions, aliases, vllm_config)))
+def main(rank: int, num_workers: int, store: str, folders: Sequence[str]) -> None:
+    reports: list[dict[str, Any]] = []
+    for folder in folders:
+        vllm_config = _configure(folder, num_workers)
+        with import_module("vllm.config").set_current_vllm_config(vllm_config):
+            if not torch.distributed.is_initialized():
+                _join(rank, num_workers, store)
+            reports.append(_replay(Path(folder), vllm_config))
+    print(json.dumps(reports))
     torch.distributed.destroy_process_group()
 
 
@@ -79,27 +81,24 @@ def _make_model(vllm_config: Any) -> nn.Module:
         torch.set_default_dtype(previous)
 
 
-def _replay(
-    model: nn.Module,
-    expected: Any,
-    versions: list[dict[str, Tensor]],
-    aliases: dict[str, str],
-    vllm_config: Any,
-) -> dict[str, Any]:
+def _replay(folder: Path, vllm_config: Any) -> dict[str, Any]:
     worker: Any = import_module("umbra.engines.vllm.vllm_worker")
+    aliases: dict[str, str] = json.loads((folder / "aliases.json").read_text())
+    model, expected = _make_model(vllm_config), _make_model(vllm_config)
     loader = worker.LayerwiseLoader(model, vllm_config.model_config)
-    loading = PlannedLoading("vLLM", model, loader)
+    loading = PlannedLoading(model, loader)
     differing: list[str] = []
     whole: list[str] = []
-    for number, weights in enumerate(versions):
-        _poison(expected)
-        if number:
-            _poison(model)
+    for name in ("version-1", "version-2"):
+        weights = load_file(folder / f"{name}.safetensors")
+        _poison(model)
         source = ShardedSource(weights, aliases, rows(3), torch.bfloat16)
         loading.load(source)
         whole = source.whole_names
+        _poison(expected)
+        loads: Any = expected
         with torch.no_grad():
-            expected.load_weights(ShardedSource(weights, aliases, rows(1), torch.bfloat16).tensors())
+            loads.load_weights(ShardedSource(weights, aliases, rows(1), torch.bfloat16).tensors())
         differing += _differing(model, expected)
     plan = loading.plan
     assert plan is not None
@@ -107,7 +106,6 @@ def _replay(
         "differing": differing,
         "num_parameters": len(list(model.parameters())),
         "num_copies": plan.num_copies,
-        "num_layers_left": len(plan.layers),
         "reasons": [f"{type(layer).__name__}: {why}" for layer, why in plan.reasons.items()],
         "whole": whole,
     }
@@ -132,4 +130,4 @@ def _bits(parameter: nn.Parameter) -> Tensor:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:])
