@@ -5,7 +5,7 @@ python vllm_replay_worker.py RANK NUM_WORKERS STORE FOLDER...     a file to meet
 Loads two versions of the weights in each folder through a recorded plan, and prints as JSON what
 was copied and which parameters differ from those that vLLM's loader alone makes.
 
-The models are as on a GPU, where nothing is prepacked: on the CPU vLLM would prepack after loading.
+The models are on a GPU if vLLM finds one. On the CPU they are as on a GPU, not prepacked.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -61,24 +61,41 @@ def _configure(folder: str, num_workers: int) -> Any:
 def _join(rank: int, num_workers: int, store: str) -> None:
     parallel: Any = import_module("vllm.distributed.parallel_state")
     where = f"file://{store}"
-    parallel.init_distributed_environment(num_workers, rank, where, rank, "gloo")
+    backend = "gloo" if _is_cpu() else "nccl"
+    parallel.init_distributed_environment(num_workers, rank, where, rank, backend)
     parallel.initialize_model_parallel(num_workers)
 
 
+def _is_cpu() -> bool:
+    return bool(import_module("vllm.platforms").current_platform.is_cpu())
+
+
 def _make_model(vllm_config: Any) -> nn.Module:
-    for module, name in _UNPACKED:
-        method = getattr(import_module(f"vllm.model_executor.{module}"), name)
-        method.process_weights_after_loading = lambda self, layer: None
-    make: Any = import_module("vllm.model_executor.model_loader.utils").initialize_model
+    """A model as in an engine that has started, with arbitrary weights."""
+    if _is_cpu():
+        for module, name in _UNPACKED:
+            method = getattr(import_module(f"vllm.model_executor.{module}"), name)
+            method.process_weights_after_loading = lambda self, layer: None
+    loading: Any = import_module("vllm.model_executor.model_loader.utils")
     config = vllm_config.model_config
     # A model for each: vLLM refuses a second layer of the same name in one configuration.
     vllm_config.compilation_config.static_forward_context.clear()
     previous = torch.get_default_dtype()
     torch.set_default_dtype(config.dtype)
     try:
-        return make(vllm_config=vllm_config, model_config=config).eval()
+        with torch.device(vllm_config.device_config.device):
+            model = loading.initialize_model(vllm_config=vllm_config, model_config=config).eval()
     finally:
         torch.set_default_dtype(previous)
+    _process(model, vllm_config)
+    return model
+
+
+def _process(model: nn.Module, vllm_config: Any) -> None:
+    """What vLLM does after loading."""
+    loading: Any = import_module("vllm.model_executor.model_loader.utils")
+    device = torch.device(vllm_config.device_config.device)
+    loading.process_weights_after_loading(model, vllm_config.model_config, device)
 
 
 def _replay(folder: Path, vllm_config: Any) -> dict[str, Any]:
@@ -99,6 +116,7 @@ def _replay(folder: Path, vllm_config: Any) -> dict[str, Any]:
         loads: Any = expected
         with torch.no_grad():
             loads.load_weights(ShardedSource(weights, aliases, rows(1), torch.bfloat16).tensors())
+        _process(expected, vllm_config)
         differing += _differing(model, expected)
     plan = loading.plan
     assert plan is not None
