@@ -63,7 +63,7 @@ class CopyPlan:
         self._steps: dict[int, list[_Step]] = {}  # by entry
         self._names = {entry.name: idx for idx, entry in enumerate(manifest.entries)}
         self._names |= {alias: self._names[name] for alias, name in manifest.aliases.items()}
-        self.names = set(recording.read_otherwise)
+        self._read_otherwise = recording.read_otherwise
         if recording.decides:
             self.reasons[self._tensors.model] = f"its loader decides by values: {recording.decides}"
         for storage, operation in recording.changed.items():
@@ -74,6 +74,9 @@ class CopyPlan:
         for layer in self._tensors.moved():
             self.reasons.setdefault(layer, "its loader moves its parameters")
         self._leave_to_loader()
+        if self._unseen(written):
+            self.reasons[self._tensors.model] = "nothing was seen to write some of its parameters"
+            self._leave_to_loader()
 
     @property
     def num_copies(self) -> int:
@@ -96,7 +99,11 @@ class CopyPlan:
             fills.setdefault(fill.target.storage, []).append(fill)
         for storage in {*steps, *fills}:
             memory = self._tensors.memory(storage)
-            loaded = memory.clone()
+            try:
+                loaded = memory.clone()
+            except torch.OutOfMemoryError:
+                self._refuse(storage, "there is no memory to check its copies")
+                continue
             memory.fill_(_POISON)
             self._fill(fills.get(storage, ()))
             for idx, step in steps.get(storage, ()):
@@ -182,6 +189,14 @@ class CopyPlan:
         for layer in self._tensors.layers[storage]:
             self.reasons.setdefault(layer, reason)
 
+    def _unseen(self, written: set[int]) -> bool:
+        """Whether a parameter with a place in the plan was not written as far as anybody saw."""
+        addresses = {storage_of(parameter) for parameter in self._tensors.model.parameters()}
+        return any(
+            not self._tensors.layers[address] & self._left
+            for address in (addresses & self._tensors.layers.keys()) - written
+        )
+
     def _leave_to_loader(self) -> None:
         """Drops the copies of layers that need the loader, and of all that share memory with
         them or are below them."""
@@ -194,7 +209,9 @@ class CopyPlan:
             if sharing | below == layers:
                 break
             layers = sharing | below
-        self.names |= {c.name for c in self._copies if c.target.storage in storages}
+        self._read_otherwise |= {c.name for c in self._copies if c.target.storage in storages}
+        needed = {self._names[name] for name in self._read_otherwise}
+        self.names = {name for name, idx in self._names.items() if idx in needed}
         self._copies = [c for c in self._copies if c.target.storage not in storages]
         self._fills = [f for f in self._fills if f.target.storage not in storages]
         self._left = layers

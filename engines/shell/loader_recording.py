@@ -212,12 +212,15 @@ class LoaderRecording:
 
     # -- what the loader does ------------------------------------------------------------
 
-    def note(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+    def note(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+    ) -> None:
         """One operation, after it was carried out."""
         made = {storage_of(tensor) for tensor in _tensors(result)}
         read: list[Tensor] = []
         written: list[Tensor] = []
-        for argument, value in zip(func._schema.arguments, args, strict=False):
+        for idx, argument in enumerate(func._schema.arguments):
+            value = args[idx] if idx < len(args) else kwargs.get(argument.name)
             is_written = argument.alias_info is not None and argument.alias_info.is_write
             for tensor in _tensors(value):
                 if is_written:
@@ -334,7 +337,7 @@ class _Watch(_Base):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result: Any = func(*args, **(kwargs or {}))
-        self._recording.note(func, args, result)
+        self._recording.note(func, args, kwargs or {}, result)
         return result
 
 

@@ -283,7 +283,17 @@ class Flattening(Model):
             super().load(name, tensor)
 
 
-@pytest.mark.parametrize("kind", [Doubling, InPlace, Deriving, Moving])
+class OutOfPlace(Model):
+    """Names its target as a keyword."""
+
+    def load(self, name: str, tensor: Tensor) -> None:
+        if name == "out":
+            torch.mul(tensor, 2, out=self.out.weight.data)
+        else:
+            super().load(name, tensor)
+
+
+@pytest.mark.parametrize("kind", [Doubling, InPlace, OutOfPlace, Deriving, Moving])
 def test_a_layer_that_its_loader_computes_stays_with_the_loader(
     kind: type[Model],
 ) -> None:
@@ -316,6 +326,55 @@ def test_copies_in_another_order_are_made_from_the_whole_tensor() -> None:
     assert bytes_of(model) == loaded(Flattening(), source_of(version(2)))
     assert loader.loaded == [None]
     assert source.whole_names == ["out"]
+
+
+class Untied(Model):
+    """Has a head of its own, with which its loader computes, though the trainer ties it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = nn.Parameter(torch.zeros_like(self.embedding.weight), False)
+
+    def load(self, name: str, tensor: Tensor) -> None:
+        if name == "head":
+            self.head.weight.data.zero_()
+            self.head.weight.data[:VOCAB].copy_(tensor + 1)
+        else:
+            super().load(name, tensor)
+
+
+def test_a_loader_gets_a_tensor_under_all_of_its_names() -> None:
+    model = Untied()
+    loading, loader = planned(model)
+    loading.load(source_of(version(1)))
+    forget(model)
+
+    loading.load(source_of(version(2)))
+
+    assert bytes_of(model) == loaded(Untied(), source_of(version(2)))
+    assert loader.loaded == [None, [model.head]]
+    assert loader.names == [["embedding", "head"]]
+
+
+class Hiding(Model):
+    """Writes where no operation of torch is seen."""
+
+    def load(self, name: str, tensor: Tensor) -> None:
+        if name == "norm":
+            self.norm.weight.data.numpy()[:] = tensor.float().numpy()
+        else:
+            super().load(name, tensor)
+
+
+def test_a_parameter_that_nothing_was_seen_to_write_leaves_the_model_to_the_loader() -> None:
+    model = Hiding()
+    loading, loader = planned(model)
+    loading.load(source_of(version(1)))
+
+    loading.load(source_of(version(2)))
+
+    assert bytes_of(model) == loaded(Hiding(), source_of(version(2)))
+    assert loader.loaded == [None, None]
 
 
 class Deciding(Model):
