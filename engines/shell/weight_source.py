@@ -159,6 +159,8 @@ class _ExportSource:
         self._regions: dict[int, Regions] = {}  # by entry
         self._image = image
         self._end = end
+        self._buckets = end.buckets(len(image.manifest.entries))
+        self._num_taken = 0
         self._device = device
         self._has_checksums = has_checksums
 
@@ -193,14 +195,15 @@ class _ExportSource:
         return tensor
 
     def _in_order(self) -> Iterator[int]:
-        """Reports progress the first time."""
-        num_entries = len(self.manifest.entries)
-        if self._end.num_loaded == 0:
-            yield from self._end.buckets(num_entries)
-            return
-        for idx in range(num_entries):
-            self._end.check_not_aborted()
+        """Reports the progress of each entry the first time that it is taken."""
+        for idx in range(len(self.manifest.entries)):
+            if idx < self._num_taken:
+                self._end.check_not_aborted()
+            else:
+                next(self._buckets)
+                self._num_taken += 1
             yield idx
+        next(self._buckets, None)  # the last one is loaded, too
 
     def _note(self, idx: int, whole: Tensor | None) -> None:
         """Notes the regions of an entry; checksums are of the assembled tensor, or of each part as

@@ -120,18 +120,21 @@ class LayerwiseLoader:
         except Exception as error:  # noqa: BLE001 - a loader may refuse parameters in any way
             reasons = {self._model: f"its loader failed: {type(error).__name__}: {error}"}
             self._restore()
-        reasons |= dict.fromkeys(recording.tensors.moved(), "its loader moves its parameters")
+        moved = dict.fromkeys(recording.tensors.moved(), "its loader moves its parameters")
         recording.tensors.put_back()
+        written = {each.target.storage for each in (*recording.copies, *recording.fills)}
         loading, finishing = LoaderRecording(self._model), LoaderRecording(self._model)
         with loading:
             self._load(None, source.tensors())
         with finishing:
             self._finish_ties(None)
-        if loading.read_back:
-            reasons = {self._model: "something is computed from parameters after loading"}
-        for storage in finishing.read_back:
-            reasons |= dict.fromkeys(recording.tensors.layers[storage], "it is tied and prepacked")
-        return recording, reasons
+        self._empty_cache()
+        if loading.read_back & written:
+            return recording, {self._model: "something is computed from parameters after loading"}
+        for storage in finishing.read_back & written:
+            tied = recording.tensors.layers[storage]
+            reasons = dict.fromkeys(tied, "it is tied and prepacked") | reasons
+        return recording, moved | reasons
 
     def load(
         self, layers: Sequence[nn.Module] | None, tensors: Iterator[tuple[str, Tensor]]
@@ -139,8 +142,7 @@ class LayerwiseLoader:
         self._restore()
         self._load(layers, tensors)
         self._finish_ties(layers)
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # others are time-sliced with this engine
+        self._empty_cache()
 
     def _load(
         self, layers: Sequence[nn.Module] | None, tensors: Iterator[tuple[str, Tensor]]
@@ -150,11 +152,10 @@ class LayerwiseLoader:
             _reload.initialize_layerwise_reload(layer)
         model: Any = self._model
         loaded: set[str] | None = model.load_weights(tensors)
-        if layers is None:
+        if layers is None:  # others are loaded with what was complete
             self._check_complete(loaded)
-        if not self._model_config.quantization:
-            for layer in reloaded:
-                _check_whole(layer)
+            if not self._model_config.quantization:
+                _check_whole(self._model)
         for layer in reloaded:
             _reload.finalize_layerwise_reload(layer, self._model_config)
 
@@ -165,6 +166,11 @@ class LayerwiseLoader:
             layer: Any = self._model.get_submodule(name.rpartition(".")[0])
             if hasattr(layer, "quant_method") and (layers is None or layer in reloaded):
                 layer.quant_method.process_weights_after_loading(layer)
+
+    def _empty_cache(self) -> None:
+        """Frees what loading took: others are time-sliced with this engine."""
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
     def _check_complete(self, loaded: set[str] | None) -> None:
         if loaded is None:  # the model's loader does not report what it loaded
