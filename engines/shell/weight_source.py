@@ -37,14 +37,14 @@ Regions = list[list[int | None]]
 
 
 class WeightSource(Protocol):
-    """The weights of one update.
-
-    Attributes:
-        regions: what was read and must be verified, once everything was taken.
-    """
+    """The weights of one update."""
 
     manifest: Manifest
-    regions: Regions
+
+    @property
+    def regions(self) -> Regions:
+        """What was read and must be verified, once everything was taken."""
+        ...
 
     def tensors(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yields names with their tensors, all or some; a tied tensor comes under each of its names

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from conformance_runs import MakeEngine, requests, results_of, weights
-from engine_runs import Completion, run_async, running
+from engine_runs import Collector, Completion, run_async, running
 from ipc_pool import EngineInPool, pool_of, rank_processes
 from local_sync import publish
 from torch import Tensor
@@ -110,7 +110,7 @@ def test_replayed_weights_generate_exactly_as_loaded_ones(
         engine = make_engine()
         async with running(engine):
             asked = requests(4, max_new_tokens=24, temperature=0.0)
-            results: list[dict[int, Completion]] = []
+            results: list[Collector] = []
             for version, seed in enumerate((1, 2, 1), start=1):
                 # In an order of its own, so that a plan of an earlier test does not fit.
                 tensors = dict(reversed(weights(model_kind, seed).items()))

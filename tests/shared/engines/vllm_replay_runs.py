@@ -88,7 +88,10 @@ def run_workers(store: Path, num_workers: int, folders: list[Path]) -> list[list
             worker.wait()
     for worker, (_, errors) in zip(workers, done, strict=True):
         assert worker.returncode == 0, errors[-3000:]
-    return [json.loads(output.splitlines()[-1]) for output, _ in done]
+    return [
+        [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+        for output, _ in done
+    ]
 
 
 def check_plans(folder: Path, num_workers: int) -> None:

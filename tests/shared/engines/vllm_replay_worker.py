@@ -35,14 +35,13 @@ _UNPACKED = (
 
 
 def main(rank: int, num_workers: int, store: str, folders: Sequence[str]) -> None:
-    reports: list[dict[str, Any]] = []
-    for folder in folders:
-        vllm_config = _configure(folder, num_workers)
-        with import_module("vllm.config").set_current_vllm_config(vllm_config):
-            if not torch.distributed.is_initialized():
-                _join(rank, num_workers, store)
-            reports.append(_replay(Path(folder), vllm_config))
-    print(json.dumps(reports))
+    configs = [_configure(folder, num_workers) for folder in folders]
+    set_config: Any = import_module("vllm.config").set_current_vllm_config
+    with set_config(configs[-1]):  # vLLM makes the group of experts for such a model only
+        _join(rank, num_workers, store)
+    for folder, vllm_config in zip(folders, configs, strict=True):
+        with set_config(vllm_config):
+            print(json.dumps(_replay(Path(folder), vllm_config)), flush=True)
     torch.distributed.destroy_process_group()
 
 
@@ -66,6 +65,10 @@ def _join(rank: int, num_workers: int, store: str) -> None:
     parallel.initialize_model_parallel(num_workers)
 
 
+def _leave(self: Any, layer: nn.Module) -> None:
+    """Takes the place of prepacking."""
+
+
 def _is_cpu() -> bool:
     return bool(import_module("vllm.platforms").current_platform.is_cpu())
 
@@ -75,7 +78,7 @@ def _make_model(vllm_config: Any) -> nn.Module:
     if _is_cpu():
         for module, name in _UNPACKED:
             method = getattr(import_module(f"vllm.model_executor.{module}"), name)
-            method.process_weights_after_loading = lambda self, layer: None
+            method.process_weights_after_loading = _leave
     loading: Any = import_module("vllm.model_executor.model_loader.utils")
     config = vllm_config.model_config
     # A model for each: vLLM refuses a second layer of the same name in one configuration.
