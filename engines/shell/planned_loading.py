@@ -6,7 +6,7 @@ later versions   its loader for the layers that need it, then the plan
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -70,7 +70,8 @@ class PlannedLoading:
         return plan
 
     def _describe(self, plan: CopyPlan) -> str:
-        names = {layer: name or "the model" for name, layer in self._model.named_modules()}
+        named: Iterable[tuple[str, nn.Module]] = self._model.named_modules()
+        names = {layer: name or "the model" for name, layer in named}
         reasons = [f"{names[layer]}: {reason}" for layer, reason in plan.reasons.items()]
         return (
             f"later weights take {plan.num_copies} recorded copies and the engine's loader for "
