@@ -72,7 +72,8 @@ class PlannedLoading:
     def _describe(self, plan: CopyPlan) -> str:
         named: Iterable[tuple[str, nn.Module]] = self._model.named_modules()
         names = {layer: name or "the model" for name, layer in named}
-        reasons = [f"{names[layer]}: {reason}" for layer, reason in plan.reasons.items()]
+        widest = sorted(plan.reasons.items(), key=lambda item: item[0] is not self._model)
+        reasons = [f"{names[layer]}: {reason}" for layer, reason in widest]
         return (
             f"later weights take {plan.num_copies} recorded copies and the engine's loader for "
             f"{len(plan.layers)} layers{f' ({reasons[0]})' if reasons else ''}"

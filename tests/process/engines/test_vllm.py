@@ -5,9 +5,7 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
-import re
 from collections.abc import Callable, Coroutine, Generator
 from contextlib import aclosing
 from pathlib import Path
@@ -108,10 +106,8 @@ def test_prompts_of_more_tokens_than_a_step_takes_are_served(make_engine: MakeEn
 
 
 def test_an_update_changes_the_output_to_that_of_the_new_weights(
-    make_engine: MakeEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    make_engine: MakeEngine, tmp_path: Path
 ) -> None:
-    """The first one records a plan. On the CPU it has norms; vLLM's loader prepacks the others."""
-    caplog.set_level(logging.INFO)
     prompts = long_prompts(3)
     asked = [wire_request(i, p, max_new_tokens=12, temperature=0.0) for i, p in enumerate(prompts)]
 
@@ -121,19 +117,13 @@ def test_an_update_changes_the_output_to_that_of_the_new_weights(
             for version in range(4):  # version 0 is there from the start
                 if version:
                     await engine.pause("keep")
-                    # In an order of its own, so that a plan of an earlier test does not fit.
-                    tensors = dict(reversed(float32_weights(version).items()))
-                    await publish(engine, tensors, version, tmp_path)
+                    await publish(engine, float32_weights(version), version, tmp_path)
                 model = make_model("qwen3", version)
                 for _ in range(2):  # the second time with cached prefixes
                     results = await results_of(engine, asked)
                     for i, prompt in enumerate(prompts):
                         assert results[i].tokens == greedy_of_transformers(model, prompt, 12)
                         assert set(results[i].versions) == {version}
-        plans = [re.search(r"take (\d+) recorded .* for (\d+) layers", m) for m in caplog.messages]
-        ((num_copies, num_layers),) = [plan.groups() for plan in plans if plan]
-        assert int(num_copies) > 0
-        assert int(num_layers) > 0
 
     run_async(body)
 
