@@ -57,8 +57,8 @@ def _load(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
         _loaded[model] = loader, PlannedLoading(model, loader)
     loader, loading = _loaded[model]
     with open_weights(order["weights"], device, counts=order["counts"]) as source:
-        news = loading.load(source)
-        return {"unread": loader.unread, "regions": source.regions, "news": news}
+        way = loading.load(source)
+        return {"unread": loader.unread, "regions": source.regions, "way": way}
 
 
 class WatchedLoader:

@@ -158,14 +158,20 @@ class PolledCore(Core):
 class AdapterCore(PolledCore):
     """The core of an adapter: its library loads weights by itself, mostly in worker processes."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._ways: set[str] = set()
+
     def show_stacks(self) -> None:
         """Makes the engine's processes write their stacks to the log, if they can."""
         return
 
-    def log_news(self, news: Iterable[str]) -> None:
-        """Logs what workers report about loading, whose own logs may not show it."""
-        for text in dict.fromkeys(text for text in news if text):
-            logger.info("%s: %s", self.name, text)
+    def log_loading(self, ways: Iterable[str]) -> None:
+        """Logs how the workers, whose own logs may not show it, have loaded weights."""
+        for way in dict.fromkeys(ways):
+            level = logging.DEBUG if way in self._ways else logging.INFO
+            logger.log(level, "%s: %s", self.name, way)
+            self._ways.add(way)
 
     @abstractmethod
     async def load_weights(self, description: Mapping[str, Any]) -> Sequence[WorkerRegions]:

@@ -13,7 +13,8 @@ recording also tells what was left out.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Self, cast
@@ -157,6 +158,7 @@ class LoaderRecording:
         self.changed: dict[int, str] = {}
         self.read_back: set[int] = set()
         self.decides = ""
+        self._is_paused = False
 
     @property
     def copies(self) -> list[RecordedCopy]:
@@ -191,6 +193,16 @@ class LoaderRecording:
     ) -> None:
         self._mode.__exit__(kind, error, trace)
 
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """Operations in the block are none of the loader's; they only count as reads of what was
+        given."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
     def check_filled(self, engine: str) -> None:
         """Raises WeightSyncError for parameters that got no value, or only a part."""
         missing = [name for name, p in self._model.named_parameters() if self._lacks(name, p)]
@@ -200,6 +212,10 @@ class LoaderRecording:
                 f"{', '.join(missing[:5])}"
             )
 
+    def num_written(self, parameter: Tensor) -> int:
+        """Elements of a parameter that were written."""
+        return sum(view.numel for view in self._written.get(storage_of(parameter), ()))
+
     def unread(self) -> list[str]:
         """Names of tensors that were never read."""
         return [name for name in self._given.names if name not in self._read]
@@ -207,8 +223,7 @@ class LoaderRecording:
     def _lacks(self, name: str, parameter: nn.Parameter) -> bool:
         if storage_of(parameter) != self._before.get(name):
             return False  # the loader has replaced it by another tensor
-        regions = self._written.get(storage_of(parameter), set())
-        return sum(view.numel for view in regions) < parameter.numel()
+        return self.num_written(parameter) < parameter.numel()
 
     # -- what the loader does ------------------------------------------------------------
 
@@ -231,6 +246,10 @@ class LoaderRecording:
             found = self._given.find(tensor)
             if found is not None:
                 self._read.add(found)
+                if self._is_paused:
+                    self.read_otherwise.add(found)
+        if self._is_paused:
+            return
         if not (func is _COPY and self._note_copy(written[0], read)) and not (
             func in _FILLS and self._note_fill(written[0], read, args)
         ):

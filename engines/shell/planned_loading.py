@@ -7,7 +7,7 @@ later versions   its loader for the layers that need it, then the plan
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -42,10 +42,10 @@ class PlannedLoading:
         self._model = model
         self._loader = loader
         self.plan: CopyPlan | None = None
+        self._ways = ""
 
     def load(self, source: WeightSource) -> str:
-        """Gives the model the weights of `source`. Returns how it will load later ones if that is
-        new, for the engine's log.
+        """Gives the model the weights of `source`. Returns how it was done, for the engine's log.
 
         Raises:
             WeightSyncError: they do not fill the model, cannot be read, or the sync was aborted.
@@ -54,14 +54,15 @@ class PlannedLoading:
         if plan is None or not plan.fits(source.manifest):
             self.plan = None
             self.plan = self._record(source)
-            return self._describe(self.plan)
+            self._ways = self._describe(self.plan)
+            return f"recorded a load: later weights take {self._ways}"
         if not plan.num_copies:
             self._loader.load(None, source.tensors())
-            return ""
-        if plan.layers:
-            self._loader.load(plan.layers, source.tensors(plan.names))
-        plan.replay(source)
-        return ""
+        else:
+            if plan.layers:
+                self._loader.load(plan.layers, source.tensors(plan.names))
+            plan.replay(source)
+        return f"loaded weights by {self._ways}"
 
     def _record(self, source: WeightSource) -> CopyPlan:
         recording, reasons = self._loader.record(source)
@@ -70,11 +71,12 @@ class PlannedLoading:
         return plan
 
     def _describe(self, plan: CopyPlan) -> str:
-        named: Iterable[tuple[str, nn.Module]] = self._model.named_modules()
+        model: Any = self._model
+        named: Iterable[tuple[str, nn.Module]] = model.named_modules()
         names = {layer: name or "the model" for name, layer in named}
         widest = sorted(plan.reasons.items(), key=lambda item: item[0] is not self._model)
         reasons = [f"{names[layer]}: {reason}" for layer, reason in widest]
         return (
-            f"later weights take {plan.num_copies} recorded copies and the engine's loader for "
+            f"{plan.num_copies} recorded copies and the engine's loader for "
             f"{len(plan.layers)} layers{f' ({reasons[0]})' if reasons else ''}"
         )

@@ -198,7 +198,7 @@ class VllmCore(AdapterCore):
         reports: list[tuple[WorkerRegions, str]] = await self.call(
             self._llm.collective_rpc("umbra_report")
         )
-        self.log_news([news for _, news in reports])
+        self.log_loading(way for _, way in reports)
         return [regions for regions, _ in reports]
 
 

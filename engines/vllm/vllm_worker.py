@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -30,10 +31,19 @@ _factory: Any = importlib.import_module(
 _reload: Any = importlib.import_module("vllm.model_executor.model_loader.reload")
 _layerwise: Any = importlib.import_module("vllm.model_executor.model_loader.reload.layerwise")
 
-_embedding: Any = importlib.import_module(
-    "vllm.model_executor.layers.vocab_parallel_embedding"
-).VocabParallelEmbedding
+_linear: Any = importlib.import_module("vllm.model_executor.layers.linear")
+_vocab: Any = importlib.import_module("vllm.model_executor.layers.vocab_parallel_embedding")
+_embedding: Any = _vocab.VocabParallelEmbedding
+_QuantizeMethod: Any = importlib.import_module(
+    "vllm.model_executor.layers.quantization.base_config"
+).QuantizeMethodBase
+_KEEPING: Final[frozenset[Any]] = frozenset(
+    (_linear.UnquantizedLinearMethod, _vocab.UnquantizedEmbeddingMethod)
+)  # change nothing after loading, except for the CPU
 _meta: Any = importlib.import_module("vllm.model_executor.model_loader.reload.meta")
+_loadable_numel: Any = importlib.import_module(
+    "vllm.model_executor.model_loader.reload.utils"
+).get_tensor_load_numel  # without padding
 _KEPT: Final[frozenset[str]] = frozenset(_meta.SKIP_TENSORS)  # layerwise reload leaves them alone
 
 
@@ -55,8 +65,7 @@ LoadReport = tuple[Regions, str]
 class SourceTransferEngine(_base):
     """Loads all weights at once, in `receive_weights`.
 
-    `report` is of the last update: the regions that it has read, and what is new about how later
-    ones load.
+    `report` is of the last update: the regions that it has read, and how it was loaded.
     """
 
     init_info_cls = InitInfo
@@ -76,8 +85,8 @@ class SourceTransferEngine(_base):
         """Raises WeightSyncError if a parameter gets no value; vLLM raises for unknown names."""
         assert self._loading is not None
         with open_weights(update_info.description, self.device, counts=_is_first()) as source:
-            news = self._loading.load(source)
-            self.report = source.regions, news
+            way = self._loading.load(source)
+            self.report = source.regions, way
 
     def finish_weight_update(self) -> None:
         pass
@@ -95,7 +104,7 @@ class LayerwiseLoader:
     """vLLM's loader, in layerwise reload: it loads a layer into new memory, rebuilds there what is
     derived from its weights, and copies the result to where the layer was.
 
-    It is recorded outside layerwise reload, except for layers that look different after loading.
+    It is recorded outside layerwise reload, except for layers that need it for certain.
     """
 
     def __init__(self, model: nn.Module, model_config: Any) -> None:
@@ -104,37 +113,42 @@ class LayerwiseLoader:
         self._ties = _ties(model)
 
     def record(self, source: WeightSource) -> tuple[LoaderRecording, Mapping[nn.Module, str]]:
-        """Loads twice: recorded, then as in any update, which gives the model its weights."""
+        """Loads once, or again in layerwise reload if that may change what was loaded."""
         self._restore()
-        reasons = {
-            layer: "it changes its parameters after loading"
-            for layer in self._model.modules()
-            if _looks_different(layer)
-        }
+        found = {layer: _why_reloaded(layer) for layer in self._model.modules()}
+        reasons = {layer: reason for layer, reason in found.items() if reason}
         recording = LoaderRecording(self._model)
         try:
-            with recording:
-                self._load(list(reasons), recording.watch(source.tensors()))
+            with recording, _processing_apart(recording):
+                self._load(list(reasons), recording.watch(source.tensors()), recording)
         except WeightSyncError:
             raise
         except Exception as error:  # noqa: BLE001 - a loader may refuse parameters in any way
             reasons = {self._model: f"its loader failed: {type(error).__name__}: {error}"}
             self._restore()
-        moved = dict.fromkeys(recording.tensors.moved(), "its loader moves its parameters")
-        recording.tensors.put_back()
-        written = {each.target.storage for each in (*recording.copies, *recording.fills)}
-        loading, finishing = LoaderRecording(self._model), LoaderRecording(self._model)
-        with loading:
+        reloaded = {child for layer in reasons for child in layer.modules()}
+        moved = recording.tensors.moved() - reloaded
+        if moved or self._model in reasons or any(map(_may_change, self._kept(reloaded))):
+            recording.tensors.put_back()
             self._load(None, source.tensors())
-        with finishing:
+        attention, ties = LoaderRecording(self._model), LoaderRecording(self._model)
+        with attention:
+            for layer in filter(_layerwise.is_deferred_attention_layer, self._kept(reloaded)):
+                layer.process_weights_after_loading(self._model_config.dtype)
+        with ties:
             self._finish_ties(None)
         self._empty_cache()
-        if loading.read_back & written:
+        if attention.read_back:
             return recording, {self._model: "something is computed from parameters after loading"}
-        for storage in finishing.read_back & written:
+        written = {each.target.storage for each in (*recording.copies, *recording.fills)}
+        for storage in ties.read_back & written:
             tied = recording.tensors.layers[storage]
             reasons = dict.fromkeys(tied, "it is tied and prepacked") | reasons
-        return recording, moved | reasons
+        return recording, dict.fromkeys(moved, "its loader moves its parameters") | reasons
+
+    def _kept(self, reloaded: Collection[nn.Module]) -> list[Any]:
+        """The layers outside layerwise reload."""
+        return [layer for layer in self._model.modules() if layer not in reloaded]
 
     def load(
         self, layers: Sequence[nn.Module] | None, tensors: Iterator[tuple[str, Tensor]]
@@ -145,17 +159,21 @@ class LayerwiseLoader:
         self._empty_cache()
 
     def _load(
-        self, layers: Sequence[nn.Module] | None, tensors: Iterator[tuple[str, Tensor]]
+        self,
+        layers: Sequence[nn.Module] | None,
+        tensors: Iterator[tuple[str, Tensor]],
+        recording: LoaderRecording | None = None,
     ) -> None:
+        """Loads layers in layerwise reload, or all. A recording tells what others get."""
         reloaded = [self._model] if layers is None else layers
         for layer in reloaded:
             _reload.initialize_layerwise_reload(layer)
         model: Any = self._model
         loaded: set[str] | None = model.load_weights(tensors)
-        if layers is None:  # others are loaded with what was complete
+        if layers is None or recording is not None:  # others are loaded with what was complete
             self._check_complete(loaded)
             if not self._model_config.quantization:
-                _check_whole(self._model)
+                _check_whole(self._model, recording)
         for layer in reloaded:
             _reload.finalize_layerwise_reload(layer, self._model_config)
 
@@ -202,12 +220,39 @@ class LayerwiseLoader:
             _reload.finalize_layerwise_reload(self._model, self._model_config)
 
 
-def _looks_different(layer: nn.Module) -> bool:
-    """Whether a layer's own parameters are not such as its loader expects any more."""
+def _why_reloaded(layer: nn.Module) -> str:
+    """Why a layer must be loaded in layerwise reload, or "" if that is not known."""
+    if hasattr(layer, "cpu_linear"):  # made from the weight, which may still look as before
+        return "vLLM prepacks it for the CPU"
     before: dict[str, Any]
     before, _ = _layerwise.get_layerwise_info(layer).restore_metadata
     now: dict[str, Any] = dict(layer.named_parameters(recurse=False))
-    return any(_form(before.get(name)) != _form(now.get(name)) for name in {*before, *now} - _KEPT)
+    if any(_form(before.get(name)) != _form(now.get(name)) for name in {*before, *now} - _KEPT):
+        return "it changes its parameters after loading"
+    return ""
+
+
+def _may_change(layer: nn.Module) -> bool:
+    """Whether vLLM may change a layer's parameters after loading."""
+    method: object = getattr(layer, "quant_method", None)
+    return isinstance(method, _QuantizeMethod) and type(method) not in _KEEPING
+
+
+@contextmanager
+def _processing_apart(recording: LoaderRecording) -> Generator[None]:
+    """Keeps out of a recording what vLLM (0.32) makes of a layer in layerwise reload, which looks
+    at values and frees what was made of earlier weights."""
+    process = _layerwise._layerwise_process
+
+    def process_apart(*args: Any) -> None:
+        with recording.paused():
+            process(*args)
+
+    _layerwise._layerwise_process = process_apart
+    try:
+        yield
+    finally:
+        _layerwise._layerwise_process = process
 
 
 def _form(parameter: Any) -> tuple[object, ...]:
@@ -227,18 +272,29 @@ def _is_first() -> bool:
     return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
 
 
-def _check_whole(model: nn.Module) -> None:
+def _check_whole(model: nn.Module, recording: LoaderRecording | None) -> None:
     """Raises WeightSyncError for a layer that got some of its weights, such as q without k."""
     modules: Any = model
     for name, layer in modules.named_modules():
-        info: Any = _layerwise.get_layerwise_info(layer)
-        if not info.can_load() or isinstance(layer, _embedding):  # embeddings have padding
+        if isinstance(layer, _embedding):  # embeddings have padding
             continue
-        if 0 < info.load_numel < info.load_numel_total:
-            raise WeightSyncError(
-                f"the trainer's weights fill {info.load_numel} of {info.load_numel_total} elements "
-                f"of vLLM's layer {name}"
-            )
+        for num_loaded, num_elements in _loaded_elements(layer, recording):
+            if 0 < num_loaded < num_elements:
+                raise WeightSyncError(
+                    f"the trainer's weights fill {num_loaded} of {num_elements} elements of vLLM's "
+                    f"layer {name}"
+                )
+
+
+def _loaded_elements(layer: nn.Module, recording: LoaderRecording | None) -> list[tuple[int, int]]:
+    """Loaded elements and all of a layer in layerwise reload, or of each recorded parameter."""
+    info: Any = _layerwise.get_layerwise_info(layer)
+    if info.can_load():
+        return [(info.load_numel, info.load_numel_total)]
+    if recording is None:
+        return []
+    parameters = layer.parameters(recurse=False)
+    return [(recording.num_written(each), _loadable_numel(each)) for each in parameters]
 
 
 def _ties(model: nn.Module) -> dict[str, str]:

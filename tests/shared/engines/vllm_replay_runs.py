@@ -25,10 +25,12 @@ _TIMEOUT_S = 600.0
 
 def make_moe() -> PreTrainedModel:
     torch.manual_seed(0)
-    sizes: dict[str, Any] = BASE | {"hidden_size": 128}  # as vLLM's kernel for CPUs takes them
+    sizes: dict[str, Any] = BASE | {
+        "hidden_size": 128,  # as vLLM's kernel for CPUs takes them
+        "head_dim": 32,
+    }
     config = Qwen3MoeConfig(
         **sizes,
-        head_dim=32,
         moe_intermediate_size=128,
         num_experts=4,
         num_experts_per_tok=2,

@@ -105,3 +105,22 @@ def test_tensors_that_come_one_at_a_time_are_distinguished_though_they_share_mem
                 model.get_parameter("qkv").data[:4].copy_(tensor)
 
     assert coverage.unread() == ["other"]
+
+
+def test_what_is_done_in_a_pause_is_not_the_loaders() -> None:
+    model, weights = fused_model(), sources()
+    qkv, norm = model.get_parameter("qkv"), model.get_parameter("norm")
+
+    with LoaderRecording(model) as recording:
+        for name, tensor in recording.watch(weights.items()):
+            if name == "norm":
+                norm.data.copy_(tensor)
+            with recording.paused():
+                if name == "q":
+                    qkv.data[:4].copy_(tensor)
+                torch.zeros(1).item()
+
+    assert recording.decides == ""
+    assert [copy.name for copy in recording.copies] == ["norm"]
+    assert (recording.num_written(norm), recording.num_written(qkv)) == (4, 0)
+    assert recording.read_otherwise == {"q"}  # whatever was made of it needs it again
