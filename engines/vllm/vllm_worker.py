@@ -39,7 +39,8 @@ _QuantizeMethod: Any = importlib.import_module(
 ).QuantizeMethodBase
 _KEEPING: Final[frozenset[Any]] = frozenset(
     (_linear.UnquantizedLinearMethod, _vocab.UnquantizedEmbeddingMethod)
-)  # change nothing after loading, except for the CPU
+)  # change nothing after loading, except on the CPU
+_MADE_FOR_CPU: Final = ("cpu_linear", "_cpu_unpacked_conv_weight")  # from a layer's weight
 _meta: Any = importlib.import_module("vllm.model_executor.model_loader.reload.meta")
 _loadable_numel: Any = importlib.import_module(
     "vllm.model_executor.model_loader.reload.utils"
@@ -222,7 +223,7 @@ class LayerwiseLoader:
 
 def _why_reloaded(layer: nn.Module) -> str:
     """Why a layer must be loaded in layerwise reload, or "" if that is not known."""
-    if hasattr(layer, "cpu_linear"):  # made from the weight, which may still look as before
+    if any(hasattr(layer, name) for name in _MADE_FOR_CPU):  # parameters may look as before
         return "vLLM prepacks it for the CPU"
     before: dict[str, Any]
     before, _ = _layerwise.get_layerwise_info(layer).restore_metadata
@@ -235,7 +236,10 @@ def _why_reloaded(layer: nn.Module) -> str:
 def _may_change(layer: nn.Module) -> bool:
     """Whether vLLM may change a layer's parameters after loading."""
     method: object = getattr(layer, "quant_method", None)
-    return isinstance(method, _QuantizeMethod) and type(method) not in _KEEPING
+    if not isinstance(method, _QuantizeMethod):
+        return False
+    is_on_cpu = any(each.device.type == "cpu" for each in layer.parameters(recurse=False))
+    return is_on_cpu or type(method) not in _KEEPING
 
 
 @contextmanager
