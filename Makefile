@@ -55,7 +55,7 @@ assets: $(VENV)/.train ## Make the quickstart's model and data sets (once)
 # /dev/shm, which other tests would report as left behind. The tests of a file run in one process,
 # because they share fixtures, and three processes at a time because tests also wait. Importing all
 # files takes longer than finding those with tests that run alone.
-test: $(VENV)/.dev ## Run all tests that need neither a GPU nor a cluster (thirteen to seventeen minutes)
+test: $(VENV)/.dev ## Run all tests that need neither a GPU nor a cluster (twelve to seventeen minutes)
 	$(MAKE) --no-print-directory --output-sync=target -j3 lint pyright $(VLLM_VENV)/.made
 	$(BIN)/python -m pytest -m "not alone and not gpu and not cluster" -n 3 --dist loadfile
 	$(BIN)/python -m pytest -m "alone and not gpu" $$(grep -rl --include='test_*.py' 'mark\.alone' tests)
