@@ -43,12 +43,12 @@ from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.rpc.rpc_server import idempotent
 from umbra.runtime.settings import from_wire, to_wire
 from umbra.runtime.weights.transports.shared_memory.memfd import FdServer, serve_fds
-from umbra.runtime.weights.transports.shared_memory.node_rings import NodeRings, RingOrder
 
 if TYPE_CHECKING:
     from umbra.runtime.engine_api.lifecycle import SleepLevel, Tag
     from umbra.runtime.pools.engine_pool import EnginePool
     from umbra.runtime.pools.node_pools import NodePools
+    from umbra.runtime.weights.transports.shared_memory.node_rings import NodeRings
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class Supervisor:
         self._stopped_at: float | None = None  # when a stop signal reached this process
         self._fd_socket = str(node.socket_dir / "fds")
         self._fd_server: FdServer
-        self._rings: NodeRings
+        self._loaded_rings: NodeRings | None = None
         self._tasks: asyncio.TaskGroup
         self._started_over = asyncio.Event()
         self._started_over.set()
@@ -512,6 +512,8 @@ class Supervisor:
 
     async def hold_ring(self, order: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """Called by the supervisor of rank 0's node, for a sync; see `NodeRings.hold`."""
+        from umbra.runtime.weights.transports.shared_memory.node_rings import RingOrder
+
         async with contextlib.aclosing(self._rings.hold(from_wire(RingOrder, order))) as states:
             async for state in states:
                 yield state
@@ -686,6 +688,15 @@ class Supervisor:
             )
         return self._loaded_pools
 
+    @property
+    def _rings(self) -> NodeRings:
+        """Loaded with the first pool, or for another node's."""
+        if self._loaded_rings is None:
+            from umbra.runtime.weights.transports.shared_memory.node_rings import NodeRings
+
+            self._loaded_rings = NodeRings(self._fd_server)
+        return self._loaded_rings
+
     def _all_pools(self) -> list[EnginePool]:
         return [] if self._loaded_pools is None else self._loaded_pools.all()
 
@@ -774,7 +785,6 @@ class Supervisor:
             serve_fds(self._fd_socket) as self._fd_server,
             asyncio.TaskGroup() as self._tasks,
         ):
-            self._rings = NodeRings(self._fd_server)
             async with self._actors.open():
                 if self._is_lead:
                     self._set_lead(True)

@@ -26,6 +26,7 @@ _POOLS_ONLY = {
     "umbra.runtime.engine_api.lifecycle",
     "umbra.runtime.pools.node_pools",
     "umbra.runtime.weights.sync_calls",
+    "umbra.runtime.weights.manifest",
 }
 
 
