@@ -360,7 +360,7 @@ class Supervisor:
     ) -> None:
         """Called by local rank 0: links this supervisor to those of the other nodes.
 
-        Engines of the last epoch are at rest on all nodes before a rank learns that the nodes have
+        Engines of the last epoch are at rest on all nodes before rank 0 learns that the nodes have
         met: a member joins the lead when its own are.
 
         Args:
@@ -575,7 +575,7 @@ class Supervisor:
 
     async def end_warm(self, names: list[str]) -> None:
         """Called by the supervisor of rank 0's node: ends engines of the last epoch that no pool
-        uses. Their memory is free afterwards."""
+        uses, and returns when their processes have ended."""
         for actor in self._warm.end(names):
             await actor.ended.wait()
             self._actors.forget(actor)

@@ -10,8 +10,8 @@ The store is plain text and admits everybody, so it carries addresses and errors
 If the nodes may change, they meet after each start of the ranks, in a store that only this start
 has. So no address of an earlier start is there. The supervisors, which live on, number the meetings
 by epochs: each node comes with the last epoch that its supervisor took part in, and the new one is
-the largest of these plus one. A call from an earlier epoch is refused. Epochs replace torchrun's
-count of restarts, which differs between nodes.
+the largest of these plus one. Links refuse joins and reports of an earlier epoch. Epochs replace
+torchrun's count of restarts, which differs between nodes.
 """
 
 from __future__ import annotations
