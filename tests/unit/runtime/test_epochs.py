@@ -90,5 +90,24 @@ def test_calls_of_an_earlier_epoch_are_refused() -> None:
     asyncio.run(run())
 
 
+def test_a_member_may_join_while_the_lead_brings_its_engines_to_rest() -> None:
+    """It would take a lead that answers later than it by 8 s for lost."""
+
+    async def run() -> None:
+        async with Client("node-0") as client, asyncio.TaskGroup() as tasks:
+            links = JobLinks(client, _unexpected, _unexpected, _unexpected)
+            nodes = [JobNode(node_id=f"node-{idx}", num_ranks=1) for idx in range(2)]
+            links.begin(nodes, 0, 2, tasks)
+            joined = links.join(2, 1, ({"name": "policy-1"},))
+            async with asyncio.timeout(1.0):
+                assert await anext(joined) == {"kind": "beat"}
+            await links.connect((), 1.0, tasks)
+            assert links.warm_elsewhere() == {1: ({"name": "policy-1"},)}
+            await joined.aclose()
+            links.close()
+
+    asyncio.run(run())
+
+
 def _unexpected(*arguments: Any) -> None:
     raise AssertionError(arguments)
