@@ -122,10 +122,15 @@ class RemoteActor:
     async def wait_running(self, timeout_s: float, lost_incarnation: int = 0) -> ActorRef:
         """The live incarnation; see `SupervisedActor.wait_running`."""
         try:
-            async with asyncio.timeout(timeout_s), self._changed:
-                if lost_incarnation == self.incarnation:
-                    await await_end_of_lost(self._changed, lambda: self.state, self.spec.grace_s)
-                await self._changed.wait_for(lambda: self.state != ActorState.STARTING)
+            async with asyncio.timeout(timeout_s):
+                async with self._changed:
+                    if lost_incarnation == self.incarnation:
+                        await await_end_of_lost(
+                            self._changed, lambda: self.state, self.spec.grace_s
+                        )
+                    await self._changed.wait_for(lambda: self.state != ActorState.STARTING)
+                if self.ref is None:
+                    await self.ended.wait()  # who hears of its end may use its name again
         except TimeoutError:
             raise DeadlineExceeded(f"{self.spec.name} was not ready in {timeout_s:.3g} s") from None
         if self.ref is None:
