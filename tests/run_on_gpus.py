@@ -50,7 +50,8 @@ RETRACTION: Final = "whole or logprobs_are or drain_finishes"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """`arguments` of Python; `engine`: whose folder it needs; `variables`: of its environment."""
+    """`arguments` of Python, where LOG is its log's path without a suffix; `engine`: whose
+    folder it needs; `variables`: of its environment."""
 
     arguments: str
     engine: str = ""
@@ -78,8 +79,8 @@ def restart(engine: str, engine_args: str) -> Job:
 
 
 def training_run(settings: str, steps: int = 8) -> Job:
-    """A run of a Qwen3-0.6B shape with vLLM."""
-    script = "tests/bench/training_run.py"
+    """A run of a Qwen3-0.6B shape with vLLM, whose metrics are kept beside its log."""
+    script = "tests/bench/training_run.py --metrics LOG.jsonl"
     return Job(arguments=f"{script} --steps {steps} {settings} pool.engine=vllm", engine="vllm")
 
 
@@ -134,6 +135,7 @@ JOBS: Final = {
     ),
     "hybrid": training_run("--ranks 1"),
     "hybrid-of-two": training_run("--ranks 2 rollout.groups_per_step=32"),
+    "hybrid-of-two-same-work": training_run("--ranks 2"),
     "hybrid-of-two-killed": training_run("--ranks 2 --kill policy-0 rollout.groups_per_step=32"),
     "hybrid-parallel": training_run("--ranks 2 pool.engine_args={tensor_parallel_size=2}"),
     "standalone": training_run("--ranks 1 pool.mode=standalone rollout.max_staleness=2", 22),
@@ -173,7 +175,7 @@ class Runner:
         log, began = self.logs / f"{name}.log", time.monotonic()
         with log.open("wb") as output:
             process = subprocess.Popen(
-                self._command(JOBS[name]),
+                self._command(JOBS[name], log),
                 cwd=REPOSITORY,
                 env=self._environment(JOBS[name], gpus),
                 stdout=output,
@@ -186,8 +188,9 @@ class Runner:
         print(f"{name}: {how}, {took_s:.0f} s; ... {last_words(log)}", flush=True)
         return not is_over and process.returncode == 0
 
-    def _command(self, job: Job) -> list[str]:
-        python = [sys.executable, *shlex.split(job.arguments)]
+    def _command(self, job: Job, log: Path) -> list[str]:
+        arguments = job.arguments.replace("LOG.", f"{log.with_suffix('')}.")
+        python = [sys.executable, *shlex.split(arguments)]
         if not can_mount():
             return python
         return [*WITH_OWN_SHM, f"{MOUNT_SHM} && exec {shlex.join(python)}"]

@@ -1,11 +1,12 @@
 """A whole training run of a Qwen3 shape with weights from a seed, and a reward that is random.
 
     python tests/bench/training_run.py --shape 8B --ranks 1 --steps 6 [--folder DIR]
-        [--kill policy-0] [section.key=value ...]
+        [--kill policy-0] [--metrics FILE] [section.key=value ...]
 
 The model is made once in DIR (on a GPU if there is one), and runs are in folders below it. `--kill`
-kills an actor in the middle of the run. Prints what the run prints, and then a JSON object:
-medians, smallest and largest values from the third step on of times, tokens/s and memory.
+kills an actor in the middle of the run. `--metrics` keeps the metrics of each step. Prints what the
+run prints, and then a JSON object: medians, smallest and largest values from the third step on of
+times, tokens/s and memory.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -17,6 +18,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -101,6 +103,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--folder", type=Path, help="kept; without it, a temporary one is made")
     parser.add_argument("--kill", metavar="ACTOR", help="such as policy-0")
+    parser.add_argument("--metrics", type=Path, help="a copy of the run's metrics.jsonl")
     parser.add_argument("settings", nargs="*", help="section.key=value")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="umbra-training-") as temporary:
@@ -158,6 +161,8 @@ export = false
                 time.sleep(0.1)
             os.kill(pid_of(options.kill, run_dir), signal.SIGKILL)
         status = job.wait()
+    if options.metrics and metrics.exists():
+        shutil.copyfile(metrics, options.metrics)
     if status == 0:
         print(json.dumps(summary(read_metrics(metrics))), flush=True)
     return status
