@@ -74,6 +74,7 @@ def rank_need(config: TrainerConfig, sizes: ModelSizes, num_ranks: int) -> RankN
         generation_nbytes=_CONTEXT_NBYTES + left,
         training_nbytes=_CONTEXT_NBYTES + parameters + optimizer + master,
         activations_nbytes=_activations_nbytes(config, sizes, num_ranks),
+        keeps_cache=config.pool.mode != "hybrid",
     )
 
 

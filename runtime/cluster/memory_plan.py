@@ -7,7 +7,8 @@
     train        all of it, gradients, activations      asleep    asleep     awake
 
 An engine that is awake has its weights, its KV cache and an overhead; one that sleeps keeps a part
-of the overhead. Pools whose needs are not given count as nothing.
+of the overhead. Pools whose needs are not given count as nothing. Ranks without a hybrid pool keep in
+all phases what training took.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ PHASES: Final[tuple[Phase, ...]] = get_args(Phase)
 GIB: Final = 1 << 30
 _RESERVE: Final = 0.04
 # Share of a GPU that KV caches leave free, for the driver and for allocators, which round up.
-_FOREIGN_CONTEXT_NBYTES: Final = 512 << 20
-# An engine that reads weights on another GPU creates a CUDA context there. A guess.
+_FOREIGN_CONTEXT_NBYTES: Final = 640 << 20
+# An engine that reads weights on another GPU creates a CUDA context there, of 610 MiB on an H100.
 _Cell = tuple[int, int]
 """A GPU: the indices of its node and of itself in the node."""
 
@@ -40,12 +41,14 @@ class RankNeed:
         generation_nbytes: what is left of it while engines generate.
         training_nbytes: the same as for a sync, with gradients.
         activations_nbytes: an estimate of the most that training takes besides.
+        keeps_cache: torch's allocator keeps in all phases what training took.
     """
 
     sync_nbytes: int
     generation_nbytes: int
     training_nbytes: int
     activations_nbytes: int
+    keeps_cache: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +150,7 @@ def plan_memory(
             if total > limit:
                 remedies = tenants.remedies(phase, cell)
                 raise ConfigError(f"{where}, and {phase} needs {_sum(parts)}: {remedies}")
-            if rank is not None and phase == "train" and cell in tenants.ranks:
+            if rank and cell in tenants.ranks and (phase == "train" or rank.keeps_cache):
                 parts["activations, at most,"] = rank.activations_nbytes
                 total = sum(parts.values())
                 if total > limit and not has_warned:
@@ -245,7 +248,7 @@ class _Tenants:
                 "colocated": self._rank.generation_nbytes,
                 "train": self._rank.training_nbytes,
             }
-            parts["the rank"] = of_rank[phase]
+            parts["the rank"] = of_rank["train" if self._rank.keeps_cache else phase]
             num_own = sum(self._needs[pool].is_updated for pool, _ in engines)
             num_foreign = self._num_readers[cell[0]] - num_own
             parts["contexts of other GPUs' engines"] = num_foreign * _FOREIGN_CONTEXT_NBYTES

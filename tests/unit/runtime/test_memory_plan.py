@@ -27,6 +27,7 @@ RANK = RankNeed(
     generation_nbytes=30 * GIB,
     training_nbytes=40 * GIB,
     activations_nbytes=20 * GIB,
+    keeps_cache=False,
 )
 ENGINE = EngineNeed(
     mode="hybrid",
@@ -92,8 +93,8 @@ def test_engines_on_other_gpus_have_contexts_on_each_ranks_gpu() -> None:
     memory = planned(3, 3, {"policy": need()})
 
     assert gib(memory) == gib(memory, 2)
-    assert gib(memory)["train"] == 40 + 20 + 1 + 2 * 0.5
-    assert memory.kv_num_tokens == {"policy": (USABLE - (30 + 8 + 2 + 1) * GIB) // MIB}
+    assert gib(memory)["train"] == 40 + 20 + 1 + 2 * 0.625
+    assert memory.kv_num_tokens == {"policy": (USABLE - 40 * GIB - 2 * 640 * MIB) // MIB}
 
 
 def test_a_cache_does_not_get_what_offloading_frees() -> None:
@@ -156,8 +157,14 @@ def test_a_standalone_host_sleeps_for_its_colocated_pool_but_other_pools_do_not(
 def test_standalone_engines_have_their_gpus_all_the_time() -> None:
     memory = planned(2, 1, {"policy": need("standalone")})
 
-    assert gib(memory, 0) == {"sync": 30.5, "generation": 30.5, "train": 60.5}
+    assert gib(memory, 0) == {"sync": 30.625, "generation": 30.625, "train": 60.625}
     assert gib(memory, 1) == {"sync": 96, "generation": 96, "train": 96}
+
+
+def test_what_training_took_stays_with_ranks_that_keep_it() -> None:
+    memory = planned(2, 1, {"policy": need("standalone")}, replace(RANK, keeps_cache=True))
+
+    assert set(gib(memory, 0).values()) == {60.625}
 
 
 def test_a_standalone_engine_beside_a_rank_leaves_room_for_its_activations() -> None:
@@ -202,7 +209,7 @@ def test_activations_that_may_not_fit_are_one_warning() -> None:
     memory = planned(2, 2, {"policy": need()}, replace(RANK, activations_nbytes=70 * GIB))
 
     _, warning = memory.notes
-    assert "training may need 111.5 GiB" in warning
+    assert "training may need 111.6 GiB" in warning
     assert "activations, at most, 70.0" in warning
     assert "train.max_tokens_per_micro_batch" in warning
 
@@ -217,8 +224,8 @@ def test_the_table_has_what_is_expected_and_seen() -> None:
 
     assert table == [
         "GPUs  ranks  engines   sync GiB  generation GiB  train GiB",
-        "0     0      policy-0  40.5      96.0            41.5 (42.0)",
-        "1     1      policy-1  40.5      96.0            41.5 (43.0)",
+        "0     0      policy-0  40.6      96.0            41.6 (42.0)",
+        "1     1      policy-1  40.6      96.0            41.6 (43.0)",
     ]
 
 
