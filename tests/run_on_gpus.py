@@ -38,6 +38,13 @@ PYTEST: Final = f"-m pytest {PLUGIN} -q -rA --durations=10 --tb=short -W default
 SGLANG_KERNELS: Final = {"attention_backend": "triton", "sampling_backend": "pytorch"}
 NO_GRAPHS: Final = json.dumps(SGLANG_KERNELS | {"disable_cuda_graph": True})
 GRAPHS: Final = json.dumps(SGLANG_KERNELS | {"cuda_graph_max_bs_decode": 256})
+NO_SHORTCUTS: Final = (
+    ("NCCL_P2P_DISABLE", "1"),
+    ("NCCL_SHM_DISABLE", "1"),
+    ("NCCL_NET", "Socket"),
+    ("NCCL_SOCKET_IFNAME", "lo"),
+)
+# NCCL between two GPUs of one host uses sockets, as between hosts.
 WITH_OWN_SHM: Final = ("unshare", "--mount", "sh", "-c")
 MOUNT_SHM: Final = "mount -t tmpfs tmpfs /dev/shm"
 END_LIMIT_S: Final = 12.0
@@ -141,6 +148,10 @@ JOBS: Final = {
     "hybrid-parallel": training_run("--ranks 2 pool.engine_args={tensor_parallel_size=2}"),
     "standalone": training_run("--ranks 1 pool.mode=standalone rollout.max_staleness=2", 22),
     "weights": Job(arguments="tests/bench/weights.py --device cuda"),
+    "weights-elsewhere": Job(
+        arguments="tests/bench/weights.py --device cuda --engines-elsewhere 2 --megabytes 1200",
+        variables=NO_SHORTCUTS,
+    ),
     "verl-protocol": Job(arguments="tests/bench/verl_protocol.py"),
 }
 
