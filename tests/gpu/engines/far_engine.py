@@ -54,10 +54,10 @@ class Engine:
         """The next load kills this process at its second bucket."""
         write = Destinations.write
 
-        def fatal(destinations: Destinations, idx: int, memory: Tensor) -> int:
+        def fatal(self: Destinations, idx: int, memory: Tensor) -> int:
             if idx == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return write(destinations, idx, memory)
+            return write(self, idx, memory)
 
         Destinations.write = fatal
 

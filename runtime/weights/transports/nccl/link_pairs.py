@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, cast
 
 import torch
 import torch.distributed
@@ -186,4 +186,7 @@ def link_device(tensors: Collection[Tensor]) -> torch.device:
 
 def device_key(device: torch.device) -> str:
     """The UUID of a GPU, or "" for the host."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    if device.type != "cuda":
+        return ""
+    properties: Any = cast("Any", torch.cuda).get_device_properties(device)
+    return str(properties.uuid)
