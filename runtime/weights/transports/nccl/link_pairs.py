@@ -107,7 +107,6 @@ class NcclPair:
         self._device = device
         self._deadline = deadline
         self._check_open = check_open
-        self._comm = 0
         with torch.cuda.device(device):
             self._stream = torch.cuda.Stream()
             self._event = torch.cuda.Event()
@@ -115,6 +114,7 @@ class NcclPair:
                 store.set("nccl_id", self._nccl.unique_id().hex())
             unique_id = bytes.fromhex(store.get("nccl_id").decode())
             self._comm = self._nccl.make_comm(unique_id, member)
+            self._is_open = True
         try:
             self._wait(self._is_settled, min(deadline, time.monotonic() + limit_s))
         except BaseException:
@@ -138,14 +138,14 @@ class NcclPair:
         with torch.cuda.device(self._device):
             self._nccl.finalize(self._comm)
             self._wait(self._is_settled, limit)
-            comm, self._comm = self._comm, 0
-            self._nccl.destroy(comm)
+            self._is_open = False
+            self._nccl.destroy(self._comm)
 
     def close(self) -> None:
-        comm, self._comm = self._comm, 0
-        if comm:
+        if self._is_open:
+            self._is_open = False
             with torch.cuda.device(self._device):
-                self._nccl.abort(comm)
+                self._nccl.abort(self._comm)
 
     def _transfer(self, call: Callable[..., None], tensors: Sequence[Tensor]) -> None:
         stream = self._stream

@@ -86,8 +86,9 @@ class NcclLibrary:
         self._check("ncclGetUniqueId", self._lib.ncclGetUniqueId(ctypes.byref(unique_id)))
         return bytes(unique_id)
 
-    def make_comm(self, unique_id: bytes, member: int) -> int:
-        """Begins to make a communicator of two; it is made when `is_settled`."""
+    def make_comm(self, unique_id: bytes, member: int) -> ctypes.c_void_p:
+        """Begins to make a communicator of two; it is made when `is_settled`. The caller keeps what
+        is returned until then, because a thread of NCCL writes to it."""
         comm = ctypes.c_void_p()
         config = _Config(
             size=ctypes.sizeof(_Config),
@@ -107,17 +108,21 @@ class NcclLibrary:
         self._check("ncclCommInitRankConfig", status)
         if not comm.value:
             raise WeightSyncError("ncclCommInitRankConfig made no communicator")
-        return comm.value
+        return comm
 
-    def send(self, comm: int, address: int, nbytes: int, member: int, stream: int) -> None:
+    def send(
+        self, comm: ctypes.c_void_p, address: int, nbytes: int, member: int, stream: int
+    ) -> None:
         status = self._lib.ncclSend(address, nbytes, _UINT8, member, comm, stream)
         self._check("ncclSend", status, comm)
 
-    def receive(self, comm: int, address: int, nbytes: int, member: int, stream: int) -> None:
+    def receive(
+        self, comm: ctypes.c_void_p, address: int, nbytes: int, member: int, stream: int
+    ) -> None:
         status = self._lib.ncclRecv(address, nbytes, _UINT8, member, comm, stream)
         self._check("ncclRecv", status, comm)
 
-    def is_settled(self, comm: int) -> bool:
+    def is_settled(self, comm: ctypes.c_void_p) -> bool:
         """Whether the last call on `comm` has done its part on the host. What it put on a stream
         may still be running. Raises if any call has failed."""
         state = ctypes.c_int()
@@ -126,19 +131,19 @@ class NcclLibrary:
         self._check("NCCL", state.value, comm)
         return state.value == _SUCCESS
 
-    def finalize(self, comm: int) -> None:
+    def finalize(self, comm: ctypes.c_void_p) -> None:
         """Begins to flush what was sent; it is flushed when `is_settled`."""
         self._check("ncclCommFinalize", self._lib.ncclCommFinalize(comm), comm)
 
-    def destroy(self, comm: int) -> None:
+    def destroy(self, comm: ctypes.c_void_p) -> None:
         """Frees a communicator that is finalized."""
         self._lib.ncclCommDestroy(comm)
 
-    def abort(self, comm: int) -> None:
+    def abort(self, comm: ctypes.c_void_p) -> None:
         """Ends whatever runs on the communicator, and frees it."""
         self._lib.ncclCommAbort(comm)
 
-    def _check(self, call: str, status: int, comm: int | None = None) -> None:
+    def _check(self, call: str, status: int, comm: ctypes.c_void_p | None = None) -> None:
         if status in (_SUCCESS, _IN_PROGRESS):
             return
         reason = self._lib.ncclGetErrorString(status).decode()
