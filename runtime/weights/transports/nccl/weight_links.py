@@ -131,15 +131,16 @@ class _Link:
         self._thread.start()
 
     def _main(self) -> None:
+        pair: LinkPair | None = None
         try:
             pair = self._meet()
-            try:
-                self._run(pair)
-                pair.flush()
-            finally:
-                pair.close()  # so that the other end notices
+            self._run(pair)
+            pair.flush()
         except Exception as error:  # noqa: BLE001 - gloo raises RuntimeError for everything
             self._on_error(error)
+        finally:
+            if pair is not None:
+                pair.close()  # so that the other end notices
 
     def wait_ended(self) -> None:
         """Waits a moment for the thread of a link that has nothing left to do. A process that ends
