@@ -41,6 +41,13 @@ GRAPHS: Final = json.dumps(SGLANG_KERNELS | {"cuda_graph_max_bs_decode": 256})
 EAGER: Final = "{enforce_eager=true}"
 # vLLM starts in half the time.
 STANDALONE: Final = "pool.mode=standalone rollout.max_staleness=2"
+NO_SHORTCUTS: Final = (
+    ("NCCL_P2P_DISABLE", "1"),
+    ("NCCL_SHM_DISABLE", "1"),
+    ("NCCL_NET", "Socket"),
+    ("NCCL_SOCKET_IFNAME", "lo"),
+)
+# NCCL between two GPUs of one host uses sockets, as between hosts.
 WITH_OWN_SHM: Final = ("unshare", "--mount", "sh", "-c")
 MOUNT_SHM: Final = "mount -t tmpfs tmpfs /dev/shm"
 END_LIMIT_S: Final = 12.0
@@ -102,6 +109,7 @@ JOBS: Final = {
     "embedded": tests_of(
         "", "tests/gpu/engines/test_gpu.py tests/gpu/engines/test_cuda_ipc_gpu.py"
     ),
+    "nccl": tests_of("", "tests/gpu/engines/test_nccl_links_gpu.py"),
     "contexts": tests_of("", "tests/gpu/engines/test_engine_contexts.py"),
     "trainer": tests_of(
         "",
@@ -144,6 +152,10 @@ JOBS: Final = {
     "standalone": training_run(f"--ranks 1 {STANDALONE}", 22),
     "standalone-keep": training_run(f"--ranks 1 {STANDALONE} pool.on_update=keep", 22),
     "weights": Job(arguments="tests/bench/weights.py --device cuda"),
+    "weights-elsewhere": Job(
+        arguments="tests/bench/weights.py --device cuda --engines-elsewhere 2 --megabytes 1200",
+        variables=NO_SHORTCUTS,
+    ),
     "verl-protocol": Job(arguments="tests/bench/verl_protocol.py"),
 }
 
