@@ -235,8 +235,11 @@ class VllmCore(AdapterCore):
             raise
         await self.call(self._llm.finish_weight_update())
         await self._load_adapters()
-        regions: list[WorkerRegions] = await self.call(self._llm.collective_rpc("umbra_regions"))
-        return regions
+        reports: list[tuple[WorkerRegions, str]] = await self.call(
+            self._llm.collective_rpc("umbra_report")
+        )
+        self.log_loading(way for _, way in reports)
+        return [regions for regions, _ in reports]
 
 
 def _memory_hint(text: str) -> str:
