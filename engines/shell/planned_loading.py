@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from umbra.engines.shell.copy_plan import CopyPlan
@@ -68,6 +69,8 @@ class PlannedLoading:
         recording, reasons = self._loader.record(source)
         plan = CopyPlan(source.manifest, recording, reasons)
         plan.accept(source)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # frees what recording took: GPUs may be shared with ranks
         return plan
 
     def _describe(self, plan: CopyPlan) -> str:

@@ -42,9 +42,10 @@ _KEEPING: Final[frozenset[Any]] = frozenset(
 )  # change nothing after loading, except on the CPU
 _MADE_FOR_CPU: Final = ("cpu_linear", "_cpu_unpacked_conv_weight")  # from a layer's weight
 _meta: Any = importlib.import_module("vllm.model_executor.model_loader.reload.meta")
-_loadable_numel: Any = importlib.import_module(
-    "vllm.model_executor.model_loader.reload.utils"
-).get_tensor_load_numel  # without padding
+_ATTENTION: Final[tuple[Any, ...]] = (
+    importlib.import_module("vllm.model_executor.layers.attention_layer_base").AttentionLayerBase,
+    importlib.import_module("vllm.model_executor.layers.attention").MMEncoderAttention,
+)
 _KEPT: Final[frozenset[str]] = frozenset(_meta.SKIP_TENSORS)  # layerwise reload leaves them alone
 
 
@@ -135,11 +136,10 @@ class LayerwiseLoader:
             self._load(None, source.tensors())
         attention, ties = LoaderRecording(self._model), LoaderRecording(self._model)
         with attention:
-            for layer in filter(_layerwise.is_deferred_attention_layer, self._kept(reloaded)):
+            for layer in filter(_is_processed_last, self._kept(reloaded)):
                 layer.process_weights_after_loading(self._model_config.dtype)
         with ties:
             self._finish_ties(None)
-        self._empty_cache()
         if attention.read_back:
             return recording, {self._model: "something is computed from parameters after loading"}
         written = {each.target.storage for each in (*recording.copies, *recording.fills)}
@@ -200,7 +200,7 @@ class LayerwiseLoader:
         missing = sorted(
             _plain(name)
             for name in names
-            if loaded.isdisjoint((_plain(name), _plain(ties.get(name, name))))
+            if loaded.isdisjoint(_loaded_as(name) | _loaded_as(ties.get(name, name)))
         )
         if missing:
             raise WeightSyncError(
@@ -243,6 +243,11 @@ def _may_change(layer: nn.Module) -> bool:
     return is_on_cpu or type(method) not in _KEEPING
 
 
+def _is_processed_last(layer: nn.Module) -> bool:
+    """Whether layerwise reload leaves a layer for the end, after those whose weights it uses."""
+    return isinstance(layer, _ATTENTION) and hasattr(layer, "process_weights_after_loading")
+
+
 @contextmanager
 def _processing_apart(recording: LoaderRecording) -> Generator[None]:
     """Keeps out of a recording what vLLM (0.32) makes of a layer in layerwise reload, which looks
@@ -270,6 +275,13 @@ def _form(parameter: Any) -> tuple[object, ...]:
 def _plain(name: str) -> str:
     """A parameter's name as in the checkpoint, even if an adapter wraps its layer."""
     return name.replace(".base_layer.", ".")
+
+
+def _loaded_as(name: str) -> set[str]:
+    """The names that vLLM's loaders give to a loaded parameter: before 0.32, experts are those of
+    the layer above."""
+    plain = _plain(name)
+    return {plain, plain.replace(".routed_experts.", ".")}
 
 
 def _on_this_node(description: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -313,6 +325,11 @@ def _loaded_elements(layer: nn.Module, recording: LoaderRecording | None) -> lis
         return []
     parameters = layer.parameters(recurse=False)
     return [(recording.num_written(each), _loadable_numel(each)) for each in parameters]
+
+
+def _loadable_numel(parameter: Tensor) -> int:
+    """Elements without the padding that vLLM (0.32) declares."""
+    return getattr(parameter, "weight_loader_numel", parameter.numel())
 
 
 def _ties(model: nn.Module) -> dict[str, str]:

@@ -24,6 +24,8 @@ from local_sync import publish
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from umbra.engines.shell import engine_core
+
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
@@ -101,10 +103,10 @@ def test_replayed_weights_generate_exactly_as_loaded_ones(
 ) -> None:
     """The first update records a plan; later ones replay it, also after a sleep that loses the
     weights."""
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.DEBUG, logger=engine_core.__name__)
 
     def plans() -> list[str]:
-        return [text for text in caplog.messages if "recorded copies" in text]
+        return [text for text in caplog.messages if "recorded a load" in text]
 
     async def body() -> None:
         engine = make_engine()
