@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -348,13 +348,19 @@ class UmbraWorkerExtension:
 
     model_runner: Any
     weight_transfer_engine: Any
+    start_weight_update: Callable[[], None]
+    update_weights: Callable[[dict[str, Any]], None]
+    finish_weight_update: Callable[[], None]
 
     def umbra_probe_import(self, allocations: Sequence[object]) -> str:
         """Why the ranks' memory cannot be read here, or ""."""
         return probe_import(allocations)
 
-    def umbra_report(self) -> LoadReport:
-        """Of the last update; see `SourceTransferEngine`."""
+    def umbra_load(self, description: dict[str, Any]) -> LoadReport:
+        """vLLM's three steps of an update, in one call of the engine's process."""
+        self.start_weight_update()
+        self.update_weights({"description": description})
+        self.finish_weight_update()
         report: LoadReport = self.weight_transfer_engine.report
         return report
 
