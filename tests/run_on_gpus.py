@@ -124,6 +124,7 @@ JOBS: Final = {
     "sglang-memory": tests_of("sglang", f"{MEMORY} -k sglang"),
     "colocated": tests_of("vllm", "tests/gpu/engines/test_colocated_engines.py"),
     "vllm": tests_of("vllm", "tests/gpu/engines/test_vllm_gpu.py"),
+    "recorded-plans": tests_of("vllm", "tests/gpu/engines/test_recorded_plans_gpu.py"),
     "vllm-lora": tests_of("vllm", "tests/gpu/engines/test_vllm_lora_gpu.py"),
     "vllm-killed": tests_of("vllm", "tests/gpu/engines/test_gpu_processes.py -k vllm"),
     "vllm-parallel": tests_of("vllm", "tests/gpu/engines/test_gpu_tensor_parallel.py -k vllm"),
