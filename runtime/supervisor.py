@@ -501,31 +501,40 @@ class Supervisor:
             mark = asyncio.to_thread(RunNotice(self._run_dir).mark_preempted)
             self._tasks.create_task(mark, name="mark-preempted")
 
-    async def host_actor(self, spec: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+    async def host_actor(
+        self, epoch: int, spec: dict[str, Any]
+    ) -> AsyncGenerator[dict[str, Any], None]:
         """Called by the supervisor of another node; see `HostedActors.host`."""
+        await self._links.check_epoch(epoch)
         async for state in self._actors.hosted.host(from_wire(ActorSpec, spec)):
             yield state
 
-    async def command_hosted(self, command: str, name: str, *arguments: Any) -> None:
+    async def command_hosted(self, epoch: int, command: str, name: str, *arguments: Any) -> None:
         """Called by the supervisor of another node; see `HostedActors.command`."""
+        await self._links.check_epoch(epoch)
         await self._actors.hosted.command(command, name, *arguments)
 
-    async def hold_ring(self, order: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+    async def hold_ring(
+        self, epoch: int, order: dict[str, Any]
+    ) -> AsyncGenerator[dict[str, Any], None]:
         """Called by the supervisor of rank 0's node, for a sync; see `NodeRings.hold`."""
         from umbra.runtime.weights.transports.shared_memory.node_rings import RingOrder
 
+        await self._links.check_epoch(epoch)
         async with contextlib.aclosing(self._rings.hold(from_wire(RingOrder, order))) as states:
             async for state in states:
                 yield state
 
-    def dismiss_from_ring(self, key: str, engine: int) -> None:
+    async def dismiss_from_ring(self, epoch: int, key: str, engine: int) -> None:
         """Called by the supervisor of rank 0's node; see `NodeRings.dismiss`."""
+        await self._links.check_epoch(epoch)
         self._rings.dismiss(key, engine)
 
     def _start_on(self, spec: ActorSpec, node: int, may_start: asyncio.Event) -> ActorProcess:
         if node == 0:
             return self._actors.start(spec, may_start)
-        return self._actors.start_on(node, self._links.supervisor_of(node), spec, may_start)
+        there, epoch = self._links.supervisor_of(node), self._links.epoch
+        return self._actors.start_on(node, there, epoch, spec, may_start)
 
     def _on_remote_change(self, node: int, actor: RemoteActor) -> None:
         for pool in self._all_pools():
@@ -568,14 +577,18 @@ class Supervisor:
 
     async def _end_warm(self, node: int, names: Sequence[str]) -> None:
         if node == 0:
-            await self.end_warm(list(names))
+            await self._end_own_warm(names)
             return
-        there = self._links.supervisor_of(node)
-        await there.call("end_warm", list(names), timeout_s=_START_OVER_LIMIT_S)
+        there, epoch = self._links.supervisor_of(node), self._links.epoch
+        await there.call("end_warm", epoch, list(names), timeout_s=_START_OVER_LIMIT_S)
 
-    async def end_warm(self, names: list[str]) -> None:
+    async def end_warm(self, epoch: int, names: list[str]) -> None:
         """Called by the supervisor of rank 0's node: ends engines of the last epoch that no pool
         uses, and returns when their processes have ended."""
+        await self._links.check_epoch(epoch)
+        await self._end_own_warm(names)
+
+    async def _end_own_warm(self, names: Sequence[str]) -> None:
         for actor in self._warm.end(names):
             await actor.ended.wait()
             self._actors.forget(actor)
@@ -682,6 +695,7 @@ class Supervisor:
                     self._rings,
                     self._node.node_id,
                     lambda node_id: self._links.supervisor_at(node_id),
+                    lambda: self._links.epoch,
                 ),
                 self._warm_specs,
                 self._end_warm,

@@ -139,11 +139,13 @@ class NodeActors:
         return actor
 
     def start_on(
-        self, node: int, there: Handle, spec: ActorSpec, may_start: asyncio.Event
+        self, node: int, there: Handle, epoch: int, spec: ActorSpec, may_start: asyncio.Event
     ) -> RemoteActor:
         """Starts an actor on another node, whose supervisor is `there`; likewise."""
         self._check_may_start(spec)
-        actor = RemoteActor(spec, there, may_start, partial(self._on_remote_change, node))
+        actor = RemoteActor(
+            spec, there, epoch, may_start, partial(self._on_remote_change, node)
+        )
         self._remote[spec.name] = actor
         self._announce()
         following = self._tasks.create_task(actor.run(), name=f"actor:{spec.name}")

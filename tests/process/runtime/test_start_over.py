@@ -19,7 +19,7 @@ import torch
 from actor_specs import actor
 
 from umbra.runtime.collective import SessionSync
-from umbra.runtime.errors import MailboxClosed
+from umbra.runtime.errors import ActorNotFound, MailboxClosed
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rpc.actor_ref import ActorRef
 from umbra.runtime.rpc.rpc_client import Client
@@ -172,3 +172,28 @@ def test_what_is_spawned_while_the_job_ends_does_not_hold_it_up(
 
     with pytest.raises(MailboxClosed, match="the job is over"):
         asyncio.run(spawn_once_it_is_over(supervisor_of(session)))
+
+
+def test_a_call_of_a_lead_of_an_earlier_epoch_is_refused(
+    umbra_session_factory: SessionFactory,
+) -> None:
+    session = umbra_session_factory(tcp_host="127.0.0.1")  # in epoch 1
+    calls: list[tuple[Any, ...]] = [
+        ("command_hosted", 0, "kill", "engine", 1, "it hangs"),
+        ("dismiss_from_ring", 0, "ring", 0),
+        ("end_warm", 0, ["engine"]),
+    ]
+    streams: list[tuple[Any, ...]] = [("host_actor", 0, {}), ("hold_ring", 0, {})]
+
+    async def stream(method: str, *arguments: Any) -> None:
+        async with Client(socket.gethostname()) as client:
+            handle = client.handle(supervisor_of(session))
+            async with handle.stream(method, *arguments, timeout_s=5.0) as items:
+                await anext(items)
+
+    for call in calls:
+        with pytest.raises(ActorNotFound, match="epoch 0 is not 1"):
+            session.supervisor_call(*call)
+    for call in streams:
+        with pytest.raises(ActorNotFound, match="epoch 0 is not 1"):
+            asyncio.run(stream(*call))

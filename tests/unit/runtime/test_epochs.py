@@ -85,6 +85,9 @@ def test_calls_of_an_earlier_epoch_are_refused() -> None:
                 await links.report(1, 1, {"kind": "failed", "message": "of the last epoch"})
             with pytest.raises(ActorNotFound, match="epoch 1 is not 2"):
                 await anext(links.join(1, 1, ()))
+            with pytest.raises(ActorNotFound, match="epoch 1 is not 2"):
+                await links.check_epoch(1)
+            await links.check_epoch(2)
             links.close()
 
     asyncio.run(run())
