@@ -143,9 +143,7 @@ class NodeActors:
     ) -> RemoteActor:
         """Starts an actor on another node, whose supervisor is `there`; likewise."""
         self._check_may_start(spec)
-        actor = RemoteActor(
-            spec, there, epoch, may_start, partial(self._on_remote_change, node)
-        )
+        actor = RemoteActor(spec, there, epoch, may_start, partial(self._on_remote_change, node))
         self._remote[spec.name] = actor
         self._announce()
         following = self._tasks.create_task(actor.run(), name=f"actor:{spec.name}")
