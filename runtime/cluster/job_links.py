@@ -152,7 +152,8 @@ class JobLinks:
             ConfigError: it cannot be a node of this job.
         """
         members = await self._members()
-        check_nodes([*self.nodes, node])
+        # One that is gone may come back with the id that it had.
+        check_nodes([*(self.nodes[idx] for idx in (0, *members)), node])
         self.nodes.append(node)
         idx = len(self.nodes) - 1
         members.admit(idx, node)
@@ -200,7 +201,7 @@ class JobLinks:
 
     def supervisor_at(self, node_id: str) -> Handle:
         """Raises ActorNotFound if no node has this id."""
-        for node in self.nodes:
+        for node in reversed(self.nodes):  # a later one may have the id of one that is gone
             if node.node_id == node_id:
                 return self._client.handle(node.supervisor)
         raise ActorNotFound(f"there is no node {node_id!r} in the job")
