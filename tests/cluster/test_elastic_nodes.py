@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -269,6 +270,41 @@ def test_a_node_that_comes_later_takes_part(hosts: Hosts, home_of_run: Path) -> 
         nodes.await_group(incarnation=2, num_ranks=3)
         assert all(process_stat(pid) is not None for pid in kept)
         assert nodes.job.wait(2 * LIMIT_S) == [0, 0, 0], nodes.text()
+    nodes.check()
+
+
+def test_umbra_stop_ends_all_nodes_for_good_also_one_that_came_later(
+    hosts: Hosts, home_of_run: Path
+) -> None:
+    with ElasticNodes(hosts, home_of_run, steps=1000, num_nodes=2) as nodes:
+        nodes.await_step(after=0)
+        nodes.job.start_next()
+        nodes.await_group(incarnation=2, num_ranks=3)
+        nodes.await_step(after=nodes.await_step(after=0))
+        command = [sys.executable, "-m", "umbra.runtime.cli.umbra_command", "stop"]
+        subprocess.run([*command, str(home_of_run / "run")], check=True, timeout=LIMIT_S)
+        step = nodes.await_step(after=0)
+        assert all(nodes.job.wait(LIMIT_S)), nodes.text()
+
+    assert (home_of_run / f"run/checkpoints/step-{step:06d}/COMPLETE").exists()
+    assert set(nodes.groups()) == {1, 2}  # no ranks were started after it
+    root = home_of_run / "umbra_socket_root"
+    _await(lambda: not any(root.iterdir()), nodes.text)
+
+
+def test_a_job_that_loses_its_lead_while_a_node_joins_continues_with_the_others(
+    hosts: Hosts, home_of_run: Path
+) -> None:
+    with ElasticNodes(hosts, home_of_run, steps=12, num_nodes=2, rendezvous=1) as nodes:
+        nodes.await_step(after=2)
+        ranks = nodes.ranks(0)
+        nodes.job.start_next()
+        _await(lambda: all(process_stat(pid) is None for pid in ranks), nodes.text)
+        for pid in nodes.job.tree(0):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for node in (1, 2):
+            assert nodes.job.agents[node].wait(2 * LIMIT_S) == 0, nodes.text()
     nodes.check()
 
 
