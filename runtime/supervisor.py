@@ -452,8 +452,8 @@ class Supervisor:
                 self._is_stopped_for_good = True
                 if self._torchrun_pid and not len(self._ranks):
                     self.over.set()
-            case {"kind": "request", "request": dict() as request}:
-                self._act_on(from_wire(JobRequest, request))
+            case {"kind": "request"}:
+                self._act_on(from_wire(JobRequest, event["request"]))
             case {"kind": "rank_lost", "rank": int(rank)}:
                 self._end_syncs_of(rank)
             case {"kind": "note", "text": str(text)}:

@@ -40,10 +40,10 @@ class JobRequests:
 
     async def post(self, address: SupervisorAddress) -> None:
         """Makes this supervisor known as the lead. A request to the same job stays."""
+        self.is_lead = True
         async with self._order:
             self._address = address
             await asyncio.to_thread(self._notice.post, address)
-        self.is_lead = True
 
     async def mark_preempted(self) -> None:
         """Tells the launcher to start the job again."""

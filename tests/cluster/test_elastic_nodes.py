@@ -181,9 +181,7 @@ def home_of_run(home: Path, assets: Path) -> Path:
     return home
 
 
-@pytest.mark.parametrize(
-    ("lost", "how", "rendezvous"), [(2, "killed", 0), (0, "killed", 1), (0, "cut off", 1)]
-)
+@pytest.mark.parametrize(("lost", "how", "rendezvous"), [(2, "killed", 0), (0, "cut off", 1)])
 def test_a_lost_node_costs_the_steps_since_the_last_checkpoint(
     hosts: Hosts, home_of_run: Path, lost: int, how: str, rendezvous: int
 ) -> None:
@@ -211,9 +209,10 @@ def test_a_lost_node_costs_the_steps_since_the_last_checkpoint(
             assert all(process_stat(pid) is not None for pid in kept)
             for node in others:
                 assert nodes.job.agents[node].wait(LIMIT_S) == 0, nodes.text()
-            left = [pid for pid in umbras if process_stat(pid)]
-            assert set(left) <= set(warm)
-            with all_end(left):
+            unreaped = [pid for pid in umbras if process_stat(pid)]
+            with all_end([pid for pid in unreaped if pid not in warm], within_s=0.0):
+                pass  # they have ended
+            with all_end([pid for pid in unreaped if pid in warm]):
                 if how == "cut off":  # it waits minutes for an answer, and they two for new ranks
                     os.kill(lost_torchrun, signal.SIGKILL)
         finally:
