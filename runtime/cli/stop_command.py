@@ -104,9 +104,10 @@ def _request(notice: RunNotice, address: SupervisorAddress, request: JobRequest)
 
 
 def _has_ended(notice: RunNotice, address: SupervisorAddress) -> bool:
-    if notice.address() != address:
+    current = notice.address()
+    if current is None or current.job != address.job:
         return True
-    _is_reachable(address)  # raises if the job has been killed since
+    _is_reachable(current)  # raises if the job has been killed since
     return False
 
 

@@ -262,7 +262,7 @@ async def _supervisor(
         asyncio.TaskGroup() as tasks,
     ):
         engines = [_Engine(name, node_id, client.handle(_ref(name, folder))) for name in names]
-        rings = JobRings(NodeRings(fds), node_id, _no_other_node)
+        rings = JobRings(NodeRings(fds), node_id, _no_other_node, lambda: 1)
         coordinators = {
             name: SyncCoordinator(name, lambda: engines, fds, rings, settings)
             for name, settings in pools.items()
