@@ -69,7 +69,7 @@ test-vllm: $(VLLM_VENV)/.made ## Run all tests that need a real vLLM, including 
 	    tests/process/engines/test_vllm_training.py tests/gpu/trainer/test_serving_engines.py
 
 # Two files at a time, because these tests mostly wait: for a lost node, a time limit, a requeued job.
-test-cluster: $(VENV)/.dev $(VLLM_VENV)/.made ## Run jobs of several nodes in network namespaces, and on a Slurm of their own (needs root; ten minutes)
+test-cluster: $(VENV)/.dev $(VLLM_VENV)/.made ## Run jobs of several nodes in network namespaces, and on a Slurm of their own (needs root; ten to fifteen minutes)
 	$(BIN)/python -m pytest tests/cluster -m "cluster and not alone" -n 2 --dist loadfile -o faulthandler_timeout=420
 	$(BIN)/python -m pytest tests/cluster/test_node_start.py -m cluster
 	$(VLLM_VENV)/bin/python -m pytest tests/cluster/test_spanning_engines.py -o faulthandler_timeout=420
