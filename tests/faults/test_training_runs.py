@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from documented_names import check_metrics, check_run_directory
 from training_models import save_model
 from whole_runs import start_run
 
+from umbra.trainer.config.config_file import load_config
 from umbra.trainer.reporting.metrics_log import read_metrics
 from umbra.trainer.reporting.metrics_plot import draw, panels
 
@@ -68,10 +70,13 @@ def write_config(folder: Path, engines: int = 1) -> Path:
 def run(
     config: Path, num_ranks: int, *overrides: str, environ: Mapping[str, str] | None = None
 ) -> str:
-    """Runs to the end; returns the output."""
+    """Runs to the end; returns the output. The documents explain all that the run leaves."""
     with start_run(config.parent, *overrides, num_ranks=num_ranks, environ=environ) as started:
         ended = started.wait(RUN_LIMIT_S)
     assert ended.status == 0, ended.output
+    run_dir = Path(load_config(config, overrides).run.dir)
+    check_metrics(read_metrics(run_dir / "metrics.jsonl"))
+    check_run_directory(run_dir)
     return ended.output
 
 
@@ -194,12 +199,11 @@ def check_picture(metrics: Sequence[dict[str, float]]) -> None:
     axes = draw(found, "run").axes
     assert [panel.title for panel in found] == [axis.get_ylabel() for axis in axes]
     labels = [[text.get_text() for text in axis.get_legend().get_texts()] for axis in axes]
-    phases = ("sync", "generation", "train")
     assert labels == [
         ["training reward", "held-out accuracy"],
-        ["from what sampled the tokens", "from the starting model"],
-        ["rollout", "sync", "sleep", "train", "other"],
-        [f"{phase}, {what}" for phase in phases for what in ("peak", "allocated")],
+        ["from the policy that sampled", "from the starting model"],
+        ["wait for rollouts", "weight sync", "putting engines to sleep", "training", "other"],
+        ["in weight sync", "in generation", "in training"],
     ]
     reward, accuracy = axes[0].lines
     assert list(reward.get_xdata()) == [1, 2, 3]
