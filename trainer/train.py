@@ -46,7 +46,7 @@ from umbra.trainer.loop import TrainingLoop
 from umbra.trainer.memory_needs import engine_needs, rank_need
 from umbra.trainer.model.host_offload import HostOffload
 from umbra.trainer.model.micro_batches import MicroBatchBuilder
-from umbra.trainer.model.model_loading import prepare_causal_lm
+from umbra.trainer.model.model_loading import load_policy
 from umbra.trainer.model.model_sizes import ModelSizes
 from umbra.trainer.model.optimizer import PolicyOptimizer
 from umbra.trainer.model.policy import Policy
@@ -285,25 +285,10 @@ class Trainer:
 
     def _load_policies(self, world: World) -> tuple[Policy, Policy | None]:
         """The policy, and the frozen starting model if a KL term needs it."""
-        policy = self._load_policy(world)
+        policy = load_policy(self._config, world.mesh)
         if self._config.train.kl_coef == 0.0:
             return policy, None
-        return policy, self._load_policy(world).freeze()
-
-    def _load_policy(self, world: World) -> Policy:
-        config = self._config
-        prepared = prepare_causal_lm(config.model, getattr(torch, config.master_dtype))
-        return Policy(
-            prepared.model,
-            world.mesh,
-            is_packed=prepared.is_packed,
-            compute_dtype=self._dtype,
-            wrap=config.model.fsdp_wrap,
-            temperature=config.rollout.temperature,
-            recomputes=config.train.activation_checkpointing == "full",
-            compiles=config.train.compile,
-            weights=prepared.weights,
-        )
+        return policy, load_policy(self._config, world.mesh).freeze()
 
     def _offload(
         self, world: World, policy: Policy, reference: Policy | None, optimizer: PolicyOptimizer

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import tempfile
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 from documented_names import check_metrics, check_run_directory
+from http_server import run_umbra
 from training_models import save_model
 from whole_runs import start_run
 
@@ -132,6 +134,35 @@ def test_a_run_learns_and_resumes_with_another_number_of_ranks(folder: Path) -> 
     assert [row["step"] for row in rows if "train/loss" in row] == [1, 2, 3, 4, 5, 6]
     versions = [row["sync/version"] for row in rows if "sync/version" in row]
     assert versions == sorted(set(versions))
+
+
+def test_umbra_eval_scores_models_as_their_training_did(folder: Path) -> None:
+    config = write_config(folder)
+    run(config, 0, "train.steps=2")
+    metrics = read_metrics(folder / "run/metrics.jsonl")
+    first, last = (row["eval/reward_mean"] for row in metrics if "eval/reward_mean" in row)
+    assert first != last
+
+    def scores(*arguments: object) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory(prefix="umbra-test-", dir="/tmp") as short:
+            done = run_umbra(Path(short), "eval", config, *arguments)
+        assert done.returncode == 0, done.stderr
+        assert "set" in done.stdout
+        found: dict[str, Any] = json.loads((folder / "run/eval/results.json").read_text())
+        return found
+
+    before = scores(f"eval.sets.train={folder}/train.jsonl")
+    after = scores("--checkpoint", folder / "run/checkpoints/step-000002")
+    sampled = scores(
+        *("eval.samples=4", "eval.temperature=1.0", "reward.accuracy_threshold=0.25"),
+        f"model.path={folder}/run/export",
+    )
+
+    assert before["sets"]["eval"]["mean_reward"] == first
+    assert before["num_prompts"] == 16 + before["sets"]["train"]["num_prompts"] == 80
+    assert after["mean_reward"] == last
+    assert list(sampled["pass_at"]) == ["1", "2", "4"]
+    assert 0 < sampled["accuracy"] == sampled["pass_at"]["1"] < sampled["pass_at"]["4"]
 
 
 def test_a_run_with_the_decoupled_loss_resumes_from_its_checkpoint(folder: Path) -> None:

@@ -65,6 +65,7 @@ class RunReporter:
             "eval/accuracy": accuracy,
             "eval/reward_mean": float(result["mean_reward"]),
             "eval/completion_len_mean": float(result["completion_len_mean"]),
+            **{f"eval/pass_at_{k}": value for k, value in result["pass_at"].items() if k != "1"},
         }
         if is_last:
             self.accuracy_after = accuracy
