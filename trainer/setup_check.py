@@ -33,10 +33,7 @@ def check_setup(config: TrainerConfig, environment: TorchrunEnvironment) -> None
     check_models(config)
     check_stop_tokens(config)
     prompt_budget(config).check()
-    files = {"data.train": config.data.train}
-    if config.data.eval is not None:
-        files["data.eval"] = config.data.eval
-    check_data(config.data, files)
+    check_data(config.data)
     check_batch_size(config, environment.world_size)
     check_loggers(config.run.loggers)
     check_run_dir(config.run, environment.incarnation)

@@ -57,22 +57,25 @@ class PromptFiles:
     eval_sets: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
-def check_data(data: DataSection, files: Mapping[str, Path]) -> None:
-    """Cheap checks of files and their first rows, before anything is started.
-
-    Args:
-        files: by the setting that names each.
+def check_data(data: DataSection) -> None:
+    """Cheap checks of the files and their first rows, before anything is started.
 
     Raises:
         DataError: with the setting, or file, line, cause and remedy.
     """
-    for key, path in files.items():
-        check_data_file(path, key)
-        first = next(read_rows(path), None)
-        if first is None:
-            raise _empty(path, "it has no rows")
-        _content(data, *first)
-        _prompt_id(data, *first, idx=0)
+    for path, key in ((data.train, "data.train"), (data.eval, "data.eval")):
+        if path is not None:
+            check_prompts(data, path, key)
+
+
+def check_prompts(data: DataSection, path: Path, key: str) -> None:
+    """The same for one file, which the setting `key` names."""
+    check_data_file(path, key)
+    first = next(read_rows(path), None)
+    if first is None:
+        raise _empty(path, "it has no rows")
+    _content(data, *first)
+    _prompt_id(data, *first, idx=0)
 
 
 def prepare_prompts(

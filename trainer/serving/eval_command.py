@@ -19,7 +19,7 @@ from umbra.trainer.auxiliary_pools import generator_spec
 from umbra.trainer.checkpoint.run_lock import RunLock
 from umbra.trainer.config.config_file import load_config
 from umbra.trainer.config.trainer_config import TrainerConfig
-from umbra.trainer.data.prompt_preparation import PromptFiles, check_data, prepare_held_out
+from umbra.trainer.data.prompt_preparation import PromptFiles, check_prompts, prepare_held_out
 from umbra.trainer.data.prompt_tokenizer import PromptTokenizer, stop_token_ids
 from umbra.trainer.reporting.eval_sample import EvalSample
 from umbra.trainer.run_files import check_writable, write_json
@@ -27,8 +27,6 @@ from umbra.trainer.services import MANAGER, manager_spec, prompt_budget, worker_
 from umbra.trainer.serving.pool_session import with_pools
 from umbra.trainer.serving.served_config import plan_served, pool_specs, read_serve_config
 from umbra.trainer.setup_check import check_models, check_stop_tokens
-
-_ALL = "all"
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -45,7 +43,9 @@ def run(arguments: argparse.Namespace) -> int:
     check_models(config)
     check_stop_tokens(config)
     prompt_budget(config).check()
-    check_data(config.data, {_setting(config, name): path for name, path in sets.items()})
+    for name, path in sets.items():
+        key = f"eval.sets.{name}" if name in config.eval.sets else "data.eval"
+        check_prompts(config.data, path, key)
     folder = config.run.dir / "eval"
     check_writable(folder)
     with RunLock(folder):
@@ -81,17 +81,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _held_out_sets(config: TrainerConfig) -> Mapping[str, Path]:
     """The files of held-out prompts by name; `data.eval` is called "eval"."""
-    own = {} if config.data.eval is None else {"eval": config.data.eval}
-    sets = own | config.eval.sets
-    if len(sets) < len(own) + len(config.eval.sets):
-        raise ConfigError("eval.sets has a set 'eval', which is the name of data.eval: rename it")
+    sets = dict(config.eval.sets)
+    if config.data.eval is not None:
+        if "eval" in sets:
+            raise ConfigError("eval.sets.eval has the name of data.eval: rename it")
+        sets = {"eval": config.data.eval, **sets}
     if not sets:
-        raise ConfigError("there are no held-out prompts: set data.eval, or eval.sets")
+        raise ConfigError("there are no held-out prompts: set data.eval or eval.sets")
     return sets
-
-
-def _setting(config: TrainerConfig, name: str) -> str:
-    return f"eval.sets.{name}" if name in config.eval.sets else "data.eval"
 
 
 def _tokenizer(config: TrainerConfig) -> PromptTokenizer:
@@ -116,7 +113,7 @@ def _table(outcome: Mapping[str, Any], num_samples: int) -> list[str]:
     """Lines of columns: each set, and all together if there are several."""
     rows = dict(outcome["sets"])
     if len(rows) > 1:
-        rows[_ALL] = outcome
+        rows["all"] = outcome
     ks = [k for k in outcome["pass_at"] if k != "1"]
     mean = f"mean@{num_samples}" if num_samples > 1 else "accuracy"
     cells = [["set", "prompts", mean, *(f"pass@{k}" for k in ks), "reward"]]
