@@ -59,6 +59,7 @@ from umbra.trainer.reporting.note_board import NoteBoard
 from umbra.trainer.reporting.progress_display import Progress
 from umbra.trainer.reporting.run_reporter import RunReporter, closing_lines, finish
 from umbra.trainer.services import MANAGER, POOL, ServiceStarter, prompt_budget, user_folders
+from umbra.trainer.setup_check import questionable_settings
 from umbra.trainer.signals import StopSignals
 from umbra.trainer.step import TrainStep
 from umbra.trainer.waits import collective_timeout_s
@@ -113,7 +114,8 @@ class Trainer:
             plan, memory, device_type = self._plan_pools()
             is_lead = starter is not None
             if is_lead:
-                for line in (*plan.table(memory.columns()), *memory.notes):
+                warnings = [f"warning: {each}" for each in questionable_settings(config)]
+                for line in (*warnings, *plan.table(memory.columns()), *memory.notes):
                     self._notes.put(line)
                 starter.start_engines(plan, device_type)
             planned = memory.gpus if is_lead else ()

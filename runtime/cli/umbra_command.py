@@ -212,7 +212,11 @@ def _add_serve_arguments(serve: argparse.ArgumentParser) -> None:
 
 def _add_generate_arguments(generate: argparse.ArgumentParser) -> None:
     generate.add_argument(
-        "config", nargs="?", metavar="CONFIG", help="TOML file, or a model directory"
+        "config",
+        nargs="?",
+        metavar="CONFIG",
+        help="a model directory, or the TOML file of a training run, whose model and engine "
+        "settings are used; not with --url",
     )
     _add_overrides(generate)
     generate.add_argument("--prompt", type=_text, required=True, metavar="TEXT")
@@ -231,7 +235,11 @@ def _add_generate_arguments(generate: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="policy (the default), or judge for [pools.judge]; with --url any of its models",
     )
-    generate.add_argument("--engine", help="embedded, vllm, ... (default: the config's)")
+    generate.add_argument(
+        "--engine",
+        help="embedded (CPU and CUDA), vllm, sglang, echo (no model, for tests), or the "
+        "module:Class of your own (default: the config's; embedded for a model directory)",
+    )
     generate.add_argument("--url", help="a running server, such as http://127.0.0.1:8000")
     generate.add_argument("--api-key", metavar="KEY", help="default: UMBRA_API_KEY")
 

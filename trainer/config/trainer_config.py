@@ -132,7 +132,8 @@ class DataSection(Settings):
         eval: File of held-out prompts. Without it nothing is evaluated.
         format: "text" takes plain prompts from `prompt_column`. "chat" takes lists of {role,
             content} from `messages_column` and renders them by the tokenizer's chat template.
-            "auto" chooses by which of the two columns is there.
+            "auto" chooses by which of the two columns is there, and takes a list in
+            `prompt_column`, as TRL has chats, for a chat.
         prompt_column: Column of plain prompts.
         messages_column: Column of chats.
         chat_template_kwargs: Further variables of the chat template.

@@ -217,6 +217,8 @@ def _content(data: DataSection, where: str, row: Mapping[str, Any]) -> str | lis
             )
         return cast("list[dict[str, Any]]", messages)
     text = row[data.prompt_column]
+    if data.format == "auto" and _are_messages(text):  # as TRL has chats
+        return cast("list[dict[str, Any]]", text)
     if not isinstance(text, str):
         raise DataError(
             f"{where}: column {data.prompt_column!r} holds a {type(text).__name__}, not text"

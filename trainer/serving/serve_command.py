@@ -36,6 +36,7 @@ from umbra.trainer.serving.served_config import (
     read_one_engine_config,
     read_serve_config,
     served_pools,
+    trained_instead,
 )
 from umbra.trainer.serving.served_pool import ServedPoolConfig
 from umbra.trainer.setup_check import check_models
@@ -84,6 +85,8 @@ def serve(arguments: argparse.Namespace) -> int:
         print(
             f"{names} {'are' if ' and ' in names else 'is'} served at http://{shown}:{at_port}/v1"
         )
+        if (trained := trained_instead(config)) is not None:
+            print(f"the training in {config.run.dir} is not served: model.path={trained} does that")
         print(f"engines: {_describe_engines(started)}; logs: {run_dir / 'logs'}")
         if not key and not _is_loopback(at_host):
             print("anybody who can reach this address can use it: set --api-key")
