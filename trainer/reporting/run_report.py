@@ -29,15 +29,15 @@ _COLUMNS: Final[Mapping[str, str]] = {
     "rollout/engine_idle_share": "engines idle, share",
 }
 _FAULTS: Final[Mapping[str, str]] = {
-    "rollout/engines_lost": "engines lost; what they generated continued on others",
-    "sync/failed_engines": "engines failed in a weight sync, and were replaced",
-    "rollout/refilled_tokens": "tokens whose keys were computed again",
-    "rollout/lost_tokens": "tokens generated and lost",
+    "rollout/engines_lost": "Engines lost",
+    "sync/failed_engines": "Engines that failed in a weight sync",
+    "rollout/refilled_tokens": "Tokens whose keys were computed again",
+    "rollout/lost_tokens": "Tokens generated and lost",
 }
 """Counts of each step that are above 0 only after faults."""
 _FAILURES: Final[Mapping[str, str]] = {
-    "rollout/dropped_reward_failed": "prompts dropped because the reward function failed",
-    "rollout/dropped_agent_loop_failed": "prompts dropped because the agent loop failed",
+    "rollout/dropped_reward_failed": "Prompts dropped because the reward function failed",
+    "rollout/dropped_agent_loop_failed": "Prompts dropped because the agent loop failed",
 }
 """The same for counts of the whole run so far."""
 
@@ -131,11 +131,11 @@ def _faults(rows: Rows) -> list[str]:
             total = sum(row[key] for row in rows if key in row)
             first = ", ".join(f"{step:.0f}" for step in steps[:10])
             more = f" and {len(steps) - 10} more" if len(steps) > 10 else ""
-            lines.append(f"{total:.0f} {word} (before or in step {first}{more})")
+            lines.append(f"{word}: {total:.0f} (by step {first}{more})")
     for key, word in _FAILURES.items():
         total = max((row[key] for row in rows if key in row), default=0.0)
         if total:
-            lines.append(f"{total:.0f} {word}")
+            lines.append(f"{word}: {total:.0f}")
     return lines
 
 
@@ -190,7 +190,7 @@ steps, <strong>{{ summary.reward_last | number }}</strong> in the last</li>
 <ul>
 {% for fault in faults %}<li>{{ fault }}</li>{% endfor %}
 {% if summary.engine_restarts %}
-<li>{{ summary.engine_restarts }} restarts of engines since the run was started or resumed</li>
+<li>Engines restarted since the run was started or resumed: {{ summary.engine_restarts }}</li>
 {% endif %}
 </ul>
 <p>The causes are in {{ run_dir / "logs" }}.</p>

@@ -233,10 +233,10 @@ def test_the_report_names_the_faults_that_the_run_survived(tmp_path: Path) -> No
     finish(config, journal, steps=4, engine_restarts=3, stopped_by="")
 
     page = (tmp_path / "report.html").read_text()
-    assert re.findall("<li>(\\d+ (?:engines|prompts|tokens|restarts).*?)</li>", page) == [
-        "3 engines lost; what they generated continued on others (before or in step 2, 3)",
-        "5 prompts dropped because the reward function failed",
-        "3 restarts of engines since the run was started or resumed",
+    assert re.findall("<li>((?:Engines|Tokens|Prompts) .*?)</li>", page) == [
+        "Engines lost: 3 (by step 2, 3)",
+        "Prompts dropped because the reward function failed: 5",
+        "Engines restarted since the run was started or resumed: 3",
     ]
     assert "No engine failed" not in page
 
