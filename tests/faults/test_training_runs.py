@@ -143,9 +143,12 @@ def test_umbra_eval_scores_models_as_their_training_did(folder: Path) -> None:
     first, last = (row["eval/reward_mean"] for row in metrics if "eval/reward_mean" in row)
     assert first != last
 
-    def scores(*arguments: object) -> dict[str, Any]:
+    def evaluate(*arguments: object) -> Any:
         with tempfile.TemporaryDirectory(prefix="umbra-test-", dir="/tmp") as short:
-            done = run_umbra(Path(short), "eval", config, *arguments)
+            return run_umbra(Path(short), "eval", config, *arguments)
+
+    def scores(*arguments: object) -> dict[str, Any]:
+        done = evaluate(*arguments)
         assert done.returncode == 0, done.stderr
         assert "set" in done.stdout
         found: dict[str, Any] = json.loads((folder / "run/eval/results.json").read_text())
@@ -158,6 +161,10 @@ def test_umbra_eval_scores_models_as_their_training_did(folder: Path) -> None:
         f"model.path={folder}/run/export",
     )
 
+    refused = evaluate("--checkpoint", folder / "run")
+
+    assert refused.returncode == 2
+    assert "is not a complete checkpoint: name one of the folders in" in refused.stderr
     assert before["sets"]["eval"]["mean_reward"] == first
     assert before["num_prompts"] == 16 + before["sets"]["train"]["num_prompts"] == 80
     assert after["mean_reward"] == last

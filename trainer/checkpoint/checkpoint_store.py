@@ -149,9 +149,8 @@ class CheckpointStore:
 
 
 def load_parameters(path: Path, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Loads the parameters of a checkpoint, in place, and nothing else; raises as `load`.
+    """Loads the parameters of a complete checkpoint, in place, and nothing else; raises as `load`.
     Collective."""
-    read_trainer_state(path)
     tensors = {f"{_MODEL}{name}": parameter.data for name, parameter in parameters.items()}
     _read(path, tensors, {})
     barrier()

@@ -57,10 +57,10 @@ def export_policy(
 
 
 def export_checkpoint(config: TrainerConfig, checkpoint: Path, target: Path) -> None:
-    """Exports the policy of a checkpoint, on the CPU of this process alone.
+    """Exports the policy of a complete checkpoint, on the CPU of this process alone.
 
     Raises:
-        ConfigError: it is not a complete checkpoint, or of another model than the config's.
+        ConfigError: it is of another model than the config's.
         DataError, RunDirectoryError: the model or the checkpoint cannot be read, or `target`
             cannot be written.
     """

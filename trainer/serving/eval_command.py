@@ -16,7 +16,9 @@ from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rollout.agents.text_codec import TextCodec
 from umbra.runtime.session import Session
 from umbra.trainer.auxiliary_pools import generator_spec
+from umbra.trainer.checkpoint.run_dir import RunDir
 from umbra.trainer.checkpoint.run_lock import RunLock
+from umbra.trainer.checkpoint.trainer_state import is_complete
 from umbra.trainer.config.config_file import load_config
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.data.prompt_preparation import PromptFiles, check_prompts, prepare_held_out
@@ -46,13 +48,19 @@ def run(arguments: argparse.Namespace) -> int:
     for name, path in sets.items():
         key = f"eval.sets.{name}" if name in config.eval.sets else "data.eval"
         check_prompts(config.data, path, key)
+    checkpoint = Path(arguments.checkpoint) if arguments.checkpoint else None
+    if checkpoint is not None and not is_complete(checkpoint):
+        raise ConfigError(
+            f"--checkpoint {checkpoint} is not a complete checkpoint: name one of the folders in "
+            f"{RunDir(config.run.dir).checkpoints}"
+        )
     folder = config.run.dir / "eval"
     check_writable(folder)
     with RunLock(folder):
-        if arguments.checkpoint:
+        if checkpoint is not None:
             from umbra.trainer.checkpoint.policy_export import export_checkpoint  # imports torch
 
-            export_checkpoint(config, Path(arguments.checkpoint), folder / "model")
+            export_checkpoint(config, checkpoint, folder / "model")
             overrides = [*overrides, f"model.path={folder / 'model'}"]
             config = load_config(arguments.config, overrides)
         prompts = prepare_held_out(
@@ -72,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
             )
             for line in _table(outcome, config.eval.samples):
                 print(line)
-            source = arguments.checkpoint or config.model.path
+            source = checkpoint or config.model.path
             write_json(folder / "results.json", _results(config, str(source), outcome))
             print(f"with samples as text: {folder / 'results.json'}")
 
