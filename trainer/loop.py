@@ -209,8 +209,10 @@ class TrainingLoop:
         """Scores the held-out prompts; a signal ends it without a result."""
         if self._config.data.eval is None:
             return
-        limit_s = self._config.rollout.timeout_s
-        result = self._wait(lambda: self._rollouts.evaluate(self.step, self._serve_sync, limit_s))
+        temperature, limit_s = self._config.eval.temperature, self._config.rollout.timeout_s
+        result = self._wait(
+            lambda: self._rollouts.evaluate(self.step, temperature, self._serve_sync, limit_s)
+        )
         if result is not None:
             self._reporter.evaluated(self.step, result, is_last=is_last)
 

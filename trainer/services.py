@@ -234,6 +234,8 @@ def manager_spec(
         ),
         prompts_path=str(prompts.train_path.absolute()),
         eval_path=str(prompts.eval_path.absolute()) if prompts.eval_path else "",
+        eval_sets=prompts.eval_sets,
+        eval_samples=config.eval.samples,
         world_size=world_size,
         worker_names=tuple(worker_names(config, num_nodes)),
         seed=train.seed,

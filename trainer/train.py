@@ -46,7 +46,7 @@ from umbra.trainer.loop import TrainingLoop
 from umbra.trainer.memory_needs import engine_needs, rank_need
 from umbra.trainer.model.host_offload import HostOffload
 from umbra.trainer.model.micro_batches import MicroBatchBuilder
-from umbra.trainer.model.model_loading import prepare_causal_lm
+from umbra.trainer.model.model_loading import load_policy
 from umbra.trainer.model.model_sizes import ModelSizes
 from umbra.trainer.model.optimizer import PolicyOptimizer
 from umbra.trainer.model.policy import Policy
@@ -59,6 +59,7 @@ from umbra.trainer.reporting.note_board import NoteBoard
 from umbra.trainer.reporting.progress_display import Progress
 from umbra.trainer.reporting.run_reporter import RunReporter, closing_lines, finish
 from umbra.trainer.services import MANAGER, POOL, ServiceStarter, prompt_budget, user_folders
+from umbra.trainer.setup_check import questionable_settings
 from umbra.trainer.signals import StopSignals
 from umbra.trainer.step import TrainStep
 from umbra.trainer.waits import collective_timeout_s
@@ -113,7 +114,8 @@ class Trainer:
             plan, memory, device_type = self._plan_pools()
             is_lead = starter is not None
             if is_lead:
-                for line in (*plan.table(memory.columns()), *memory.notes):
+                warnings = [f"warning: {each}" for each in questionable_settings(config)]
+                for line in (*warnings, *plan.table(memory.columns()), *memory.notes):
                     self._notes.put(line)
                 starter.start_engines(plan, device_type)
             planned = memory.gpus if is_lead else ()
@@ -285,25 +287,10 @@ class Trainer:
 
     def _load_policies(self, world: World) -> tuple[Policy, Policy | None]:
         """The policy, and the frozen starting model if a KL term needs it."""
-        policy = self._load_policy(world)
+        policy = load_policy(self._config, world.mesh)
         if self._config.train.kl_coef == 0.0:
             return policy, None
-        return policy, self._load_policy(world).freeze()
-
-    def _load_policy(self, world: World) -> Policy:
-        config = self._config
-        prepared = prepare_causal_lm(config.model, getattr(torch, config.master_dtype))
-        return Policy(
-            prepared.model,
-            world.mesh,
-            is_packed=prepared.is_packed,
-            compute_dtype=self._dtype,
-            wrap=config.model.fsdp_wrap,
-            temperature=config.rollout.temperature,
-            recomputes=config.train.activation_checkpointing == "full",
-            compiles=config.train.compile,
-            weights=prepared.weights,
-        )
+        return policy, load_policy(self._config, world.mesh).freeze()
 
     def _offload(
         self, world: World, policy: Policy, reference: Policy | None, optimizer: PolicyOptimizer

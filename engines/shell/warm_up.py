@@ -40,7 +40,10 @@ async def warm_up(core: AdapterCore) -> None:
     started = time.monotonic()
     output = await core.add("warm-up", _REQUEST, "warm-up", 1)
     while True:
-        new = output.take()
+        try:
+            new = output.take()
+        except Exception as error:  # of the engine's library; the log has the cause
+            raise EngineError(f"{core.name} failed at its first request: {error}") from error
         if new is not None and new.finish_reason is not None:
             break
         if core.died.is_set():

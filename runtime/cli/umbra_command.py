@@ -25,6 +25,11 @@ _SAMPLES: Final = (
     "weights that generated them, values that the agent loop recorded, reward and state. Without "
     "ids it shows the newest, the best or the worst. The job may be running."
 )
+_EVAL: Final = (
+    "Evaluates a model on held-out prompts, data.eval and eval.sets, without training. The config "
+    "is that of a training run; model.path=DIR and --checkpoint choose another model. [eval] says "
+    "how: greedy, or several samples of each prompt."
+)
 _SERVE: Final = (
     "Starts the engines of a config without a trainer, and an OpenAI-compatible HTTP server in "
     "front of them, until Ctrl-C. The config is that of a training run; [model] is enough."
@@ -98,6 +103,8 @@ def _run(arguments: argparse.Namespace) -> int:
             return samples_command.run(arguments)
         case "plot":
             return int(import_module("umbra.trainer.reporting.metrics_plot").run(arguments))
+        case "eval":
+            return int(import_module("umbra.trainer.serving.eval_command").run(arguments))
         case "serve":
             # By name, because nothing here imports the trainer, whose config it reads.
             return int(import_module("umbra.trainer.serving.serve_command").serve(arguments))
@@ -146,6 +153,9 @@ def _parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentP
     drain = commands.add_parser("drain", help="take a machine out of a job", description=_DRAIN)
     drain.add_argument("run_dir", metavar="RUN_DIR", help="the job's run.dir")
     drain.add_argument("node", metavar="NODE", help="its number or id, as the job reported it")
+    _add_eval_arguments(
+        commands.add_parser("eval", help="scores of a model, without training", description=_EVAL)
+    )
     _add_serve_arguments(
         commands.add_parser("serve", help="engines behind an HTTP endpoint", description=_SERVE)
     )
@@ -166,15 +176,29 @@ def _add_stop_arguments(stop: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_serve_arguments(serve: argparse.ArgumentParser) -> None:
-    serve.add_argument("config", metavar="CONFIG", help="TOML file, or a model directory")
-    serve.add_argument(
+def _add_eval_arguments(evaluate: argparse.ArgumentParser) -> None:
+    evaluate.add_argument("config", metavar="CONFIG", help="the TOML file of a training run")
+    _add_overrides(evaluate)
+    evaluate.add_argument(
+        "--checkpoint",
+        metavar="DIR",
+        help="a checkpoint of the run, such as RUN_DIR/checkpoints/step-000040",
+    )
+
+
+def _add_overrides(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
         "overrides",
         nargs="*",
         default=[],
         metavar="section.key=value",
         help="settings to change; an empty value unsets one",
     )
+
+
+def _add_serve_arguments(serve: argparse.ArgumentParser) -> None:
+    serve.add_argument("config", metavar="CONFIG", help="TOML file, or a model directory")
+    _add_overrides(serve)
     serve.add_argument("--host", default="127.0.0.1", help="address to bind (default 127.0.0.1)")
     serve.add_argument(
         "--port", type=_port, default=8000, help="port to bind; 0 chooses a free one (default 8000)"
@@ -188,15 +212,13 @@ def _add_serve_arguments(serve: argparse.ArgumentParser) -> None:
 
 def _add_generate_arguments(generate: argparse.ArgumentParser) -> None:
     generate.add_argument(
-        "config", nargs="?", metavar="CONFIG", help="TOML file, or a model directory"
+        "config",
+        nargs="?",
+        metavar="CONFIG",
+        help="a model directory, or the TOML file of a training run, whose model and engine "
+        "settings are used; not with --url",
     )
-    generate.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="section.key=value",
-        help="settings to change; an empty value unsets one",
-    )
+    _add_overrides(generate)
     generate.add_argument("--prompt", type=_text, required=True, metavar="TEXT")
     generate.add_argument(
         "--chat", action="store_true", help="the prompt is a user's message, for a chat template"
@@ -213,7 +235,11 @@ def _add_generate_arguments(generate: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="policy (the default), or judge for [pools.judge]; with --url any of its models",
     )
-    generate.add_argument("--engine", help="embedded, vllm, ... (default: the config's)")
+    generate.add_argument(
+        "--engine",
+        help="embedded (CPU and CUDA), vllm, sglang, echo (no model, for tests), or the "
+        "module:Class of your own (default: the config's; embedded for a model directory)",
+    )
     generate.add_argument("--url", help="a running server, such as http://127.0.0.1:8000")
     generate.add_argument("--api-key", metavar="KEY", help="default: UMBRA_API_KEY")
 

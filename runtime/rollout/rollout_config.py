@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -22,7 +23,7 @@ class RolloutSettings(Settings):
         max_new_tokens: Largest number of tokens generated for one completion, over all turns of an
             agent loop.
         temperature: Temperature of training rollouts, above 0 for training. Higher values explore
-            more. Evaluation is greedy.
+            more. Evaluations have their own, `eval.temperature`.
         stop_token_ids: Tokens that end a completion, besides the model's own end-of-text tokens.
         max_staleness: How many optimizer steps old a token may be when it is trained on. 0 is
             synchronous and on-policy. From 1 on, a standalone pool generates the next batches while
@@ -117,7 +118,10 @@ class RolloutConfig(Settings):
         settings: the user's, with the model's own end-of-text tokens among `stop_token_ids`.
         dispatch: to the pool that generates.
         prompts_path: prompt file of the training set, as `write_prompts` makes it.
-        eval_path: prompt file of the held-out set; "" where nothing is evaluated.
+        eval_path: prompt file of the held-out sets; "" where nothing is evaluated.
+        eval_sets: the sets in that file: names and numbers of prompts, in its order. An evaluation
+            scores each of them, besides all prompts together.
+        eval_samples: completions of each held-out prompt.
         world_size: number of trainer ranks that call `next_batch` together.
         worker_names: names of the `RolloutWorker` actors that score and run agent loops.
         seed: decides the order of prompts and every trajectory's sampling seed.
@@ -142,6 +146,8 @@ class RolloutConfig(Settings):
     dispatch: DispatchConfig
     prompts_path: str
     eval_path: str = ""
+    eval_sets: Mapping[str, int] = field(default_factory=dict[str, int])
+    eval_samples: Positive = 1
     world_size: Positive
     worker_names: tuple[str, ...]
     seed: Count = 0

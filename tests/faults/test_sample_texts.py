@@ -60,7 +60,8 @@ def test_samples_of_an_agent_loop_are_shown_while_it_trains_and_in_the_report(
 
 def check_report(page: str) -> None:
     """It has the worst and the best held-out prompts of both evaluations."""
-    evaluations = page.partition("Samples of the evaluations")[2].split("<details")[1:]
+    section = page.partition("Samples of the evaluations")[2].partition("<h2>")[0]
+    evaluations = section.split("<details")[1:]
     assert len(evaluations) == 2
     for evaluation in evaluations:
         prompts = re.findall(r"<pre>(all \d=)</pre>", evaluation)

@@ -6,15 +6,19 @@ import json
 import os
 import re
 import signal
+import tempfile
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from documented_names import check_metrics, check_run_directory
+from http_server import run_umbra
 from training_models import save_model
 from whole_runs import start_run
 
+from umbra.trainer.config.config_file import load_config
 from umbra.trainer.reporting.metrics_log import read_metrics
 from umbra.trainer.reporting.metrics_plot import draw, panels
 
@@ -68,10 +72,13 @@ def write_config(folder: Path, engines: int = 1) -> Path:
 def run(
     config: Path, num_ranks: int, *overrides: str, environ: Mapping[str, str] | None = None
 ) -> str:
-    """Runs to the end; returns the output."""
+    """Runs to the end; returns the output. The documents explain all that the run leaves."""
     with start_run(config.parent, *overrides, num_ranks=num_ranks, environ=environ) as started:
         ended = started.wait(RUN_LIMIT_S)
     assert ended.status == 0, ended.output
+    run_dir = Path(load_config(config, overrides).run.dir)
+    check_metrics(read_metrics(run_dir / "metrics.jsonl"))
+    check_run_directory(run_dir)
     return ended.output
 
 
@@ -127,6 +134,42 @@ def test_a_run_learns_and_resumes_with_another_number_of_ranks(folder: Path) -> 
     assert [row["step"] for row in rows if "train/loss" in row] == [1, 2, 3, 4, 5, 6]
     versions = [row["sync/version"] for row in rows if "sync/version" in row]
     assert versions == sorted(set(versions))
+
+
+def test_umbra_eval_scores_models_as_their_training_did(folder: Path) -> None:
+    config = write_config(folder)
+    run(config, 0, "train.steps=2")
+    metrics = read_metrics(folder / "run/metrics.jsonl")
+    first, last = (row["eval/reward_mean"] for row in metrics if "eval/reward_mean" in row)
+    assert first != last
+
+    def evaluate(*arguments: object) -> Any:
+        with tempfile.TemporaryDirectory(prefix="umbra-test-", dir="/tmp") as short:
+            return run_umbra(Path(short), "eval", config, *arguments)
+
+    def scores(*arguments: object) -> dict[str, Any]:
+        done = evaluate(*arguments)
+        assert done.returncode == 0, done.stderr
+        assert "set" in done.stdout
+        found: dict[str, Any] = json.loads((folder / "run/eval/results.json").read_text())
+        return found
+
+    before = scores(f"eval.sets.train={folder}/train.jsonl")
+    after = scores("--checkpoint", folder / "run/checkpoints/step-000002")
+    sampled = scores(
+        *("eval.samples=4", "eval.temperature=1.0", "reward.accuracy_threshold=0.25"),
+        f"model.path={folder}/run/export",
+    )
+
+    refused = evaluate("--checkpoint", folder / "run")
+
+    assert refused.returncode == 2
+    assert "is not a complete checkpoint: name one of the folders in" in refused.stderr
+    assert before["sets"]["eval"]["mean_reward"] == first
+    assert before["num_prompts"] == 16 + before["sets"]["train"]["num_prompts"] == 80
+    assert after["mean_reward"] == last
+    assert list(sampled["pass_at"]) == ["1", "2", "4"]
+    assert 0 < sampled["accuracy"] == sampled["pass_at"]["1"] < sampled["pass_at"]["4"]
 
 
 def test_a_run_with_the_decoupled_loss_resumes_from_its_checkpoint(folder: Path) -> None:
@@ -194,12 +237,11 @@ def check_picture(metrics: Sequence[dict[str, float]]) -> None:
     axes = draw(found, "run").axes
     assert [panel.title for panel in found] == [axis.get_ylabel() for axis in axes]
     labels = [[text.get_text() for text in axis.get_legend().get_texts()] for axis in axes]
-    phases = ("sync", "generation", "train")
     assert labels == [
         ["training reward", "held-out accuracy"],
-        ["from what sampled the tokens", "from the starting model"],
-        ["rollout", "sync", "sleep", "train", "other"],
-        [f"{phase}, {what}" for phase in phases for what in ("peak", "allocated")],
+        ["from the policy that sampled", "from the starting model"],
+        ["wait for rollouts", "weight sync", "putting engines to sleep", "training", "other"],
+        ["in weight sync", "in generation", "in training"],
     ]
     reward, accuracy = axes[0].lines
     assert list(reward.get_xdata()) == [1, 2, 3]

@@ -113,15 +113,8 @@ class CheckpointStore:
         """
         state = read_trainer_state(path)
         _start_moments(optimizer)
-        tensors = _tensors(parameters, optimizer)
         random_state = _random_state(self._world.rank)
-        with _disk_trouble("read the checkpoint", path, IF_DAMAGED):
-            reader = _Reader(path)
-            saved = reader.read_metadata().state_dict_metadata
-            _check_fit(path, tensors, saved)
-            if random_state.keys() <= saved.keys():
-                tensors |= random_state
-            _dcp.load(tensors, storage_reader=reader)
+        _read(path, _tensors(parameters, optimizer), random_state)
         for value in random_state.values():
             torch.set_rng_state(value)
         barrier()
@@ -153,6 +146,29 @@ class CheckpointStore:
             found = [path for path in complete_checkpoints(self.folder) if path <= target]
             for path in found[: -self._keep]:
                 _remove(path)
+
+
+def load_parameters(path: Path, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Loads the parameters of a complete checkpoint, in place, and nothing else; raises as `load`.
+    Collective."""
+    tensors = {f"{_MODEL}{name}": parameter.data for name, parameter in parameters.items()}
+    _read(path, tensors, {})
+    barrier()
+
+
+def _read(path: Path, tensors: dict[str, Tensor], optional: dict[str, Tensor]) -> None:
+    """Reads into tensors by flat name.
+
+    Args:
+        optional: are left as they are if the checkpoint does not have all of them.
+    """
+    with _disk_trouble("read the checkpoint", path, IF_DAMAGED):
+        reader = _Reader(path)
+        saved = reader.read_metadata().state_dict_metadata
+        _check_fit(path, tensors, saved)
+        if optional.keys() <= saved.keys():
+            tensors |= optional
+        _dcp.load(tensors, storage_reader=reader)
 
 
 def _remove(path: Path) -> None:

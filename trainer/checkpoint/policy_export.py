@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,11 +12,17 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from umbra.runtime.cluster.environment import TorchrunEnvironment
 from umbra.runtime.disk import check_free_space
+from umbra.trainer.checkpoint.checkpoint_store import load_parameters
+from umbra.trainer.config.trainer_config import TrainerConfig
+from umbra.trainer.model.model_loading import load_policy
 from umbra.trainer.model.policy import Policy
 from umbra.trainer.run_files import replacing_folder, writing
 from umbra.trainer.world import World, barrier, from_lead
 
+_ALONE_S: Final = 60.0
+"""Limit for collectives of a single process, which wait for nobody."""
 # Copied from the directory that the model came from; training does not change them.
 _TOKENIZER_FILES: Final = (
     "tokenizer.json",
@@ -47,6 +54,22 @@ def export_policy(
     full = _gather(policy, world, dtype)
     from_lead(world, lambda: _write(policy, full, target, source, dtype))
     return target
+
+
+def export_checkpoint(config: TrainerConfig, checkpoint: Path, target: Path) -> None:
+    """Exports the policy of a complete checkpoint, on the CPU of this process alone.
+
+    Raises:
+        ConfigError: it is of another model than the config's.
+        DataError, RunDirectoryError: the model or the checkpoint cannot be read, or `target`
+            cannot be written.
+    """
+    config = replace(config, train=replace(config.train, compile=False))
+    with World.join(TorchrunEnvironment.read(), "cpu", _ALONE_S) as world:
+        policy = load_policy(config, world.mesh)
+        load_parameters(checkpoint, policy.parameters)
+        dtype: torch.dtype = getattr(torch, config.model.dtype)
+        export_policy(policy, target, world, source=config.model.path, dtype=dtype)
 
 
 def _gather(policy: Policy, world: World, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -1,19 +1,6 @@
 """The run directory: its files, starting or resuming a run in it, and the version counter.
 
-run.dir/prompts.msgpack, eval_prompts.msgpack   tokenized data sets
-run.dir/settings.json                           the settings of the last start, and its folder
-run.dir/metrics.jsonl, tensorboard/             metrics of each step
-run.dir/eval_samples.jsonl                      texts of a few samples of each evaluation
-run.dir/versions.jsonl                          weight versions and their steps
-run.dir/resumed.json                            the newest version when a checkpoint was named
-run.dir/checkpoints/                            see `umbra.trainer.checkpoint.checkpoint_store`
-run.dir/ledger/                                 every sample's history; `umbra ledger` shows it
-run.dir/export/                                 the trained model, Hugging Face format
-run.dir/summary.json, report.html, metrics.png  at the end; `umbra plot` draws earlier
-run.dir/logs/                                   output of every process that umbra starts
-run.dir/supervisor.json, preempted              see `umbra.runtime.cluster.run_notice`
-run.dir/replaced/                               the run that is being replaced, without data and
-                                                logs, until the new one has done a step
+docs/run-directory.md lists the files.
 """
 
 from __future__ import annotations

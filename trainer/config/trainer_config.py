@@ -132,7 +132,8 @@ class DataSection(Settings):
         eval: File of held-out prompts. Without it nothing is evaluated.
         format: "text" takes plain prompts from `prompt_column`. "chat" takes lists of {role,
             content} from `messages_column` and renders them by the tokenizer's chat template.
-            "auto" chooses by which of the two columns is there.
+            "auto" chooses by which of the two columns is there, and takes a list in
+            `prompt_column`, as TRL has chats, for a chat.
         prompt_column: Column of plain prompts.
         messages_column: Column of chats.
         chat_template_kwargs: Further variables of the chat template.
@@ -154,6 +155,30 @@ class DataSection(Settings):
     overlong: Literal["error", "drop"] = "error"
     eval_limit: Count = 0
     shuffle: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalSection(Settings):
+    """`[eval]`: how held-out prompts are evaluated, in a training and by `umbra eval`.
+
+    Attributes:
+        samples: Completions per held-out prompt. Above 1, pass@k is measured, too, and
+            `temperature` has to be above 0. More take longer and measure better.
+        temperature: 0 is greedy. Above 0, completions are sampled.
+        sets: Further files of held-out prompts by name, which only `umbra eval` evaluates.
+    """
+
+    samples: Positive = 1
+    temperature: Annotated[float, Bounds(ge=0)] = 0.0
+    sets: Mapping[str, FilePath] = field(default_factory=dict[str, Path])
+
+    def __post_init__(self) -> None:
+        Settings.__post_init__(self)
+        if self.samples > 1 and self.temperature == 0:
+            raise SettingError(
+                f"samples = {self.samples} with temperature = 0, which is greedy, would measure "
+                "the same completion again: set temperature above 0, or samples to 1"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,6 +321,7 @@ class TrainerConfig:
     job: JobSection = JobSection()
     model: ModelSection
     data: DataSection
+    eval: EvalSection = field(default_factory=EvalSection)
     reward: RewardSection
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
     pool: PoolSettings = field(default_factory=PoolSettings)
@@ -352,6 +378,7 @@ class ServeConfig:
     job: JobSection = JobSection()
     model: ModelSection
     data: DataSection | None = None
+    eval: EvalSection = field(default_factory=EvalSection)
     reward: RewardSection | None = None
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
     pool: PoolSettings = field(default_factory=PoolSettings)

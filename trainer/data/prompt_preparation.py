@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -44,10 +44,17 @@ class PromptBudget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptFiles:
-    """The files that `prepare_prompts` wrote. `eval_path` is None if nothing is evaluated."""
+    """The files that were written.
+
+    Attributes:
+        eval_path: None if nothing is evaluated.
+        eval_sets: the sets of held-out prompts in that file, in order, if they have names: their
+            numbers of prompts.
+    """
 
     train_path: Path
     eval_path: Path | None
+    eval_sets: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
 def check_data(data: DataSection) -> None:
@@ -57,14 +64,18 @@ def check_data(data: DataSection) -> None:
         DataError: with the setting, or file, line, cause and remedy.
     """
     for path, key in ((data.train, "data.train"), (data.eval, "data.eval")):
-        if path is None:
-            continue
-        check_data_file(path, key)
-        first = next(read_rows(path), None)
-        if first is None:
-            raise _empty(path, "it has no rows")
-        _content(data, *first)
-        _prompt_id(data, *first, idx=0)
+        if path is not None:
+            check_prompts(data, path, key)
+
+
+def check_prompts(data: DataSection, path: Path, key: str) -> None:
+    """The same for one file, which the setting `key` names."""
+    check_data_file(path, key)
+    first = next(read_rows(path), None)
+    if first is None:
+        raise _empty(path, "it has no rows")
+    _content(data, *first)
+    _prompt_id(data, *first, idx=0)
 
 
 def prepare_prompts(
@@ -107,6 +118,32 @@ def prepare_prompts(
         eval_path = folder / "eval_prompts.msgpack"
         _write(eval_path, _take(prompts, data.eval_limit))
     return PromptFiles(train_path=train_path, eval_path=eval_path)
+
+
+def prepare_held_out(
+    data: DataSection,
+    sets: Mapping[str, Path],
+    tokenizer: PromptTokenizer,
+    budget: PromptBudget,
+    *,
+    folder: Path,
+) -> PromptFiles:
+    """Tokenizes sets of held-out prompts into one file in `folder`, in which ids are SET/ID.
+
+    Raises: as `prepare_prompts`.
+    """
+    sizes = dict.fromkeys(sets, 0)
+
+    def prompts() -> Iterator[dict[str, Any]]:
+        for name, path in sets.items():
+            found = _take(_read_prompts(data, path, tokenizer, budget), data.eval_limit)
+            for prompt in found:
+                sizes[name] += 1
+                yield prompt | {"id": f"{name}/{prompt['id']}"}
+
+    path = folder / "eval_prompts.msgpack"
+    _write(path, prompts())
+    return PromptFiles(train_path=path, eval_path=path, eval_sets=sizes)
 
 
 def _write(path: Path, prompts: Iterator[dict[str, Any]]) -> int:
@@ -180,6 +217,8 @@ def _content(data: DataSection, where: str, row: Mapping[str, Any]) -> str | lis
             )
         return cast("list[dict[str, Any]]", messages)
     text = row[data.prompt_column]
+    if data.format == "auto" and _are_messages(text):  # as TRL has chats
+        return cast("list[dict[str, Any]]", text)
     if not isinstance(text, str):
         raise DataError(
             f"{where}: column {data.prompt_column!r} holds a {type(text).__name__}, not text"

@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from umbra.runtime.errors import ConfigError, DataError
-from umbra.trainer.config.trainer_config import ModelSection
+from umbra.trainer.config.trainer_config import ModelSection, TrainerConfig
 from umbra.trainer.data.prompt_tokenizer import read_model_config
 from umbra.trainer.model.packed_attention import PACKED_ATTENTION, register_packed_attention
+from umbra.trainer.model.policy import Policy
 from umbra.trainer.model.stored_weights import StoredWeights
 
 logger = logging.getLogger(__name__)
@@ -33,6 +35,23 @@ class PreparedModel:
     model: nn.Module
     is_packed: bool
     weights: StoredWeights | None
+
+
+def load_policy(config: TrainerConfig, mesh: DeviceMesh) -> Policy:
+    """The configured model, sharded over the ranks of the mesh. Collective; raises as
+    `prepare_causal_lm`."""
+    prepared = prepare_causal_lm(config.model, getattr(torch, config.master_dtype))
+    return Policy(
+        prepared.model,
+        mesh,
+        is_packed=prepared.is_packed,
+        compute_dtype=getattr(torch, config.model.dtype),
+        wrap=config.model.fsdp_wrap,
+        temperature=config.rollout.temperature,
+        recomputes=config.train.activation_checkpointing == "full",
+        compiles=config.train.compile,
+        weights=prepared.weights,
+    )
 
 
 def prepare_causal_lm(section: ModelSection, dtype: torch.dtype) -> PreparedModel:

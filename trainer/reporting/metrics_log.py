@@ -78,6 +78,14 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     return _read_rows(path)
 
 
+def merge_steps(rows: Sequence[MetricsRow]) -> list[dict[str, float]]:
+    """One row for each step, with its evaluation: the last, because a resumed run repeats one."""
+    merged: dict[float, dict[str, float]] = {}
+    for row in rows:
+        merged.setdefault(row["step"], {}).update(row)
+    return list(merged.values())
+
+
 def read_samples(path: Path) -> dict[int, list[dict[str, Any]]]:
     """The samples of an eval_samples.jsonl by step, the last of each: a resumed run repeats one."""
     return {row["step"]: row["samples"] for row in _read_rows(path)}

@@ -16,28 +16,31 @@ from typing import Any, Final
 from umbra.runtime.disk import explain
 from umbra.runtime.errors import ConfigError, DataError, how_to_install
 from umbra.trainer.checkpoint.run_dir import RunDir
-from umbra.trainer.reporting.metrics_log import read_metrics
+from umbra.trainer.reporting.metrics_log import merge_steps, read_metrics
 
 Rows = Sequence[Mapping[str, float]]
 _PANELS: Final[Mapping[str, Mapping[str, str]]] = {
     "reward": {"rollout/reward_mean": "training reward", "eval/accuracy": "held-out accuracy"},
     "KL": {
-        "train/behaviour_kl": "from what sampled the tokens",
+        "train/behaviour_kl": "from the policy that sampled",
         "train/reference_kl": "from the starting model",
     },
-    "seconds a step": {
-        "time/rollout_s": "rollout",
-        "time/sync_s": "sync",
-        "time/sleep_s": "sleep",
-        "time/train_s": "train",
+    "seconds per step": {
+        "time/rollout_s": "wait for rollouts",
+        "time/sync_s": "weight sync",
+        "time/sleep_s": "putting engines to sleep",
+        "time/train_s": "training",
     },
-    "GiB of the rank with most": {
-        f"memory/{phase}_{what}_gib": f"{phase}, {what}"
-        for phase in ("sync", "generation", "train")
-        for what in ("peak", "allocated")
+    "GiB of the largest rank": {
+        "memory/sync_peak_gib": "in weight sync",
+        "memory/generation_peak_gib": "in generation",
+        "memory/train_peak_gib": "in training",
     },
 }
-_TIME: Final = "seconds a step"
+_TIME: Final = "seconds per step"
+_LOWEST_TOPS: Final = {"KL": 1e-3, "GiB of the largest rank": 0.1}
+"""Panels whose axis begins at 0, and the least that it ends at. A lower value for KL shows the
+rounding errors of float32 as if they were a trend; a higher one hides those of bfloat16."""
 _OTHER: Final = "other"
 _FORMATS: Final = (".svg", ".png", ".pdf")
 
@@ -53,11 +56,16 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """Series that share an axis; stacked ones add up, and have the same steps."""
+    """Series that share an axis; stacked ones add up, and have the same steps.
+
+    Attributes:
+        lowest_top: the axis begins at 0 and reaches at least this; None: it fits the values.
+    """
 
     title: str
     series: Sequence[Series]
     is_stacked: bool = False
+    lowest_top: float | None = None
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -89,12 +97,13 @@ def save_plot(rows: Rows, path: Path, title: str) -> None:
         ConfigError: matplotlib is not installed.
         OSError: the file cannot be written.
     """
-    draw(panels(rows), title).savefig(path, dpi=120)
+    draw(panels(rows), title).savefig(path, dpi=150)
 
 
 def panels(rows: Rows) -> list[Panel]:
     """The measured metrics, in the order of the page."""
     found: list[Panel] = []
+    rows = merge_steps(rows)
     for title, names in _PANELS.items():
         if title == _TIME:
             series = _times(rows, names)
@@ -102,7 +111,14 @@ def panels(rows: Rows) -> list[Panel]:
             series = [_series(rows, name, label) for name, label in names.items()]
         series = [one for one in series if one.steps]
         if series:
-            found.append(Panel(title, series, is_stacked=title == _TIME))
+            found.append(
+                Panel(
+                    title,
+                    series,
+                    is_stacked=title == _TIME,
+                    lowest_top=_LOWEST_TOPS.get(title),
+                )
+            )
     return found
 
 
@@ -116,16 +132,21 @@ def draw(panels: Sequence[Panel], title: str) -> Any:
         module: Any = importlib.import_module("matplotlib.figure")
     except ImportError as error:
         raise ConfigError(f"drawing a run needs matplotlib: {how_to_install('plot')}") from error
-    figure = module.Figure(figsize=(9, 2.6 * max(1, len(panels))), layout="constrained")
+    # Narrow enough for a phone, so legends are above the panels.
+    figure = module.Figure(figsize=(6, 2.4 * max(1, len(panels))), layout="constrained")
     figure.suptitle(title)
     if not panels:
         return figure
     grid = figure.subplots(len(panels), sharex=True, squeeze=False)
     for (axes,), panel in zip(grid, panels, strict=True):
         _draw_stack(axes, panel.series) if panel.is_stacked else _draw_lines(axes, panel.series)
+        if panel.lowest_top is not None:
+            highest = max(value for one in panel.series for value in one.values)
+            axes.set_ylim(bottom=0.0, top=max(1.05 * highest, panel.lowest_top))
         axes.set_ylabel(panel.title)
         axes.grid(visible=True, alpha=0.3)
-        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="small")
+        above = {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "borderpad": 0.1}
+        axes.legend(**above, ncols=3, frameon=False, fontsize="small", columnspacing=1.0)
     grid[-1][0].set_xlabel("step")
     return figure
 

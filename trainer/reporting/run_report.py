@@ -11,12 +11,35 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from umbra.runtime.escaping import escape_unprintable
+from umbra.trainer.reporting.metrics_log import merge_steps
 from umbra.trainer.run_files import write_json, write_text
 
 T = TypeVar("T")
 Rows = Sequence[Mapping[str, float]]
 _REWARD: Final = "rollout/reward_mean"
-_ACCURACY: Final = "eval/accuracy"
+_COLUMNS: Final[Mapping[str, str]] = {
+    _REWARD: "training reward",
+    "eval/accuracy": "held-out accuracy",
+    "rollout/tokens_per_s": "tokens per second",
+    "rollout/completion_len_mean": "tokens per completion",
+    "train/loss": "loss",
+    "train/grad_norm": "gradient norm",
+    "time/step_s": "seconds",
+    "time/rank_idle_share": "trainer idle, share",
+    "rollout/engine_idle_share": "engines idle, share",
+}
+_FAULTS: Final[Mapping[str, str]] = {
+    "rollout/engines_lost": "Engines lost",
+    "sync/failed_engines": "Engines that failed in a weight sync",
+    "rollout/refilled_tokens": "Tokens whose keys were computed again",
+    "rollout/lost_tokens": "Tokens generated and lost",
+}
+"""Counts of each step that are above 0 only after faults."""
+_FAILURES: Final[Mapping[str, str]] = {
+    "rollout/dropped_reward_failed": "Prompts dropped because the reward function failed",
+    "rollout/dropped_agent_loop_failed": "Prompts dropped because the agent loop failed",
+}
+"""The same for counts of the whole run so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,32 +104,44 @@ def write_report(
     jinja: Any = importlib.import_module("jinja2")
     environment = jinja.Environment(autoescape=True)
     environment.filters["printable"] = escape_unprintable
+    environment.filters["number"] = _number
     template = environment.from_string(_PAGE)
+    rows = merge_steps(rows)
     page = template.render(
         name=name,
         summary=asdict(summary),
+        faults=_faults(rows),
         plot=base64.b64encode(plot.read_bytes()).decode(),
-        columns=_table_columns(rows),
+        columns={key: word for key, word in _COLUMNS.items() if any(key in row for row in rows)},
         rows=_thin(rows),
         evaluations=_thin(sorted(samples.items())),
+        folder=Path.cwd(),
+        run_dir=path.parent,
         settings=json.dumps(settings, indent=2, default=str),
     )
     write_text(path, page)
 
 
-def _table_columns(rows: Rows) -> list[str]:
-    names = (
-        _REWARD,
-        _ACCURACY,
-        "rollout/tokens_per_s",
-        "rollout/completion_len_mean",
-        "train/loss",
-        "train/grad_norm",
-        "time/step_s",
-        "time/rank_idle_share",
-        "rollout/engine_idle_share",
-    )
-    return [name for name in names if any(name in row for row in rows)]
+def _faults(rows: Rows) -> list[str]:
+    """What the run survived, one line for each kind."""
+    lines: list[str] = []
+    for key, word in _FAULTS.items():
+        steps = [row["step"] for row in rows if row.get(key)]
+        if steps:
+            total = sum(row[key] for row in rows if key in row)
+            first = ", ".join(f"{step:.0f}" for step in steps[:10])
+            more = f" and {len(steps) - 10} more" if len(steps) > 10 else ""
+            lines.append(f"{word}: {total:.0f} (by step {first}{more})")
+    for key, word in _FAILURES.items():
+        total = max((row[key] for row in rows if key in row), default=0.0)
+        if total:
+            lines.append(f"{word}: {total:.0f}")
+    return lines
+
+
+def _number(value: float) -> str:
+    """With four digits, and without an exponent where that is short."""
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
 def _thin(rows: Sequence[T], most: int = 50) -> list[T]:
@@ -119,45 +154,79 @@ def _thin(rows: Sequence[T], most: int = 50) -> list[T]:
 
 
 _PAGE: Final = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{{ name }} - umbra</title>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{{ name }} - umbra</title>
 <style>
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 960px; margin: 2rem auto; padding: 0 1rem }
-table { border-collapse: collapse } td, th { padding: .2rem .8rem; text-align: right }
-th { border-bottom: 1px solid #888 } img { max-width: 100% }
-pre { background: #f4f4f4; padding: 1rem; overflow: auto }
-.sample td { text-align: left; vertical-align: top }
-.sample pre { margin: 0; padding: .2rem .5rem; white-space: pre-wrap; overflow-wrap: anywhere }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 1rem auto; padding: 0 1rem }
+table { border-collapse: collapse; font-size: 14px }
+td, th { padding: .2rem .6rem; text-align: right; vertical-align: top }
+th { border-bottom: 1px solid #888; vertical-align: bottom }
+img { max-width: 100% }
+pre { background: #f4f4f4; padding: .5rem; overflow: auto; font-size: 14px; margin: .2rem 0 }
+.wide { overflow-x: auto }
+.sample { border-top: 1px solid #ccc; padding: .5rem 0 }
+.sample pre { white-space: pre-wrap; overflow-wrap: anywhere }
 </style></head><body>
 <h1>{{ name }}</h1>
-<table>
-{% for key, value in summary.items() if value is not none and key != "files" and value != "" %}
-<tr><th style="text-align: left">{{ key }}</th>
-<td>{{ "%.4g" | format(value) if value is number else value }}</td></tr>
-{% endfor %}
-</table>
+<h2>Results</h2>
+<ul>
+{% if summary.accuracy_after is not none %}
+<li>Held-out accuracy: {{ "%.3f" | format(summary.accuracy_before) }} before training,
+<strong>{{ "%.3f" | format(summary.accuracy_after) }}</strong> after</li>
+{% endif %}
+{% if summary.reward_last is not none %}
+<li>Mean training reward: {{ summary.reward_first | number }} in the first tenth of the
+steps, <strong>{{ summary.reward_last | number }}</strong> in the last</li>
+{% endif %}
+<li>{{ summary.steps }} optimizer steps{% if summary.steps_before %},
+{{ summary.steps_before }} of them before the run was resumed{% endif %}</li>
+<li>{{ "%.0f" | format(summary.wall_s) }} seconds
+{%- if summary.steps_before %} since then{% endif %}</li>
+{% if summary.files.model %}<li>The trained model is in {{ summary.files.model }}.</li>{% endif %}
+</ul>
+<h2>Faults survived</h2>
+{% if faults or summary.engine_restarts %}
+<ul>
+{% for fault in faults %}<li>{{ fault }}</li>{% endfor %}
+{% if summary.engine_restarts %}
+<li>Engines restarted since the run was started or resumed: {{ summary.engine_restarts }}</li>
+{% endif %}
+</ul>
+<p>The causes are in {{ run_dir / "logs" }}.</p>
+{% else %}
+<p>No engine failed, and nothing that was generated was lost.</p>
+{% endif %}
+<h2>Metrics over the steps</h2>
 <p><img alt="metrics over steps" src="data:image/png;base64,{{ plot }}"></p>
-<table><tr><th>step</th>{% for column in columns %}<th>{{ column }}</th>{% endfor %}</tr>
+<details><summary>in numbers</summary><div class="wide"><table>
+<tr><th>step</th>{% for word in columns.values() %}<th>{{ word }}</th>{% endfor %}</tr>
 {% for row in rows %}<tr><td>{{ row["step"] }}</td>
 {% for column in columns %}
-<td>{{ "%.4g" | format(row[column]) if column in row else "" }}</td>
+<td>{{ row[column] | number if column in row else "" }}</td>
 {% endfor %}</tr>
-{% endfor %}</table>
+{% endfor %}</table></div></details>
 {% if evaluations %}
 <h2>Samples of the evaluations</h2>
 <p>The held-out prompts with the lowest and the highest rewards.</p>
 {% for step, samples in evaluations %}
 <details{% if loop.last %} open{% endif %}><summary>after step {{ step }}</summary>
-<table class="sample">
-<tr><th>prompt</th><th>completion</th><th>reward</th><th>tokens</th><th>end</th></tr>
 {% for sample in samples %}
-<tr><td><pre>{{ sample.prompt | printable }}</pre></td>
-<td><pre>{{ sample.completion | printable }}</pre></td>
-<td>{{ "%.4g" | format(sample.reward) }}</td><td>{{ sample.num_tokens }}</td>
-<td>{{ sample.finish_reason }}</td></tr>
+<div class="sample">
+Reward {{ sample.reward | number }}, {{ sample.num_tokens }} tokens,
+ended by {{ sample.finish_reason }}
+<pre>{{ sample.prompt | printable }}</pre>
+<pre>{{ sample.completion | printable }}</pre>
+</div>
 {% endfor %}
-</table></details>
+</details>
 {% endfor %}
+<p>Samples of the training: <code>umbra samples {{ run_dir }} --worst 3</code></p>
 {% endif %}
-<h2>Settings</h2><pre>{{ settings }}</pre>
+<h2>How to train further</h2>
+<p>Start the same command again in {{ folder }}, with these settings at its end, to resume from the
+last checkpoint. Choose the number of steps; it includes those that are done.</p>
+<pre>run.resume=auto train.steps={{ 2 * summary.steps }}</pre>
+<details><summary>All settings</summary><pre>{{ settings }}</pre></details>
 </body></html>
 """

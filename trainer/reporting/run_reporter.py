@@ -8,6 +8,7 @@ from typing import Any
 from umbra.runtime.rollout.agents.text_codec import TextCodec
 from umbra.runtime.settings import to_wire
 from umbra.trainer.checkpoint.run_dir import RunDir, process_age_s
+from umbra.trainer.checkpoint.trainer_state import complete_checkpoints
 from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.reporting.eval_sample import EvalSample
 from umbra.trainer.reporting.metrics_log import MetricsLog, read_metrics, read_samples
@@ -64,6 +65,7 @@ class RunReporter:
             "eval/accuracy": accuracy,
             "eval/reward_mean": float(result["mean_reward"]),
             "eval/completion_len_mean": float(result["completion_len_mean"]),
+            **{f"eval/pass_at_{k}": value for k, value in result["pass_at"].items() if k != "1"},
         }
         if is_last:
             self.accuracy_after = accuracy
@@ -128,6 +130,8 @@ def finish(
     rows = read_metrics(run_dir.metrics)
     first, last = reward_ends(rows)
     files = {"metrics": str(run_dir.metrics)}
+    if saved := complete_checkpoints(run_dir.checkpoints):
+        files["checkpoint"] = str(saved[-1])
     if not stopped_by:  # plotting takes longer than a user who stops a run should wait
         files |= {"report": str(run_dir.report), "plot": str(run_dir.plot)}
         if config.train.export:
@@ -167,7 +171,7 @@ def closing_lines(summary: Summary) -> list[str]:
     before = f" ({summary.steps_before} of them before this start)" * bool(summary.steps_before)
     lines = [f"{how} {summary.steps} steps in {summary.wall_s:.1f} s{before}"]
     if summary.stopped_by and summary.steps:
-        lines.append("resume with run.resume=auto")
+        lines.append("to resume, start the same command again with run.resume=auto")
     if summary.accuracy_before is not None and summary.accuracy_after is not None:
         lines.append(
             f"held-out accuracy {summary.accuracy_before:.3f} before, "

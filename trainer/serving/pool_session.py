@@ -9,7 +9,6 @@ from typing import Final
 
 from umbra.runtime.actor.actor_spec import ActorSpec
 from umbra.runtime.pools.pool_spec import PoolSpec
-from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session import Session, SessionConfig
 from umbra.trainer.reporting.note_board import NoteBoard
 from umbra.trainer.signals import StopRequested, StopSignals
@@ -23,16 +22,16 @@ _STOP_GRACE_S: Final = 20.0
 def with_pools(
     pools: Callable[[], Sequence[PoolSpec]],
     run_dir: Path,
-    spec: ActorSpec,
-    work: Callable[[Session, SyncHandle], None],
+    actors: Sequence[ActorSpec],
+    work: Callable[[Session], None],
 ) -> int:
-    """Runs `work` while the pools' engines and an actor in front of them serve.
+    """Runs `work` while the pools' engines and the actors that use them serve.
 
     No process of them is left afterwards. Returns 0, or 128 + the signal's number if SIGINT or
     SIGTERM ended it.
 
     Raises:
-        UmbraError: an error of `work`, or of the start of the actor or an engine. JobFailed if they
+        UmbraError: an error of `work`, or of the start of an actor or an engine. JobFailed if they
             cannot be kept running.
     """
     settings = SessionConfig(run_dir=run_dir, shutdown_grace_s=_SHUTDOWN_GRACE_S)
@@ -47,14 +46,15 @@ def with_pools(
         signals.defer(session.pass_on_signal)
         try:
             with signals.interruptible():
-                work(session, _start(session, pools(), spec))
+                _start(session, pools(), actors)
+                work(session)
         except StopRequested:
             pass
     return signals.exit_status
 
 
-def _start(session: Session, pools: Sequence[PoolSpec], spec: ActorSpec) -> SyncHandle:
-    """Starts pools and actor at the same time, so that the actor's errors come early.
+def _start(session: Session, pools: Sequence[PoolSpec], actors: Sequence[ActorSpec]) -> None:
+    """Starts pools and actors at the same time, so that the actors' errors come early.
 
     Pools that share memory wait for each other in the supervisor.
     """
@@ -65,9 +65,9 @@ def _start(session: Session, pools: Sequence[PoolSpec], spec: ActorSpec) -> Sync
             executor.submit(session.create_pool, pool, others_s=all_s - pool.start_timeout_s)
             for pool in pools
         ]
-        handle = session.spawn(spec)
+        for actor in actors:
+            session.spawn(actor)
         for started in as_completed(engines):
             started.result()
     finally:
         executor.shutdown(wait=False)  # after an error, the session ends the starts in progress
-    return handle

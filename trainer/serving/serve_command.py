@@ -22,7 +22,6 @@ from umbra.runtime.cluster.environment import api_key
 from umbra.runtime.errors import ConfigError, how_to_install
 from umbra.runtime.pools.pool_spec import PoolSpec
 from umbra.runtime.rollout.dispatch.generator import GeneratedPiece
-from umbra.runtime.rpc.sync_handle import SyncHandle
 from umbra.runtime.session import Session
 from umbra.trainer.checkpoint.run_lock import RunLock
 from umbra.trainer.run_files import check_writable
@@ -37,6 +36,7 @@ from umbra.trainer.serving.served_config import (
     read_one_engine_config,
     read_serve_config,
     served_pools,
+    trained_instead,
 )
 from umbra.trainer.serving.served_pool import ServedPoolConfig
 from umbra.trainer.setup_check import check_models
@@ -76,8 +76,8 @@ def serve(arguments: argparse.Namespace) -> int:
         started.extend(pool_specs(config, plan))
         return started
 
-    def work(session: Session, front: SyncHandle) -> None:
-        at_host, at_port = front.call("address")
+    def work(session: Session) -> None:
+        at_host, at_port = session.actor(_FRONT).call("address")
         shown = f"[{at_host}]" if ":" in at_host else at_host
         names = " and ".join(
             ", ".join(model for pool in pools for model in pool.models).rsplit(", ", 1)
@@ -85,6 +85,8 @@ def serve(arguments: argparse.Namespace) -> int:
         print(
             f"{names} {'are' if ' and ' in names else 'is'} served at http://{shown}:{at_port}/v1"
         )
+        if (trained := trained_instead(config)) is not None:
+            print(f"the training in {config.run.dir} is not served: model.path={trained} does that")
         print(f"engines: {_describe_engines(started)}; logs: {run_dir / 'logs'}")
         if not key and not _is_loopback(at_host):
             print("anybody who can reach this address can use it: set --api-key")
@@ -94,7 +96,7 @@ def serve(arguments: argparse.Namespace) -> int:
 
     with RunLock(run_dir):
         front = _front_spec(pools, host, port, key)
-        with_pools(engine_pools, run_dir, front, work)
+        with_pools(engine_pools, run_dir, [front], work)
     return 0
 
 
@@ -117,7 +119,8 @@ def generate(arguments: argparse.Namespace) -> int:
         kwargs={"config": replace(pool.dispatch, shares_memory=False)},
     )
 
-    def work(_: Session, generator: SyncHandle) -> None:
+    def work(session: Session) -> None:
+        generator = session.actor(_GENERATOR)
         writer = StepWriter(text.decode, ())
         asked = (tokens, arguments.max_tokens, arguments.temperature, text.stop_token_ids)
         for piece in generator.stream("stream", *asked, arguments.seed, timeout_s=None):
@@ -128,7 +131,7 @@ def generate(arguments: argparse.Namespace) -> int:
         return [alone(config, pool.pool)]
 
     with tempfile.TemporaryDirectory(prefix="umbra-generate-") as folder:
-        return with_pools(engine_pools, Path(folder), spec, work)
+        return with_pools(engine_pools, Path(folder), [spec], work)
 
 
 def _front_spec(pools: Sequence[ServedPoolConfig], host: str, port: int, key: str) -> ActorSpec:

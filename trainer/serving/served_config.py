@@ -16,6 +16,7 @@ from umbra.trainer.auxiliary_pools import (
     auxiliary_pool_spec,
     path_setting,
 )
+from umbra.trainer.checkpoint.run_dir import RunDir
 from umbra.trainer.config.config_file import check_config, read_config
 from umbra.trainer.config.trainer_config import ServeConfig
 from umbra.trainer.data.prompt_tokenizer import read_model_config, vocab_size
@@ -76,6 +77,13 @@ def _name_conflict(name: str, first: str, second: str) -> str:
         f"{whose} {name!r} for clients to ask for (the policy is called 'policy' and as its "
         "directory, a pool of [pools] as the pool, an adapter by its own name): rename one of them"
     )
+
+
+def trained_instead(config: ServeConfig) -> Path | None:
+    """The trained model of the config's run, if another one is served."""
+    export = RunDir(config.run.dir).export
+    is_other = export.exists() and export.resolve() != config.model.path.resolve()
+    return export if is_other else None
 
 
 def plan_served(config: ServeConfig, *, only: str = "") -> Plan:

@@ -11,8 +11,8 @@ from umbra.runtime.rollout.dispatch.trajectory import Trajectory
 from umbra.runtime.rollout.prompts import Prompt, PromptSet
 from umbra.runtime.rollout.rollout_config import RolloutConfig
 
-# Evaluation prompts that share one call of the reward function. More means fewer calls and less
-# overlap with generation.
+# Samples of an evaluation that share one call of the reward function. More means fewer calls and
+# less overlap with generation.
 _EVAL_GROUP_SIZE: Final = 32
 
 
@@ -57,18 +57,21 @@ class Admission:
         return order_idx // len(self._train)
 
     def evaluation_groups(self) -> list[Group]:
-        """All held-out prompts, each once.
+        """The samples of all held-out prompts, prompt after prompt.
 
         Raises:
             DataError: no held-out set was configured.
         """
         if self._eval is None:
             raise DataError("evaluation needs held-out prompts: rollout.eval_path is not set")
-        prompts = [self._eval[idx] for idx in range(len(self._eval))]
-        samples = [
-            self._trajectory(f"eval/{p.prompt_id}", p, trajectory_seed(self._config.seed, -1, i, 0))
-            for i, p in enumerate(prompts)
-        ]
+        num_each = self._config.eval_samples
+        samples: list[Trajectory] = []
+        for idx in range(len(self._eval)):
+            prompt = self._eval[idx]
+            for k in range(num_each):
+                name = f"eval/{prompt.prompt_id}" + (f"/{k}" if num_each > 1 else "")
+                seed = trajectory_seed(self._config.seed, -1, idx, k)
+                samples.append(self._trajectory(name, prompt, seed))
         return [
             Group(f"eval/{start}", samples[start : start + _EVAL_GROUP_SIZE])
             for start in range(0, len(samples), _EVAL_GROUP_SIZE)

@@ -26,7 +26,7 @@ class GroupShape:
 
 
 class Group:
-    """The trajectories of one prompt (in evaluation: of several prompts, one each).
+    """The trajectories of one prompt (in evaluation: of several prompts).
 
     Attributes:
         group_id: unique in the job, such as `e0/prompt7`.

@@ -12,6 +12,7 @@ from umbra.runtime.rollout.buffer.batch_plan import plan_batch
 from umbra.runtime.rollout.dispatch.group import Group
 from umbra.runtime.rollout.manager.evaluation import Evaluation
 from umbra.runtime.rollout.manager.evaluation_samples import worst_and_best
+from umbra.runtime.rollout.manager.evaluation_scores import evaluation_scores
 from umbra.runtime.rollout.rollout_config import RolloutConfig
 
 
@@ -46,9 +47,7 @@ def evaluation_outcome(evaluation: Evaluation, config: RolloutConfig) -> dict[st
     rewards = np.concatenate([group.rewards for group in evaluation.groups])
     return {
         "kind": "eval",
-        "mean_reward": metrics["reward_mean"],
-        "accuracy": float(np.mean(rewards >= config.accuracy_threshold)),
-        "num_prompts": len(rewards),
+        **evaluation_scores(rewards.reshape(-1, config.eval_samples), config),
         "tokens": metrics["tokens"],
         "gen_s": metrics["gen_s"],
         "completion_len_mean": metrics["completion_len_mean"],

@@ -219,13 +219,12 @@ class RolloutManager:
 
     @idempotent
     async def evaluate(self, rank: int, step: int, temperature: float = 0.0) -> dict[str, Any]:
-        """Generates and scores every held-out prompt once; collective like `next_batch`.
+        """Generates and scores every held-out prompt; collective like `next_batch`.
 
         Returns:
-            {"kind": "eval", "mean_reward", "accuracy", "num_prompts", "tokens", "gen_s",
-            "completion_len_mean", "truncated_share", "samples"} or {"kind": "sync_wanted", ...}.
-            Accuracy is the share of rewards of at least `accuracy_threshold`; samples are a few of
-            the worst and the best.
+            {"kind": "eval", "tokens", "gen_s", "completion_len_mean", "truncated_share",
+            "samples", ...} with the scores of `evaluation_scores`, or {"kind": "sync_wanted", ...}.
+            The samples are a few of the worst and the best.
         """
         return await self._join(rank, CollectiveCall("evaluate", step, temperature))
 

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from engine_runs import wire_request
 from process_runs import actor_of, assert_ended, greedy, tree_of
+from training_models import save_model
 from vllm_runs import needs_vllm
 
 from umbra.runtime.actor.actor_spec import ActorSpec
@@ -161,6 +162,20 @@ def test_a_failed_start_reports_the_errors_of_vllms_processes_and_does_not_print
     assert "vllm.log:" in said
     assert "assert loaded_weight.shape" in said
     assert "EngineCore" not in "".join(capfd.readouterr())
+
+
+def test_a_model_that_fails_at_its_first_request_is_reported_with_the_cause(
+    umbra_session: Session, tmp_path: Path
+) -> None:
+    folder = save_model(  # with heads that vLLM does not have for the CPU
+        tmp_path / "model", head_dim=16, max_position_embeddings=4096
+    )
+
+    with pytest.raises(ActorDied) as caught:
+        umbra_session.spawn(vllm_spec(folder, NEVER))
+
+    _, _, quoted = str(caught.value).partition("the first error in ")
+    assert "Unsupported CPU attention configuration" in quoted
 
 
 def test_vllm_that_starts_for_too_long_is_ended_with_its_last_lines(

@@ -112,7 +112,7 @@ def test_metrics_are_of_the_whole_batch() -> None:
     assert metrics["zero_variance_groups"] == 2
 
 
-def make_admission(folder: Path, *, max_context_len: int = 64) -> Admission:
+def make_admission(folder: Path, *, max_context_len: int = 64, eval_samples: int = 1) -> Admission:
     path = folder / "prompts.msgpack"
     records: list[dict[str, Any]] = [
         {
@@ -127,6 +127,7 @@ def make_admission(folder: Path, *, max_context_len: int = 64) -> Admission:
     config = rollout_config(
         prompts_path=str(path),
         eval_path=str(path),
+        eval_samples=eval_samples,
         groups_per_step=3,
         max_new_tokens=8,
         max_context_len=max_context_len,
@@ -161,6 +162,16 @@ def test_every_held_out_prompt_is_used_once(tmp_path: Path) -> None:
     samples = [s for group in admission.evaluation_groups() for s in group.trajectories]
 
     assert [sample.sample_id for sample in samples] == [f"eval/p{i}" for i in range(5)]
+    admission.close()
+
+
+def test_samples_of_a_held_out_prompt_differ_in_their_seeds(tmp_path: Path) -> None:
+    admission = make_admission(tmp_path, eval_samples=2)
+
+    samples = [s for group in admission.evaluation_groups() for s in group.trajectories]
+
+    assert [sample.sample_id for sample in samples[:3]] == ["eval/p0/0", "eval/p0/1", "eval/p1/0"]
+    assert len({sample.seed for sample in samples}) == len(samples) == 10
     admission.close()
 
 

@@ -92,6 +92,16 @@ def test_messages_go_through_the_chat_template(tmp_path: Path, tokenizer: Prompt
     prompts.close()
 
 
+def test_a_chat_in_the_column_of_prompts_is_a_chat(
+    tmp_path: Path, tokenizer: PromptTokenizer
+) -> None:
+    files = prepare(tmp_path, tokenizer, [{"prompt": [{"role": "user", "content": "hi"}]}])
+
+    prompts = PromptSet.open(files.train_path)
+    assert prompts[0].text == "u=hi a="
+    prompts.close()
+
+
 def test_parquet_is_read_like_jsonl(tmp_path: Path, tokenizer: PromptTokenizer) -> None:
     arrow: Any = importlib.import_module("pyarrow")
     parquet: Any = importlib.import_module("pyarrow.parquet")

@@ -34,6 +34,23 @@ def test_a_run_that_measured_nothing_has_a_picture_without_panels() -> None:
     assert draw(panels([]), "run").axes == []
 
 
+def test_rounding_errors_of_the_kl_look_like_zero() -> None:
+    rows = [{"step": float(step), "train/behaviour_kl": step * 1e-9} for step in (-1, 1, 2)]
+
+    (axes,) = draw(panels(rows), "run").axes
+
+    assert axes.get_ylim() == (0.0, 1e-3)
+
+
+def test_an_evaluation_that_a_resumed_run_repeats_is_drawn_once() -> None:
+    rows = [{"step": 1.0, "eval/accuracy": 0.5}, {"step": 2.0, "eval/accuracy": 0.6}]
+    again = [{"step": 2.0, "eval/accuracy": 0.7}, {"step": 3.0, "eval/accuracy": 0.8}]
+
+    ((accuracy,),) = [panel.series for panel in panels(rows + again)]
+
+    assert (accuracy.steps, accuracy.values) == ([1, 2, 3], [0.5, 0.7, 0.8])
+
+
 def test_a_plot_that_cannot_be_drawn_is_an_error_with_its_cause(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

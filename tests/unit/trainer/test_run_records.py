@@ -73,6 +73,7 @@ def evaluation(accuracy: float, *samples: Mapping[str, Any]) -> dict[str, Any]:
         "mean_reward": accuracy,
         "completion_len_mean": 3.0,
         "num_prompts": 8,
+        "pass_at": {"1": accuracy},
         "samples": list(samples),
     }
 
@@ -219,6 +220,27 @@ def test_the_end_leaves_summary_plot_and_report(tmp_path: Path) -> None:
     assert "held-out accuracy 0.250 before, 0.875 after" in closing_lines(summary)
 
 
+def test_the_report_names_the_faults_that_the_run_survived(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    quiet = ROW | {"rollout/engines_lost": 0.0, "rollout/lost_tokens": 0.0}
+    with MetricsLog(tmp_path, first_step=1) as log:
+        journal = RunReporter(config, log, None)
+        journal.step_done(1, quiet)
+        journal.step_done(2, quiet | {"rollout/engines_lost": 1.0})
+        journal.step_done(3, quiet | {"rollout/engines_lost": 2.0})
+        journal.step_done(4, quiet | {"rollout/dropped_reward_failed": 5.0})
+
+    finish(config, journal, steps=4, engine_restarts=3, stopped_by="")
+
+    page = (tmp_path / "report.html").read_text()
+    assert re.findall("<li>((?:Engines|Tokens|Prompts) .*?)</li>", page) == [
+        "Engines lost: 3 (by step 2, 3)",
+        "Prompts dropped because the reward function failed: 5",
+        "Engines restarted since the run was started or resumed: 3",
+    ]
+    assert "No engine failed" not in page
+
+
 def held_out(codec: TextCodec, prompt: str, *turns: str, num_more: int = 0) -> dict[str, Any]:
     """A sample of an evaluation; each second turn was given."""
     tokens: list[int] = []
@@ -258,10 +280,11 @@ def test_the_report_shows_samples_of_each_evaluation_and_none_of_their_text_is_m
     finish(config, journal, steps=1, engine_restarts=0, stopped_by="")
 
     page = (tmp_path / "report.html").read_text()
-    assert re.findall("<summary>(.*)</summary>", page) == ["after step 0", "after step 1"]
+    shown = re.findall("<summary>(after .*)</summary>", page)
+    assert shown == ["after step 0", "after step 1"]
     assert "<pre>before</pre>" in page
-    assert "lost" not in page
-    assert "gone" not in page
+    assert "<pre>lost</pre>" not in page
+    assert "<pre>gone</pre>" not in page
     assert "<pre>[9 tokens before]\n2+2=</pre>" in page
     assert (
         "<pre>[policy] &lt;script&gt;\\x1b[2J\n[given] tool: &amp;\n[policy] 4\n"
@@ -279,7 +302,10 @@ def test_a_stopped_run_leaves_a_summary_only(tmp_path: Path) -> None:
     assert summary.accuracy_after is None
     assert json.loads((tmp_path / "summary.json").read_text())["stopped_by"] == "SIGTERM"
     assert not (tmp_path / "report.html").exists()
-    assert closing_lines(summary)[0].startswith("stopped by SIGTERM after 2 steps")
+    assert closing_lines(summary)[:2] == [
+        f"stopped by SIGTERM after 2 steps in {summary.wall_s:.1f} s",
+        "to resume, start the same command again with run.resume=auto",
+    ]
 
 
 def test_steps_of_an_earlier_start_do_not_count_in_the_time_of_this_one(tmp_path: Path) -> None:

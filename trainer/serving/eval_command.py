@@ -1,0 +1,155 @@
+"""`umbra eval`: has the rollout manager evaluate a model on held-out prompts, without a trainer."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from umbra.runtime.actor.actor_spec import ActorSpec
+from umbra.runtime.collective import Rollouts
+from umbra.runtime.errors import ConfigError
+from umbra.runtime.pools.pool_spec import PoolSpec
+from umbra.runtime.rollout.agents.text_codec import TextCodec
+from umbra.runtime.session import Session
+from umbra.trainer.auxiliary_pools import generator_spec
+from umbra.trainer.checkpoint.run_dir import RunDir
+from umbra.trainer.checkpoint.run_lock import RunLock
+from umbra.trainer.checkpoint.trainer_state import is_complete
+from umbra.trainer.config.config_file import load_config
+from umbra.trainer.config.trainer_config import TrainerConfig
+from umbra.trainer.data.prompt_preparation import PromptFiles, check_prompts, prepare_held_out
+from umbra.trainer.data.prompt_tokenizer import PromptTokenizer, stop_token_ids
+from umbra.trainer.reporting.eval_sample import EvalSample
+from umbra.trainer.run_files import check_writable, write_json
+from umbra.trainer.services import MANAGER, manager_spec, prompt_budget, worker_specs
+from umbra.trainer.serving.pool_session import with_pools
+from umbra.trainer.serving.served_config import plan_served, pool_specs, read_serve_config
+from umbra.trainer.setup_check import check_models, check_stop_tokens
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Evaluates, prints a table and writes results.json; returns 0, or 128 + signal if one ended
+    it.
+
+    Raises:
+        ConfigError, DataError: a setting, a model directory, a checkpoint or data are wrong.
+        UmbraError: engines cannot be started or kept running, or user code failed.
+    """
+    overrides: list[str] = arguments.overrides
+    config = load_config(arguments.config, overrides)
+    sets = _held_out_sets(config)
+    check_models(config)
+    check_stop_tokens(config)
+    prompt_budget(config).check()
+    for name, path in sets.items():
+        key = f"eval.sets.{name}" if name in config.eval.sets else "data.eval"
+        check_prompts(config.data, path, key)
+    checkpoint = Path(arguments.checkpoint) if arguments.checkpoint else None
+    if checkpoint is not None and not is_complete(checkpoint):
+        raise ConfigError(
+            f"--checkpoint {checkpoint} is not a complete checkpoint: name one of the folders in "
+            f"{RunDir(config.run.dir).checkpoints}"
+        )
+    folder = config.run.dir / "eval"
+    check_writable(folder)
+    with RunLock(folder):
+        if checkpoint is not None:
+            from umbra.trainer.checkpoint.policy_export import export_checkpoint  # imports torch
+
+            export_checkpoint(config, checkpoint, folder / "model")
+            overrides = [*overrides, f"model.path={folder / 'model'}"]
+            config = load_config(arguments.config, overrides)
+        prompts = prepare_held_out(
+            config.data, sets, _tokenizer(config), prompt_budget(config), folder=folder
+        )
+        served = read_serve_config(arguments.config, overrides)
+
+        def engine_pools() -> list[PoolSpec]:
+            plan = plan_served(served)
+            for line in plan.table():
+                print(line, file=sys.stderr)
+            return pool_specs(served, plan)
+
+        def work(session: Session) -> None:
+            outcome = Rollouts(session, MANAGER).evaluate(
+                0, config.eval.temperature, _no_sync, config.rollout.timeout_s
+            )
+            for line in _table(outcome, config.eval.samples):
+                print(line)
+            source = checkpoint or config.model.path
+            write_json(folder / "results.json", _results(config, str(source), outcome))
+            print(f"with samples as text: {folder / 'results.json'}")
+
+        return with_pools(engine_pools, folder, _actors(config, prompts), work)
+
+
+def _held_out_sets(config: TrainerConfig) -> Mapping[str, Path]:
+    """The files of held-out prompts by name; `data.eval` is called "eval"."""
+    sets = dict(config.eval.sets)
+    if config.data.eval is not None:
+        if "eval" in sets:
+            raise ConfigError("eval.sets.eval has the name of data.eval: rename it")
+        sets = {"eval": config.data.eval, **sets}
+    if not sets:
+        raise ConfigError("there are no held-out prompts: set data.eval or eval.sets")
+    return sets
+
+
+def _tokenizer(config: TrainerConfig) -> PromptTokenizer:
+    return PromptTokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+
+
+def _actors(config: TrainerConfig, prompts: PromptFiles) -> list[ActorSpec]:
+    """Rollout workers, generators of auxiliary pools, and the rollout manager, which keeps no
+    ledger: an evaluation that is started again begins from scratch."""
+    stops = stop_token_ids(config.model.path, _tokenizer(config), config.rollout.stop_token_ids)
+    manager = manager_spec(config, prompts, stops, 1, "cpu", 1)
+    settings = replace(manager.kwargs["config"], ledger_path="")
+    generators = [generator_spec(name, config) for name in config.pools]
+    return [*worker_specs(config, 1), *generators, replace(manager, kwargs={"config": settings})]
+
+
+def _no_sync(version: int) -> None:
+    raise AssertionError(f"engines that load their own weights asked for version {version}")
+
+
+def _table(outcome: Mapping[str, Any], num_samples: int) -> list[str]:
+    """Lines of columns: each set, and all together if there are several."""
+    rows = dict(outcome["sets"])
+    if len(rows) > 1:
+        rows["all"] = outcome
+    ks = [k for k in outcome["pass_at"] if k != "1"]
+    mean = f"mean@{num_samples}" if num_samples > 1 else "accuracy"
+    cells = [["set", "prompts", mean, *(f"pass@{k}" for k in ks), "reward"]]
+    for name, scores in rows.items():
+        values = [scores["accuracy"], *(scores["pass_at"][k] for k in ks), scores["mean_reward"]]
+        cells.append([name, str(scores["num_prompts"]), *(f"{value:.4f}" for value in values)])
+    return _aligned(cells)
+
+
+def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if idx == 0 else cell.rjust(width)
+            for idx, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in cells
+    ]
+
+
+def _results(config: TrainerConfig, model: str, outcome: Mapping[str, Any]) -> dict[str, Any]:
+    decode = TextCodec.open(str(config.model.path)).decode_all
+    kept = ("num_prompts", "accuracy", "pass_at", "mean_reward", "sets", "completion_len_mean")
+    return {
+        "model": model,
+        "samples_per_prompt": config.eval.samples,
+        "temperature": config.eval.temperature,
+        "seconds": outcome["gen_s"],
+        **{name: outcome[name] for name in (*kept, "truncated_share")},
+        "samples": [asdict(EvalSample.decode(decode, sample)) for sample in outcome["samples"]],
+    }
