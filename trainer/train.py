@@ -43,11 +43,10 @@ from umbra.trainer.config.trainer_config import TrainerConfig
 from umbra.trainer.data.prompt_preparation import prepare_prompts
 from umbra.trainer.data.prompt_tokenizer import PromptTokenizer, stop_token_ids
 from umbra.trainer.loop import TrainingLoop
-from umbra.trainer.memory_needs import engine_needs, rank_need
+from umbra.trainer.memory_needs import job_needs
 from umbra.trainer.model.host_offload import HostOffload
 from umbra.trainer.model.micro_batches import MicroBatchBuilder
 from umbra.trainer.model.model_loading import prepare_causal_lm
-from umbra.trainer.model.model_sizes import ModelSizes
 from umbra.trainer.model.optimizer import PolicyOptimizer
 from umbra.trainer.model.policy import Policy
 from umbra.trainer.pool_placement import plan_pools
@@ -204,16 +203,12 @@ class Trainer:
 
     def _plan_memory(self, plan: Plan, device_type: str) -> MemoryPlan:
         """An empty plan where sizes are not known: engines then choose their KV caches' sizes."""
-        config, num_ranks = self._config, len(plan.ranks)
         gpu_nbytes = [node.gpu_nbytes for node in self._session.nodes]
         gpu_nbytes = gpu_nbytes or [gpu_sizes(plan.nodes[0].gpus)]
         if not any(gpu_nbytes):
             return MemoryPlan()
         try:
-            rank = None
-            if num_ranks:
-                rank = rank_need(config, ModelSizes.read(config.model.path), num_ranks)
-            engines = engine_needs(config, POOL, device_type)
+            rank, engines = job_needs(self._config, POOL, len(plan.ranks), device_type)
         except (ConfigError, DataError) as error:
             self._notes.put(f"GPU memory is not planned: {error}")
             return MemoryPlan()

@@ -43,6 +43,11 @@ _PREEMPT: Final = (
     "(torchrun with 1), and RUN_DIR/preempted tells the launcher. launch/slurm/train.sbatch "
     "requeues such a job."
 )
+_DOCTOR: Final = (
+    "Checks whether a training run could start on this node: settings, files, limits, GPUs, "
+    "memory, engines. Each line has a verdict, and how to fix what fails. The exit status is 0 if "
+    "all is well. With `torchrun ... -m umbra.trainer.doctor CONFIG` it checks all nodes and ranks."
+)
 _DRAIN: Final = (
     "Asks a machine that only generates (python -m umbra.runtime.node) to leave its job. Its "
     "trajectories continue on the job's other engines. Returns when the job has taken the request."
@@ -96,10 +101,12 @@ def _run(arguments: argparse.Namespace) -> int:
             from umbra.runtime.cli import samples_command
 
             return samples_command.run(arguments)
+        case "doctor":
+            # By name, because nothing here imports the trainer, whose config it reads.
+            return int(import_module("umbra.trainer.doctor").run(arguments))
         case "plot":
             return int(import_module("umbra.trainer.reporting.metrics_plot").run(arguments))
         case "serve":
-            # By name, because nothing here imports the trainer, whose config it reads.
             return int(import_module("umbra.trainer.serving.serve_command").serve(arguments))
         case "generate" if arguments.url:
             from umbra.runtime.cli import generate_command
@@ -138,6 +145,9 @@ def _parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentP
     _add_plot_arguments(
         commands.add_parser("plot", help="a run's metrics as a picture", description=_PLOT)
     )
+    doctor = commands.add_parser("doctor", help="checks before a run", description=_DOCTOR)
+    doctor.add_argument("config", metavar="CONFIG", help="the run's TOML file")
+    _add_overrides(doctor)
     for name, purpose, description in (
         ("stop", "end a running job with a checkpoint", _STOP),
         ("preempt", "the same, to be started again", _PREEMPT),
@@ -155,6 +165,16 @@ def _parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentP
     return parser, commands.choices
 
 
+def _add_overrides(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="section.key=value",
+        help="settings to change; an empty value unsets one",
+    )
+
+
 def _add_stop_arguments(stop: argparse.ArgumentParser) -> None:
     stop.add_argument("run_dir", metavar="RUN_DIR", help="the job's run.dir")
     stop.add_argument(
@@ -168,13 +188,7 @@ def _add_stop_arguments(stop: argparse.ArgumentParser) -> None:
 
 def _add_serve_arguments(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("config", metavar="CONFIG", help="TOML file, or a model directory")
-    serve.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="section.key=value",
-        help="settings to change; an empty value unsets one",
-    )
+    _add_overrides(serve)
     serve.add_argument("--host", default="127.0.0.1", help="address to bind (default 127.0.0.1)")
     serve.add_argument(
         "--port", type=_port, default=8000, help="port to bind; 0 chooses a free one (default 8000)"
@@ -190,13 +204,7 @@ def _add_generate_arguments(generate: argparse.ArgumentParser) -> None:
     generate.add_argument(
         "config", nargs="?", metavar="CONFIG", help="TOML file, or a model directory"
     )
-    generate.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="section.key=value",
-        help="settings to change; an empty value unsets one",
-    )
+    _add_overrides(generate)
     generate.add_argument("--prompt", type=_text, required=True, metavar="TEXT")
     generate.add_argument(
         "--chat", action="store_true", help="the prompt is a user's message, for a chat template"
