@@ -84,7 +84,7 @@ def _ipc_verdict(config: TrainerConfig, gpu: int) -> Verdict:
 
 
 def main(argv: Sequence[str]) -> int:
-    """One rank's part under torchrun. Rank 0 prints, and returns 0 if all is well everywhere."""
+    """One rank's part under torchrun. Rank 0 prints, and all return 0 if all is well everywhere."""
     bind_to_agent()
     try:
         environment = TorchrunEnvironment.read()
@@ -92,11 +92,12 @@ def main(argv: Sequence[str]) -> int:
     except UmbraError as error:
         print(f"umbra: {escape_unprintable(str(error))}", file=sys.stderr)
         return 2
-    verdicts = list(_checks_of_rank(config, environment))
-    with _ended_after(_NODE_LIMIT_S, "FAILED  the ranks do not meet: see the output of each"):
-        _dist.init_process_group("gloo", timeout=timedelta(seconds=_NODE_LIMIT_S))
-        verdicts.append(verdict_of("clocks", lambda: check_clocks(environment.world_size)))
-        found = _gather(verdicts, environment)
+    with contextlib.ExitStack() as meeting:
+        verdicts = list(_checks_of_rank(config, environment, meeting))
+        with _ended_after(_NODE_LIMIT_S, "FAILED  the ranks do not meet: see the output of each"):
+            _dist.init_process_group("gloo", timeout=timedelta(seconds=_NODE_LIMIT_S))
+            verdicts.append(verdict_of("clocks", lambda: check_clocks(environment.world_size)))
+            found = _gather(verdicts, environment)
     for verdict in found:
         _print(verdict)
     with _ended_after(
@@ -108,12 +109,22 @@ def main(argv: Sequence[str]) -> int:
         reported = _gather(nccl, environment)
     for verdict in reported:
         _print(verdict)
+    status = _conclude([*found, *reported]) if environment.rank == 0 else 0
+    # If one rank alone failed, torchrun on other nodes would wait minutes for its node.
+    statuses = [status]
+    _dist.broadcast_object_list(statuses, src=0)
     _dist.destroy_process_group()
-    return _conclude([*found, *reported]) if environment.rank == 0 else 0
+    return statuses[0]
 
 
-def _checks_of_rank(config: TrainerConfig, environment: TorchrunEnvironment) -> Iterator[Verdict]:
-    """A node's checks are made by its local rank 0."""
+def _checks_of_rank(
+    config: TrainerConfig, environment: TorchrunEnvironment, meeting: contextlib.ExitStack
+) -> Iterator[Verdict]:
+    """A node's checks are made by its local rank 0.
+
+    Args:
+        meeting: closed when all ranks have met.
+    """
     if environment.local_rank < max(1, len(usable_gpus())):
         yield _ipc_verdict(config, environment.local_rank)
     if environment.local_rank > 0:
@@ -124,18 +135,22 @@ def _checks_of_rank(config: TrainerConfig, environment: TorchrunEnvironment) -> 
     gpu_nbytes: list[Sequence[int]] = [gpu_sizes(gpus)]
     if environment.spans_nodes:
         met: list[JobNode] = []
-        yield verdict_of("nodes", lambda: _meet(config, environment, met))
+        yield verdict_of("nodes", lambda: _meet(config, environment, met, meeting))
         if met:
             nodes = [Node(gpus=node.gpus, num_ranks=node.num_ranks) for node in met]
             gpu_nbytes = [node.gpu_nbytes for node in met]
     yield from NodeChecks(config, environment, nodes, gpu_nbytes).make()
 
 
-def _meet(config: TrainerConfig, environment: TorchrunEnvironment, met: list[JobNode]) -> str:
-    config.run.dir.mkdir(parents=True, exist_ok=True)
-    with nodes_met(environment, config.run.dir) as nodes:
-        met.extend(nodes)
-        return check_connections(nodes)
+def _meet(
+    config: TrainerConfig,
+    environment: TorchrunEnvironment,
+    met: list[JobNode],
+    meeting: contextlib.ExitStack,
+) -> str:
+    """Adds the nodes to `met`. They listen until the meeting is closed."""
+    met.extend(meeting.enter_context(nodes_met(environment, config.run.dir)))
+    return check_connections(met)
 
 
 @contextlib.contextmanager
