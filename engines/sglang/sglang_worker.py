@@ -15,6 +15,7 @@ from umbra.engines.sglang import sglang_processes
 from umbra.engines.sglang.sglang_orders import unpack_order, write_report
 from umbra.engines.shell.weight_coverage import WeightCoverage
 from umbra.engines.shell.weight_source import open_weights
+from umbra.runtime.process.thread_stacks import answer_stack_requests
 from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import probe_import
 
 _saved: dict[int, Tensor] = {}  # in host memory, by address, while the weights sleep
@@ -41,6 +42,7 @@ def _settle(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
 
 def _measure(model: nn.Module, order: Mapping[str, Any]) -> dict[str, Any]:
     sglang_processes.allow_stack_dumps()
+    answer_stack_requests()
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
     return {"weights_nbytes": nbytes, "pid": os.getpid()}
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from umbra.engines.shell.weight_source import Regions, open_weights
 from umbra.engines.vllm.vllm_settings import TRANSFER_BACKEND
 from umbra.runtime.errors import WeightSyncError
+from umbra.runtime.process.thread_stacks import answer_stack_requests
 from umbra.runtime.weights.transports.cuda_ipc.ipc_memory import probe_import
 
 _base: Any = importlib.import_module("vllm.distributed.weight_transfer.base").WeightTransferEngine
@@ -183,7 +184,8 @@ class UmbraWorkerExtension:
         return regions
 
     def umbra_pid(self) -> int:
-        """Pid of the worker's process."""
+        """Pid of the worker's process, which from now on writes its stacks on request."""
+        answer_stack_requests()
         return os.getpid()
 
     def umbra_memory(self) -> Mapping[str, int]:

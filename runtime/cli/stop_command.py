@@ -1,5 +1,5 @@
 """`umbra stop` and `umbra preempt` end the job of a run directory in order. `umbra drain` takes one
-of its nodes out.
+of its nodes out. `umbra dump` shows what its processes are doing.
 
 The request goes to the supervisor's socket. Where that cannot be reached, on another node or in
 another container, it is left in the run directory, where the supervisor looks once a second.
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,8 @@ from umbra.runtime.errors import (
     MailboxClosed,
     UmbraError,
 )
+from umbra.runtime.escaping import escape_unprintable
+from umbra.runtime.hang_bundle import bundle_path, read_summary
 from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.settings import to_wire
 from umbra.runtime.supervisor_host import supervisor_ref
@@ -36,6 +39,8 @@ _CALL_LIMIT_S: Final = 10.0
 _TAKEN_WITHIN_S: Final = 120.0
 """For the supervisor to see a request in the run directory. Network file systems may show a new
 file a minute later."""
+_BUNDLE_LIMIT_S: Final = 30.0
+"""From the request for a bundle to its file, which a network file system may show late."""
 _LOOK_INTERVAL_S: Final = 0.25
 
 
@@ -52,6 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     if not run_dir.is_dir():
         raise ConfigError(f"{run_dir} is not a directory: give a job's run.dir")
     try:
+        if arguments.command == "dump":
+            return _dump(run_dir)
         if arguments.command == "drain":
             return _drain(run_dir, arguments.node)
         return _end_job(run_dir, arguments.command, arguments.within)
@@ -78,6 +85,23 @@ def _drain(run_dir: Path, node: str) -> int:
     notice, address = _find(run_dir)
     _request(notice, address, JobRequest(job=address.job, kind="drain", node=node))
     print(f"{run_dir}: node {node} is asked to leave")
+    return 0
+
+
+def _dump(run_dir: Path) -> int:
+    notice, address = _find(run_dir)
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    path = bundle_path(run_dir, name)
+    _request(notice, address, JobRequest(job=address.job, kind="dump", bundle=name))
+    _wait(
+        lambda: path.exists() or _has_ended(notice, address),
+        time.monotonic() + _BUNDLE_LIMIT_S,
+        f"{path} was written",
+    )
+    if not path.exists():
+        raise ActorNotFound(f"the job in {run_dir} ended before {path} was written")
+    print(escape_unprintable(read_summary(path)))
+    print(f"all of it, with stacks and logs: {path}")
     return 0
 
 

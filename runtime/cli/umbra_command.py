@@ -52,6 +52,11 @@ _DRAIN: Final = (
     "Asks a machine that only generates (python -m umbra.runtime.node) to leave its job. Its "
     "trajectories continue on the job's other engines. Returns when the job has taken the request."
 )
+_DUMP: Final = (
+    "Shows what every process of a running job is doing, on all its nodes: stacks, states of the "
+    "engines, calls that wait and for how long, logs, GPUs. It is printed in short, and written in "
+    "full to RUN_DIR/bundles. Nothing is stopped."
+)
 _GENERATE: Final = (
     "Generates one completion and prints it as it comes: with an engine started for it, or, with "
     "--url, by a server that is running."
@@ -89,7 +94,7 @@ def _run_reporting_errors(argv: Sequence[str]) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     match arguments.command:
-        case "stop" | "preempt" | "drain":
+        case "stop" | "preempt" | "drain" | "dump":
             from umbra.runtime.cli import stop_command
 
             return stop_command.run(arguments)
@@ -156,6 +161,8 @@ def _parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentP
     drain = commands.add_parser("drain", help="take a machine out of a job", description=_DRAIN)
     drain.add_argument("run_dir", metavar="RUN_DIR", help="the job's run.dir")
     drain.add_argument("node", metavar="NODE", help="its number or id, as the job reported it")
+    dump = commands.add_parser("dump", help="what a job is doing", description=_DUMP)
+    dump.add_argument("run_dir", metavar="RUN_DIR", help="the job's run.dir")
     _add_serve_arguments(
         commands.add_parser("serve", help="engines behind an HTTP endpoint", description=_SERVE)
     )

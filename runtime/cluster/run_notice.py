@@ -59,19 +59,21 @@ class SupervisorAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRequest(Settings):
-    """Asks `job` to end, or one of its nodes to leave.
+    """Asks `job` to end, one of its nodes to leave, or for a bundle about what it is doing.
 
     Attributes:
         kind: "stop" is what SIGTERM does; after "preempt" the launcher starts the job again. After
-            "drain" a node that only generates leaves.
+            "drain" a node that only generates leaves; for "dump" see `umbra.runtime.hang_bundle`.
         grace_s: time for the step in progress and its checkpoint.
         node: which node leaves: its number or its id.
+        bundle: the name of the bundle's file.
     """
 
     job: str
-    kind: Literal["stop", "preempt", "drain"]
+    kind: Literal["stop", "preempt", "drain", "dump"]
     grace_s: Seconds = 300.0
     node: str = ""
+    bundle: str = ""
 
     @property
     def number(self) -> int:

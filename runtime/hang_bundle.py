@@ -1,0 +1,165 @@
+"""What all processes of a job are doing, in one file, for a person who wonders why it hangs.
+
+    who asks ──▶ lead: every node's report, and the states of the pools ──▶ RUN_DIR/bundles/NAME.tar
+                  └▶ supervisors of the other nodes: their report
+
+The file has a `summary.txt`, and for each node a folder with stacks, calls and logs. Nothing is
+stopped or killed, and what does not answer is named.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+import os
+import tarfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from umbra.runtime.actor.node_actors import NodeActors
+from umbra.runtime.actor.supervised_actor import NodeSettings
+from umbra.runtime.cluster.attached_ranks import AttachedRanks
+from umbra.runtime.cluster.process_report import report_processes
+from umbra.runtime.disk import replacing
+from umbra.runtime.errors import UmbraError
+from umbra.runtime.rpc.actor_ref import ActorRef
+from umbra.runtime.rpc.pending_calls import DESCRIBE
+from umbra.runtime.rpc.rpc_client import Client, Handle
+
+logger = logging.getLogger(__name__)
+
+_CALLS_LIMIT_S: Final = 3.0
+"""For an actor to describe its calls. A blocked one does not, and its stacks show why."""
+_NODE_LIMIT_S: Final = 12.0
+"""For the report of another node. The whole bundle has to be there within 20 s."""
+_NUM_CALLS: Final = 8
+_OLD_S: Final = 1.0
+"""The summary shows the oldest calls of an actor, and none that are younger."""
+_LIBRARIES: Final = ("/umbra/", "/lib/python", "/site-packages/")
+
+Files = Mapping[str, str]
+
+
+class NodeReport:
+    """What the processes of one node are doing. Owned by its supervisor."""
+
+    def __init__(
+        self, node: NodeSettings, client: Client, actors: NodeActors, ranks: AttachedRanks
+    ) -> None:
+        self._node = node
+        self._client = client
+        self._actors = actors
+        self._ranks = ranks
+
+    async def make(self) -> Files:
+        """The report's files by name."""
+        roots = {f"rank {rank.rank}": rank.pid for rank in self._ranks.all()}
+        roots |= {"supervisor": os.getpid(), "guardian": os.getppid()}
+        refs = {"supervisor": self._node.supervisor}
+        for actor in self._actors.own():
+            if actor.has_process:
+                roots[actor.spec.name] = actor.pid
+                if actor.ref is not None and actor.state == "RUNNING":
+                    refs[actor.spec.name] = actor.ref
+        reading = asyncio.to_thread(report_processes, roots, self._node.log_dir)
+        files, *described = await asyncio.gather(
+            reading, *(self._describe_calls(ref) for ref in refs.values())
+        )
+        assert isinstance(files, dict)
+        calls = dict(zip(refs, described, strict=True))
+        return {
+            **files,
+            "calls.txt": "\n".join(
+                line for name, found in calls.items() for line in _call_lines(name, found)
+            ),
+            "tasks.txt": "\n".join(
+                line for name, found in calls.items() for line in (f"{name}:", *found["tasks"])
+            ),
+            "actors.json": json.dumps(self._actors.describe(), indent=2),
+        }
+
+    async def _describe_calls(self, ref: ActorRef) -> dict[str, Any]:
+        try:
+            found: dict[str, Any] = await self._client.handle(ref).call(
+                DESCRIBE, timeout_s=_CALLS_LIMIT_S
+            )
+        except UmbraError as error:
+            return {"calls": [], "tasks": [f"[no answer: {error}]"]}
+        return found
+
+
+def _call_lines(name: str, found: Mapping[str, Any]) -> list[str]:
+    """The oldest calls of an actor, and the tasks that are in user code."""
+    old = [f"    for {age_s:.1f} s: {label}" for age_s, label in found["calls"] if age_s > _OLD_S]
+    tasks: list[str] = found["tasks"]
+    by_user = [
+        f"    task {task}"
+        for task in tasks
+        if not any(library in task.rpartition(" > ")[2] for library in _LIBRARIES)
+    ]
+    lines = [*old[:_NUM_CALLS], *by_user[:_NUM_CALLS]]
+    return [f"{name}:", *lines] if lines else []
+
+
+async def report_nodes(own: NodeReport, others: Mapping[str, Handle]) -> dict[str, Files]:
+    """The reports of all nodes, by the nodes' names."""
+
+    async def ask(there: Handle) -> Files:
+        try:
+            report: Files = await there.call("report_node", timeout_s=_NODE_LIMIT_S)
+        except UmbraError as error:
+            return {"processes.txt": f"this node does not answer: {error}\n"}
+        return report
+
+    reports = await asyncio.gather(own.make(), *map(ask, others.values()))
+    return dict(zip(("node-0", *others), reports, strict=True))
+
+
+def write_bundle(path: Path, why: str, states: Files, nodes: Mapping[str, Files]) -> None:
+    """Writes the file at once, so that whoever waits for it finds it complete.
+
+    Args:
+        states: further files.
+
+    Raises:
+        OSError.
+    """
+    parts = [f"{why}\n{time.strftime('%Y-%m-%d %H:%M:%S')}\n", *states.values()]
+    for name, files in nodes.items():
+        parts += [f"==== {name}: processes, with what their threads do\n", files["processes.txt"]]
+        if calls := files.get("calls.txt"):
+            parts += [f"\n==== {name}: calls and tasks that wait\n", f"{calls}\n"]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as file, tarfile.open(fileobj=file, mode="w") as bundle:
+        _add(bundle, f"{path.stem}/summary.txt", "\n".join(parts))
+        for name, files in nodes.items():
+            for file_name, text in files.items():
+                _add(bundle, f"{path.stem}/{name}/{file_name}", text)
+
+
+def read_summary(path: Path) -> str:
+    """The summary of a bundle."""
+    with tarfile.open(path) as bundle:
+        member = bundle.extractfile(f"{path.stem}/summary.txt")
+        assert member is not None
+        return member.read().decode()
+
+
+def seen_in(path: str) -> str:
+    """The end of an error about a missed deadline."""
+    return f"what all processes were doing is in {path}"
+
+
+def bundle_path(run_dir: Path, name: str) -> Path:
+    return run_dir / "bundles" / f"{name}.tar"
+
+
+def _add(bundle: tarfile.TarFile, name: str, text: str) -> None:
+    content = text.encode(errors="replace")
+    entry = tarfile.TarInfo(name)
+    entry.size, entry.mtime = len(content), int(time.time())
+    bundle.addfile(entry, io.BytesIO(content))
