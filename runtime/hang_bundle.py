@@ -16,7 +16,7 @@ import logging
 import os
 import tarfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -93,8 +93,12 @@ class NodeReport:
 
 
 def _call_lines(name: str, found: Mapping[str, Any]) -> list[str]:
-    """The oldest calls of an actor, and the tasks that are in user code."""
-    old = [f"    for {age_s:.1f} s: {label}" for age_s, label in found["calls"] if age_s > _OLD_S]
+    """The oldest calls of an actor, without streams, which last, and the tasks in user code."""
+    old = [
+        f"    for {age_s:.1f} s: {label}"
+        for age_s, label in found["calls"]
+        if age_s > _OLD_S and label.startswith(("answers", "waits"))
+    ]
     tasks: list[str] = found["tasks"]
     by_user = [
         f"    task {task}"
@@ -119,20 +123,30 @@ async def report_nodes(own: NodeReport, others: Mapping[str, Handle]) -> dict[st
     return dict(zip(("node-0", *others), reports, strict=True))
 
 
-def write_bundle(path: Path, why: str, states: Files, nodes: Mapping[str, Files]) -> None:
+def write_bundle(
+    path: Path, why: str, engines: Sequence[Mapping[str, Any]], nodes: Mapping[str, Files]
+) -> None:
     """Writes the file at once, so that whoever waits for it finds it complete.
 
     Args:
-        states: further files.
+        engines: their states (`PoolEngine.describe`).
 
     Raises:
         OSError.
     """
-    parts = [f"{why}\n{time.strftime('%Y-%m-%d %H:%M:%S')}\n", *states.values()]
+    parts = [time.strftime("%Y-%m-%d %H:%M:%S"), why, "", "==== engines"]
+    parts += [
+        f"{engine['engine']}#{engine['incarnation']}: {engine['state']}, version "
+        f"{engine['version']}, {engine['num_restarts']} restarts"
+        for engine in engines
+    ]
     for name, files in nodes.items():
-        parts += [f"==== {name}: processes, with what their threads do\n", files["processes.txt"]]
-        if calls := files.get("calls.txt"):
-            parts += [f"\n==== {name}: calls and tasks that wait\n", f"{calls}\n"]
+        parts += [
+            "",
+            f"==== {name}: processes, and where their threads are",
+            files["processes.txt"],
+        ]
+        parts += [f"==== {name}: calls that wait", files.get("calls.txt", "")]
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file, tarfile.open(fileobj=file, mode="w") as bundle:
         _add(bundle, f"{path.stem}/summary.txt", "\n".join(parts))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -290,13 +289,10 @@ class Supervisor:
         if self._run_dir is None:
             return ""
         path = bundle_path(self._run_dir, name)
-        states = {
-            f"{pool.spec.name}.json": json.dumps(pool.states(), indent=2, default=str)
-            for pool in self._all_pools()
-        }
+        engines = [state for pool in self._all_pools() for state in pool.states()]
         nodes = await report_nodes(self._report, self._links.supervisors_elsewhere())
         try:
-            await asyncio.to_thread(write_bundle, path, why, states, nodes)
+            await asyncio.to_thread(write_bundle, path, why, engines, nodes)
         except OSError as error:
             logger.warning("cannot write %s: %s", path, error)
             return ""

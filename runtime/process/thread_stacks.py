@@ -33,8 +33,8 @@ _ANSWER_LIMIT_S: Final = 2.0
 """For the stacks of one process: milliseconds where it runs. A process in a system call that cannot
 be interrupted never answers, and delays the others of the same file by this time."""
 _LOOK_INTERVAL_S: Final = 0.02
-"""Between two looks at a file; it is complete if both find the same length. With a shorter interval,
-the stacks of hundreds of threads could be cut off."""
+"""Between two looks at a file, which is complete if both find the same length. With a shorter
+interval, the stacks of hundreds of threads could be cut off."""
 _NUM_READERS: Final = 16
 
 

@@ -152,11 +152,9 @@ class Connection:
     def pending(self) -> list[tuple[float, str]]:
         """The age in seconds of each call without an outcome, and of each open stream."""
         now = self._loop.time()
+        kinds = {call_id: "follows" for call_id in self._streams}
         return [
-            (
-                now - begun,
-                f"{'waits for' if call_id in self._calls else 'follows'} {self.ref}.{method}",
-            )
+            (now - begun, f"{kinds.get(call_id, 'waits for')} {self.ref}.{method}")
             for call_id, (method, begun) in self._begun.items()
         ]
 

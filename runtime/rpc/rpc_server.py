@@ -75,6 +75,10 @@ class _Running:
         self.credit_added = asyncio.Event() if credits else None
         self.task: asyncio.Task[None] | None = None
 
+    @property
+    def kind(self) -> str:
+        return "answers" if self.credit_added is None else "streams"
+
     def cancel(self) -> None:
         """Cancels the task, because the caller no longer waits: there will be no answer."""
         self.deadline = math.inf
@@ -159,7 +163,7 @@ class ActorServer:
         """The age in seconds of each call that has no answer yet, and of each stream."""
         now = asyncio.get_running_loop().time()
         return [
-            (now - call.begun, f"answers {call.method}({', '.join(map(brief, call.args))})")
+            (now - call.begun, f"{call.kind} {call.method}({', '.join(map(brief, call.args))})")
             for peer in self._peers.values()
             for call in peer.calls.values()
         ]
