@@ -36,9 +36,9 @@ _CALLS_LIMIT_S: Final = 3.0
 """For an actor to describe its calls. A blocked one does not, and its stacks show why."""
 _NODE_LIMIT_S: Final = 12.0
 """For the report of another node. The whole bundle has to be there within 20 s."""
-_NUM_CALLS: Final = 8
-_OLD_S: Final = 1.0
-"""The summary shows the oldest calls of an actor, and none that are younger."""
+_NUM_LINES: Final = 8
+"""The summary shows that many calls of an actor, the oldest first. The other files have all."""
+_WAITING: Final = "waiting.txt"
 _LIBRARIES: Final = ("/umbra/", "/lib/python", "/site-packages/")
 
 Files = Mapping[str, str]
@@ -73,12 +73,10 @@ class NodeReport:
         calls = dict(zip(refs, described, strict=True))
         return {
             **files,
-            "calls.txt": "\n".join(
+            _WAITING: "\n".join(
                 line for name, found in calls.items() for line in _call_lines(name, found)
             ),
-            "tasks.txt": "\n".join(
-                line for name, found in calls.items() for line in (f"{name}:", *found["tasks"])
-            ),
+            "calls.json": json.dumps(calls, indent=1),
             "actors.json": json.dumps(self._actors.describe(), indent=2),
         }
 
@@ -88,25 +86,21 @@ class NodeReport:
                 DESCRIBE, timeout_s=_CALLS_LIMIT_S
             )
         except UmbraError as error:
-            return {"calls": [], "tasks": [f"[no answer: {error}]"]}
+            return {"calls": [], "tasks": [f"no answer: {error}"]}
         return found
 
 
 def _call_lines(name: str, found: Mapping[str, Any]) -> list[str]:
-    """The oldest calls of an actor, without streams, which last, and the tasks in user code."""
-    old = [
-        f"    for {age_s:.1f} s: {label}"
+    """The oldest calls of an actor, without streams, which last, and the user's code that waits."""
+    calls = [
+        f"for {age_s:.1f} s: {label}"
         for age_s, label in found["calls"]
-        if age_s > _OLD_S and label.startswith(("answers", "waits"))
+        if label.startswith(("answers", "waits")) and DESCRIBE not in label
     ]
-    tasks: list[str] = found["tasks"]
-    by_user = [
-        f"    task {task}"
-        for task in tasks
-        if not any(library in task.rpartition(" > ")[2] for library in _LIBRARIES)
-    ]
-    lines = [*old[:_NUM_CALLS], *by_user[:_NUM_CALLS]]
-    return [f"{name}:", *lines] if lines else []
+    places = [place for task in found["tasks"] for place in task.split(" > ")]
+    by_user = [place for place in places if not any(path in place for path in _LIBRARIES)]
+    lines = [*calls[:_NUM_LINES], *by_user[:_NUM_LINES]]
+    return [f"{name}:", *(f"    {line}" for line in lines)] if lines else []
 
 
 async def report_nodes(own: NodeReport, others: Mapping[str, Handle]) -> dict[str, Files]:
@@ -146,7 +140,7 @@ def write_bundle(
             f"==== {name}: processes, and where their threads are",
             files["processes.txt"],
         ]
-        parts += [f"==== {name}: calls that wait", files.get("calls.txt", "")]
+        parts += [f"==== {name}: calls that wait", files.get(_WAITING, "")]
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file, tarfile.open(fileobj=file, mode="w") as bundle:
         _add(bundle, f"{path.stem}/summary.txt", "\n".join(parts))

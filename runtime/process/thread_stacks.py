@@ -69,7 +69,7 @@ def read_stacks(pids: Collection[int]) -> dict[int, str]:
         elif stat.state == "T":
             stacks[pid] = "[it is stopped by a signal]"
         elif path is None or not _handles_signal(pid):
-            stacks[pid] = "[it does not answer requests for its stacks]"
+            stacks[pid] = "[its stacks are unknown: it does not run umbra]"
         else:
             with contextlib.suppress(OSError):  # it has ended
                 file = os.stat(path)

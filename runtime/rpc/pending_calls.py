@@ -36,8 +36,8 @@ def _describe_tasks() -> list[str]:
     asyncio lists those of one loop only, and user code has a loop of its own.
     """
     tasks = [found for found in gc.get_objects() if isinstance(found, asyncio.Task)]
-    pending = [task for task in tasks if not task.done()]
-    return [f"{task.get_name()}: {_where(task)}" for task in pending[:_MAX_TASKS]]
+    places = [_where(task) for task in tasks if not task.done()]
+    return [place for place in places if place][:_MAX_TASKS]
 
 
 _WAITING: Final = (("cr_frame", "cr_await"), ("gi_frame", "gi_yieldfrom"), ("ag_frame", "ag_await"))
@@ -55,4 +55,4 @@ def _where(task: asyncio.Task[Any]) -> str:
         code = frame.f_code
         places.append(f"{code.co_qualname} ({code.co_filename}:{frame.f_lineno})")
         inner = getattr(inner, names[1])
-    return " > ".join(places) or "it has not begun"
+    return " > ".join(places)
