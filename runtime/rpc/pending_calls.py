@@ -35,7 +35,8 @@ def _describe_tasks() -> list[str]:
 
     asyncio lists those of one loop only, and user code has a loop of its own.
     """
-    tasks = [found for found in gc.get_objects() if isinstance(found, asyncio.Task)]
+    objects: list[Any] = gc.get_objects()
+    tasks: list[asyncio.Task[Any]] = [found for found in objects if isinstance(found, asyncio.Task)]
     places = [_where(task) for task in tasks if not task.done()]
     return [place for place in places if place][:_MAX_TASKS]
 
