@@ -67,6 +67,9 @@ _DEATH_NEWS_LIMIT_S: Final = 0.5
 _START_OVER_LIMIT_S: Final = 60.0
 # For a bundle to be written, as long as the ranks wait for it.
 _BUNDLE_LIMIT_S: Final = 18.0
+# Deadlines that are missed within this time are about the same hang. With a longer time, a hang
+# after it would not be seen; with a shorter one, ranks that are late by seconds make a bundle each.
+_SAME_HANG_S: Final = 60.0
 # How long engines stay warm on a node without ranks. With a shorter limit they start again where
 # torchrun's rendezvous takes long; with a longer one they stay longer on a node that is cut off,
 # whose torchrun waits for answers from the rendezvous.
@@ -131,6 +134,7 @@ class Supervisor:
             self._job_stop,
             note=self.note,
             describe_gpu_memory=self._describe_gpu_memory,
+            explain_late=self._explain_late,
             processes_path=(folder or node.log_dir) / "processes.json",
             over=self.over,
             take_warm=self._warm.take,
@@ -139,7 +143,8 @@ class Supervisor:
             on_remote_change=self._on_remote_change,
         )
         self._report = NodeReport(node, client, self._actors, self._ranks)
-        self._writing: asyncio.Task[str] | None = None  # a bundle about a missed deadline
+        self._writing: asyncio.Task[str] | None = None  # the last bundle about a missed deadline
+        self._written_at = 0.0
 
     # -- ranks ---------------------------------------------------------------------------
 
@@ -197,7 +202,6 @@ class Supervisor:
         logger.info("the ranks were restarted (incarnation %d)", incarnation)
         self._job_stop.withdraw()
         self._stopped_at = None
-        self._writing = None
         for rank in self._ranks.start_over(incarnation):
             self._end_syncs_of(rank)
         if self._nodes_may_change:
@@ -259,7 +263,8 @@ class Supervisor:
         """
         await self._ranks.await_failure(_DEATH_NEWS_LIMIT_S)
         path = ""
-        if not self._ranks.has_failed and (missed_deadline or self._writing is not None):
+        is_writing = self._writing is not None and not self._writing.done()
+        if not self._ranks.has_failed and (missed_deadline or is_writing):
             path = await self.bundle_late(f"{who} failed: {message}")
         self._ranks.fail(who, f"{message}\n{seen_in(path)}" if path else message)
         return path
@@ -269,10 +274,16 @@ class Supervisor:
     async def bundle_late(self, why: str) -> str:
         """Writes a bundle, once for all that miss a deadline together; returns its path, or "" if
         there is none. Another node's supervisor calls it, too."""
-        if self._writing is None:
+        now = time.monotonic()
+        if self._writing is None or now - self._written_at > _SAME_HANG_S:
             self._writing = self._tasks.create_task(self._bundle_late(why), name="bundle")
+            self._written_at = now
         await asyncio.wait({self._writing}, timeout=_BUNDLE_LIMIT_S)
         return self._writing.result() if self._writing.done() else ""
+
+    async def _explain_late(self, why: str) -> str:
+        path = await self.bundle_late(why)
+        return f"\n{seen_in(path)}" if path else ""
 
     async def _bundle_late(self, why: str) -> str:
         if self._links.lead is None:

@@ -1,5 +1,5 @@
 """`umbra stop` and `umbra preempt` end the job of a run directory in order. `umbra drain` takes one
-of its nodes out. `umbra dump` shows what its processes are doing.
+of its nodes out.
 
 The request goes to the supervisor's socket. Where that cannot be reached, on another node or in
 another container, it is left in the run directory, where the supervisor looks once a second.
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,8 +25,6 @@ from umbra.runtime.errors import (
     MailboxClosed,
     UmbraError,
 )
-from umbra.runtime.escaping import escape_unprintable
-from umbra.runtime.hang_bundle import bundle_path, read_summary
 from umbra.runtime.rpc.rpc_client import Client
 from umbra.runtime.settings import to_wire
 from umbra.runtime.supervisor_host import supervisor_ref
@@ -39,8 +36,6 @@ _CALL_LIMIT_S: Final = 10.0
 _TAKEN_WITHIN_S: Final = 120.0
 """For the supervisor to see a request in the run directory. Network file systems may show a new
 file a minute later."""
-_BUNDLE_LIMIT_S: Final = 30.0
-"""From the request for a bundle to its file, which a network file system may show late."""
 _LOOK_INTERVAL_S: Final = 0.25
 
 
@@ -57,8 +52,6 @@ def run(arguments: argparse.Namespace) -> int:
     if not run_dir.is_dir():
         raise ConfigError(f"{run_dir} is not a directory: give a job's run.dir")
     try:
-        if arguments.command == "dump":
-            return _dump(run_dir)
         if arguments.command == "drain":
             return _drain(run_dir, arguments.node)
         return _end_job(run_dir, arguments.command, arguments.within)
@@ -67,11 +60,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _end_job(run_dir: Path, kind: Literal["stop", "preempt"], grace_s: float) -> int:
-    notice, address = _find(run_dir)
+    notice, address = find_job(run_dir)
     deadline = time.monotonic() + grace_s + _END_LIMIT_S
-    _request(notice, address, JobRequest(job=address.job, kind=kind, grace_s=grace_s))
-    _wait(
-        lambda: _has_ended(notice, address) and not notice.is_locked,
+    request_job(notice, address, JobRequest(job=address.job, kind=kind, grace_s=grace_s))
+    wait_until(
+        lambda: has_ended(notice, address) and not notice.is_locked,
         deadline,
         f"the job in {run_dir} ended",
     )
@@ -82,30 +75,14 @@ def _end_job(run_dir: Path, kind: Literal["stop", "preempt"], grace_s: float) ->
 
 
 def _drain(run_dir: Path, node: str) -> int:
-    notice, address = _find(run_dir)
-    _request(notice, address, JobRequest(job=address.job, kind="drain", node=node))
+    notice, address = find_job(run_dir)
+    request_job(notice, address, JobRequest(job=address.job, kind="drain", node=node))
     print(f"{run_dir}: node {node} is asked to leave")
     return 0
 
 
-def _dump(run_dir: Path) -> int:
-    notice, address = _find(run_dir)
-    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-    path = bundle_path(run_dir, name)
-    _request(notice, address, JobRequest(job=address.job, kind="dump", bundle=name))
-    _wait(
-        lambda: path.exists() or _has_ended(notice, address),
-        time.monotonic() + _BUNDLE_LIMIT_S,
-        f"{path} was written",
-    )
-    if not path.exists():
-        raise ActorNotFound(f"the job in {run_dir} ended before {path} was written")
-    print(escape_unprintable(read_summary(path)))
-    print(f"all of it, with stacks and logs: {path}")
-    return 0
-
-
-def _find(run_dir: Path) -> tuple[RunNotice, SupervisorAddress]:
+def find_job(run_dir: Path) -> tuple[RunNotice, SupervisorAddress]:
+    """Raises ActorNotFound if no job runs in the directory."""
     notice = RunNotice(run_dir)
     address = notice.address()
     if address is None:
@@ -113,29 +90,30 @@ def _find(run_dir: Path) -> tuple[RunNotice, SupervisorAddress]:
     return notice, address
 
 
-def _request(notice: RunNotice, address: SupervisorAddress, request: JobRequest) -> None:
+def request_job(notice: RunNotice, address: SupervisorAddress, request: JobRequest) -> None:
     """Returns when the job has taken the request, or has ended."""
-    if _is_reachable(address) and asyncio.run(_call(address, request)):
+    if is_reachable(address) and asyncio.run(call_supervisor(address, request)):
         return
-    if _has_ended(notice, address):
+    if has_ended(notice, address):
         return
-    notice.leave_request(request)
-    _wait(
-        lambda: _has_ended(notice, address) or not notice.is_request_left,
+    notice.leaverequest_job(request)
+    wait_until(
+        lambda: has_ended(notice, address) or not notice.is_request_left,
         time.monotonic() + _TAKEN_WITHIN_S,
         f"its supervisor on {address.node_id} took the request; was the job killed?",
     )
 
 
-def _has_ended(notice: RunNotice, address: SupervisorAddress) -> bool:
+def has_ended(notice: RunNotice, address: SupervisorAddress) -> bool:
+    """Whether the job has ended in order. Raises ActorNotFound if it was killed."""
     if notice.address() != address:
         return True
-    _is_reachable(address)  # raises if the job has been killed since
+    is_reachable(address)  # raises if the job has been killed since
     return False
 
 
-def _is_reachable(address: SupervisorAddress) -> bool:
-    """Raises ActorNotFound if the supervisor was killed."""
+def is_reachable(address: SupervisorAddress) -> bool:
+    """Whether its socket can be used from here. Raises ActorNotFound if it was killed."""
     socket_dir = Path(address.socket_dir)
     if not os.access(socket_dir, os.R_OK | os.W_OK):  # elsewhere, or another user's
         return False
@@ -144,7 +122,7 @@ def _is_reachable(address: SupervisorAddress) -> bool:
     return True
 
 
-async def _call(address: SupervisorAddress, request: JobRequest) -> bool:
+async def call_supervisor(address: SupervisorAddress, request: JobRequest) -> bool:
     """Returns False if the supervisor did not answer."""
     ref = supervisor_ref(address.node_id, Path(address.socket_dir))
     async with Client(address.node_id) as client:
@@ -156,7 +134,8 @@ async def _call(address: SupervisorAddress, request: JobRequest) -> bool:
     return True
 
 
-def _wait(look: Callable[[], bool], deadline: float, what: str) -> None:
+def wait_until(look: Callable[[], bool], deadline: float, what: str) -> None:
+    """Raises DeadlineExceeded."""
     while not look():
         if time.monotonic() > deadline:
             raise DeadlineExceeded(f"not within the deadline: {what}")

@@ -94,7 +94,7 @@ def _run_reporting_errors(argv: Sequence[str]) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     match arguments.command:
-        case "stop" | "preempt" | "drain" | "dump":
+        case "stop" | "preempt" | "drain":
             from umbra.runtime.cli import stop_command
 
             return stop_command.run(arguments)
@@ -106,6 +106,10 @@ def _run(arguments: argparse.Namespace) -> int:
             from umbra.runtime.cli import samples_command
 
             return samples_command.run(arguments)
+        case "dump":
+            from umbra.runtime.cli import dump_command
+
+            return dump_command.run(arguments)
         case "doctor":
             # By name, because nothing here imports the trainer, whose config it reads.
             return int(import_module("umbra.trainer.doctor").run(arguments))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -32,7 +33,7 @@ class JobRequests:
     ) -> None:
         self._notice = RunNotice(run_dir)
         self._address = SupervisorAddress(
-            job=secrets.token_hex(8), node_id=node_id, socket_dir=str(socket_dir)
+            job=secrets.token_hex(8), node_id=node_id, pid=os.getpid(), socket_dir=str(socket_dir)
         )
         self._act_on = act_on
 

@@ -45,6 +45,7 @@ class SupervisorAddress:
     Attributes:
         job: a random name that no other job has.
         node_id: the supervisor's host.
+        pid: of the supervisor there.
         socket_dir: its folder of sockets, which other hosts and containers do not see.
         tcp_endpoint: at which other hosts reach it; "" for none.
         secret_file: path of the job's keys, which they need for that; "" for none.
@@ -52,6 +53,7 @@ class SupervisorAddress:
 
     job: str
     node_id: str
+    pid: int
     socket_dir: str
     tcp_endpoint: str = ""
     secret_file: str = ""

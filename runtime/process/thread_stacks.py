@@ -19,9 +19,8 @@ import os
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Generator
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from typing import Final
 
 from umbra.runtime.process.descendants import process_stat
@@ -38,22 +37,29 @@ interval, the stacks of hundreds of threads could be cut off."""
 _NUM_READERS: Final = 16
 
 
-@cache
-def answer_stack_requests() -> int:
-    """Makes this process, and what it forks, write the stacks of its threads on request.
-
-    Returns the descriptor of the file, for `refuse_stack_requests`.
-    """
-    descriptor = os.memfd_create(_NAME)
-    faulthandler.register(_SIGNAL, file=descriptor, all_threads=True)
-    return descriptor
+_descriptors: Final[list[int]] = []
+"""The file of this process, and of what it forks, as soon as it has one."""
 
 
-def refuse_stack_requests(descriptor: int) -> None:
-    """Undoes `answer_stack_requests`."""
-    faulthandler.unregister(_SIGNAL)
-    os.close(descriptor)
-    answer_stack_requests.cache_clear()
+def answer_stack_requests() -> None:
+    """Makes this process, and what it forks, write the stacks of its threads on request."""
+    if not _descriptors:
+        _descriptors.append(os.memfd_create(_NAME))
+        faulthandler.register(_SIGNAL, file=_descriptors[0], all_threads=True)
+
+
+@contextlib.contextmanager
+def answering_stack_requests() -> Generator[None]:
+    """Does so within the block, unless the process does anyway."""
+    if _descriptors:
+        yield
+        return
+    answer_stack_requests()
+    try:
+        yield
+    finally:
+        faulthandler.unregister(_SIGNAL)
+        os.close(_descriptors.pop())
 
 
 def read_stacks(pids: Collection[int]) -> dict[int, str]:

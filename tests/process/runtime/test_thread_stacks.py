@@ -13,9 +13,8 @@ from typing import Final
 import pytest
 
 from umbra.runtime.process.thread_stacks import (
-    answer_stack_requests,
+    answering_stack_requests,
     read_stacks,
-    refuse_stack_requests,
 )
 
 pytestmark = pytest.mark.process
@@ -97,8 +96,9 @@ def test_a_process_without_a_handler_is_left_alone() -> None:
     assert stacks == {process.pid: "[its stacks are unknown: it does not run umbra]"}
 
 
-def test_a_process_can_take_its_answer_back() -> None:
-    refuse_stack_requests(answer_stack_requests())
+def test_a_process_answers_within_the_block_only() -> None:
+    with answering_stack_requests(), answering_stack_requests():
+        assert "in test_a_process_answers" in read_stacks([os.getpid()])[os.getpid()]
 
     assert read_stacks([os.getpid()])[os.getpid()].startswith("[its stacks are unknown")
 
