@@ -104,3 +104,30 @@ def test_a_rank_in_a_dead_collective_and_the_rank_that_it_waits_for_are_shown(
     assert "waiting_loss (" in part_about("rank 1", summary)
     assert "torch/distributed" in part_about("rank 0", summary)
     assert "waiting_loss" not in part_about("rank 0", summary)
+
+
+def test_a_stopped_supervisor_is_reported_from_outside(folder: Path) -> None:
+    with start_run(folder, LONG) as run:
+        run.wait_for_step(1)
+        pid = run.pid_of("supervisor")
+        with stopped(pid):
+            summary = dump(run)
+        run.wait_for_step(run.num_steps() + 3, timeout_s=END_LIMIT_S)
+        os.kill(run.process.pid, signal.SIGTERM)
+        run.wait()
+
+    assert "the supervisor does not answer" in summary
+    assert f"supervisor (pid {pid}): STOPPED by a signal" in summary
+    assert "umbra.trainer" in summary  # a rank's command line
+    assert "rollouts#1" in summary
+
+
+def test_an_engine_that_does_not_start_in_time_is_shown_before_it_is_killed(folder: Path) -> None:
+    engine = "pool.engine=failing_engines:HangsInStart"
+
+    with start_run(folder, LONG, engine, "pool.sync_timeout_s=5", num_ranks=0) as run:
+        ended = run.wait()
+
+    path = newest_bundle(run)
+    ended.check_failed("not ready within start_timeout_s = 5", f"what all processes were doing is in {path}")
+    assert "wait_for_a_peer (" in part_about("policy-0", read_summary(path))
