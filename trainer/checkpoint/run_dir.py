@@ -11,6 +11,7 @@ run.dir/ledger/                                 every sample's history; `umbra l
 run.dir/export/                                 the trained model, Hugging Face format
 run.dir/summary.json, report.html, metrics.png  at the end; `umbra plot` draws earlier
 run.dir/logs/                                   output of every process that umbra starts
+run.dir/bundles/                                see `umbra.runtime.hang_bundle`
 run.dir/supervisor.json, preempted              see `umbra.runtime.cluster.run_notice`
 run.dir/replaced/                               the run that is being replaced, without data and
                                                 logs, until the new one has done a step
