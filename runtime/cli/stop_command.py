@@ -96,7 +96,7 @@ def request_job(notice: RunNotice, address: SupervisorAddress, request: JobReque
         return
     if has_ended(notice, address):
         return
-    notice.leaverequest_job(request)
+    notice.leave_request(request)
     wait_until(
         lambda: has_ended(notice, address) or not notice.is_request_left,
         time.monotonic() + _TAKEN_WITHIN_S,
