@@ -74,13 +74,8 @@ def _alone(
 ) -> Iterator[Verdict]:
     node = Node(gpus=tuple(gpus), num_ranks=environment.local_world_size)
     yield from NodeChecks(config, environment, [node], [gpu_sizes(gpus)]).make()
-    for gpu in range(max(1, len(gpus))):
-        yield _ipc_verdict(config, gpu)
+    yield verdict_of("CUDA IPC", lambda: check_cuda_ipc(config, range(max(1, len(gpus)))))
     yield verdict_of("peer access", lambda: check_peer_access(config))
-
-
-def _ipc_verdict(config: TrainerConfig, gpu: int) -> Verdict:
-    return verdict_of("CUDA IPC", lambda: check_cuda_ipc(config, gpu))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -126,7 +121,7 @@ def _checks_of_rank(
         meeting: closed when all ranks have met.
     """
     if environment.local_rank < max(1, len(usable_gpus())):
-        yield _ipc_verdict(config, environment.local_rank)
+        yield verdict_of("CUDA IPC", lambda: check_cuda_ipc(config, [environment.local_rank]))
     if environment.local_rank > 0:
         return
     yield verdict_of("peer access", lambda: check_peer_access(config))

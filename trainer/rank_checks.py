@@ -52,39 +52,43 @@ _MAX_SKEW_S: Final = 1.0
 """Between clocks. With more, logs and ledgers of different nodes cannot be read together."""
 
 
-def check_cuda_ipc(config: TrainerConfig, gpu: int) -> str:
-    """Reads memory of a GPU of this process in another process, as engines do.
+def check_cuda_ipc(config: TrainerConfig, gpus: Sequence[int]) -> str:
+    """Reads memory of GPUs of this process in another process, as engines do.
 
     Raises:
         ConfigError: it cannot be read.
         NotApplicable: the run would not do that.
     """
-    tensor = _tensor_on(config, gpu)
-    exports = export_tensors([(0, tensor)])
-    problem = exports
-    if isinstance(exports, RankExports):
-        raw = [
-            [field.hex() if isinstance(field, bytes) else field for field in allocation.to_wire()]
-            for allocation in exports.allocations
-        ]
-        try:
-            child = subprocess.run(
-                [sys.executable, "-m", __name__],
-                input=json.dumps(raw).encode(),
-                capture_output=True,
-                env=without_rank(os.environ),
-                timeout=_CHILD_LIMIT_S,
-            )
-        except subprocess.TimeoutExpired:
-            raise ConfigError(f"no answer of the other process in {_CHILD_LIMIT_S:g} s") from None
-        lines = (child.stdout if child.returncode == 0 else child.stderr).decode().splitlines()
-        problem = lines[-1] if lines else ""
+    tensors = [(gpu, _tensor_on(config, gpu)) for gpu in gpus]
+    exports = export_tensors(tensors)
+    problem = _read_elsewhere(exports) if isinstance(exports, RankExports) else exports
+    names = f"GPU {', '.join(map(str, gpus))}"
     if problem:
         raise ConfigError(
-            f"another process cannot read memory of GPU {gpu}: {problem}; start the container with "
+            f"another process cannot read memory of {names}: {problem}; start the container with "
             "--ipc=host, or set pool.transport = 'memfd', which carries weights through host memory"
         )
-    return f"another process can read memory of GPU {gpu}"
+    return f"another process can read memory of {names}"
+
+
+def _read_elsewhere(exports: RankExports) -> str:
+    """Why another process cannot read the memory, or ""."""
+    raw = [
+        [field.hex() if isinstance(field, bytes) else field for field in allocation.to_wire()]
+        for allocation in exports.allocations
+    ]
+    try:
+        child = subprocess.run(
+            [sys.executable, "-m", __name__],
+            input=json.dumps(raw).encode(),
+            capture_output=True,
+            env=without_rank(os.environ),
+            timeout=_CHILD_LIMIT_S,
+        )
+    except subprocess.TimeoutExpired:
+        return f"no answer in {_CHILD_LIMIT_S:g} s"
+    lines = (child.stdout if child.returncode == 0 else child.stderr).decode().splitlines()
+    return lines[-1] if lines else f"its process ended with status {child.returncode}"
 
 
 def check_peer_access(config: TrainerConfig) -> str:

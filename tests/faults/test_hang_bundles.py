@@ -129,5 +129,7 @@ def test_an_engine_that_does_not_start_in_time_is_shown_before_it_is_killed(fold
         ended = run.wait()
 
     path = newest_bundle(run)
-    ended.check_failed("not ready within start_timeout_s = 5", f"what all processes were doing is in {path}")
+    ended.check_failed(
+        "not ready within start_timeout_s = 5", f"what all processes were doing is in {path}"
+    )
     assert "wait_for_a_peer (" in part_about("policy-0", read_summary(path))
